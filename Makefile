@@ -1,0 +1,81 @@
+# Every target works in a fresh clone: what it needs is installed into .venv first.
+#
+#   make demo    a small model served with and without the cache
+#   make test    check, then all tests
+#   make check   ruff, mypy and the import layers
+#   make soak    all tests, the random ones for longer: SOAK_FACTOR (default 20) times as many examples and seeds
+#   make bench   the benchmarks, as ratios; PEER=DIR adds SGLang's tree core from its unpacked wheel
+#   make gpu     the tests and benchmarks that need a CUDA device
+#   make clean   removes .venv, caches and what the demo left behind
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := test
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SOAK_FACTOR ?= 20
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: demo test check soak bench gpu clean
+
+demo: $(VENV)/.demo-stamp
+	$(BIN)/hicache demo $(DEMO_ARGS)
+
+test: check
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.test-stamp
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+soak: $(VENV)/.test-stamp
+	SOAK_FACTOR=$(SOAK_FACTOR) $(BIN)/python -m pytest --timeout=0 $(PYTEST_ARGS)
+
+bench: $(VENV)/.test-stamp
+	$(BIN)/python -m benchmarks $(if $(PEER),--peer $(PEER))
+
+gpu: $(VENV)/.test-stamp
+	$(BIN)/python -m pytest -m cuda $(PYTEST_ARGS)
+	$(BIN)/python -m benchmarks.copies --device cuda
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist demo-data .demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.demo-stamp: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing the dependencies into $(VENV); torch takes a few minutes the first time"
+	$(PIP_INSTALL) -e ".[engine]"
+	touch $@
+
+# Has all that the demo needs as well.
+$(VENV)/.test-stamp: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing the dependencies into $(VENV); torch takes a few minutes the first time"
+	$(PIP_INSTALL) -e ".[engine,redis,s3,daemon,dev]"
+	touch $@ $(VENV)/.demo-stamp
+
+# Debian and Ubuntu ship Python without the part that makes environments, and a failed attempt leaves half of one.
+$(BIN)/python:
+	@python=
+	for candidate in $(PYTHON) python3 python3.13 python3.12 python3.11; do
+	  if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$candidate; break; fi
+	done
+	if [ -z "$$python" ]; then
+	  echo "hicache needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3" >&2; exit 1
+	fi
+	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+	    export DEBIAN_FRONTEND=noninteractive
+	    apt-get update -qq </dev/null && apt-get install -y -qq python3-venv </dev/null >/dev/null
+	  else
+	    echo "this Python cannot make environments; run: sudo apt-get install python3-venv" >&2; exit 1
+	  fi
+	fi
+	"$$python" -m venv --clear $(VENV)
+
+.ONESHELL:

@@ -1,0 +1,38 @@
+"""Configuration: one schema for every use, read from a YAML file, `HICACHE_*` variables and flags.
+
+`schema` says what there is, `loading` brings the sources together and reports everything that is wrong with them at
+once, `secret` reads the MAC key.
+"""
+
+from .loading import ENVIRON_PREFIX, load_config
+from .schema import (
+    DeviceConfig,
+    FileStorage,
+    FileStorageOptions,
+    HiCacheConfig,
+    HostConfig,
+    IntegrityConfig,
+    MetricsConfig,
+    PluginStorage,
+    PrefetchConfig,
+    StorageConfig,
+    TransferConfig,
+)
+from .secret import read_mac_key
+
+__all__ = [
+    "ENVIRON_PREFIX",
+    "DeviceConfig",
+    "FileStorage",
+    "FileStorageOptions",
+    "HiCacheConfig",
+    "HostConfig",
+    "IntegrityConfig",
+    "MetricsConfig",
+    "PluginStorage",
+    "PrefetchConfig",
+    "StorageConfig",
+    "TransferConfig",
+    "load_config",
+    "read_mac_key",
+]

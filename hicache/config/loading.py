@@ -1,0 +1,331 @@
+"""Bringing the sources of a configuration together: a YAML file, then `HICACHE_*` variables, then flags.
+
+Each source becomes a list of entries (path, value, origin); later ones replace earlier ones entry by entry. Problems
+are collected through all steps, so that one error lists everything that is wrong, each with where it comes from.
+
+A variable or flag value is read like a YAML scalar (`5`, `true`, `null`), anything else is text. Variables nest with
+two underscores: `HICACHE_HOST__SIZE=4GiB`. A variable with the prefix that matches no entry is refused as a typo, but
+for the one that `integrity.mac_key_env` names.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+from pydantic import ValidationError
+
+from ..errors import ConfigError
+from .entries import entry_names, section_names
+from .schema import ALTERNATIVES, HiCacheConfig
+
+ENVIRON_PREFIX = "HICACHE_"
+# A configuration has some 40 entries; more than this is another file given by mistake.
+FILE_BYTES_MAX = 1 << 20
+# How alike (0 to 1) two names must be for one to be a typo of the other; below 0.7 suggestions look random.
+_LIKENESS_MIN = 0.7
+_STORAGE_TYPE, _STORAGE_OPTIONS = ("storage", "type"), ("storage", "options")
+
+EntryPath: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Problem:
+    path: EntryPath
+    what: str
+    origin: str
+
+    def __str__(self) -> str:
+        names = [name if name.isprintable() and name else ascii(name) for name in self.path]
+        where = f"{'.'.join(names)}: " if names else ""
+        return where + self.what + (f" ({self.origin})" if self.origin else "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    path: EntryPath
+    value: Any
+    origin: str
+
+
+def load_config(
+    path: Path | None,
+    *,
+    environ: Mapping[str, str],
+    overrides: Mapping[str, str],
+) -> HiCacheConfig:
+    """The configuration in the file `path` (None: no file), changed by variables in `environ`, then by `overrides`.
+
+    `overrides` maps dotted paths to text (`{"host.size": "4GiB"}`). Variables without the prefix `HICACHE_` are
+    ignored. Reads the file; mutates nothing. Raises ConfigError that lists every problem.
+    """
+    merge = _Merge()
+    if path is not None:
+        merge.add(_file_entries(path, merge.problems))
+    merge.add(_environ_entries(environ, merge.problems))
+    merge.add([_Entry(tuple(name.split(".")), _scalar(text), f"flag --set {_shown(name)}")
+               for name, text in overrides.items()])  # fmt: skip
+    merge.drop_key_variable()
+    config: HiCacheConfig | None = None
+    try:
+        config = HiCacheConfig.model_validate(merge.tree)
+    except ValidationError as refused:
+        merge.problems += [problem for error in refused.errors() for problem in merge.explain(error)]
+    if merge.problems or config is None:
+        problems = sorted(set(merge.problems))
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n  ".join([f"the configuration has {count}:", *map(str, problems)]))
+    return config
+
+
+class _Merge:
+    """The entries so far: `tree` nested as pydantic takes it, `origins` by path for error messages.
+
+    Invariant: the paths in `origins` are the leaves of `tree`.
+    """
+
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = {}
+        self.origins: dict[EntryPath, str] = {}
+        self.problems: list[_Problem] = []
+
+    def add(self, entries: list[_Entry]) -> None:
+        """Put the entries of one source over those of weaker ones."""
+        self._displace({entry.path: entry.value for entry in entries})
+        for entry in entries:
+            self._put(entry)
+
+    def _displace(self, given: Mapping[EntryPath, Any]) -> None:
+        """Remove what the new source replaces by other means: an alternative, or the options of another backend."""
+        for section, names in ALTERNATIVES.items():
+            if any(given.get((*section, name)) is not None for name in names):
+                for name in names:
+                    self._remove((*section, name))
+        old = self.tree.get("storage")
+        if _STORAGE_TYPE in given and isinstance(old, dict) and old.get("type") != given[_STORAGE_TYPE]:
+            self._remove(_STORAGE_OPTIONS)
+
+    def _remove(self, path: EntryPath) -> None:
+        node: Any = self.tree
+        for name in path[:-1]:
+            node = node.get(name) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node.pop(path[-1], None)
+        for known in [known for known in self.origins if known[: len(path)] == path]:
+            del self.origins[known]
+
+    def _put(self, entry: _Entry) -> None:
+        node = self.tree
+        for depth, name in enumerate(entry.path[:-1], start=1):
+            if node.get(name) is None:
+                node[name] = {}
+                self.origins.pop(entry.path[:depth], None)
+            node = node[name]
+            if not isinstance(node, dict):
+                section = ".".join(entry.path[:depth])
+                self.problems.append(_Problem(entry.path, f"{section} is a value and holds no entries", entry.origin))
+                return
+        self._remove(entry.path)
+        node[entry.path[-1]] = entry.value
+        self.origins[entry.path] = entry.origin
+
+    def drop_key_variable(self) -> None:
+        """Forget the variable that `integrity.mac_key_env` names: it is the key and no entry."""
+        section = self.tree.get("integrity")
+        name = section.get("mac_key_env") if isinstance(section, dict) else None
+        for path, origin in list(self.origins.items()):
+            if origin == f"variable {name}":
+                self._remove(path)
+                self._prune(path[:-1])
+
+    def _prune(self, path: EntryPath) -> None:
+        if path and not any(known[: len(path)] == path for known in self.origins):
+            self._remove(path)
+            self._prune(path[:-1])
+
+    def explain(self, error: Any) -> Iterator[_Problem]:
+        """The problems in one pydantic error: several if an unknown section has several entries."""
+        path = _without_tags(tuple(str(part) for part in error["loc"]))
+        kind = error["type"]
+        if kind != "extra_forbidden":
+            yield _Problem(path, _what(error, self._value(path), path), self._origin(path))
+            return
+        below = [known for known in self.origins if known[: len(path)] == path] or [path]
+        for known in below:
+            yield _Problem(known, _unknown(known, len(path)), self.origins.get(known, ""))
+
+    def _origin(self, path: EntryPath) -> str:
+        """Where `path` was given; for a section, or an entry that is missing in it, where that section was given."""
+        for end in range(len(path), -1, -1):
+            if path[:end] in self.origins:
+                return self.origins[path[:end]]
+            below = {origin: None for known, origin in self.origins.items() if end and known[:end] == path[:end]}
+            if below:
+                return ", ".join(below)
+        return ""
+
+    def _value(self, path: EntryPath) -> Any:
+        node: Any = self.tree
+        for name in path:
+            node = node.get(name) if isinstance(node, dict) else None
+        return node
+
+
+def _without_tags(loc: EntryPath) -> EntryPath:
+    """Pydantic's location without the tag of the union that `storage` is."""
+    return (loc[0], *loc[2:]) if loc[:1] == ("storage",) and len(loc) > 1 else loc
+
+
+def _what(error: Any, value: Any, path: EntryPath) -> str:
+    kind, message = error["type"], str(error["msg"]).removeprefix("Value error, ")
+    if kind == "missing":
+        return "is missing"
+    if kind in ("model_type", "dict_type", "model_attributes_type"):
+        return f"is a section: give its entries ({', '.join(section_names(path)) or 'by name'}) below it"
+    if path[0] == "integrity" or isinstance(value, dict):
+        return message  # says nothing of the value: somebody may have put the key where its name belongs
+    near = difflib.get_close_matches(str(value), _choices(error), n=1)
+    got = _shown(value)
+    return (message if got in message else f"{message}; got {got}") + (f", did you mean {near[0]}?" if near else "")
+
+
+def _choices(error: Any) -> list[str]:
+    expected = str(error.get("ctx", {}).get("expected", "")) if error["type"] == "literal_error" else ""
+    return [part for part in expected.split("'") if part.isidentifier()]
+
+
+def _unknown(path: EntryPath, known_depth: int) -> str:
+    """What to say about `path`, whose first `known_depth` names lead out of the schema."""
+    prefix, name, rest = path[: known_depth - 1], path[known_depth - 1], path[known_depth:]
+    siblings = section_names(prefix)
+    dotted = ".".join(path)
+    candidates = {entry: _likeness(dotted, entry) for entry in entry_names() if not dotted.startswith(entry + ".")}
+    # A slip in one name is likelier than a wrong section, and the more so the longer the path around it is.
+    candidates |= {".".join((*prefix, near, *rest)): _likeness(name, near) + 0.1 for near in siblings}
+    if rest:
+        candidates = {entry: likeness for entry, likeness in candidates.items() if entry in entry_names()}
+    nearest = max(candidates, key=lambda entry: candidates[entry])
+    if candidates[nearest] >= _LIKENESS_MIN:
+        return f"unknown entry; did you mean {nearest}?"
+    return f"unknown entry; {'.'.join(prefix) or 'the configuration'} has: {', '.join(siblings)}"
+
+
+def _likeness(left: str, right: str) -> float:
+    return difflib.SequenceMatcher(None, left, right).ratio()
+
+
+def _printable(value: Any) -> str:
+    return value if isinstance(value, str) and value.isprintable() else ascii(value)
+
+
+def _shown(value: Any) -> str:
+    text = _printable(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _file_entries(path: Path, problems: list[_Problem]) -> list[_Entry]:
+    file_name = f"file {_printable(str(path))}"
+
+    def refuse(what: str, line: int | None = None) -> list[_Entry]:
+        problems.append(_Problem((), what, f"{file_name}, line {line}" if line else file_name))
+        return []
+
+    try:
+        with open(path, "rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+        if len(data) > FILE_BYTES_MAX:
+            return refuse(f"is larger than {FILE_BYTES_MAX >> 20} MiB and so no configuration")
+        loader = _Loader(data.decode())
+        node = loader.get_single_node()
+        if node is None:
+            return []
+        if not isinstance(node, yaml.MappingNode):
+            return refuse("must hold entries like `page_size: 64`", node.start_mark.line + 1)
+        return list(_flatten(node, loader, (), file_name, problems))
+    except OSError as error:
+        return refuse(f"cannot be read: {error.strerror}")
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        return refuse(f"is not valid YAML: {error.problem or error.context}", mark.line + 1 if mark else None)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, an impossible date, a number of 5000 digits
+        return refuse(f"is not valid YAML: {_shown(str(error).splitlines()[0])}")
+    except RecursionError:
+        return refuse("is nested too deeply")
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader without what a configuration does not need: aliases can make a small file huge or endless, and
+    explicit tags reach constructors that fail in undocumented ways."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        mark = event.start_mark
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not supported", problem_mark=mark)
+        if getattr(event, "tag", None) is not None:
+            raise yaml.MarkedYAMLError(problem="tags (!name) are not supported", problem_mark=mark)
+        if isinstance(event, yaml.ScalarEvent) and not event.value.isascii():
+            try:
+                event.value.encode()
+            except UnicodeEncodeError:
+                raise yaml.MarkedYAMLError(problem="text with half a surrogate pair", problem_mark=mark) from None
+        return super().compose_node(parent, index)
+
+
+def _flatten(
+    node: yaml.MappingNode, loader: _Loader, prefix: EntryPath, file_name: str, problems: list[_Problem]
+) -> Iterator[_Entry]:
+    """The leaves below `node`; duplicate names and names that are not text become problems."""
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        origin = f"{file_name}, line {line}"
+        if key_node.tag != "tag:yaml.org,2002:str":
+            name = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
+            problems.append(_Problem((*prefix, str(name)), "an entry's name must be text; put it into quotes", origin))
+            continue
+        name, path = key_node.value, (*prefix, key_node.value)
+        if name in seen:
+            problems.append(_Problem(path, f"is given twice, before in line {seen[name]}", origin))
+            continue
+        seen[name] = line
+        if isinstance(value_node, yaml.MappingNode) and value_node.value:
+            yield from _flatten(value_node, loader, path, file_name, problems)
+            continue
+        value = loader.construct_object(value_node, deep=True)
+        # A section with all its entries commented out says nothing; `storage` may be null.
+        if value is not None or path == ("storage",) or not section_names(path):
+            yield _Entry(path, value, origin)
+
+
+def _environ_entries(environ: Mapping[str, str], problems: list[_Problem]) -> list[_Entry]:
+    entries = []
+    for variable in sorted(environ):
+        if not variable.startswith(ENVIRON_PREFIX):
+            continue
+        origin = f"variable {_shown(variable)}"
+        path = tuple(variable.removeprefix(ENVIRON_PREFIX).lower().split("__"))
+        try:
+            environ[variable].encode()
+            variable.encode()
+        except UnicodeEncodeError:
+            problems.append(_Problem(tuple(map(_shown, path)), "is not valid UTF-8", origin))
+            continue
+        entries.append(_Entry(path, _scalar(environ[variable]), origin))
+    return entries
+
+
+def _scalar(text: str) -> Any:
+    """A value as YAML reads it without quotes: null, a boolean, a number, or else the text itself."""
+    loader = _Loader("")
+    tag: str = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+    if tag.rpartition(":")[2] not in ("null", "bool", "int", "float"):
+        return text
+    try:
+        return loader.construct_object(yaml.ScalarNode(tag, text))
+    except ValueError:
+        return text

@@ -1,0 +1,66 @@
+"""The MAC key: 32 bytes that make a stored page provable, from a file or from the environment.
+
+The key lives outside the data directory, so that whoever can write pages cannot also sign them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import ConfigError
+
+MAC_KEY_BYTES = 32
+_HOW_TO_MAKE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
+
+
+def read_mac_key(path: Path) -> bytes:
+    """The key in `path`: 64 hexadecimal digits (white space around them is ignored), or 32 raw bytes.
+
+    Blocks on the file system; refuses what is no regular file before reading from it. Raises ConfigError if the file
+    cannot be read, belongs to another user than this one or root, is open to group or others, or holds no key.
+    """
+    where = f"MAC key file {os.fspath(path)!r}"
+    try:
+        # Without O_NONBLOCK, opening a FIFO would wait for somebody to write to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            _require_private(os.fstat(descriptor), where)
+            data = os.read(descriptor, 1024)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
+    key = data if len(data) == MAC_KEY_BYTES else _from_hex(data)
+    if key is None:
+        raise ConfigError(f"{where}: holds neither 64 hexadecimal digits nor 32 bytes; {_HOW_TO_MAKE}")
+    return key
+
+
+def _require_private(state: os.stat_result, where: str) -> None:
+    if not stat.S_ISREG(state.st_mode):
+        raise ConfigError(f"{where}: is not a regular file")
+    if state.st_mode & 0o077:
+        raise ConfigError(f"{where}: mode {stat.S_IMODE(state.st_mode):04o} lets other users in: chmod 600")
+    if state.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"{where}: belongs to user {state.st_uid}, neither you nor root: chown it")
+
+
+def mac_key_from_environ(name: str, environ: Mapping[str, str]) -> bytes:
+    """The key in variable `name`, 64 hexadecimal digits. Raises ConfigError if it is unset or holds no key."""
+    value = environ.get(name)
+    if value is None:
+        raise ConfigError(f"MAC key variable {name}: is not set; unset integrity.mac_key_env to run without a key")
+    key = _from_hex(value.encode(errors="replace"))
+    if key is None:
+        raise ConfigError(f"MAC key variable {name}: does not hold 64 hexadecimal digits")
+    return key
+
+
+def _from_hex(data: bytes) -> bytes | None:
+    text = data.strip()
+    if len(text) != 2 * MAC_KEY_BYTES or text.strip(b"0123456789abcdefABCDEF"):
+        return None
+    return bytes.fromhex(text.decode("ascii"))

@@ -1,0 +1,54 @@
+"""Every exception HiCache raises on purpose.
+
+    HiCacheError
+    |-- InvalidInput          (also ValueError)    a caller's argument: tokens, keys, sizes
+    |-- ConfigError           (also ValueError)    a configuration file, variable or flag
+    |-- CapacityError         (also MemoryError)   a pool does not fit into memory, or a request into a pool
+    |-- InvariantError        (also AssertionError) an internal invariant is broken; raised by `check()`
+    |-- TransferError         (also RuntimeError)  a copy between device and host failed or did not end in time
+    `-- BackendError          (also OSError)       storage
+        |-- BackendUnavailable                     the store cannot be opened or used now
+        `-- NotOurs                                the store exists but belongs to somebody or something else
+
+A miss is never an exception: lookups and reads return values. Messages say what to do next and carry no tokens, salts,
+credentials or whole keys.
+"""
+
+from __future__ import annotations
+
+
+class HiCacheError(Exception):
+    """Base of all exceptions raised on purpose by this package."""
+
+
+class InvalidInput(HiCacheError, ValueError):
+    """An argument has the wrong type, range or shape. Nothing was changed by the call."""
+
+
+class ConfigError(HiCacheError, ValueError):
+    """A configuration is refused. The message names the path of the bad entry and, for typos, the nearest valid name.
+    """
+
+
+class CapacityError(HiCacheError, MemoryError):
+    """Something does not fit: the message carries what was asked for and what there is, in bytes or tokens."""
+
+
+class InvariantError(HiCacheError, AssertionError):
+    """A structure contradicts its own invariant: a bug in HiCache, or memory was overwritten from outside."""
+
+
+class TransferError(HiCacheError, RuntimeError):
+    """A device copy failed or missed its deadline. The pages of that copy must not be used; recompute them."""
+
+
+class BackendError(HiCacheError, OSError):
+    """A storage backend failed in a way its caller must see: at start, at close, or in a command line tool."""
+
+
+class BackendUnavailable(BackendError):
+    """The store cannot be reached, opened or written. Check address, permissions and free space, then retry."""
+
+
+class NotOurs(BackendError):
+    """The location holds something HiCache did not create, or others may write it. It was left untouched."""

@@ -1,0 +1,78 @@
+"""The shape of one KV page: everything that decides how many bytes a page has and where each of them lies.
+
+A page is layer-major: for each layer the K block, then the V block (MHA), or one latent block (MLA). Each block is
+`page_size x heads x head_dim` elements, contiguous, exactly as the page lies in the device pool of that layer. So a
+(page, layer) is one contiguous piece and a page is one contiguous payload.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from .errors import InvalidInput
+
+# Bytes of one element. Names are those of torch; a daemon that has no torch must be able to compute sizes too.
+DTYPE_BYTES = {
+    "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1,
+}  # fmt: skip
+
+PAGE_SIZE_MAX = 1024
+
+
+class KVLayout(Enum):
+    """How attention stores its cache."""
+
+    MHA = "mha"  # a K and a V block per layer (multi-head and grouped-query attention)
+    MLA = "mla"  # one latent block per layer (multi-head latent attention)
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """Shape of the KV cache of one rank. `heads` and `head_dim` are this rank's (MLA: heads = 1, head_dim = latent
+    dim).
+
+    Raises InvalidInput for a shape that cannot exist.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    page_size: int
+    dtype: str = "bfloat16"
+    layout: KVLayout = KVLayout.MHA
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "head_dim", "page_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise InvalidInput(f"geometry: {name} must be a positive integer, got {value!r}")
+        if self.page_size > PAGE_SIZE_MAX:
+            raise InvalidInput(f"geometry: page_size {self.page_size} is over {PAGE_SIZE_MAX}; 16 to 256 is usual")
+        if self.dtype not in DTYPE_BYTES:
+            raise InvalidInput(f"geometry: unknown dtype {self.dtype!r}; known: {', '.join(sorted(DTYPE_BYTES))}")
+
+    @property
+    def blocks_per_layer(self) -> int:
+        """2 (K and V) for MHA, 1 for MLA."""
+        return 2 if self.layout is KVLayout.MHA else 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one K, V or latent block of one page and layer."""
+        return self.page_size * self.heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one page in one layer: the piece a layer-wise copy moves."""
+        return self.blocks_per_layer * self.block_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        return self.layers * self.layer_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token over all layers."""
+        return self.payload_bytes // self.page_size

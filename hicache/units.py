@@ -1,0 +1,111 @@
+"""Sizes and durations as people write them: `200GiB`, `64MB`, `5s`, `250ms`.
+
+Binary units (KiB, MiB, GiB, TiB) are powers of 1024, decimal ones (KB, MB, GB, TB) powers of 1000; a bare number is
+bytes or seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+_NUMBER_WITH_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_SIZE_UNITS: dict[str, float] = {
+    "": 1, "B": 1,
+    "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+}  # fmt: skip
+_DURATION_UNITS = {"": 1.0, "S": 1.0, "MS": 1e-3, "US": 1e-6, "M": 60.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
+# Beyond a pebibyte or a year a number is a slip of the hand, and sums of such numbers would overflow elsewhere.
+SIZE_MAX_BYTES = 1 << 50
+DURATION_MAX_S = 366 * 86400.0
+
+
+class Unit(enum.Enum):
+    """What a number in the configuration counts; marks the annotated types below for those who print them."""
+
+    BYTES = "bytes"
+    SECONDS = "seconds"
+
+
+def _parse(text: str, units: dict[str, float], what: str, example: str) -> float:
+    match = _NUMBER_WITH_UNIT.fullmatch(text)
+    if match is None or match[2].upper() not in units:
+        raise ValueError(f"{text[:40]!r} is no {what}; write it like {example}")
+    return float(match[1]) * units[match[2].upper()]
+
+
+def parse_size(value: Any) -> Any:
+    """Bytes from `"200GiB"` or a number. Raises ValueError for what is no size; passes other types through."""
+    if isinstance(value, str):
+        value = _parse(value, _SIZE_UNITS, "size", "200GiB, 64MiB or 4096")
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is no size; write it like 200GiB, 64MiB or 4096")
+    if not isinstance(value, (int, float)):
+        return value
+    if not 0 <= value <= SIZE_MAX_BYTES:  # also refuses nan
+        raise ValueError("a size lies between 0 and 1024 TiB")
+    return round(value)
+
+
+def parse_duration(value: Any) -> Any:
+    """Seconds from `"250ms"` or a number. Raises ValueError for what is no duration; passes other types through."""
+    if isinstance(value, str):
+        value = _parse(value, _DURATION_UNITS, "duration", "5s, 250ms or 2h")
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is no duration; write it like 5s, 250ms or 2h")
+    if isinstance(value, (int, float)) and not 0 <= value <= DURATION_MAX_S:
+        raise ValueError("a duration lies between 0s and 366d")
+    return value
+
+
+def refuse_bool(value: Any) -> Any:
+    """Passes everything but booleans: Python counts `true` as 1, a person who writes it means something else."""
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is no number")
+    return value
+
+
+def format_size(size_bytes: float) -> str:
+    """A size for people, in the largest binary unit that keeps it at or above one: `1536` -> `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def exact_size(size_bytes: int) -> str:
+    """A size that `parse_size` reads back to the same number: `10737418240` -> `10GiB`, `1000` -> `1000`."""
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size_bytes and size_bytes % unit == 0:
+            return f"{size_bytes // unit}{name}"
+    return str(size_bytes)
+
+
+def exact_duration(duration_s: float) -> str:
+    """A duration that `parse_duration` reads back: `0.25` -> `250ms`, `5.0` -> `5s`; exact to a microsecond."""
+    seconds = f"{duration_s:.6f}".rstrip("0").rstrip(".")
+    return f"{duration_s * 1000:.0f}ms" if re.fullmatch(r"0\.\d{1,3}", seconds) else f"{seconds}s"
+
+
+def _positive(value: Any) -> Any:
+    if isinstance(value, (int, float)) and value == 0:
+        raise ValueError("must be more than 0")
+    return value
+
+
+_SIZE_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "examples": ["200GiB", "64MB"]}]}
+_DURATION_SCHEMA = {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "examples": ["5s", "250ms"]}]}
+
+Size = Annotated[int, BeforeValidator(parse_size), Unit.BYTES, WithJsonSchema(_SIZE_SCHEMA)]
+PositiveSize = Annotated[Size, AfterValidator(_positive)]
+Duration = Annotated[float, BeforeValidator(parse_duration), Unit.SECONDS, WithJsonSchema(_DURATION_SCHEMA)]
+PositiveDuration = Annotated[Duration, AfterValidator(_positive)]
+Count = Annotated[int, BeforeValidator(refuse_bool)]
+Number = Annotated[float, BeforeValidator(refuse_bool)]

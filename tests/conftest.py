@@ -1,0 +1,36 @@
+"""What all tests share: how long random tests run, and how a failure of one is replayed.
+
+`SOAK_FACTOR` (default 1) multiplies the number of examples of hypothesis and of `tests.seeds`; `make soak` sets it. A
+failing hypothesis test prints the decorator that replays it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+SOAK_FACTOR = int(os.environ.get("SOAK_FACTOR", "1"))
+
+settings.register_profile(
+    "hicache",
+    max_examples=100 * SOAK_FACTOR,
+    deadline=None,  # no test asserts a time
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("hicache")
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the source tree."""
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def soak_factor() -> int:
+    """How many times their usual length random tests should have."""
+    return SOAK_FACTOR

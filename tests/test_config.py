@@ -1,0 +1,386 @@
+"""Configuration: precedence of its sources, and that whatever is wrong is said at once, where and what instead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from hicache.cli.config import effective_yaml
+from hicache.config import FileStorage, HiCacheConfig, HostConfig, PluginStorage, load_config, read_mac_key
+from hicache.config.entries import all_entries, entry_names
+from hicache.errors import ConfigError
+
+GIB = 1 << 30
+HEX_KEY = "0123456789abcdef" * 4
+
+Load = Callable[..., HiCacheConfig]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """Loads YAML text, variables (without prefix) and flags."""
+
+    def load(
+        text: str | bytes = "", environ: Mapping[str, str] | None = None, overrides: Mapping[str, str] | None = None
+    ) -> HiCacheConfig:
+        file = tmp_path / "test.yaml"
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+        variables = {f"HICACHE_{name}": value for name, value in (environ or {}).items()}
+        return load_config(file, environ={"PATH": "/bin", **variables}, overrides=overrides or {})
+
+    return load
+
+
+@pytest.fixture
+def refused(load: Load) -> Callable[..., list[str]]:
+    """The lines of the error, without its head."""
+
+    def refused(*args: object, **kwargs: object) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            load(*args, **kwargs)
+        return [line.strip() for line in str(caught.value).splitlines()[1:]]
+
+    return refused
+
+
+# Sources and precedence
+
+
+def test_no_source_gives_the_defaults() -> None:
+    assert load_config(None, environ={}, overrides={}) == HiCacheConfig()
+
+
+def test_an_empty_file_gives_the_defaults(load: Load) -> None:
+    assert load("# nothing\n") == HiCacheConfig()
+
+
+def test_a_section_whose_entries_are_all_commented_out_gives_its_defaults(load: Load) -> None:
+    assert load("host:\n  # size: 4GiB\n") == HiCacheConfig()
+
+
+def test_a_variable_is_stronger_than_the_file_and_a_flag_than_both(load: Load) -> None:
+    text = "page_size: 16\nhost: {size: 1GiB}\ntransfer: {io_workers: 1}"
+    config = load(text, {"PAGE_SIZE": "32", "HOST__SIZE": "2GiB"}, {"page_size": "128"})
+    assert (config.page_size, config.host.size, config.transfer.io_workers) == (128, 2 * GIB, 1)
+
+
+def test_a_stronger_source_replaces_an_alternative_of_a_weaker_one(load: Load) -> None:
+    config = load("host: {ratio: 4}", {"HOST__SIZE": "2GiB"})
+    assert (config.host.size, config.host.tokens, config.host.ratio) == (2 * GIB, None, None)
+
+
+def test_another_storage_type_replaces_the_options_of_the_old_one(load: Load) -> None:
+    config = load("storage: {type: file, options: {path: /data}}", {"STORAGE__TYPE": "memory"})
+    assert config.storage == PluginStorage(type="memory")
+
+
+def test_null_in_a_variable_switches_a_section_off(load: Load) -> None:
+    assert load("storage: {type: file, options: {path: /data}}", {"STORAGE": "null"}).storage is None
+
+
+def test_variables_of_others_are_ignored(load: Load) -> None:
+    assert load_config(None, environ={"HOME": "x", "HICACHED": "y"}, overrides={}) == HiCacheConfig()
+
+
+def test_on_and_off_without_quotes_mean_what_they_say(load: Load) -> None:
+    assert load("host: {pin: off}").host.pin == "off"
+    assert load("host: {pin: on}").host.pin == "on"
+
+
+# Values
+
+
+def test_sizes_and_durations_are_read_with_their_units(load: Load) -> None:
+    config = load("host: {size: 200GiB}\ntransfer: {storage_deadline: 250ms, shutdown_deadline: 3}")
+    assert config.host.size == 200 * GIB
+    assert (config.transfer.storage_deadline, config.transfer.shutdown_deadline) == (0.25, 3.0)
+
+
+def test_the_host_tier_is_twice_the_device_unless_told_otherwise() -> None:
+    assert HostConfig().ratio == 2.0
+    assert HostConfig(tokens=4096).ratio is None
+
+
+def test_options_of_the_file_backend_are_handed_over_in_its_own_terms(load: Load) -> None:
+    config = load("storage: {type: file, options: {path: /data, capacity: 5GiB, sync: true}}")
+    assert isinstance(config.storage, FileStorage)
+    assert config.storage.backend_options() == {
+        "path": Path("/data"),
+        "capacity_bytes": 5 * GIB,
+        "free_space_floor_bytes": GIB,
+        "io_threads": 4,
+        "direct_io": False,
+        "sync": True,
+    }
+
+
+def test_options_of_other_backends_are_passed_unchanged(load: Load) -> None:
+    config = load("storage: {type: 'mine:Store', options: {url: x, depth: {n: 1}}}", {"STORAGE__OPTIONS__TRIES": "3"})
+    assert config.storage is not None
+    assert config.storage.backend_options() == {"url": "x", "depth": {"n": 1}, "tries": 3}
+
+
+def test_a_configuration_cannot_be_changed_after_loading() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        HiCacheConfig().page_size = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["host: {size: 3GiB}\nmetrics: {port: 0}", "storage: {type: file, options: {path: /x, capacity: 1000}}",
+     "storage: {type: memory, options: {a: [1, {b: null}]}}\ntransfer: {storage_deadline: 1.5s}", ""],
+)  # fmt: skip
+def test_the_effective_configuration_loads_to_an_equal_one(load: Load, text: str) -> None:
+    config = load(text)
+    assert load(effective_yaml(config)) == config
+
+
+# What is refused
+
+
+def test_all_problems_are_reported_at_once_with_their_sources(refused: Callable[..., list[str]]) -> None:
+    lines = refused(
+        "page_size: 0\nhost:\n  szie: 4GiB\nstorage:\n  type: file\n  options: {capacity: lots}\n",
+        {"TRANSFER__IO_WORKERS": "many", "HSOT__SIZE": "1"},
+        {"integrity.tga": "none"},
+    )
+    for expected, origin in [
+        ("page_size: Input should be greater than or equal to 1", "test.yaml, line 1)"),
+        ("host.szie: unknown entry; did you mean host.size?", "test.yaml, line 3)"),
+        ("storage.options.path: is missing", "test.yaml, line 6)"),
+        ("storage.options.capacity: 'lots' is no size; write it like 200GiB", "test.yaml, line 6)"),
+        ("transfer.io_workers: Input should be a valid integer", "(variable HICACHE_TRANSFER__IO_WORKERS)"),
+        ("hsot.size: unknown entry; did you mean host.size?", "(variable HICACHE_HSOT__SIZE)"),
+        ("integrity.tga: unknown entry; did you mean integrity.tag?", "(flag --set integrity.tga)"),
+    ]:
+        assert any(line.startswith(expected) and line.endswith(origin) for line in lines), (expected, lines)
+    assert len(lines) == 7
+
+
+@pytest.mark.parametrize(
+    ("typo", "nearest"),
+    [("pagesize", "page_size"), ("host_size", "host.size"), ("hosts.size", "host.size"),
+     ("prefetch.treshold_tokens", "prefetch.threshold_tokens"),
+     ("storage.options.capasity", "storage.options.capacity"),
+     ("strage.options.path", "storage.options.path"), ("metrics.prot", "metrics.port")],
+)  # fmt: skip
+def test_a_typo_is_answered_with_the_nearest_valid_name(
+    refused: Callable[..., list[str]], typo: str, nearest: str
+) -> None:
+    file = "storage: {type: file, options: {path: /x}}"
+    (line,) = refused(file, None, {typo: "1"})
+    assert f"did you mean {nearest}?" in line
+    (line,) = refused(file, {typo.upper().replace(".", "__"): "1"})
+    assert f"did you mean {nearest}?" in line
+
+
+def test_a_name_like_no_other_is_answered_with_what_there_is(refused: Callable[..., list[str]]) -> None:
+    (line,) = refused("host: {xyzzy: 1}")
+    assert "host has: size, tokens, ratio, pin" in line
+
+
+def test_a_mistyped_choice_is_answered_with_the_nearest(refused: Callable[..., list[str]]) -> None:
+    (line,) = refused("host: {pin: atuo}")
+    assert "did you mean auto?" in line
+
+
+def test_an_entry_given_twice_is_refused(refused: Callable[..., list[str]]) -> None:
+    (line,) = refused("page_size: 16\nhost: {}\npage_size: 32\n")
+    assert line.startswith("page_size: is given twice, before in line 1") and line.endswith("line 3)")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("host: {size: 1GiB, tokens: 5}", "host: give at most one of size, tokens, ratio; there are size and tokens"),
+        ("host: {ratio: null}", "host: give one of size, tokens, ratio"),
+        ("device: {size: 1GiB, tokens: 5}", "device: give at most one of size, tokens"),
+        ("integrity: {mac_key_file: a, mac_key_env: B}", "integrity: give at most one of"),
+        ("page_size: 2000", "page_size: Input should be less than or equal to 1024; got 2000"),
+        ("page_size: true", "page_size: True is no number"),
+        ("page_size: .nan", "page_size: Input should be a finite number"),
+        ("host: {ratio: .inf}", "host.ratio: Input should be a finite number"),
+        ("host: {size: -1}", "host.size: a size lies between 0 and 1024 TiB; got -1"),
+        ("host: {size: 0}", "host.size: must be more than 0"),
+        ("transfer: {storage_deadline: 0s}", "transfer.storage_deadline: must be more than 0"),
+        ("prefetch: {host_share: 1.5}", "prefetch.host_share: Input should be less than or equal to 1"),
+        ("integrity: {mac_key_file: \"a\\0\"}", "integrity.mac_key_file: no path can look like this"),
+        ("host: 5", "host: is a section: give its entries (size, tokens, ratio, pin)"),
+        ("storage: 5", "storage: is a section"),
+        ("storage: {options: {path: /x}}", "storage.type: is missing"),
+        ("storage: {type: file}", "storage.options: is missing"),
+        ("metrics: {host: 192.0.2.1}", "metrics: host '192.0.2.1' is no loopback address"),
+        ("metrics: {host: example.org}", "metrics: host 'example.org' is no loopback address"),
+        ("1: 2", "1: an entry's name must be text"),
+        ("[1, 2]", "must hold entries"),
+        ("a: [", "is not valid YAML"),
+        ("a: &x 1\nb: *x", "is not valid YAML: aliases (*name) are not supported"),
+        ("page_size: !!int '5'", "is not valid YAML: tags (!name) are not supported"),
+        ("page_size: \"\\ud800\"", "is not valid YAML: text with half a surrogate pair"),
+        (b"page_size: \xff", "is not valid YAML"),
+        ("[" * 5000, "is nested too deeply"),
+        ("page_size: " + "9" * 5000, "is not valid YAML"),
+        ("#" * (1 << 20) + "\n#", "is larger than 1 MiB"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_its_reason(
+    refused: Callable[..., list[str]], text: str | bytes, what: str
+) -> None:
+    (line,) = refused(text)
+    assert line.startswith(what)
+    assert "test.yaml" in line
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "none.yaml", environ={}, overrides={})
+
+
+def test_a_remote_address_for_metrics_needs_to_be_allowed(load: Load) -> None:
+    assert load("metrics: {host: 192.0.2.1, allow_remote: true}").metrics.host == "192.0.2.1"
+    assert load("metrics: {host: '::1'}").metrics.host == "::1"
+
+
+def test_a_variable_that_is_not_text_is_refused(refused: Callable[..., list[str]]) -> None:
+    (line,) = refused("", {"METRICS__HOST": "\udcff"})
+    assert "not valid UTF-8" in line
+
+
+def test_an_error_about_the_key_entries_does_not_repeat_what_stands_there(refused: Callable[..., list[str]]) -> None:
+    (line,) = refused(f"integrity: {{mac_key_env: {HEX_KEY}}}")
+    assert line.startswith("integrity.mac_key_env") and HEX_KEY not in line
+
+
+# The schema itself
+
+
+def test_every_entry_is_described() -> None:
+    assert all(len(entry.description) > 20 for entry in all_entries())
+    assert len(set(entry_names())) == len(entry_names())
+
+
+def test_the_documentation_is_the_one_generated_from_the_schema(repository: Path) -> None:
+    from hicache.cli.config import markdown  # noqa: PLC0415
+
+    assert (repository / "docs/configuration.md").read_text() == markdown()
+
+
+# The MAC key
+
+
+def _key_file(path: Path, content: bytes, mode: int = 0o600) -> Path:
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize("content", [bytes.fromhex(HEX_KEY), HEX_KEY.encode(), f" {HEX_KEY.upper()}\n".encode()])
+def test_a_key_file_holds_raw_bytes_or_hexadecimal_digits(tmp_path: Path, content: bytes) -> None:
+    path = _key_file(tmp_path / "key", content)
+    config = HiCacheConfig.model_validate({"integrity": {"mac_key_file": str(path)}})
+    assert config.integrity.mac_key() == bytes.fromhex(HEX_KEY)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o602])
+def test_a_key_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_mac_key(_key_file(tmp_path / "key", HEX_KEY.encode(), mode))
+
+
+@pytest.mark.parametrize("content", [b"", b"short", HEX_KEY.encode()[:-1], b"g" * 64, b"\0" * 33, b"a" * 4096])
+def test_a_key_file_without_a_key_is_refused_and_not_quoted(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(ConfigError, match="holds neither") as caught:
+        read_mac_key(_key_file(tmp_path / "key", content))
+    assert len(content) < 4 or content.decode() not in str(caught.value)
+
+
+def test_a_key_file_that_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_mac_key(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_mac_key(tmp_path)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_mac_key(tmp_path / "none")
+
+
+def test_a_key_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    path = _key_file(tmp_path / "key", HEX_KEY.encode())
+    if os.geteuid() != 0:
+        assert read_mac_key(path)  # only root can give files away; that ours is accepted is all to be seen
+        return
+    os.chown(path, 12345, -1)
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
+        read_mac_key(path)
+
+
+def test_a_key_comes_from_the_named_variable_which_is_then_no_typo(load: Load) -> None:
+    config = load("integrity: {mac_key_env: HICACHE_KEY}", {"KEY": HEX_KEY})
+    assert config.integrity.mac_key({"HICACHE_KEY": HEX_KEY}) == bytes.fromhex(HEX_KEY)
+    with pytest.raises(ConfigError, match="HICACHE_KEY: is not set"):
+        config.integrity.mac_key({})
+    with pytest.raises(ConfigError, match="does not hold 64"):
+        config.integrity.mac_key({"HICACHE_KEY": "\udcff"})
+
+
+def test_without_a_key_there_is_none() -> None:
+    assert HiCacheConfig().integrity.mac_key({}) is None
+
+
+# Anything at all
+
+_names = st.sampled_from([part for name in entry_names() for part in name.split(".")])
+_scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.dates(), st.binary(max_size=4),
+    st.sampled_from(["4GiB", "5s", "file", "memory", "auto", "/x"]),
+)  # fmt: skip
+_trees = st.recursive(
+    _scalars,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_names | st.text(max_size=5), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(text=st.text() | st.binary() | st.text(alphabet="{}[]:,-&*!|>'\"%@`#?<\n a1.~", max_size=40))
+def test_any_text_is_a_configuration_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str | bytes) -> None:
+    file = tmp_path_factory.getbasetemp() / "fuzz.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
+    try:
+        assert isinstance(load_config(file, environ={}, overrides={}), HiCacheConfig)
+    except ConfigError as error:
+        assert str(error).encode()  # can be printed
+
+
+@given(tree=st.dictionaries(_names, _trees, max_size=4))
+def test_any_yaml_document_is_a_configuration_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, tree: dict[str, object]
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "fuzz.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    try:
+        config = load_config(file, environ={}, overrides={})
+    except ConfigError as error:
+        assert str(error).encode()
+    else:
+        file.write_text(effective_yaml(config))
+        assert load_config(file, environ={}, overrides={}) == config
+
+
+@given(
+    environ=st.dictionaries(st.text(max_size=12).map("HICACHE_{}".format) | st.text(max_size=4), st.text(max_size=8)),
+    overrides=st.dictionaries(st.sampled_from(entry_names()) | st.text(max_size=8), st.text(max_size=8)),
+)
+def test_any_variables_and_flags_are_a_configuration_or_refused(
+    environ: dict[str, str], overrides: dict[str, str]
+) -> None:
+    try:
+        load_config(None, environ=environ, overrides=overrides)
+    except ConfigError as error:
+        assert str(error).encode()

@@ -1,0 +1,156 @@
+"""Tokens, page keys, seeds and namespaces."""
+
+from __future__ import annotations
+
+import array
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.errors import InvalidInput
+from hicache.geometry import KVGeometry, KVLayout
+from hicache.keys import Namespace, RadixKey, TokenInput, namespace_seed, page_keys, token_bytes
+
+TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_page_keys_have_the_published_values() -> None:
+    first, second = page_keys(token_bytes(TOKENS), 4)
+    assert first.hex() == "cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72"
+    assert second.hex() == "4ebfa8a1f3c341517621838c6e1b9aa350307e3f00b3cbd1a07ef740f54396d6"
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        TOKENS,
+        tuple(TOKENS),
+        range(1, 9),
+        array.array("i", TOKENS),
+        array.array("q", TOKENS),
+        array.array("H", TOKENS),
+        np.array(TOKENS),
+        np.array(TOKENS, dtype=np.int16),
+        np.array(TOKENS, dtype=np.uint64),
+        np.repeat(np.array(TOKENS), 2)[::2],
+        torch.tensor(TOKENS),
+        torch.tensor(TOKENS, dtype=torch.int32),
+        torch.tensor(TOKENS, dtype=torch.uint8),
+    ],
+    ids=lambda tokens: type(tokens).__name__,
+)
+def test_all_kinds_of_tokens_are_the_same_bytes(tokens: TokenInput) -> None:
+    assert token_bytes(tokens) == np.array(TOKENS, dtype="<u4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([], "empty"),
+        (np.empty(0, np.int64), "empty"),
+        (torch.empty(0, dtype=torch.int64), "empty"),
+        ([1, -2], "position 1"),
+        (np.array([5, 2**31]), "position 1"),
+        (np.array([-1], dtype=np.int16), "position 0"),
+        ([2**70], "expected integers"),
+        ([1.5], "expected integers"),
+        (["a"], "expected integers"),
+        ("text", "tokenize"),
+        (b"text", "tokenize"),
+        (np.array([1.0]), "dtype float64"),
+        (np.array([True]), "dtype bool"),
+        (torch.tensor([1.0]), "float32"),
+        (torch.tensor([True]), "bool"),
+        (np.array([[1, 2]]), "shape"),
+        (torch.tensor([[1, 2]]), "shape"),
+        (7, "expected"),
+        (None, "expected"),
+    ],
+)
+def test_bad_tokens_are_refused_with_a_typed_error(tokens: TokenInput, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        token_bytes(tokens)
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=80), st.integers(1, 20), st.integers(0, 80))
+def test_keys_chain_over_any_cut(tokens: list[int], page_size: int, cut: int) -> None:
+    data = token_bytes(tokens)
+    keys = page_keys(data, page_size)
+    assert len(keys) == len(tokens) // page_size
+    cut = min(cut, len(keys))
+    if cut:
+        assert page_keys(data[cut * page_size * 4 :], page_size, keys[cut - 1]) == keys[cut:]
+    if keys:
+        expected = hashlib.sha256(data[: page_size * 4]).digest()
+        assert keys[0] == expected
+
+
+def test_a_prior_of_the_wrong_length_is_refused() -> None:
+    with pytest.raises(InvalidInput):
+        page_keys(token_bytes(TOKENS), 4, b"short")
+
+
+def test_no_two_ways_to_name_a_namespace_make_the_same_seed() -> None:
+    seeds = {
+        namespace_seed(*pair)
+        for pair in [(None, None), ("a", None), (None, "a"), ("a", "a"), ("ab", None), ("a", "b"), ("b", "a")]
+    }
+    assert len(seeds) == 7
+    assert namespace_seed() == b""
+
+
+@pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
+def test_an_empty_name_is_refused(name: str) -> None:
+    with pytest.raises(InvalidInput, match=name):
+        RadixKey.of(TOKENS, **{name: ""})
+
+
+def test_a_key_grows_with_its_request() -> None:
+    key = RadixKey.of([1, 2], cache_salt="a").extended([3])
+    assert key == RadixKey.of([1, 2, 3], cache_salt="a")
+    assert len(key) == 3
+
+
+def test_every_field_of_a_namespace_changes_its_digest() -> None:
+    shape = KVGeometry(layers=2, heads=1, head_dim=8, page_size=16)
+    base = Namespace(model="m", geometry=shape, tp_size=2, pp_size=2)
+    others = [
+        replace(base, model="n"), replace(base, weights_epoch=1), replace(base, kv_scales="s"),
+        replace(base, tp_rank=1), replace(base, tp_size=4), replace(base, pp_rank=1), replace(base, pp_size=4),
+    ]  # fmt: skip
+    others += [
+        replace(base, geometry=replace(shape, **change))
+        for change in (
+            {"layers": 3}, {"heads": 2}, {"head_dim": 16}, {"page_size": 32}, {"dtype": "float16"},
+            {"layout": KVLayout.MLA},
+        )
+    ]  # fmt: skip
+    digests = {namespace.digest for namespace in [base, *others]}
+    assert len(digests) == 1 + len(others)
+
+
+@pytest.mark.parametrize("change", [{"model": ""}, {"tp_rank": 2}, {"pp_rank": -1}])
+def test_an_impossible_namespace_is_refused(change: dict[str, object]) -> None:
+    base = Namespace(model="m", geometry=KVGeometry(1, 1, 8, 16), tp_size=2)
+    with pytest.raises(InvalidInput):
+        replace(base, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [{"layers": 0}, {"page_size": 4096}, {"dtype": "float64"}, {"heads": -1}])
+def test_an_impossible_geometry_is_refused(change: dict[str, object]) -> None:
+    base = KVGeometry(layers=1, heads=1, head_dim=8, page_size=16)
+    with pytest.raises(InvalidInput):
+        replace(base, **change)  # type: ignore[arg-type]
+
+
+def test_sizes_follow_the_geometry() -> None:
+    llama_8b = KVGeometry(layers=32, heads=8, head_dim=128, page_size=64)
+    assert llama_8b.token_bytes == 128 << 10
+    assert llama_8b.payload_bytes == 8 << 20
+    mla = KVGeometry(layers=2, heads=1, head_dim=576, page_size=64, layout=KVLayout.MLA)
+    assert mla.payload_bytes == 2 * 64 * 576 * 2

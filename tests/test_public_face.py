@@ -1,0 +1,36 @@
+"""The public names: all there, each its own module's, and nothing heavy imported before one is used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hicache
+
+
+@pytest.mark.parametrize("name", hicache.__all__)
+def test_every_public_name_can_be_had(name: str) -> None:
+    assert getattr(hicache, name) is not None
+    assert name in dir(hicache)
+
+
+def test_type_checkers_see_the_same_names(repository: Path) -> None:
+    tree = ast.parse((repository / "hicache/__init__.py").read_text())
+    seen = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level
+            for alias in node.names}  # fmt: skip
+    assert seen | {"__version__"} == set(hicache.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="NoSuchThing"):
+        getattr(hicache, "NoSuchThing")  # noqa: B009  a plain attribute would not pass the type checker
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import hicache, sys; print(sorted({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
