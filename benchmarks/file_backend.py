@@ -1,0 +1,195 @@
+"""How close the file backend comes to a plain loop of open + preadv or pwritev + close into the same buffers.
+
+    python -m benchmarks.file_backend [--path DIRECTORY] [--threads N] [--seconds S]
+
+Ours includes everything the plain loop does not do: the integrity tag, the index, temporary name and rename. Both run
+in turns in one process, with as many threads, so that a slow moment of the machine hits both. Best and median of the
+rounds are printed. Files are removed after each round, outside of the measured time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+if __package__ in (None, ""):
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from benchmarks._table import Row, print_table
+from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.frame import HEADER_BYTES, FrameCodec, unseal
+
+# Freed memory goes back to the machine and costs 0.5 GB/s when it is touched again; these keep it.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
+_MIB = 1 << 20
+_BATCH_PAGES = 128
+_ROUNDS_MAX = 15
+_ROUNDS_MIN = 3
+_FOREVER_S = 600.0
+
+
+class _Bench:
+    """One page size and one kind of I/O: buffers, a store, a plain directory."""
+
+    def __init__(self, folder: str, page_bytes: int, batch: int, threads: int, direct: bool) -> None:
+        self.codec = FrameCodec(b"b" * 32, page_bytes - HEADER_BYTES)
+        size = self.codec.frame_bytes
+        self._map = mmap.mmap(-1, size * batch)
+        whole = memoryview(self._map)
+        for start in range(0, len(whole), _MIB):
+            whole[start : start + _MIB] = os.urandom(4096) * (_MIB // 4096)
+        self.frames = [whole[i * size : (i + 1) * size] for i in range(batch)]
+        self.keys = [i.to_bytes(4, "big") * 8 for i in range(batch)]
+        self._threads = threads
+        self._direct = os.O_DIRECT if direct else 0
+        self._plain = os.path.join(folder, "plain")
+        os.mkdir(self._plain)
+        self.names = [os.path.join(self._plain, str(i)) for i in range(batch)]
+        self.backend = FileBackend(
+            self.codec, FileBackendOptions(os.path.join(folder, "store"), io_threads=threads, direct_io=direct)
+        )
+
+    def close(self) -> None:
+        self.backend.close()
+        shutil.rmtree(self._plain)
+        shutil.rmtree(self.backend.options.path)
+
+    def _in_threads(self, work: Callable[[int], None]) -> None:
+        share = -(-len(self.frames) // self._threads)
+
+        def loop(thread: int) -> None:
+            for i in range(thread * share, min((thread + 1) * share, len(self.frames))):
+                work(i)
+
+        helpers = [threading.Thread(target=loop, args=(n,)) for n in range(1, self._threads)]
+        for helper in helpers:
+            helper.start()
+        loop(0)
+        for helper in helpers:
+            helper.join()
+
+    def plain_write(self) -> None:
+        def one(i: int) -> None:
+            fd = os.open(self.names[i], os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct, 0o600)
+            os.pwritev(fd, [self.frames[i]], 0)
+            os.close(fd)
+
+        self._in_threads(one)
+
+    def plain_read(self) -> None:
+        def one(i: int) -> None:
+            fd = os.open(self.names[i], os.O_RDONLY | self._direct)
+            os.preadv(fd, [self.frames[i]], 0)
+            os.close(fd)
+
+        self._in_threads(one)
+
+    def our_write(self) -> None:
+        outcomes = self.backend.batch_set(self.keys, self.frames, parent=None, deadline=time.monotonic() + _FOREVER_S)
+        assert set(outcomes) == {"stored"}, outcomes
+
+    def our_read(self) -> None:
+        outcomes = self.backend.batch_get(self.keys, self.frames, deadline=time.monotonic() + _FOREVER_S)
+        assert set(outcomes) == {"hit"}, outcomes
+
+    def remove_plain(self) -> None:
+        for name in self.names:
+            os.unlink(name)
+
+    def remove_ours(self) -> None:
+        self.backend.delete(self.keys, deadline=time.monotonic() + _FOREVER_S)
+        for frame in self.frames:
+            unseal(frame)
+
+    @property
+    def bytes(self) -> int:
+        return self.codec.frame_bytes * len(self.frames)
+
+
+def _timed(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
+    """Seconds per batch of each of the four, in turns."""
+    times: dict[str, list[float]] = {"write plain": [], "write ours": [], "read plain": [], "read ours": []}
+    end = time.monotonic() + seconds
+    for number in range(_ROUNDS_MAX):
+        if number > _ROUNDS_MIN and time.monotonic() >= end:
+            break
+        # Who goes first alternates: the second finds caches and the disk's own buffers in another state.
+        for mine in (number % 2 == 0, number % 2 == 1):
+            if mine:
+                for frame in bench.frames:
+                    unseal(frame)
+                times["write ours"].append(_timed(bench.our_write))
+                times["read ours"].append(_timed(bench.our_read))
+                bench.remove_ours()
+            else:
+                times["write plain"].append(_timed(bench.plain_write))
+                times["read plain"].append(_timed(bench.plain_read))
+                bench.remove_plain()
+    return {what: took[1:] for what, took in times.items()}  # the first round warms up
+
+
+def _rows(label: str, bench: _Bench, times: dict[str, list[float]], goal: float) -> list[Row]:
+    rows = []
+    for verb in ("read", "write"):
+        for kind, pick in (("best", min), ("median", statistics.median)):
+            ours, plain = pick(times[f"{verb} ours"]), pick(times[f"{verb} plain"])
+            rows.append(Row(
+                f"{verb} {label}, {kind} of {len(times[f'{verb} ours'])}",
+                f"{bench.bytes / ours / 1e9:.2f} GB/s", f"{bench.bytes / plain / 1e9:.2f} GB/s", plain / ours, goal,
+            ))  # fmt: skip
+    return rows
+
+
+def run(
+    path: str | None = None,
+    *,
+    threads: int = FileBackendOptions("unused").io_threads,
+    page_mib: Sequence[int] = (2, 8),
+    batch: int = _BATCH_PAGES,
+    seconds: float = 18.0,
+) -> list[Row]:
+    """Measure in a directory below `path` (the current directory), which is removed again; about `seconds` per case."""
+    rows: list[Row] = []
+    for direct in (False, True):
+        for mib in page_mib:
+            with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as folder:
+                bench = _Bench(folder, mib * _MIB, batch, threads, direct)
+                try:
+                    times = _measure(bench, seconds)
+                    refused = bench.backend.statistics().errors.get("direct_io_refused")
+                    kind = "page cache" if not direct else "O_DIRECT refused" if refused else "O_DIRECT"
+                    rows += _rows(f"{batch} x {mib} MiB, {kind}", bench, times, 0.8)
+                finally:
+                    bench.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="File backend against a plain loop")
+    parser.add_argument("--path", help="directory to write in (default: a temporary one below the current directory)")
+    parser.add_argument("--threads", type=int, default=FileBackendOptions("unused").io_threads)
+    parser.add_argument("--seconds", type=float, default=18.0, help="per case; there are four")
+    parser.add_argument("--page-mib", type=int, nargs="+", default=[2, 8])
+    options = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in _MALLOC.items()):
+        os.execve(sys.executable, [sys.executable, os.path.abspath(__file__), *sys.argv[1:]], {**os.environ, **_MALLOC})
+    rows = run(options.path, threads=options.threads, page_mib=options.page_mib, seconds=options.seconds)
+    print_table(f"File backend against a plain loop, {options.threads} threads", rows)
+
+
+if __name__ == "__main__":
+    main()

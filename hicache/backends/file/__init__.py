@@ -1,0 +1,5 @@
+"""The file backend: pages as files on a local file system, shared by all processes of a machine."""
+
+from .backend import FileBackend, FileBackendOptions
+
+__all__ = ["FileBackend", "FileBackendOptions"]

@@ -1,0 +1,341 @@
+"""The file backend: one frame per file, many processes on one directory, bounded by bytes and by free space.
+
+The life of a `batch_set`: look which pages are there (stat); reserve room for the others in one transaction, evicting
+where needed; write them to temporary files, several threads at once; give them their names in a second transaction.
+A `batch_get` touches files only; that pages were used is noted in memory and written into the index now and then, so a
+kill may lose the recency of the last second. The format of the store is in docs/formats/file_store.md.
+
+Locking design: pages are read and written by the threads of a `WorkerPool` and by the caller, each page by one of them;
+outcomes are slots of a list that only that thread writes. `_state` guards `_calls`, `_closed`, `_tally` and `_uses`,
+and is held for a few instructions only. Transactions are taken with `_state` free. `room` is used in transactions only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+
+from ...errors import InvalidInput
+from ...frame import FrameCodec
+from ...keys import PAGE_KEY_BYTES
+from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Tally, Usage
+from .batches import SETTLE_S, Leftovers, Parts, Reads, Writes, class_of
+from .index import Index
+from .pages import PageFiles, System, error_name, page_name, remove_page
+from .room import Room
+from .store import Store, now_us
+from .workers import WorkerPool
+
+IO_THREADS_MAX = 64
+# Recency is written when this many pages wait or the oldest one waits this long, and never more are kept.
+_USES_FLUSH = 4096
+_USES_FLUSH_S = 1.0
+_USES_MAX = 65_536
+# Recency is not worth waiting for a busy store.
+_FLUSH_WAIT_S = 0.02
+_CLOSE_S = 5.0
+_EXISTS_PAGES_PER_CLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FileBackendOptions:
+    """Where a file store is and how much it may take.
+
+    Behaviour: `path`, a directory of its own on a local file system; `capacity_bytes` for all pages in it, None for no
+    limit but the floor; `free_space_floor_bytes` that stay free on that file system for others, 0 for none; `sync`
+    writes a page to the device before it is published: it halves the write speed and saves, after a power cut, pages
+    that would otherwise be found damaged and dropped.
+
+    Performance: `io_threads` that read or write the pages of one batch (2 fill one NVMe drive or the page cache, more
+    help on arrays); `direct_io` keeps pages out of the page cache, which is right if the working set is larger than
+    the memory, and slower if it is not.
+
+    Raises InvalidInput for values that cannot work.
+    """
+
+    path: str | PathLike[str]
+    capacity_bytes: int | None = None
+    free_space_floor_bytes: int = 0
+    io_threads: int = 2
+    direct_io: bool = False
+    sync: bool = False
+
+    def __post_init__(self) -> None:
+        path: object = self.path
+        if not isinstance(path, (str, PathLike)) or not str(path):
+            raise InvalidInput(f"file store: path must name a directory, got {path!r}")
+        for name, lowest, highest in (
+            ("capacity_bytes", 1, None), ("free_space_floor_bytes", 0, None), ("io_threads", 1, IO_THREADS_MAX),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is None and name == "capacity_bytes":
+                continue
+            if type(value) is not int or value < lowest or (highest is not None and value > highest):
+                limits = f"{lowest} .. {highest}" if highest else f"at least {lowest}"
+                raise InvalidInput(f"file store: {name} must be a whole number, {limits}; got {value!r}")
+        for name in ("direct_io", "sync"):
+            if type(getattr(self, name)) is not bool:
+                raise InvalidInput(f"file store: {name} must be true or false, got {getattr(self, name)!r}")
+
+
+class FileBackend(StorageBackend):
+    """Pages in files. See the module's docstring; `StorageBackend` says what each verb does.
+
+    Raises NotOurs and BackendUnavailable from the constructor (which scans the store and may block for as long as that
+    takes), InvalidInput for a capacity below one page. Open it after a fork and not before: neither its threads nor
+    SQLite survive one. `system` is for tests.
+    """
+
+    def __init__(self, codec: FrameCodec, options: FileBackendOptions, *, system: System | None = None) -> None:
+        super().__init__(codec)
+        if options.capacity_bytes is not None and options.capacity_bytes < codec.frame_bytes:
+            raise InvalidInput(
+                f"file store: capacity_bytes {options.capacity_bytes} is below one page of {codec.frame_bytes} bytes"
+            )
+        self.options = options
+        self._namespace_hex = codec.namespace.hex()
+        self._tally = Tally()
+        self._state = threading.Condition()
+        self._calls = 0
+        self._closed = False
+        self._close_lock = threading.Lock()
+        self._uses: dict[bytes, int] = {}
+        self._uses_since = math.inf
+        self._store = Store(options.path, create=True, system=system)
+        self._usage = Usage(0, 0, options.capacity_bytes)
+        files = PageFiles(
+            self._store.root_fd,
+            codec.frame_bytes,
+            system=self._store.system,
+            direct_io=options.direct_io,
+            sync=options.sync,
+        )
+        self._parts = Parts(
+            codec,
+            self._namespace_hex,
+            self._store,
+            files,
+            Room(options.capacity_bytes, options.free_space_floor_bytes),
+            WorkerPool(options.io_threads, "hicache-file", lambda: self._count_errors(["internal"])),
+            Leftovers(),
+        )
+        errors: list[str] = []
+        with self._settle(time.monotonic() + _CLOSE_S) as index:
+            if index is not None:
+                self._parts.room.fit(self._store, index, errors)
+        self._count_errors(errors)
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[bool]:
+        """Counts a verb in and out; False if the backend is closed."""
+        with self._state:
+            is_open = not self._closed
+            self._calls += is_open
+        try:
+            yield is_open
+        finally:
+            if is_open:
+                with self._state:
+                    self._calls -= 1
+                    if not self._calls:
+                        self._state.notify_all()
+
+    @contextlib.contextmanager
+    def _settle(self, deadline: float) -> Iterator[Index | None]:
+        """A transaction whose failure is counted instead of raised; None if it could not even start."""
+        started = False
+        try:
+            with self._store.transaction(deadline) as index:
+                started = True
+                self._parts.leftovers.sweep(self._store, index)
+                yield index
+        except (OSError, sqlite3.Error) as error:
+            self._count_errors([class_of(error)])
+            if not started:
+                yield None
+
+    def _count_errors(self, names: Sequence[str]) -> None:
+        with self._state:
+            self._tally.errors.update(names)
+
+    def _check_batch(self, keys: Sequence[bytes], frames: Sequence[memoryview]) -> None:
+        if len(keys) != len(frames):
+            raise InvalidInput(f"file backend: {len(keys)} keys but {len(frames)} frames")
+        _check_keys(keys)
+        size = self.codec.frame_bytes
+        for frame in frames:
+            if frame.nbytes != size or frame.itemsize != 1 or not frame.c_contiguous or frame.readonly:
+                raise InvalidInput(f"file backend: a frame must be {size} contiguous writable bytes")
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend. One stat per key; the file system alone decides."""
+        _check_keys(keys)
+        with self._call() as is_open:
+            if not is_open:
+                return 0
+            present, namespace_hex = self._parts.files.present, self._namespace_hex
+            for position, key in enumerate(keys):
+                if not position % _EXISTS_PAGES_PER_CLOCK and time.monotonic() >= deadline:
+                    return position
+                try:
+                    if not present(page_name(namespace_hex, key)):
+                        return position
+                except OSError as error:
+                    self._count_errors([error_name(error)])
+                    return position
+            return len(keys)
+
+    def batch_get(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+    ) -> list[GetOutcome]:
+        """See StorageBackend. Needs no lock of the store but to remove a damaged page."""
+        self._check_batch(keys, frames)
+        with self._call() as is_open:
+            if not is_open:
+                return self._refused_gets(len(keys))
+            batch = Reads(self._parts, keys, frames, deadline)
+            try:
+                batch.run()
+            finally:
+                with self._state:
+                    self._tally.gets.update(batch.outcomes)
+                    self._tally.errors.update(batch.errors)
+                    self._tally.corrupt.update(batch.corrupt)
+            self._note_uses([k for k, outcome in zip(keys, batch.outcomes, strict=True) if outcome is GetOutcome.HIT])
+        return batch.outcomes
+
+    def _refused_gets(self, count: int) -> list[GetOutcome]:
+        with self._state:
+            self._tally.gets[GetOutcome.ERROR] += count
+            self._tally.errors["closed"] += count
+        return [GetOutcome.ERROR] * count
+
+    def _refused_sets(self, count: int) -> list[SetOutcome]:
+        with self._state:
+            self._tally.sets[SetOutcome.ERROR] += count
+            self._tally.errors["closed"] += count
+        return [SetOutcome.ERROR] * count
+
+    def _note_uses(self, keys: Sequence[bytes]) -> None:
+        if not keys:
+            return
+        now = time.monotonic()
+        with self._state:
+            self._uses.update(dict.fromkeys(keys, now_us()))
+            self._uses_since = min(self._uses_since, now)
+            due = len(self._uses) >= _USES_FLUSH or now - self._uses_since >= _USES_FLUSH_S
+        if due:
+            self._flush_uses(now + _FLUSH_WAIT_S)
+
+    def _flush_uses(self, deadline: float) -> None:
+        try:
+            with self._store.transaction(deadline) as index:
+                self._write_uses(index)
+        except TimeoutError:
+            pass  # another process holds the store; the next batch tries again
+        except (OSError, sqlite3.Error) as error:
+            self._count_errors([class_of(error)])
+        with self._state:
+            while len(self._uses) > _USES_MAX:
+                del self._uses[next(iter(self._uses))]
+
+    def _write_uses(self, index: Index) -> None:
+        with self._state:
+            uses, self._uses, self._uses_since = self._uses, {}, math.inf
+        if uses:
+            index.touch(self.codec.namespace, uses)
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """See StorageBackend. Two transactions per batch; pages appear together at its end, head first."""
+        self._check_batch(keys, frames)
+        if parent is not None:
+            _check_keys([parent])
+        with self._call() as is_open:
+            if not is_open:
+                return self._refused_sets(len(keys))
+            batch = Writes(self._parts, keys, frames, parent, deadline)
+            try:
+                batch.run(self._write_uses)
+            finally:
+                with self._state:
+                    self._tally.sets.update(batch.outcomes)
+                    self._tally.errors.update(batch.errors)
+            self._note_uses(
+                [k for k, outcome in zip(keys, batch.outcomes, strict=True) if outcome is SetOutcome.PRESENT]
+            )
+        return batch.outcomes
+
+    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend. One transaction for all of them."""
+        _check_keys(keys)
+        removed = 0
+        with self._call() as is_open:
+            if not is_open or not keys or time.monotonic() >= deadline:
+                return 0
+            with self._settle(deadline) as index:
+                if index is not None:
+                    removed = sum(self._delete(index, key) for key in keys)
+        return removed
+
+    def _delete(self, index: Index, key: bytes) -> bool:
+        name = page_name(self._namespace_hex, key)
+        try:
+            there = self._parts.files.present(name)
+            if there:
+                remove_page(self._store.system, self._store.root_fd, name)
+        except OSError as error:
+            self._count_errors([error_name(error)])
+            return False
+        index.drop(self.codec.namespace, key)
+        return there
+
+    def usage(self) -> Usage:
+        """See StorageBackend. Pages and bytes of all namespaces in the root, since they share the capacity."""
+        with self._call() as is_open:
+            if is_open:
+                with self._settle(time.monotonic() + SETTLE_S) as index:
+                    if index is not None:
+                        totals = index.totals()
+                        self._usage = Usage(totals.pages, totals.bytes, self.options.capacity_bytes)
+        return self._usage
+
+    def statistics(self) -> BackendStatistics:
+        """See StorageBackend. `errors["direct_io_refused"]` says that the file system has no direct I/O."""
+        with self._state:
+            self._tally.evicted_pages = self._parts.room.evicted_pages
+            if self._parts.files.direct_refused:
+                self._tally.errors["direct_io_refused"] = self._parts.files.direct_refused
+            return self._tally.statistics(self.codec.frame_bytes)
+
+    def close(self) -> None:
+        """See StorageBackend. Also writes the recency that waits in memory."""
+        with self._close_lock:
+            with self._state:
+                if self._closed:
+                    return
+                self._closed = True
+                self._state.wait_for(lambda: not self._calls)
+            self._parts.pool.close()
+            with self._settle(time.monotonic() + _CLOSE_S) as index:
+                if index is not None:
+                    self._write_uses(index)
+            self._store.close()
+
+    def check(self) -> None:
+        """Raise InvariantError if the index contradicts itself. For tests: reads all rows under the store's lock."""
+        with self._store.transaction(time.monotonic() + _CLOSE_S) as index:
+            index.check()
+
+
+def _check_keys(keys: Sequence[bytes]) -> None:
+    for key in keys:
+        if len(key) != PAGE_KEY_BYTES:
+            raise InvalidInput(f"file backend: a key must be {PAGE_KEY_BYTES} bytes, got {len(key)}")

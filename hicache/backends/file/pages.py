@@ -1,0 +1,298 @@
+"""Single pages as files: their names, and the system calls that read, write, publish and remove one of them.
+
+A page lives at `<namespace, 64 hex>/<first 2 hex of the key>/<key, 64 hex>` below the root of its store, and the file
+is exactly one frame. Every call goes through a `System`, so that a test can fail or kill at each of them, and is
+relative to the root's descriptor, so that a renamed or replaced root is never written by accident.
+
+What is found in place of a page is never trusted: it is opened without following a link and without waiting (a FIFO
+would block), and has to be a regular file of the exact size.
+
+Locking design: `PageFiles` holds nothing that changes but `direct_io`, which only ever goes from True to False.
+`write` and `read` may run in any threads at once; `publish` and `remove` run under the store's lock (see `store`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable
+from typing import TypeAlias
+
+from ...frame import TagStream
+
+TMP_DIR = "tmp"
+DIR_MODE = 0o700
+FILE_MODE = 0o600
+_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+READ_FLAGS = os.O_RDONLY | _SAFE
+CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+# No room, or no right to write now: the caller's page is turned away and nothing is wrong with the device.
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+# What open(2) says of a symbolic link (with O_NOFOLLOW), a socket, or a device without a driver.
+_NOT_A_FILE_ERRNOS = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV})
+
+# As much as stays in a second-level cache until it is hashed. Smaller pieces cost more calls than they save.
+_PIECE_BYTES = 1 << 20
+
+NOT_REGULAR = "not_regular"
+SIZE = "size"
+
+Identity: TypeAlias = tuple[int, int, int]
+
+
+class System:
+    """The calls of the operating system that a file store makes. Tests put errors, short transfers and kills here."""
+
+    def open(self, path: str, flags: int, mode: int = FILE_MODE, *, dir_fd: int | None = None) -> int:
+        return os.open(path, flags, mode, dir_fd=dir_fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        return os.fstat(fd)
+
+    def lstat(self, path: str, *, dir_fd: int | None = None) -> os.stat_result:
+        return os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+
+    def preadv(self, fd: int, frame: memoryview, offset: int) -> int:
+        return os.preadv(fd, [frame], offset)
+
+    def pwritev(self, fd: int, frame: memoryview, offset: int) -> int:
+        return os.pwritev(fd, [frame], offset)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def rename(self, source: str, target: str, *, dir_fd: int) -> None:
+        os.rename(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    def unlink(self, path: str, *, dir_fd: int) -> None:
+        os.unlink(path, dir_fd=dir_fd)
+
+    def mkdir(self, path: str, *, dir_fd: int | None = None) -> None:
+        os.mkdir(path, DIR_MODE, dir_fd=dir_fd)
+
+    def rmdir(self, path: str, *, dir_fd: int) -> None:
+        os.rmdir(path, dir_fd=dir_fd)
+
+    def listdir(self, fd: int) -> list[str]:
+        return os.listdir(fd)
+
+    def statvfs(self, fd: int) -> os.statvfs_result:
+        return os.statvfs(fd)
+
+    def flock(self, fd: int, operation: int) -> None:
+        fcntl.flock(fd, operation)
+
+
+def is_hex(name: str, digits: int) -> bool:
+    """True for exactly `digits` lower-case hexadecimal digits: the only names a store ever opens."""
+    return len(name) == digits and not name.strip("0123456789abcdef")
+
+
+def page_name(namespace_hex: str, key: bytes) -> str:
+    """Where a page lies, relative to the root."""
+    text = key.hex()
+    return f"{namespace_hex}/{text[:2]}/{text}"
+
+
+def identity(found: os.stat_result) -> Identity:
+    """Tells one file at a name from another one that took its place."""
+    return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def error_name(error: OSError) -> str:
+    """`ENOSPC`, `EIO`, ...: the class under which an error of the operating system is counted."""
+    return errno.errorcode.get(error.errno or 0, type(error).__name__)
+
+
+class Damaged(Exception):
+    """What lies at a page's name is not that page. `found` identifies it, None if it could not even be opened."""
+
+    def __init__(self, reason: str, found: Identity | None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.found = found
+
+
+class PageFiles:
+    """Reads and writes the page files of one store; all of them are `frame_bytes` long.
+
+    `direct_io` asks for O_DIRECT and turns itself off where the file system refuses that; `direct_refused` counts the
+    refusals, also those of single transfers from buffers that are not aligned.
+    """
+
+    def __init__(self, root_fd: int, frame_bytes: int, *, system: System, direct_io: bool, sync: bool) -> None:
+        self._root_fd = root_fd
+        self._frame_bytes = frame_bytes
+        self._system = system
+        self._sync = sync
+        self.direct_io = direct_io
+        self.direct_refused = 0
+
+    def present(self, name: str) -> bool:
+        """True if a regular file of the right size is there. Raises OSError but for a missing file."""
+        try:
+            found = self._system.lstat(name, dir_fd=self._root_fd)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return found.st_size == self._frame_bytes and stat.S_ISREG(found.st_mode)
+
+    def read(self, name: str, frame: memoryview, stream: TagStream | None) -> Identity:
+        """Fill `frame` from the file, and `stream` with it. Raises FileNotFoundError, Damaged, or OSError."""
+        system = self._system
+        fd = self._open_to_read(name, self.direct_io)
+        try:
+            found = system.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise Damaged(NOT_REGULAR, identity(found))
+            if found.st_size != self._frame_bytes:
+                raise Damaged(SIZE, identity(found))
+            # Through the page cache in pieces that are hashed while warm; the device itself likes large reads.
+            piece = self._frame_bytes if self.direct_io or stream is None else _PIECE_BYTES
+            done = 0
+            while done < self._frame_bytes:
+                if done:
+                    count = system.preadv(fd, frame[done : done + piece], done)
+                else:
+                    count = self._moved(system.preadv, fd, frame[:piece])
+                if count == 0:
+                    raise Damaged(SIZE, identity(found))
+                if stream is not None:
+                    stream.add(frame, done, done + count)
+                done += count
+        finally:
+            system.close(fd)
+        return identity(found)
+
+    def _open_to_read(self, name: str, direct: bool) -> int:
+        try:
+            return self._system.open(name, READ_FLAGS | (os.O_DIRECT if direct else 0), dir_fd=self._root_fd)
+        except OSError as error:
+            if error.errno in _NOT_A_FILE_ERRNOS:
+                raise Damaged(NOT_REGULAR, None) from error
+            if error.errno == errno.ENOTDIR:
+                raise FileNotFoundError(errno.ENOENT, "a directory of the store is missing") from error
+            if error.errno != errno.EINVAL or not direct:
+                raise
+        self._refuse_direct()
+        return self._open_to_read(name, False)
+
+    def _moved(self, transfer: Callable[[int, memoryview, int], int], fd: int, frame: memoryview) -> int:
+        """Bytes moved by the first read or write of a page."""
+        try:
+            return transfer(fd, frame, 0)
+        except OSError as error:
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            # This buffer, or this device, does not fit direct I/O; the page cache takes any buffer.
+            self.direct_refused += 1
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            return transfer(fd, frame, 0)
+
+    def write(self, temporary: str, frame: memoryview) -> None:
+        """Write `frame` to the new file `temporary`, and to the device if the store is synchronous.
+
+        On any OSError that is raised the file is gone again, or `LeftBehind` is raised with the error inside.
+        """
+        system = self._system
+        fd = self._create(temporary, self.direct_io)
+        try:
+            try:
+                self._write_all(fd, frame)
+                if self._sync:
+                    system.fdatasync(fd)
+            finally:
+                system.close(fd)
+        except OSError as error:
+            try:
+                system.unlink(temporary, dir_fd=self._root_fd)
+            except OSError as second:
+                raise LeftBehind(temporary, error) from second
+            raise
+
+    def _create(self, temporary: str, direct: bool) -> int:
+        try:
+            return self._system.open(temporary, CREATE_FLAGS | (os.O_DIRECT if direct else 0), dir_fd=self._root_fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct:
+                raise
+        self._refuse_direct()
+        # Linux creates the file before it refuses O_DIRECT, so the name may be taken by our own empty file.
+        with contextlib.suppress(FileNotFoundError):
+            self._system.unlink(temporary, dir_fd=self._root_fd)
+        return self._create(temporary, False)
+
+    def _write_all(self, fd: int, frame: memoryview) -> None:
+        done = self._moved(self._system.pwritev, fd, frame)
+        while done < self._frame_bytes:
+            count = self._system.pwritev(fd, frame[done:], done)
+            if count == 0:
+                raise OSError(errno.EIO, "the file system accepted no more bytes and gave no reason")
+            done += count
+
+    def _refuse_direct(self) -> None:
+        self.direct_io = False
+        self.direct_refused += 1
+
+    def publish(self, temporary: str, name: str) -> None:
+        """Give a written file its name, in one step and over whatever was there. Raises OSError.
+
+        REQUIRES: the store's lock. Makes the page's directories where they are missing.
+        """
+        system, root_fd = self._system, self._root_fd
+        try:
+            return system.rename(temporary, name, dir_fd=root_fd)
+        except FileNotFoundError:
+            namespace, fan, _ = name.split("/")
+            for directory in (namespace, f"{namespace}/{fan}"):
+                with contextlib.suppress(FileExistsError):
+                    system.mkdir(directory, dir_fd=root_fd)
+        except (IsADirectoryError, FileExistsError):
+            system.rmdir(name, dir_fd=root_fd)
+        return system.rename(temporary, name, dir_fd=root_fd)
+
+
+class LeftBehind(Exception):
+    """A failed page left its temporary file behind because that could not be removed either."""
+
+    def __init__(self, temporary: str, cause: OSError) -> None:
+        super().__init__(temporary)
+        self.temporary = temporary
+        self.cause = cause
+
+
+def remove_page(system: System, root_fd: int, name: str) -> None:
+    """Remove a page's file; a missing one is fine. REQUIRES: the store's lock. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        system.unlink(name, dir_fd=root_fd)
+
+
+def remove_damaged(system: System, root_fd: int, name: str, found: Identity | None) -> bool:
+    """Remove what lies at a page's name if it still is what was found damaged there; False if it has to stay.
+
+    A link, FIFO, socket or device goes by its own name and is never followed; a directory goes if it is empty.
+    REQUIRES: the store's lock. Raises OSError.
+    """
+    try:
+        now = system.lstat(name, dir_fd=root_fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    if stat.S_ISDIR(now.st_mode):
+        try:
+            system.rmdir(name, dir_fd=root_fd)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise
+        return True
+    if stat.S_ISREG(now.st_mode) and found != identity(now):
+        return True  # somebody has stored the page again meanwhile
+    remove_page(system, root_fd, name)
+    return True

@@ -1,0 +1,172 @@
+"""Making the index agree with the files again, and removing what dead processes left.
+
+REQUIRES for all of it: the store's lock and a transaction. Memory is bounded by the pages of one fan-out directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+
+from ...frame import HEADER_BYTES, NO_PARENT, FrameHeader, frame_bytes
+from ...keys import PAGE_KEY_BYTES
+from .index import Index
+from .pages import READ_FLAGS, TMP_DIR, System, is_hex, page_name, remove_damaged, remove_page
+
+OWNER_SUFFIX = ".alive"
+OWNER_HEX_DIGITS = 16
+_FANS = 256
+
+
+def owner_of(name: str) -> str | None:
+    """The owner of a file in `tmp`, None if the file is not one of ours."""
+    owner, _, rest = name.partition(".")
+    ours = is_hex(owner, OWNER_HEX_DIGITS) and (rest.isdigit() or f".{rest}" == OWNER_SUFFIX)
+    return owner if ours else None
+
+
+def reap(index: Index, system: System, root_fd: int, own: str) -> bool:
+    """End what dead processes were writing: temporary files, reservations, owner files. True if there was any.
+
+    A page of theirs that has its name already is whole, and stays.
+    """
+    tmp_fd = system.open(TMP_DIR, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
+    try:
+        names = [name for name in system.listdir(tmp_fd) if owner_of(name) is not None]
+        alive = {own}
+        for name in names:
+            if name.endswith(OWNER_SUFFIX) and _is_locked(system, tmp_fd, name):
+                alive.add(str(owner_of(name)))
+        # Owner files go last: a kill in between leaves a dead owner that is still seen as one.
+        dead = sorted((name for name in names if owner_of(name) not in alive), key=lambda n: n.endswith(OWNER_SUFFIX))
+        for name in dead:
+            system.unlink(name, dir_fd=tmp_fd)
+    finally:
+        system.close(tmp_fd)
+    writers = [writer for writer in index.writers() if writer.partition(".")[0] not in alive]
+    for writer in writers:
+        for namespace, key in index.reserved_keys(writer):
+            if not _is_file(system, root_fd, page_name(namespace.hex(), key)):
+                index.release(namespace, [key], writer)
+        index.publish(writer)
+    return bool(dead or writers)
+
+
+def _is_locked(system: System, tmp_fd: int, name: str) -> bool:
+    try:
+        fd = system.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=tmp_fd)
+    except FileNotFoundError:
+        return False  # its owner closed the store just now
+    try:
+        system.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        system.close(fd)
+    return False
+
+
+def _is_file(system: System, root_fd: int, name: str) -> bool:
+    try:
+        return stat.S_ISREG(system.lstat(name, dir_fd=root_fd).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def reconcile(index: Index, system: System, root_fd: int) -> None:
+    """Compare every page file with its row: forget rows without files, adopt whole files without rows, remove others.
+
+    Directories and files whose names are not a store's are not touched.
+    """
+    on_disk = {bytes.fromhex(name) for name in system.listdir(root_fd) if is_hex(name, 64)}
+    for namespace in sorted(on_disk | set(index.namespaces())):
+        fans = set(_names(system, root_fd, namespace.hex()))
+        kept = sum(_reconcile_fan(index, system, root_fd, namespace, fan, f"{fan:02x}" in fans) for fan in range(_FANS))
+        if not kept and namespace in on_disk:
+            _remove_empty(system, root_fd, namespace.hex())
+    index.recount()
+
+
+def _reconcile_fan(index: Index, system: System, root_fd: int, namespace: bytes, fan: int, there: bool) -> int:
+    first = bytes([fan])
+    rows = index.stored(namespace, first.ljust(PAGE_KEY_BYTES, b"\x00"), first.ljust(PAGE_KEY_BYTES, b"\xff"))
+    folder = f"{namespace.hex()}/{fan:02x}"
+    kept = 0
+    for name in _names(system, root_fd, folder) if there else ():
+        if not is_hex(name, 64) or not name.startswith(folder[-2:]):
+            continue
+        key = bytes.fromhex(name)
+        kept += _reconcile_page(index, system, root_fd, namespace, key, rows.pop(key, None))
+    for key in rows:
+        index.drop(namespace, key)
+    return kept
+
+
+def _names(system: System, root_fd: int, folder: str) -> list[str]:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = system.open(folder, flags, dir_fd=root_fd)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        # A link or file where a directory belongs: not followed, and in our way.
+        if "/" in folder and _is_dir(system, root_fd, folder.partition("/")[0]):
+            remove_page(system, root_fd, folder)
+        return []
+    try:
+        return system.listdir(fd)
+    finally:
+        system.close(fd)
+
+
+def _is_dir(system: System, root_fd: int, name: str) -> bool:
+    return stat.S_ISDIR(system.lstat(name, dir_fd=root_fd).st_mode)
+
+
+def _reconcile_page(
+    index: Index, system: System, root_fd: int, namespace: bytes, key: bytes, row_bytes: int | None
+) -> bool:
+    """True if the page stays."""
+    name = page_name(namespace.hex(), key)
+    found = system.lstat(name, dir_fd=root_fd)
+    regular = stat.S_ISREG(found.st_mode)
+    if row_bytes is not None:
+        if regular and found.st_size == row_bytes:
+            return True
+        index.drop(namespace, key)
+    header = _header(system, root_fd, name) if regular else None
+    if (
+        header is None
+        or header.page_key != key
+        or header.namespace != namespace
+        or found.st_size != frame_bytes(header.payload_bytes)
+    ):
+        found_now = (found.st_ino, found.st_mtime_ns, found.st_size)
+        return not remove_damaged(system, root_fd, name, found_now)
+    parent = None if header.parent_key == NO_PARENT else header.parent_key
+    index.add(namespace, key, parent, found.st_size, found.st_mtime_ns // 1000)
+    return True
+
+
+def _header(system: System, root_fd: int, name: str) -> FrameHeader | None:
+    fd = system.open(name, READ_FLAGS, dir_fd=root_fd)
+    try:
+        buffer = memoryview(bytearray(HEADER_BYTES))
+        return FrameHeader.parse(buffer[: system.preadv(fd, buffer, 0)])
+    finally:
+        system.close(fd)
+
+
+def _remove_empty(system: System, root_fd: int, namespace_hex: str) -> None:
+    """Remove the directories of a namespace that has no page left; an old epoch leaves nothing behind."""
+    with contextlib.suppress(OSError):
+        for name in _names(system, root_fd, namespace_hex):
+            if is_hex(name, 2):
+                with contextlib.suppress(OSError):
+                    system.rmdir(f"{namespace_hex}/{name}", dir_fd=root_fd)
+        system.rmdir(namespace_hex, dir_fd=root_fd)

@@ -1,0 +1,204 @@
+"""The memory backend: a dictionary of frames. The template for a backend of your own, and the one that tests trust.
+
+Locking design: one lock around every verb; a copy of a page is the longest thing done under it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import InvalidInput, InvariantError
+from ..frame import FrameCodec
+from ..keys import PAGE_KEY_BYTES
+from .base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Tally, Usage
+
+
+@dataclass(slots=True)
+class _Page:
+    frame: bytes
+    parent: bytes | None
+    last_use: int  # a count of uses, not a time: larger is later
+
+
+class MemoryBackend(StorageBackend):
+    """Pages in this process's memory, lost with it. Thread-safe; blocks for its own lock only.
+
+    With a `capacity_bytes` it evicts the least recently used page that no other page hangs on, tails before heads,
+    which costs a look at every page. Raises InvalidInput for a capacity that is no positive number.
+    """
+
+    def __init__(self, codec: FrameCodec, capacity_bytes: int | None = None) -> None:
+        super().__init__(codec)
+        if capacity_bytes is not None and (type(capacity_bytes) is not int or capacity_bytes < 1):
+            raise InvalidInput(f"memory backend: capacity_bytes must be a positive number, got {capacity_bytes!r}")
+        self._capacity_bytes = capacity_bytes
+        self._lock = threading.Lock()
+        self._pages: dict[bytes, _Page] = {}
+        self._children: dict[bytes, set[bytes]] = {}
+        self._clock = 0
+        self._closed = False
+        self._tally = Tally()
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend."""
+        _check_keys(keys)
+        with self._lock:
+            if self._closed or time.monotonic() >= deadline:
+                return 0
+            for position, key in enumerate(keys):
+                if key not in self._pages:
+                    return position
+            return len(keys)
+
+    def batch_get(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+    ) -> list[GetOutcome]:
+        """See StorageBackend."""
+        self._check_batch(keys, frames)
+        return [self._get(key, frame, deadline) for key, frame in zip(keys, frames, strict=True)]
+
+    def _get(self, key: bytes, frame: memoryview, deadline: float) -> GetOutcome:
+        with self._lock:
+            outcome = self._read(key, frame) if self._may_start(deadline) else GetOutcome.ERROR
+            self._tally.gets[outcome] += 1
+            return outcome
+
+    def _read(self, key: bytes, frame: memoryview) -> GetOutcome:
+        page = self._pages.get(key)
+        if page is None:
+            return GetOutcome.MISS
+        damage: str | None = "size"
+        if len(page.frame) == self.codec.frame_bytes:
+            frame[:] = page.frame
+            damage = self.codec.check(key, frame)
+        if damage is not None:
+            self._tally.corrupt[str(damage)] += 1
+            self._drop(key)
+            return GetOutcome.CORRUPT
+        page.last_use = self._tick()
+        return GetOutcome.HIT
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """See StorageBackend. Turns away the tail of a batch that does not fit; its head stays."""
+        self._check_batch(keys, frames)
+        outcomes: list[SetOutcome] = []
+        for key, frame in zip(keys, frames, strict=True):
+            with self._lock:
+                outcome = SetOutcome.ERROR
+                if self._may_start(deadline):
+                    # Behind a page that was turned away there is no chain to protect: a new page would evict the head.
+                    outcome = self._write(key, frame, parent, full=SetOutcome.REJECTED in outcomes)
+                self._tally.sets[outcome] += 1
+            outcomes.append(outcome)
+            parent = key
+        return outcomes
+
+    def _write(self, key: bytes, frame: memoryview, parent: bytes | None, full: bool) -> SetOutcome:
+        if key in self._pages:
+            self._pages[key].last_use = self._tick()
+            return SetOutcome.PRESENT
+        if full or not self._make_room(parent):
+            return SetOutcome.REJECTED
+        self.codec.seal(key, frame, parent=parent)
+        self._pages[key] = _Page(bytes(frame), parent, self._tick())
+        if parent is not None:
+            self._children.setdefault(parent, set()).add(key)
+        return SetOutcome.STORED
+
+    def _make_room(self, parent: bytes | None) -> bool:
+        """Evict until one more page fits; never `parent`, which is about to get a child."""
+        if self._capacity_bytes is None:
+            return True
+        while (len(self._pages) + 1) * self.codec.frame_bytes > self._capacity_bytes:
+            leaves = [key for key in self._pages if key not in self._children and key != parent]
+            if not leaves:
+                return False
+            self._drop(min(leaves, key=lambda key: self._pages[key].last_use))
+            self._tally.evicted_pages += 1
+        return True
+
+    def _drop(self, key: bytes) -> None:
+        parent = self._pages.pop(key).parent
+        if parent is not None:
+            siblings = self._children[parent]
+            siblings.discard(key)
+            if not siblings:
+                del self._children[parent]
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _may_start(self, deadline: float) -> bool:
+        if self._closed or time.monotonic() >= deadline:
+            self._tally.errors["closed" if self._closed else "deadline"] += 1
+            return False
+        return True
+
+    def _check_batch(self, keys: Sequence[bytes], frames: Sequence[memoryview]) -> None:
+        if len(keys) != len(frames):
+            raise InvalidInput(f"memory backend: {len(keys)} keys but {len(frames)} frames")
+        _check_keys(keys)
+        for frame in frames:
+            if frame.nbytes != self.codec.frame_bytes or frame.readonly or not frame.c_contiguous:
+                raise InvalidInput(f"memory backend: a frame must be {self.codec.frame_bytes} writable bytes")
+
+    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend."""
+        _check_keys(keys)
+        with self._lock:
+            if not self._may_start(deadline):
+                return 0
+            there = {key for key in keys if key in self._pages}
+            for key in there:
+                self._drop(key)
+            return len(there)
+
+    def usage(self) -> Usage:
+        """See StorageBackend."""
+        with self._lock:
+            return Usage(len(self._pages), len(self._pages) * self.codec.frame_bytes, self._capacity_bytes)
+
+    def statistics(self) -> BackendStatistics:
+        """See StorageBackend."""
+        with self._lock:
+            return self._tally.statistics(self.codec.frame_bytes)
+
+    def close(self) -> None:
+        """See StorageBackend. Forgets all pages."""
+        with self._lock:
+            self._closed = True
+            self._pages.clear()
+            self._children.clear()
+
+    def check(self) -> None:
+        """Raise InvariantError if the links between pages contradict the pages, or the capacity is exceeded."""
+        with self._lock:
+            links = {(page.parent, key) for key, page in self._pages.items() if page.parent is not None}
+            if links != {(parent, key) for parent, keys in self._children.items() for key in keys}:
+                raise InvariantError("memory backend: links and pages disagree")
+            if self._capacity_bytes is not None and len(self._pages) * self.codec.frame_bytes > self._capacity_bytes:
+                raise InvariantError("memory backend: over its capacity")
+
+    def peek(self, key: bytes) -> bytes | None:
+        """The stored frame as it is, unchecked; for tests."""
+        with self._lock:
+            page = self._pages.get(key)
+            return None if page is None else page.frame
+
+    def poke(self, key: bytes, frame: bytes) -> None:
+        """Put bytes in place of a stored frame, unchecked; for tests. A key that is not stored is added."""
+        with self._lock:
+            page = self._pages.get(key)
+            self._pages[key] = _Page(frame, page.parent if page else None, self._tick())
+
+
+def _check_keys(keys: Sequence[bytes]) -> None:
+    for key in keys:
+        if len(key) != PAGE_KEY_BYTES:
+            raise InvalidInput(f"memory backend: a key must be {PAGE_KEY_BYTES} bytes, got {len(key)}")

@@ -1,0 +1,120 @@
+"""Backends by name: built in, from an entry point of another package, or `module:Class`.
+
+A factory is a callable `(codec, **options) -> StorageBackend`. Other packages add one under the entry-point group
+`hicache.backends`; a name there does not replace a built-in one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import TypeAlias, cast
+
+from ..errors import ConfigError, InvalidInput
+from ..frame import FrameCodec
+from .base import StorageBackend
+
+ENTRY_POINT_GROUP = "hicache.backends"
+
+Factory: TypeAlias = Callable[..., StorageBackend]
+
+
+def _memory(codec: FrameCodec, *, capacity_bytes: int | None = None) -> StorageBackend:
+    from .memory import MemoryBackend  # noqa: PLC0415 - a backend is imported when it is asked for
+
+    return MemoryBackend(codec, capacity_bytes)
+
+
+def _file(
+    codec: FrameCodec,
+    *,
+    path: str,
+    capacity_bytes: int | None = None,
+    free_space_floor_bytes: int = 0,
+    io_threads: int | None = None,
+    direct_io: bool = False,
+    sync: bool = False,
+) -> StorageBackend:
+    from .file import FileBackend, FileBackendOptions  # noqa: PLC0415
+
+    threads = {} if io_threads is None else {"io_threads": io_threads}
+    options = FileBackendOptions(
+        path, capacity_bytes, free_space_floor_bytes, direct_io=direct_io, sync=sync, **threads
+    )
+    return FileBackend(codec, options)
+
+
+_BUILT_IN: Mapping[str, Factory] = {"memory": _memory, "file": _file}
+
+
+def open_backend(type_name: str, codec: FrameCodec, options: Mapping[str, object]) -> StorageBackend:
+    """Open the backend `type_name` with `options`. Blocks as its constructor does.
+
+    Raises ConfigError for a name nobody knows, options the backend does not take or refuses, and a factory that does
+    not make a StorageBackend; BackendError as the backend does.
+    """
+    factory = _factory(type_name)
+    _check_options(type_name, factory, options)
+    try:
+        backend: object = factory(codec, **options)
+    except InvalidInput as error:
+        raise ConfigError(f"backend {type_name}: {error}") from error
+    if not isinstance(backend, StorageBackend):
+        raise ConfigError(f"backend {type_name}: its factory made a {type(backend).__name__}, not a StorageBackend")
+    return backend
+
+
+def backend_names() -> list[str]:
+    """All names that `open_backend` knows on this machine, but for `module:Class`."""
+    return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def _factory(type_name: str) -> Factory:
+    built_in = _BUILT_IN.get(type_name)
+    if built_in is not None:
+        return built_in
+    points = entry_points(group=ENTRY_POINT_GROUP, name=type_name)
+    if points:
+        return _load(type_name, next(iter(points)))
+    if ":" in type_name:
+        return _load(type_name, EntryPoint(type_name, type_name, ENTRY_POINT_GROUP))
+    known = backend_names()
+    near = difflib.get_close_matches(type_name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}, or module:Class"
+    raise ConfigError(f"backend {type_name!r} is not known; {hint}")
+
+
+def _load(type_name: str, point: EntryPoint) -> Factory:
+    module, _, attribute = point.value.partition(":")
+    try:
+        found: object = importlib.import_module(module.strip())
+        for name in attribute.strip().split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"backend {type_name}: {point.value} cannot be loaded: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"backend {type_name}: {point.value} is no class or function")
+    return cast(Factory, found)
+
+
+def _check_options(type_name: str, factory: Factory, options: Mapping[str, object]) -> None:
+    """Refuse unknown and missing options by name, before anything is opened."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return  # an extension type without a signature says so itself
+    parameters = list(signature.parameters.values())[1:]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        names = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        for name in options:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names) or 'none'}"
+                raise ConfigError(f"backend {type_name}: unknown option {name!r}; {hint}")
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(f"backend {type_name}: {error}") from error

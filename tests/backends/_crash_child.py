@@ -1,0 +1,128 @@
+"""Processes that kill themselves, or are killed, in the middle of what a file store does.
+
+One helper process imports everything once and forks a child per job (a line of JSON on standard input), so that a kill
+costs milliseconds. It answers each job with a line of JSON: how the child ended, which pages it was told are stored,
+and how many calls it made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from hicache.backends.file import FileBackend
+from hicache.backends.file.tools import purge_store
+from hicache.backends.testing import STORED, load, make_keys, soon, store_chain
+
+from ._files import PAGE, Faulty, open_file
+
+CAPACITY_PAGES = 8
+
+
+class _Killer:
+    """Kills this process before its n-th counted call; a statement of SQLite counts as a call."""
+
+    def __init__(self, kill_at: int) -> None:
+        self.kill_at = kill_at
+        self.calls = 0
+        self._lock = threading.Lock()
+
+    def step(self, *_: Any) -> None:
+        with self._lock:
+            self.calls += 1
+            if self.calls == self.kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _open(root: Path, killer: _Killer, **options: Any) -> Any:
+    store = open_file(root, system=Faulty(killer.step), **options)
+    assert isinstance(store.backend, FileBackend)
+    index = store.backend._store._index
+    assert index is not None
+    index._db.set_trace_callback(killer.step)
+    return store
+
+
+def scenario(name: str, root: Path, killer: _Killer, acknowledge: Any) -> None:
+    """What a child does; `acknowledge` is told the names of chains and how many pages of each are stored."""
+    if name == "write":
+        store = _open(root, killer)
+        acknowledge("old", 4)
+        for chain in ("one", "two"):
+            stored = store_chain(store, make_keys(3, chain)).count(STORED)
+            acknowledge(chain, stored)
+        store.backend.close()
+    elif name == "evict":
+        store = _open(root, killer, capacity_bytes=CAPACITY_PAGES * PAGE)
+        store_chain(store, make_keys(4, "one"))
+        load(store, make_keys(4, "old"))
+        store_chain(store, make_keys(4, "two"))
+        store.backend.close()
+    elif name == "sweep":
+        store = _open(root, killer, capacity_bytes=CAPACITY_PAGES * PAGE)
+        load(store, make_keys(4, "old"))
+        store.backend.delete(make_keys(2, "old"), deadline=soon())
+        store.backend.close()
+        purge_store(root)
+    else:  # keep going until somebody kills us
+        store = _open(root, killer, capacity_bytes=CAPACITY_PAGES * PAGE)
+        turn = 0
+        while True:
+            turn += 1
+            store_chain(store, make_keys(1 + turn % 5, f"chain {turn % 7}"))
+            load(store, make_keys(5, f"chain {turn % 3}"))
+            if turn % 11 == 0:
+                store.backend.delete(make_keys(5, f"chain {turn % 7}"), deadline=soon())
+            if turn % 17 == 0:
+                store.backend.close()
+                store = _open(root, killer, capacity_bytes=CAPACITY_PAGES * PAGE)
+
+
+def _child(job: dict[str, Any], report_fd: int) -> None:
+    killer = _Killer(job["kill_at"])
+
+    def acknowledge(chain: str, pages: int) -> None:
+        os.write(report_fd, f"{chain}={pages}\n".encode())
+
+    scenario(job["scenario"], Path(job["root"]), killer, acknowledge)
+    os.write(report_fd, f"calls={killer.calls}\n".encode())
+
+
+def _serve(job: dict[str, Any]) -> dict[str, Any]:
+    read_fd, write_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(read_fd)
+            _child(job, write_fd)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(write_fd)
+    if job["kill_after_s"] is not None:
+        watch = os.pidfd_open(pid)
+        select.select([watch], [], [], job["kill_after_s"])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.close(watch)
+    with os.fdopen(read_fd) as reports:
+        told = dict(line.strip().split("=") for line in reports)
+    _, status = os.waitpid(pid, 0)
+    return {"status": os.waitstatus_to_exitcode(status), "told": {name: int(count) for name, count in told.items()}}
+
+
+def main() -> None:
+    for line in sys.stdin:
+        print(json.dumps(_serve(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

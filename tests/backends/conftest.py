@@ -1,0 +1,30 @@
+"""Where the tests of stores keep their files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_MEMORY = "/dev/shm"
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A directory in memory where there is such a file system: these tests open a store thousands of times, and a
+    disk would wait for each of them. Removed after the test."""
+    folder = tempfile.mkdtemp(prefix="hicache-test-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
+    yield Path(folder)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def disk_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory where pytest keeps its own, on a disk as a rule."""
+    folder = tmp_path_factory.mktemp("store")
+    yield folder
+    shutil.rmtree(folder)

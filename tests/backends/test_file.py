@@ -1,0 +1,464 @@
+"""The file backend against the contract, and what is its own: limits, restarts, sharing between processes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.base import SetOutcome
+from hicache.backends.file import FileBackend
+from hicache.backends.file.pages import System
+from hicache.backends.testing import (
+    HIT,
+    MISS,
+    PAYLOAD_BYTES,
+    PRESENT,
+    STORED,
+    BackendContract,
+    OpenStore,
+    Store,
+    full_frames,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.frame import FrameCodec
+from tests.seeds import rng, seeds
+
+from . import _files
+from ._files import (
+    CODEC,
+    PAGE,
+    Faulty,
+    check,
+    disk_usage,
+    exists,
+    open_descriptors,
+    open_file,
+    page_path,
+    temporary_files,
+)  # fmt: skip
+
+REJECTED = SetOutcome.REJECTED
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class TestFileBackend(BackendContract):
+    @pytest.fixture
+    def open_store(self, tmp_path: Path) -> OpenStore:
+        return lambda codec: open_file(tmp_path / "store", codec)
+
+
+class TestFileBackendDirect(BackendContract):
+    """With direct I/O where the file system has it, synchronous, and with one thread."""
+
+    @pytest.fixture
+    def open_store(self, disk_path: Path) -> OpenStore:
+        return lambda codec: open_file(disk_path / "store", codec, direct_io=True, sync=True, io_threads=1)
+
+    def test_statistics_count_outcomes_and_bytes(self, store: Store) -> None:
+        keys = make_keys(2)
+        store_chain(store, keys)
+        load(store, keys)
+        # The frames of the contract are not aligned, which direct I/O refuses: seen, and served all the same.
+        assert set(store.backend.statistics().errors) <= {"direct_io_refused"}
+        assert store.backend.statistics().gets[HIT] == 2
+
+
+# Limits
+
+
+def test_a_full_store_drops_the_tail_of_the_oldest_chain(tmp_path: Path) -> None:
+    store = open_file(tmp_path / "s", capacity_bytes=8 * PAGE)
+    old, new = make_keys(5, "old"), make_keys(5, "new")
+    store_chain(store, old)
+    assert store_chain(store, new) == [STORED] * 5
+    assert (exists(store, old), exists(store, new)) == (3, 5)
+    assert load(store, old) == [HIT, HIT, HIT, MISS, MISS]
+    assert store.backend.statistics().evicted_pages == 2
+    check(store, tmp_path / "s")
+    store.backend.close()
+
+
+def test_without_parents_the_head_goes_first(tmp_path: Path) -> None:
+    """The control of the test above: it is the chain that saves the head."""
+    store = open_file(tmp_path / "s", capacity_bytes=8 * PAGE)
+    old, new = make_keys(5, "old"), make_keys(5, "new")
+    for key in old:
+        store_chain(store, [key])
+    store_chain(store, new)
+    assert load(store, old) == [MISS, MISS, HIT, HIT, HIT]
+    store.backend.close()
+
+
+def test_a_growing_chain_never_eats_its_own_head(tmp_path: Path) -> None:
+    store = open_file(tmp_path / "s", capacity_bytes=4 * PAGE)
+    keys = make_keys(6)
+    store_chain(store, keys[:3])
+    assert store_chain(store, keys[3:], parent=keys[2]) == [STORED, REJECTED, REJECTED]
+    assert exists(store, keys) == 4
+    check(store, tmp_path / "s")
+    store.backend.close()
+
+
+def test_a_batch_larger_than_the_store_keeps_its_head(tmp_path: Path) -> None:
+    store = open_file(tmp_path / "s", capacity_bytes=3 * PAGE + PAGE // 2)
+    keys = make_keys(5)
+    store_chain(store, make_keys(2, "older"))
+    assert store_chain(store, keys) == [STORED] * 3 + [REJECTED] * 2
+    assert exists(store, keys) == 3
+    check(store, tmp_path / "s")
+    store.backend.close()
+
+
+def test_pages_of_an_older_epoch_make_room(tmp_path: Path) -> None:
+    older = FrameCodec(b"o" * 32, PAYLOAD_BYTES)
+    store = open_file(tmp_path / "s", older, capacity_bytes=6 * PAGE)
+    store_chain(store, make_keys(6))
+    store.backend.close()
+    store = open_file(tmp_path / "s", capacity_bytes=6 * PAGE)
+    assert store.backend.usage().pages == 6
+    assert store_chain(store, make_keys(6)) == [STORED] * 6
+    assert exists(store, make_keys(6)) == 6
+    check(store, tmp_path / "s")
+    store.backend.close()
+    open_file(tmp_path / "s").backend.close()
+    assert not (tmp_path / "s" / older.namespace.hex()).exists(), "an empty namespace leaves no directories"
+
+
+def test_a_smaller_capacity_holds_right_after_a_restart(tmp_path: Path) -> None:
+    store = open_file(tmp_path / "s")
+    keys = make_keys(10)
+    store_chain(store, keys)
+    store.backend.close()
+    store = open_file(tmp_path / "s", capacity_bytes=4 * PAGE)
+    assert disk_usage(tmp_path / "s") == (4, 4 * PAGE)
+    assert exists(store, keys) == 4
+    store.backend.close()
+
+
+def test_what_cannot_be_evicted_does_not_keep_others_from_it(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    stuck, full = make_keys(1, "stuck")[0], make_keys(1, "full")[0]
+
+    def fault(name: str, number: int, args: tuple[object, ...]) -> None:
+        if name == "unlink" and str(args[0]).endswith(stuck.hex()):
+            raise OSError(errno.EIO, "broken")
+
+    store = open_file(root, system=Faulty(fault), capacity_bytes=4 * PAGE)
+    for key in (stuck, full, *make_keys(2)):
+        store_chain(store, [key])
+    path = page_path(root, CODEC, full)
+    path.unlink()
+    path.mkdir()
+    (path / "mine").write_text("keep me")
+    assert store_chain(store, make_keys(2, "new")) == [STORED, STORED]
+    assert load(store, [stuck, *make_keys(2), *make_keys(2, "new")]) == [HIT, MISS, HIT, HIT, HIT]
+    assert (path / "mine").exists()
+    assert store.backend.statistics().errors == {"EIO": 1}
+    store.backend.close()
+
+
+class _SmallDisk(System):
+    """A file system of `size_bytes` that holds nothing but this store's pages."""
+
+    def __init__(self, root: Path, size_bytes: int) -> None:
+        self.root, self.size_bytes = root, size_bytes
+
+    def statvfs(self, fd: int) -> os.statvfs_result:
+        free = (self.size_bytes - sum(disk_usage(self.root)[1:])) // 512
+        return os.statvfs_result((512, 512, self.size_bytes // 512, free, free, 0, 0, 0, 0, 255))
+
+
+def test_the_free_space_floor_is_kept_by_evicting_then_by_refusing(tmp_path: Path) -> None:
+    root, slack = tmp_path / "s", 1 << 20
+    disk = _SmallDisk(root, 20 * PAGE + slack)
+    store = open_file(root, system=disk, free_space_floor_bytes=10 * PAGE)
+    old, new = make_keys(8, "old"), make_keys(8, "new")
+    assert store_chain(store, old) == [STORED] * 8
+    assert store_chain(store, new) == [STORED] * 8
+    assert disk_usage(root)[0] == 10
+    assert (exists(store, old), exists(store, new)) == (2, 8)
+    disk.size_bytes -= 8 * PAGE  # somebody else fills the disk
+    assert store_chain(store, make_keys(4, "newest")) == [STORED, STORED, REJECTED, REJECTED]
+    assert disk_usage(root)[0] == 2
+    check(store, root)
+    store.backend.close()
+    disk.size_bytes -= PAGE
+    store = open_file(root, system=disk, free_space_floor_bytes=10 * PAGE)
+    assert disk_usage(root)[0] == 1
+    store.backend.close()
+
+
+def test_threads_never_exceed_the_capacity(tmp_path: Path) -> None:
+    root, capacity = tmp_path / "s", 12 * PAGE
+    store = open_file(root, capacity_bytes=capacity)
+    done = threading.Event()
+    seen: list[int] = []
+
+    def watch() -> None:
+        while not done.wait(0.001):  # a pause, or the watcher would keep the lock from the others
+            seen.append(_files.bytes_on_disk(root))
+
+    def use(number: int) -> None:
+        dice = rng(number)
+        for turn in range(25):
+            keys = make_keys(dice.randrange(1, 7), f"{number % 2} {turn % 7}")
+            store_chain(store, keys)
+            load(store, keys)
+
+    watcher = threading.Thread(target=watch)
+    users = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in (watcher, *users):
+        thread.start()
+    for thread in users:
+        thread.join()
+    done.set()
+    watcher.join()
+    assert max(seen) <= capacity
+    check(store, root)
+    store.backend.close()
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_random_use_agrees_with_the_disk_after_every_step(tmp_path: Path, seed: int) -> None:
+    dice, root = rng(seed), tmp_path / "s"
+    store = open_file(root, capacity_bytes=10 * PAGE)
+    chains = [make_keys(6, f"chain {number}") for number in range(5)]
+    for step in range(250):
+        chain, first = dice.choice(chains), dice.randrange(6)
+        action = dice.randrange(8)
+        if action < 4:
+            outcomes = store_chain(store, chain[first:], chain[first - 1] if first else None)
+            assert set(outcomes) <= {STORED, PRESENT, REJECTED}
+        elif action < 6:
+            load(store, chain)
+        elif action == 6:
+            store.backend.delete([chain[first]], deadline=soon())
+        elif step % 5 == 0:
+            store.backend.close()
+            store = open_file(root, capacity_bytes=10 * PAGE)
+        check(store, root)
+        assert store.backend.usage().bytes <= 10 * PAGE
+    store.backend.close()
+
+
+# Restarts
+
+
+def test_recency_survives_a_restart(tmp_path: Path) -> None:
+    store = open_file(tmp_path / "s", capacity_bytes=8 * PAGE)
+    first, second = make_keys(4, "first"), make_keys(4, "second")
+    store_chain(store, first)
+    store_chain(store, second)
+    assert load(store, first) == [HIT] * 4
+    store.backend.close()
+    store = open_file(tmp_path / "s", capacity_bytes=8 * PAGE)
+    store_chain(store, make_keys(4, "third"))
+    assert (exists(store, first), exists(store, second)) == (4, 0)
+    store.backend.close()
+
+
+@pytest.mark.parametrize(
+    "damage", ["deleted", "emptied", "overwritten", "middle overwritten", "two of them", "version"]
+)
+def test_a_lost_or_damaged_index_is_rebuilt_from_the_pages(tmp_path: Path, damage: str) -> None:
+    root = tmp_path / "s"
+    store = open_file(root)
+    old, new = make_keys(5, "old"), make_keys(3, "new")
+    store_chain(store, old)
+    store_chain(store, new)
+    store.backend.close()
+    (index,) = _files.index_files(root)
+    raw = index.read_bytes()
+    if damage == "deleted":
+        index.unlink()
+    elif damage == "emptied":
+        index.write_bytes(b"")
+    elif damage == "overwritten":
+        index.write_bytes(b"nonsense" * 1000)
+    elif damage == "middle overwritten":
+        index.write_bytes(raw[:5000] + b"\xa5" * (len(raw) - 5000))
+    elif damage == "two of them":
+        (root / "index-00000000.sqlite").write_bytes(raw)
+    else:
+        index.write_bytes(raw[:60] + b"\0\0\0\x63" + raw[64:])
+    for position, key in enumerate(old + new):
+        os.utime(page_path(root, CODEC, key), (1e9 + position, 1e9 + position))
+    store = open_file(root, capacity_bytes=8 * PAGE)
+    assert (exists(store, old), exists(store, new)) == (5, 3)
+    check(store, root)
+    # Parents came back from the headers, so tails go before heads; recency came back from the files.
+    store_chain(store, make_keys(2, "newest"))
+    assert (exists(store, old), exists(store, new)) == (3, 3)
+    assert load(store, old + new) == [HIT] * 3 + [MISS] * 2 + [HIT] * 3
+    store.backend.close()
+
+
+def test_an_index_that_vanishes_in_use_is_rebuilt(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    store, other = open_file(root), open_file(root)
+    store_chain(store, make_keys(3))
+    for path in _files.index_files(root):
+        path.unlink()
+    assert store_chain(store, make_keys(3, "more")) == [STORED] * 3
+    assert other.backend.usage().pages == 6
+    check(other, root)
+    check(store, root)
+    store.backend.close()
+    check(other, root)
+    other.backend.close()
+
+
+def test_an_index_that_is_damaged_in_use_costs_one_batch_at_most(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    store = open_file(root)
+    for number in range(40):
+        store_chain(store, make_keys(5, f"chain {number}"))
+    with sqlite3.connect(next(root.glob("index-*.sqlite"))) as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+    (path,) = root.glob("index-*.sqlite")
+    with path.open("r+b") as raw:
+        raw.write(b"\xa5" * path.stat().st_size)
+    keys = make_keys(5, "new")
+    store_chain(store, keys)
+    assert load(store, make_keys(5, "chain 7")) == [HIT] * 5, "reading needs no index"
+    assert set(store_chain(store, keys)) <= {STORED, PRESENT}
+    assert store.backend.usage().pages == 205
+    check(store, root)
+    store.backend.close()
+    assert len(list(root.glob("index-*.sqlite"))) == 1
+
+
+def test_rows_without_files_and_files_without_rows_are_put_right(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    store = open_file(root)
+    keys = make_keys(6)
+    store_chain(store, keys)
+    store.backend.close()
+    page_path(root, CODEC, keys[4]).unlink()
+    stray = make_keys(1, "stray")[0]
+    (frame,) = full_frames(CODEC, [stray])
+    CODEC.seal(stray, frame)
+    for key, data in ((stray, bytes(frame)), (make_keys(1, "liar")[0], bytes(frame)), (b"j" * 32, b"junk")):
+        path = page_path(root, CODEC, key)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    page_path(root, CODEC, keys[5]).write_bytes(b"short")
+    store = open_file(root)
+    assert load(store, [*keys[:4], stray]) == [HIT] * 5
+    assert store.backend.usage().pages == 5
+    check(store, root)
+    store.backend.close()
+
+
+def test_closing_leaves_no_descriptor_thread_or_temporary_file(tmp_path: Path) -> None:
+    before = open_descriptors(), threading.active_count()
+    for _ in range(3):
+        store = open_file(tmp_path / "s", io_threads=3)
+        store_chain(store, make_keys(5))
+        store.backend.close()
+    assert (open_descriptors(), threading.active_count()) == before
+    assert temporary_files(tmp_path / "s") == []
+
+
+def test_files_and_directories_are_private(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    old_mask = os.umask(0)
+    try:
+        store = open_file(root)
+        store_chain(store, make_keys(2))
+        for path in [root, *root.rglob("*")]:
+            assert path.stat().st_mode & 0o077 == 0, path
+        store.backend.close()
+    finally:
+        os.umask(old_mask)
+
+
+# Several processes
+
+_WRITER = """
+import random, sys, time
+from pathlib import Path
+from hicache.backends.testing import load, make_keys, store_chain
+from tests.backends._files import PAGE, open_file
+
+root, number, capacity, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+dice = random.Random(number)
+store = open_file(root, capacity_bytes=capacity)
+bad = 0
+for turn in range(rounds):
+    keys = make_keys(dice.randrange(1, 9), f"chain {dice.randrange(6)}")
+    bad += "error" in store_chain(store, keys)
+    load(store, keys)
+    if dice.randrange(10) == 0:
+        store.backend.close()
+        store = open_file(root, capacity_bytes=capacity)
+print(store.backend.usage().bytes <= capacity, bad, dict(store.backend.statistics().corrupt))
+store.backend.close()
+"""
+
+
+def test_processes_share_one_store_within_its_capacity(tmp_path: Path) -> None:
+    root, capacity = tmp_path / "s", 16 * PAGE
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _WRITER, str(root), str(number), str(capacity), "40"],
+            cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
+        )
+        for number in range(3)
+    ]  # fmt: skip
+    largest = 0
+    deadline = time.monotonic() + 60
+    while any(process.poll() is None for process in processes):
+        assert time.monotonic() < deadline
+        largest = max(largest, _files.bytes_on_disk(root))
+    outputs = [process.communicate()[0].strip() for process in processes]
+    assert outputs == ["True 0 {}"] * 3
+    assert 0 < largest <= capacity
+    store = open_file(root, capacity_bytes=capacity)
+    check(store, root)
+    store.backend.close()
+    assert temporary_files(root) == []
+
+
+def test_a_page_stored_by_one_backend_is_seen_by_another(tmp_path: Path) -> None:
+    one, two = open_file(tmp_path / "s"), open_file(tmp_path / "s")
+    keys = make_keys(4)
+    store_chain(one, keys)
+    assert exists(two, keys) == 4
+    assert store_chain(two, keys) == [PRESENT] * 4
+    assert two.backend.delete(keys[3:], deadline=soon()) == 1
+    assert load(one, keys) == [HIT, HIT, HIT, MISS]
+    assert one.backend.usage() == two.backend.usage()
+    one.backend.close()
+    two.backend.close()
+
+
+def test_a_store_that_is_locked_costs_the_deadline_and_no_more(tmp_path: Path) -> None:
+    one, two = open_file(tmp_path / "s"), open_file(tmp_path / "s")
+    keys = make_keys(2)
+    store_chain(one, keys)
+    assert isinstance(one.backend, FileBackend)
+    with one.backend._store.transaction(soon()):
+        frames = full_frames(CODEC, make_keys(2, "new"))
+        outcomes = two.backend.batch_set(
+            make_keys(2, "new"), frames, parent=None, deadline=time.monotonic() + 0.05
+        )
+        assert outcomes == [SetOutcome.ERROR] * 2
+        assert load(two, keys) == [HIT, HIT], "reading needs no lock"
+    assert two.backend.statistics().errors["ETIMEDOUT"] == 1
+    assert store_chain(two, make_keys(2, "new")) == [STORED] * 2
+    check(two, tmp_path / "s")
+    one.backend.close()
+    two.backend.close()

@@ -1,0 +1,191 @@
+"""kill -9 anywhere: what is left is whole pages or misses, within the limits, and nothing that leaks.
+
+`SOAK_FACTOR` multiplies the kills at random moments; the kills at call boundaries are all made each time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.backends.file import FileBackend
+from hicache.backends.testing import (
+    CORRUPT,
+    HIT,
+    MISS,
+    PRESENT,
+    STORED,
+    full_frames,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from tests.seeds import rng, seeds
+
+from ._crash_child import CAPACITY_PAGES
+from ._files import CODEC, PAGE, bytes_on_disk, disk_usage, open_file, page_path, reserved_bytes, temporary_files
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CAPACITY = CAPACITY_PAGES * PAGE
+RANDOM_KILLS = 40
+KILLED = -signal.SIGKILL
+
+
+class Killing:
+    """The helper process; `run` has a child do a scenario and returns how it ended."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.backends._crash_child"],
+            cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self, scenario: str, root: Path, kill_at: int = 0, kill_after_s: float | None = None) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        job = {"scenario": scenario, "root": str(root), "kill_at": kill_at, "kill_after_s": kill_after_s}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def killing() -> Iterator[Killing]:
+    helper = Killing()
+    yield helper
+    helper.close()
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    """A store with four pages, and some of what crashes of earlier times may have left."""
+    root = tmp_path / "template"
+    store = open_file(root)
+    store_chain(store, make_keys(4, "old"))
+    store_chain(store, make_keys(2, "gone"))
+    store.backend.close()
+    page_path(root, CODEC, make_keys(2, "gone")[1]).unlink()
+    page_path(root, CODEC, make_keys(4, "old")[3]).write_bytes(b"torn")
+    (stray,) = make_keys(1, "stray")
+    (frame,) = full_frames(CODEC, [stray])
+    CODEC.seal(stray, frame)
+    page_path(root, CODEC, stray).parent.mkdir(exist_ok=True)
+    page_path(root, CODEC, stray).write_bytes(frame)
+    (root / "tmp" / "0123456789abcdef.7").write_bytes(bytes(100))
+    (root / "tmp" / "0123456789abcdef.alive").write_bytes(b"")
+    return root
+
+
+def verify(root: Path, told: dict[str, int], what: str, others: Sequence[str] = ()) -> None:
+    """Everything that has to hold after a kill, before and after the store is opened again. `others` are owner files
+    of processes that live."""
+    with_limit = "old" not in told
+    if with_limit:
+        assert bytes_on_disk(root) - 100 <= CAPACITY, what
+    store = open_file(root, capacity_bytes=CAPACITY if with_limit else None)
+    assert isinstance(store.backend, FileBackend)
+    store.backend.check()
+    usage = store.backend.usage()
+    assert (usage.pages, usage.bytes) == disk_usage(root), what
+    assert reserved_bytes(root) == 0, what
+    assert set(temporary_files(root)) == {f"{store.backend._store.owner}.alive", *others}, what
+    for chain in ("old", "gone", "stray", "one", "two", *(f"chain {n}" for n in range(7))):
+        assert CORRUPT not in load(store, make_keys(5, chain)), what
+    for chain, pages in told.items():
+        if chain in ("one", "two"):
+            assert load(store, make_keys(pages, chain)) == [HIT] * pages, what
+    assert store_chain(store, make_keys(2, "after"))[0] in ("stored", "present")
+    store.backend.close()
+    assert temporary_files(root) == list(others)
+
+
+@pytest.mark.parametrize("scenario", ["write", "evict", "sweep"])
+def test_a_kill_at_any_call_leaves_whole_pages_or_misses(
+    killing: Killing, template: Path, tmp_path: Path, scenario: str
+) -> None:
+    root = tmp_path / "s"
+    shutil.copytree(template, root)
+    whole = killing.run(scenario, root)
+    assert whole["status"] == 0
+    calls = whole["told"].pop("calls")
+    assert calls > 30
+    killed = 0
+    for kill_at in range(1, calls + 1):
+        shutil.rmtree(root)
+        shutil.copytree(template, root)
+        ended = killing.run(scenario, root, kill_at=kill_at)
+        # Threads change the number of calls by a few, so that the last kills may come too late.
+        assert ended["status"] in (KILLED, 0)
+        killed += ended["status"] == KILLED
+        ended["told"].pop("calls", None)
+        verify(root, ended["told"], f"killed before call {kill_at} of {calls}")
+    print(f"{killed} kills at calls")
+    assert killed >= calls - 5
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+def test_kills_at_random_moments_leave_whole_pages_or_misses(
+    killing: Killing, template: Path, tmp_path: Path, seed: int
+) -> None:
+    dice = rng(seed)
+    root = tmp_path / "s"
+    shutil.copytree(template, root)
+    survivor = open_file(root, capacity_bytes=CAPACITY)
+    assert isinstance(survivor.backend, FileBackend)
+    owner = f"{survivor.backend._store.owner}.alive"
+    for number in range(RANDOM_KILLS):
+        # The same store over and over, and a process that lives through all of it without opening it again.
+        ended = killing.run("forever", root, kill_after_s=dice.uniform(0.002, 0.06))
+        assert ended["status"] == KILLED
+        keys = make_keys(3, f"survivor {number % 3}")
+        assert set(store_chain(survivor, keys)) <= {STORED, PRESENT}
+        assert load(survivor, keys) == [HIT] * 3
+        verify(root, {}, f"random kill {number}", [owner])
+    survivor.backend.close()
+    assert temporary_files(root) == []
+
+
+def test_what_a_dead_process_held_is_taken_back_by_a_living_one(killing: Killing, tmp_path: Path) -> None:
+    """A process that never reopens the store must get at the room that a killed one had reserved."""
+    root = tmp_path / "s"
+    store = open_file(root, capacity_bytes=4 * PAGE)
+    whole = killing.run("write", root)["told"]["calls"]
+    for kill_at in range(1, whole, 3):
+        store.backend.delete([*make_keys(3, "one"), *make_keys(3, "two"), *make_keys(4, "mine")], deadline=soon())
+        killing.run("write", root, kill_at=kill_at)
+        assert store_chain(store, make_keys(4, "mine")) == [STORED] * 4
+        usage = store.backend.usage()
+        assert (usage.pages, usage.bytes) == (4, 4 * PAGE)
+        assert load(store, make_keys(4, "mine")) == [HIT] * 4
+        assert load(store, make_keys(3, "one")) == [MISS] * 3
+    store.backend.close()
+    # Where room never got short, temporary files and owner files wait for the next opening.
+    open_file(root).backend.close()
+    assert temporary_files(root) == []
+
+
+def test_without_opening_again_a_kill_does_leave_something(killing: Killing, template: Path, tmp_path: Path) -> None:
+    """The control of the tests above: the kills do hit half-done work."""
+    root = tmp_path / "s"
+    shutil.copytree(template, root)
+    calls = killing.run("write", root)["told"]["calls"]
+    leftovers = 0
+    for kill_at in range(1, calls, 2):
+        shutil.rmtree(root)
+        shutil.copytree(template, root)
+        killing.run("write", root, kill_at=kill_at)
+        leftovers += any(name.partition(".")[2].isdigit() for name in temporary_files(root))
+    assert leftovers > 5

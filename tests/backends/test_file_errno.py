@@ -1,0 +1,312 @@
+"""Every call of the operating system may fail in every way: no exception gets out, nothing leaks, no wrong page."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.backends.base import SetOutcome
+from hicache.backends.file import FileBackend
+from hicache.backends.testing import (
+    CORRUPT,
+    GET_ERROR,
+    HIT,
+    MISS,
+    PRESENT,
+    SET_ERROR,
+    STORED,
+    Store,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.errors import BackendError
+
+from ._files import (
+    PAGE,
+    SYSTEM_CALLS,
+    Faulty,
+    disk_usage,
+    open_descriptors,
+    open_file,
+    page_files,
+    reserved_bytes,
+    temporary_files,
+)
+
+REJECTED = SetOutcome.REJECTED
+ERRNOS = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+OPTIONS: dict[str, Any] = {"capacity_bytes": 10 * PAGE, "free_space_floor_bytes": 1, "sync": True}
+
+
+class Fails:
+    """Fails calls of one name: the `nth` alone, or with `nth` 0 all of them."""
+
+    def __init__(self, name: str, code: int, nth: int) -> None:
+        self.name, self.code, self.nth, self.hits = name, code, nth, 0
+
+    def __call__(self, name: str, number: int, args: tuple[Any, ...]) -> None:
+        if name != self.name or (self.nth and number != self.nth):
+            return
+        self.hits += 1
+        if name == "close":
+            os.close(args[0])  # Linux gives the descriptor back, whatever close says
+        raise OSError(self.code, os.strerror(self.code))
+
+
+def _root(store: Store) -> Path:
+    assert isinstance(store.backend, FileBackend)
+    return Path(store.backend.options.path)
+
+
+def use_everything(store: Store) -> None:
+    """Every verb, hits, misses, evictions and a damaged page, while calls fail."""
+    store_chain(store, make_keys(3, "one"))
+    load(store, [*make_keys(3, "one"), *make_keys(1, "missing")])
+    path = next(iter(page_files(_root(store))), None)
+    if path is not None:
+        path.write_bytes(b"torn")
+    store.backend.batch_exists(make_keys(6, "old"), deadline=soon())
+    load(store, make_keys(6, "old"))
+    store_chain(store, make_keys(6, "two"))
+    store.backend.delete(make_keys(2, "two"), deadline=soon())
+    store.backend.usage()
+    store.backend.statistics()
+
+
+def assert_sound(store: Store, root: Path) -> None:
+    """After the fault is gone: the index is true, nothing is left behind, and the store works."""
+    backend = store.backend
+    assert isinstance(backend, FileBackend)
+    assert store_chain(store, make_keys(2, "healed")) in ([STORED] * 2, [PRESENT] * 2)
+    assert load(store, make_keys(2, "healed")) == [HIT] * 2
+    for chain in ("old", "one", "two"):
+        load(store, make_keys(6, chain))  # finds the torn page where that could not be read before
+    backend.check()
+    usage = backend.usage()
+    assert (usage.pages, usage.bytes) == disk_usage(root)
+    assert usage.bytes <= 10 * PAGE
+    assert reserved_bytes(root) == 0
+    assert temporary_files(root) == [f"{backend._store.owner}.alive"]
+
+
+@pytest.mark.parametrize("code", ERRNOS, ids=lambda code: errno.errorcode[code])
+@pytest.mark.parametrize("call", SYSTEM_CALLS)
+def test_a_failing_call_costs_pages_and_nothing_else(tmp_path: Path, call: str, code: int) -> None:
+    before = open_descriptors(), threading.active_count()
+    for nth in (1, 2, 3, 0):
+        root = tmp_path / f"s{nth}"
+        fault = Fails(call, code, nth)
+        system = Faulty(fault)
+        system.armed = False
+        store = open_file(root, system=system, **OPTIONS)
+        store_chain(store, make_keys(6, "old"))
+        system.counts.clear()
+        system.armed = True
+        use_everything(store)
+        system.armed = False
+        assert_sound(store, root)
+        if fault.hits and call not in ("close", "rmdir", "mkdir", "listdir"):
+            assert store.backend.statistics().errors[errno.errorcode[code]] >= 1
+        system.armed = True
+        system.counts.clear()
+        store.backend.close()
+        assert (open_descriptors(), threading.active_count()) == before, f"{call} {nth}"
+        shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("call", SYSTEM_CALLS)
+def test_a_failing_call_while_opening_is_a_typed_error_and_leaks_nothing(tmp_path: Path, call: str) -> None:
+    before = open_descriptors(), threading.active_count()
+    root = tmp_path / "s"
+    store = open_file(root, **OPTIONS)
+    store_chain(store, make_keys(6, "old"))
+    store.backend.close()
+    for code in (errno.EIO, errno.ENOSPC):
+        for nth in range(1, 8):
+            try:
+                open_file(root, system=Faulty(Fails(call, code, nth)), **OPTIONS).backend.close()
+            except BackendError:
+                pass
+            assert (open_descriptors(), threading.active_count()) == before, f"{call} {nth}"
+    store = open_file(root, **OPTIONS)
+    assert load(store, make_keys(6, "old")) == [HIT] * 6
+    assert_sound(store, root)
+    store.backend.close()
+
+
+@pytest.mark.parametrize("code", [*FULL, errno.EIO, errno.EMFILE], ids=lambda code: errno.errorcode[code])
+@pytest.mark.parametrize("call", ["open", "pwritev", "fdatasync", "rename"])
+def test_no_room_is_a_rejection_and_anything_else_an_error(tmp_path: Path, call: str, code: int) -> None:
+    system = Faulty(Fails(call, code, 0))
+    system.armed = False
+    store = open_file(tmp_path / "s", system=system, io_threads=1, **OPTIONS)
+    system.armed = True
+    expected = REJECTED if code in FULL else SET_ERROR
+    assert store_chain(store, make_keys(3)) == [expected] * 3
+    assert set(store.backend.statistics().errors) == {errno.errorcode[code]}
+    system.armed = False
+    assert store_chain(store, make_keys(3)) == [STORED] * 3
+    store.backend.close()
+
+
+def test_a_page_that_cannot_be_read_is_an_error_and_stays(tmp_path: Path) -> None:
+    system = Faulty(Fails("preadv", errno.EIO, 0))
+    system.armed = False
+    store = open_file(tmp_path / "s", system=system, **OPTIONS)
+    keys = make_keys(3)
+    store_chain(store, keys)
+    system.armed = True
+    assert load(store, keys) == [GET_ERROR] * 3
+    assert store.backend.statistics().errors == {"EIO": 3}
+    system.armed = False
+    assert load(store, keys) == [HIT] * 3
+    store.backend.close()
+
+
+def test_temporary_files_that_cannot_be_removed_now_are_removed_later(tmp_path: Path) -> None:
+    def fault(name: str, number: int, args: tuple[Any, ...]) -> None:
+        if name in ("pwritev", "unlink"):
+            raise OSError(errno.EIO, "broken")
+
+    system = Faulty(fault)
+    system.armed = False
+    store = open_file(tmp_path / "s", system=system, **OPTIONS)
+    system.armed = True
+    assert store_chain(store, make_keys(3)) == [SET_ERROR] * 3
+    assert len(temporary_files(tmp_path / "s")) == 4
+    system.armed = False
+    assert_sound(store, tmp_path / "s")
+    store.backend.close()
+
+
+class _Slices:
+    """Transfers that move at most `step` bytes per call, as signals and quotas make them."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __call__(self, name: str, number: int, args: tuple[Any, ...]) -> int | None:
+        if name == "preadv":
+            return os.preadv(args[0], [args[1][: self.step]], args[2])
+        if name == "pwritev":
+            return os.pwritev(args[0], [args[1][: self.step]], args[2])
+        return None
+
+
+@pytest.mark.parametrize("step", [997, 4096, PAGE - 1])
+def test_short_reads_and_writes_are_continued(tmp_path: Path, step: int) -> None:
+    system = Faulty(_Slices(step))
+    system.armed = False
+    store = open_file(tmp_path / "s", system=system)
+    system.armed = True
+    keys = make_keys(4)
+    assert store_chain(store, keys) == [STORED] * 4
+    assert load(store, keys) == [HIT] * 4
+    assert store.backend.statistics().errors == {}
+    store.backend.close()
+
+
+def test_a_file_that_ends_early_while_it_is_read_is_corrupt(tmp_path: Path) -> None:
+    def fault(name: str, number: int, args: tuple[Any, ...]) -> int | None:
+        return 0 if name == "preadv" else None
+
+    system = Faulty(fault)
+    system.armed = False
+    store = open_file(tmp_path / "s", system=system)
+    keys = make_keys(2)
+    store_chain(store, keys)
+    system.armed = True
+    assert load(store, keys) == [CORRUPT] * 2
+    assert store.backend.statistics().corrupt == {"size": 2}
+    assert load(store, keys) == [MISS] * 2
+    store.backend.close()
+
+
+def test_a_write_that_moves_nothing_ends_as_an_error(tmp_path: Path) -> None:
+    def fault(name: str, number: int, args: tuple[Any, ...]) -> int | None:
+        return 0 if name == "pwritev" else None
+
+    system = Faulty(fault)
+    system.armed = False
+    store = open_file(tmp_path / "s", system=system)
+    system.armed = True
+    assert store_chain(store, make_keys(2)) == [SET_ERROR] * 2
+    system.armed = False
+    assert_sound(store, tmp_path / "s")
+    store.backend.close()
+
+
+def test_refused_direct_io_falls_back_and_is_seen(tmp_path: Path) -> None:
+    def fault(name: str, number: int, args: tuple[Any, ...]) -> None:
+        if name == "open" and args[1] & os.O_DIRECT and not args[1] & os.O_DIRECTORY:
+            if args[1] & os.O_CREAT:  # as Linux does: the file is made before the flag is refused
+                os.close(os.open(f"{tmp_path}/s/{args[0]}", args[1] & ~os.O_DIRECT, 0o600))
+            raise OSError(errno.EINVAL, "no direct I/O here")
+
+    store = open_file(tmp_path / "s", system=Faulty(fault), direct_io=True, io_threads=1)
+    keys = make_keys(3)
+    assert store_chain(store, keys) == [STORED] * 3
+    assert load(store, keys) == [HIT] * 3
+    assert store.backend.statistics().errors == {"direct_io_refused": 1}
+    store.backend.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB, really."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "none", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_really_full_disk_rejects_and_recovers(small_disk: Path) -> None:
+    root = small_disk / "s"
+    store = open_file(root)
+    keys = make_keys(500)
+    outcomes = store_chain(store, keys)
+    stored = outcomes.count(STORED)
+    assert 100 < stored < 500
+    assert REJECTED in outcomes
+    assert outcomes == [STORED] * stored + [REJECTED] * (500 - stored), "the head stays, without a hole"
+    assert store.backend.statistics().errors["ENOSPC"] >= 1
+    for number in range(5):
+        assert set(store_chain(store, make_keys(100, f"more {number}"))) <= {STORED, REJECTED}
+    assert set(load(store, keys)) == {HIT, MISS}
+    there = store.backend.batch_exists(keys, deadline=soon())
+    assert there == stored
+    assert store.backend.delete(keys[there // 2 :], deadline=soon()) == there - there // 2
+    assert store_chain(store, make_keys(5, "again")) == [STORED] * 5
+    assert isinstance(store.backend, FileBackend)
+    store.backend.check()
+    usage = store.backend.usage()
+    assert (usage.pages, usage.bytes) == disk_usage(root)
+    assert len(temporary_files(root)) == 1
+    store.backend.close()
+
+
+def test_the_floor_is_kept_on_a_small_disk(small_disk: Path) -> None:
+    root, floor = small_disk / "s", 1 << 20
+    store = open_file(root, free_space_floor_bytes=floor)
+    for number in range(40):
+        assert set(store_chain(store, make_keys(20, f"chain {number}"))) <= {STORED, REJECTED}
+        space = os.statvfs(root)
+        assert space.f_bavail * space.f_frsize >= floor
+    found = store.backend.statistics()
+    assert found.errors == {}
+    assert found.evicted_pages > 100
+    store.backend.close()

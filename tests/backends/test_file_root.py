@@ -1,0 +1,191 @@
+"""Whose directory it is, and what may lie in it: strange things are never followed, never block, and go if safe."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.base import SetOutcome
+from hicache.backends.file import FileBackendOptions
+from hicache.backends.testing import (
+    CORRUPT,
+    HIT,
+    MISS,
+    PRESENT,
+    STORED,
+    load,
+    make_keys,
+    store_chain,
+)
+from hicache.errors import BackendUnavailable, InvalidInput, NotOurs
+
+from ._files import (
+    CODEC,
+    PAGE,
+    check,
+    exists,
+    open_file,
+    page_path,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("obstacle", ["directory", "full directory", "fifo", "link", "link to nothing", "socket"])
+def test_a_strange_thing_in_place_of_a_page_is_never_followed_and_never_blocks(tmp_path: Path, obstacle: str) -> None:
+    root = tmp_path / "s"
+    store = open_file(root)
+    keys = make_keys(3)
+    store_chain(store, keys)
+    path, outside = page_path(root, CODEC, keys[1]), tmp_path / "outside"
+    outside.write_bytes(path.read_bytes())
+    _put_in_place(path, outside, obstacle)
+    assert exists(store, keys) == 1
+    full = obstacle == "full directory"
+    assert load(store, keys) == [HIT, MISS if full else CORRUPT, HIT]
+    assert store.backend.statistics().corrupt == {"not_regular": 1}
+    assert path.is_dir() if full else not os.path.lexists(path)
+    assert outside.exists()
+    if full:
+        assert store_chain(store, keys) == [PRESENT, SetOutcome.ERROR, PRESENT]
+        assert (path / "mine").exists()
+    else:
+        assert store_chain(store, keys) == [PRESENT, STORED, PRESENT]
+        assert load(store, keys) == [HIT] * 3
+        check(store, root)
+    store.backend.close()
+    open_file(root).backend.close()
+
+
+@pytest.mark.parametrize("obstacle", ["directory", "fifo", "link", "socket"])
+def test_storing_replaces_a_strange_thing(tmp_path: Path, obstacle: str) -> None:
+    root, outside = tmp_path / "s", tmp_path / "outside"
+    store = open_file(root)
+    keys = make_keys(2)
+    store_chain(store, keys)
+    outside.write_bytes(b"mine")
+    _put_in_place(page_path(root, CODEC, keys[1]), outside, obstacle)
+    assert store_chain(store, keys) == [PRESENT, STORED]
+    assert load(store, keys) == [HIT, HIT]
+    assert outside.read_bytes() == b"mine"
+    check(store, root)
+    store.backend.close()
+
+
+def _put_in_place(path: Path, outside: Path, obstacle: str) -> None:
+    path.unlink()
+    if obstacle == "fifo":
+        os.mkfifo(path)
+    elif obstacle.startswith("link"):
+        path.symlink_to(outside if obstacle == "link" else outside / "missing")
+    elif obstacle == "socket":
+        os.mknod(path, 0o140600)
+    else:
+        path.mkdir()
+        if obstacle == "full directory":
+            (path / "mine").write_text("keep me")
+
+
+def test_a_linked_fan_out_directory_is_not_followed(tmp_path: Path) -> None:
+    root, outside = tmp_path / "s", tmp_path / "outside"
+    store = open_file(root)
+    (key,) = make_keys(1)
+    store_chain(store, [key])
+    store.backend.close()
+    folder = page_path(root, CODEC, key).parent
+    folder.rename(outside)
+    folder.symlink_to(outside)
+    store = open_file(root)
+    assert not os.path.lexists(folder)
+    assert len(list(outside.iterdir())) == 1
+    assert store.backend.usage().pages == 0
+    store.backend.close()
+
+
+def test_a_directory_with_something_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
+    root = tmp_path / "home"
+    root.mkdir(mode=0o700)
+    (root / "thesis.tex").write_text("all my work")
+    with pytest.raises(NotOurs, match="not empty"):
+        open_file(root)
+    assert [path.name for path in root.iterdir()] == ["thesis.tex"]
+
+
+def test_an_empty_directory_of_ours_is_taken(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    root.mkdir(mode=0o700)
+    open_file(root).backend.close()
+    assert (root / "HICACHE_STORE").read_text() == "hicache file store 1\n"
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_a_root_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+    root = tmp_path / "s"
+    open_file(root).backend.close()
+    root.chmod(mode)
+    with pytest.raises(NotOurs, match="written by others"):
+        open_file(root)
+
+
+def test_below_a_shared_directory_the_root_has_to_be_private(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    open_file(shared / "s").backend.close()
+    (shared / "s").chmod(0o755)
+    with pytest.raises(NotOurs, match="not private"):
+        open_file(shared / "s")
+    (shared / "s").chmod(0o700)
+    shared.chmod(0o777)
+    with pytest.raises(NotOurs, match="parent"):
+        open_file(shared / "s")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a directory away")
+def test_the_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    root.mkdir(mode=0o700)
+    os.chown(root, 12345, 12345)
+    with pytest.raises(NotOurs, match="belongs to"):
+        open_file(root)
+    assert list(root.iterdir()) == []
+
+
+def test_a_link_as_root_is_refused(tmp_path: Path) -> None:
+    open_file(tmp_path / "s").backend.close()
+    (tmp_path / "link").symlink_to(tmp_path / "s")
+    with pytest.raises(NotOurs, match="symbolic link"):
+        open_file(tmp_path / "link")
+
+
+def test_a_path_that_cannot_be_a_store_is_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BackendUnavailable):
+        open_file(tmp_path / "file")
+    with pytest.raises(BackendUnavailable):
+        open_file(tmp_path / "file" / "below")
+
+
+def test_a_store_of_another_version_is_left_alone(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    open_file(root).backend.close()
+    (root / "HICACHE_STORE").write_text("hicache file store 9\n")
+    with pytest.raises(BackendUnavailable, match="version"):
+        open_file(root)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"path": ""}, {"capacity_bytes": 0}, {"capacity_bytes": "1GiB"}, {"io_threads": 0}, {"io_threads": True},
+        {"free_space_floor_bytes": -1}, {"direct_io": 1}, {"sync": "yes"},
+    ],
+)  # fmt: skip
+def test_impossible_options_are_refused(tmp_path: Path, options: dict[str, object]) -> None:
+    with pytest.raises(InvalidInput):
+        FileBackendOptions(**{"path": tmp_path / "s", **options})  # type: ignore[arg-type]
+
+
+def test_a_capacity_below_one_page_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="below one page"):
+        open_file(tmp_path / "s", capacity_bytes=PAGE - 1)

@@ -1,0 +1,115 @@
+"""The memory backend against the contract, and what is its own: eviction."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.backends.base import SetOutcome
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import (
+    HIT,
+    MISS,
+    NAMESPACE,
+    PAYLOAD_BYTES,
+    STORED,
+    BackendContract,
+    OpenStore,
+    Store,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.errors import InvalidInput
+from hicache.frame import FrameCodec
+from tests.seeds import rng, seeds
+
+
+def open_memory(codec: FrameCodec, capacity_pages: int | None = None) -> Store:
+    capacity_bytes = None if capacity_pages is None else capacity_pages * codec.frame_bytes
+    backend = MemoryBackend(codec, capacity_bytes)
+    return Store(backend, backend.peek, backend.poke)
+
+
+def small(capacity_pages: int) -> tuple[MemoryBackend, Store]:
+    store = open_memory(FrameCodec(NAMESPACE, PAYLOAD_BYTES), capacity_pages)
+    assert isinstance(store.backend, MemoryBackend)
+    return store.backend, store
+
+
+class TestMemoryBackend(BackendContract):
+    @pytest.fixture
+    def open_store(self) -> OpenStore:
+        return open_memory
+
+
+def test_a_full_store_drops_the_tail_of_the_oldest_chain() -> None:
+    backend, store = small(8)
+    old, new = make_keys(5, "old"), make_keys(5, "new")
+    store_chain(store, old)
+    assert store_chain(store, new) == [STORED] * 5
+    assert backend.batch_exists(old, deadline=soon()) == 3
+    assert backend.batch_exists(new, deadline=soon()) == 5
+    assert backend.statistics().evicted_pages == 2
+    backend.check()
+
+
+def test_without_parents_the_head_goes_first() -> None:
+    """The control of the test above: it is the chain that saves the head."""
+    backend, store = small(8)
+    old, new = make_keys(5, "old"), make_keys(5, "new")
+    for key in old:
+        store_chain(store, [key])
+    store_chain(store, new)
+    assert backend.batch_exists(old, deadline=soon()) == 0
+    assert load(store, old) == [MISS, MISS, HIT, HIT, HIT]
+
+
+def test_what_was_read_lately_stays() -> None:
+    backend, store = small(8)
+    first, second = make_keys(4, "first"), make_keys(4, "second")
+    store_chain(store, first)
+    store_chain(store, second)
+    assert load(store, first) == [HIT] * 4
+    store_chain(store, make_keys(4, "third"))
+    assert backend.batch_exists(first, deadline=soon()) == 4
+    assert backend.batch_exists(second, deadline=soon()) == 0
+
+
+def test_a_batch_larger_than_the_store_keeps_its_head() -> None:
+    backend, store = small(3)
+    keys = make_keys(5)
+    assert store_chain(store, keys) == [STORED] * 3 + [SetOutcome.REJECTED] * 2
+    assert backend.batch_exists(keys, deadline=soon()) == 3
+
+
+def test_a_growing_chain_never_eats_its_own_head() -> None:
+    backend, store = small(4)
+    keys = make_keys(6)
+    store_chain(store, keys[:3])
+    assert store_chain(store, keys[3:], parent=keys[2]) == [STORED] + [SetOutcome.REJECTED] * 2
+    assert backend.batch_exists(keys, deadline=soon()) == 4
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_random_use_keeps_links_and_capacity(seed: int) -> None:
+    dice = rng(seed)
+    backend, store = small(10)
+    chains = [make_keys(6, f"chain {number}") for number in range(5)]
+    for _ in range(400):
+        chain = dice.choice(chains)
+        first = dice.randrange(6)
+        action = dice.randrange(6)
+        if action < 3:
+            store_chain(store, chain[first:], parent=chain[first - 1] if first else None)
+        elif action < 5:
+            load(store, chain)
+        else:
+            backend.delete([chain[first]], deadline=soon())
+        backend.check()
+
+
+@pytest.mark.parametrize("capacity", [0, -1, True, 1.5])
+def test_an_impossible_capacity_is_refused(capacity: object) -> None:
+    with pytest.raises(InvalidInput):
+        MemoryBackend(FrameCodec(NAMESPACE, PAYLOAD_BYTES), capacity)  # type: ignore[arg-type]
