@@ -1,0 +1,25 @@
+"""All benchmarks: `python -m benchmarks [--peer DIR]`, under ten minutes on two cores."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+
+def main() -> None:
+    """Run each benchmark in a process of its own, so that none inherits the other's memory."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peer", help="directory with SGLang's unpacked wheel, for the tree")
+    peer = parser.parse_args().peer
+    for module, arguments in (
+        ("tree", ["--peer", peer] if peer else []),
+        ("file_backend", []),
+        ("tags", []),
+        ("copies", []),
+    ):
+        subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *arguments], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The native radix tree of SGLang as a peer, loaded from its unpacked wheel if the caller has one.
+
+pip download --no-deps sglang==0.5.23 && unzip sglang-*.whl -d DIR
+python -m benchmarks.tree --peer DIR
+"""
+
+from __future__ import annotations
+
+import array
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class NativeTree:
+    """The calls that a scheduler makes, through the bindings as they are: no adapter's time is counted."""
+
+    def __init__(self, bindings: Any, page_size: int) -> None:
+        self._bindings = bindings
+        options = bindings.TreeCoreInitParamsBinding(eviction_policy="lru", page_size=page_size, device="cpu")
+        self._tree = bindings.RustUnifiedTreeCoreBinding(options, [0])
+
+    def insert(self, tokens: array.array[int], slots: torch.Tensor) -> None:
+        """Insert a prompt with its token slots (int64)."""
+        self._tree.insert(self._bindings.InsertParamsBinding(key=tokens, value=slots))
+
+    def match(self, tokens: array.array[int]) -> int:
+        """Length in tokens of the cached prefix."""
+        return int(self._tree.match_prefix(self._bindings.MatchParamsBinding(key=tokens)).device_prefix_len)
+
+    def evict(self, tokens: int) -> int:
+        """Evict leaves until `tokens` tokens are free."""
+        tracker = {0: 0}
+        self._tree.evict_device_start(0, tokens)
+        while True:
+            step = self._tree.evict_device_next_node(0, tracker)
+            if step.node_id is None:
+                if not step.made_progress:
+                    break
+                continue
+            for component, count in self._tree.evict_device_leaf(step.node_id).tracker.items():
+                tracker[component] += count
+        self._tree.evict_device_end(0)
+        return tracker[0]
+
+
+def load_bindings(wheel: Path) -> Any:
+    """The extension module inside an unpacked wheel. Raises FileNotFoundError if it is not there."""
+    matches = list(wheel.rglob("rust_tree_core/mem_cache*.so"))
+    if not matches:
+        raise FileNotFoundError(f"{wheel} holds no rust_tree_core/mem_cache*.so; unpack the wheel there")
+    spec = importlib.util.spec_from_file_location("mem_cache", matches[0])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,91 @@
+"""Verification of a whole radix tree, for tests and for engines that are idle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import InvariantError
+from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES
+from ..types import PageIds
+from .node import Node
+
+if TYPE_CHECKING:
+    from .tree import RadixTree
+
+
+def check_tree(tree: RadixTree) -> None:
+    """Raises InvariantError if one of the invariants of `hicache.radix.tree` does not hold."""
+    device_runs: list[PageIds] = []
+    host_runs: list[PageIds] = []
+    evictable = protected = nodes = 0
+    queued = [{node.id for node in queue.nodes()} for queue in tree.queues()]
+    for queue, queued_ids in zip(tree.queues(), queued, strict=True):
+        _require(len(queue) == len(queued_ids), "a node has two entries in one eviction queue")
+    stack = tree.roots()
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children.values())
+        _check_children(tree, node)
+        if node.parent is None:
+            continue
+        nodes += 1
+        _check_node(tree, node)
+        _check_queues(node, queued[0], queued[1])
+        if node.device is not None:
+            device_runs.append(node.device)
+            protected += len(node.device) if node.lock_ref else 0
+            evictable += 0 if node.lock_ref else len(node.device)
+        if node.host is not None:
+            host_runs.append(node.host)
+    _require(nodes == tree.node_count, f"{nodes} nodes, but {tree.node_count} are counted")
+    _require(evictable == tree.device_evictable_pages, "device_evictable_pages is not the sum over the nodes")
+    _require(protected == tree.device_protected_pages, "device_protected_pages is not the sum over the nodes")
+    _require(sum(map(len, host_runs)) == tree.host_pages, "host_pages is not the sum over the nodes")
+    for runs, tier in ((device_runs, "L1"), (host_runs, "L2")):
+        if runs:
+            ids = np.concatenate(runs)
+            _require(len(np.unique(ids)) == len(ids), f"two nodes hold the same {tier} page")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvariantError(f"radix tree: {message}")
+
+
+def _check_children(tree: RadixTree, node: Node) -> None:
+    page_bytes = tree.page_size * TOKEN_BYTES
+    for first_page, child in node.children.items():
+        _require(child.parent is node, f"{child!r} does not point back to its parent")
+        _require(first_page == child.key[:page_bytes], f"{child!r} is filed under another page")
+        if node.parent is not None:
+            _require(node.lock_ref >= child.lock_ref, f"{child!r} is locked more often than its parent")
+    on_device = sum(child.device is not None for child in node.children.values())
+    _require(node.device_children == on_device, f"{node!r} counts {node.device_children} children on L1")
+
+
+def _check_node(tree: RadixTree, node: Node) -> None:
+    page_bytes = tree.page_size * TOKEN_BYTES
+    pages = len(node.key) // page_bytes
+    _require(pages > 0 and len(node.key) % page_bytes == 0, f"{node!r} is not whole pages")
+    _require(node.device is not None or node.host is not None, f"{node!r} is on no tier")
+    parent = node.parent
+    assert parent is not None
+    for name, own, above in (("L1", node.device, parent.device), ("L2", node.host, parent.host)):
+        if own is not None:
+            _require(len(own) == pages, f"{node!r} has {len(own)} {name} pages for {pages} pages of tokens")
+            _require(parent.parent is None or above is not None, f"{node!r} is on {name}, its parent is not")
+    _require(node.page_keys is None or len(node.page_keys) == pages * PAGE_KEY_BYTES, f"{node!r}: wrong page keys")
+    _require(node.lock_ref >= 0 and node.host_ref >= 0, f"{node!r}: negative reference count")
+
+
+def _check_queues(node: Node, device_queue: set[int], host_queue: set[int]) -> None:
+    _require(node.in_device_queue == (node.id in device_queue), f"{node!r}: L1 queue mark is wrong")
+    _require(node.in_host_queue == (node.id in host_queue), f"{node!r}: L2 queue mark is wrong")
+    leaves_device = node.device is not None and node.lock_ref == 0 and node.device_children == 0
+    _require(not leaves_device or node.in_device_queue, f"{node!r} may leave L1 but is not queued")
+    leaves_host = (
+        node.device is None and node.host is not None and not (node.lock_ref or node.host_ref or node.children)
+    )
+    _require(not leaves_host or node.in_host_queue, f"{node!r} may leave L2 but is not queued")

@@ -1,0 +1,127 @@
+"""The copy engine of machines without a GPU: one thread per direction stands for a stream.
+
+Locking design: a `CpuTransfer` is written by its thread and read by the scheduler; `_layers_done` and `_error` change
+under `_condition` alone. The threads share nothing else; each takes its work from a queue of its own, in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from ..errors import TransferError
+from ..types import Bytes2D, PageIds
+from .copy import LAYER_WAIT_S_MAX, CopyEngine, Transfer
+from .device import KVPool
+from .host import HostPool
+
+logger = logging.getLogger(__name__)
+
+
+class CpuTransfer(Transfer):
+    """Counts finished layers; `wait_layer` blocks on the count."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._layers_done = 0
+        self._error: TransferError | None = None
+        self._condition = threading.Condition()
+
+    @property
+    def error(self) -> TransferError | None:
+        return self._error
+
+    def done(self) -> bool:
+        return self._layers_done == self._layers or self._error is not None
+
+    def wait(self, timeout_s: float) -> bool:
+        with self._condition:
+            return self._condition.wait_for(self.done, timeout_s)
+
+    def wait_layer(self, layer: int) -> None:
+        if self._layers_done <= layer:
+            with self._condition:
+                self._condition.wait_for(lambda: self._layers_done > layer or self._error is not None, LAYER_WAIT_S_MAX)
+        if self._error is not None:
+            raise self._error
+        if self._layers_done <= layer:
+            raise TransferError(f"copy: layer {layer} did not arrive within {LAYER_WAIT_S_MAX:.0f} s")
+
+    def layer_finished(self) -> None:
+        """Called by the copying thread after each layer."""
+        with self._condition:
+            self._layers_done += 1
+            self._condition.notify_all()
+
+    def fail(self, error: TransferError) -> None:
+        """Called by the copying thread instead of further layers."""
+        with self._condition:
+            self._error = error
+            self._condition.notify_all()
+
+
+class CpuCopyEngine(CopyEngine):
+    """Copies with numpy on two threads, so that overlap and ordering are the same as with streams."""
+
+    def __init__(self, device: KVPool, host: HostPool) -> None:
+        super().__init__(device, host)
+        self._blocks: list[list[Bytes2D]] = [
+            [block.numpy() for block in device.layer_blocks(layer)] for layer in range(device.geometry.layers)
+        ]
+        self._backup_stream = _CopyThread("hicache-backup-copy")
+        self._load_stream = _CopyThread("hicache-load-copy")
+
+    def backup(self, device_pages: PageIds, host_pages: PageIds) -> Transfer:
+        self._require_pairs(device_pages, host_pages)
+        return self._backup_stream.submit(len(self._blocks), lambda i: self._backup_layer(i, device_pages, host_pages))
+
+    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
+        self._require_pairs(device_pages, host_pages)
+        return self._load_stream.submit(len(self._blocks), lambda i: self._load_layer(i, host_pages, device_pages))
+
+    def close(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        streams = (self._backup_stream, self._load_stream)
+        return all([stream.close(max(0.0, deadline - time.monotonic())) for stream in streams])
+
+    def _backup_layer(self, layer: int, device_pages: PageIds, host_pages: PageIds) -> None:
+        for index, block in enumerate(self._blocks[layer]):
+            self.host.buffer[host_pages, self.host.block_slice(layer, index)] = block[device_pages]
+
+    def _load_layer(self, layer: int, host_pages: PageIds, device_pages: PageIds) -> None:
+        for index, block in enumerate(self._blocks[layer]):
+            block[device_pages] = self.host.buffer[host_pages, self.host.block_slice(layer, index)]
+
+
+class _CopyThread:
+    """Runs layer-wise copies in order of submission."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[tuple[CpuTransfer, Callable[[int], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, layers: int, copy_layer: Callable[[int], None]) -> CpuTransfer:
+        transfer = CpuTransfer(layers)
+        self._tasks.put((transfer, copy_layer))
+        return transfer
+
+    def close(self, timeout_s: float) -> bool:
+        self._tasks.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            transfer, copy_layer = task
+            try:
+                for layer in range(transfer._layers):
+                    copy_layer(layer)
+                    transfer.layer_finished()
+            except Exception as error:
+                # The thread must outlive one bad copy; whoever waits for the transfer gets the error.
+                logger.exception("copy between device and host failed")
+                transfer.fail(TransferError(f"copy between device and host failed: {error}"))

@@ -1,0 +1,190 @@
+"""The copy engine of CUDA devices: two streams, one event per layer.
+
+A backup gathers the pages of all layers into a staging buffer on the device and sends one piece per page to pinned host
+memory. A load sends one piece per (page, layer), which is contiguous in the frame, and scatters each layer into the
+pool as soon as it has arrived, so that layer i computes while layer i + 1 is on its way.
+
+Locking design: the scheduler thread submits; the device signals through events; there is no other thread.
+The streams come from a `StreamRuntime`, so that the same code runs without a GPU, in order, under the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from ..errors import InvalidInput, TransferError
+from ..frame import HEADER_BYTES
+from ..types import PageIds
+from .copy import CopyEngine, Transfer
+from .device import KVPool
+from .host import HostPool
+
+# Staging is taken from the device pool's neighbour memory; this much keeps PCIe busy without crowding activations.
+STAGING_BYTES_MAX = 256 << 20
+_POLL_S = 50e-6
+
+
+class DeviceEvent(Protocol):
+    """A point in a stream."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+
+class StreamRuntime(Protocol):
+    """The few stream operations this engine needs."""
+
+    def stream(self) -> object:
+        """A new stream."""
+
+    def use(self, stream: object) -> contextlib.AbstractContextManager[object]:
+        """Work inside the context is queued on `stream`, after all work queued on the caller's current stream."""
+
+    def record(self) -> DeviceEvent:
+        """An event behind the work queued on the current stream."""
+
+    def wait(self, event: DeviceEvent) -> None:
+        """Queue a wait for `event` on the current stream."""
+
+    def upload(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of a small host tensor on the device, queued on the current stream."""
+
+
+class CudaRuntime:
+    """`StreamRuntime` of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def use(self, stream: object) -> Iterator[None]:
+        if not isinstance(stream, torch.cuda.Stream):
+            raise InvalidInput("copy engine: a stream of another runtime")
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self, event: DeviceEvent) -> None:
+        if not isinstance(event, torch.cuda.Event):
+            raise InvalidInput("copy engine: an event of another runtime")
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def upload(self, values: torch.Tensor) -> torch.Tensor:
+        # From pageable memory the copy would wait for the whole stream, and the scheduler with it.
+        return values.pin_memory().to(self._device, non_blocking=True)
+
+
+class EventTransfer(Transfer):
+    """A copy whose layers end at events; a copy with one event ends in one piece."""
+
+    def __init__(self, runtime: StreamRuntime, events: list[DeviceEvent]) -> None:
+        self._runtime = runtime
+        self._events = events
+
+    @property
+    def error(self) -> TransferError | None:
+        # A failed CUDA copy poisons its context and raises from the next call of any kind, so there is none to report.
+        return None
+
+    def done(self) -> bool:
+        return self._events[-1].query()
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not self.done():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def wait_layer(self, layer: int) -> None:
+        self._runtime.wait(self._events[min(layer, len(self._events) - 1)])
+
+
+class CudaCopyEngine(CopyEngine):
+    """Copies on two streams of a CUDA device. The host pool should be pinned, else copies block the caller."""
+
+    def __init__(
+        self,
+        device: KVPool,
+        host: HostPool,
+        runtime: StreamRuntime | None = None,
+        *,
+        staging_bytes_max: int = STAGING_BYTES_MAX,
+    ) -> None:
+        super().__init__(device, host)
+        self._staging_bytes_max = staging_bytes_max
+        self._runtime = runtime if runtime is not None else CudaRuntime(device.device)
+        self._backup_stream = self._runtime.stream()
+        self._load_stream = self._runtime.stream()
+        self._blocks = [device.layer_blocks(layer) for layer in range(device.geometry.layers)]
+        self._last: dict[str, Transfer] = {}
+
+    def backup(self, device_pages: PageIds, host_pages: PageIds) -> Transfer:
+        self._require_pairs(device_pages, host_pages)
+        payload = self.device.geometry.payload_bytes
+        chunk = max(1, self._staging_bytes_max // payload)
+        # Staging is allocated on the copy's own stream, whose allocator reuses it in stream order once it is dropped.
+        with self._runtime.use(self._backup_stream):
+            for start in range(0, len(device_pages), chunk):
+                index = self._index(device_pages[start : start + chunk])
+                staging = torch.empty((len(index), payload), dtype=torch.uint8, device=self.device.device)
+                self._gather(index, staging)
+                for row, page in enumerate(host_pages[start : start + chunk].tolist()):
+                    self.host.tensor[page, HEADER_BYTES : HEADER_BYTES + payload].copy_(staging[row], non_blocking=True)
+            events = [self._runtime.record()]
+        return self._remember("backup", EventTransfer(self._runtime, events))
+
+    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
+        self._require_pairs(device_pages, host_pages)
+        layer_bytes = self.device.geometry.layer_bytes
+        pages = host_pages.tolist()
+        events: list[DeviceEvent] = []
+        with self._runtime.use(self._load_stream):
+            index = self._index(device_pages)
+            for layer in range(self.device.geometry.layers):
+                start = self.host.block_slice(layer, 0).start
+                staging = torch.empty((len(pages), layer_bytes), dtype=torch.uint8, device=self.device.device)
+                for row, page in enumerate(pages):
+                    staging[row].copy_(self.host.tensor[page, start : start + layer_bytes], non_blocking=True)
+                self._scatter(layer, index, staging)
+                events.append(self._runtime.record())
+        return self._remember("load", EventTransfer(self._runtime, events))
+
+    def close(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        return all([last.wait(max(0.0, deadline - time.monotonic())) for last in self._last.values()])
+
+    def _remember(self, direction: str, transfer: Transfer) -> Transfer:
+        # Copies of one direction end in order, so the last one stands for all.
+        self._last[direction] = transfer
+        return transfer
+
+    def _index(self, pages: PageIds) -> torch.Tensor:
+        return self._runtime.upload(torch.from_numpy(pages).long())
+
+    def _gather(self, index: torch.Tensor, staging: torch.Tensor) -> None:
+        block_bytes = self.device.geometry.block_bytes
+        column = 0
+        for blocks in self._blocks:
+            for block in blocks:
+                staging[:, column : column + block_bytes].copy_(block.index_select(0, index))
+                column += block_bytes
+
+    def _scatter(self, layer: int, index: torch.Tensor, staging: torch.Tensor) -> None:
+        block_bytes = self.device.geometry.block_bytes
+        for number, block in enumerate(self._blocks[layer]):
+            block.index_copy_(0, index, staging[:, number * block_bytes : (number + 1) * block_bytes])

@@ -1,0 +1,118 @@
+"""L2: host memory as frames, one contiguous allocation, so that a page is in its stored form all the time.
+
+Locking design: the allocator belongs to the scheduler thread. The bytes of a page belong to whoever holds it (a node of
+the tree, or the operation it is lent to); no lock guards them. A page comes out of `alloc` unsealed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+
+import numpy as np
+import torch
+
+from ..errors import CapacityError, InvalidInput
+from ..frame import FRAME_ALIGN, HEADER_BYTES, frame_bytes
+from ..geometry import KVGeometry
+from ..types import Bytes2D, PageIds
+from .allocator import PageAllocator
+from .memory import available_host_bytes
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named by the mmap module
+# Left to the rest of the machine when a pool is checked against free memory.
+_RESERVE_BYTES = 64 << 20
+
+
+class HostPool:
+    """`pages` frames of host memory, 4096-aligned, touched at start so that no copy pays for page faults.
+
+    `pin` registers the memory with CUDA, which lets copies overlap with compute. Raises CapacityError if memory is
+    short (before touching it), InvalidInput for no pages.
+    """
+
+    def __init__(self, geometry: KVGeometry, pages: int, *, pin: bool = False) -> None:
+        if pages < 1:
+            raise InvalidInput(f"host pool: {pages} pages; at least one is needed")
+        self.geometry = geometry
+        self.frame_bytes = frame_bytes(geometry.payload_bytes)
+        self.capacity_bytes = pages * self.frame_bytes
+        available = available_host_bytes()
+        if self.capacity_bytes + _RESERVE_BYTES > available:
+            raise CapacityError(
+                f"host pool: {pages} pages of {self.frame_bytes} bytes need {self.capacity_bytes} bytes, "
+                f"but only {available} are available; lower host.size, host.tokens or host.ratio"
+            )
+        self.allocator = PageAllocator(pages)
+        self._mapping = _touched_mapping(self.capacity_bytes)
+        self._memory = memoryview(self._mapping)
+        # uint8 [pages, frame_bytes] over the same memory.
+        self.buffer: Bytes2D = np.frombuffer(self._mapping, dtype=np.uint8).reshape(pages, self.frame_bytes)
+        self.tensor = torch.from_numpy(self.buffer)
+        self.pinned = pin
+        if pin:
+            _register(self.tensor, self.capacity_bytes)
+            # The mapping outlives this object while a late operation still holds a frame of it.
+            weakref.finalize(self._mapping, _unregister, self.tensor.data_ptr())
+
+    @property
+    def pages(self) -> int:
+        """Capacity in pages."""
+        return self.allocator.capacity
+
+    def alloc(self, count: int) -> PageIds | None:
+        """`count` unsealed pages, or None if fewer are free (then nothing changed)."""
+        pages = self.allocator.alloc(count)
+        if pages is not None:
+            self.buffer[pages, :8] = 0
+        return pages
+
+    def free(self, pages: PageIds) -> None:
+        """Return pages that no node and no operation holds any more."""
+        self.allocator.free(pages)
+
+    def frame(self, page: int) -> memoryview:
+        """The whole frame of one page, writable."""
+        start = page * self.frame_bytes
+        return self._memory[start : start + self.frame_bytes]
+
+    def frames(self, pages: PageIds) -> list[memoryview]:
+        """The frames of several pages, in order."""
+        return [self.frame(page) for page in pages.tolist()]
+
+    def payload(self, page: int) -> memoryview:
+        """The KV bytes of one page, layer-major."""
+        start = page * self.frame_bytes + HEADER_BYTES
+        return self._memory[start : start + self.geometry.payload_bytes]
+
+    def block_slice(self, layer: int, block: int) -> slice:
+        """Where block `block` (K = 0, V = 1) of `layer` lies within a frame, in bytes."""
+        start = HEADER_BYTES + layer * self.geometry.layer_bytes + block * self.geometry.block_bytes
+        return slice(start, start + self.geometry.block_bytes)
+
+
+def _touched_mapping(size_bytes: int) -> mmap.mmap:
+    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without transparent huge pages; small ones do as well
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except (OSError, ValueError):
+        np.frombuffer(mapping, dtype=np.uint8)[::FRAME_ALIGN] = 0
+    return mapping
+
+
+def _register(tensor: torch.Tensor, size_bytes: int) -> None:
+    status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size_bytes, 0)  # type: ignore[no-untyped-call]
+    if int(status) != 0:
+        raise CapacityError(
+            f"host pool: CUDA refused to pin {size_bytes} bytes (error {int(status)}); raise the locked-memory limit "
+            "(ulimit -l), lower the host pool, or set host.pin to off"
+        )
+
+
+def _unregister(pointer: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(pointer)  # type: ignore[no-untyped-call]

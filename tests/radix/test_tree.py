@@ -1,0 +1,166 @@
+"""What the tree promises, case by case."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hicache.errors import InvalidInput, InvariantError
+from hicache.keys import RadixKey, page_keys
+from hicache.radix import RadixTree
+from hicache.radix.eviction import LRUPolicy
+from hicache.types import PageIds
+
+
+def tree(page_size: int = 2) -> RadixTree:
+    return RadixTree(page_size, LRUPolicy())
+
+
+def ids(*pages: int) -> PageIds:
+    return np.array(pages, dtype=np.int32)
+
+
+def test_a_prompt_matches_in_whole_pages_only() -> None:
+    t = tree()
+    t.insert(RadixKey.of([1, 2, 3, 4, 5]), ids(7, 8))
+    assert t.match(RadixKey.of([1, 2, 3, 4, 5])).device_pages.tolist() == [7, 8]
+    assert t.match(RadixKey.of([1, 2, 3])).device_pages.tolist() == [7]
+    assert t.match(RadixKey.of([1])).pages == 0
+
+
+def test_a_match_that_ends_inside_a_run_splits_it() -> None:
+    t = tree()
+    t.insert(RadixKey.of([1, 2, 3, 4, 5, 6]), ids(1, 2, 3))
+    assert t.node_count == 1
+    assert t.match(RadixKey.of([1, 2, 3, 4, 9, 9])).device_pages.tolist() == [1, 2]
+    assert t.node_count == 2
+    t.check()
+
+
+def test_equal_tokens_under_two_salts_share_nothing() -> None:
+    t = tree()
+    t.insert(RadixKey.of([1, 2], cache_salt="a"), ids(1))
+    assert t.match(RadixKey.of([1, 2], cache_salt="b")).pages == 0
+    assert t.match(RadixKey.of([1, 2])).pages == 0
+    assert t.match(RadixKey.of([1, 2], cache_salt="a")).device_pages.tolist() == [1]
+
+
+def test_lookups_of_unknown_salts_leave_nothing_behind() -> None:
+    t = tree()
+    for i in range(50):
+        t.match(RadixKey.of([1, 2], cache_salt=f"tenant {i}"))
+    assert t.roots() == []
+
+
+def test_an_insert_with_the_wrong_number_of_pages_changes_nothing() -> None:
+    t = tree()
+    with pytest.raises(InvalidInput):
+        t.insert(RadixKey.of([1, 2, 3, 4]), ids(1))
+    assert t.node_count == 0
+
+
+def test_eviction_takes_the_least_recently_used_leaf_first() -> None:
+    t = tree()
+    t.insert(RadixKey.of([1, 2, 3, 4]), ids(1, 2))
+    t.insert(RadixKey.of([1, 2, 5, 6]), ids(1, 3))
+    t.match(RadixKey.of([1, 2, 3, 4]))
+    assert t.evict_device(1).tolist() == [3]
+    assert t.evict_device(1).tolist() == [2]
+    assert t.evict_device(1).tolist() == [1]
+    assert t.node_count == 0
+
+
+def test_a_locked_path_is_not_evicted() -> None:
+    t = tree()
+    t.insert(RadixKey.of([1, 2, 3, 4]), ids(1, 2))
+    node = t.match(RadixKey.of([1, 2, 3, 4])).node
+    t.lock(node)
+    assert t.evict_device(9).tolist() == []
+    t.unlock(node)
+    assert sorted(t.evict_device(9).tolist()) == [1, 2]
+
+
+def test_unlocking_what_is_not_locked_is_refused() -> None:
+    t = tree()
+    t.insert(RadixKey.of([1, 2]), ids(1))
+    with pytest.raises(InvariantError):
+        t.unlock(t.match(RadixKey.of([1, 2])).node)
+
+
+def test_a_backed_up_run_stays_as_a_tombstone() -> None:
+    t = tree()
+    t.insert(RadixKey.of([1, 2, 3, 4]), ids(1, 2))
+    t.accept_backup(t.match(RadixKey.of([1, 2, 3, 4])).node, ids(10, 11))
+    assert sorted(t.evict_device(2).tolist()) == [1, 2]
+    found = t.match(RadixKey.of([1, 2, 3, 4]))
+    assert (len(found.device_pages), found.host_hit_pages) == (0, 2)
+    assert sorted(t.evict_host(2).tolist()) == [10, 11]
+    assert t.match(RadixKey.of([1, 2, 3, 4])).pages == 0
+
+
+def test_a_large_victim_is_cut_to_what_is_needed() -> None:
+    t = tree(page_size=1)
+    t.insert(RadixKey.of(list(range(100))), np.arange(1, 101, dtype=np.int32))
+    assert t.evict_device(20).tolist() == list(range(81, 101))
+    assert len(t.match(RadixKey.of(list(range(100)))).device_pages) == 80
+    t.check()
+
+
+def test_an_operation_finds_its_run_again_after_it_was_split() -> None:
+    t = tree()
+    t.insert(RadixKey.of([1, 2, 3, 4, 5, 6]), ids(1, 2, 3))
+    node = t.match(RadixKey.of([1, 2, 3, 4, 5, 6])).node
+    t.lock(node)
+    t.match(RadixKey.of([1, 2, 9, 9]))
+    assert len(t.accept_backup(node, ids(10, 11, 12))) == 0
+    t.unlock(node)
+    t.check()
+    t.evict_device(3)
+    assert t.match(RadixKey.of([1, 2, 3, 4, 5, 6])).host_hit_pages == 3
+
+
+def test_prefetched_pages_are_taken_only_behind_a_prefix_on_l2() -> None:
+    t = tree()
+    key = RadixKey.of([1, 2, 3, 4])
+    t.insert(RadixKey.of([1, 2]), ids(1))
+    keys = page_keys(key.tokens, 2)
+    assert t.insert_host(key, 1, ids(11), keys[1:]).tolist() == [11]
+    t.accept_backup(t.match(RadixKey.of([1, 2])).node, ids(10))
+    assert t.insert_host(key, 1, ids(11), keys[1:]).tolist() == []
+    assert t.match(key).host_hit_pages == 1
+    t.check()
+
+
+def test_prefetched_pages_that_came_by_another_way_are_handed_back() -> None:
+    t = tree()
+    key = RadixKey.of([1, 2, 3, 4])
+    keys = page_keys(key.tokens, 2)
+    assert t.insert_host(key, 0, ids(10, 11), keys).tolist() == []
+    assert t.insert_host(key, 0, ids(12, 13), keys).tolist() == [12, 13]
+    t.check()
+
+
+def test_page_keys_of_nodes_are_the_chain_of_the_whole_prompt() -> None:
+    t = tree()
+    key = RadixKey.of([1, 2, 3, 4, 5, 6], extra_key="adapter")
+    t.insert(key, ids(1, 2, 3))
+    t.match(RadixKey.of([1, 2, 3, 4, 9, 9], extra_key="adapter"))
+    node = t.match(key).node
+    assert node.parent is not None
+    chain = page_keys(key.tokens, 2, key.seed)
+    assert t.page_keys(node) == chain[2:]
+    assert t.page_keys(node.parent) == chain[:2]
+    assert t.last_key(node) == chain[-1]
+
+
+def test_a_recomputed_tombstone_comes_back_to_l1() -> None:
+    t = tree()
+    key = RadixKey.of([1, 2, 3, 4])
+    t.insert(key, ids(1, 2))
+    t.accept_backup(t.match(key).node, ids(10, 11))
+    t.evict_device(2)
+    assert t.insert(key, ids(5, 6)).present_pages == 0
+    found = t.match(key)
+    assert found.device_pages.tolist() == [5, 6]
+    assert found.host_hit_pages == 0
+    t.check()
