@@ -1,0 +1,90 @@
+"""Backup: from L1 to L2 and from L2 to storage, as the write policy says.
+
+Both go root first, because a page is of use on a tier only if its whole prefix is there. A node that is being copied to
+L2 is locked; one that is being stored has its host pages held.
+
+Called by the scheduler thread alone; no lock.
+"""
+
+from __future__ import annotations
+
+from ..controller import BackupOperation, CopyOperation, HiCacheController
+from ..errors import InvariantError
+from ..radix import Node, RadixTree
+from .books import Books, HostLedger
+
+
+class WriteThrough:
+    """Backs pages up to L2 as soon as they are in the tree, and to storage as soon as they are on L2."""
+
+    def __init__(self, tree: RadixTree, ledger: HostLedger, controller: HiCacheController, books: Books) -> None:
+        self._tree = tree
+        self._ledger = ledger
+        self._controller = controller
+        self._has_storage = controller.backend is not None
+        self._books = books
+
+    def inserted(self, node: Node) -> None:
+        """Start what the path to `node` still lacks: copies to L2, stores of what is on L2 already."""
+        backups: list[Node] = []
+        stores: list[Node] = []
+        while node.parent is not None and (node.host is None or (self._has_storage and not node.stored)):
+            if node.host is not None:
+                stores.append(node)
+            elif not node.backup_pending:
+                backups.append(node)
+            node = node.parent
+        for part in reversed(stores):
+            self._store(part)
+        for part in reversed(backups):
+            if not self._back_up(part):
+                break  # its descendants could not be on L2 without it
+
+    def written(self, copy: CopyOperation) -> None:
+        """A copy to L2 has arrived: show it in the tree and hand it on to storage."""
+        node: Node = copy.tag
+        pages = len(copy.host_pages)
+        self._ledger.settle(pages, self._tree.accept_backup(node, copy.host_pages))
+        for part in reversed(list(self._tree.span(node, pages))):
+            self._store(part)
+        self._tree.unlock(node)
+
+    def write_failed(self, copy: CopyOperation) -> None:
+        """A copy to L2 has failed: its host pages come back."""
+        for part in self._tree.span(copy.tag, len(copy.host_pages)):
+            part.backup_pending = False
+        self._ledger.settle(len(copy.host_pages), copy.host_pages)
+        self._tree.unlock(copy.tag)
+
+    def stored(self, backup: BackupOperation) -> None:
+        """A store has ended. If a page is missing, the next request that passes by tries again."""
+        node, pages = backup.tag
+        if len(backup.outcomes) < pages or not all(outcome.is_stored for outcome in backup.outcomes):
+            self._books.skipped["store_incomplete"] += 1
+            for part in self._tree.span(node, pages):
+                part.stored = False
+        self._tree.release_host(node, pages)
+
+    def _back_up(self, node: Node) -> bool:
+        if node.device is None:
+            raise InvariantError(f"backup of a node that is not on L1: {node!r}")
+        pages = len(node.device)
+        if not self._controller.may_write(pages):
+            return False
+        host_pages = self._ledger.lend(pages)
+        if host_pages is None:
+            self._books.skipped["backup_no_host_room"] += 1
+            return False
+        node.backup_pending = True
+        self._tree.lock(node)
+        self._controller.submit_write(node, node.device, host_pages)
+        return True
+
+    def _store(self, node: Node) -> None:
+        if not self._has_storage or node.stored or node.host is None or node.parent is None:
+            return
+        parent = None if node.parent.parent is None else self._tree.last_key(node.parent)
+        pages = len(node.host)
+        if self._controller.submit_backup((node, pages), self._tree.page_keys(node), node.host, parent):
+            self._tree.hold_host(node, pages)
+            node.stored = True

@@ -1,0 +1,90 @@
+"""From a configuration to a running cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from ..backends.registry import open_backend
+from ..config import HiCacheConfig
+from ..controller import ControllerOptions, HiCacheController
+from ..errors import ConfigError
+from ..frame import FrameCodec, TagKind
+from ..keys import Namespace
+from ..tiers import HostPool, create_copy_engine, create_device_pool
+from ..tiers.memory import device_pages as count_device_pages
+from ..tiers.memory import host_pages
+from .options import CacheOptions
+from .radix_cache import HiRadixCache
+
+
+def create_cache(
+    config: HiCacheConfig,
+    namespace: Namespace,
+    *,
+    device: torch.device | str = "cpu",
+    device_pages: int | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> HiRadixCache:
+    """Allocate both pools, open storage and start the workers that `config` asks for.
+
+    `namespace` carries the geometry; its page size must be the configured one. `device_pages` sizes L1 where the
+    configuration leaves that to the engine. Raises ConfigError, CapacityError and
+    BackendError with what to change; nothing is left running then.
+    """
+    geometry = namespace.geometry
+    if geometry.page_size != config.page_size:
+        raise ConfigError(f"page_size: configured as {config.page_size}, but the engine uses {geometry.page_size}")
+    device = torch.device(device)
+    sized = config.device.size is not None or config.device.tokens is not None
+    l1_pages = device_pages if device_pages and not sized else count_device_pages(config.device, geometry, device)
+    l1 = create_device_pool(geometry, l1_pages, device)
+    l2 = HostPool(geometry, host_pages(config.host, geometry, l1_pages), pin=_pin(config.host.pin, device))
+    backend = None
+    if config.storage is not None:
+        mac_key = config.integrity.mac_key(os.environ if environ is None else environ)
+        codec = FrameCodec(
+            namespace.digest,
+            geometry.payload_bytes,
+            tag=TagKind[config.integrity.tag.upper()],
+            mac_key=mac_key,
+        )
+        backend = open_backend(config.storage.type, codec, config.storage.backend_options())
+    controller = HiCacheController(l2, create_copy_engine(l1, l2), backend, controller_options(config))
+    return HiRadixCache(l1, l2, controller, cache_options(config))
+
+
+def controller_options(config: HiCacheConfig) -> ControllerOptions:
+    """The controller's bounds as configured."""
+    transfer = config.transfer
+    return ControllerOptions(
+        write_pages_max=transfer.write_pages_max,
+        load_pages_max=transfer.load_pages_max,
+        prefetch_operations_max=config.prefetch.operations_max,
+        backup_bytes_max=transfer.backup_bytes_max,
+        storage_batch_pages=transfer.storage_batch_pages,
+        io_workers=transfer.io_workers,
+        backup_workers=transfer.backup_workers,
+        storage_deadline_s=transfer.storage_deadline,
+    )
+
+
+def cache_options(config: HiCacheConfig) -> CacheOptions:
+    """The cache's thresholds as configured."""
+    prefetch = config.prefetch
+    return CacheOptions(
+        eviction_policy=config.eviction_policy,
+        load_back_threshold_tokens=config.load_back_threshold_tokens,
+        prefetch_threshold_tokens=prefetch.threshold_tokens,
+        prefetch_timeout_base_s=prefetch.timeout_base,
+        prefetch_timeout_per_1024_tokens_s=prefetch.timeout_per_1024_tokens,
+        prefetch_host_share=prefetch.host_share,
+    )
+
+
+def _pin(choice: str, device: torch.device) -> bool:
+    if choice == "on" and device.type != "cuda":
+        raise ConfigError(f"host.pin: 'on' needs a CUDA device, the engine runs on {device}; use auto or off")
+    return device.type == "cuda" and choice != "off"

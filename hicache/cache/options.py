@@ -1,0 +1,17 @@
+"""What a cache decides by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """Thresholds in tokens, times in seconds; the reasons are in docs/configuration.md."""
+
+    eviction_policy: str = "lru"
+    load_back_threshold_tokens: int = 10
+    prefetch_threshold_tokens: int = 256
+    prefetch_timeout_base_s: float = 1.0
+    prefetch_timeout_per_1024_tokens_s: float = 0.25
+    prefetch_host_share: float = 0.5

@@ -1,0 +1,36 @@
+"""Snapshots of a cache, for the exporter, the command line and tests. All counts are totals since start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..controller import ControllerStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """Memory of L1 or L2 now. `cached_pages` are held by nodes; the others in use are lent or a request's own."""
+
+    capacity_pages: int
+    free_pages: int
+    cached_pages: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """`hit_tokens` by tier (device, host, storage), `evicted_pages` by tier (device, host).
+
+    `skipped` counts by reason what the cache decided not to do or could not do: a slower request, never an error.
+    """
+
+    requests: int
+    prompt_tokens: int
+    hit_tokens: Mapping[str, int]
+    evicted_pages: Mapping[str, int]
+    skipped: Mapping[str, int]
+    nodes: int
+    device: TierStatistics
+    host: TierStatistics
+    controller: ControllerStatistics

@@ -1,0 +1,412 @@
+"""HiCacheController: moves pages between the tiers, off the scheduler thread.
+
+    queue                            carries                         bound; when full
+    write -> acks.written            L1 -> L2 copies                 pages lent; no backup now, counted
+    load -> acks.loaded              L2 -> L1 copies                 pages lent; the request recomputes
+    prefetch -> acks.found           storage lookups                 operations; no prefetch, counted
+    reads -> acks.prefetched         L3 -> L2 reads                  pages (the caller's share of L2)
+    backup -> acks.stored            L2 -> L3 writes                 bytes; the newest store is dropped, counted
+
+Copies are merged: all that was submitted since the last step becomes one launch per direction. Every submitted
+operation is acknowledged exactly once, by `poll`; until then its pages are lent to it and must not be freed.
+
+Locking design: the scheduler thread makes every call of this class and owns its counters, so there is no lock. Workers
+reach back through one `SimpleQueue` of finished jobs. The scheduler never blocks here, but in `close`.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..backends.base import BackendStatistics, GetOutcome, StorageBackend, Usage
+from ..errors import InvariantError
+from ..keys import TOKEN_BYTES, RadixKey, page_keys
+from ..tiers import CopyEngine, HostPool, Transfer
+from ..types import PageIds
+from .operations import Acks, BackupOperation, CopyOperation, PrefetchOperation, PrefetchState, now
+from .worker import WorkerGroup
+
+# Dead and stuck workers are looked for this often; a poll in between costs one clock reading.
+SUPERVISE_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerOptions:
+    """Bounds and sizes. Defaults suit pages of 1 to 8 MiB on one node.
+
+    `storage_batch_pages` is what one backend call carries: larger batches cost fewer round trips, smaller ones let a
+    prefetch stop sooner. `storage_deadline_s` bounds one such call.
+    """
+
+    write_pages_max: int = 4096
+    load_pages_max: int = 4096
+    prefetch_operations_max: int = 64
+    backup_bytes_max: int = 1 << 30
+    storage_batch_pages: int = 128
+    io_workers: int = 2
+    backup_workers: int = 1
+    storage_deadline_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatistics:
+    """Depth of each queue now and pages lent to unfinished operations. A merged copy counts as one."""
+
+    write: int
+    load: int
+    prefetch: int
+    reads: int
+    backup: int
+    device_pages_lent: int
+    host_pages_lent: int
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerStatistics:
+    """Totals since start. `refused` counts operations turned away by a bound, by queue."""
+
+    queues: QueueStatistics
+    written_pages: int
+    loaded_pages: int
+    prefetched_pages: int
+    stored_pages: int
+    refused: dict[str, int]
+    worker_errors: dict[str, int]
+    worker_restarts: int
+    workers_alive: int
+    workers_stuck: int
+    backend: BackendStatistics | None
+    usage: Usage | None
+
+
+class HiCacheController:
+    """See the module's docstring. `copies` is None for an engine without our L1, `backend` for one without L3."""
+
+    def __init__(
+        self,
+        host: HostPool,
+        copies: CopyEngine | None,
+        backend: StorageBackend | None,
+        options: ControllerOptions | None = None,
+    ) -> None:
+        self.options = options or ControllerOptions()
+        self.host = host
+        self.backend = backend
+        self.refused: Counter[str] = Counter()
+        self._copies = copies
+        self._writes: list[CopyOperation] = []
+        self._loads: list[CopyOperation] = []
+        self._launched_writes: deque[tuple[Transfer, list[CopyOperation]]] = deque()
+        self._launched_loads: deque[tuple[Transfer, list[CopyOperation]]] = deque()
+        self._write_pages = self._load_pages = self._read_pages = self._backup_pages = 0
+        self._prefetches = 0
+        self._moved: Counter[str] = Counter()
+        self._finished: queue.SimpleQueue[PrefetchOperation | BackupOperation] = queue.SimpleQueue()
+        self._next_supervision = 0.0
+        self._groups: list[WorkerGroup[Any]] = []
+        self._closing = False  # no further prefetch step
+        self._stop_at = math.inf  # no further store after this
+        if backend is not None:
+            self._start_workers()
+
+    def _start_workers(self) -> None:
+        options = self.options
+        self._lookups = WorkerGroup[PrefetchOperation](
+            "prefetch", 1, handle=self._look_up, fail=_fail_prefetch, acknowledge=self._finished.put,
+            deadline_s=options.storage_deadline_s,
+        )  # fmt: skip
+        self._reads = WorkerGroup[PrefetchOperation](
+            "io", options.io_workers, handle=self._read, fail=_fail_prefetch, acknowledge=self._finished.put,
+            deadline_s=options.storage_deadline_s,
+        )  # fmt: skip
+        self._backups = WorkerGroup[BackupOperation](
+            "backup", options.backup_workers, handle=self._store, fail=_fail_backup, acknowledge=self._finished.put,
+            deadline_s=options.storage_deadline_s,
+        )  # fmt: skip
+        self._groups = [self._lookups, self._reads, self._backups]
+
+    # L1 <-> L2
+
+    def submit_write(self, tag: Any, device_pages: PageIds, host_pages: PageIds) -> None:
+        """Queue a backup copy; the next `launch_writes` starts it. REQUIRES: `may_write` said yes."""
+        self._writes.append(CopyOperation(tag, device_pages, host_pages))
+        self._write_pages += len(device_pages)
+
+    def may_write(self, pages: int) -> bool:
+        """Whether the write queue takes `pages` more; a refusal is counted."""
+        return self._within("write", self._write_pages + pages <= self.options.write_pages_max)
+
+    def submit_load(self, tag: Any, host_pages: PageIds, device_pages: PageIds) -> None:
+        """Queue a load copy; the next `launch_loads` starts it. REQUIRES: `may_load` said yes."""
+        self._loads.append(CopyOperation(tag, device_pages, host_pages))
+        self._load_pages += len(device_pages)
+
+    def may_load(self, pages: int) -> bool:
+        """Whether the load queue takes `pages` more; a refusal is counted."""
+        return self._within("load", self._load_pages + pages <= self.options.load_pages_max)
+
+    def launch_loads(self) -> Transfer | None:
+        """Start all queued loads as one copy, whose layers the forward waits for; None if there is nothing to wait for.
+
+        Without a new load it is the last one under way: pages that it still fills may have been handed out since.
+        Loads run in order, so its layer i comes after all earlier loads.
+        """
+        self._launch(self._loads, self._launched_loads, load=True)
+        return self._launched_loads[-1][0] if self._launched_loads else None
+
+    def launch_writes(self) -> None:
+        """Start all queued writes as one copy."""
+        self._launch(self._writes, self._launched_writes, load=False)
+
+    def _launch(
+        self, queued: list[CopyOperation], launched: deque[tuple[Transfer, list[CopyOperation]]], *, load: bool
+    ) -> None:
+        if not queued:
+            return
+        if self._copies is None:
+            raise InvariantError("controller: a copy was submitted, but there is no L1")
+        operations = queued.copy()
+        queued.clear()
+        device_pages = np.concatenate([operation.device_pages for operation in operations])
+        host_pages = np.concatenate([operation.host_pages for operation in operations])
+        if load:
+            transfer = self._copies.load(host_pages, device_pages)
+        else:
+            transfer = self._copies.backup(device_pages, host_pages)
+        launched.append((transfer, operations))
+
+    # L3
+
+    def submit_prefetch(
+        self, tag: Any, key: RadixKey, *, start_page: int, prior: bytes, timeout_s: float
+    ) -> PrefetchOperation | None:
+        """Look up in storage how much of `key` from `start_page` on is there; None, counted, over the bound.
+
+        Its first ack is `found`; then the caller answers with `start_reads` or `drop`. Reads end in `prefetched`.
+        """
+        if self.backend is None or not self._within(
+            "prefetch", self._prefetches < self.options.prefetch_operations_max
+        ):
+            return None
+        operation = PrefetchOperation(tag, key, start_page, prior, now() + min(timeout_s, _LONGEST_PREFETCH_S))
+        self._prefetches += 1
+        self._lookups.submit(operation)
+        return operation
+
+    def expired(self, operation: PrefetchOperation) -> bool:
+        """Whether the time that a prefetch may take is over."""
+        return now() >= operation.deadline
+
+    def start_reads(self, operation: PrefetchOperation, host_pages: PageIds) -> None:
+        """Lend host pages to a found prefetch and read the leading `len(host_pages)` pages into them."""
+        operation.host_pages = host_pages
+        operation.state = PrefetchState.READING
+        self._read_pages += len(host_pages)
+        self._reads.submit(operation)
+
+    def drop(self, operation: PrefetchOperation) -> None:
+        """End a found prefetch without reading: too short to pay, cancelled, or no room."""
+        operation.state = PrefetchState.ENDED
+        self._prefetches -= 1
+
+    def submit_backup(self, tag: Any, keys: Sequence[bytes], host_pages: PageIds, parent: bytes | None) -> bool:
+        """Store pages of one chain; False, counted, if the bytes in flight would pass the bound."""
+        if self.backend is None:
+            return False
+        bytes_after = (self._backup_pages + len(host_pages)) * self.host.frame_bytes
+        # One operation may pass alone, however large: it could never be stored otherwise.
+        if not self._within("backup", self._backup_pages == 0 or bytes_after <= self.options.backup_bytes_max):
+            return False
+        self._backup_pages += len(host_pages)
+        self._backups.submit(BackupOperation(tag, keys, host_pages, parent))
+        return True
+
+    # Acks
+
+    def poll(self) -> Acks | None:
+        """Everything that ended since the last call, None if nothing did. Never blocks. Looks after the workers too."""
+        if self._groups:
+            time_s = now()
+            if time_s >= self._next_supervision:
+                self._next_supervision = time_s + SUPERVISE_EVERY_S
+                for group in self._groups:
+                    group.supervise()
+        writes, loads = self._launched_writes, self._launched_loads
+        if not (writes and writes[0][0].done()) and not (loads and loads[0][0].done()) and self._finished.empty():
+            return None
+        acks = Acks()
+        self._write_pages -= self._collect(writes, acks.written, acks)
+        self._load_pages -= self._collect(loads, acks.loaded, acks)
+        self._moved["written"] += sum(len(operation.host_pages) for operation in acks.written)
+        self._moved["loaded"] += sum(len(operation.host_pages) for operation in acks.loaded)
+        # Only what is there now: workers may add faster than this loop drains.
+        for _ in range(self._finished.qsize()):
+            self._sort_finished(self._finished.get_nowait(), acks)
+        return acks
+
+    def _collect(
+        self, launched: deque[tuple[Transfer, list[CopyOperation]]], done: list[CopyOperation], acks: Acks
+    ) -> int:
+        pages = 0
+        while launched and launched[0][0].done():
+            transfer, operations = launched.popleft()
+            pages += sum(len(operation.device_pages) for operation in operations)
+            if transfer.error is None:
+                done.extend(operations)
+            else:
+                acks.failed_copies.extend((operation, transfer.error) for operation in operations)
+        return pages
+
+    def _sort_finished(self, job: PrefetchOperation | BackupOperation, acks: Acks) -> None:
+        if isinstance(job, BackupOperation):
+            self._backup_pages -= len(job.host_pages)
+            self._moved["stored"] += sum(outcome.is_stored for outcome in job.outcomes)
+            acks.stored.append(job)
+        elif job.state is PrefetchState.LOOKING_UP:
+            acks.found.append(job)
+        else:
+            job.state = PrefetchState.ENDED
+            self._prefetches -= 1
+            self._read_pages -= len(job.host_pages)
+            self._moved["prefetched"] += job.completed_pages
+            acks.prefetched.append(job)
+
+    # On worker threads
+
+    def _look_up(self, operation: PrefetchOperation, beat: Callable[[], None]) -> None:
+        """Prefetch worker: chain the page keys batch by batch and ask for the longest stored prefix."""
+        assert self.backend is not None
+        page_bytes = self.host.geometry.page_size * TOKEN_BYTES
+        tokens = operation.key.tokens[operation.start_page * page_bytes :]
+        batch_bytes = self.options.storage_batch_pages * page_bytes
+        prior = operation.prior
+        for start in range(0, len(tokens) - page_bytes + 1, batch_bytes):
+            if operation.cancelled or self._closing or now() >= operation.deadline:
+                return
+            beat()
+            keys = page_keys(tokens[start : start + batch_bytes], self.host.geometry.page_size, prior)
+            prior = keys[-1]
+            operation.keys += keys
+            found = self.backend.batch_exists(keys, deadline=self._call_deadline(operation.deadline))
+            operation.hit_pages += found
+            if found < len(keys):
+                return
+
+    def _read(self, operation: PrefetchOperation, beat: Callable[[], None]) -> None:
+        """I/O worker: read batch by batch, stop at the first page that is not a hit."""
+        assert self.backend is not None
+        batch = self.options.storage_batch_pages
+        count = len(operation.host_pages)
+        for start in range(0, count, batch):
+            if operation.cancelled or self._closing or now() >= operation.deadline:
+                return
+            beat()
+            pages = operation.host_pages[start : start + batch]
+            keys = operation.keys[start : start + len(pages)]
+            frames = self.host.frames(pages)
+            outcomes = self.backend.batch_get(keys, frames, deadline=self._call_deadline(operation.deadline))
+            hits = next((i for i, outcome in enumerate(outcomes) if outcome is not GetOutcome.HIT), len(outcomes))
+            operation.completed_pages = start + hits
+            if hits < len(pages):
+                return
+
+    def _store(self, operation: BackupOperation, beat: Callable[[], None]) -> None:
+        """Backup worker: store batch by batch, head first; a page that could not be stored ends the operation."""
+        assert self.backend is not None
+        batch, parent = self.options.storage_batch_pages, operation.parent
+        for start in range(0, len(operation.host_pages), batch):
+            keys = operation.keys[start : start + batch]
+            frames = self.host.frames(operation.host_pages[start : start + batch])
+            beat()
+            deadline = min(self._stop_at, now() + self.options.storage_deadline_s)
+            if now() >= deadline:
+                return
+            outcomes = self.backend.batch_set(keys, frames, parent=parent, deadline=deadline)
+            operation.outcomes += outcomes
+            if not all(outcome.is_stored for outcome in outcomes):
+                return
+            parent = keys[-1]
+
+    def _call_deadline(self, operation_deadline: float) -> float:
+        return min(operation_deadline, now() + self.options.storage_deadline_s)
+
+    # State
+
+    def _within(self, name: str, within: bool) -> bool:
+        if not within:
+            self.refused[name] += 1
+        return within
+
+    @property
+    def read_pages(self) -> int:
+        """Host pages lent to prefetches now."""
+        return self._read_pages
+
+    @property
+    def idle(self) -> bool:
+        """Whether no operation of any kind is queued or under way."""
+        return not (self._write_pages or self._load_pages or self._prefetches or self._backup_pages)
+
+    def statistics(self) -> ControllerStatistics:
+        """Depths now and totals since start. May be called from any thread, and asks the backend for its usage, which
+        may
+        touch its index: not for the scheduler's every step."""
+        groups = self._groups
+        return ControllerStatistics(
+            queues=QueueStatistics(
+                write=len(self._writes) + len(self._launched_writes),
+                load=len(self._loads) + len(self._launched_loads),
+                prefetch=self._lookups.queued if groups else 0,
+                reads=self._reads.queued if groups else 0,
+                backup=self._backups.queued if groups else 0,
+                device_pages_lent=self._write_pages + self._load_pages,
+                host_pages_lent=self._write_pages + self._load_pages + self._read_pages + self._backup_pages,
+            ),
+            written_pages=self._moved["written"],
+            loaded_pages=self._moved["loaded"],
+            prefetched_pages=self._moved["prefetched"],
+            stored_pages=self._moved["stored"],
+            refused=dict(self.refused),
+            worker_errors={f"{g.name}:{kind}": n for g in groups for kind, n in dict(g.errors).items()},
+            worker_restarts=sum(group.restarts for group in groups),
+            workers_alive=sum(group.alive for group in groups),
+            workers_stuck=sum(group.stuck_threads for group in groups),
+            backend=None if self.backend is None else self.backend.statistics(),
+            usage=None if self.backend is None else self.backend.usage(),
+        )
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish the queued copies and stores within `timeout_s`, then end all threads; blocks.
+
+        False if something did not end in time: its thread is left behind with the pages it was lent, and each stored
+        object is whole or absent all the same.
+        """
+        deadline = now() + timeout_s
+        self._closing, self._stop_at = True, deadline
+        self.launch_writes()
+        ended = self._copies is None or self._copies.close(timeout_s)
+        for group in self._groups:
+            ended = group.close(max(0.0, deadline - now())) and ended
+        if self.backend is not None and ended:
+            self.backend.close()
+        return ended
+
+
+# No prefetch is worth waiting longer for, whatever its length.
+_LONGEST_PREFETCH_S = 60.0
+
+
+def _fail_prefetch(operation: PrefetchOperation) -> None:
+    operation.failed = True
+
+
+def _fail_backup(operation: BackupOperation) -> None:
+    # Pages without an outcome count as not stored.
+    operation.failed = True

@@ -1,0 +1,83 @@
+"""What travels through the controller's queues: operations going out, acks coming back.
+
+Each operation carries a `tag`, which the controller hands back untouched: the cache finds its node or request by it.
+Fields are written by the thread named at them; reading from another thread is safe because each is one reference.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..backends.base import SetOutcome
+from ..errors import TransferError
+from ..keys import RadixKey
+from ..types import NO_PAGES, PageIds
+
+
+class PrefetchState(enum.Enum):
+    """Where a prefetch is. Only the scheduler changes it."""
+
+    LOOKING_UP = "looking_up"  # a worker hashes the tokens and asks the backend what it has
+    READING = "reading"  # host pages are lent to it and an I/O worker fills them
+    ENDED = "ended"  # nobody works on it any more
+
+
+@dataclass(slots=True, eq=False)
+class PrefetchOperation:
+    """Pages of one prompt on their way from storage to L2."""
+
+    tag: Any
+    key: RadixKey
+    start_page: int  # pages before it are on L2 already
+    prior: bytes  # page key before `start_page`, or the seed
+    deadline: float  # monotonic; the I/O worker starts no batch after it
+    state: PrefetchState = PrefetchState.LOOKING_UP  # scheduler
+    cancelled: bool = False  # scheduler; workers stop at the next batch
+    failed: bool = False  # worker
+    keys: list[bytes] = field(default_factory=list)  # lookup worker: page keys from start_page on
+    hit_pages: int = 0  # lookup worker: how many of them storage has
+    host_pages: PageIds = field(default_factory=lambda: NO_PAGES)  # scheduler: lent until state is ENDED
+    completed_pages: int = 0  # I/O worker: leading pages that are read and verified; never falls
+    taken_pages: int = 0  # scheduler: leading host pages that went into the tree
+
+
+@dataclass(slots=True, eq=False)
+class BackupOperation:
+    """Pages of one node on their way from L2 to storage. The host pages are lent until its ack."""
+
+    tag: Any
+    keys: Sequence[bytes]
+    host_pages: PageIds
+    parent: bytes | None  # page key before keys[0]
+    failed: bool = False  # backup worker: its handler raised
+    outcomes: list[SetOutcome] = field(default_factory=list)  # backup worker
+
+
+@dataclass(slots=True, eq=False)
+class CopyOperation:
+    """Pages of one node on their way between L1 and L2."""
+
+    tag: Any
+    device_pages: PageIds
+    host_pages: PageIds
+
+
+@dataclass(slots=True, eq=False)
+class Acks:
+    """Everything that ended since the last poll, in order."""
+
+    written: list[CopyOperation] = field(default_factory=list)
+    loaded: list[CopyOperation] = field(default_factory=list)
+    found: list[PrefetchOperation] = field(default_factory=list)  # looked up; decide whether to read
+    prefetched: list[PrefetchOperation] = field(default_factory=list)  # ended, well or not
+    stored: list[BackupOperation] = field(default_factory=list)
+    failed_copies: list[tuple[CopyOperation, TransferError]] = field(default_factory=list)
+
+
+def now() -> float:
+    """The clock of all deadlines: monotonic seconds."""
+    return time.monotonic()

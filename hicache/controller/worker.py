@@ -1,0 +1,167 @@
+"""Supervised worker threads.
+
+Each job of a group is handled by one of its threads and acknowledged exactly once, whatever happens to the handler:
+an exception is counted, logged once per kind and turned into a failed job; a thread that dies is noticed by
+`supervise`, its job is acknowledged as failed and the thread is replaced after a back-off; a thread that is stuck in a
+call far past the call's deadline gets a substitute, while its job stays open (and its pages lent) until the call
+really returns.
+
+Locking design: `_jobs` and the caller's ack queue are `SimpleQueue`s. `busy`, `busy_since` and `stuck` of a thread are
+written by that thread or by the supervisor and read by the other; each is a single reference. `supervise`, `submit` and
+`close` are called by the scheduler thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from .operations import now
+
+logger = logging.getLogger(__name__)
+
+Job = TypeVar("Job")
+
+# How long after a job's deadline its thread counts as stuck: backends check their deadline between pages.
+STUCK_GRACE_S = 2.0
+# A thread that dies again and again is restarted after 0.1, 0.2, 0.4 ... 10 s.
+RESTART_BACKOFF_S_MIN = 0.1
+RESTART_BACKOFF_S_MAX = 10.0
+
+
+class _WorkerThread(threading.Thread, Generic[Job]):
+    def __init__(self, group: WorkerGroup[Job], number: int) -> None:
+        super().__init__(name=f"hicache-{group.name}-{number}", daemon=True)
+        self.group = group
+        self.busy: Job | None = None
+        self.busy_since = 0.0
+        self.stuck = False
+
+    def run(self) -> None:
+        group = self.group
+        while (job := group.take()) is not None:
+            self.beat()
+            self.busy = job
+            try:
+                group.handle(job, self.beat)
+            except Exception as error:
+                group.handler_failed(job, error)
+            self.busy = None
+            group.acknowledge(job)
+            if self.stuck:
+                return  # a substitute has taken this thread's place
+
+    def beat(self) -> None:
+        """Tell the supervisor that the job has come on."""
+        self.busy_since = now()
+
+
+class WorkerGroup(Generic[Job]):
+    """`count` threads that handle jobs of one kind.
+
+    `handle(job, beat)` runs on a worker and calls `beat` before each step that may block up to `deadline_s`; `fail`
+    marks a job whose handler raised or whose thread died; `acknowledge` is called once per job, on the worker (or on
+    the scheduler if the worker died).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        count: int,
+        *,
+        handle: Callable[[Job, Callable[[], None]], None],
+        fail: Callable[[Job], None],
+        acknowledge: Callable[[Job], None],
+        deadline_s: float,
+    ) -> None:
+        self.name = name
+        self.handle = handle
+        self.acknowledge = acknowledge
+        self.errors: Counter[str] = Counter()
+        self.restarts = 0
+        self.stuck_threads = 0
+        self._fail = fail
+        self._deadline_s = deadline_s
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._restart_at: list[float] = []
+        self._backoff_s = RESTART_BACKOFF_S_MIN
+        self._number = 0
+        self._closed = False
+        self._threads: list[_WorkerThread[Job]] = []
+        for _ in range(count):
+            self._start_thread()
+
+    @property
+    def queued(self) -> int:
+        """Jobs that wait for a thread."""
+        return self._jobs.qsize()
+
+    @property
+    def alive(self) -> int:
+        """Threads that run and are not stuck."""
+        return sum(thread.is_alive() and not thread.stuck for thread in self._threads)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Does not block. The caller bounds how many it submits."""
+        self._jobs.put(job)
+
+    def take(self) -> Job | None:
+        """The next job, on a worker thread; None ends the thread."""
+        return self._jobs.get()
+
+    def handler_failed(self, job: Job, error: Exception) -> None:
+        """Turn an exception of the handler into a failed job, on a worker thread."""
+        kind = type(error).__name__
+        self.errors[kind] += 1
+        if self.errors[kind] == 1:
+            logger.exception("%s worker: unexpected %s; counted from now on", self.name, kind)
+        self._fail(job)
+
+    def supervise(self) -> None:
+        """Replace dead and stuck threads. Cheap; called every few steps by the scheduler."""
+        time_s = now()
+        longest_call_s = self._deadline_s + STUCK_GRACE_S
+        for thread in list(self._threads):
+            if not thread.is_alive():
+                self._threads.remove(thread)
+                if not thread.stuck and not self._closed:
+                    self._bury(thread, time_s)
+            elif thread.busy is not None and not thread.stuck and time_s > thread.busy_since + longest_call_s:
+                thread.stuck = True
+                self.stuck_threads += 1
+                logger.error("%s worker is stuck in a call past its deadline; starting another", self.name)
+                self._start_thread()
+        due = [at for at in self._restart_at if at <= time_s]
+        self._restart_at = [at for at in self._restart_at if at > time_s]
+        for _ in due:
+            self.restarts += 1
+            self._start_thread()
+
+    def close(self, timeout_s: float) -> bool:
+        """Let the threads finish what is queued, then end. False if one did not in time (it is left behind)."""
+        self._closed = True
+        for _ in self._threads:
+            self._jobs.put(None)
+        deadline = now() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - now()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _bury(self, thread: _WorkerThread[Job], time_s: float) -> None:
+        self.errors["ThreadDied"] += 1
+        logger.error("%s worker died; restarting it in %.1f s", self.name, self._backoff_s)
+        if thread.busy is not None:
+            self._fail(thread.busy)
+            self.acknowledge(thread.busy)
+        self._restart_at.append(time_s + self._backoff_s)
+        self._backoff_s = min(2 * self._backoff_s, RESTART_BACKOFF_S_MAX)
+
+    def _start_thread(self) -> None:
+        self._number += 1
+        thread = _WorkerThread(self, self._number)
+        self._threads.append(thread)
+        thread.start()

@@ -1,0 +1,304 @@
+"""The Prometheus exporter: reads a snapshot of `statistics()` at each scrape and turns it into metric families.
+
+What is exported is an explicit table of `MetricSpec`, each with a function that picks its samples out of the snapshot.
+Nothing counts twice and no hot path touches a metric object: the numbers are those of `statistics()`.
+
+Locking design: the collector holds nothing that changes. `snapshot` is called on the server's threads, one call per
+scrape and possibly several at once; making that safe is the snapshot's business (frozen values are). The server's
+threads are daemons and own nothing but their socket.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import re
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import make_wsgi_app
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from .backends.base import BackendStatistics, GetOutcome, SetOutcome, Usage
+from .cache.statistics import CacheStatistics
+from .config.schema import is_loopback
+from .errors import ConfigError, InvalidInput
+
+# Few labels with few values each. Never a key, a tenant or a path: a label value lives as long as the time series.
+LABELS = frozenset({"tier", "backend", "direction", "reason", "outcome"})
+_NAME = re.compile(r"hicache(_[a-z0-9]+)+")
+# A scraper that stops reading in the middle gives its thread back after this.
+SOCKET_TIMEOUT_S = 10.0
+# Threads of scrapes at once; one Prometheus needs one, more means that somebody does not read.
+SCRAPES_MAX = 16
+
+_log = logging.getLogger(__name__)
+S = TypeVar("S")
+Sample = tuple[tuple[str, ...], float]
+
+
+class MetricKind(enum.Enum):
+    """How a value moves: a counter only rises until the process restarts, a gauge may fall."""
+
+    COUNTER = CounterMetricFamily
+    GAUGE = GaugeMetricFamily
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec(Generic[S]):
+    """One metric: how it is named and described, and how its samples come out of a snapshot.
+
+    `samples` yields (label values in the order of `labels`, value); it must not block. Raises InvalidInput for a name
+    that breaks the naming rules (prefix, `_total` for counters and for them alone), an unknown label or no help text.
+    """
+
+    name: str
+    kind: MetricKind
+    help: str
+    labels: tuple[str, ...]
+    samples: Callable[[S], Iterable[Sample]]
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InvalidInput(f"metric {self.name}: a name is hicache_ and lower case words, the unit last")
+        if self.name.endswith("_total") is not (self.kind is MetricKind.COUNTER):
+            raise InvalidInput(f"metric {self.name}: counters, and only they, end with _total")
+        if unknown := set(self.labels) - LABELS:
+            raise InvalidInput(f"metric {self.name}: labels {sorted(unknown)} are none of {sorted(LABELS)}")
+        if not self.help:
+            raise InvalidInput(f"metric {self.name}: has no help text")
+
+    def family(self) -> CounterMetricFamily | GaugeMetricFamily:
+        """An empty family of this metric."""
+        family: CounterMetricFamily | GaugeMetricFamily = self.kind.value(self.name, self.help, labels=self.labels)
+        return family
+
+
+class SnapshotCollector(Collector, Generic[S]):
+    """A collector that calls `snapshot` once per scrape. Raises InvalidInput if two specs have the same name."""
+
+    def __init__(self, snapshot: Callable[[], S], specs: Sequence[MetricSpec[S]]) -> None:
+        names = [spec.name for spec in specs]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise InvalidInput(f"metrics defined twice: {', '.join(twice)}")
+        self._snapshot = snapshot
+        self._specs = tuple(specs)
+
+    def describe(self) -> Iterable[Metric]:
+        """The families without samples: registering does not take a snapshot."""
+        return [spec.family() for spec in self._specs]
+
+    def collect(self) -> Iterable[Metric]:
+        """The families of one snapshot."""
+        snapshot = self._snapshot()
+        for spec in self._specs:
+            family = spec.family()
+            for labels, value in spec.samples(snapshot):
+                family.add_metric(labels, value)
+            yield family
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSnapshot:
+    """What one storage backend shows to the exporter. `name` is its type, such as `file`."""
+
+    name: str
+    statistics: BackendStatistics
+    usage: Usage
+
+
+def backend_metrics(backends: Callable[[S], Iterable[BackendSnapshot]]) -> tuple[MetricSpec[S], ...]:
+    """The metrics of storage backends, found in a snapshot by `backends`."""
+
+    def spec(
+        name: str,
+        kind: MetricKind,
+        text: str,
+        label: str | None,
+        pick: Callable[[BackendSnapshot], Mapping[str, float]],
+    ) -> MetricSpec[S]:
+        def samples(snapshot: S) -> Iterator[Sample]:
+            for backend in backends(snapshot):
+                for value_label, value in pick(backend).items():
+                    yield (backend.name,) if label is None else (backend.name, value_label), value
+
+        labels = ("backend",) if label is None else ("backend", label)
+        return MetricSpec(f"hicache_backend_{name}", kind, text, labels, samples)
+
+    counter, gauge = MetricKind.COUNTER, MetricKind.GAUGE
+    return (
+        spec("get_pages_total", counter, "Pages asked of the backend, by what became of them.", "outcome",
+             lambda b: _with_zeros(GetOutcome, b.statistics.gets)),
+        spec("set_pages_total", counter, "Pages given to the backend, by what became of them.", "outcome",
+             lambda b: _with_zeros(SetOutcome, b.statistics.sets)),
+        spec("corrupt_pages_total", counter, "Stored pages that were refused, by what was wrong with them.", "reason",
+             lambda b: b.statistics.corrupt),
+        spec("errors_total", counter, "Operations that failed, by class of error.", "reason",
+             lambda b: b.statistics.errors),
+        spec("transferred_bytes_total", counter, "Bytes of whole frames moved.", "direction",
+             lambda b: {"read": b.statistics.read_bytes, "write": b.statistics.written_bytes}),
+        spec("evicted_pages_total", counter, "Pages removed to make room.", None,
+             lambda b: {"": b.statistics.evicted_pages}),
+        spec("stored_pages", gauge, "Pages stored now, by all processes that share the store.", None,
+             lambda b: {"": b.usage.pages}),
+        spec("stored_bytes", gauge, "Bytes stored now, by all processes that share the store.", None,
+             lambda b: {"": b.usage.bytes}),
+        spec("capacity_bytes", gauge, "Bytes the store may hold; absent if the server sets the limit.", None,
+             lambda b: {} if b.usage.capacity_bytes is None else {"": b.usage.capacity_bytes}),
+    )  # fmt: skip
+
+
+def _with_zeros(outcomes: type[enum.StrEnum], counts: Mapping[Any, int]) -> dict[str, float]:
+    """Counts by outcome, zero for what has not happened: a rate needs the sample before the first event."""
+    return {outcome.value: counts.get(outcome, 0) for outcome in outcomes}
+
+
+def cache_metrics(backend_name: str) -> tuple[MetricSpec[CacheStatistics | None], ...]:
+    """The metrics of a cache and of its storage backend, whose type is `backend_name`. None yields no samples."""
+
+    def backends(state: CacheStatistics | None) -> Iterator[BackendSnapshot]:
+        controller = None if state is None else state.controller
+        if controller is not None and controller.backend is not None and controller.usage is not None:
+            yield BackendSnapshot(backend_name, controller.backend, controller.usage)
+
+    def spec(
+        name: str, kind: MetricKind, text: str, label: str, pick: Callable[[CacheStatistics], Mapping[str, float]]
+    ) -> MetricSpec[CacheStatistics | None]:
+        def samples(state: CacheStatistics | None) -> Iterator[Sample]:
+            if state is not None:
+                for value_label, value in pick(state).items():
+                    yield (value_label,) if label else (), value
+
+        return MetricSpec(f"hicache_{name}", kind, text, (label,) if label else (), samples)
+
+    counter, gauge = MetricKind.COUNTER, MetricKind.GAUGE
+    return (
+        spec("requests_total", counter, "Requests that were given KV.", "", lambda s: {"": s.requests}),
+        spec("prompt_tokens_total", counter, "Prompt tokens of those requests.", "", lambda s: {"": s.prompt_tokens}),
+        spec("hit_tokens_total", counter, "Prompt tokens whose KV was reused, by tier it came from.", "tier",
+             lambda s: {tier: s.hit_tokens.get(tier, 0) for tier in ("device", "host", "storage")}),
+        spec("evicted_pages_total", counter, "Pages that left a tier for lack of room.", "tier",
+             lambda s: {tier: s.evicted_pages.get(tier, 0) for tier in ("device", "host")}),
+        spec("skipped_total", counter, "What the cache did not do, by reason; each is a slower request.", "reason",
+             lambda s: s.skipped),
+        spec("refused_operations_total", counter, "Operations turned away by a bound, by queue.", "reason",
+             lambda s: s.controller.refused),
+        spec("moved_pages_total", counter, "Pages moved between tiers.", "direction",
+             lambda s: {"device_to_host": s.controller.written_pages, "host_to_device": s.controller.loaded_pages,
+                        "storage_to_host": s.controller.prefetched_pages,
+                        "host_to_storage": s.controller.stored_pages}),
+        spec("queued_operations", gauge, "Operations queued or under way.", "direction",
+             lambda s: {"write": s.controller.queues.write, "load": s.controller.queues.load,
+                        "prefetch": s.controller.queues.prefetch, "reads": s.controller.queues.reads,
+                        "backup": s.controller.queues.backup}),
+        spec("tier_capacity_bytes", gauge, "Memory of a tier.", "tier",
+             lambda s: {"device": s.device.capacity_pages * s.device.page_bytes,
+                        "host": s.host.capacity_pages * s.host.page_bytes}),
+        spec("tier_free_bytes", gauge, "Memory of a tier that nothing holds.", "tier",
+             lambda s: {"device": s.device.free_pages * s.device.page_bytes,
+                        "host": s.host.free_pages * s.host.page_bytes}),
+        spec("tier_cached_bytes", gauge, "Memory of a tier that holds cached pages.", "tier",
+             lambda s: {"device": s.device.cached_pages * s.device.page_bytes,
+                        "host": s.host.cached_pages * s.host.page_bytes}),
+        spec("nodes", gauge, "Nodes of the radix tree.", "", lambda s: {"": s.nodes}),
+        spec("worker_errors_total", counter, "Exceptions in workers, by worker and kind.", "reason",
+             lambda s: s.controller.worker_errors),
+        spec("worker_restarts_total", counter, "Workers that died and were replaced.", "",
+             lambda s: {"": s.controller.worker_restarts}),
+        spec("workers_alive", gauge, "Workers that run and are not stuck.", "",
+             lambda s: {"": s.controller.workers_alive}),
+        *backend_metrics(backends),
+    )  # fmt: skip
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._slots = threading.BoundedSemaphore(SCRAPES_MAX)
+
+    def server_bind(self) -> None:
+        # HTTPServer would ask a name server for our own name here, which may take as long as it likes.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve on a thread of its own, or hang up if too many are busy."""
+        if self._slots.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """What the thread does."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that hung up is its own business: no traceback on stderr."""
+        _log.debug("a scrape ended early", exc_info=True)
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SOCKET_TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes come every few seconds: no line for each."""
+
+
+class MetricsServer:
+    """An HTTP server on a thread of its own. `port` is the real one. A context manager that closes."""
+
+    def __init__(self, server: WSGIServer) -> None:
+        self._server = server
+        self.port: int = server.server_address[1]
+        self._thread = threading.Thread(target=server.serve_forever, name="hicache-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; blocks for up to half a second. Scrapes under way end by themselves. May be called twice."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def serve_metrics(
+    collector: Collector, host: str = "127.0.0.1", port: int = 0, *, allow_remote: bool = False
+) -> MetricsServer:
+    """Serve `collector` at `http://host:port/metrics`; port 0 takes a free one.
+
+    Starts a thread. Raises ConfigError if the address is not loopback (without `allow_remote`: there is no
+    authentication) or cannot be listened on.
+    """
+    if not allow_remote and not is_loopback(host):
+        raise ConfigError(f"metrics.host: {host!r} is no loopback address; set metrics.allow_remote to listen on it")
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    server_class = _Server6 if ":" in host else _Server
+    try:
+        server = make_server(host, port, make_wsgi_app(registry), server_class=server_class, handler_class=_Handler)
+    except OSError as error:
+        raise ConfigError(f"metrics: cannot listen on {host} port {port}: {error.strerror}") from error
+    return MetricsServer(server)

@@ -1,0 +1,242 @@
+"""What an engine can rely on: hits from each tier, right bytes, exact books, and no exception for a storage reason."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hicache.cache import CacheOptions
+from hicache.controller import ControllerOptions
+from hicache.errors import InvalidInput, TransferError
+from hicache.tiers import CopyEngine, HostPool, KVPool, Transfer
+from hicache.tiers.copy_cpu import CpuCopyEngine
+from hicache.types import PageIds
+from tests.cache.world import World, memory_backend, prompt
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    w = World(backend=memory_backend())
+    yield w
+    w.close()
+
+
+def test_a_second_request_hits_l1(world: World) -> None:
+    world.serve("a", prompt(1, 2, 3))
+    again = world.serve("b", prompt(1, 2, 3))
+    assert again.device_hit_tokens == 12
+    assert world.compared_pages == 3
+
+
+def test_an_evicted_prefix_is_loaded_back_from_l2(world: World) -> None:
+    world.serve("a", prompt(1, 2, 3))
+    world.settle()
+    assert world.cache.evict(100) == 3
+    again = world.serve("b", prompt(1, 2, 3))
+    assert (again.device_hit_tokens, again.host_hit_tokens, again.storage_hit_tokens) == (0, 12, 0)
+    assert world.compared_pages == 3
+
+
+def test_a_new_engine_finds_the_pages_in_storage() -> None:
+    backend = memory_backend()
+    first = World(backend=backend)
+    first.serve("a", prompt(1, 2, 3, 4))
+    first.settle()
+    second = World(backend=backend)
+    hit = second.serve("b", prompt(1, 2, 3, 4, 5))
+    assert (hit.device_hit_tokens, hit.host_hit_tokens, hit.storage_hit_tokens) == (0, 0, 16)
+    assert second.compared_pages == 4
+    second.settle()
+    first.close()
+    second.controller.backend = None  # closed by the first engine already
+    second.close()
+
+
+def test_the_last_token_is_always_computed(world: World) -> None:
+    world.serve("a", prompt(1, 2, tail=0))
+    again = world.serve("b", prompt(1, 2, tail=0))
+    assert again.device_hit_tokens == 4
+
+
+def test_salts_do_not_share(world: World) -> None:
+    world.serve("a", prompt(1, 2, 3, salt="tenant a"))
+    world.settle()
+    assert world.serve("b", prompt(1, 2, 3, salt="tenant b")).cached_tokens == 0
+    assert world.serve("c", prompt(1, 2, 3)).cached_tokens == 0
+
+
+def test_a_request_shares_its_pages_while_it_runs(world: World) -> None:
+    running = world.begin("a", prompt(1, 2, 3))
+    assert running is not None
+    world.cache.cache_unfinished_req(running, prompt(1, 2, 3))
+    other = world.serve("b", prompt(1, 2, 3, 4))
+    assert other.device_hit_tokens == 12
+    assert world.cache.extend(running, 20)
+    longer = prompt(1, 2, 3, 999, tail=2)
+    world.fill(longer, running.pages, 3)
+    world.cache.cache_finished_req(running, longer)
+    assert world.serve("c", longer).device_hit_tokens == 16
+
+
+def test_two_requests_that_compute_the_same_prefix_keep_one_copy(world: World) -> None:
+    key = prompt(1, 2, 3)
+    first, second = world.begin("a", key), world.begin("b", key)
+    assert first is not None and second is not None
+    world.cache.cache_unfinished_req(first, key)
+    world.cache.cache_unfinished_req(second, key)
+    assert first.pages[:3].tolist() == second.pages[:3].tolist()
+    world.compare(key, second.pages[:3])
+    world.cache.check()
+    world.cache.cache_finished_req(first, key)
+    world.cache.cache_finished_req(second, key)
+    assert world.device.allocator.used_pages == 3
+
+
+def test_an_aborted_request_leaves_nothing(world: World) -> None:
+    request = world.begin("a", prompt(1, 2, 3))
+    assert request is not None
+    world.cache.cache_finished_req(request, None)
+    assert world.device.allocator.used_pages == 0
+
+
+def test_a_request_without_room_waits_and_changes_nothing(world: World) -> None:
+    running = world.begin("a", prompt(*range(14)))
+    assert running is not None
+    nodes = world.cache.tree.node_count
+    assert world.cache.begin_request("b", prompt(20, 21, 22)) is None
+    assert world.cache.tree.node_count == nodes
+    world.cache.check()
+    world.cache.cache_finished_req(running, prompt(*range(14)))
+    world.settle()  # pages that are being copied to L2 cannot be evicted
+    assert world.begin("b", prompt(20, 21, 22)) is not None
+    world.cache.check()
+
+
+def test_short_hits_are_not_loaded_back() -> None:
+    world = World(options=CacheOptions(load_back_threshold_tokens=10))
+    world.serve("a", prompt(1, 2))
+    world.settle()
+    world.cache.evict(100)
+    assert world.serve("b", prompt(1, 2)).cached_tokens == 0
+    assert world.cache.statistics().skipped["load_too_short"] == 1
+    world.close()
+
+
+def test_short_prompts_are_not_looked_up_in_storage() -> None:
+    world = World(backend=memory_backend(), options=CacheOptions(prefetch_threshold_tokens=12))
+    assert not world.cache.prefetch_from_storage("a", prompt(1, 2))
+    assert world.cache.statistics().skipped == {"prefetch_too_short": 1}
+    world.close()
+
+
+def test_a_full_write_queue_means_no_backup_and_a_later_try() -> None:
+    world = World(controller_options=ControllerOptions(write_pages_max=2))
+    world.serve("a", prompt(1, 2, 3))
+    assert world.controller.statistics().refused == {"write": 1}
+    world.settle()
+    assert world.cache.tree.host_pages == 0
+    world.serve("b", prompt(1, 2))
+    world.settle()
+    assert world.cache.tree.host_pages == 2
+    world.close()
+
+
+def test_a_host_tier_that_is_full_of_pages_in_use_refuses_backups() -> None:
+    world = World(device_pages=16, host_pages=3)
+    world.serve("a", prompt(1, 2, 3))
+    world.settle()
+    world.serve("b", prompt(4, 5))
+    world.settle()
+    assert world.cache.statistics().skipped["backup_no_host_room"] == 1
+    world.cache.evict(100)
+    world.serve("c", prompt(6, 7))
+    world.settle()
+    assert world.cache.statistics().evicted_pages["host"] >= 2
+    world.close()
+
+
+def test_cutting_a_prompt_below_what_is_shared_is_refused(world: World) -> None:
+    request = world.begin("a", prompt(1, 2, 3))
+    assert request is not None
+    world.cache.cache_unfinished_req(request, prompt(1, 2, 3))
+    with pytest.raises(InvalidInput):
+        world.cache.cache_unfinished_req(request, prompt(1))
+    world.cache.cache_finished_req(request, prompt(1, 2, 3))
+
+
+def test_an_engine_may_bring_pages_of_its_own(world: World) -> None:
+    pages = world.cache.alloc_pages(2)
+    assert pages is not None
+    key = prompt(1, 2, tail=0)
+    world.fill(key, pages, 0)
+    assert world.cache.insert(key, pages).present_pages == 0
+    again = world.cache.alloc_pages(2)
+    assert again is not None
+    assert world.cache.insert(key, again).present_pages == 2
+    world.cache.free_pages(again)
+    world.cache.check()
+    assert world.serve("a", prompt(1, 2)).device_hit_tokens == 8
+
+
+class _HeldCopies(CpuCopyEngine):
+    """Loads that begin when the test says so."""
+
+    gate: threading.Event
+
+    def _load_layer(self, layer: int, host_pages: PageIds, device_pages: PageIds) -> None:
+        self.gate.wait(30)
+        super()._load_layer(layer, host_pages, device_pages)
+
+
+def test_a_request_that_shares_pages_still_being_loaded_waits_for_them_too() -> None:
+    _HeldCopies.gate = threading.Event()
+    world = World(copies=_HeldCopies)
+    world.serve("a", prompt(1, 2, 3))
+    world.settle()
+    world.cache.evict(100)
+    first = world.cache.begin_request("b", prompt(1, 2, 3))
+    load = world.cache.start_loading()
+    world.step()
+    second = world.cache.begin_request("c", prompt(1, 2, 3))
+    assert first is not None and second is not None and load is not None
+    assert second.device_hit_tokens == 12
+    assert world.cache.start_loading() is load and not load.done()
+    _HeldCopies.gate.set()
+    load.wait_layer(1)
+    world.compare(prompt(1, 2, 3), second.pages[:3])
+    world.settle()
+    assert world.cache.start_loading() is None
+    world.cache.cache_finished_req(first, None)
+    world.cache.cache_finished_req(second, None)
+    world.close()
+
+
+class _BrokenCopies(CpuCopyEngine):
+    """Loads that fail on the device."""
+
+    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
+        return super().load(host_pages + np.int32(1_000_000), device_pages)
+
+
+def _broken(device: KVPool, host: HostPool) -> CopyEngine:
+    return _BrokenCopies(device, host)
+
+
+def test_a_failed_device_copy_stops_service_instead_of_serving_unknown_bytes() -> None:
+    world = World(copies=_broken)
+    world.serve("a", prompt(1, 2, 3))
+    world.settle()
+    world.cache.evict(100)
+    request = world.cache.begin_request("b", prompt(1, 2, 3))
+    transfer = world.cache.start_loading()
+    assert request is not None and transfer is not None
+    with pytest.raises(TransferError):
+        transfer.wait_layer(0)
+    world.settle()
+    with pytest.raises(TransferError):
+        world.cache.begin_request("c", prompt(1, 2, 3))
+    world.cache.cache_finished_req(request, None)
+    world.close()

@@ -1,0 +1,89 @@
+"""From a configuration to a cache that works, or a typed error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hicache.cache import create_cache
+from hicache.config import HiCacheConfig
+from hicache.errors import CapacityError, ConfigError, InvalidInput, NotOurs
+from hicache.frame import FrameHeader, TagKind
+from hicache.geometry import KVGeometry
+from hicache.keys import Namespace, RadixKey
+
+NAMESPACE = Namespace(model="m", geometry=KVGeometry(layers=1, heads=1, head_dim=8, page_size=4, dtype="float32"))
+
+
+def config(**sections: object) -> HiCacheConfig:
+    return HiCacheConfig.model_validate({"page_size": 4, "device": {"tokens": 64}, "prefetch": {"threshold_tokens": 4},
+                                         "transfer": {"io_workers": 1}, **sections})  # fmt: skip
+
+
+def file_storage(path: Path) -> dict[str, object]:
+    return {"type": "file", "options": {"path": str(path), "capacity": "1MiB", "free_space_floor": 0}}
+
+
+def test_the_configured_sizes_policies_and_bounds_arrive() -> None:
+    with create_cache(config(host={"ratio": 3}, transfer={"write_pages_max": 7}), NAMESPACE) as cache:
+        assert (cache.device.pages, cache.host.pages) == (16, 48)
+        assert cache.controller.options.write_pages_max == 7
+        assert cache.options.prefetch_threshold_tokens == 4
+        assert not cache.host.pinned
+
+
+def test_a_mac_key_makes_stored_pages_keyed(tmp_path: Path) -> None:
+    key_file = tmp_path / "mac.key"
+    key_file.write_text("ab" * 32)
+    key_file.chmod(0o600)
+    settings = config(storage=file_storage(tmp_path / "pages"), integrity={"mac_key_file": str(key_file)})
+    with create_cache(settings, NAMESPACE) as cache:
+        pages = cache.alloc_pages(2)
+        assert pages is not None
+        cache.insert(RadixKey.of(list(range(8))), pages)
+        assert cache.drain(20)
+    stored = [path for path in (tmp_path / "pages").rglob("*") if path.is_file() and len(path.name) == 64]
+    assert len(stored) == 2
+    header = FrameHeader.parse(stored[0].read_bytes())
+    assert header is not None and header.tag_kind == TagKind.AES_256_GMAC
+
+
+def test_an_engine_may_size_l1_itself() -> None:
+    with create_cache(config(device={}), NAMESPACE, device_pages=5) as cache:
+        assert cache.device.pages == 5
+    with pytest.raises(ConfigError, match="size or tokens"):
+        create_cache(config(device={}), NAMESPACE)
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "message"),
+    [
+        ({"page_size": 8}, ConfigError, "page_size"),
+        ({"host": {"size": "1000TiB"}}, CapacityError, "available"),
+        ({"device": {"size": "1000TiB"}}, CapacityError, "free"),
+        ({"host": {"pin": "on"}}, ConfigError, "CUDA"),
+        ({"storage": {"type": "fil"}}, ConfigError, "file"),
+        ({"storage": {"type": "memory", "options": {"nonsense": 1}}}, ConfigError, "nonsense"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start(
+    sections: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        create_cache(config(**sections), NAMESPACE)
+
+
+def test_a_directory_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o700)
+    (theirs / "thesis.txt").write_text("important")
+    with pytest.raises(NotOurs):
+        create_cache(config(storage=file_storage(theirs)), NAMESPACE)
+    assert [path.name for path in theirs.iterdir()] == ["thesis.txt"]
+
+
+def test_a_store_too_small_for_one_page_is_refused(tmp_path: Path) -> None:
+    storage = {"type": "file", "options": {"path": str(tmp_path / "pages"), "capacity": 100, "free_space_floor": 0}}
+    with pytest.raises((InvalidInput, ConfigError)):
+        create_cache(config(storage=storage), NAMESPACE)

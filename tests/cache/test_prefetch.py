@@ -1,0 +1,247 @@
+"""Prefetch under every kind of trouble a backend can make: late, stuck, failing, dying, holding half of the chain."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.memory import MemoryBackend
+from hicache.cache import CacheOptions
+from hicache.controller import ControllerOptions
+from hicache.keys import page_keys
+from tests.cache.world import GEOMETRY, World, codec, memory_backend, prompt
+
+KEY = prompt(*range(1, 9))
+
+
+class TroubledBackend(MemoryBackend):
+    """A memory backend whose reads can be held, made to fail, or made to kill their thread."""
+
+    def __init__(self) -> None:
+        super().__init__(codec())
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.trouble: BaseException | None = None
+        self.calls = 0
+        self.hold_from_call = 0
+
+    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+        self.calls += 1
+        if self.calls > self.hold_from_call:
+            self.entered.set()
+            self.gate.wait(30)
+        if self.trouble is not None:
+            raise self.trouble
+        return super().batch_get(keys, frames, deadline=deadline)
+
+
+def stored(backend: MemoryBackend) -> None:
+    """Have an engine store KEY."""
+    world = World(backend=backend)
+    world.serve("store", KEY)
+    world.settle()
+    world.controller.backend = None  # keeps the backend open for the next engine
+    world.close()
+
+
+def timeout(seconds: float) -> CacheOptions:
+    return CacheOptions(
+        prefetch_threshold_tokens=4, load_back_threshold_tokens=4,
+        prefetch_timeout_base_s=seconds, prefetch_timeout_per_1024_tokens_s=0,
+    )  # fmt: skip
+
+
+def test_a_late_prefetch_gives_what_has_arrived_and_keeps_its_buffers_until_it_ends() -> None:
+    backend = TroubledBackend()
+    stored(backend)
+    backend.calls, backend.hold_from_call = 0, 2
+    backend.gate.clear()
+    world = World(backend=backend, options=timeout(0.3), controller_options=ControllerOptions(storage_batch_pages=2))
+    assert world.cache.prefetch_from_storage("a", KEY)
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    request = world.begin("a", KEY)
+    assert request is not None
+    assert request.storage_hit_tokens == 4 * GEOMETRY.page_size
+    world.cache.cache_finished_req(request, KEY)
+    lent = world.controller.statistics().queues.host_pages_lent
+    assert lent >= 8, "the stuck read must keep its pages"
+    backend.gate.set()
+    world.settle()
+    assert world.controller.statistics().queues.host_pages_lent == 0
+    world.close()
+
+
+def test_a_hole_in_the_chain_ends_the_hit_there() -> None:
+    backend = memory_backend()
+    stored(backend)
+    keys = page_keys(KEY.tokens, GEOMETRY.page_size)
+    backend.delete([keys[5]], deadline=float("inf"))
+    world = World(backend=backend)
+    assert world.serve("a", KEY).storage_hit_tokens == 5 * GEOMETRY.page_size
+    world.close()
+
+
+def test_a_page_that_vanishes_between_lookup_and_read_ends_the_hit_there() -> None:
+    class Vanishing(MemoryBackend):
+        def batch_get(
+            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+        ) -> list[GetOutcome]:
+            self.delete([page_keys(KEY.tokens, GEOMETRY.page_size)[3]], deadline=deadline)
+            return super().batch_get(keys, frames, deadline=deadline)
+
+    backend = Vanishing(codec())
+    stored(backend)
+    world = World(backend=backend)
+    assert world.serve("a", KEY).storage_hit_tokens == 3 * GEOMETRY.page_size
+    world.close()
+
+
+def test_an_exception_in_a_backend_is_a_miss_and_the_worker_lives_on() -> None:
+    backend = TroubledBackend()
+    stored(backend)
+    backend.trouble = RuntimeError("driver bug")
+    world = World(backend=backend)
+    assert world.serve("a", KEY).storage_hit_tokens == 0
+    backend.trouble = None
+    world.settle()
+    world.cache.evict(100)
+    while len(freed := world.cache.tree.evict_host(100)):
+        world.host.free(freed)
+    assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
+    statistics = world.controller.statistics()
+    assert statistics.worker_errors == {"io:RuntimeError": 1}
+    assert statistics.worker_restarts == 0
+    world.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_dies_is_a_miss_and_is_replaced() -> None:
+    backend = TroubledBackend()
+    stored(backend)
+    backend.trouble = SystemExit("not even an Exception")
+    world = World(backend=backend, controller_options=ControllerOptions(io_workers=1))
+    assert world.serve("a", KEY).storage_hit_tokens == 0
+    world.until(lambda: world.controller.statistics().worker_restarts == 1)
+    backend.trouble = None
+    world.settle()
+    world.cache.evict(100)
+    while len(freed := world.cache.tree.evict_host(100)):
+        world.host.free(freed)
+    assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
+    world.close()
+
+
+def test_a_stuck_worker_gets_a_substitute() -> None:
+    backend = TroubledBackend()
+    stored(backend)
+    backend.calls = 0
+    backend.gate.clear()
+    world = World(
+        backend=backend, options=timeout(0.2),
+        controller_options=ControllerOptions(io_workers=1, storage_deadline_s=0.1),
+    )  # fmt: skip
+    assert world.serve("a", KEY).storage_hit_tokens == 0
+    world.until(lambda: world.controller.statistics().workers_stuck == 1)
+    assert world.controller.statistics().workers_alive == 3
+    backend.gate.set()
+    world.close()
+
+
+def test_an_aborted_prefetch_gives_its_pages_back() -> None:
+    backend = TroubledBackend()
+    stored(backend)
+    backend.calls = 0
+    backend.gate.clear()
+    world = World(backend=backend)
+    assert world.cache.prefetch_from_storage("a", KEY)
+    world.until(backend.entered.is_set)
+    world.cache.abort_prefetch("a")
+    assert world.cache.check_prefetch_progress("a")
+    backend.gate.set()
+    world.close()
+    assert world.host.allocator.used_pages == world.cache.tree.host_pages
+
+
+def test_prefetches_over_the_bound_are_refused_and_counted() -> None:
+    backend = TroubledBackend()
+    stored(backend)
+    backend.calls = 0
+    backend.gate.clear()
+    world = World(backend=backend, controller_options=ControllerOptions(prefetch_operations_max=1))
+    assert world.cache.prefetch_from_storage("a", KEY)
+    assert not world.cache.prefetch_from_storage("b", prompt(7, 7, 7))
+    assert world.controller.statistics().refused == {"prefetch": 1}
+    backend.gate.set()
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.close()
+
+
+def test_a_prefetch_takes_no_more_than_its_share_of_the_host_pool() -> None:
+    backend = memory_backend()
+    stored(backend)
+    world = World(backend=backend, host_pages=8, options=CacheOptions(prefetch_threshold_tokens=4))
+    assert world.serve("a", KEY).storage_hit_tokens == 4 * GEOMETRY.page_size
+    world.close()
+
+
+def test_a_store_that_fails_is_tried_again_by_the_next_request() -> None:
+    class Refusing(MemoryBackend):
+        refuse = True
+
+        def batch_set(
+            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        ) -> list[SetOutcome]:
+            if self.refuse:
+                return [SetOutcome.REJECTED] * len(keys)
+            return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+
+    backend = Refusing(codec())
+    world = World(backend=backend)
+    world.serve("a", KEY)
+    world.settle()
+    assert backend.usage().pages == 0
+    assert world.cache.statistics().skipped["store_incomplete"] == 1
+    backend.refuse = False
+    world.serve("b", KEY)
+    world.settle()
+    assert backend.usage().pages == 8
+    world.close()
+
+
+def test_a_full_backup_queue_drops_the_newest_store() -> None:
+    class Slow(MemoryBackend):
+        gate = threading.Event()
+
+        def batch_set(
+            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        ) -> list[SetOutcome]:
+            self.gate.wait(30)
+            return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+
+    backend = Slow(codec())
+    world = World(backend=backend, controller_options=ControllerOptions(backup_bytes_max=2 * codec().frame_bytes))
+    world.serve("a", prompt(1, 2))
+    world.until(lambda: world.controller.statistics().queues.host_pages_lent == 2)
+    world.serve("b", prompt(3, 4))
+    world.until(lambda: world.controller.statistics().refused.get("backup") == 1)
+    backend.gate.set()
+    world.settle()
+    assert backend.usage().pages == 2
+    world.close()
+
+
+def test_closing_with_a_hung_store_ends_in_time_and_says_so() -> None:
+    backend = TroubledBackend()
+    stored(backend)
+    backend.calls = 0
+    backend.gate.clear()
+    world = World(backend=backend)
+    assert world.cache.prefetch_from_storage("a", KEY)
+    world.until(backend.entered.is_set)
+    assert not world.cache.close(timeout_s=0.2)
+    backend.gate.set()
+    world.until(lambda: world.controller.idle)

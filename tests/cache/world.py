@@ -1,0 +1,142 @@
+"""A small cache with an engine that computes nothing.
+
+Pages are filled with bytes derived from their page keys, and every page the cache hands out is compared with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.backends.base import StorageBackend
+from hicache.backends.memory import MemoryBackend
+from hicache.cache import CacheOptions, HiRadixCache, RequestKV
+from hicache.controller import ControllerOptions, HiCacheController
+from hicache.frame import FrameCodec
+from hicache.geometry import KVGeometry
+from hicache.keys import Namespace, RadixKey, page_keys
+from hicache.tiers import CopyEngine, HostPool, KVPool, create_copy_engine, create_device_pool
+from hicache.types import PageIds
+
+GEOMETRY = KVGeometry(layers=2, heads=1, head_dim=4, page_size=4, dtype="float32")
+NAMESPACE = Namespace(model="test", geometry=GEOMETRY)
+WAIT_S = 20.0
+
+
+def codec() -> FrameCodec:
+    return FrameCodec(NAMESPACE.digest, GEOMETRY.payload_bytes)
+
+
+class World:
+    """A cache of `device_pages` and `host_pages` over `backend`, and the engine's side of every call."""
+
+    def __init__(
+        self,
+        *,
+        device_pages: int = 16,
+        host_pages: int = 32,
+        backend: StorageBackend | None = None,
+        options: CacheOptions | None = None,
+        controller_options: ControllerOptions | None = None,
+        copies: Callable[[KVPool, HostPool], CopyEngine] = create_copy_engine,
+    ) -> None:
+        self.device = create_device_pool(GEOMETRY, device_pages)
+        self.host = HostPool(GEOMETRY, host_pages)
+        self.controller = HiCacheController(self.host, copies(self.device, self.host), backend, controller_options)
+        self.cache = HiRadixCache(
+            self.device,
+            self.host,
+            self.controller,
+            options or CacheOptions(prefetch_threshold_tokens=4, load_back_threshold_tokens=4),
+        )
+        self.wrong_pages = 0
+        self.compared_pages = 0
+
+    def fill(self, key: RadixKey, pages: PageIds, first: int) -> None:
+        """Write the bytes of pages `first ...` of `key` into L1, as a forward would."""
+        for number, page in list(zip(range(len(pages)), pages.tolist(), strict=True))[first:]:
+            expected = self.expected(key, number)
+            if expected is None:
+                break
+            for layer in range(GEOMETRY.layers):
+                for block, memory in enumerate(self.device.layer_blocks(layer)):
+                    memory.numpy()[page] = expected[layer][block]
+
+    def compare(self, key: RadixKey, pages: PageIds) -> None:
+        """Compare L1 with the bytes that the pages of `key` must have."""
+        for number, page in enumerate(pages.tolist()):
+            expected = self.expected(key, number)
+            assert expected is not None
+            self.compared_pages += 1
+            for layer in range(GEOMETRY.layers):
+                for block, memory in enumerate(self.device.layer_blocks(layer)):
+                    if not np.array_equal(memory.numpy()[page], expected[layer][block]):
+                        self.wrong_pages += 1
+
+    def expected(self, key: RadixKey, number: int) -> npt.NDArray[np.uint8] | None:
+        """uint8 [layers, 2, block_bytes] of one page, None for a partial one."""
+        keys = page_keys(key.tokens, GEOMETRY.page_size, key.seed)
+        if number >= len(keys):
+            return None
+        stream = hashlib.shake_128(keys[number]).digest(GEOMETRY.payload_bytes)
+        return np.frombuffer(stream, dtype=np.uint8).reshape(GEOMETRY.layers, 2, GEOMETRY.block_bytes)
+
+    def begin(self, rid: str, key: RadixKey) -> RequestKV | None:
+        """Admit a request, wait for its loads, compare what came from the cache and compute the rest."""
+        request = self.cache.begin_request(rid, key)
+        transfer = self.cache.start_loading()
+        if request is None:
+            return None
+        if transfer is not None:
+            for layer in range(GEOMETRY.layers):
+                transfer.wait_layer(layer)
+        shared = request.shared_pages
+        self.compare(key, request.pages[:shared])
+        self.fill(key, request.pages, shared)
+        return request
+
+    def serve(self, rid: str, key: RadixKey) -> RequestKV:
+        """A whole request, prefetch included; the returned object keeps its hit counts."""
+        self.cache.prefetch_from_storage(rid, key)
+        self.until(lambda: self.cache.check_prefetch_progress(rid))
+        request = self.begin(rid, key)
+        assert request is not None, "no room"
+        self.cache.cache_finished_req(request, key)
+        return request
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Step until `condition` holds."""
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, "waited too long"
+            self.step()
+
+    def step(self) -> None:
+        """One scheduler step with nothing else to do."""
+        if not self.cache.poll():
+            time.sleep(0.0005)  # lets the workers run; the deadline is in `until`
+        self.cache.check()
+
+    def settle(self) -> None:
+        """Step until no operation is under way."""
+        self.until(lambda: self.controller.idle)
+
+    def close(self) -> None:
+        self.settle()
+        assert self.cache.close()
+        self.cache.check()
+        assert self.wrong_pages == 0
+
+
+def memory_backend(capacity_bytes: int | None = None) -> MemoryBackend:
+    return MemoryBackend(codec(), capacity_bytes)
+
+
+def prompt(*pages: int, tail: int = 1, salt: str | None = None) -> RadixKey:
+    """A prompt of whole pages, each made of one number, and `tail` tokens more."""
+    tokens = [page for page in pages for _ in range(GEOMETRY.page_size)] + [999] * tail
+    return RadixKey.of(tokens, cache_salt=salt)

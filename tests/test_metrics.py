@@ -1,0 +1,163 @@
+"""The exporter: a scrape over HTTP shows what the snapshot says, under names that keep the rules."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from hicache.backends.base import BackendStatistics, GetOutcome, SetOutcome, Usage
+from hicache.errors import ConfigError, InvalidInput
+from hicache.metrics import BackendSnapshot, MetricKind, MetricSpec, SnapshotCollector, backend_metrics, serve_metrics
+
+Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A small tree as an engine would show."""
+
+    backends: tuple[BackendSnapshot, ...] = ()
+    hits: int = 0
+
+
+HITS: MetricSpec[Snapshot] = MetricSpec(
+    "hicache_hit_tokens_total", MetricKind.COUNTER, "Tokens found.", ("tier",), lambda s: [(("device",), s.hits)]
+)
+
+
+def file_backend(capacity_bytes: int | None = 1000) -> BackendSnapshot:
+    statistics = BackendStatistics(
+        gets={GetOutcome.HIT: 3, GetOutcome.CORRUPT: 1},
+        sets={SetOutcome.STORED: 5},
+        corrupt={"tag": 1},
+        errors={"ENOSPC": 2},
+        evicted_pages=4,
+        read_bytes=12288,
+        written_bytes=20480,
+    )
+    return BackendSnapshot("file", statistics, Usage(pages=7, bytes=28672, capacity_bytes=capacity_bytes))
+
+
+def scrape(port: int, host: str = "127.0.0.1") -> Scraped:
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    families = text_string_to_metric_families(text)
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def collector(snapshot: Snapshot, extra: Iterable[MetricSpec[Snapshot]] = ()) -> SnapshotCollector[Snapshot]:
+    return SnapshotCollector(lambda: snapshot, [*backend_metrics(lambda s: s.backends), *extra])
+
+
+def test_a_scrape_shows_the_statistics_of_each_backend() -> None:
+    with serve_metrics(collector(Snapshot((file_backend(),)))) as server:
+        found = scrape(server.port)
+
+    def value(name: str, **labels: str) -> float:
+        return found[f"hicache_backend_{name}", tuple(sorted({"backend": "file", **labels}.items()))]
+
+    assert value("get_pages_total", outcome="hit") == 3
+    assert value("get_pages_total", outcome="corrupt") == 1
+    assert value("set_pages_total", outcome="stored") == 5
+    assert value("corrupt_pages_total", reason="tag") == 1
+    assert value("errors_total", reason="ENOSPC") == 2
+    assert value("evicted_pages_total") == 4
+    assert value("transferred_bytes_total", direction="read") == 12288
+    assert value("transferred_bytes_total", direction="write") == 20480
+    assert (value("stored_pages"), value("stored_bytes"), value("capacity_bytes")) == (7, 28672, 1000)
+
+
+def test_outcomes_that_have_not_happened_are_zero_and_not_absent() -> None:
+    with serve_metrics(collector(Snapshot((file_backend(),)))) as server:
+        found = scrape(server.port)
+    outcomes = {dict(labels)["outcome"] for name, labels in found if name == "hicache_backend_get_pages_total"}
+    assert outcomes == {outcome.value for outcome in GetOutcome}
+    assert found["hicache_backend_get_pages_total", (("backend", "file"), ("outcome", "miss"))] == 0
+
+
+def test_a_capacity_that_the_server_sets_is_absent() -> None:
+    with serve_metrics(collector(Snapshot((file_backend(capacity_bytes=None),)))) as server:
+        assert not [name for name, _ in scrape(server.port) if name == "hicache_backend_capacity_bytes"]
+
+
+def test_every_scrape_takes_one_new_snapshot_and_registering_takes_none() -> None:
+    taken: list[Snapshot] = []
+
+    def snapshot() -> Snapshot:
+        taken.append(Snapshot(hits=len(taken)))
+        return taken[-1]
+
+    with serve_metrics(SnapshotCollector(snapshot, [HITS])) as server:
+        assert not taken
+        values = [scrape(server.port)["hicache_hit_tokens_total", (("tier", "device"),)] for _ in range(3)]
+    assert values == [0, 1, 2] and len(taken) == 3
+
+
+def test_a_snapshot_that_fails_is_a_failed_scrape_and_the_next_one_works(capfd: pytest.CaptureFixture[str]) -> None:
+    broken = [True]
+
+    def snapshot() -> Snapshot:
+        if broken.pop() if broken else False:
+            raise InvalidInput("not now")
+        return Snapshot(hits=1)
+
+    with serve_metrics(SnapshotCollector(snapshot, [HITS])) as server:
+        with pytest.raises(OSError):  # HTTP 500 or a closed connection
+            scrape(server.port)
+        assert scrape(server.port)["hicache_hit_tokens_total", (("tier", "device"),)] == 1
+    assert "not now" in capfd.readouterr().err
+
+
+def test_closing_frees_the_port_and_may_be_repeated() -> None:
+    server = serve_metrics(collector(Snapshot()))
+    server.close()
+    server.close()
+    with pytest.raises(OSError):
+        scrape(server.port)
+    serve_metrics(collector(Snapshot()), port=server.port).close()
+
+
+def test_a_client_that_never_asks_does_not_keep_others_waiting() -> None:
+    with (
+        serve_metrics(collector(Snapshot(), [HITS])) as server,
+        socket.create_connection(("127.0.0.1", server.port)),
+    ):
+        assert scrape(server.port)
+
+
+def test_only_loopback_is_listened_on_unless_allowed() -> None:
+    with pytest.raises(ConfigError, match="allow_remote"):
+        serve_metrics(collector(Snapshot()), "192.0.2.1")
+
+
+def test_a_port_that_is_taken_is_a_clear_error() -> None:
+    with serve_metrics(collector(Snapshot())) as server, pytest.raises(ConfigError, match="cannot listen"):
+        serve_metrics(collector(Snapshot()), port=server.port)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "text", "labels"),
+    [
+        ("hit_tokens_total", MetricKind.COUNTER, "Help.", ()),
+        ("hicache_Hits_total", MetricKind.COUNTER, "Help.", ()),
+        ("hicache_hits", MetricKind.COUNTER, "Help.", ()),
+        ("hicache_hits_total", MetricKind.GAUGE, "Help.", ()),
+        ("hicache_hits_total", MetricKind.COUNTER, "Help.", ("tenant",)),
+        ("hicache_hits_total", MetricKind.COUNTER, "", ()),
+    ],
+)
+def test_a_metric_that_breaks_the_naming_rules_is_refused(
+    name: str, kind: MetricKind, text: str, labels: tuple[str, ...]
+) -> None:
+    with pytest.raises(InvalidInput, match=name):
+        MetricSpec[Snapshot](name, kind, text, labels, lambda s: [])
+
+
+def test_two_metrics_of_one_name_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="hicache_hit_tokens_total"):
+        SnapshotCollector(Snapshot, [HITS, HITS])
