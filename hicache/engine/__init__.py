@@ -1,0 +1,32 @@
+"""A small reference engine: a real Llama forward over the paged pools, and a plain scheduler over the cache.
+
+It shows how an engine uses the cache, and it proves the cache: its results are the same bits whether a prefix was
+computed or came from any tier (`model` explains why). It is not built for speed.
+"""
+
+from .checkpoint import Checkpoint, LlamaConfig, load_checkpoint, load_tokenizer
+from .factory import BUNDLED_MODEL, create_engine
+from .model import TILE, LlamaModel, Span
+from .requests import EngineStatistics, FinishReason, RequestRecord, Update
+from .sampling import Sampling, greedy
+from .scheduler import Engine, EngineOptions
+
+__all__ = [
+    "BUNDLED_MODEL",
+    "TILE",
+    "Checkpoint",
+    "Engine",
+    "EngineOptions",
+    "EngineStatistics",
+    "FinishReason",
+    "LlamaConfig",
+    "LlamaModel",
+    "RequestRecord",
+    "Sampling",
+    "Span",
+    "Update",
+    "create_engine",
+    "greedy",
+    "load_checkpoint",
+    "load_tokenizer",
+]

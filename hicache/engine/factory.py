@@ -1,0 +1,47 @@
+"""From a configuration and a model folder to a running engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ..cache import create_cache
+from ..config import HiCacheConfig
+from ..errors import InvalidInput
+from ..keys import Namespace
+from ..tiers import MHATokenToKVPool, RequestToTokenPool
+from .checkpoint import Checkpoint, load_checkpoint
+from .model import TILE, LlamaModel
+from .scheduler import Engine, EngineOptions
+
+# A small model that comes with the package, so that an engine runs without a download.
+BUNDLED_MODEL = Path(__file__).parent / "assets" / "model"
+
+
+def create_engine(
+    config: HiCacheConfig,
+    model: Path | Checkpoint = BUNDLED_MODEL,
+    *,
+    options: EngineOptions | None = None,
+    device: torch.device | str = "cpu",
+    kv_dtype: str = "float32",
+) -> Engine:
+    """Load `model` (a folder, or a checkpoint loaded before), build its cache as `config` says, and the engine.
+
+    `kv_dtype` is what KV is kept in on all tiers; narrower than float32 saves memory and rounds. Raises ConfigError,
+    CapacityError and BackendError with what to change; nothing is left running then.
+    """
+    options = options or EngineOptions()
+    checkpoint = load_checkpoint(model) if isinstance(model, Path) else model
+    geometry = checkpoint.config.geometry(config.page_size, kv_dtype)
+    cache = create_cache(config, Namespace(checkpoint.fingerprint, geometry), device=device)
+    try:
+        if not isinstance(cache.device, MHATokenToKVPool):
+            raise InvalidInput("engine: a Llama model needs an MHA pool")
+        columns = -(-checkpoint.config.context_tokens // TILE) * TILE
+        rows = RequestToTokenPool(options.running_max, columns, device)
+        return Engine(LlamaModel(checkpoint.config, checkpoint.tensors, cache.device, rows), cache, options)
+    except BaseException:
+        cache.close()
+        raise

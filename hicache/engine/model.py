@@ -1,0 +1,244 @@
+"""A Llama forward over the paged KV pool whose results do not depend on what was cached.
+
+A token's KV and logits are the same bits whether its prefix was computed now, loaded from another tier or found on the
+device, however a prompt was cut into chunks, and whatever else runs beside it. That makes "cached equals computed" a
+test for equality instead of one for closeness. It holds by construction:
+
+1. All work is done in tiles of `TILE` consecutive positions of one request. Position p is always row p % TILE of tile
+   p // TILE. Rows that are not computed now are zeros.
+2. Every product of activations and weights is one call of the fixed shape [TILE, in] x [in, out]. BLAS libraries
+   choose kernels, and with them the order of a sum, by shape; so tiles are never stacked, however fast that would be.
+3. Attention of tile t runs over exactly (t + 1) * TILE keys, read from the pool: its shapes depend on the position
+   alone. KV of the tile itself goes through the pool too, so a pool of a narrower dtype rounds it once, for everybody.
+4. Row i of a matrix product, a normalisation or a softmax depends on row i of its input alone. Keys that lie after a
+   position get the score -inf, hence the weight 0; K and V behind the last token that is computed are replaced by
+   zeros, so that whatever the pool holds there (a freed page, a NaN) cannot pass through 0 * x.
+5. Products run on one thread, since the number of threads moves the cuts inside a sum, and operands lie in memory that
+   torch has aligned, since vector code treats the ends of unaligned rows in another way.
+
+The price is TILE rows of work for each decoded token. On CUDA the same construction holds as far as the device's
+libraries compute a fixed shape in a fixed order, which they do on one stream without TF32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import CapacityError, InvalidInput
+from ..tiers import MHATokenToKVPool, RequestToTokenPool, Transfer
+from .checkpoint import LlamaConfig
+
+# Positions per tile. Measured on one CPU core with the bundled model: 8 rows cost a prefill a quarter of its speed, 32
+# rows cost a decode step two fifths of it.
+TILE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens to compute: `tokens` are positions `start ..` of the request in row `row` of the request table.
+
+    REQUIRES: KV of all positions before `start` is in the pool, or arrives with the transfer given to `forward`; the
+    row names the slots of every position up to the last one; no two spans of a forward have the same row.
+    """
+
+    row: int
+    start: int
+    tokens: Sequence[int]
+
+
+class _Tile(NamedTuple):
+    row: int
+    number: int
+    first: int  # rows first .. last - 1 of the tile are computed
+    last: int
+
+
+class _Layer(NamedTuple):
+    """Weights of one layer, matrices `[out, in]`; projections that read the same input are one matrix."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    output: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+class LlamaModel:
+    """Weights in float32 on the pool's device, and the forward. Reads the request table, writes the KV pool.
+
+    Runs on the scheduler thread and computes to the end before it returns (CPU). Raises InvalidInput if the pools do
+    not fit the model.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        tensors: Mapping[str, torch.Tensor],
+        pool: MHATokenToKVPool,
+        requests: RequestToTokenPool,
+    ) -> None:
+        shape = pool.geometry
+        if (shape.layers, shape.heads, shape.head_dim) != (config.layers, config.kv_heads, config.head_dim):
+            raise InvalidInput(
+                f"model: {config.layers} layers of {config.kv_heads} KV heads of {config.head_dim}, but the pool has "
+                f"{shape.layers} of {shape.heads} of {shape.head_dim}"
+            )
+        columns = requests.table.shape[1]
+        if columns % TILE:
+            raise InvalidInput(f"model: the request table has {columns} columns, which is no multiple of {TILE}")
+        self.config = config
+        self.pool = pool
+        self.requests = requests
+        self.device = pool.device
+        self._embedding = self._weight(tensors, "model.embed_tokens.weight")
+        self._final_norm = self._weight(tensors, "model.norm.weight")
+        self._head = self._embedding if config.tied_embeddings else self._weight(tensors, "lm_head.weight")
+        self._layers = [self._load_layer(tensors, f"model.layers.{layer}") for layer in range(config.layers)]
+        # True where a key of the last tile lies after the query's position.
+        self._future = torch.ones((TILE, TILE), dtype=torch.bool, device=self.device).triu(1)
+        self._cos, self._sin = _rotary_tables(config, columns, self.device)
+
+    def _weight(self, tensors: Mapping[str, torch.Tensor], *names: str) -> torch.Tensor:
+        parts = [tensors[name].to(device=self.device, dtype=torch.float32) for name in names]
+        # A copy: tensors of a file are mapped wherever they lie in it, and a product wants aligned memory.
+        return torch.cat(parts).contiguous() if len(parts) > 1 else parts[0].clone()
+
+    def _load_layer(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> _Layer:
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        return _Layer(
+            self._weight(tensors, f"{prefix}.input_layernorm.weight"),
+            self._weight(tensors, *(f"{attention}.{name}_proj.weight" for name in "qkv")),
+            self._weight(tensors, f"{attention}.o_proj.weight"),
+            self._weight(tensors, f"{prefix}.post_attention_layernorm.weight"),
+            self._weight(tensors, f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
+            self._weight(tensors, f"{mlp}.down_proj.weight"),
+        )
+
+    @torch.inference_mode()
+    def forward(self, spans: Sequence[Span], transfer: Transfer | None = None) -> torch.Tensor:
+        """Compute the KV of all `spans` into the pool; returns the logits of each span's last token, float32
+        `[len(spans), vocab_size]`.
+
+        A prefill is a span of many tokens, a decode step a span of one; both may be in one call. `transfer` is waited
+        for layer by layer before the layer's KV is read. Raises InvalidInput for an empty span or a token outside the
+        vocabulary and CapacityError for a position beyond the table (nothing was computed then), TransferError if the
+        transfer failed (the pool then holds no usable KV of these spans).
+        """
+        for span in spans:
+            self._check_span(span)
+        with _single_thread():
+            tiles: list[_Tile] = []
+            states: list[torch.Tensor] = []
+            last_tiles = []
+            for span in spans:
+                self._cut(span, tiles, states)
+                last_tiles.append(len(tiles) - 1)
+            for layer in range(self.config.layers):
+                if transfer is not None:
+                    transfer.wait_layer(layer)
+                for position, tile in enumerate(tiles):
+                    states[position] = self._layer(layer, tile, states[position])
+            logits = torch.empty((len(spans), self.config.vocab_size), device=self.device)
+            for row, position in enumerate(last_tiles):
+                normed = self._norm(states[position], self._final_norm)
+                logits[row] = torch.mm(normed, self._head.t())[tiles[position].last - 1]
+        return logits
+
+    def _check_span(self, span: Span) -> None:
+        if not len(span.tokens) or span.start < 0:
+            raise InvalidInput(f"model: a span of {len(span.tokens)} tokens from position {span.start}")
+        if not (min(span.tokens) >= 0 and max(span.tokens) < self.config.vocab_size):
+            raise InvalidInput(f"model: a token id is outside 0 .. {self.config.vocab_size - 1}")
+        end = span.start + len(span.tokens)
+        if end > self.requests.table.shape[1]:
+            raise CapacityError(f"model: position {end - 1} is beyond a context of {self.requests.table.shape[1]}")
+
+    def _cut(self, span: Span, tiles: list[_Tile], states: list[torch.Tensor]) -> None:
+        """Append the tiles of `span` and their embedded tokens, `[TILE, hidden]` each."""
+        embedded = self._embedding[torch.tensor(span.tokens, dtype=torch.int64, device=self.device)]
+        position, done, count = span.start, 0, len(span.tokens)
+        while done < count:
+            index, first = divmod(position + done, TILE)
+            last = min(TILE, first + count - done)
+            state = torch.zeros((TILE, self.config.hidden_size), device=self.device)
+            state[first:last] = embedded[done : done + last - first]
+            tiles.append(_Tile(span.row, index, first, last))
+            states.append(state)
+            done += last - first
+
+    def _layer(self, layer: int, tile: _Tile, state: torch.Tensor) -> torch.Tensor:
+        """One layer of one tile, `[TILE, hidden]` in and out; writes the KV of the computed rows."""
+        weights = self._layers[layer]
+        normed = self._norm(state, weights.input_norm)
+        attended = self._attention(layer, tile, torch.mm(normed, weights.qkv.t()))
+        state = state + torch.mm(attended, weights.output.t())
+        gate, up = torch.mm(self._norm(state, weights.mlp_norm), weights.gate_up.t()).chunk(2, dim=1)
+        return state + torch.mm(F.silu(gate) * up, weights.down.t())
+
+    def _attention(self, layer: int, tile: _Tile, qkv: torch.Tensor) -> torch.Tensor:
+        """Causal attention of one tile: `[TILE, (heads + 2 * kv_heads) * head_dim]` to `[TILE, heads * head_dim]`."""
+        config = self.config
+        heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
+        group = heads // kv_heads
+        parts = qkv.view(TILE, heads + 2 * kv_heads, dim)
+        begin, keys = tile.number * TILE, (tile.number + 1) * TILE
+        turned = _rotate(parts[:, : heads + kv_heads], self._cos[begin:keys], self._sin[begin:keys])
+        slots = self.requests.table[tile.row, :keys]
+        computed = slice(tile.first, tile.last)
+        self.pool.set_kv_buffer(
+            layer,
+            slots[begin + tile.first : begin + tile.last].to(torch.int64),
+            turned[computed, heads:].to(self.pool.dtype),
+            parts[computed, heads + kv_heads :].to(self.pool.dtype),
+        )
+        k, v = (buffer.index_select(0, slots).to(torch.float32) for buffer in self.pool.get_kv_buffer(layer))
+        k[begin + tile.last :] = 0
+        v[begin + tile.last :] = 0
+        # Query heads that share a KV head become rows of one product: [kv_heads, group * TILE, dim].
+        q = turned[:, :heads].reshape(TILE, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+        scores = torch.bmm(q, k.permute(1, 2, 0)).mul_(1.0 / math.sqrt(dim))
+        scores.view(kv_heads, group, TILE, keys)[..., begin:].masked_fill_(self._future, -math.inf)
+        mixed = torch.bmm(torch.softmax(scores, dim=-1), v.permute(1, 0, 2))
+        return mixed.view(kv_heads, group, TILE, dim).permute(2, 0, 1, 3).reshape(TILE, heads * dim)
+
+    def _norm(self, state: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm (Zhang and Sennrich, 2019) over the last dimension."""
+        mean_square = state.pow(2).mean(dim=-1, keepdim=True)
+        return state * torch.rsqrt(mean_square + self.config.rms_norm_eps) * weight
+
+
+def _rotary_tables(config: LlamaConfig, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines `[positions, 1, head_dim]` of rotary embedding (Su et al., 2021), halves side by side."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), config.rope_theta**-exponents)
+    angles = torch.cat((angles, angles), dim=1)[:, None, :]
+    # In float64 first: an angle of some thousand radians has few digits left in float32.
+    return angles.cos().to(device, torch.float32), angles.sin().to(device, torch.float32)
+
+
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn `[TILE, heads, head_dim]` by the angles of its positions; dimension i is paired with i + head_dim / 2."""
+    left, right = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+@contextlib.contextmanager
+def _single_thread() -> Iterator[None]:
+    """Compute on the calling thread alone, then put back what the embedding program had set."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

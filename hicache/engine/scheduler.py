@@ -1,0 +1,410 @@
+"""Engine: a plain continuous-batching scheduler that uses the cache as a serving engine does.
+
+One step:
+
+    poll -> continue and admit prefills -> start_loading -> forward (waits layer by layer) -> cache_unfinished_req
+         -> extend, or preempt the youngest -> forward of one token each -> cache_finished_req of what ended
+
+First come, first served, with two exceptions: a request that waits for storage is overtaken by those that do not, and a
+preempted request keeps the place of its submission. Prefills longer than the step's budget go on in the next step.
+
+Locking design: all calls on one thread, which owns every field here; so there is no lock. No call does storage I/O or
+waits for any. The forward runs on this thread too, and waits there for copies from L2 alone.
+
+Invariant, verified by `check()`: a request that runs has a row of the request table of its own that names the slots of
+its pages, which hold at least its `kv_tokens`; a request that waits has none. Besides, the cache's own invariants.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from ..cache import HiRadixCache, RequestKV
+from ..errors import CapacityError, HiCacheError, InvalidInput, InvariantError, TransferError
+from ..keys import RadixKey
+from ..tiers import Transfer
+from .check import check_requests
+from .model import LlamaModel, Span
+from .requests import EngineStatistics, FinishReason, Request, RequestRecord, Update
+from .sampling import GREEDY, Sampling, pick
+
+# How often `run_until_done` looks whether storage or a copy has come on while there is nothing to compute. Shorter
+# burns the core that storage workers need, longer adds to the time to first token.
+IDLE_WAIT_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Bounds of the engine. More `running_max` shares each weight load among more requests on a GPU and needs more L1.
+
+    `prefill_tokens_max` bounds the prompt tokens of one step: larger ends prefills sooner, smaller lets running
+    requests get their next token sooner. `waiting_max` bounds the queue; beyond it `submit` refuses.
+    """
+
+    running_max: int = 8
+    prefill_tokens_max: int = 1024
+    waiting_max: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("running_max", "prefill_tokens_max", "waiting_max"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"engine: {name} must be at least 1, got {getattr(self, name)}")
+
+
+class Engine:
+    """See the module's docstring. Takes over `cache` (`close` closes it), whose L1 must be the pool of `model`.
+
+    `clock` gives the times of the records. Raises InvalidInput if model and cache do not belong together or the request
+    table has fewer rows than `running_max`.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        cache: HiRadixCache,
+        options: EngineOptions | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.options = options or EngineOptions()
+        if model.pool is not cache.device:
+            raise InvalidInput("engine: the model writes its KV to another pool than the cache's L1")
+        if model.requests.free_rows < self.options.running_max:
+            raise InvalidInput(
+                f"engine: {model.requests.free_rows} rows for {self.options.running_max} requests at once"
+            )
+        self.model = model
+        self.cache = cache
+        self._rows = model.requests
+        self._clock = clock
+        self._waiting: list[Request] = []  # by sequence
+        self._running: dict[str, Request] = {}  # in order of admission
+        self._updates: list[Update] = []
+        self._crowded = False  # after a preemption nobody is admitted until a request has ended
+        self._preempted = False  # this step has taken L1 from a request
+        self._worked = False  # the last step computed something
+        self._submitted = self._steps = 0
+        self._finished: Counter[FinishReason] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._hits: Counter[str] = Counter()
+
+    def submit(
+        self,
+        prompt_tokens: Sequence[int],
+        max_new_tokens: int,
+        *,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        ignore_eos: bool = False,
+        sampling: Sampling = GREEDY,
+    ) -> str:
+        """Queue a request and let storage start on its prefix; the request id. Does not block.
+
+        Raises InvalidInput for an empty prompt, a token outside the vocabulary or no token to
+        generate, CapacityError for a prompt that never fits into L1 or the context and for a full queue; nothing is
+        queued then.
+        """
+        tokens = [int(token) for token in prompt_tokens]
+        key = RadixKey.of(tokens, extra_key=extra_key, cache_salt=cache_salt)
+        if max_new_tokens < 1:
+            raise InvalidInput(f"engine: max_new_tokens must be at least 1, got {max_new_tokens}")
+        if max(tokens) >= self.model.config.vocab_size:
+            raise InvalidInput(f"engine: a token id is outside 0 .. {self.model.config.vocab_size - 1}")
+        # The last token that is generated is not computed again, so it needs no place.
+        positions, context = len(tokens) + max_new_tokens - 1, self._context_tokens
+        if positions > context:
+            raise CapacityError(f"engine: prompt and output take {positions} positions, the context has {context}")
+        self._require_fit(len(tokens))
+        if len(self._waiting) >= self.options.waiting_max:
+            raise CapacityError(f"engine: {len(self._waiting)} requests are waiting; submit again later")
+        rid = f"request-{self._submitted}"
+        request = Request(
+            rid, self._submitted, tokens, len(tokens), max_new_tokens, ignore_eos, key.seed, self._clock(), sampling
+        )
+        self._submitted += 1
+        self._waiting.append(request)
+        self.cache.prefetch_from_storage(rid, key)
+        return rid
+
+    def abort(self, rid: str) -> bool:
+        """End a request now; its record comes with the next step. False if there is no such request (any more)."""
+        request = self._running.get(rid) or next((r for r in self._waiting if r.rid == rid), None)
+        if request is None:
+            return False
+        self._end(request, FinishReason.ABORTED)
+        return True
+
+    def step(self) -> list[Update]:
+        """Compute one prefill chunk for those who need it and one token for those who run; what came of it.
+
+        Returns at once if all waiting requests wait for storage or room. Raises only for bugs: what fails with a typed
+        error ends its own request.
+        """
+        self._steps += 1
+        self._worked = self._preempted = False
+        self.cache.poll()
+        continued = [request for request in self._running.values() if request.prefilling]
+        budget = self.options.prefill_tokens_max
+        chunks: list[tuple[Request, int]] = []
+        for request in continued:
+            budget -= self._chunk(request, budget, chunks)
+        admitted = self._admit(budget, chunks)
+        transfer = self.cache.start_loading()
+        if chunks:
+            self._prefill(chunks, transfer, admitted)
+        self._decode()
+        updates, self._updates = self._updates, []
+        return updates
+
+    def run_until_done(self, timeout_s: float = math.inf) -> dict[str, RequestRecord]:
+        """Step until no request is left or `timeout_s` is over; the records of those that ended, by request id.
+
+        Sleeps `IDLE_WAIT_S` after a step that had nothing to compute.
+        """
+        deadline = time.monotonic() + timeout_s
+        records = {}
+        while (self._waiting or self._running or self._updates) and time.monotonic() < deadline:
+            updates = self.step()
+            records.update({update.rid: update.record for update in updates if update.record is not None})
+            self.rest()
+        return records
+
+    def rest(self) -> None:
+        """Sleep `IDLE_WAIT_S` if the last step had nothing to compute; call it between steps.
+
+        A loop that spins instead keeps the interpreter's lock, and the threads that read from storage wait for it.
+        """
+        if not self._worked:
+            time.sleep(IDLE_WAIT_S)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are not running (yet, or again)."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests with KV in L1."""
+        return len(self._running)
+
+    # Inside a step
+
+    def _chunk(self, request: Request, budget: int, chunks: list[tuple[Request, int]]) -> int:
+        """Plan the next tokens of a prefill; how many they are."""
+        count = min(budget, request.prefill_end - request.kv_tokens)
+        if count > 0:
+            chunks.append((request, count))
+        return max(0, count)
+
+    def _admit(self, budget: int, chunks: list[tuple[Request, int]]) -> list[Request]:
+        """Begin waiting requests while rows, budget and L1 permit.
+
+        Each gets a part of the budget, so that whoever has KV loaded takes part in the forward that waits for it.
+        """
+        admitted: list[Request] = []
+        if self._crowded and self._running:
+            return admitted
+        self._crowded = False
+        for request in self._waiting.copy():
+            if len(self._running) >= self.options.running_max or budget <= 0:
+                break
+            if not self.cache.check_prefetch_progress(request.rid):
+                continue
+            try:
+                kv = self.cache.begin_request(request.rid, request.key(len(request.tokens)))
+            except TransferError as error:
+                self._end(request, FinishReason.FAILED, error)
+                continue
+            if kv is None:
+                break
+            self._start(request, kv)
+            admitted.append(request)
+            budget -= self._chunk(request, budget, chunks)
+        return admitted
+
+    def _start(self, request: Request, kv: RequestKV) -> None:
+        row = self._rows.alloc()
+        if row is None:
+            raise InvariantError("engine: fewer rows are free than requests may run")
+        request.kv, request.row = kv, row
+        request.kv_tokens, request.prefill_end = kv.cached_tokens, len(request.tokens)
+        hits = {"device": kv.device_hit_tokens, "host": kv.host_hit_tokens, "storage": kv.storage_hit_tokens}
+        self._hits.update(hits)
+        if request.preemptions == 0:
+            request.hits = hits
+        self._waiting.remove(request)
+        self._running[request.rid] = request
+        self._write_row(request)
+
+    def _prefill(self, chunks: list[tuple[Request, int]], transfer: Transfer | None, admitted: list[Request]) -> None:
+        spans = [_span(request, count) for request, count in chunks]
+        try:
+            logits = self.model.forward(spans, transfer)
+        except TransferError as error:
+            # The others did not read what was to be loaded; they compute the same chunk again.
+            for request in admitted:
+                self._end(request, FinishReason.FAILED, error)
+            return
+        self._worked = True
+        for request, count in chunks:
+            request.kv_tokens += count
+            self._counts["computed"] += count
+            if request.preemptions:
+                request.recomputed_tokens += count
+            else:
+                request.computed_tokens += count
+            kv = request.held_kv()
+            pages = kv.pages
+            self.cache.cache_unfinished_req(kv, request.key(request.kv_tokens))
+            if kv.pages is not pages:
+                self._write_row(request)
+        self._sample([request for request, _ in chunks], logits)
+
+    def _decode(self) -> None:
+        batch: list[Request] = []
+        for request in sorted(self._running.values(), key=lambda request: request.sequence):
+            if request.rid in self._running and not request.prefilling and self._make_room(request):
+                batch.append(request)
+        if batch:
+            self._worked = True
+            logits = self.model.forward([_span(request, 1) for request in batch])
+            for request in batch:
+                request.kv_tokens += 1
+            self._sample(batch, logits)
+
+    def _make_room(self, request: Request) -> bool:
+        """A place for the next token's KV, taken from the youngest if need be; False if it gets none in this step.
+
+        At most one request a step is preempted: its pages may still be on their way to L2, which is no reason to
+        preempt another. Whoever runs alone waits for them, since nobody else holds pages for long.
+        """
+        kv = request.held_kv()
+        pages = kv.pages
+        while not self.cache.extend(kv, request.kv_tokens + 1):
+            try:
+                self._require_fit(request.kv_tokens + 1)
+            except CapacityError as error:
+                self._end(request, FinishReason.FAILED, error)
+                return False
+            if self._preempted or len(self._running) == 1:
+                return False
+            victim = max(self._running.values(), key=lambda other: other.sequence)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        if kv.pages is not pages:
+            self._write_row(request)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Send a request back to the queue; its KV goes to the tree, where it is found again if it is not evicted."""
+        self._release(request, share=True)
+        self._counts["preemptions"] += 1
+        request.preemptions += 1
+        self._preempted = self._crowded = True
+        self._waiting.append(request)
+        self._waiting.sort(key=lambda waiting: waiting.sequence)
+        self.cache.prefetch_from_storage(request.rid, request.key(len(request.tokens)))
+
+    def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
+        """Append the next token to those requests whose prefill is complete, and end those that have enough."""
+        tokens = pick(logits, [(request.sampling, len(request.tokens)) for request in requests])
+        for request, token in zip(requests, tokens, strict=True):
+            if request.prefilling:
+                continue
+            request.tokens.append(token)
+            self._counts["output"] += 1
+            if request.first_token_s is None:
+                request.first_token_s = self._clock()
+            if token in self.model.config.eos_tokens and not request.ignore_eos:
+                self._end(request, FinishReason.EOS, token=token)
+            elif len(request.tokens) - request.prompt_tokens >= request.max_new_tokens:
+                self._end(request, FinishReason.LENGTH, token=token)
+            else:
+                self._updates.append(Update(request.rid, (token,)))
+
+    def _end(
+        self, request: Request, reason: FinishReason, error: HiCacheError | None = None, token: int | None = None
+    ) -> None:
+        if request.rid in self._running:
+            self._release(request, share=reason in (FinishReason.EOS, FinishReason.LENGTH))
+        else:
+            self.cache.abort_prefetch(request.rid)
+            if request in self._waiting:
+                self._waiting.remove(request)
+        self._crowded = False
+        self._finished[reason] += 1
+        record = request.record(reason, error, self._clock())
+        self._updates.append(Update(request.rid, () if token is None else (token,), record))
+
+    def _release(self, request: Request, *, share: bool) -> None:
+        """Take a request off L1 and its row. What it shares ends before the last sampled token, which has no KV."""
+        self.cache.cache_finished_req(request.held_kv(), request.key(request.kv_tokens) if share else None)
+        if request.row is not None:
+            self._rows.free(request.row)
+        request.kv = request.row = None
+        request.kv_tokens = request.prefill_end = 0
+        del self._running[request.rid]
+
+    def _write_row(self, request: Request) -> None:
+        if request.row is not None:
+            self._rows.write(request.row, request.held_kv().pages, self.cache.page_size)
+
+    def _require_fit(self, tokens: int) -> None:
+        pages = -(-tokens // self.cache.page_size)
+        if pages > self.cache.device.pages:
+            raise CapacityError(
+                f"engine: {tokens} tokens need {pages} pages of KV, L1 has {self.cache.device.pages}; raise device.size"
+            )
+
+    @property
+    def _context_tokens(self) -> int:
+        return min(self.model.config.context_tokens, self._rows.table.shape[1])
+
+    # State
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot; the tiers have their own in `cache.statistics()`."""
+        return EngineStatistics(
+            waiting=len(self._waiting),
+            running=len(self._running),
+            steps=self._steps,
+            submitted=self._submitted,
+            finished=dict(self._finished),
+            preemptions=self._counts["preemptions"],
+            hit_tokens=dict(self._hits),
+            computed_tokens=self._counts["computed"],
+            output_tokens=self._counts["output"],
+        )
+
+    def check(self) -> None:
+        """Raises InvariantError if the cache's books or the invariant of this class are broken. Between steps only."""
+        self.cache.check()
+        check_requests(list(self._running.values()), self._waiting, self._rows, self.cache.page_size)
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Abort all requests and close the cache; blocks up to `timeout_s`. False if something did not end in time."""
+        for request in [*self._running.values(), *self._waiting]:
+            self._end(request, FinishReason.ABORTED)
+        return self.cache.close(timeout_s)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _span(request: Request, tokens: int) -> Span:
+    if request.row is None:
+        raise InvariantError(f"engine: {request.rid} runs without a row")
+    return Span(request.row, request.kv_tokens, request.tokens[request.kv_tokens : request.kv_tokens + tokens])

@@ -1,0 +1,331 @@
+"""The scheduler: who runs when, what ends how, and that nothing is lost on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from hicache.backends.memory import MemoryBackend
+from hicache.engine import Engine, EngineOptions, FinishReason
+from hicache.errors import CapacityError, InvalidInput, TransferError
+from hicache.frame import FrameCodec
+from hicache.tiers import Transfer
+from hicache.tiers.copy_cpu import CpuCopyEngine, CpuTransfer
+from hicache.types import PageIds
+from tests.engine.world import (
+    TINY,
+    WAIT_S,
+    Device,
+    assert_nothing_leaked,
+    drive,
+    generate,
+    make_engine,
+    random_checkpoint,
+    random_tokens,
+    settle,
+)
+
+CHECKPOINT = random_checkpoint()
+
+
+def plain_greedy(prompt: Sequence[int], new_tokens: int) -> tuple[int, ...]:
+    """Greedy tokens of a model without cache and scheduler: each step computes everything again."""
+    tokens, device = list(prompt), Device()
+    row = device.row(len(prompt) + new_tokens)
+    for _ in range(new_tokens):
+        tokens.append(int(device.forward(row, tokens).argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+class GatedBackend(MemoryBackend):
+    """A store that answers lookups only while its gate is open."""
+
+    def __init__(self, codec: FrameCodec) -> None:
+        super().__init__(codec)
+        self.gate = threading.Event()
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        self.gate.wait(WAIT_S)
+        return super().batch_exists(keys, deadline=deadline)
+
+
+def gated_engine() -> tuple[Engine, GatedBackend]:
+    backends: list[GatedBackend] = []
+
+    def make(codec: FrameCodec) -> GatedBackend:
+        backends.append(GatedBackend(codec))
+        return backends[0]
+
+    return make_engine(CHECKPOINT, backend=make), backends[0]
+
+
+def test_a_request_gets_the_tokens_of_plain_greedy_decoding() -> None:
+    prompt = random_tokens(37, seed=3)
+    with make_engine(CHECKPOINT) as engine:
+        record = generate(engine, prompt, 12)
+        assert record.output_tokens == plain_greedy(prompt, 12)
+        assert (record.reason, record.error) == (FinishReason.LENGTH, None)
+        assert (record.prompt_tokens, record.computed_tokens, record.hit_tokens) == (37, 37, 0)
+        assert record.first_token_s is not None and record.time_to_first_token_s is not None
+        assert record.arrival_s <= record.first_token_s <= record.finish_s
+        assert_nothing_leaked(engine)
+
+
+def test_a_repeated_prompt_hits_all_but_its_last_page() -> None:
+    prompt = random_tokens(40, seed=4)
+    with make_engine(CHECKPOINT, page_size=8) as engine:
+        first, second = generate(engine, prompt), generate(engine, prompt)
+        assert second.output_tokens == first.output_tokens
+        assert (second.device_hit_tokens, second.computed_tokens) == (32, 8)
+
+
+def test_generated_tokens_are_found_by_the_next_turn_but_the_last() -> None:
+    prompt = random_tokens(20, seed=5)
+    with make_engine(CHECKPOINT, page_size=4) as engine:
+        first = generate(engine, prompt, 8)
+        # All 28 tokens would fill 7 pages, but the one that was sampled last has no KV.
+        turn = [*prompt, *first.output_tokens, *random_tokens(5, seed=6)]
+        second = generate(engine, turn)
+        assert second.device_hit_tokens == 24 and second.output_tokens == plain_greedy(turn, 8)
+
+
+def test_a_batch_gives_each_request_what_it_gets_alone() -> None:
+    prompts = [random_tokens(length, seed=length) for length in (5, 16, 33, 50, 50, 1)]
+    with make_engine(CHECKPOINT, options=EngineOptions(running_max=4)) as engine:
+        rids = [engine.submit(prompt, 6, ignore_eos=True) for prompt in prompts]
+        records = drive(engine)
+        assert [records[rid].output_tokens for rid in rids] == [plain_greedy(prompt, 6) for prompt in prompts]
+        assert_nothing_leaked(engine)
+
+
+def test_the_same_prompt_twice_in_one_step_is_kept_once() -> None:
+    prompt = random_tokens(40, seed=7)
+    with make_engine(CHECKPOINT, page_size=8) as engine:
+        rids = [engine.submit(prompt, 6, ignore_eos=True) for _ in range(2)]
+        records = drive(engine)
+        assert records[rids[0]].output_tokens == records[rids[1]].output_tokens == plain_greedy(prompt, 6)
+        assert engine.cache.tree.device_evictable_pages + engine.cache.tree.device_protected_pages == 5
+        assert_nothing_leaked(engine)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 16, 1000])
+def test_long_prompts_are_computed_over_several_steps(budget: int) -> None:
+    prompts = [random_tokens(length, seed=length) for length in (45, 30)]
+    with make_engine(CHECKPOINT, options=EngineOptions(prefill_tokens_max=budget)) as engine:
+        rids = [engine.submit(prompt, 4, ignore_eos=True) for prompt in prompts]
+        records = drive(engine)
+        assert [records[rid].output_tokens for rid in rids] == [plain_greedy(prompt, 4) for prompt in prompts]
+        assert [records[rid].computed_tokens for rid in rids] == [45, 30]
+        assert_nothing_leaked(engine)
+
+
+def test_the_end_of_text_ends_a_request_unless_it_is_ignored() -> None:
+    prompt = random_tokens(10, seed=8)
+    tokens = plain_greedy(prompt, 8)
+    config = dataclasses.replace(TINY, eos_tokens=frozenset({tokens[3]}))
+    with make_engine(random_checkpoint(config)) as engine:
+        rid = engine.submit(prompt, 8)
+        record = drive(engine)[rid]
+        assert record.reason is FinishReason.EOS
+        assert record.output_tokens == tokens[: tokens.index(tokens[3]) + 1]
+        assert generate(engine, prompt, 8).output_tokens == tokens
+
+
+def test_tenants_and_adapters_share_nothing() -> None:
+    prompt = random_tokens(40, seed=9)
+    with make_engine(CHECKPOINT) as engine:
+        records = [generate(engine, prompt, cache_salt=salt) for salt in (None, "a", "b", "a")]
+        assert [record.hit_tokens for record in records] == [0, 0, 0, 32]
+        rid = engine.submit(prompt, 8, extra_key="a", ignore_eos=True)
+        assert drive(engine)[rid].hit_tokens == 0
+
+
+def test_a_crowded_l1_preempts_the_youngest_and_changes_no_token() -> None:
+    prompts = [random_tokens(24, seed=seed) for seed in (10, 11, 12)]
+    expected = [plain_greedy(prompt, 40) for prompt in prompts]
+    with make_engine(CHECKPOINT, page_size=8, device_pages=14) as engine:
+        rids = [engine.submit(prompt, 40, ignore_eos=True) for prompt in prompts]
+        records = drive(engine)
+        assert [records[rid].output_tokens for rid in rids] == expected
+        assert records[rids[0]].preemptions == 0 and records[rids[2]].preemptions > 0
+        assert engine.statistics().preemptions == sum(record.preemptions for record in records.values())
+        assert_nothing_leaked(engine)
+
+
+def test_a_request_that_outgrows_l1_fails_with_a_typed_error() -> None:
+    with make_engine(CHECKPOINT, page_size=8, device_pages=4) as engine:
+        rid = engine.submit(random_tokens(20, seed=13), 40, ignore_eos=True)
+        record = drive(engine)[rid]
+        assert record.reason is FinishReason.FAILED and isinstance(record.error, CapacityError)
+        assert len(record.output_tokens) == 13  # 32 tokens have KV, and one more was sampled
+        assert record.preemptions == 0
+        assert_nothing_leaked(engine)
+        assert generate(engine, random_tokens(20, seed=14)).reason is FinishReason.LENGTH
+
+
+def test_a_request_waits_while_l1_has_no_room() -> None:
+    with make_engine(CHECKPOINT, page_size=8, device_pages=8) as engine:
+        rids = [engine.submit(random_tokens(60, seed=seed), 4, ignore_eos=True) for seed in (15, 16)]
+        engine.step()
+        assert (engine.running, engine.waiting) == (1, 1)
+        assert drive(engine).keys() == set(rids)
+        assert_nothing_leaked(engine)
+
+
+def test_what_can_never_run_is_refused_at_once() -> None:
+    options = EngineOptions(waiting_max=1)
+    with make_engine(CHECKPOINT, page_size=8, device_pages=4, options=options) as engine:
+        for prompt, new_tokens in (([], 1), ([1], 0), ([TINY.vocab_size], 1), ([-1], 1)):
+            with pytest.raises(InvalidInput):
+                engine.submit(prompt, new_tokens)
+        with pytest.raises(InvalidInput, match="cache_salt"):
+            engine.submit([1], 1, cache_salt="")
+        with pytest.raises(CapacityError, match="L1 has 4"):
+            engine.submit([1] * 33, 1)
+        with pytest.raises(CapacityError, match="context"):
+            engine.submit([1], TINY.context_tokens + 1)
+        engine.submit([1], 1)
+        with pytest.raises(CapacityError, match="waiting"):
+            engine.submit([1], 1)
+        assert len(drive(engine)) == 1
+        assert engine.statistics().submitted == 1
+        assert_nothing_leaked(engine)
+
+
+def test_options_and_parts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="running_max"):
+        EngineOptions(running_max=0)
+    with make_engine(CHECKPOINT) as engine, make_engine(CHECKPOINT) as other:
+        with pytest.raises(InvalidInput, match="another pool"):
+            Engine(engine.model, other.cache)
+        with pytest.raises(InvalidInput, match="rows"):
+            Engine(engine.model, engine.cache, EngineOptions(running_max=9))
+
+
+def test_requests_that_wait_for_storage_are_overtaken_and_steps_return() -> None:
+    engine, backend = gated_engine()
+    with engine:
+        slow = engine.submit(random_tokens(40, seed=17), 4, ignore_eos=True)
+        quick = engine.submit(random_tokens(8, seed=18), 4, ignore_eos=True)  # one page: nothing to ask storage for
+        records = drive(engine, until=lambda: engine.running == 0 and engine.waiting == 1)
+        assert records.keys() == {quick}
+        assert [engine.step() for _ in range(50)] == [[]] * 50 and engine.waiting == 1
+        backend.gate.set()
+        assert drive(engine).keys() == {slow}
+        assert_nothing_leaked(engine)
+
+
+def test_run_until_done_gives_up_at_its_time_and_goes_on_later() -> None:
+    engine, backend = gated_engine()
+    with engine:
+        rid = engine.submit(random_tokens(40, seed=19), 4)
+        assert engine.run_until_done(timeout_s=0.01) == {} and engine.waiting == 1
+        backend.gate.set()
+        assert engine.run_until_done(timeout_s=WAIT_S).keys() == {rid}
+
+
+def test_a_request_may_be_aborted_while_it_waits_for_storage() -> None:
+    engine, backend = gated_engine()
+    with engine:
+        rid = engine.submit(random_tokens(40, seed=20), 4)
+        engine.step()
+        assert engine.abort(rid) and not engine.abort(rid)
+        record = drive(engine)[rid]
+        assert (record.reason, record.first_token_s, record.output_tokens) == (FinishReason.ABORTED, None, ())
+        backend.gate.set()
+        assert_nothing_leaked(engine)
+        assert engine.cache.statistics().skipped["prefetch_too_late"] == 1  # what storage found was not read
+
+
+def test_a_request_may_be_aborted_before_in_and_after_its_prefill() -> None:
+    with make_engine(CHECKPOINT, options=EngineOptions(prefill_tokens_max=10)) as engine:
+        expected_outputs = []
+        for steps in range(8):  # 0: waiting; 1 to 3: within the prefill of 34 tokens; then decoding
+            rid = engine.submit(random_tokens(34, seed=21), 20, cache_salt=f"{steps}", ignore_eos=True)
+            for _ in range(steps):
+                engine.step()
+                engine.check()
+            assert engine.abort(rid)
+            engine.check()
+            record = drive(engine)[rid]
+            assert record.reason is FinishReason.ABORTED
+            expected_outputs.append(len(record.output_tokens))
+            assert_nothing_leaked(engine)
+        assert expected_outputs == [0, 0, 0, 0, 2, 3, 4, 5]
+        assert engine.statistics().finished == {FinishReason.ABORTED: 8}
+
+
+def test_a_preempted_request_may_be_aborted() -> None:
+    with make_engine(CHECKPOINT, page_size=8, device_pages=8) as engine:
+        rids = [engine.submit(random_tokens(24, seed=seed), 30, ignore_eos=True) for seed in (22, 23)]
+        drive(engine, until=lambda: engine.statistics().preemptions > 0)
+        assert engine.abort(rids[1])
+        records = drive(engine)
+        assert records[rids[1]].reason is FinishReason.ABORTED and records[rids[1]].output_tokens
+        assert records[rids[0]].reason is FinishReason.LENGTH
+        assert_nothing_leaked(engine)
+
+
+def test_an_unknown_request_is_not_aborted() -> None:
+    with make_engine(CHECKPOINT) as engine:
+        assert not engine.abort("request-0")
+
+
+class FailingLoads(CpuCopyEngine):
+    """A copy engine that never brings a page back."""
+
+    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
+        transfer = CpuTransfer(self.device.geometry.layers)
+        transfer.fail(TransferError("the copy failed"))
+        return transfer
+
+
+def test_a_failed_load_fails_the_request_that_needs_it_and_no_token_comes_of_it() -> None:
+    prompt = random_tokens(40, seed=24)
+    with make_engine(CHECKPOINT, copies=FailingLoads) as engine:
+        generate(engine, prompt)
+        settle(engine)
+        running = engine.submit(random_tokens(20, seed=25), 30, ignore_eos=True)
+        engine.step()
+        engine.cache.evict(engine.cache.tree.device_evictable_pages)
+        failed = engine.submit(prompt, 4)
+        later = engine.submit(prompt, 4)
+        records = drive(engine)
+        assert records[running].output_tokens == plain_greedy(random_tokens(20, seed=25), 30)
+        for rid in (failed, later):
+            assert records[rid].reason is FinishReason.FAILED and isinstance(records[rid].error, TransferError)
+            assert records[rid].output_tokens == ()
+        settle(engine)
+
+
+def test_closing_aborts_what_is_left_and_leaks_nothing() -> None:
+    engine = make_engine(CHECKPOINT, options=EngineOptions(running_max=1))
+    for seed in (26, 27):
+        engine.submit(random_tokens(20, seed=seed), 50, ignore_eos=True)
+    engine.step()
+    assert engine.close()
+    assert engine.running == engine.waiting == 0
+    assert engine.statistics().finished == {FinishReason.ABORTED: 2}
+    assert engine.model.requests.free_rows == 1
+    engine.check()
+
+
+def test_records_carry_the_times_of_the_engine_s_clock() -> None:
+    ticks = iter(range(100))
+    with make_engine(CHECKPOINT) as made:
+        engine = Engine(made.model, made.cache, clock=lambda: float(next(ticks)))
+        record = generate(engine, random_tokens(5, seed=28), 3)
+        assert (record.arrival_s, record.first_token_s, record.finish_s) == (0.0, 1.0, 2.0)
+
+
+def test_statistics_add_up() -> None:
+    with make_engine(CHECKPOINT) as engine:
+        records = [generate(engine, random_tokens(40, seed=29), 5) for _ in range(3)]
+        totals = engine.statistics()
+        assert totals.submitted == 3 and totals.finished == {FinishReason.LENGTH: 3}
+        assert totals.computed_tokens + sum(totals.hit_tokens.values()) == 3 * 40
+        assert totals.hit_tokens["device"] == sum(record.device_hit_tokens for record in records) == 64
+        assert totals.output_tokens == 15 and (totals.waiting, totals.running) == (0, 0)

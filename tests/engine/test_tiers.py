@@ -1,0 +1,225 @@
+"""A real model over all three tiers: whatever tier a prefix comes from, KV bytes and greedy tokens are the same.
+
+And the other way round: KV that was zeroed on any tier must change the tokens, or the tests above would prove nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from hicache.backends import StorageBackend
+from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.backends.memory import MemoryBackend
+from hicache.engine import BUNDLED_MODEL, Checkpoint, Engine, load_checkpoint, load_tokenizer
+from hicache.frame import FRAME_ALIGN, HEADER_BYTES, FrameCodec
+from hicache.keys import RadixKey, page_keys, token_bytes
+from tests.engine.world import (
+    assert_nothing_leaked,
+    drive,
+    generate,
+    make_engine,
+    random_checkpoint,
+    random_tokens,
+    settle,
+)
+
+PAGE_SIZE = 16
+TEXTS = BUNDLED_MODEL.parent / "texts"
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Checkpoint:
+    return load_checkpoint(BUNDLED_MODEL)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    """The bundled texts as tokens."""
+    tokenizer = load_tokenizer(BUNDLED_MODEL)
+    return [tokenizer.encode(path.read_text()).ids for path in sorted(TEXTS.glob("*.txt"))]
+
+
+def open_storage(kind: str, path: Path, codec: FrameCodec) -> StorageBackend:
+    return MemoryBackend(codec) if kind == "memory" else FileBackend(codec, FileBackendOptions(str(path), None, 0))
+
+
+def conversations(texts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Prompts that share prefixes of several lengths and come back after others have passed by."""
+    rounds = []
+    for length in (120, 200, 260):  # each turn of a conversation extends the one before
+        rounds += [list(text[:length]) for text in texts[:5]]
+    return [*rounds, *(list(text[:150]) + list(other[400:440]) for text, other in itertools.pairwise(texts[:5]))]
+
+
+def outputs(engine: Engine, prompts: Sequence[Sequence[int]], *, salted: bool) -> list[tuple[int, ...]]:
+    """Greedy tokens of all prompts, four requests at a time; `salted` ones share nothing with anybody."""
+    found = []
+    for first in range(0, len(prompts), 4):
+        rids = [
+            engine.submit(prompt, 6, cache_salt=f"{first}-{i}" if salted else None, ignore_eos=True)
+            for i, prompt in enumerate(prompts[first : first + 4])
+        ]
+        records = drive(engine)
+        found += [records[rid].output_tokens for rid in rids]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_tokens_are_the_same_from_every_tier(
+    kind: str, tmp_path: Path, bundled: Checkpoint, texts: list[list[int]]
+) -> None:
+    prompts = conversations(texts)
+    with make_engine(bundled, page_size=PAGE_SIZE, device_pages=100, host_pages=4) as engine:
+        expected = outputs(engine, prompts, salted=True)
+        assert sum(engine.statistics().hit_tokens.values()) == 0
+    assert len(set(expected)) > len(expected) // 2  # the model does answer to its prompt
+    # L1 holds one batch, L2 half of the conversations.
+    with make_engine(
+        bundled,
+        page_size=PAGE_SIZE,
+        device_pages=72,
+        host_pages=80,
+        backend=lambda codec: open_storage(kind, tmp_path / "store", codec),
+    ) as engine:
+        assert outputs(engine, prompts, salted=False) == expected
+        settle(engine)
+        assert outputs(engine, prompts, salted=False) == expected
+        hits = engine.statistics().hit_tokens
+        assert min(hits["device"], hits["host"], hits["storage"]) > 0, hits
+        assert_nothing_leaked(engine)
+
+
+def test_a_restarted_engine_finds_its_pages_in_the_file_store(tmp_path: Path) -> None:
+    checkpoint, prompt = random_checkpoint(), random_tokens(100, seed=1)
+
+    def file_store(codec: FrameCodec) -> StorageBackend:
+        return open_storage("file", tmp_path / "store", codec)
+
+    with make_engine(checkpoint, backend=file_store) as engine:
+        expected = generate(engine, prompt)
+    with make_engine(checkpoint, backend=file_store) as engine:
+        again = generate(engine, prompt)
+        assert again.output_tokens == expected.output_tokens
+        assert (again.storage_hit_tokens, again.computed_tokens) == (96, 4)
+    with make_engine(random_checkpoint(seed=1), backend=file_store) as engine:
+        assert generate(engine, prompt).hit_tokens == 0  # other weights, other namespace
+
+
+class Stack:
+    """An engine over a memory store, one prompt whose KV lies on every tier, and its tokens and KV bytes."""
+
+    def __init__(self, storage: MemoryBackend | None = None) -> None:
+        self.prompt = random_tokens(100, seed=2)
+        self._storage = storage
+        self.engine = make_engine(random_checkpoint(), backend=self._open)
+        self.record = generate(self.engine, self.prompt)
+        settle(self.engine)
+
+    def _open(self, codec: FrameCodec) -> StorageBackend:
+        self.storage = self._storage or MemoryBackend(codec)
+        return self.storage
+
+    def kv(self) -> list[torch.Tensor]:
+        """The KV of the prompt's whole pages as it lies in L1."""
+        match = self.engine.cache.match_prefix(RadixKey.of(self.prompt))
+        assert match.host_hit_pages == 0
+        pool = self.engine.cache.device
+        blocks = [block for layer in range(pool.geometry.layers) for block in pool.layer_blocks(layer)]
+        return [block[torch.from_numpy(match.device_pages.copy())] for block in blocks]
+
+    def leave_device(self) -> None:
+        tree = self.engine.cache.tree
+        self.engine.cache.evict(tree.device_evictable_pages)
+        assert tree.device_evictable_pages == 0
+
+    def leave_host(self) -> None:
+        """Take everything off L1 and L2, by asking for more L2 than there is."""
+        self.leave_device()
+        cache = self.engine.cache
+        cache.host.free(cache.tree.evict_host(cache.host.pages))
+        assert cache.tree.node_count == 0
+
+    def host_pages(self) -> list[int]:
+        match = self.engine.cache.match_prefix(RadixKey.of(self.prompt))
+        assert match.host_hit_pages == match.pages
+        nodes = self.engine.cache.tree.span(match.node, match.pages)
+        return [page for node in nodes if node.host is not None for page in node.host.tolist()]
+
+    def stored_keys(self) -> list[bytes]:
+        return page_keys(token_bytes(self.prompt), self.engine.cache.page_size)
+
+
+def test_kv_bytes_are_the_same_after_the_way_through_l2_and_l3() -> None:
+    stack = Stack()
+    with stack.engine as engine:
+        computed = stack.kv()
+        stack.leave_device()
+        from_host = generate(engine, stack.prompt)
+        assert (from_host.host_hit_tokens, from_host.output_tokens) == (96, stack.record.output_tokens)
+        assert all(map(torch.equal, stack.kv(), computed))
+        settle(engine)
+        stack.leave_host()
+        from_storage = generate(engine, stack.prompt)
+        assert (from_storage.storage_hit_tokens, from_storage.output_tokens) == (96, stack.record.output_tokens)
+        assert all(map(torch.equal, stack.kv(), computed))
+
+
+def test_a_second_engine_gets_the_same_kv_bytes_from_the_store() -> None:
+    first = Stack()
+    with first.engine:
+        second = Stack(first.storage)
+        with second.engine:
+            assert second.record.storage_hit_tokens == 96
+            assert second.record.output_tokens == first.record.output_tokens
+            assert all(map(torch.equal, second.kv(), first.kv()))
+
+
+def test_zeroed_kv_on_l1_changes_the_tokens() -> None:
+    stack = Stack()
+    with stack.engine as engine:
+        match = engine.cache.match_prefix(RadixKey.of(stack.prompt))
+        for layer in range(engine.cache.device.geometry.layers):
+            for block in engine.cache.device.layer_blocks(layer):
+                block[torch.from_numpy(match.device_pages.copy())] = 0
+        again = generate(engine, stack.prompt)
+        assert again.device_hit_tokens == 96 and again.output_tokens != stack.record.output_tokens
+
+
+def test_zeroed_kv_on_l2_changes_the_tokens() -> None:
+    stack = Stack()
+    with stack.engine as engine:
+        stack.leave_device()
+        for page in stack.host_pages():
+            payload = engine.cache.host.payload(page)
+            payload[:] = bytes(len(payload))
+        again = generate(engine, stack.prompt)
+        assert again.host_hit_tokens == 96 and again.output_tokens != stack.record.output_tokens
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_zeroed_kv_on_l3_is_a_miss_unless_it_is_sealed_anew(sealed: bool) -> None:
+    stack = Stack()
+    with stack.engine as engine:
+        parent: bytes | None = None
+        for key in stack.stored_keys():
+            frame = bytearray(stack.storage.peek(key) or b"")
+            end = HEADER_BYTES + stack.storage.codec.payload_bytes
+            assert len(frame) % FRAME_ALIGN == 0 and any(frame[HEADER_BYTES:end])
+            frame[HEADER_BYTES:end] = bytes(end - HEADER_BYTES)
+            if sealed:
+                frame[:HEADER_BYTES] = bytes(HEADER_BYTES)
+                stack.storage.codec.seal(key, memoryview(frame), parent=parent)
+            stack.storage.poke(key, bytes(frame))
+            parent = key
+        stack.leave_host()
+        again = generate(engine, stack.prompt)
+        if sealed:
+            assert again.storage_hit_tokens == 96 and again.output_tokens != stack.record.output_tokens
+        else:
+            assert again.hit_tokens == 0 and again.output_tokens == stack.record.output_tokens
+            assert sum(stack.storage.statistics().corrupt.values()) > 0

@@ -1,0 +1,158 @@
+"""Small models, pools and engines for the tests of the reference engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from hicache.backends import StorageBackend
+from hicache.cache import CacheOptions, HiRadixCache
+from hicache.controller import HiCacheController
+from hicache.engine import TILE, Checkpoint, Engine, EngineOptions, LlamaConfig, LlamaModel, RequestRecord, Span
+from hicache.frame import FrameCodec
+from hicache.keys import Namespace
+from hicache.tiers import CopyEngine, HostPool, KVPool, MHATokenToKVPool, RequestToTokenPool, create_copy_engine
+
+WAIT_S = 60.0
+
+TINY = LlamaConfig(
+    vocab_size=97, hidden_size=48, intermediate_size=80, layers=2, heads=6, kv_heads=2, head_dim=16, context_tokens=512
+)
+
+
+def random_tensors(config: LlamaConfig, seed: int = 0, std: float = 0.15) -> dict[str, torch.Tensor]:
+    """Weights so large that attention matters to the result."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * std + (1.0 if len(shape) == 1 else 0.0)
+        for name, shape in config.tensor_shapes().items()
+    }
+
+
+def random_checkpoint(config: LlamaConfig = TINY, seed: int = 0) -> Checkpoint:
+    return Checkpoint(config, random_tensors(config, seed), f"random-{seed}")
+
+
+def random_tokens(count: int, seed: int, config: LlamaConfig = TINY) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = torch.randint(2, config.vocab_size, (count,), generator=generator).tolist()
+    return tokens
+
+
+class Device:
+    """A model with its pool and request table, and rows that are given pages by hand."""
+
+    def __init__(
+        self,
+        config: LlamaConfig = TINY,
+        *,
+        page_size: int = 16,
+        pages: int = 96,
+        dtype: str = "float32",
+        tensors: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.pool = MHATokenToKVPool(config.geometry(page_size, dtype), pages)
+        self.rows = RequestToTokenPool(8, -(-config.context_tokens // TILE) * TILE)
+        self.model = LlamaModel(config, tensors or random_tensors(config), self.pool, self.rows)
+
+    def poison(self) -> None:
+        """Fill the whole pool with NaN, the padding page and stale pages included."""
+        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+            buffer.fill_(float("nan"))
+
+    def row(self, tokens: int, *, shuffle: int | None = None) -> int:
+        """A row with pages for `tokens` tokens, in a random order if `shuffle` is a seed."""
+        size = self.pool.geometry.page_size
+        row, pages = self.rows.alloc(), self.pool.allocator.alloc(-(-tokens // size))
+        assert row is not None and pages is not None
+        if shuffle is not None:
+            np.random.default_rng(shuffle).shuffle(pages)
+        self.rows.write(row, pages, size)
+        return row
+
+    def forward(self, row: int, tokens: Sequence[int], start: int = 0) -> torch.Tensor:
+        """Compute `tokens` from position `start` on; the logits of the last, `[vocab_size]`."""
+        return self.model.forward([Span(row, start, tokens)])[0]
+
+    def kv(self, row: int, tokens: int) -> torch.Tensor:
+        """The KV bytes of the first tokens of a row, `[layers * 2, tokens, bytes]` uint8."""
+        slots = self.rows.table[row, :tokens]
+        buffers = (*self.pool.k_buffer, *self.pool.v_buffer)
+        return torch.stack([buffer[slots].reshape(tokens, -1).view(torch.uint8) for buffer in buffers])
+
+
+def make_engine(
+    checkpoint: Checkpoint,
+    *,
+    page_size: int = 8,
+    device_pages: int = 64,
+    host_pages: int = 128,
+    backend: Callable[[FrameCodec], StorageBackend] | None = None,
+    copies: Callable[[KVPool, HostPool], CopyEngine] = create_copy_engine,
+    options: EngineOptions | None = None,
+) -> Engine:
+    """An engine whose cache takes every hit, however short."""
+    options = options or EngineOptions()
+    geometry = checkpoint.config.geometry(page_size)
+    pool, host = MHATokenToKVPool(geometry, device_pages), HostPool(geometry, host_pages)
+    codec = FrameCodec(Namespace(checkpoint.fingerprint, geometry).digest, geometry.payload_bytes)
+    controller = HiCacheController(host, copies(pool, host), None if backend is None else backend(codec))
+    thresholds = CacheOptions(
+        load_back_threshold_tokens=1, prefetch_threshold_tokens=1, prefetch_timeout_base_s=WAIT_S, prefetch_host_share=1
+    )
+    rows = RequestToTokenPool(options.running_max, -(-checkpoint.config.context_tokens // TILE) * TILE)
+    model = LlamaModel(checkpoint.config, checkpoint.tensors, pool, rows)
+    return Engine(model, HiRadixCache(pool, host, controller, thresholds), options)
+
+
+def drive(engine: Engine, until: Callable[[], bool] | None = None) -> dict[str, RequestRecord]:
+    """Step, checking every invariant after each step, until no request is left or `until` holds; the records."""
+    deadline = time.monotonic() + WAIT_S
+    records: dict[str, RequestRecord] = {}
+    while True:
+        updates = engine.step()
+        engine.check()
+        records |= {update.rid: update.record for update in updates if update.record is not None}
+        if until() if until is not None else engine.waiting + engine.running == 0:
+            return records
+        assert time.monotonic() < deadline, "the engine did not come to an end"
+
+
+def settle(engine: Engine) -> None:
+    """Wait until every copy and every store has ended."""
+    drive(engine, until=lambda: engine.cache.controller.idle)
+
+
+def generate(
+    engine: Engine, prompt: Sequence[int], new_tokens: int = 8, *, cache_salt: str | None = None
+) -> RequestRecord:
+    """Run one request to its end."""
+    rid = engine.submit(prompt, new_tokens, cache_salt=cache_salt, ignore_eos=True)
+    return drive(engine)[rid]
+
+
+def assert_nothing_leaked(engine: Engine) -> None:
+    """With no request left, all of L1 is free or held by the tree, and all rows are free."""
+    settle(engine)
+    tree, allocator = engine.cache.tree, engine.cache.device.allocator
+    assert tree.device_protected_pages == 0
+    assert allocator.used_pages == tree.device_evictable_pages
+    assert engine.model.requests.free_rows == engine.model.requests.table.shape[0]
+
+
+__all__ = [
+    "TINY",
+    "WAIT_S",
+    "Device",
+    "assert_nothing_leaked",
+    "drive",
+    "generate",
+    "make_engine",
+    "random_checkpoint",
+    "random_tensors",
+    "random_tokens",
+    "settle",
+]
