@@ -1,0 +1,121 @@
+"""`hicache config`: check a configuration, or list what can be configured."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import yaml
+from pydantic import BaseModel
+
+from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config
+from ..config.entries import all_entries, format_value
+from ..errors import ConfigError
+
+REFUSED_EXIT_CODE = 1
+
+_MARKDOWN_HEAD = f"""\
+# Configuration
+
+This page is generated from the schema: `hicache config schema --markdown > docs/configuration.md`.
+
+A configuration is a YAML file whose sections are the parts of the names below before the last dot. Each entry can also
+be given as a variable, in capitals and with two underscores for each dot (`{ENVIRON_PREFIX}HOST__SIZE=4GiB`), or as a
+flag (`--set host.size=4GiB`). A flag is stronger than a variable, a variable than the file, the file than the default.
+One of several alternatives (`size`, `tokens`, `ratio`) replaces the others of a weaker source, and another
+`storage.type` replaces the options that went with the old one.
+
+Sizes are written `200GiB`, `64MB` or as bytes; durations `5s`, `250ms`, `2h` or as seconds. What is unknown, impossible
+or given twice is refused, with the nearest valid name, and so is a variable with the prefix `{ENVIRON_PREFIX}` that
+matches no entry. The one exception is the variable that `integrity.mac_key_env` names.
+
+| Entry | Accepts | Default | Meaning |
+|---|---|---|---|
+"""
+_MARKDOWN_TAIL = """
+The entries `storage.options.*` are those of the `file` backend; other backends have their own. What is required there
+is required if there is a `storage` section at all.
+"""
+
+
+@click.group()
+def config() -> None:
+    """Check a configuration, or list what can be configured."""
+
+
+@config.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as host.size=4GiB.")
+def check(file: Path, settings: tuple[str, ...]) -> None:
+    """Check FILE together with HICACHE_* variables, and print the effective configuration.
+
+    Exit code 1 if it is refused.
+    """
+    try:
+        loaded = load_config(file, environ=os.environ, overrides=parse_settings(settings))
+    except ConfigError as error:
+        click.echo(f"hicache: {error}", err=True)
+        raise click.exceptions.Exit(REFUSED_EXIT_CODE) from error
+    click.echo("ok")
+    click.echo(effective_yaml(loaded), nl=False)
+
+
+@config.command()
+@click.option("--markdown", "form", flag_value="markdown", help="Print docs/configuration.md.")
+@click.option("--json", "form", flag_value="json", help="Print the JSON schema, for editors.")
+def schema(form: str | None) -> None:
+    """List every entry with its default and meaning."""
+    if form == "markdown":
+        click.echo(markdown(), nl=False)
+    elif form == "json":
+        click.echo(json.dumps(HiCacheConfig.model_json_schema(), indent=2))
+    else:
+        for entry in all_entries():
+            default = "required" if entry.default is None else entry.default
+            click.echo(f"{click.style(entry.name, bold=True)}: {entry.accepts} [{default}]")
+            click.echo(click.wrap_text(entry.description, 100, "    ", "    "))
+
+
+def parse_settings(settings: tuple[str, ...]) -> dict[str, str]:
+    """`("host.size=4GiB",)` as a mapping. Raises ConfigError for one without `=`."""
+    parsed = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--set {setting!r}: write it as ENTRY=VALUE, such as host.size=4GiB")
+        parsed[name.strip()] = value.strip()
+    return parsed
+
+
+def effective_yaml(loaded: HiCacheConfig) -> str:
+    """The whole configuration as a YAML file that loads to an equal one, sizes and durations with their unit."""
+    return yaml.safe_dump(_plain(loaded), sort_keys=False, default_flow_style=False, allow_unicode=True, width=120)
+
+
+def _plain(section: BaseModel) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            plain[name] = _plain(value)
+        elif isinstance(value, (bool, dict)) or value is None:
+            plain[name] = value
+        elif isinstance(value, (int, float)):
+            annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+            text = format_value(value, annotation)
+            plain[name] = value if text == str(value) else text
+        else:
+            plain[name] = str(value)
+    return plain
+
+
+def markdown() -> str:
+    """The text of docs/configuration.md."""
+    rows = []
+    for entry in all_entries():
+        default = "required" if entry.default is None else entry.default
+        rows.append(f"| `{entry.name}` | {entry.accepts} | {default} | {entry.description} |\n")
+    return _MARKDOWN_HEAD + "".join(rows) + _MARKDOWN_TAIL

@@ -1,0 +1,204 @@
+"""`hicache demo`: a real transformer that reuses its KV through three tiers, compared with itself without a cache.
+
+Three runs of the same requests: without reuse; with it; and, for every document and the last turns, in a second process
+that starts empty and finds the pages in storage. Output tokens must be equal in all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from ..cache import CacheStatistics
+from ..config import HiCacheConfig, load_config
+from ..engine import BUNDLED_MODEL, Checkpoint, Engine, Sampling, create_engine, load_checkpoint, load_tokenizer
+from ..errors import ConfigError, HiCacheError
+from ..metrics import SnapshotCollector, cache_metrics, serve_metrics
+from .config import parse_settings
+from .demo_report import LiveTable, differences, tier_table, time_table
+from .demo_run import Answer, Runner
+from .demo_workload import Ask, Workload
+
+DEMO_CONFIG = Path(__file__).with_name("demo.yaml")
+RESTART_TIMEOUT_S = 600
+SETTLE_TIMEOUT_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the command line asks for."""
+
+    config_file: Path
+    overrides: tuple[str, ...]
+    rounds: int
+    max_new_tokens: int
+    temperature: float
+    verify: bool
+
+    def config(self) -> HiCacheConfig:
+        """The effective configuration. Raises ConfigError without storage: there would be nothing to restart from."""
+        config = load_config(self.config_file, environ=os.environ, overrides=parse_settings(self.overrides))
+        if config.storage is None:
+            raise ConfigError("storage: the demo needs a storage section; configs/demo.yaml has one")
+        return config
+
+
+@click.command()
+@click.option("-c", "--config", "config_file", type=click.Path(path_type=Path), default=DEMO_CONFIG,
+              help="Configuration; without it that of configs/demo.yaml.")  # fmt: skip
+@click.option("--set", "overrides", multiple=True, metavar="ENTRY=VALUE", help="Such as host.tokens=4096.")
+@click.option("--rounds", type=click.IntRange(1, 20), default=1, show_default=True, help="Times through all documents.")
+@click.option("--max-new-tokens", type=click.IntRange(1, 256), default=24, show_default=True, help="Per answer.")
+@click.option("--temperature", type=click.FloatRange(0.0, 5.0), default=0.7, show_default=True,
+              help="0 is greedy. Draws depend on position alone, so text must be equal either way.")  # fmt: skip
+@click.option("--verify", is_flag=True, help="Also compare the KV bytes, and check all invariants at each step.")
+@click.option(
+    "--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics meanwhile; 0: a free port."
+)
+@click.option("--restarted", is_flag=True, hidden=True)
+def demo(metrics_port: int | None, restarted: bool, **options: Any) -> None:
+    """Serve a small model without and with the cache, then again in a new process, and compare.
+
+    Exit code 1 if one output token differs. Stored pages stay, so a second demo starts with hits from storage.
+    """
+    settings = Settings(**options)
+    if restarted:
+        answer_again(settings)
+        return
+    console = Console()
+    found = Demo(settings, console).run(metrics_port)
+    if found:
+        for line in found[:20]:
+            console.print(line, style="red", highlight=False)
+        console.print(f"TOKENS DIFFER in {len(found)} requests", style="bold red")
+        sys.exit(1)
+    what = "tokens and KV bytes" if settings.verify else "tokens"
+    console.print(f"{what} are identical with and without the cache, and after the restart", style="bold green")
+
+
+class Demo:
+    """The three runs. Owns whichever engine runs now; the metrics server looks at that one."""
+
+    def __init__(self, settings: Settings, console: Console) -> None:
+        self._settings = settings
+        self._console = console
+        self._config = settings.config()
+        self._checkpoint = load_checkpoint(BUNDLED_MODEL)
+        self._tokenizer = load_tokenizer(BUNDLED_MODEL)
+        self._snapshot: CacheStatistics | None = None
+        self._engine: Engine | None = None
+
+    def run(self, metrics_port: int | None) -> list[str]:
+        """All of it; what differs, in words."""
+        with self._metrics(metrics_port):
+            cold = self._serve("without reuse", self._config.model_copy(update={"storage": None}), reuse=False)
+            cached = self._serve("with the cache", self._config, reuse=True)
+        self._show_answers(cached)
+        again = [i for i, answer in enumerate(cached) if answer.document or i >= len(cached) - CONVERSATIONS]
+        # Each document once: a second question about it would find its pages on L1.
+        firsts = {tuple(cached[i].prompt[:DOCUMENT_TOKENS]): i for i in again}
+        restarted = self._restart([cached[i] for i in firsts.values()])
+        self._console.print(time_table(cold, cached, restarted))
+        return differences(cold, cached) + differences([cold[i] for i in firsts.values()], restarted)
+
+    def _serve(self, title: str, config: HiCacheConfig, *, reuse: bool) -> list[Answer]:
+        workload = load_workload(self._tokenizer, self._settings.rounds)
+        requests = sum(len(wave) for wave in load_workload(self._tokenizer, self._settings.rounds).waves())
+        with create_engine(config, self._checkpoint) as engine, LiveTable(
+            self._console, title, engine, requests
+        ):  # fmt: skip
+            self._engine = engine
+            answers = list(make_runner(engine, self._settings, reuse=reuse).run(workload))
+            settle(engine)
+            state = engine.cache.statistics()
+            self._snapshot, self._engine = state, None
+        self._console.print(f"{title}: {len(answers)} requests, {state.prompt_tokens:,} prompt tokens")
+        if reuse:
+            self._console.print(tier_table(state))
+        return answers
+
+    def _show_answers(self, answers: list[Answer]) -> None:
+        answer = max((a for a in answers if a.document), key=lambda a: sum(a.hit_tokens.values()))
+        self._console.print(f"For example, {answer.label}: ... ", end="", highlight=False)
+        self._console.print(self._tokenizer.decode(answer.prompt[-40:]), end="", highlight=False, markup=False)
+        self._console.print(self._tokenizer.decode(answer.tokens), style="italic", highlight=False, markup=False)
+
+    def _restart(self, answers: list[Answer]) -> list[Answer]:
+        """Have a process of its own serve these requests once more."""
+        self._console.print(f"a new process starts with nothing but the storage: {len(answers)} requests")
+        settings = self._settings
+        command = [sys.executable, "-m", "hicache", "demo", "--restarted", "-c", str(settings.config_file)]
+        command += ["--max-new-tokens", str(settings.max_new_tokens), "--temperature", str(settings.temperature)]
+        command += ["--verify"] if settings.verify else []
+        for setting in settings.overrides:
+            command += ["--set", setting]
+        asks = [{"label": a.label, "document": a.document, "prompt": a.prompt} for a in answers]
+        done = subprocess.run(
+            command, input=json.dumps(asks), capture_output=True, text=True, timeout=RESTART_TIMEOUT_S, check=False
+        )
+        if done.returncode != 0:
+            raise HiCacheError(
+                f"demo: the second process failed with exit code {done.returncode}: {done.stderr.strip()}"
+            )
+        return [Answer(**answer) for answer in json.loads(done.stdout)]
+
+    @contextmanager
+    def _metrics(self, port: int | None) -> Iterator[None]:
+        if port is None:
+            yield
+            return
+        name = "" if self._config.storage is None else self._config.storage.type
+        with serve_metrics(SnapshotCollector(self._statistics, cache_metrics(name)), port=port) as server:
+            self._console.print(f"metrics: http://127.0.0.1:{server.port}/metrics")
+            yield
+
+    def _statistics(self) -> CacheStatistics | None:
+        engine = self._engine
+        return self._snapshot if engine is None else engine.cache.statistics()
+
+
+CONVERSATIONS = 3
+DOCUMENT_TOKENS = 1200
+
+
+def load_workload(tokenizer: Tokenizer, rounds: int) -> Workload:
+    """The demo's requests, as they stand before the first answer."""
+    return Workload.load(
+        tokenizer, document_tokens=DOCUMENT_TOKENS, conversations=CONVERSATIONS, rounds=rounds
+    )  # fmt: skip
+
+
+def make_runner(engine: Engine, settings: Settings, *, reuse: bool) -> Runner:
+    """A runner as the command line asks for it."""
+    return Runner(engine, reuse=reuse, verify=settings.verify, max_new_tokens=settings.max_new_tokens,
+                  sampling=Sampling(settings.temperature, top_k=40))  # fmt: skip
+
+
+def settle(engine: Engine) -> None:
+    """Step until all copies and stores have ended, so that a new process finds everything."""
+    if not engine.cache.drain(SETTLE_TIMEOUT_S):
+        raise HiCacheError(f"demo: storage did not take everything within {SETTLE_TIMEOUT_S} s")
+
+
+def answer_again(settings: Settings) -> None:
+    """The second process: requests as JSON from standard input, answers as JSON to standard output."""
+    given = json.load(sys.stdin)
+    asks = [Ask(ask["label"], ask["prompt"]) for ask in given]
+    checkpoint: Checkpoint = load_checkpoint(BUNDLED_MODEL)
+    with create_engine(settings.config(), checkpoint) as engine:
+        runner = make_runner(engine, settings, reuse=True)
+        answers = [answer.as_json() for ask in asks for answer in runner.serve([ask])]
+    for answer, ask in zip(answers, given, strict=True):
+        answer["document"] = ask["document"]
+    json.dump(answers, sys.stdout)

@@ -1,0 +1,96 @@
+"""What the demo asks: questions about shared documents and conversations of several turns, over real text.
+
+The order is made so that every tier gets its turn. A document is asked about twice in a row (L1), again after a few
+others (L2), and again after many others (L3); between them all conversations go on by one turn, in one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+TEXTS = Path(__file__).parents[1] / "engine" / "assets" / "texts"
+# Distances, in documents, at which a document is asked about again; see the module's docstring.
+REVISITS = (0, 2, 6)
+QUESTIONS = (
+    "\n\nWhat happened then?\n\n",
+    "\n\nAnd what did he say to that?\n\n",
+    "\n\nWho came into the room?\n\n",
+    "\n\nHow did it end?\n\n",
+)
+TURNS = (
+    '"And what do you think of it yourself?" she asked.\n\n',
+    '"Tell me more of that," said the prince.\n\n',
+    '"I do not understand you," he answered. "What was it?"\n\n',
+    '"Then we must go at once," said Holmes.\n\n',
+)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A conversation so far, as tokens; it grows by a line of the user and an answer of the model per turn."""
+
+    name: str
+    tokens: list[int]
+    turns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of the demo. `label` says for people what it is; `conversation` is None for a document question."""
+
+    label: str
+    prompt: list[int]
+    conversation: Conversation | None = None
+
+
+@dataclass(slots=True)
+class Workload:
+    """All requests in order. Each run needs a workload of its own, because conversations grow by the answers."""
+
+    documents: list[tuple[str, list[int]]]
+    questions: list[list[int]]
+    turns: list[list[int]]
+    conversations: list[Conversation] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, tokenizer: Tokenizer, *, document_tokens: int, conversations: int, rounds: int) -> Workload:
+        """Read the bundled texts: each document is the first `document_tokens` tokens of one, `rounds` times over."""
+        texts = sorted(TEXTS.glob("*.txt"))
+        documents = [
+            (path.stem.replace("-", " "), tokenizer.encode(path.read_text(encoding="utf-8")).ids[:document_tokens])
+            for path in texts
+        ]
+        talks = [Conversation(f"conversation {i + 1}", tokens[: 256 + 16 * i]) for i, (_, tokens) in
+                 enumerate(documents[:conversations])]  # fmt: skip
+
+        def encode(text: str) -> list[int]:
+            return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+        return cls(documents * rounds, [encode(q) for q in QUESTIONS], [encode(t) for t in TURNS], talks)
+
+    def waves(self) -> Iterator[list[Ask]]:
+        """Requests that are submitted together: one question about a document, or one turn of every conversation."""
+        for number in range(len(self.documents)):
+            for visit, distance in enumerate(REVISITS):
+                if number >= distance:
+                    yield [self.question(number - distance, 2 * visit)]
+                    if distance == 0:
+                        yield [self.question(number, 1)]
+            if number % 3 == 2:
+                yield [self.turn(conversation) for conversation in self.conversations]
+
+    def question(self, number: int, question: int) -> Ask:
+        """Question `question` about document `number`."""
+        name, tokens = self.documents[number]
+        asked = question % len(self.questions)
+        return Ask(f"{name}, question {asked + 1}", tokens + self.questions[asked])
+
+    def turn(self, conversation: Conversation) -> Ask:
+        """The user's next line in a conversation; the caller appends the answer when it has it."""
+        conversation.tokens = conversation.tokens + self.turns[conversation.turns % len(self.turns)]
+        conversation.turns += 1
+        return Ask(f"{conversation.name}, turn {conversation.turns}", list(conversation.tokens), conversation)

@@ -1,0 +1,93 @@
+"""`hicache demo` as a user runs it: a process of its own, its output, its exit code, its metrics."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from hicache.cli.demo import DEMO_CONFIG
+from hicache.cli.demo_report import differences
+from hicache.cli.demo_run import Answer
+
+TIMEOUT_S = 170
+
+
+def start(repository: Path, *arguments: str) -> subprocess.Popen[str]:
+    environ = {**os.environ, "PYTHONPATH": str(repository), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "hicache", "demo", "--max-new-tokens", "8", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def hits(output: str, tier: str) -> int:
+    found = re.search(rf"{tier}[^0-9]*([0-9,]+)", output)
+    assert found is not None, output
+    return int(found[1].replace(",", ""))
+
+
+def test_the_demo_hits_every_tier_with_equal_tokens_and_a_second_one_starts_from_storage(
+    repository: Path, tmp_path: Path
+) -> None:
+    store = f"storage.options.path={tmp_path / 'pages'}"
+    process = start(repository, "--verify", "--metrics-port", "0", "--set", store)
+    assert process.stdout is not None
+    address = process.stdout.readline().split()[1]
+    with urllib.request.urlopen(address, timeout=30) as response:
+        names = {family.name for family in text_string_to_metric_families(response.read().decode())}
+    assert {"hicache_hit_tokens", "hicache_queued_operations"} <= names
+    code, output = finish(process)
+    assert code == 0, output
+    assert output.rstrip().endswith("identical with and without the cache, and after the restart")
+    for tier in ("L1 device", "L2 host", "L3 storage"):
+        assert hits(output, tier) > 0, output
+    first = hits(output, "L3 storage")
+    code, output = finish(start(repository, "--set", store))
+    assert code == 0, output
+    assert hits(output, "L3 storage") > first, "the second demo found no more in storage than the first"
+
+
+def test_zeroed_kv_changes_the_tokens_and_the_demo_says_so(repository: Path, tmp_path: Path) -> None:
+    """Negative control of the comparison: KV that is wrong, but passes every check, is found by its tokens."""
+    code, output = finish(
+        start(
+            repository, "--set", "storage.type=tests.cli.zeroing:ZeroingBackend",
+            "--set", f"storage.options.path={tmp_path / 'pages'}",
+        )
+    )  # fmt: skip
+    assert code == 1, output
+    assert "TOKENS DIFFER" in output.splitlines()[-1]
+
+
+def test_differences_name_the_first_token_the_prompt_and_the_bytes() -> None:
+    one = Answer("a", True, [1, 2], [5, 6], {"device": 0, "host": 0, "storage": 0}, 0.1, "digest")
+    assert differences([one], [one]) == []
+    assert differences([one], [replace(one, tokens=[5, 7])]) == ["a: output token 1 is 7, not 6"]
+    assert "prompts differ" in differences([one], [replace(one, prompt=[1])])[0]
+    assert "KV bytes differ" in differences([one], [replace(one, kv_digest="other")])[0]
+
+
+def test_a_demo_without_storage_is_refused(repository: Path, tmp_path: Path) -> None:
+    config = tmp_path / "no-storage.yaml"
+    config.write_text("device: {tokens: 4096}\n", encoding="utf-8")
+    code, output = finish(start(repository, "-c", str(config)))
+    assert code == 2
+    assert "storage" in output
+
+
+def test_the_configuration_of_the_demo_is_the_one_among_the_configs(repository: Path) -> None:
+    """The package carries a copy, because an installed wheel has no configs folder."""
+    assert DEMO_CONFIG.read_text(encoding="utf-8") == (repository / "configs" / "demo.yaml").read_text(encoding="utf-8")

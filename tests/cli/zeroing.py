@@ -1,0 +1,26 @@
+"""A storage backend that lies: what it reads is replaced by zeros under a valid seal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hicache.backends.base import GetOutcome
+from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.frame import HEADER_BYTES, FrameCodec, unseal
+
+
+class ZeroingBackend(FileBackend):
+    """For negative controls: no tag can find this, so only the comparison of tokens can."""
+
+    def __init__(self, codec: FrameCodec, path: str) -> None:
+        super().__init__(codec, FileBackendOptions(Path(path), capacity_bytes=1 << 30, free_space_floor_bytes=0))
+
+    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+        """Read, then zero every payload and seal it again."""
+        outcomes = super().batch_get(keys, frames, deadline=deadline)
+        for key, frame in zip(keys, frames, strict=True):
+            frame[HEADER_BYTES:] = bytes(len(frame) - HEADER_BYTES)
+            unseal(frame)
+            self.codec.seal(key, frame)
+        return outcomes

@@ -1,0 +1,110 @@
+"""What is shipped: the wheel holds the whole package and nothing else, installs, and runs; the sdist can make it again.
+
+The build backend comes from the package index by pip's build isolation; the dependencies of the installed wheel are
+those of this environment, made visible to the new one through a .pth file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hicache
+
+# Building downloads the build backend into an environment of its own.
+pytestmark = pytest.mark.timeout(600)
+
+ROOT_LINKS = ("backends", "controller", "tiers")
+
+
+def _run(*command: str | Path, cwd: Path) -> str:
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    result = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environ, check=False, timeout=500, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def _build_wheel(source: Path, target: Path) -> Path:
+    _run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", target, source, cwd=target)
+    (wheel,) = target.glob("hicache-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
+    """The wheel built from the source tree."""
+    return _build_wheel(repository, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
+    """The sdist built from the source tree, by the build backend in an environment with nothing else in it."""
+    folder = tmp_path_factory.mktemp("sdist")
+    _run(sys.executable, "-m", "pip", "install", "--quiet", "--target", folder / "backend", "hatchling", cwd=folder)
+    code = (
+        f"import sys; sys.path.insert(0, {str(folder / 'backend')!r}); from hatchling import build; "
+        f"build.build_sdist({str(folder)!r})"
+    )
+    _run(sys.executable, "-c", code, cwd=repository)
+    (sdist,) = folder.glob("hicache-*.tar.gz")
+    return sdist
+
+
+def _package_files(repository: Path) -> set[str]:
+    files = (path for path in (repository / "hicache").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {str(path.relative_to(repository)) for path in files}
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path, repository: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
+    assert names - info == _package_files(repository)
+    assert "hicache/py.typed" in names
+    assert any(name.endswith("/licenses/LICENSE") for name in info)
+
+
+def test_the_wheel_carries_the_assets_of_the_engine(wheel: Path, repository: Path) -> None:
+    assets = {name for name in _package_files(repository) if name.startswith("hicache/engine/assets/")}
+    assert assets <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_sdist_carries_the_sources_once(sdist: Path, repository: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    names = [member.name.partition("/")[2] for member in members]
+    assert not [member.name for member in members if not (member.isfile() or member.isdir())]
+    assert not [name for name in names if name.split("/")[0] in ROOT_LINKS]
+    assert len(names) == len(set(names)) and _package_files(repository) <= set(names)
+    assert {"Makefile", "constraints.txt", "LICENSE", ".ci/run", "configs/demo.yaml"} <= set(names)
+
+
+def test_the_sdist_makes_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+    again = _build_wheel(sdist, tmp_path)
+    assert sorted(zipfile.ZipFile(again).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_wheel_runs_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "env"
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin/python"
+    site = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    _run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel, cwd=tmp_path)
+    # After the installation: pip would otherwise see this environment's own hicache.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    where = _run(python, "-c", "import hicache; print(hicache.__file__)", cwd=tmp_path).strip()
+    assert Path(where).is_relative_to(folder)
+    version = _run(folder / "bin/hicache", "--version", cwd=tmp_path)
+    assert version == f"hicache, version {hicache.__version__}\n"
+    assert "page_size" in _run(folder / "bin/hicache", "config", "schema", cwd=tmp_path)
