@@ -23,7 +23,7 @@ import numpy as np
 from ..controller import CopyOperation, HiCacheController
 from ..errors import InvalidInput, InvariantError, TransferError
 from ..keys import TOKEN_BYTES, RadixKey
-from ..radix import POLICIES, Inserted, Match, Node, RadixTree
+from ..radix import POLICIES, RUN_PAGES_MAX, Inserted, Match, Node, RadixTree
 from ..tiers import HostPool, KVPool, Transfer
 from ..types import NO_PAGES, PageIds
 from .backup import WriteThrough
@@ -76,7 +76,12 @@ class HiRadixCache:
         self.device = device
         self.host = host
         self.controller = controller
-        self.tree = RadixTree(self.page_size, POLICIES[self.options.eviction_policy]())
+        bounds = controller.options
+        self.tree = RadixTree(
+            self.page_size,
+            POLICIES[self.options.eviction_policy](),
+            run_pages_max=min(RUN_PAGES_MAX, bounds.write_pages_max, bounds.load_pages_max, host.pages),
+        )
         self._request_pages = 0
         self._books = Books()
         self._ledger = HostLedger(host, self.tree, self._books)
@@ -105,8 +110,7 @@ class HiRadixCache:
             self.tree.unlock(match.node)
             self._books.skipped["no_device_room"] += 1
             return None
-        loaded = self.load_back(match)
-        node = match.node if len(loaded) else match.device_node
+        node, loaded = self.load_back(match)
         if node is not match.node:
             self.tree.lock(node)
             self.tree.unlock(match.node)
@@ -119,35 +123,41 @@ class HiRadixCache:
         self._count_hits(request, len(match.device_pages), len(loaded))
         return request
 
-    def load_back(self, match: Match) -> PageIds:
-        """Bring the L2 part of `match` to L1; the new L1 pages in order, or none if it does not pay or does not fit.
+    def load_back(self, match: Match) -> tuple[Node, PageIds]:
+        """Bring the L2 part of `match` to L1, as much as fits; the last node then on L1, and the new L1 pages in order.
 
-        The pages count as being on L1 at once; whoever computes with them waits for the transfer of `start_loading`,
-        layer by layer. REQUIRES: `match.node` is locked by the caller and nothing was evicted since the match.
+        No pages if it does not pay or nothing fits. The pages count as being on L1 at once; whoever computes with them
+        waits for the transfer of `start_loading`, layer by layer. REQUIRES: `match.node` is locked by the caller, and
+        nothing was evicted since the match.
         """
-        count = match.host_hit_pages
-        if count == 0:
-            return NO_PAGES
-        if count * self.page_size < self.options.load_back_threshold_tokens:
+        if match.host_hit_pages == 0:
+            return match.device_node, NO_PAGES
+        if match.host_hit_pages * self.page_size < self.options.load_back_threshold_tokens:
             self._books.skipped["load_too_short"] += 1
-            return NO_PAGES
-        if not self.controller.may_load(count):
-            return NO_PAGES
-        pages = self._alloc_device(count)
-        if pages is None:
-            self._books.skipped["load_no_device_room"] += 1
-            return NO_PAGES
+            return match.device_node, NO_PAGES
+        room = min(self.controller.load_room, self.device.allocator.free_pages + self.tree.device_evictable_pages)
+        nodes: list[Node] = []
         host_runs: list[PageIds] = []
-        done = 0
-        for node in reversed(list(self.tree.span(match.node, count))):
+        count = 0
+        for node in reversed(list(self.tree.span(match.node, match.host_hit_pages))):
             if node.host is None:
                 raise InvariantError(f"load back of a node that is not on L2: {node!r}")
+            if count + len(node.host) > room:
+                self.controller.refuse_load()
+                break
+            nodes.append(node)
             host_runs.append(node.host)
-            self.tree.set_device(node, pages[done : done + len(node.host)].copy())
-            done += len(node.host)
-        self.tree.lock(match.node)
-        self.controller.submit_load(match.node, np.concatenate(host_runs), pages)
-        return pages
+            count += len(node.host)
+        pages = self._alloc_device(count) if nodes else None
+        if pages is None:
+            return match.device_node, NO_PAGES
+        done = 0
+        for node, run in zip(nodes, host_runs, strict=True):
+            self.tree.set_device(node, pages[done : done + len(run)].copy())
+            done += len(run)
+        self.tree.lock(nodes[-1])
+        self.controller.submit_load(nodes[-1], np.concatenate(host_runs), pages)
+        return nodes[-1], pages
 
     def start_loading(self) -> Transfer | None:
         """Start the loads of this step as one copy. REQUIRES: called once per step, before the forward.

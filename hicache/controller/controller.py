@@ -144,13 +144,18 @@ class HiCacheController:
         return self._within("write", self._write_pages + pages <= self.options.write_pages_max)
 
     def submit_load(self, tag: Any, host_pages: PageIds, device_pages: PageIds) -> None:
-        """Queue a load copy; the next `launch_loads` starts it. REQUIRES: `may_load` said yes."""
+        """Queue a load copy; the next `launch_loads` starts it. REQUIRES: `load_room` is enough."""
         self._loads.append(CopyOperation(tag, device_pages, host_pages))
         self._load_pages += len(device_pages)
 
-    def may_load(self, pages: int) -> bool:
-        """Whether the load queue takes `pages` more; a refusal is counted."""
-        return self._within("load", self._load_pages + pages <= self.options.load_pages_max)
+    @property
+    def load_room(self) -> int:
+        """Pages that the load queue takes now."""
+        return self.options.load_pages_max - self._load_pages
+
+    def refuse_load(self) -> None:
+        """Count a load that was not submitted for lack of room."""
+        self.refused["load"] += 1
 
     def launch_loads(self) -> Transfer | None:
         """Start all queued loads as one copy, whose layers the forward waits for; None if there is nothing to wait for.

@@ -2,6 +2,6 @@
 
 from .eviction import POLICIES, EvictionPolicy
 from .node import Node
-from .tree import Inserted, Match, RadixTree
+from .tree import RUN_PAGES_MAX, Inserted, Match, RadixTree
 
-__all__ = ["POLICIES", "EvictionPolicy", "Inserted", "Match", "Node", "RadixTree"]
+__all__ = ["POLICIES", "RUN_PAGES_MAX", "EvictionPolicy", "Inserted", "Match", "Node", "RadixTree"]

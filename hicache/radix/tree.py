@@ -32,6 +32,10 @@ from .node import Node
 CUT_PAGES_MIN = 16
 
 
+# A node of this many pages still matches at the speed of memory; more would make single operations too large.
+RUN_PAGES_MAX = 1024
+
+
 class Match(NamedTuple):
     """The cached prefix of a prompt. Page counts are from the start of the prompt; the L1 part always comes first."""
 
@@ -51,10 +55,15 @@ class Inserted(NamedTuple):
 
 
 class RadixTree:
-    """See the module's docstring. `page_size` is in tokens."""
+    """See the module's docstring. `page_size` is in tokens.
 
-    def __init__(self, page_size: int, policy: EvictionPolicy) -> None:
+    `run_pages_max` bounds a node, and with it every operation on one: a long prompt becomes a chain of nodes, whose
+    backup and load fit into bounded queues piece by piece.
+    """
+
+    def __init__(self, page_size: int, policy: EvictionPolicy, *, run_pages_max: int = RUN_PAGES_MAX) -> None:
         self.page_size = page_size
+        self._run_pages_max = run_pages_max
         self.device_evictable_pages = 0
         self.device_protected_pages = 0
         self.host_pages = 0
@@ -105,9 +114,11 @@ class RadixTree:
             else:
                 present += count
             done += count
-        if done < pages:
-            node = self._add_child(node, key.tokens[done * self._page_bytes : pages * self._page_bytes])
-            self.set_device(node, device_pages[done:].copy())
+        while done < pages:
+            end = min(done + self._run_pages_max, pages)
+            node = self._add_child(node, key.tokens[done * self._page_bytes : end * self._page_bytes])
+            self.set_device(node, device_pages[done:end].copy())
+            done = end
         return Inserted(node, present)
 
     def insert_host(self, key: RadixKey, start_page: int, host_pages: PageIds, keys: list[bytes]) -> PageIds:
@@ -130,14 +141,17 @@ class RadixTree:
                 self.set_host(node, run.copy())
             else:
                 unused.append(run)
-        rest = host_pages[max(done, 0) :]
-        if len(rest) and done >= 0 and self._on_host(node):
-            node = self._add_child(node, tokens[(start_page + done) * self._page_bytes :])
-            node.page_keys = b"".join(keys[done : done + len(rest)])
+        takes = done >= 0 and self._on_host(node)
+        while takes and done < len(host_pages):
+            end = min(done + self._run_pages_max, len(host_pages))
+            node = self._add_child(
+                node, tokens[(start_page + done) * self._page_bytes : (start_page + end) * self._page_bytes]
+            )
+            node.page_keys = b"".join(keys[done:end])
             node.stored = True
-            self.set_host(node, rest.copy())
-        else:
-            unused.append(rest)
+            self.set_host(node, host_pages[done:end].copy())
+            done = end
+        unused.append(host_pages[max(done, 0) :])
         return np.concatenate(unused) if unused else NO_PAGES
 
     # Locks

@@ -137,10 +137,25 @@ def test_a_full_write_queue_means_no_backup_and_a_later_try() -> None:
     world.serve("a", prompt(1, 2, 3))
     assert world.controller.statistics().refused == {"write": 1}
     world.settle()
-    assert world.cache.tree.host_pages == 0
-    world.serve("b", prompt(1, 2))
+    assert world.cache.tree.host_pages == 2, "a long prompt is backed up piece by piece"
+    world.serve("b", prompt(1, 2, 3))
     world.settle()
-    assert world.cache.tree.host_pages == 2
+    assert world.cache.tree.host_pages == 3
+    world.close()
+
+
+def test_a_prefix_longer_than_the_load_queue_is_loaded_as_far_as_it_fits() -> None:
+    world = World(controller_options=ControllerOptions(load_pages_max=2))
+    world.serve("a", prompt(1, 2, 3, 4, 5))
+    world.settle()
+    world.cache.evict(100)
+    request = world.begin("b", prompt(1, 2, 3, 4, 5))
+    assert request is not None
+    assert request.host_hit_tokens == 8
+    world.cache.check()
+    world.cache.cache_finished_req(request, prompt(1, 2, 3, 4, 5))
+    world.settle()
+    assert world.serve("c", prompt(1, 2, 3, 4, 5)).device_hit_tokens == 20
     world.close()
 
 

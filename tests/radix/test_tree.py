@@ -106,6 +106,18 @@ def test_a_large_victim_is_cut_to_what_is_needed() -> None:
     t.check()
 
 
+def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
+    t = RadixTree(1, LRUPolicy(), run_pages_max=30)
+    key = RadixKey.of(list(range(100)))
+    t.insert(key, np.arange(1, 101, dtype=np.int32))
+    assert t.node_count == 4
+    assert t.match(key).device_pages.tolist() == list(range(1, 101))
+    t = RadixTree(1, LRUPolicy(), run_pages_max=30)
+    assert len(t.insert_host(key, 0, np.arange(100, dtype=np.int32), page_keys(key.tokens, 1))) == 0
+    assert t.node_count == 4 and t.match(key).host_hit_pages == 100
+    t.check()
+
+
 def test_an_operation_finds_its_run_again_after_it_was_split() -> None:
     t = tree()
     t.insert(RadixKey.of([1, 2, 3, 4, 5, 6]), ids(1, 2, 3))
