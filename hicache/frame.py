@@ -148,8 +148,13 @@ class FrameCodec:
         if frame[:8] == MAGIC and frame[_FIXED] == fixed:
             return
         nonce = _NO_NONCE if self._cipher is None else os.urandom(12)
-        frame[:HEADER_BYTES] = (MAGIC + bytes(16) + nonce + fixed).ljust(HEADER_BYTES, b"\0")
+        frame[:HEADER_BYTES] = (bytes(24) + nonce + fixed).ljust(HEADER_BYTES, b"\0")
         frame[_TAG] = self._tag(nonce, frame)
+        frame[: len(MAGIC)] = MAGIC  # last, so that an interrupted seal leaves an unsealed frame
+
+    def is_sealed(self, key: bytes, frame: memoryview) -> bool:
+        """Whether `frame` says that it is the page `key` of this namespace; proves nothing, costs a microsecond."""
+        return frame[:8] == MAGIC and frame[56:88] == key and frame[120:152] == self.namespace
 
     def stream(self) -> TagStream | None:
         """For `check`, where a frame arrives in pieces; None where its tag has to be computed over the whole."""

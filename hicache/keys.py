@@ -95,10 +95,19 @@ def page_keys(tokens: bytes, page_size: int, prior: bytes = b"") -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class RadixKey:
-    """A prompt as the tree sees it: `tokens` (uint32 little endian) under `seed` (empty, or 32 bytes)."""
+    """A prompt as the tree sees it: `tokens` (uint32 little endian) under `seed` (empty, or 32 bytes).
+
+    Raises InvalidInput for bytes that are no whole tokens and for a seed of another length.
+    """
 
     tokens: bytes
     seed: bytes = b""
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) % TOKEN_BYTES or len(self.seed) not in (0, PAGE_KEY_BYTES):
+            raise InvalidInput(
+                f"radix key: {len(self.tokens)} bytes of tokens (4 a token), {len(self.seed)} bytes of seed (0 or 32)"
+            )
 
     @classmethod
     def of(cls, tokens: TokenInput, *, extra_key: str | None = None, cache_salt: str | None = None) -> RadixKey:

@@ -110,6 +110,12 @@ def test_an_empty_name_is_refused(name: str) -> None:
         RadixKey.of(TOKENS, **{name: ""})
 
 
+@pytest.mark.parametrize(("tokens", "seed"), [(b"12345", b""), (b"1234", b"tenant"), (b"1234", b"x" * 33)])
+def test_a_malformed_radix_key_is_refused(tokens: bytes, seed: bytes) -> None:
+    with pytest.raises(InvalidInput):
+        RadixKey(tokens, seed)
+
+
 def test_a_key_grows_with_its_request() -> None:
     key = RadixKey.of([1, 2], cache_salt="a").extended([3])
     assert key == RadixKey.of([1, 2, 3], cache_salt="a")

@@ -8,10 +8,17 @@ Called by the scheduler thread alone; no lock.
 
 from __future__ import annotations
 
+import time
+
 from ..controller import BackupOperation, CopyOperation, HiCacheController
 from ..errors import InvariantError
 from ..radix import Node, RadixTree
 from .books import Books, HostLedger
+
+# After a store that did not take everything, nothing is offered for this long, twice as long each time up to the
+# maximum: a store that is full or down should not cost a copy of the whole path per request.
+STORE_PAUSE_S_MIN = 0.1
+STORE_PAUSE_S_MAX = 30.0
 
 
 class WriteThrough:
@@ -23,46 +30,64 @@ class WriteThrough:
         self._controller = controller
         self._has_storage = controller.backend is not None
         self._books = books
+        self._halted = False
+        self._pause_s = STORE_PAUSE_S_MIN
+        self._paused_until = 0.0
 
     def inserted(self, node: Node) -> None:
         """Start what the path to `node` still lacks: copies to L2, stores of what is on L2 already."""
+        if self._halted:
+            return
         backups: list[Node] = []
         stores: list[Node] = []
-        while node.parent is not None and (node.host is None or (self._has_storage and not node.stored)):
+        while node.parent is not None:
             if node.host is not None:
-                stores.append(node)
+                if not node.stored:
+                    stores.append(node)
             elif not node.backup_pending:
                 backups.append(node)
             node = node.parent
         for part in reversed(stores):
-            self._store(part)
+            if not self._store(part):
+                break  # its descendants would be out of reach without it
         for part in reversed(backups):
             if not self._back_up(part):
                 break  # its descendants could not be on L2 without it
 
+    def halt(self) -> None:
+        """Back up and store nothing any more: what L1 holds cannot be vouched for."""
+        self._halted = True
+
     def written(self, copy: CopyOperation) -> None:
         """A copy to L2 has arrived: show it in the tree and hand it on to storage."""
         node: Node = copy.tag
+        if self._halted:
+            self.write_failed(copy)
+            return
         pages = len(copy.host_pages)
         self._ledger.settle(pages, self._tree.accept_backup(node, copy.host_pages))
         for part in reversed(list(self._tree.span(node, pages))):
-            self._store(part)
+            if not self._store(part):
+                break
         self._tree.unlock(node)
 
     def write_failed(self, copy: CopyOperation) -> None:
-        """A copy to L2 has failed: its host pages come back."""
+        """A copy to L2 has failed. Its host pages stay lent for good: part of the copy may still be under way."""
         for part in self._tree.span(copy.tag, len(copy.host_pages)):
             part.backup_pending = False
-        self._ledger.settle(len(copy.host_pages), copy.host_pages)
         self._tree.unlock(copy.tag)
 
     def stored(self, backup: BackupOperation) -> None:
-        """A store has ended. If a page is missing, the next request that passes by tries again."""
+        """A store has ended. If a page is missing, a later request that passes by tries again."""
         node, pages = backup.tag
         if len(backup.outcomes) < pages or not all(outcome.is_stored for outcome in backup.outcomes):
             self._books.skipped["store_incomplete"] += 1
             for part in self._tree.span(node, pages):
                 part.stored = False
+            self._paused_until = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, STORE_PAUSE_S_MAX)
+        else:
+            self._pause_s = STORE_PAUSE_S_MIN
         self._tree.release_host(node, pages)
 
     def _back_up(self, node: Node) -> bool:
@@ -80,11 +105,22 @@ class WriteThrough:
         self._controller.submit_write(node, node.device, host_pages)
         return True
 
-    def _store(self, node: Node) -> None:
-        if not self._has_storage or node.stored or node.host is None or node.parent is None:
-            return
-        parent = None if node.parent.parent is None else self._tree.last_key(node.parent)
+    def _store(self, node: Node) -> bool:
+        """Whether the pages of `node` are in storage or on their way there, now or since before."""
+        if not self._has_storage or node.host is None or node.parent is None:
+            return False
+        if node.stored:
+            return True
+        root = node.parent.parent is None
+        if not root and not node.parent.stored:
+            return False
+        if time.monotonic() < self._paused_until:
+            self._books.skipped["store_paused"] += 1
+            return False
+        parent = None if root else self._tree.last_key(node.parent)
         pages = len(node.host)
-        if self._controller.submit_backup((node, pages), self._tree.page_keys(node), node.host, parent):
-            self._tree.hold_host(node, pages)
-            node.stored = True
+        if not self._controller.submit_backup((node, pages), self._tree.page_keys(node), node.host, parent):
+            return False
+        self._tree.hold_host(node, pages)
+        node.stored = True
+        return True

@@ -34,11 +34,10 @@ class HostLedger:
         self._books = books
 
     def lend(self, count: int) -> PageIds | None:
-        """`count` unsealed pages for an operation, evicting as needed; None if there is no room.
-
-        What was evicted on the way to a None stays evicted: it was the least useful of L2.
-        """
+        """`count` unsealed pages for an operation, evicting as needed; None, evicting nothing, if there is no room."""
         missing = count - self.host.allocator.free_pages
+        if missing > self._tree.host_evictable_pages:
+            return None
         if missing > 0:
             freed = self._tree.evict_host(missing)
             self.host.free(freed)

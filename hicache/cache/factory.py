@@ -52,8 +52,13 @@ def create_cache(
             mac_key=mac_key,
         )
         backend = open_backend(config.storage.type, codec, config.storage.backend_options())
-    controller = HiCacheController(l2, create_copy_engine(l1, l2), backend, controller_options(config))
-    return HiRadixCache(l1, l2, controller, cache_options(config))
+    try:
+        controller = HiCacheController(l2, create_copy_engine(l1, l2), backend, controller_options(config))
+        return HiRadixCache(l1, l2, controller, cache_options(config))
+    except BaseException:
+        if backend is not None:
+            backend.close()
+        raise
 
 
 def controller_options(config: HiCacheConfig) -> ControllerOptions:
@@ -81,6 +86,7 @@ def cache_options(config: HiCacheConfig) -> CacheOptions:
         prefetch_timeout_base_s=prefetch.timeout_base,
         prefetch_timeout_per_1024_tokens_s=prefetch.timeout_per_1024_tokens,
         prefetch_host_share=prefetch.host_share,
+        shutdown_deadline_s=config.transfer.shutdown_deadline,
     )
 
 

@@ -15,3 +15,4 @@ class CacheOptions:
     prefetch_timeout_base_s: float = 1.0
     prefetch_timeout_per_1024_tokens_s: float = 0.25
     prefetch_host_share: float = 0.5
+    shutdown_deadline_s: float = 5.0

@@ -86,7 +86,13 @@ class Prefetcher:
         self._arrived_pages.pop(rid, None)
 
     def take_arrived(self, rid: str) -> int:
-        """How many pages came from storage for this request; asked once, when it begins."""
+        """How many pages came from storage for this request; asked once, when it begins.
+
+        If its prefetch is still under way, it ends: what has not arrived now is computed.
+        """
+        prefetch = self._active.get(rid)
+        if prefetch is not None and not prefetch.answered:
+            self._answer(prefetch)
         return self._arrived_pages.pop(rid, 0)
 
     def found(self, operation: PrefetchOperation) -> None:

@@ -52,6 +52,7 @@ class RequestKV:
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
     storage_hit_tokens: int = 0
+    ended: bool = False
 
     @property
     def cached_tokens(self) -> int:
@@ -88,6 +89,7 @@ class HiRadixCache:
         self._prefetcher = Prefetcher(self.tree, self._ledger, controller, self.options, self._books)
         self._backup = WriteThrough(self.tree, self._ledger, controller, self._books)
         self._device_fault: TransferError | None = None
+        self._closed = False
 
     # Requests
 
@@ -101,8 +103,8 @@ class HiRadixCache:
         At least the last token is left to compute, since its logits are wanted. None if L1 has no room now (evicting
         all that may be evicted); the tree is then unchanged. Raises TransferError after a device copy has failed.
         """
-        if self._device_fault is not None:
-            raise self._device_fault
+        self._require_service()
+        arrived = self._prefetcher.take_arrived(rid)
         match = self.tree.match(self._reusable(key))
         needed = -(-len(key) // self.page_size) - len(match.device_pages)
         self.tree.lock(match.node)
@@ -120,7 +122,7 @@ class HiRadixCache:
             raise InvariantError("L1: evictable pages were counted that could not be evicted")
         self._request_pages += len(own)
         request = RequestKV(rid, key, np.concatenate((shared, own)), len(shared), node)
-        self._count_hits(request, len(match.device_pages), len(loaded))
+        self._count_hits(request, len(match.device_pages), len(loaded), arrived)
         return request
 
     def load_back(self, match: Match) -> tuple[Node, PageIds]:
@@ -138,7 +140,7 @@ class HiRadixCache:
         room = min(self.controller.load_room, self.device.allocator.free_pages + self.tree.device_evictable_pages)
         nodes: list[Node] = []
         host_runs: list[PageIds] = []
-        count = 0
+        count = 0  # pages that fit
         for node in reversed(list(self.tree.span(match.node, match.host_hit_pages))):
             if node.host is None:
                 raise InvariantError(f"load back of a node that is not on L2: {node!r}")
@@ -148,8 +150,8 @@ class HiRadixCache:
             nodes.append(node)
             host_runs.append(node.host)
             count += len(node.host)
-        pages = self._alloc_device(count) if nodes else None
-        if pages is None:
+        pages = self._alloc_device(count) if count * self.page_size >= self.options.load_back_threshold_tokens else None
+        if pages is None or not nodes:
             return match.device_node, NO_PAGES
         done = 0
         for node, run in zip(nodes, host_runs, strict=True):
@@ -162,13 +164,16 @@ class HiRadixCache:
     def start_loading(self) -> Transfer | None:
         """Start the loads of this step as one copy. REQUIRES: called once per step, before the forward.
 
-        The forward calls `wait_layer(i)` on what is returned before it reads layer i; None if no load is under way.
+        The forward calls `wait_layer(i)` on what is returned before it reads layer i; None if no load is under way. On
+        a stream device this and `poll` are called with the stream current that the forward runs on: copies are ordered
+        against that one.
         """
         return self.controller.launch_loads()
 
     def extend(self, request: RequestKV, tokens: int) -> bool:
         """Make room for `tokens` tokens of KV in all; False if L1 is full (then nothing changed)."""
         missing = -(-tokens // self.page_size) - len(request.pages)
+        self._require_running(request)
         if missing <= 0:
             return True
         pages = self._alloc_device(missing)
@@ -185,9 +190,12 @@ class HiRadixCache:
         Its copies of pages that the tree had already are freed and `request.pages` names the tree's instead; the lock
         moves to the end of what is shared.
         """
+        self._require_running(request)
         full = len(key) // self.page_size
-        if full < request.shared_pages:
-            raise InvalidInput(f"request {request.rid!r}: {full} pages, but {request.shared_pages} are shared already")
+        if key.seed != request.key.seed or not self.tree.covers(request.last_node, key.tokens):
+            raise InvalidInput(f"request {request.rid!r}: the key does not begin with what the request shares already")
+        if full > len(request.pages):
+            raise InvalidInput(f"request {request.rid!r}: {full} pages of tokens, but only {len(request.pages)} of KV")
         inserted = self.tree.insert(key, request.pages[:full])
         shared, present = request.shared_pages, inserted.present_pages
         if present > shared:
@@ -201,6 +209,7 @@ class HiRadixCache:
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
         """End a request: share the whole pages of `key` (None: share nothing, as after an abort) and free the rest."""
+        self._require_running(request)
         if key is not None:
             self.cache_unfinished_req(request, key)
         own = request.pages[request.shared_pages :]
@@ -209,6 +218,7 @@ class HiRadixCache:
         self.tree.unlock(request.last_node)
         request.pages = NO_PAGES
         request.shared_pages = 0
+        request.ended = True
 
     def insert(self, key: RadixKey, device_pages: PageIds) -> Inserted:
         """Hand L1 pages that hold the whole pages of `key` to the tree, and back them up.
@@ -247,6 +257,8 @@ class HiRadixCache:
 
         Then, or once `check_prefetch_progress` says so, the request may begin.
         """
+        if self._device_fault is not None or self._closed:
+            return False
         return self._prefetcher.start(rid, self._reusable(key))
 
     def check_prefetch_progress(self, rid: str) -> bool:
@@ -269,12 +281,12 @@ class HiRadixCache:
         """
         acks = self.controller.poll()
         if acks is not None:
+            for copy, error in acks.failed_copies:
+                self._copy_failed(copy, error)
             for copy in acks.written:
                 self._backup.written(copy)
             for copy in acks.loaded:
                 self.tree.unlock(copy.tag)
-            for copy, error in acks.failed_copies:
-                self._copy_failed(copy, error)
             for operation in acks.found:
                 self._prefetcher.found(operation)
             for operation in acks.prefetched:
@@ -287,6 +299,7 @@ class HiRadixCache:
     def _copy_failed(self, copy: CopyOperation, error: TransferError) -> None:
         # What the device holds is unknown now. A wrong byte must not be served, so no further request may begin.
         self._device_fault = error
+        self._backup.halt()
         if copy.tag.backup_pending:
             self._backup.write_failed(copy)
         else:
@@ -310,8 +323,18 @@ class HiRadixCache:
         tokens = (len(key) - 1) // self.page_size * self.page_size
         return RadixKey(key.tokens[: tokens * TOKEN_BYTES], key.seed)
 
-    def _count_hits(self, request: RequestKV, device_pages: int, loaded_pages: int) -> None:
-        from_storage = min(loaded_pages, self._prefetcher.take_arrived(request.rid))
+    def _require_service(self) -> None:
+        if self._device_fault is not None:
+            raise self._device_fault
+        if self._closed:
+            raise InvalidInput("the cache is closed; build a new one")
+
+    def _require_running(self, request: RequestKV) -> None:
+        if request.ended:
+            raise InvalidInput(f"request {request.rid!r} has ended; its pages belong to others now")
+
+    def _count_hits(self, request: RequestKV, device_pages: int, loaded_pages: int, arrived_pages: int) -> None:
+        from_storage = min(loaded_pages, arrived_pages)
         request.device_hit_tokens = device_pages * self.page_size
         request.host_hit_tokens = (loaded_pages - from_storage) * self.page_size
         request.storage_hit_tokens = from_storage * self.page_size
@@ -369,6 +392,7 @@ class HiRadixCache:
     def drain(self, timeout_s: float) -> bool:
         """Poll until no copy, prefetch or store is under way; blocks. False if some still are after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
+        self.controller.launch_loads()
         while not self.controller.idle:
             if time.monotonic() >= deadline:
                 return False
@@ -376,10 +400,15 @@ class HiRadixCache:
                 time.sleep(DRAIN_WAIT_S)
         return True
 
-    def close(self, timeout_s: float = 5.0) -> bool:
-        """Finish queued copies and stores within `timeout_s`, end all threads; blocks. False if something was left."""
-        deadline = time.monotonic() + timeout_s
-        self.drain(timeout_s)
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish queued copies and stores and end all threads; blocks up to `timeout_s` (None: as configured).
+
+        Prefetches are given up. False if something was left; stored objects are whole or absent all the same.
+        """
+        deadline = time.monotonic() + (self.options.shutdown_deadline_s if timeout_s is None else timeout_s)
+        self._closed = True
+        self.controller.stop_prefetching()
+        self.drain(deadline - time.monotonic())
         ended = self.controller.close(max(0.0, deadline - time.monotonic()))
         self.poll()
         return ended

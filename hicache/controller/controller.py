@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from ..backends.base import BackendStatistics, GetOutcome, StorageBackend, Usage
-from ..errors import InvariantError
+from ..backends.base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
+from ..errors import BackendError, InvariantError, TransferError
 from ..keys import TOKEN_BYTES, RadixKey, page_keys
 from ..tiers import CopyEngine, HostPool, Transfer
 from ..types import PageIds
@@ -181,10 +181,15 @@ class HiCacheController:
         queued.clear()
         device_pages = np.concatenate([operation.device_pages for operation in operations])
         host_pages = np.concatenate([operation.host_pages for operation in operations])
-        if load:
-            transfer = self._copies.load(host_pages, device_pages)
-        else:
-            transfer = self._copies.backup(device_pages, host_pages)
+        transfer: Transfer
+        try:
+            if load:
+                transfer = self._copies.load(host_pages, device_pages)
+            else:
+                transfer = self._copies.backup(device_pages, host_pages)
+        except (RuntimeError, MemoryError, ValueError, IndexError) as error:
+            # The device has no memory left for staging, say. Part of the copy may be under way.
+            transfer = FailedTransfer(TransferError(f"a copy between device and host could not be started: {error}"))
         launched.append((transfer, operations))
 
     # L3
@@ -206,8 +211,8 @@ class HiCacheController:
         return operation
 
     def expired(self, operation: PrefetchOperation) -> bool:
-        """Whether the time that a prefetch may take is over."""
-        return now() >= operation.deadline
+        """Whether the time that a prefetch may take is over, and a little more for what was under way then."""
+        return now() >= operation.deadline + PREFETCH_GRACE_S
 
     def start_reads(self, operation: PrefetchOperation, host_pages: PageIds) -> None:
         """Lend host pages to a found prefetch and read the leading `len(host_pages)` pages into them."""
@@ -300,6 +305,8 @@ class HiCacheController:
             prior = keys[-1]
             operation.keys += keys
             found = self.backend.batch_exists(keys, deadline=self._call_deadline(operation.deadline))
+            if type(found) is not int or not 0 <= found <= len(keys):
+                raise BackendError(f"the backend says that {found!r} of {len(keys)} pages are stored")
             operation.hit_pages += found
             if found < len(keys):
                 return
@@ -317,7 +324,13 @@ class HiCacheController:
             keys = operation.keys[start : start + len(pages)]
             frames = self.host.frames(pages)
             outcomes = self.backend.batch_get(keys, frames, deadline=self._call_deadline(operation.deadline))
-            hits = next((i for i, outcome in enumerate(outcomes) if outcome is not GetOutcome.HIT), len(outcomes))
+            _require_outcomes(outcomes, GetOutcome, len(pages))
+            hits = 0
+            # A page counts only if its frame says so too: a backend that filled nothing has not hit.
+            while hits < len(pages) and outcomes[hits] is GetOutcome.HIT:
+                if not self.backend.codec.is_sealed(keys[hits], frames[hits]):
+                    raise BackendError("the backend reports a hit but has not filled the frame with that page")
+                hits += 1
             operation.completed_pages = start + hits
             if hits < len(pages):
                 return
@@ -334,6 +347,7 @@ class HiCacheController:
             if now() >= deadline:
                 return
             outcomes = self.backend.batch_set(keys, frames, parent=parent, deadline=deadline)
+            _require_outcomes(outcomes, SetOutcome, len(keys))
             operation.outcomes += outcomes
             if not all(outcome.is_stored for outcome in outcomes):
                 return
@@ -387,6 +401,10 @@ class HiCacheController:
             usage=None if self.backend is None else self.backend.usage(),
         )
 
+    def stop_prefetching(self) -> None:
+        """End all prefetches at their next batch; for shutdown."""
+        self._closing = True
+
     def close(self, timeout_s: float) -> bool:
         """Finish the queued copies and stores within `timeout_s`, then end all threads; blocks.
 
@@ -396,6 +414,7 @@ class HiCacheController:
         deadline = now() + timeout_s
         self._closing, self._stop_at = True, deadline
         self.launch_writes()
+        self.launch_loads()
         ended = self._copies is None or self._copies.close(timeout_s)
         for group in self._groups:
             ended = group.close(max(0.0, deadline - now())) and ended
@@ -406,6 +425,35 @@ class HiCacheController:
 
 # No prefetch is worth waiting longer for, whatever its length.
 _LONGEST_PREFETCH_S = 60.0
+# Backends start no page after the deadline but finish what they read; without this, a request would go on a moment
+# before its last batch of up to a hundred pages arrives.
+PREFETCH_GRACE_S = 0.05
+
+
+class FailedTransfer(Transfer):
+    """A copy that could not be started."""
+
+    def __init__(self, error: TransferError) -> None:
+        self._error = error
+
+    @property
+    def error(self) -> TransferError:
+        return self._error
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def wait_layer(self, layer: int) -> None:
+        raise self._error
+
+
+def _require_outcomes(outcomes: object, kind: type[GetOutcome] | type[SetOutcome], count: int) -> None:
+    """Raise BackendError if a backend's answer is not one outcome of `kind` per page."""
+    if not isinstance(outcomes, list) or len(outcomes) != count or not all(type(o) is kind for o in outcomes):
+        raise BackendError(f"the backend did not answer with {count} {kind.__name__} values")
 
 
 def _fail_prefetch(operation: PrefetchOperation) -> None:

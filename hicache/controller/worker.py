@@ -31,6 +31,10 @@ STUCK_GRACE_S = 2.0
 # A thread that dies again and again is restarted after 0.1, 0.2, 0.4 ... 10 s.
 RESTART_BACKOFF_S_MIN = 0.1
 RESTART_BACKOFF_S_MAX = 10.0
+# One that has lived this long starts over with the shortest back-off.
+STABLE_S = 60.0
+# Stuck threads that have a substitute at one time; beyond that, jobs wait (and are bounded by who submits them).
+SUBSTITUTES_MAX = 4
 
 
 class _WorkerThread(threading.Thread, Generic[Job]):
@@ -39,6 +43,7 @@ class _WorkerThread(threading.Thread, Generic[Job]):
         self.group = group
         self.busy: Job | None = None
         self.busy_since = 0.0
+        self.started_at = now()
         self.stuck = False
 
     def run(self) -> None:
@@ -127,19 +132,16 @@ class WorkerGroup(Generic[Job]):
         longest_call_s = self._deadline_s + STUCK_GRACE_S
         for thread in list(self._threads):
             if not thread.is_alive():
-                self._threads.remove(thread)
-                if not thread.stuck and not self._closed:
-                    self._bury(thread, time_s)
+                self._bury(thread, time_s)
             elif thread.busy is not None and not thread.stuck and time_s > thread.busy_since + longest_call_s:
-                thread.stuck = True
-                self.stuck_threads += 1
-                logger.error("%s worker is stuck in a call past its deadline; starting another", self.name)
-                self._start_thread()
-        due = [at for at in self._restart_at if at <= time_s]
+                self._substitute(thread)
+        due = sum(at <= time_s for at in self._restart_at)
         self._restart_at = [at for at in self._restart_at if at > time_s]
-        for _ in due:
-            self.restarts += 1
-            self._start_thread()
+        for _ in range(due):
+            if self._start_thread():
+                self.restarts += 1
+            else:
+                self._restart_at.append(time_s + RESTART_BACKOFF_S_MAX)
 
     def close(self, timeout_s: float) -> bool:
         """Let the threads finish what is queued, then end. False if one did not in time (it is left behind)."""
@@ -149,19 +151,42 @@ class WorkerGroup(Generic[Job]):
         deadline = now() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - now()))
-        return not any(thread.is_alive() for thread in self._threads)
+        for thread in list(self._threads):
+            if not thread.is_alive():
+                self._bury(thread, now())
+        return not self._threads
+
+    def _substitute(self, thread: _WorkerThread[Job]) -> None:
+        """Give a stuck thread's place to another, as far as substitutes go: a store that hangs must not eat threads."""
+        if sum(other.stuck for other in self._threads) >= SUBSTITUTES_MAX:
+            return
+        if self._start_thread():
+            thread.stuck = True
+            self.stuck_threads += 1
+            logger.error("%s worker is stuck in a call past its deadline; started another", self.name)
 
     def _bury(self, thread: _WorkerThread[Job], time_s: float) -> None:
-        self.errors["ThreadDied"] += 1
-        logger.error("%s worker died; restarting it in %.1f s", self.name, self._backoff_s)
+        """Forget a thread that has ended. One that died in a job fails the job and is restarted after a back-off."""
+        self._threads.remove(thread)
         if thread.busy is not None:
+            self.errors["ThreadDied"] += 1
             self._fail(thread.busy)
             self.acknowledge(thread.busy)
+        if thread.stuck or self._closed:
+            return
+        if time_s - thread.started_at > STABLE_S:
+            self._backoff_s = RESTART_BACKOFF_S_MIN
+        logger.error("%s worker died; restarting it in %.1f s", self.name, self._backoff_s)
         self._restart_at.append(time_s + self._backoff_s)
         self._backoff_s = min(2 * self._backoff_s, RESTART_BACKOFF_S_MAX)
 
-    def _start_thread(self) -> None:
+    def _start_thread(self) -> bool:
         self._number += 1
         thread = _WorkerThread(self, self._number)
+        try:
+            thread.start()
+        except RuntimeError:
+            logger.exception("%s worker: the system gives no more threads", self.name)
+            return False
         self._threads.append(thread)
-        thread.start()
+        return True

@@ -19,7 +19,7 @@ def check_tree(tree: RadixTree) -> None:
     """Raises InvariantError if one of the invariants of `hicache.radix.tree` does not hold."""
     device_runs: list[PageIds] = []
     host_runs: list[PageIds] = []
-    evictable = protected = nodes = 0
+    evictable = protected = nodes = host_evictable = 0
     queued = [{node.id for node in queue.nodes()} for queue in tree.queues()]
     for queue, queued_ids in zip(tree.queues(), queued, strict=True):
         _require(len(queue) == len(queued_ids), "a node has two entries in one eviction queue")
@@ -39,9 +39,12 @@ def check_tree(tree: RadixTree) -> None:
             evictable += 0 if node.lock_ref else len(node.device)
         if node.host is not None:
             host_runs.append(node.host)
+            if node.device is None and not node.lock_ref and not node.host_ref:
+                host_evictable += len(node.host)
     _require(nodes == tree.node_count, f"{nodes} nodes, but {tree.node_count} are counted")
     _require(evictable == tree.device_evictable_pages, "device_evictable_pages is not the sum over the nodes")
     _require(protected == tree.device_protected_pages, "device_protected_pages is not the sum over the nodes")
+    _require(host_evictable == tree.host_evictable_pages, "host_evictable_pages is not the sum over the nodes")
     _require(sum(map(len, host_runs)) == tree.host_pages, "host_pages is not the sum over the nodes")
     for runs, tier in ((device_runs, "L1"), (host_runs, "L2")):
         if runs:

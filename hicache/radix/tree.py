@@ -67,6 +67,9 @@ class RadixTree:
         self.device_evictable_pages = 0
         self.device_protected_pages = 0
         self.host_pages = 0
+        # Host-only pages that nobody locks or holds. An upper bound of what evict_host can free: a hold protects the
+        # ancestors of its node too, which are counted here.
+        self.host_evictable_pages = 0
         self.node_count = 0
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
@@ -163,6 +166,7 @@ class RadixTree:
                 count = len(node.device)
                 self.device_evictable_pages -= count
                 self.device_protected_pages += count
+            self._count_host(node, -1)
             node.lock_ref += 1
             node = node.parent
 
@@ -177,18 +181,21 @@ class RadixTree:
                     count = len(node.device)
                     self.device_evictable_pages += count
                     self.device_protected_pages -= count
+                self._count_host(node, +1)
                 self._offer(node)
             node = node.parent
 
     def hold_host(self, node: Node, pages: int) -> None:
         """Keep the L2 pages of the last `pages` pages up to `node` until `release_host`."""
         for part in self.span(node, pages):
+            self._count_host(part, -1)
             part.host_ref += 1
 
     def release_host(self, node: Node, pages: int) -> None:
         """Undo one `hold_host` with the same arguments."""
         for part in self.span(node, pages):
             part.host_ref -= 1
+            self._count_host(part, +1)
             self._offer(part)
 
     def span(self, node: Node, pages: int) -> Iterator[Node]:
@@ -210,6 +217,7 @@ class RadixTree:
 
     def set_device(self, node: Node, pages: PageIds) -> None:
         """Record that `node` is on L1 at `pages`. REQUIRES: it was not, and its parent is."""
+        self._count_host(node, -1)
         node.device = pages
         if node.lock_ref:
             self.device_protected_pages += len(pages)
@@ -223,6 +231,7 @@ class RadixTree:
         """Record that `node` is on L2 at `pages`. REQUIRES: it was not, its parent is, and the bytes are complete."""
         node.host = pages
         self.host_pages += len(pages)
+        self._count_host(node, +1)
         self._offer(node)
 
     def evict_device(self, pages: int) -> PageIds:
@@ -293,6 +302,19 @@ class RadixTree:
             runs.append(node.device)
             node = node.parent
         return np.concatenate(runs[::-1]) if runs else NO_PAGES
+
+    def covers(self, node: Node, tokens: bytes) -> bool:
+        """Whether the whole path to the end of `node` is a prefix of `tokens`."""
+        path: list[Node] = []
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        offset = 0
+        for part in reversed(path):
+            if not tokens.startswith(part.key, offset):
+                return False
+            offset += len(part.key)
+        return True
 
     def accept_backup(self, node: Node, host_pages: PageIds) -> PageIds:
         """Record that a backup of the run that ended at `node` has arrived in `host_pages`.
@@ -410,6 +432,7 @@ class RadixTree:
             raise InvariantError(f"not on L1: {node!r}")
         self.device_evictable_pages -= len(node.device)
         node.device = None
+        self._count_host(node, +1)
         parent.device_children -= 1
         if node.host is None:
             self._remove(node)
@@ -422,12 +445,18 @@ class RadixTree:
         if parent is None or node.children:
             raise InvariantError(f"cannot remove {node!r}: it is a root or has children")
         del parent.children[node.key[: self._page_bytes]]
+        self._count_host(node, -1)
         node.host = None
         self.node_count -= 1
         if parent.parent is not None:
             self._offer(parent)
         elif not parent.children and parent.page_keys is not None:
             self._roots.pop(parent.page_keys, None)
+
+    def _count_host(self, node: Node, sign: int) -> None:
+        """Take `node` in or out of `host_evictable_pages`; called after a change that may, before one that must."""
+        if node.device is None and node.host is not None and not node.lock_ref and not node.host_ref:
+            self.host_evictable_pages += sign * len(node.host)
 
     def _offer(self, node: Node) -> None:
         """Enter `node` into the eviction queues of the tiers it may leave now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import InvariantError
+from ..errors import InvalidInput, InvariantError
 from ..types import PageIds
 
 
@@ -39,6 +39,8 @@ class PageAllocator:
 
     def alloc(self, count: int) -> PageIds | None:
         """`count` pages as an int32 array of its own, or None if fewer are free. Atomic: None changes nothing."""
+        if count < 0:
+            raise InvalidInput(f"allocator: cannot hand out {count} pages")
         if count > self._free:
             return None
         pages = self._stack[self._free - count : self._free][::-1].copy()

@@ -97,19 +97,24 @@ class CpuCopyEngine(CopyEngine):
 
 
 class _CopyThread:
-    """Runs layer-wise copies in order of submission."""
+    """Runs layer-wise copies in order of submission, until one fails: then all later ones fail with it."""
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[tuple[CpuTransfer, Callable[[int], None]] | None] = queue.SimpleQueue()
+        self._closed = False  # by the scheduler
+        self._failure: TransferError | None = None  # by the thread; the first one, which all later copies inherit
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, layers: int, copy_layer: Callable[[int], None]) -> CpuTransfer:
+        if self._closed:
+            raise TransferError("copy: the copy engine is closed")
         transfer = CpuTransfer(layers)
         self._tasks.put((transfer, copy_layer))
         return transfer
 
     def close(self, timeout_s: float) -> bool:
+        self._closed = True
         self._tasks.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -117,6 +122,10 @@ class _CopyThread:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             transfer, copy_layer = task
+            if self._failure is not None:
+                # Whoever waits for a later copy may need the pages of the one that failed.
+                transfer.fail(self._failure)
+                continue
             try:
                 for layer in range(transfer._layers):
                     copy_layer(layer)
@@ -124,4 +133,5 @@ class _CopyThread:
             except Exception as error:
                 # The thread must outlive one bad copy; whoever waits for the transfer gets the error.
                 logger.exception("copy between device and host failed")
-                transfer.fail(TransferError(f"copy between device and host failed: {error}"))
+                self._failure = TransferError(f"copy between device and host failed: {error}")
+                transfer.fail(self._failure)

@@ -94,13 +94,18 @@ class EventTransfer(Transfer):
         self._runtime = runtime
         self._events = events
 
+        self._error: TransferError | None = None
+
     @property
     def error(self) -> TransferError | None:
-        # A failed CUDA copy poisons its context and raises from the next call of any kind, so there is none to report.
-        return None
+        return self._error
 
     def done(self) -> bool:
-        return self._events[-1].query()
+        try:
+            return self._error is not None or self._events[-1].query()
+        except RuntimeError as error:
+            self._error = TransferError(f"copy between device and host failed: {error}")
+            return True
 
     def wait(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -111,6 +116,8 @@ class EventTransfer(Transfer):
         return True
 
     def wait_layer(self, layer: int) -> None:
+        if self._error is not None:
+            raise self._error
         self._runtime.wait(self._events[min(layer, len(self._events) - 1)])
 
 
@@ -150,19 +157,25 @@ class CudaCopyEngine(CopyEngine):
 
     def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
         self._require_pairs(device_pages, host_pages)
-        layer_bytes = self.device.geometry.layer_bytes
+        chunk = max(1, self._staging_bytes_max // self.device.geometry.layer_bytes)
         pages = host_pages.tolist()
         events: list[DeviceEvent] = []
         with self._runtime.use(self._load_stream):
             index = self._index(device_pages)
             for layer in range(self.device.geometry.layers):
-                start = self.host.block_slice(layer, 0).start
-                staging = torch.empty((len(pages), layer_bytes), dtype=torch.uint8, device=self.device.device)
-                for row, page in enumerate(pages):
-                    staging[row].copy_(self.host.tensor[page, start : start + layer_bytes], non_blocking=True)
-                self._scatter(layer, index, staging)
+                for start in range(0, len(pages), chunk):
+                    self._load_pieces(layer, pages[start : start + chunk], index[start : start + chunk])
                 events.append(self._runtime.record())
         return self._remember("load", EventTransfer(self._runtime, events))
+
+    def _load_pieces(self, layer: int, pages: list[int], index: torch.Tensor) -> None:
+        """One layer of some pages: each is one contiguous piece of its frame, gathered in staging, then scattered."""
+        layer_bytes = self.device.geometry.layer_bytes
+        start = self.host.block_slice(layer, 0).start
+        staging = torch.empty((len(pages), layer_bytes), dtype=torch.uint8, device=self.device.device)
+        for row, page in enumerate(pages):
+            staging[row].copy_(self.host.tensor[page, start : start + layer_bytes], non_blocking=True)
+        self._scatter(layer, index, staging)
 
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s

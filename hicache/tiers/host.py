@@ -52,8 +52,11 @@ class HostPool:
         self.pinned = pin
         if pin:
             _register(self.tensor, self.capacity_bytes)
-            # The mapping outlives this object while a late operation still holds a frame of it.
-            weakref.finalize(self._mapping, _unregister, self.tensor.data_ptr())
+            # The finalizer holds the mapping, so the memory is unpinned before it is unmapped; a late operation that
+            # still has a frame keeps the mapping alive beyond that.
+            weakref.finalize(self, _unregister, self.tensor.data_ptr(), self._mapping)
+            # After a fork, the parent's next write would move a page away from under a copy of the device.
+            self._mapping.madvise(mmap.MADV_DONTFORK)
 
     @property
     def pages(self) -> int:
@@ -114,5 +117,5 @@ def _register(tensor: torch.Tensor, size_bytes: int) -> None:
         )
 
 
-def _unregister(pointer: int) -> None:
+def _unregister(pointer: int, mapping: mmap.mmap) -> None:
     torch.cuda.cudart().cudaHostUnregister(pointer)  # type: ignore[no-untyped-call]

@@ -31,9 +31,11 @@ def _cgroup_rest() -> list[int]:
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         current = int((_CGROUP / "memory.current").read_text())
+        figures = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return []  # no cgroup v2, or no limit of our own
-    return [] if limit == "max" else [max(0, int(limit) - current)]
+    # Page cache that nobody uses counts as taken but is given back on demand.
+    return [] if limit == "max" else [max(0, int(limit) - current + int(figures.get("inactive_file", 0)))]
 
 
 def device_pages(config: DeviceConfig, geometry: KVGeometry, device: torch.device) -> int:

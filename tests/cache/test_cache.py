@@ -196,6 +196,106 @@ def test_an_engine_may_bring_pages_of_its_own(world: World) -> None:
     assert world.serve("a", prompt(1, 2)).device_hit_tokens == 8
 
 
+class _UnstartableCopies(CpuCopyEngine):
+    """A device that has no memory left for staging when asked to load, or to back up."""
+
+    broken = ""
+
+    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
+        if self.broken == "load":
+            raise RuntimeError("out of memory")
+        return super().load(host_pages, device_pages)
+
+    def backup(self, device_pages: PageIds, host_pages: PageIds) -> Transfer:
+        if self.broken == "backup":
+            raise RuntimeError("out of memory")
+        return super().backup(device_pages, host_pages)
+
+
+@pytest.mark.parametrize("direction", ["load", "backup"])
+def test_a_copy_that_cannot_be_started_ends_service_with_a_typed_error(direction: str) -> None:
+    backend = memory_backend()
+    world = World(copies=_UnstartableCopies, backend=backend)
+    world.serve("a", prompt(1, 2, 3))
+    world.settle()
+    world.cache.evict(100)
+    copies = world.controller._copies
+    assert isinstance(copies, _UnstartableCopies)
+    copies.broken = direction
+    request = world.cache.begin_request("b", prompt(1, 2, 3, 4))
+    assert request is not None
+    transfer = world.cache.start_loading()
+    assert transfer is not None
+    if direction == "load":
+        with pytest.raises(TransferError):
+            transfer.wait_layer(0)
+        world.cache.cache_finished_req(request, None)
+    else:
+        transfer.wait_layer(1)
+        world.cache.cache_finished_req(request, prompt(1, 2, 3, 4))
+    world.settle()
+    with pytest.raises(TransferError):
+        world.cache.begin_request("c", prompt(1, 2, 3))
+    assert not world.cache.prefetch_from_storage("d", prompt(1, 2, 3, 4, 5, 6, 7))
+    assert backend.usage().pages == 3, "nothing is stored once the device cannot be trusted"
+    world.close()
+
+
+def test_an_ended_request_cannot_be_used_again(world: World) -> None:
+    request = world.begin("a", prompt(1, 2, 3))
+    assert request is not None
+    world.cache.cache_finished_req(request, prompt(1, 2, 3))
+    for use in (
+        lambda: world.cache.cache_finished_req(request, None),
+        lambda: world.cache.cache_unfinished_req(request, prompt(1, 2, 3)),
+        lambda: world.cache.extend(request, 100),
+    ):
+        with pytest.raises(InvalidInput, match="ended"):
+            use()
+    world.cache.check()
+
+
+def test_a_key_that_is_not_the_requests_own_is_refused_and_changes_nothing(world: World) -> None:
+    request = world.begin("a", prompt(1, 2, 3))
+    assert request is not None
+    world.cache.cache_unfinished_req(request, prompt(1, 2, 3))
+    for key in (prompt(1, 9, 3), prompt(1, 2, 3, salt="tenant"), prompt(1, 2, 3, 4, 5, 6, 7)):
+        with pytest.raises(InvalidInput):
+            world.cache.cache_unfinished_req(request, key)
+        world.cache.check()
+    world.cache.cache_finished_req(request, prompt(1, 2, 3))
+
+
+def test_a_loan_that_cannot_be_met_evicts_nothing() -> None:
+    world = World(device_pages=16, host_pages=8)
+    world.serve("a", prompt(1, 2))
+    world.settle()
+    world.cache.evict(100)
+    world.serve("b", prompt(11, 12, 13, 14, 15))
+    world.settle()
+    assert world.cache.tree.host_pages == 7
+    world.serve("c", prompt(21, 22, 23, 24))
+    world.settle()
+    assert world.cache.statistics().skipped["backup_no_host_room"] == 1
+    assert world.serve("d", prompt(1, 2)).host_hit_tokens == 8
+    world.close()
+
+
+def test_a_closed_cache_refuses_service_and_closing_gives_up_what_was_not_started() -> None:
+    world = World()
+    world.serve("a", prompt(1, 2, 3))
+    world.settle()
+    world.cache.evict(100)
+    request = world.cache.begin_request("b", prompt(1, 2, 3))
+    assert request is not None
+    world.cache.cache_finished_req(request, None)
+    assert world.cache.close(), "a load that was queued but never started must not hold the close up"
+    world.cache.check()
+    with pytest.raises(InvalidInput, match="closed"):
+        world.cache.begin_request("c", prompt(1, 2, 3))
+    assert not world.cache.prefetch_from_storage("d", prompt(1, 2, 3))
+
+
 class _HeldCopies(CpuCopyEngine):
     """Loads that begin when the test says so."""
 

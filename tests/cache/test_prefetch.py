@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +13,7 @@ from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.memory import MemoryBackend
 from hicache.cache import CacheOptions
 from hicache.controller import ControllerOptions
-from hicache.keys import page_keys
+from hicache.keys import RadixKey, page_keys
 from tests.cache.world import GEOMETRY, World, codec, memory_backend, prompt
 
 KEY = prompt(*range(1, 9))
@@ -188,7 +190,7 @@ def test_a_prefetch_takes_no_more_than_its_share_of_the_host_pool() -> None:
     world.close()
 
 
-def test_a_store_that_fails_is_tried_again_by_the_next_request() -> None:
+def test_a_store_that_fails_is_tried_again_by_a_request_after_a_pause() -> None:
     class Refusing(MemoryBackend):
         refuse = True
 
@@ -205,10 +207,115 @@ def test_a_store_that_fails_is_tried_again_by_the_next_request() -> None:
     world.settle()
     assert backend.usage().pages == 0
     assert world.cache.statistics().skipped["store_incomplete"] == 1
-    backend.refuse = False
     world.serve("b", KEY)
     world.settle()
-    assert backend.usage().pages == 8
+    assert world.cache.statistics().skipped["store_paused"] == 1
+    backend.refuse = False
+    rids = itertools.count()
+
+    def stored_after_another_request() -> bool:
+        world.serve(f"c{next(rids)}", KEY)
+        world.settle()
+        return backend.usage().pages == 8
+
+    world.until(stored_after_another_request)
+    world.close()
+
+
+def test_a_tail_is_never_stored_before_its_head() -> None:
+    class Recording(MemoryBackend):
+        fail_next = True
+
+        def batch_set(
+            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        ) -> list[SetOutcome]:
+            if self.fail_next:
+                self.fail_next = False
+                return [SetOutcome.ERROR] * len(keys)
+            outcomes = super().batch_set(keys, frames, parent=parent, deadline=deadline)
+            assert parent is None or self.batch_exists([parent], deadline=deadline) == 1, "its head is not stored"
+            return outcomes
+
+    backend = Recording(codec())
+    world = World(backend=backend)
+    rids = itertools.count()
+
+    def whole_chain_stored() -> bool:
+        request = world.begin(f"r{next(rids)}", KEY)
+        assert request is not None
+        for pages in range(max(1, request.shared_pages), 9):  # shared page by page, as a chunked prefill does
+            world.cache.cache_unfinished_req(request, RadixKey(KEY.tokens[: pages * 16], KEY.seed))
+            world.step()
+        world.cache.cache_finished_req(request, KEY)
+        world.settle()
+        keys = page_keys(KEY.tokens, GEOMETRY.page_size)
+        return backend.batch_exists(keys, deadline=time.monotonic() + 10) == 8
+
+    world.until(whole_chain_stored)
+    assert world.controller.statistics().worker_errors == {}
+    world.close()
+
+
+@pytest.mark.parametrize("nonsense", [None, 2.5, -1, 10**6, "8", True])
+def test_a_backend_that_answers_nonsense_to_a_lookup_is_a_miss(nonsense: object) -> None:
+    class Liar(MemoryBackend):
+        def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+            return nonsense  # type: ignore[return-value]
+
+    world = World(backend=Liar(codec()))
+    assert world.serve("a", KEY).cached_tokens == 0
+    assert world.controller.statistics().worker_errors == {"prefetch:BackendError": 1}
+    world.close()
+
+
+@pytest.mark.parametrize("nonsense", [[GetOutcome.HIT] * 20, [GetOutcome.HIT], ["hit"] * 8, None, [GetOutcome.HIT] * 8])
+def test_a_backend_that_claims_hits_it_did_not_read_is_not_believed(nonsense: object) -> None:
+    class Liar(MemoryBackend):
+        def batch_get(
+            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+        ) -> list[GetOutcome]:
+            return nonsense  # type: ignore[return-value]
+
+    backend = Liar(codec())
+    stored(backend)
+    world = World(backend=backend)
+    assert world.serve("a", KEY).cached_tokens == 0
+    world.settle()
+    assert world.controller.statistics().worker_errors == {"io:BackendError": 1}
+    assert world.host.allocator.used_pages == world.cache.tree.host_pages
+    world.close()
+
+
+@pytest.mark.parametrize("nonsense", [["stored"] * 8, [SetOutcome.STORED], None])
+def test_a_backend_that_answers_nonsense_to_a_store_is_a_failed_store(nonsense: object) -> None:
+    class Liar(MemoryBackend):
+        def batch_set(
+            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        ) -> list[SetOutcome]:
+            return nonsense  # type: ignore[return-value]
+
+    world = World(backend=Liar(codec()))
+    world.serve("a", KEY)
+    world.settle()
+    assert world.cache.statistics().skipped["store_incomplete"] == 1
+    assert world.controller.statistics().worker_errors == {"backup:BackendError": 1}
+    world.close()
+
+
+def test_a_request_that_does_not_wait_for_its_prefetch_ends_it() -> None:
+    backend = TroubledBackend()
+    stored(backend)
+    backend.calls = 0
+    backend.gate.clear()
+    world = World(backend=backend)
+    assert world.cache.prefetch_from_storage("a", KEY)
+    world.until(backend.entered.is_set)
+    request = world.begin("a", KEY)
+    assert request is not None and request.cached_tokens == 0
+    backend.gate.set()
+    world.cache.cache_finished_req(request, KEY)
+    world.settle()
+    assert not world.cache._prefetcher._arrived_pages
     world.close()
 
 

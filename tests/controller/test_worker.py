@@ -96,6 +96,42 @@ def test_a_stuck_thread_gets_a_substitute_and_its_job_stays_open_until_it_ends()
     assert harness.group.close(WAIT_S)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_stuck_thread_that_dies_still_acknowledges_its_job() -> None:
+    harness = Harness(deadline_s=-1.9)
+    gate = threading.Event()
+
+    def hang_and_die() -> None:
+        gate.wait(WAIT_S)
+        raise SystemExit
+
+    harness.group.submit(hang_and_die)
+    harness.supervise_until(lambda: harness.group.stuck_threads == 1)
+    gate.set()
+    harness.supervise_until(lambda: harness.failed == [hang_and_die])
+    assert harness.done.get(timeout=WAIT_S) is hang_and_die
+    assert harness.group.close(WAIT_S)
+
+
+def test_a_store_that_hangs_does_not_eat_threads() -> None:
+    harness = Harness(deadline_s=-1.9)
+    gate = threading.Event()
+
+    def hang() -> None:
+        gate.wait(WAIT_S)
+
+    for _ in range(20):
+        harness.group.submit(hang)
+    harness.supervise_until(lambda: harness.group.stuck_threads == 4)
+    ended = time.monotonic() + 0.3
+    harness.supervise_until(lambda: time.monotonic() > ended)
+    assert len(harness.group._threads) == 5
+    gate.set()
+    for _ in range(20):
+        harness.done.get(timeout=WAIT_S)
+    assert harness.group.close(WAIT_S)
+
+
 def test_closing_leaves_a_hanging_thread_behind_and_says_so() -> None:
     harness = Harness()
     gate, entered = threading.Event(), threading.Event()

@@ -14,7 +14,7 @@ from hicache.errors import InvalidInput, TransferError
 from hicache.geometry import KVGeometry, KVLayout
 from hicache.tiers import CopyEngine, HostPool, KVPool, create_copy_engine, create_device_pool
 from hicache.tiers.copy_cpu import CpuCopyEngine
-from hicache.tiers.copy_cuda import CudaCopyEngine, DeviceEvent
+from hicache.tiers.copy_cuda import CudaCopyEngine, DeviceEvent, EventTransfer
 from hicache.types import PageIds
 
 MHA = KVGeometry(layers=3, heads=2, head_dim=8, page_size=4)
@@ -102,7 +102,27 @@ def test_staging_larger_than_its_bound_goes_in_pieces() -> None:
     copies = CudaCopyEngine(device, host, InlineRuntime(), staging_bytes_max=2 * MHA.payload_bytes)
     copies.backup(ids(1, 2, 3, 4, 5), ids(4, 3, 2, 1, 0)).wait(10)
     assert bytes(host.payload(0)[: MHA.block_bytes]) == bytes(device.layer_blocks(0)[0][5].numpy())
+    small = CudaCopyEngine(device, host, InlineRuntime(), staging_bytes_max=2 * MHA.layer_bytes)
+    before = device.layer_blocks(2)[1].clone()
+    small.load(ids(4, 3, 2, 1, 0), ids(5, 4, 3, 2, 1)).wait(10)
+    assert torch.equal(device.layer_blocks(2)[1][5], before[1])
+    assert torch.equal(device.layer_blocks(2)[1][1], before[5])
     copies.close(10)
+
+
+class FaultyEvent(InlineEvent):
+    """What an event of a device that has failed does."""
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_device_that_fails_is_a_typed_error_and_not_an_exception_of_poll() -> None:
+    transfer = EventTransfer(InlineRuntime(), [FaultyEvent()])
+    assert transfer.done()
+    assert isinstance(transfer.error, TransferError)
+    with pytest.raises(TransferError):
+        transfer.wait_layer(0)
 
 
 def test_pairs_that_do_not_fit_are_refused(engine: Callable[[KVPool, HostPool], CopyEngine]) -> None:
@@ -145,15 +165,19 @@ def test_a_layer_can_be_used_while_the_next_is_on_its_way() -> None:
     assert copies.close(10)
 
 
-def test_a_copy_that_fails_says_so_and_the_next_one_works() -> None:
+def test_a_copy_that_fails_says_so_and_so_do_all_later_ones_of_its_direction() -> None:
     copies = CpuCopyEngine(create_device_pool(MHA, 2), HostPool(MHA, 2))
     bad = copies.load(ids(1000), ids(1))
     with pytest.raises(TransferError):
         bad.wait_layer(0)
     assert bad.done() and bad.error is not None
-    good = copies.load(ids(1), ids(1))
-    good.wait_layer(2)
+    later = copies.load(ids(1), ids(1))
+    with pytest.raises(TransferError):
+        later.wait_layer(2)
+    assert copies.backup(ids(1), ids(1)).wait(10)
     assert copies.close(10)
+    with pytest.raises(TransferError):
+        copies.load(ids(1), ids(1))
 
 
 @pytest.mark.cuda
