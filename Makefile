@@ -19,7 +19,6 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 SOAK_FACTOR ?= 20
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-BENCH_ARGS ?=
 
 .PHONY: demo test check soak bench gpu clean
 

@@ -27,11 +27,12 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from .backends.base import BackendStatistics, GetOutcome, SetOutcome, Usage
 from .cache.statistics import CacheStatistics
+from .config import HiCacheConfig
 from .config.schema import is_loopback
 from .errors import ConfigError, InvalidInput
 
 # Few labels with few values each. Never a key, a tenant or a path: a label value lives as long as the time series.
-LABELS = frozenset({"tier", "backend", "direction", "reason", "outcome"})
+LABELS = frozenset({"tier", "backend", "direction", "reason", "outcome", "queue", "worker"})
 _NAME = re.compile(r"hicache(_[a-z0-9]+)+")
 # A scraper that stops reading in the middle gives its thread back after this.
 SOCKET_TIMEOUT_S = 10.0
@@ -187,13 +188,13 @@ def cache_metrics(backend_name: str) -> tuple[MetricSpec[CacheStatistics | None]
              lambda s: {tier: s.evicted_pages.get(tier, 0) for tier in ("device", "host")}),
         spec("skipped_total", counter, "What the cache did not do, by reason; each is a slower request.", "reason",
              lambda s: s.skipped),
-        spec("refused_operations_total", counter, "Operations turned away by a bound, by queue.", "reason",
+        spec("refused_operations_total", counter, "Operations turned away by a bound, by queue.", "queue",
              lambda s: s.controller.refused),
         spec("moved_pages_total", counter, "Pages moved between tiers.", "direction",
              lambda s: {"device_to_host": s.controller.written_pages, "host_to_device": s.controller.loaded_pages,
                         "storage_to_host": s.controller.prefetched_pages,
                         "host_to_storage": s.controller.stored_pages}),
-        spec("queued_operations", gauge, "Operations queued or under way.", "direction",
+        spec("queued_operations", gauge, "Operations queued or under way.", "queue",
              lambda s: {"write": s.controller.queues.write, "load": s.controller.queues.load,
                         "prefetch": s.controller.queues.prefetch, "reads": s.controller.queues.reads,
                         "backup": s.controller.queues.backup}),
@@ -207,7 +208,7 @@ def cache_metrics(backend_name: str) -> tuple[MetricSpec[CacheStatistics | None]
              lambda s: {"device": s.device.cached_pages * s.device.page_bytes,
                         "host": s.host.cached_pages * s.host.page_bytes}),
         spec("nodes", gauge, "Nodes of the radix tree.", "", lambda s: {"": s.nodes}),
-        spec("worker_errors_total", counter, "Exceptions in workers, by worker and kind.", "reason",
+        spec("worker_errors_total", counter, "Exceptions in workers, by worker and kind.", "worker",
              lambda s: s.controller.worker_errors),
         spec("worker_restarts_total", counter, "Workers that died and were replaced.", "",
              lambda s: {"": s.controller.worker_restarts}),
@@ -282,6 +283,16 @@ class MetricsServer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def serve_configured(config: HiCacheConfig, statistics: Callable[[], CacheStatistics | None]) -> MetricsServer | None:
+    """Serve a cache's `statistics` as the section `metrics` says; None if it names no port. Raises as `serve_metrics`.
+    """
+    section = config.metrics
+    if section.port is None:
+        return None
+    collector = SnapshotCollector(statistics, cache_metrics("" if config.storage is None else config.storage.type))
+    return serve_metrics(collector, section.host, section.port, allow_remote=section.allow_remote)
 
 
 def serve_metrics(

@@ -21,6 +21,7 @@ _SIZE_UNITS: dict[str, float] = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 }  # fmt: skip
 _DURATION_UNITS = {"": 1.0, "S": 1.0, "MS": 1e-3, "US": 1e-6, "M": 60.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
+_DURATION_EXAMPLES = "5s, 250ms, 2h or 7d"
 # Beyond a pebibyte or a year a number is a slip of the hand, and sums of such numbers would overflow elsewhere.
 SIZE_MAX_BYTES = 1 << 50
 DURATION_MAX_S = 366 * 86400.0
@@ -56,9 +57,9 @@ def parse_size(value: Any) -> Any:
 def parse_duration(value: Any) -> Any:
     """Seconds from `"250ms"` or a number. Raises ValueError for what is no duration; passes other types through."""
     if isinstance(value, str):
-        value = _parse(value, _DURATION_UNITS, "duration", "5s, 250ms or 2h")
+        value = _parse(value, _DURATION_UNITS, "duration", _DURATION_EXAMPLES)
     if isinstance(value, bool):
-        raise ValueError(f"{value} is no duration; write it like 5s, 250ms or 2h")
+        raise ValueError(f"{value} is no duration; write it like {_DURATION_EXAMPLES}")
     if isinstance(value, (int, float)) and not 0 <= value <= DURATION_MAX_S:
         raise ValueError("a duration lies between 0s and 366d")
     return value
@@ -78,6 +79,11 @@ def format_size(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f} TiB"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 page`, `2 pages`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def exact_size(size_bytes: int) -> str:

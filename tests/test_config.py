@@ -152,11 +152,11 @@ def test_all_problems_are_reported_at_once_with_their_sources(refused: Callable[
         {"integrity.tga": "none"},
     )
     for expected, origin in [
-        ("page_size: Input should be greater than or equal to 1", "test.yaml, line 1)"),
+        ("page_size: must be at least 1; got 0", "test.yaml, line 1)"),
         ("host.szie: unknown entry; did you mean host.size?", "test.yaml, line 3)"),
         ("storage.options.path: is missing", "test.yaml, line 6)"),
         ("storage.options.capacity: 'lots' is no size; write it like 200GiB", "test.yaml, line 6)"),
-        ("transfer.io_workers: Input should be a valid integer", "(variable HICACHE_TRANSFER__IO_WORKERS)"),
+        ("transfer.io_workers: expected a whole number; got many", "(variable HICACHE_TRANSFER__IO_WORKERS)"),
         ("hsot.size: unknown entry; did you mean host.size?", "(variable HICACHE_HSOT__SIZE)"),
         ("integrity.tga: unknown entry; did you mean integrity.tag?", "(flag --set integrity.tga)"),
     ]:
@@ -186,6 +186,11 @@ def test_a_name_like_no_other_is_answered_with_what_there_is(refused: Callable[.
     assert "host has: size, tokens, ratio, pin" in line
 
 
+def test_a_tier_of_one_page_is_no_slip(load: Load) -> None:
+    config = load("page_size: 16\ndevice: {tokens: 16}\nhost: {tokens: 16}")
+    assert (config.device.tokens, config.host.tokens) == (16, 16)
+
+
 def test_a_mistyped_choice_is_answered_with_the_nearest(refused: Callable[..., list[str]]) -> None:
     (line,) = refused("host: {pin: atuo}")
     assert "did you mean auto?" in line
@@ -203,15 +208,24 @@ def test_an_entry_given_twice_is_refused(refused: Callable[..., list[str]]) -> N
         ("host: {ratio: null}", "host: give one of size, tokens, ratio"),
         ("device: {size: 1GiB, tokens: 5}", "device: give at most one of size, tokens"),
         ("integrity: {mac_key_file: a, mac_key_env: B}", "integrity: give at most one of"),
-        ("page_size: 2000", "page_size: Input should be less than or equal to 1024; got 2000"),
+        ("page_size: 2000", "page_size: must be at most 1024; got 2000"),
         ("page_size: true", "page_size: True is no number"),
-        ("page_size: .nan", "page_size: Input should be a finite number"),
-        ("host: {ratio: .inf}", "host.ratio: Input should be a finite number"),
+        ("page_size: .nan", "page_size: expected a finite number"),
+        ("host: {ratio: .inf}", "host.ratio: expected a finite number"),
         ("host: {size: -1}", "host.size: a size lies between 0 and 1024 TiB; got -1"),
         ("host: {size: 0}", "host.size: must be more than 0"),
         ("transfer: {storage_deadline: 0s}", "transfer.storage_deadline: must be more than 0"),
-        ("prefetch: {host_share: 1.5}", "prefetch.host_share: Input should be less than or equal to 1"),
+        ("prefetch: {host_share: 1.5}", "prefetch.host_share: must be at most 1.0"),
         ("integrity: {mac_key_file: \"a\\0\"}", "integrity.mac_key_file: no path can look like this"),
+        ("page_size: 16.5", "page_size: expected a whole number; got 16.5"),
+        ("prefetch: {host_share: half}", "prefetch.host_share: expected a number; got half"),
+        ("storage: {type: file, options: {path: /x, sync: maybe}}",
+         "storage.options.sync: expected true or false; got maybe"),
+        ("metrics: {host: 5}", "metrics.host: expected text; got 5"),
+        ("host: {pin: never}", "host.pin: expected 'auto', 'on' or 'off'; got never"),
+        ("host: {ratio: 0}", "host.ratio: must be more than 0"),
+        ("device: {tokens: 63}", "device.tokens: is less than one page; got 63, page_size is 64"),
+        ("page_size: 256\nhost: {tokens: 255}", "host.tokens: is less than one page; got 255, page_size is 256"),
         ("host: 5", "host: is a section: give its entries (size, tokens, ratio, pin)"),
         ("storage: 5", "storage: is a section"),
         ("storage: {options: {path: /x}}", "storage.type: is missing"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hicache.units import (
     DURATION_MAX_S,
     SIZE_MAX_BYTES,
+    counted,
     exact_duration,
     exact_size,
     format_size,
@@ -54,6 +55,15 @@ def test_an_exact_size_reads_back(size_bytes: int) -> None:
 @given(st.floats(0, DURATION_MAX_S))
 def test_an_exact_duration_reads_back_to_a_microsecond(duration_s: float) -> None:
     assert parse_duration(exact_duration(duration_s)) == pytest.approx(duration_s, abs=1e-6)
+
+
+def test_the_examples_of_a_refused_duration_go_up_to_days() -> None:
+    with pytest.raises(ValueError, match="write it like 5s, 250ms, 2h or 7d"):
+        parse_duration("a week")
+
+
+def test_a_count_agrees_with_its_noun() -> None:
+    assert [counted(number, "page") for number in (0, 1, 2)] == ["0 pages", "1 page", "2 pages"]
 
 
 def test_a_size_for_people_has_the_largest_unit_that_keeps_it_above_one() -> None:

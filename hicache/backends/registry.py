@@ -1,6 +1,7 @@
 """Backends by name: built in, from an entry point of another package, or `module:Class`.
 
-A factory is a callable `(codec, **options) -> StorageBackend`. Other packages add one under the entry-point group
+A factory is a class derived from `StorageBackend`, or a function `(codec, **options)` that is annotated to return one,
+so that a configuration can be checked without opening a store. Other packages add one under the entry-point group
 `hicache.backends`; a name there does not replace a built-in one.
 """
 
@@ -11,7 +12,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeAlias, cast
+from typing import TypeAlias, cast, get_origin, get_type_hints
 
 from ..errors import ConfigError, InvalidInput
 from ..frame import FrameCodec
@@ -56,15 +57,25 @@ def open_backend(type_name: str, codec: FrameCodec, options: Mapping[str, object
     Raises ConfigError for a name nobody knows, options the backend does not take or refuses, and a factory that does
     not make a StorageBackend; BackendError as the backend does.
     """
-    factory = _factory(type_name)
-    _check_options(type_name, factory, options)
+    factory = check_backend(type_name, options)
     try:
         backend: object = factory(codec, **options)
-    except InvalidInput as error:
+    except (InvalidInput, TypeError) as error:
         raise ConfigError(f"backend {type_name}: {error}") from error
     if not isinstance(backend, StorageBackend):
         raise ConfigError(f"backend {type_name}: its factory made a {type(backend).__name__}, not a StorageBackend")
     return backend
+
+
+def check_backend(type_name: str, options: Mapping[str, object]) -> Factory:
+    """The factory of `type_name`, found to be one and to take `options`. Imports it, and opens nothing.
+
+    Raises ConfigError for a name nobody knows, for what makes no StorageBackend, and for options it does not take.
+    """
+    factory = _factory(type_name)
+    _check_result(type_name, factory)
+    _check_options(type_name, factory, options)
+    return factory
 
 
 def backend_names() -> list[str]:
@@ -93,11 +104,27 @@ def _load(type_name: str, point: EntryPoint) -> Factory:
         found: object = importlib.import_module(module.strip())
         for name in attribute.strip().split("."):
             found = getattr(found, name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise ConfigError(f"backend {type_name}: {point.value} cannot be loaded: {error}") from error
     if not callable(found):
         raise ConfigError(f"backend {type_name}: {point.value} is no class or function")
     return cast(Factory, found)
+
+
+def _check_result(type_name: str, factory: Factory) -> None:
+    made: object = factory
+    if not isinstance(factory, type):
+        function = factory if inspect.isroutine(factory) else type(factory).__call__
+        try:
+            made = get_type_hints(inspect.unwrap(function)).get("return")
+        except (AttributeError, NameError, TypeError):
+            return  # a name that only type checkers see, say; `open_backend` looks at what is made
+    made = get_origin(made) or made
+    if not (isinstance(made, type) and issubclass(made, StorageBackend)):
+        raise ConfigError(
+            f"backend {type_name}: is not a StorageBackend; name a class derived from "
+            "hicache.backends.base.StorageBackend, or a function annotated to return one"
+        )
 
 
 def _check_options(type_name: str, factory: Factory, options: Mapping[str, object]) -> None:

@@ -8,17 +8,11 @@ Called by the scheduler thread alone; no lock.
 
 from __future__ import annotations
 
-import time
-
 from ..controller import BackupOperation, CopyOperation, HiCacheController
 from ..errors import InvariantError
 from ..radix import Node, RadixTree
 from .books import Books, HostLedger
-
-# After a store that did not take everything, nothing is offered for this long, twice as long each time up to the
-# maximum: a store that is full or down should not cost a copy of the whole path per request.
-STORE_PAUSE_S_MIN = 0.1
-STORE_PAUSE_S_MAX = 30.0
+from .pause import Pause
 
 
 class WriteThrough:
@@ -31,8 +25,7 @@ class WriteThrough:
         self._has_storage = controller.backend is not None
         self._books = books
         self._halted = False
-        self._pause_s = STORE_PAUSE_S_MIN
-        self._paused_until = 0.0
+        self._pause = Pause()
 
     def inserted(self, node: Node) -> None:
         """Start what the path to `node` still lacks: copies to L2, stores of what is on L2 already."""
@@ -84,10 +77,9 @@ class WriteThrough:
             self._books.skipped["store_incomplete"] += 1
             for part in self._tree.span(node, pages):
                 part.stored = False
-            self._paused_until = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, STORE_PAUSE_S_MAX)
+            self._pause.failed()
         else:
-            self._pause_s = STORE_PAUSE_S_MIN
+            self._pause.succeeded()
         self._tree.release_host(node, pages)
 
     def _back_up(self, node: Node) -> bool:
@@ -114,7 +106,7 @@ class WriteThrough:
         root = node.parent.parent is None
         if not root and not node.parent.stored:
             return False
-        if time.monotonic() < self._paused_until:
+        if self._pause.active:
             self._books.skipped["store_paused"] += 1
             return False
         parent = None if root else self._tree.last_key(node.parent)

@@ -38,6 +38,8 @@ def create_cache(
     if geometry.page_size != config.page_size:
         raise ConfigError(f"page_size: configured as {config.page_size}, but the engine uses {geometry.page_size}")
     device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device}: this installation of torch sees no CUDA device; use 'cpu'")
     sized = config.device.size is not None or config.device.tokens is not None
     l1_pages = device_pages if device_pages and not sized else count_device_pages(config.device, geometry, device)
     l1 = create_device_pool(geometry, l1_pages, device)

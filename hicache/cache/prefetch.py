@@ -18,6 +18,7 @@ from ..radix import Node, RadixTree
 from ..types import NO_PAGES
 from .books import Books, HostLedger
 from .options import CacheOptions
+from .pause import Pause
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +42,7 @@ class Prefetcher:
         self._books = books
         self._active: dict[str, _Prefetch] = {}
         self._arrived_pages: dict[str, int] = {}
+        self._pause = Pause()
 
     def start(self, rid: str, key: RadixKey) -> bool:
         """Look for what L1 and L2 lack of `key` (whole pages). False if it is not worth it or not possible now."""
@@ -51,6 +53,8 @@ class Prefetcher:
         missing_tokens = len(key) - match.pages * tree.page_size
         if missing_tokens < options.prefetch_threshold_tokens:
             return self._skip("prefetch_too_short")
+        if self._pause.active:
+            return self._skip("prefetch_paused")
         if match.host_node is not match.node:
             # Its prefix has no copy on L2 (yet), and a page on L2 must have its parent there.
             return self._skip("prefetch_prefix_not_on_host")
@@ -76,6 +80,8 @@ class Prefetcher:
             return False
         self._skip("prefetch_timeout")
         self._answer(prefetch)
+        if prefetch.operation.taken_pages == 0:
+            self._pause.failed()  # it may hang; let the next requests go on without waiting for it
         return True
 
     def abort(self, rid: str) -> None:
@@ -117,6 +123,10 @@ class Prefetcher:
             self._controller.start_reads(operation, host_pages)
             return
         self._skip(reason)
+        if operation.failed:
+            self._pause.failed()
+        elif not prefetch.answered:
+            self._pause.succeeded()
         self._controller.drop(operation)
         self._end(prefetch)
 
@@ -129,6 +139,9 @@ class Prefetcher:
         self._ledger.settle(len(unused), unused)
         if operation.failed:
             self._skip("prefetch_failed")
+            self._pause.failed()
+        elif operation.taken_pages:
+            self._pause.succeeded()
         self._end(prefetch)
 
     def _answer(self, prefetch: _Prefetch) -> None:

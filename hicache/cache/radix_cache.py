@@ -23,7 +23,7 @@ import numpy as np
 from ..controller import CopyOperation, HiCacheController
 from ..errors import InvalidInput, InvariantError, TransferError
 from ..keys import TOKEN_BYTES, RadixKey
-from ..radix import POLICIES, RUN_PAGES_MAX, Inserted, Match, Node, RadixTree
+from ..radix import POLICIES, RUN_PAGES_MAX, Inserted, Match, Node, RadixTree, check_tree
 from ..tiers import HostPool, KVPool, Transfer
 from ..types import NO_PAGES, PageIds
 from .backup import WriteThrough
@@ -374,7 +374,7 @@ class HiRadixCache:
 
     def check(self) -> None:
         """Raises InvariantError if the tree, a pool or the books are inconsistent. Visits every node."""
-        self.tree.check()
+        check_tree(self.tree)
         self.device.allocator.check()
         self.host.allocator.check()
         nodes = self.tree.device_evictable_pages + self.tree.device_protected_pages

@@ -11,9 +11,11 @@ import click
 import yaml
 from pydantic import BaseModel
 
-from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config
+from ..backends.registry import check_backend
+from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config, read_mac_key
 from ..config.entries import all_entries, format_value
 from ..errors import ConfigError
+from ..units import counted
 
 REFUSED_EXIT_CODE = 1
 
@@ -28,9 +30,9 @@ flag (`--set host.size=4GiB`). A flag is stronger than a variable, a variable th
 One of several alternatives (`size`, `tokens`, `ratio`) replaces the others of a weaker source, and another
 `storage.type` replaces the options that went with the old one.
 
-Sizes are written `200GiB`, `64MB` or as bytes; durations `5s`, `250ms`, `2h` or as seconds. What is unknown, impossible
-or given twice is refused, with the nearest valid name, and so is a variable with the prefix `{ENVIRON_PREFIX}` that
-matches no entry. The one exception is the variable that `integrity.mac_key_env` names.
+Sizes are written `200GiB`, `64MB` or as bytes; durations `5s`, `250ms`, `2h`, `7d` or as seconds. What is unknown,
+impossible or given twice is refused, with the nearest valid name, and so is a variable with the prefix
+`{ENVIRON_PREFIX}` that matches no entry. The one exception is the variable that `integrity.mac_key_env` names.
 
 | Entry | Accepts | Default | Meaning |
 |---|---|---|---|
@@ -50,16 +52,18 @@ def config() -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as host.size=4GiB.")
 def check(file: Path, settings: tuple[str, ...]) -> None:
-    """Check FILE together with HICACHE_* variables, and print the effective configuration.
+    """Check FILE together with HICACHE_* variables, and print the effective configuration as YAML.
 
-    Exit code 1 if it is refused.
+    Also looks for the storage backend and reads the MAC key file, but opens no store. Exit code 1 if it is refused.
     """
     try:
         loaded = load_config(file, environ=os.environ, overrides=parse_settings(settings))
+        check_surroundings(loaded)
     except ConfigError as error:
         click.echo(f"hicache: {error}", err=True)
         raise click.exceptions.Exit(REFUSED_EXIT_CODE) from error
-    click.echo("ok")
+    # Beside the YAML, so that what goes to standard output can be loaded as it is.
+    click.echo("ok", err=True)
     click.echo(effective_yaml(loaded), nl=False)
 
 
@@ -77,6 +81,26 @@ def schema(form: str | None) -> None:
             default = "required" if entry.default is None else entry.default
             click.echo(f"{click.style(entry.name, bold=True)}: {entry.accepts} [{default}]")
             click.echo(click.wrap_text(entry.description, 100, "    ", "    "))
+
+
+def check_surroundings(loaded: HiCacheConfig) -> None:
+    """Check what a configuration names outside of itself: its storage backend and its MAC key file.
+
+    Imports the module of the backend, and opens no store. Raises ConfigError.
+    """
+    problems = []
+    if loaded.storage is not None:
+        try:
+            check_backend(loaded.storage.type, loaded.storage.backend_options())
+        except ConfigError as error:
+            problems.append(f"storage: {error}")
+    if loaded.integrity.mac_key_file is not None:
+        try:
+            read_mac_key(loaded.integrity.mac_key_file)
+        except ConfigError as error:
+            problems.append(f"integrity.mac_key_file: {error}")
+    if problems:
+        raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
 
 
 def parse_settings(settings: tuple[str, ...]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from ..cache import CacheStatistics
 from ..config import HiCacheConfig, load_config
 from ..engine import BUNDLED_MODEL, Checkpoint, Engine, Sampling, create_engine, load_checkpoint, load_tokenizer
 from ..errors import ConfigError, HiCacheError
-from ..metrics import SnapshotCollector, cache_metrics, serve_metrics
+from ..metrics import serve_configured
 from .config import parse_settings
 from .demo_report import LiveTable, differences, tier_table, time_table
 from .demo_run import Answer, Runner
@@ -59,7 +59,7 @@ class Settings:
               help="Configuration; without it that of configs/demo.yaml.")  # fmt: skip
 @click.option("--set", "overrides", multiple=True, metavar="ENTRY=VALUE", help="Such as host.tokens=4096.")
 @click.option("--rounds", type=click.IntRange(1, 20), default=1, show_default=True, help="Times through all documents.")
-@click.option("--max-new-tokens", type=click.IntRange(1, 256), default=24, show_default=True, help="Per answer.")
+@click.option("--max-new-tokens", type=click.IntRange(1, 256), default=32, show_default=True, help="Per answer.")
 @click.option("--temperature", type=click.FloatRange(0.0, 5.0), default=0.7, show_default=True,
               help="0 is greedy. Draws depend on position alone, so text must be equal either way.")  # fmt: skip
 @click.option("--verify", is_flag=True, help="Also compare the KV bytes, and check all invariants at each step.")
@@ -77,7 +77,7 @@ def demo(metrics_port: int | None, restarted: bool, **options: Any) -> None:
         answer_again(settings)
         return
     console = Console()
-    found = Demo(settings, console).run(metrics_port)
+    found = Demo(settings, console, metrics_port).run()
     if found:
         for line in found[:20]:
             console.print(line, style="red", highlight=False)
@@ -90,26 +90,37 @@ def demo(metrics_port: int | None, restarted: bool, **options: Any) -> None:
 class Demo:
     """The three runs. Owns whichever engine runs now; the metrics server looks at that one."""
 
-    def __init__(self, settings: Settings, console: Console) -> None:
+    def __init__(self, settings: Settings, console: Console, metrics_port: int | None) -> None:
         self._settings = settings
         self._console = console
         self._config = settings.config()
+        if metrics_port is not None:
+            section = self._config.metrics.model_copy(update={"port": metrics_port})
+            self._config = self._config.model_copy(update={"metrics": section})
         self._checkpoint = load_checkpoint(BUNDLED_MODEL)
         self._tokenizer = load_tokenizer(BUNDLED_MODEL)
         self._snapshot: CacheStatistics | None = None
         self._engine: Engine | None = None
 
-    def run(self, metrics_port: int | None) -> list[str]:
+    def run(self) -> list[str]:
         """All of it; what differs, in words."""
-        with self._metrics(metrics_port):
+        # A store that cannot be used should be known before the first run and not after it.
+        create_engine(self._config, self._checkpoint).close()
+        with self._metrics():
             cold = self._serve("without reuse", self._config.model_copy(update={"storage": None}), reuse=False)
             cached = self._serve("with the cache", self._config, reuse=True)
         self._show_answers(cached)
         again = [i for i, answer in enumerate(cached) if answer.document or i >= len(cached) - CONVERSATIONS]
         # Each document once: a second question about it would find its pages on L1.
-        firsts = {tuple(cached[i].prompt[:DOCUMENT_TOKENS]): i for i in again}
+        firsts = {cached[i].document or cached[i].label: i for i in again}
         restarted = self._restart([cached[i] for i in firsts.values()])
         self._console.print(time_table(cold, cached, restarted))
+        if not any(answer.document and answer.tier == "storage" for answer in restarted):
+            self._console.print(
+                "no prefix came from storage after the restart: the store kept nothing (is the disk full, "
+                "or does this backend end with its process?)",
+                style="yellow",
+            )
         return differences(cold, cached) + differences([cold[i] for i in firsts.values()], restarted)
 
     def _serve(self, title: str, config: HiCacheConfig, *, reuse: bool) -> list[Answer]:
@@ -154,13 +165,13 @@ class Demo:
         return [Answer(**answer) for answer in json.loads(done.stdout)]
 
     @contextmanager
-    def _metrics(self, port: int | None) -> Iterator[None]:
-        if port is None:
+    def _metrics(self) -> Iterator[None]:
+        server = serve_configured(self._config, self._statistics)
+        if server is None:
             yield
             return
-        name = "" if self._config.storage is None else self._config.storage.type
-        with serve_metrics(SnapshotCollector(self._statistics, cache_metrics(name)), port=port) as server:
-            self._console.print(f"metrics: http://127.0.0.1:{server.port}/metrics")
+        with server:
+            self._console.print(f"metrics: http://{self._config.metrics.host}:{server.port}/metrics")
             yield
 
     def _statistics(self) -> CacheStatistics | None:
@@ -194,11 +205,9 @@ def settle(engine: Engine) -> None:
 def answer_again(settings: Settings) -> None:
     """The second process: requests as JSON from standard input, answers as JSON to standard output."""
     given = json.load(sys.stdin)
-    asks = [Ask(ask["label"], ask["prompt"]) for ask in given]
+    asks = [Ask(**ask) for ask in given]
     checkpoint: Checkpoint = load_checkpoint(BUNDLED_MODEL)
     with create_engine(settings.config(), checkpoint) as engine:
         runner = make_runner(engine, settings, reuse=True)
         answers = [answer.as_json() for ask in asks for answer in runner.serve([ask])]
-    for answer, ask in zip(answers, given, strict=True):
-        answer["document"] = ask["document"]
     json.dump(answers, sys.stdout)

@@ -51,7 +51,7 @@ class LiveTable:
 def tier_table(state: CacheStatistics) -> Table:
     """Hits, moves and room by tier."""
     table = Table()
-    for column in ("tier", "hit tokens", "pages held", "capacity", "pages in", "bytes in", "evicted"):
+    for column in ("tier", "hit tokens", "pages held", "pages max", "pages in", "bytes in", "evicted"):
         table.add_column(column, justify="left" if column == "tier" else "right", no_wrap=column == "tier")
     controller = state.controller
     backend, usage = controller.backend, controller.usage
@@ -91,7 +91,7 @@ def time_table(cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequ
         table.add_column(
             column, justify="left" if column == "prefix from" else "right", no_wrap=column == "prefix from"
         )
-    groups = [("computed, no cache", [a for a in cold if a.document])]
+    groups = [("computed, no reuse", [a for a in cold if a.document])]
     groups += [(name, [a for a in cached if a.document and a.tier == tier]) for tier, name in TIERS.items()]
     groups.append(("L3, after a restart", [a for a in restarted if a.document and a.tier == "storage"]))
     reference = statistics.median(a.time_to_first_token_s for a in groups[0][1])

@@ -18,7 +18,7 @@ class Answer:
     """What one request came to. `kv_digest` is SHA-256 over the KV bytes of its prompt's whole pages, if asked for."""
 
     label: str
-    document: bool
+    document: str | None
     prompt: list[int]
     tokens: list[int]
     hit_tokens: dict[str, int]
@@ -82,7 +82,7 @@ class Runner:
             raise HiCacheError(f"demo: {ask.label} ended without a token")
         return Answer(
             label=ask.label,
-            document=ask.conversation is None,
+            document=ask.document,
             prompt=ask.prompt,
             tokens=list(record.output_tokens),
             hit_tokens={

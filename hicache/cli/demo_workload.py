@@ -40,10 +40,11 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request of the demo. `label` says for people what it is; `conversation` is None for a document question."""
+    """One request of the demo: a question about `document`, or a turn of `conversation`. `label` is for people."""
 
     label: str
     prompt: list[int]
+    document: str | None = None
     conversation: Conversation | None = None
 
 
@@ -58,12 +59,9 @@ class Workload:
 
     @classmethod
     def load(cls, tokenizer: Tokenizer, *, document_tokens: int, conversations: int, rounds: int) -> Workload:
-        """Read the bundled texts: each document is the first `document_tokens` tokens of one, `rounds` times over."""
+        """Read the bundled texts: each document is the beginning of one, `rounds` times over."""
         texts = sorted(TEXTS.glob("*.txt"))
-        documents = [
-            (path.stem.replace("-", " "), tokenizer.encode(path.read_text(encoding="utf-8")).ids[:document_tokens])
-            for path in texts
-        ]
+        documents = [(path.stem.replace("-", " "), head(tokenizer, path, document_tokens)) for path in texts]
         talks = [Conversation(f"conversation {i + 1}", tokens[: 256 + 16 * i]) for i, (_, tokens) in
                  enumerate(documents[:conversations])]  # fmt: skip
 
@@ -87,10 +85,18 @@ class Workload:
         """Question `question` about document `number`."""
         name, tokens = self.documents[number]
         asked = question % len(self.questions)
-        return Ask(f"{name}, question {asked + 1}", tokens + self.questions[asked])
+        return Ask(f"{name}, question {asked + 1}", tokens + self.questions[asked], document=name)
 
     def turn(self, conversation: Conversation) -> Ask:
         """The user's next line in a conversation; the caller appends the answer when it has it."""
         conversation.tokens = conversation.tokens + self.turns[conversation.turns % len(self.turns)]
         conversation.turns += 1
-        return Ask(f"{conversation.name}, turn {conversation.turns}", list(conversation.tokens), conversation)
+        return Ask(
+            f"{conversation.name}, turn {conversation.turns}", list(conversation.tokens), conversation=conversation
+        )
+
+
+def head(tokenizer: Tokenizer, path: Path, tokens_max: int) -> list[int]:
+    """The tokens of the first whole paragraphs of a text, `tokens_max` at most."""
+    begin = tokenizer.decode(tokenizer.encode(path.read_text(encoding="utf-8")).ids[:tokens_max])
+    return list(tokenizer.encode(begin[: begin.rindex("\n\n")]).ids)

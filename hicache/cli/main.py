@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import errno
 import importlib
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
@@ -19,7 +24,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "purge": ("hicache.cli.storage:purge", "Remove stored pages, all or by namespace and age."),
     "verify": ("hicache.cli.storage:verify", "Read every page of a store and report damage."),
 }
+# The extra that brings what a command needs beyond the package's own dependencies.
+EXTRAS: Mapping[str, str] = {"demo": "engine"}
 USAGE_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130  # 128 and the number of SIGINT, as shells have it
+# What writing to standard output may fail with: closed, a full disk, over a limit or quota, a broken device.
+_OUTPUT_ERRNOS = frozenset({errno.EPIPE, errno.EBADF, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class Failure(click.ClickException):
@@ -40,25 +50,78 @@ class LazyGroup(click.Group):
         return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, or None if there is none of that name. Imports its module."""
+        """The command, or None if there is none of that name. Imports its module.
+
+        Raises Failure if a package that it needs is not installed.
+        """
         if cmd_name not in COMMANDS:
             return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command = getattr(importlib.import_module(module), attribute)
+        try:
+            command = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] == __package__.partition(".")[0]:
+                raise  # a module of ours: no installation helps
+            needs = f"hicache[{EXTRAS[cmd_name]}]" if cmd_name in EXTRAS else error.name
+            raise Failure(f'{cmd_name} needs more packages: pip install "{needs}"') from error
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that `args` begins with. Raises UsageError that names the one that may be meant."""
+        name = args[0]
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        if name not in COMMANDS and near and not name.startswith("-"):
+            ctx.fail(f"No such command {name!r}; did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands in --help, from `COMMANDS` alone."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in sorted(COMMANDS)])
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """As click has it; --help and --version print here already."""
+        with _output_failures():
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand. Errors that HiCache raises on purpose become a message and exit code 2."""
+        """Run the subcommand. Errors that HiCache raises on purpose become a message and exit code 2, Ctrl-C 130."""
         try:
-            return super().invoke(ctx)
+            with _output_failures():
+                return super().invoke(ctx)
         except HiCacheError as error:
             raise Failure(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo(err=True)  # ends the line with the terminal's ^C
+            raise click.exceptions.Exit(INTERRUPTED_EXIT_CODE) from None
+
+
+@contextlib.contextmanager
+def _output_failures() -> Iterator[None]:
+    """Turn output that cannot be written into a Failure. Everything else that fails with such an error is translated
+    where it happens: storage raises a BackendError."""
+    if sys.stdout is None:
+        raise Failure("there is nowhere to write to: standard output is closed")
+    try:
+        yield
+    except HiCacheError:
+        raise
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRNOS or error.filename is not None:
+            raise
+        _abandon_stdout()
+        raise Failure(f"cannot write to standard output: {error.strerror}") from error
+
+
+def _abandon_stdout() -> None:
+    """Let what is still in the buffer of stdout go nowhere, so that the interpreter does not fail on it at its exit."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

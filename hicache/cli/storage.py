@@ -13,13 +13,22 @@ from typing import Any
 
 import click
 
+from ..backends.file.pages import NOT_REGULAR
 from ..backends.file.tools import PageReport, ScrubProgress, inspect_page, purge_store, verify_store
 from ..config import read_mac_key
-from ..units import format_size, parse_duration, parse_size
+from ..errors import InvalidInput
+from ..frame import Damage
+from ..units import counted, format_size, parse_duration, parse_size
 
 DAMAGE_EXIT_CODE = 1
 # Without a terminal, a line this often shows a log's reader that a scrub of hours is alive.
 PLAIN_INTERVAL_S = 10.0
+
+# Found with a MAC key, and nothing against the pages themselves: other engines may use them.
+_MISFITS = {
+    "mac_key": "sealed with another key than the one given",
+    "tag_kind": "not sealed with a MAC key at all, so the one given proves nothing",
+}
 
 
 class _Quantity(click.ParamType):  # type: ignore[type-arg]  # older clicks cannot be subscripted
@@ -52,12 +61,14 @@ _MAC_KEY = click.option(
 def inspect(path: Path, mac_key_file: Path | None) -> None:
     """Show the header of the stored page PATH, and whether the page is sound.
 
-    Exit code 1 if it is damaged.
+    Exit code 1 if it is damaged, is no page, or does not fit the MAC key that was given.
     """
+    if path.is_dir() and not path.is_symlink():
+        raise InvalidInput(f"{path} is a directory; name a page file in it")
     report = inspect_page(path, mac_key=_key(mac_key_file))
     for name, value in _report_lines(report):
         click.echo(f"{name + ':':<12} {value}")
-    if report.damage is not None:
+    if report.damage is not None or report.misfit is not None:
         raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
 
 
@@ -69,12 +80,13 @@ def inspect(path: Path, mac_key_file: Path | None) -> None:
 def verify(store: Path, rate: int | None, remove: bool, mac_key_file: Path | None) -> None:
     """Read every page of the file store DIR and report damage. Engines may use the store meanwhile.
 
-    Exit code 1 if damage was found, also if it was removed.
+    Changes nothing without --remove. Exit code 1 if damage was found, also if it was removed, or if pages do not fit
+    the MAC key that was given; those are never removed.
     """
     steps = verify_store(store, mac_key=_key(mac_key_file), rate_bytes_per_s=rate, remove=remove)
     last = _with_bar(steps) if sys.stderr.isatty() else _with_lines(steps)
     click.echo(_verdict(last))
-    if last.damaged:
+    if last.damaged or last.misfits:
         raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
 
 
@@ -90,14 +102,24 @@ def purge(store: Path, namespace: str | None, older_than: float | None, dry_run:
     Engines may use the store meanwhile; what is removed is a miss for them.
     """
     namespace = None if namespace is None else namespace.lower()
+    if not (dry_run or yes or sys.stdin.isatty()):
+        raise click.UsageError("there is no terminal to ask on; pass --yes to remove pages without being asked")
     if dry_run or not yes:
         found = purge_store(store, namespace=namespace, older_than_s=older_than, dry_run=True)
         click.echo(f"to remove: {_amount(found.pages, found.bytes)}")
         if dry_run or not found.pages:
             return
-        click.confirm("Remove them?", abort=True)
+        if not _agreed("Remove them? [y/N]: "):
+            click.echo("nothing removed")
+            raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
     removed = purge_store(store, namespace=namespace, older_than_s=older_than, dry_run=False)
     click.echo(f"removed {_amount(removed.pages, removed.bytes)}")
+
+
+def _agreed(question: str) -> bool:
+    """Ask on the terminal; what is not a clear yes is a no."""
+    click.echo(question, nl=False, err=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _key(mac_key_file: Path | None) -> bytes | None:
@@ -105,13 +127,22 @@ def _key(mac_key_file: Path | None) -> bytes | None:
 
 
 def _amount(pages: int, size_bytes: int) -> str:
-    return f"{pages} {'page' if pages == 1 else 'pages'}, {format_size(size_bytes)}"
+    return f"{counted(pages, 'page')}, {format_size(size_bytes)}"
+
+
+def _state(report: PageReport) -> str:
+    if report.damage in (Damage.NOT_A_FRAME, NOT_REGULAR):
+        return f"not a HiCache page: {report.damage}"
+    if report.damage is not None:
+        return f"damaged: {report.damage}"
+    if report.misfit is not None:
+        return f"not proved: {report.note}"
+    return "sound" if report.verified else "sound as far as checked"
 
 
 def _report_lines(report: PageReport) -> Iterator[tuple[str, str]]:
-    state = "sound" if report.verified else "sound as far as checked" if report.damage is None else "damaged"
-    yield "page", state if report.damage is None else f"{state}: {report.damage}"
-    if report.note is not None:
+    yield "page", _state(report)
+    if report.note is not None and report.misfit is None:
         yield "note", report.note
     yield "file", f"{format_size(report.size_bytes)} ({report.size_bytes} bytes)"
     if report.version is None or report.payload_bytes is None:
@@ -127,10 +158,12 @@ def _report_lines(report: PageReport) -> Iterator[tuple[str, str]]:
 def _verdict(last: ScrubProgress) -> str:
     lines = [f"checked {_amount(last.pages, last.bytes)}: {sum(last.damaged.values()) or 'none'} damaged"]
     lines += [f"  {reason}: {count}" for reason, count in sorted(last.damaged.items())]
+    for reason, count in sorted(last.misfits.items()):
+        lines.append(f"{counted(count, 'page')} {'is' if count == 1 else 'are'} {_MISFITS[reason]}")
     if last.removed:
         lines.append(f"removed {last.removed}")
     if last.unverifiable:
-        lines.append(f"{last.unverifiable} could not be proved: they carry no tag, or need --mac-key-file")
+        lines.append(f"{last.unverifiable} could not be proved: no tag, or a MAC key is needed (--mac-key-file)")
     return "\n".join(lines)
 
 

@@ -20,6 +20,7 @@ import yaml
 from pydantic import ValidationError
 
 from ..errors import ConfigError
+from ..units import counted
 from .entries import entry_names, section_names
 from .schema import ALTERNATIVES, HiCacheConfig
 
@@ -29,6 +30,19 @@ FILE_BYTES_MAX = 1 << 20
 # How alike (0 to 1) two names must be for one to be a typo of the other; below 0.7 suggestions look random.
 _LIKENESS_MIN = 0.7
 _STORAGE_TYPE, _STORAGE_OPTIONS = ("storage", "type"), ("storage", "options")
+
+# What pydantic's kinds of error mean, with what their context holds.
+_PLAIN = {
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "expected a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "expected a number"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "expected true or false"),
+    **dict.fromkeys(("path_type", "string_type"), "expected text"),
+    "finite_number": "expected a finite number",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "expected {expected}",
+}
 
 EntryPath: TypeAlias = tuple[str, ...]
 
@@ -73,12 +87,13 @@ def load_config(
     config: HiCacheConfig | None = None
     try:
         config = HiCacheConfig.model_validate(merge.tree)
+        merge.refuse_less_than_a_page(config)
     except ValidationError as refused:
         merge.problems += [problem for error in refused.errors() for problem in merge.explain(error)]
     if merge.problems or config is None:
         problems = sorted(set(merge.problems))
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError("\n  ".join([f"the configuration has {count}:", *map(str, problems)]))
+        head = f"the configuration has {counted(len(problems), 'problem')}:"
+        raise ConfigError("\n  ".join([head, *map(str, problems)]))
     return config
 
 
@@ -158,6 +173,14 @@ class _Merge:
         for known in below:
             yield _Problem(known, _unknown(known, len(path)), self.origins.get(known, ""))
 
+    def refuse_less_than_a_page(self, config: HiCacheConfig) -> None:
+        """Note tiers that would have no page at all. Not in the schema, whose errors know no path across sections."""
+        for section, tokens in (("device", config.device.tokens), ("host", config.host.tokens)):
+            if tokens is not None and tokens < config.page_size:
+                path = (section, "tokens")
+                what = f"is less than one page; got {tokens}, page_size is {config.page_size}"
+                self.problems.append(_Problem(path, what, self._origin(path)))
+
     def _origin(self, path: EntryPath) -> str:
         """Where `path` was given; for a section, or an entry that is missing in it, where that section was given."""
         for end in range(len(path), -1, -1):
@@ -186,11 +209,19 @@ def _what(error: Any, value: Any, path: EntryPath) -> str:
         return "is missing"
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         return f"is a section: give its entries ({', '.join(section_names(path)) or 'by name'}) below it"
+    message = _plain(error, message)
     if path[0] == "integrity" or isinstance(value, dict):
         return message  # says nothing of the value: somebody may have put the key where its name belongs
     near = difflib.get_close_matches(str(value), _choices(error), n=1)
     got = _shown(value)
     return (message if got in message else f"{message}; got {got}") + (f", did you mean {near[0]}?" if near else "")
+
+
+def _plain(error: Any, message: str) -> str:
+    """Pydantic's message in the words of somebody who writes configurations; its own where there are none here."""
+    limits = error.get("ctx", {})
+    words = _PLAIN.get(error["type"])
+    return message if words is None else words.format_map(limits)
 
 
 def _choices(error: Any) -> list[str]:

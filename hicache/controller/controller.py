@@ -16,21 +16,21 @@ reach back through one `SimpleQueue` of finished jobs. The scheduler never block
 
 from __future__ import annotations
 
-import math
 import queue
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..backends.base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
-from ..errors import BackendError, InvariantError, TransferError
-from ..keys import TOKEN_BYTES, RadixKey, page_keys
-from ..tiers import CopyEngine, HostPool, Transfer
+from ..backends.base import BackendStatistics, SetOutcome, StorageBackend, Usage
+from ..errors import InvariantError, TransferError
+from ..keys import RadixKey
+from ..tiers import CopyEngine, FailedTransfer, HostPool, Transfer
 from ..types import PageIds
 from .operations import Acks, BackupOperation, CopyOperation, PrefetchOperation, PrefetchState, now
+from .storage import StorageJobs
 from .worker import WorkerGroup
 
 # Dead and stuck workers are looked for this often; a poll in between costs one clock reading.
@@ -111,23 +111,24 @@ class HiCacheController:
         self._finished: queue.SimpleQueue[PrefetchOperation | BackupOperation] = queue.SimpleQueue()
         self._next_supervision = 0.0
         self._groups: list[WorkerGroup[Any]] = []
-        self._closing = False  # no further prefetch step
-        self._stop_at = math.inf  # no further store after this
         if backend is not None:
-            self._start_workers()
+            self._start_workers(backend)
 
-    def _start_workers(self) -> None:
+    def _start_workers(self, backend: StorageBackend) -> None:
         options = self.options
+        self._jobs = jobs = StorageJobs(
+            backend, self.host, batch_pages=options.storage_batch_pages, deadline_s=options.storage_deadline_s
+        )
         self._lookups = WorkerGroup[PrefetchOperation](
-            "prefetch", 1, handle=self._look_up, fail=_fail_prefetch, acknowledge=self._finished.put,
+            "prefetch", 1, handle=jobs.look_up, fail=_fail_prefetch, acknowledge=self._finished.put,
             deadline_s=options.storage_deadline_s,
         )  # fmt: skip
         self._reads = WorkerGroup[PrefetchOperation](
-            "io", options.io_workers, handle=self._read, fail=_fail_prefetch, acknowledge=self._finished.put,
+            "io", options.io_workers, handle=jobs.read, fail=_fail_prefetch, acknowledge=self._finished.put,
             deadline_s=options.storage_deadline_s,
         )  # fmt: skip
         self._backups = WorkerGroup[BackupOperation](
-            "backup", options.backup_workers, handle=self._store, fail=_fail_backup, acknowledge=self._finished.put,
+            "backup", options.backup_workers, handle=jobs.store, fail=_fail_backup, acknowledge=self._finished.put,
             deadline_s=options.storage_deadline_s,
         )  # fmt: skip
         self._groups = [self._lookups, self._reads, self._backups]
@@ -277,7 +278,7 @@ class HiCacheController:
     def _sort_finished(self, job: PrefetchOperation | BackupOperation, acks: Acks) -> None:
         if isinstance(job, BackupOperation):
             self._backup_pages -= len(job.host_pages)
-            self._moved["stored"] += sum(outcome.is_stored for outcome in job.outcomes)
+            self._moved["stored"] += job.outcomes.count(SetOutcome.STORED)
             acks.stored.append(job)
         elif job.state is PrefetchState.LOOKING_UP:
             acks.found.append(job)
@@ -287,74 +288,6 @@ class HiCacheController:
             self._read_pages -= len(job.host_pages)
             self._moved["prefetched"] += job.completed_pages
             acks.prefetched.append(job)
-
-    # On worker threads
-
-    def _look_up(self, operation: PrefetchOperation, beat: Callable[[], None]) -> None:
-        """Prefetch worker: chain the page keys batch by batch and ask for the longest stored prefix."""
-        assert self.backend is not None
-        page_bytes = self.host.geometry.page_size * TOKEN_BYTES
-        tokens = operation.key.tokens[operation.start_page * page_bytes :]
-        batch_bytes = self.options.storage_batch_pages * page_bytes
-        prior = operation.prior
-        for start in range(0, len(tokens) - page_bytes + 1, batch_bytes):
-            if operation.cancelled or self._closing or now() >= operation.deadline:
-                return
-            beat()
-            keys = page_keys(tokens[start : start + batch_bytes], self.host.geometry.page_size, prior)
-            prior = keys[-1]
-            operation.keys += keys
-            found = self.backend.batch_exists(keys, deadline=self._call_deadline(operation.deadline))
-            if type(found) is not int or not 0 <= found <= len(keys):
-                raise BackendError(f"the backend says that {found!r} of {len(keys)} pages are stored")
-            operation.hit_pages += found
-            if found < len(keys):
-                return
-
-    def _read(self, operation: PrefetchOperation, beat: Callable[[], None]) -> None:
-        """I/O worker: read batch by batch, stop at the first page that is not a hit."""
-        assert self.backend is not None
-        batch = self.options.storage_batch_pages
-        count = len(operation.host_pages)
-        for start in range(0, count, batch):
-            if operation.cancelled or self._closing or now() >= operation.deadline:
-                return
-            beat()
-            pages = operation.host_pages[start : start + batch]
-            keys = operation.keys[start : start + len(pages)]
-            frames = self.host.frames(pages)
-            outcomes = self.backend.batch_get(keys, frames, deadline=self._call_deadline(operation.deadline))
-            _require_outcomes(outcomes, GetOutcome, len(pages))
-            hits = 0
-            # A page counts only if its frame says so too: a backend that filled nothing has not hit.
-            while hits < len(pages) and outcomes[hits] is GetOutcome.HIT:
-                if not self.backend.codec.is_sealed(keys[hits], frames[hits]):
-                    raise BackendError("the backend reports a hit but has not filled the frame with that page")
-                hits += 1
-            operation.completed_pages = start + hits
-            if hits < len(pages):
-                return
-
-    def _store(self, operation: BackupOperation, beat: Callable[[], None]) -> None:
-        """Backup worker: store batch by batch, head first; a page that could not be stored ends the operation."""
-        assert self.backend is not None
-        batch, parent = self.options.storage_batch_pages, operation.parent
-        for start in range(0, len(operation.host_pages), batch):
-            keys = operation.keys[start : start + batch]
-            frames = self.host.frames(operation.host_pages[start : start + batch])
-            beat()
-            deadline = min(self._stop_at, now() + self.options.storage_deadline_s)
-            if now() >= deadline:
-                return
-            outcomes = self.backend.batch_set(keys, frames, parent=parent, deadline=deadline)
-            _require_outcomes(outcomes, SetOutcome, len(keys))
-            operation.outcomes += outcomes
-            if not all(outcome.is_stored for outcome in outcomes):
-                return
-            parent = keys[-1]
-
-    def _call_deadline(self, operation_deadline: float) -> float:
-        return min(operation_deadline, now() + self.options.storage_deadline_s)
 
     # State
 
@@ -403,7 +336,8 @@ class HiCacheController:
 
     def stop_prefetching(self) -> None:
         """End all prefetches at their next batch; for shutdown."""
-        self._closing = True
+        if self._groups:
+            self._jobs.prefetching_stopped = True
 
     def close(self, timeout_s: float) -> bool:
         """Finish the queued copies and stores within `timeout_s`, then end all threads; blocks.
@@ -412,7 +346,9 @@ class HiCacheController:
         object is whole or absent all the same.
         """
         deadline = now() + timeout_s
-        self._closing, self._stop_at = True, deadline
+        self.stop_prefetching()
+        if self._groups:
+            self._jobs.stop_at = deadline
         self.launch_writes()
         self.launch_loads()
         ended = self._copies is None or self._copies.close(timeout_s)
@@ -428,32 +364,6 @@ _LONGEST_PREFETCH_S = 60.0
 # Backends start no page after the deadline but finish what they read; without this, a request would go on a moment
 # before its last batch of up to a hundred pages arrives.
 PREFETCH_GRACE_S = 0.05
-
-
-class FailedTransfer(Transfer):
-    """A copy that could not be started."""
-
-    def __init__(self, error: TransferError) -> None:
-        self._error = error
-
-    @property
-    def error(self) -> TransferError:
-        return self._error
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def wait_layer(self, layer: int) -> None:
-        raise self._error
-
-
-def _require_outcomes(outcomes: object, kind: type[GetOutcome] | type[SetOutcome], count: int) -> None:
-    """Raise BackendError if a backend's answer is not one outcome of `kind` per page."""
-    if not isinstance(outcomes, list) or len(outcomes) != count or not all(type(o) is kind for o in outcomes):
-        raise BackendError(f"the backend did not answer with {count} {kind.__name__} values")
 
 
 def _fail_prefetch(operation: PrefetchOperation) -> None:

@@ -361,7 +361,8 @@ class Engine:
         pages = -(-tokens // self.cache.page_size)
         if pages > self.cache.device.pages:
             raise CapacityError(
-                f"engine: {tokens} tokens need {pages} pages of KV, L1 has {self.cache.device.pages}; raise device.size"
+                f"engine: {tokens} tokens need {pages} pages of KV, L1 has {self.cache.device.pages}; "
+                "raise device.size or device.tokens"
             )
 
     @property

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ..errors import InvariantError
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES
 from ..types import PageIds
-from .node import Node
-
-if TYPE_CHECKING:
-    from .tree import RadixTree
+from .node import Node, may_leave_device, may_leave_host
+from .tree import RadixTree
 
 
 def check_tree(tree: RadixTree) -> None:
@@ -86,9 +82,5 @@ def _check_node(tree: RadixTree, node: Node) -> None:
 def _check_queues(node: Node, device_queue: set[int], host_queue: set[int]) -> None:
     _require(node.in_device_queue == (node.id in device_queue), f"{node!r}: L1 queue mark is wrong")
     _require(node.in_host_queue == (node.id in host_queue), f"{node!r}: L2 queue mark is wrong")
-    leaves_device = node.device is not None and node.lock_ref == 0 and node.device_children == 0
-    _require(not leaves_device or node.in_device_queue, f"{node!r} may leave L1 but is not queued")
-    leaves_host = (
-        node.device is None and node.host is not None and not (node.lock_ref or node.host_ref or node.children)
-    )
-    _require(not leaves_host or node.in_host_queue, f"{node!r} may leave L2 but is not queued")
+    _require(not may_leave_device(node) or node.in_device_queue, f"{node!r} may leave L1 but is not queued")
+    _require(not may_leave_host(node) or node.in_host_queue, f"{node!r} may leave L2 but is not queued")

@@ -33,11 +33,17 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRUPolicy}
 
 
 class EvictionQueue:
-    """Candidates of one tier. `is_candidate` tells whether a node may leave it now."""
+    """Candidates of one tier.
 
-    def __init__(self, policy: EvictionPolicy, is_candidate: Callable[[Node], bool]) -> None:
+    `is_candidate` tells whether a node may leave it now, `forget` is told of each node that loses its entry.
+    """
+
+    def __init__(
+        self, policy: EvictionPolicy, is_candidate: Callable[[Node], bool], forget: Callable[[Node], None]
+    ) -> None:
         self._policy = policy
         self._is_candidate = is_candidate
+        self._forget = forget
         # Priority, then node id to break ties: nodes themselves are never compared.
         self._heap: list[tuple[int, int, Node]] = []
 
@@ -48,9 +54,9 @@ class EvictionQueue:
         """Add a candidate. REQUIRES: it has no entry."""
         heapq.heappush(self._heap, (self._policy.priority(node), node.id, node))
 
-    def pop(self, forget: Callable[[Node], None]) -> Node | None:
-        """Remove and return the next victim, or None. `forget` is told of each node that lost its entry."""
-        heap, priority_of, is_candidate = self._heap, self._policy.priority, self._is_candidate
+    def pop(self) -> Node | None:
+        """Remove and return the next victim, or None."""
+        heap, priority_of, is_candidate, forget = self._heap, self._policy.priority, self._is_candidate, self._forget
         while heap:
             priority, _, node = heap[0]
             if not is_candidate(node):
@@ -67,5 +73,5 @@ class EvictionQueue:
         return None
 
     def nodes(self) -> list[Node]:
-        """All nodes with an entry, for `check()`."""
+        """All nodes with an entry, for `check_tree`."""
         return [node for _, _, node in self._heap]

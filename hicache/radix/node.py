@@ -58,3 +58,20 @@ class Node:
     def __repr__(self) -> str:
         tiers = "".join(("D" if self.device is not None else "", "H" if self.host is not None else "")) or "-"
         return f"Node({self.id}, {len(self.key)} key bytes, {tiers}, lock {self.lock_ref}, host_ref {self.host_ref})"
+
+
+def may_leave_device(node: Node) -> bool:
+    """Whether eviction may take `node` off L1: on it, not locked, no child there."""
+    return node.device is not None and node.lock_ref == 0 and node.device_children == 0
+
+
+def may_leave_host(node: Node) -> bool:
+    """Whether eviction may take `node` off L2: on no other tier, neither locked nor held, no child."""
+    return (
+        node.device is None
+        and node.host is not None
+        and node.lock_ref == 0
+        and node.host_ref == 0
+        and not node.children
+        and node.parent is not None
+    )

@@ -3,7 +3,7 @@
 The tree decides and moves no byte: it takes page ids, hands page ids back to be freed, and never sees a stream, a
 thread or a socket. It belongs to the scheduler thread, so there is no lock.
 
-Invariants, verified by `check()`:
+Invariants, verified by `check_tree`:
 1. Prefix closure: a node on L1 has its parent on L1, a node on L2 has its parent on L2 (roots count as both).
 2. A node is on L1 or on L2, else it is removed. No page id is held by two nodes.
 3. `lock_ref` of a parent is at least that of each child. A locked node leaves no tier.
@@ -16,7 +16,7 @@ compared as bytes: a page is a slice and a dictionary key, and a run compares at
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from ..errors import InvalidInput, InvariantError
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey, page_keys
 from ..types import NO_PAGES, PageIds
 from .eviction import EvictionPolicy, EvictionQueue
-from .node import Node
+from .node import Node, may_leave_device, may_leave_host
 
 # A victim longer than what is needed is cut, so that one eviction does not throw away a whole conversation; but not
 # into pieces smaller than this, because every piece is a node that each later match has to pass.
@@ -75,8 +75,8 @@ class RadixTree:
         self._roots: dict[bytes, Node] = {}
         self._clock = 0
         self._next_id = 0
-        self._device_queue = EvictionQueue(policy, _may_leave_device)
-        self._host_queue = EvictionQueue(policy, _may_leave_host)
+        self._device_queue = EvictionQueue(policy, may_leave_device, _forget_device)
+        self._host_queue = EvictionQueue(policy, may_leave_host, _forget_host)
 
     # Lookup and insert
 
@@ -239,38 +239,36 @@ class RadixTree:
 
         Backed-up runs stay as tombstones, others are removed. Leaves first, in the policy's order.
         """
-        freed: list[PageIds] = []
-        missing = pages
-        while missing > 0:
-            node = self._device_queue.pop(_forget_device)
-            if node is None or node.device is None:
-                break
-            cut = len(node.device) - max(missing, CUT_PAGES_MIN)
-            if cut >= CUT_PAGES_MIN:
-                self._split(node, cut)
-            missing -= len(node.device)
-            freed.append(node.device)
-            self._leave_device(node)
-        return np.concatenate(freed) if freed else NO_PAGES
+        return self._evict(self._device_queue, pages, lambda node: node.device, self._leave_device)
 
     def evict_host(self, pages: int) -> PageIds:
         """Take at least `pages` pages off L2 if that many may leave; returns the freed page ids, fewer if not.
 
         Only runs that are on no other tier leave, which removes them. Leaves first, in the policy's order.
         """
+        return self._evict(self._host_queue, pages, lambda node: node.host, self._leave_host)
+
+    def _evict(
+        self,
+        queue: EvictionQueue,
+        pages: int,
+        run_of: Callable[[Node], PageIds | None],
+        leave: Callable[[Node], None],
+    ) -> PageIds:
         freed: list[PageIds] = []
         missing = pages
         while missing > 0:
-            node = self._host_queue.pop(_forget_host)
-            if node is None or node.host is None:
+            node = queue.pop()
+            run = None if node is None else run_of(node)
+            if node is None or run is None:
                 break
-            cut = len(node.host) - max(missing, CUT_PAGES_MIN)
+            cut = len(run) - max(missing, CUT_PAGES_MIN)
             if cut >= CUT_PAGES_MIN:
                 self._split(node, cut)
-            missing -= len(node.host)
-            freed.append(node.host)
-            self.host_pages -= len(node.host)
-            self._remove(node)
+                run = run[cut:].copy()
+            missing -= len(run)
+            freed.append(run)
+            leave(node)
         return np.concatenate(freed) if freed else NO_PAGES
 
     def page_keys(self, node: Node) -> list[bytes]:
@@ -440,6 +438,12 @@ class RadixTree:
             self._offer(node)
             self._offer(parent)
 
+    def _leave_host(self, node: Node) -> None:
+        if node.host is None:
+            raise InvariantError(f"not on L2: {node!r}")
+        self.host_pages -= len(node.host)
+        self._remove(node)
+
     def _remove(self, node: Node) -> None:
         parent = node.parent
         if parent is None or node.children:
@@ -466,36 +470,13 @@ class RadixTree:
             if not node.in_device_queue and node.device_children == 0:
                 node.in_device_queue = True
                 self._device_queue.push(node)
-        elif not node.in_host_queue and _may_leave_host(node):
+        elif not node.in_host_queue and may_leave_host(node):
             node.in_host_queue = True
             self._host_queue.push(node)
 
-    # Verification
-
-    def check(self) -> None:
-        """Raises InvariantError if one of the invariants in the module's docstring does not hold. Visits every node."""
-        from .check import check_tree  # noqa: PLC0415  only tests and idle engines pay for it
-
-        check_tree(self)
-
     def queues(self) -> tuple[EvictionQueue, EvictionQueue]:
-        """The L1 and L2 eviction queues, for `check()`."""
+        """The L1 and L2 eviction queues, for `check_tree`."""
         return self._device_queue, self._host_queue
-
-
-def _may_leave_device(node: Node) -> bool:
-    return node.device is not None and node.lock_ref == 0 and node.device_children == 0
-
-
-def _may_leave_host(node: Node) -> bool:
-    return (
-        node.device is None
-        and node.host is not None
-        and node.lock_ref == 0
-        and node.host_ref == 0
-        and not node.children
-        and node.parent is not None
-    )
 
 
 def _forget_device(node: Node) -> None:

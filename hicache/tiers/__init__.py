@@ -1,7 +1,7 @@
 """L1 and L2 memory: pools, their allocators, and the engines that copy between them."""
 
 from .allocator import PageAllocator
-from .copy import CopyEngine, Transfer
+from .copy import CopyEngine, FailedTransfer, Transfer
 from .device import (
     KVPool,
     MHATokenToKVPool,
@@ -14,6 +14,7 @@ from .host import HostPool
 
 __all__ = [
     "CopyEngine",
+    "FailedTransfer",
     "HostPool",
     "KVPool",
     "MHATokenToKVPool",

@@ -46,6 +46,26 @@ class Transfer(ABC):
         """Why the copy failed, None while it runs or when it went well."""
 
 
+class FailedTransfer(Transfer):
+    """A copy that could not be started."""
+
+    def __init__(self, error: TransferError) -> None:
+        self._error = error
+
+    @property
+    def error(self) -> TransferError:
+        return self._error
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def wait_layer(self, layer: int) -> None:
+        raise self._error
+
+
 class CopyEngine(ABC):
     """Moves pages between one device pool and one host pool."""
 

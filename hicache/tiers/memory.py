@@ -51,7 +51,10 @@ def device_pages(config: DeviceConfig, geometry: KVGeometry, device: torch.devic
     else:
         raise ConfigError("device: give size or tokens; the engine did not size L1 by itself")
     if pages < 1:
-        raise ConfigError(f"device: smaller than one page of {format_size(geometry.payload_bytes)}")
+        raise ConfigError(
+            f"device: smaller than one page of {geometry.page_size} tokens, {format_size(geometry.payload_bytes)}; "
+            "raise device.size or device.tokens"
+        )
     needed = (pages + 1) * geometry.payload_bytes
     available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes()
     if needed > available:

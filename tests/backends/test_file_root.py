@@ -9,6 +9,7 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.file import FileBackendOptions
+from hicache.backends.file.tools import purge_store
 from hicache.backends.testing import (
     CORRUPT,
     HIT,
@@ -24,6 +25,7 @@ from hicache.errors import BackendUnavailable, InvalidInput, NotOurs
 from ._files import (
     CODEC,
     PAGE,
+    Faulty,
     check,
     exists,
     open_file,
@@ -189,3 +191,22 @@ def test_impossible_options_are_refused(tmp_path: Path, options: dict[str, objec
 def test_a_capacity_below_one_page_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="below one page"):
         open_file(tmp_path / "s", capacity_bytes=PAGE - 1)
+
+
+def test_a_store_that_another_process_makes_at_the_same_moment_is_taken(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+
+    def overtake(name: str, number: int, args: tuple[object, ...]) -> None:
+        if (name, number) == ("listdir", 1):  # between the look for the marker and the look at the rest
+            open_file(root).backend.close()
+
+    store = open_file(root, system=Faulty(overtake))
+    check(store, root)
+    store.backend.close()
+
+
+def test_the_directory_above_a_store_is_answered_with_the_store(tmp_path: Path) -> None:
+    open_file(tmp_path / "data" / "pages").backend.close()
+    (tmp_path / "data" / "notes").write_text("mine")
+    with pytest.raises(NotOurs, match=f"did you mean {tmp_path / 'data' / 'pages'}\\?"):
+        purge_store(tmp_path / "data", dry_run=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from hicache.backends.testing import (
     MISS,
     NAMESPACE,
     PAYLOAD_BYTES,
+    Store,
     load,
     make_keys,
     store_chain,
@@ -54,7 +57,10 @@ def test_inspect_of_a_keyed_page_needs_the_key(tmp_path: Path) -> None:
     assert not inspect_page(path).verified
     assert inspect_page(path, mac_key=b"k" * 32).verified
     other = inspect_page(path, mac_key=b"x" * 32)
-    assert (other.damage, other.verified, other.note) == (None, False, "unverifiable: sealed with another MAC key")
+    assert (other.damage, other.verified, other.misfit) == (None, False, "mac_key")
+    assert other.note == "sealed with another MAC key than the one given"
+    with pytest.raises(InvalidInput):
+        inspect_page(path, mac_key=b"short")
     store.backend.close()
 
 
@@ -63,9 +69,40 @@ def test_a_scrub_with_the_wrong_key_removes_nothing(tmp_path: Path) -> None:
     store = open_file(tmp_path / "s", codec)
     store_chain(store, make_keys(3))
     *_, last = verify_store(tmp_path / "s", mac_key=b"x" * 32, remove=True)
-    assert (last.pages, last.unverifiable, last.removed, dict(last.damaged)) == (3, 3, 0, {})
+    assert (last.pages, last.unverifiable, last.removed) == (3, 0, 0)
+    assert (last.damaged, last.misfits) == ({}, {"mac_key": 3})
     *_, last = verify_store(tmp_path / "s", mac_key=b"k" * 32)
     assert (last.pages, last.unverifiable) == (3, 0)
+    store.backend.close()
+
+
+def test_with_a_key_a_page_with_a_mere_checksum_is_no_proof_and_stays(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    store = open_file(root)
+    keys = make_keys(3)
+    store_chain(store, keys)
+    report = inspect_page(page_path(root, CODEC, keys[0]), mac_key=b"k" * 32)
+    assert (report.damage, report.verified, report.misfit) == (None, False, "tag_kind")
+    path = page_path(root, CODEC, keys[1])
+    path.write_bytes(path.read_bytes()[:1000] + b"\xff" + path.read_bytes()[1001:])
+    *_, last = verify_store(root, mac_key=b"k" * 32, remove=True)
+    assert (last.damaged, last.misfits, last.removed, disk_usage(root)[0]) == ({"tag": 1}, {"tag_kind": 2}, 1, 2)
+    store.backend.close()
+
+
+def test_a_page_under_a_wrong_name_is_checked_all_the_same(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    store = open_file(root)
+    (key,) = make_keys(1)
+    store_chain(store, [key])
+    raw = page_path(root, CODEC, key).read_bytes()
+    copy = tmp_path / "copy"
+    copy.write_bytes(raw)
+    report = inspect_page(copy)
+    assert (report.damage, report.note) == ("page_key", "the name of the file is not the key of the page")
+    copy.write_bytes(raw[:1000] + b"\xff" + raw[1001:])
+    report = inspect_page(copy)
+    assert (report.damage, report.note) == ("tag", "the name of the file is not the key of the page")
     store.backend.close()
 
 
@@ -173,3 +210,174 @@ def test_tools_refuse_what_is_no_store(tmp_path: Path) -> None:
         purge_store(tmp_path, namespace="../..")
     with pytest.raises(InvalidInput):
         list(verify_store(tmp_path, rate_bytes_per_s=0))
+
+
+# Nothing is changed by looking
+
+Snapshot = dict[str, tuple[int, ...]]
+
+
+def snapshot(root: Path) -> Snapshot:
+    """Everything below `root` with what would tell a change: inode, type, size, and times but that of reading."""
+    found: Snapshot = {}
+    for path in [root, *root.rglob("*")]:
+        state = path.lstat()
+        found[str(path)] = (state.st_ino, state.st_mode, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+    return found
+
+
+def make_damaged(root: Path) -> tuple[Store, list[bytes]]:
+    """A store of eight pages: too short, too long, empty, changed, a directory, a link; two are sound."""
+    store = open_file(root)
+    keys = make_keys(8)
+    store_chain(store, keys)
+    paths = [page_path(root, CODEC, key) for key in keys]
+    raw = paths[0].read_bytes()
+    paths[0].write_bytes(raw[:-1])
+    paths[1].write_bytes(paths[1].read_bytes() + bytes(4096))
+    paths[2].write_bytes(b"")
+    store.write(keys[3], paths[3].read_bytes()[:1000] + b"\xff" + paths[3].read_bytes()[1001:])
+    for path in paths[4:6]:
+        path.unlink()
+    paths[4].mkdir()
+    paths[5].symlink_to(paths[6])
+    return store, keys
+
+
+DAMAGE = {"size": 2, "not_a_frame": 1, "tag": 1, "not_regular": 2}
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_scrub_reports_what_an_opening_would_drop_and_changes_nothing(tmp_path: Path, alive: bool) -> None:
+    root = tmp_path / "s"
+    store, _ = make_damaged(root)
+    if not alive:
+        store.backend.close()
+    before = snapshot(root)
+    *_, last = verify_store(root)
+    assert (last.pages, last.pages_total, last.damaged, last.removed) == (8, 8, DAMAGE, 0)
+    assert snapshot(root) == before
+    store.backend.close()
+
+
+def test_opening_for_engines_does_drop_it(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    make_damaged(root)[0].backend.close()
+    open_file(root).backend.close()
+    *_, last = verify_store(root)
+    assert (last.pages, last.damaged) == (3, {"tag": 1})
+
+
+def test_what_a_scrub_removes_is_counted_whoever_would_have_dropped_it(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    store, keys = make_damaged(root)
+    *_, last = verify_store(root, remove=True)
+    assert (last.damaged, last.removed) == (DAMAGE, 6)
+    assert load(store, keys) == [MISS] * 6 + [HIT] * 2
+    check(store, root)
+    store.backend.close()
+
+
+def test_a_scrub_that_removes_counts_right_without_an_index(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    make_damaged(root)[0].backend.close()
+    for path in _files.index_files(root):
+        path.unlink()
+    *_, last = verify_store(root, remove=True)
+    assert (last.damaged, last.removed, disk_usage(root)[0]) == (DAMAGE, 6, 2)
+
+
+def test_a_scrub_removes_only_when_it_comes_by_and_not_when_it_opens(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    make_damaged(root)[0].backend.close()
+    steps = verify_store(root, remove=True)
+    assert (next(steps).pages_total, len(list(root.glob("*/*/*")))) == (8, 8)
+    steps.close()  # type: ignore[attr-defined]  # a generator, promised as an iterator
+    assert len(list(root.glob("*/*/*"))) == 8
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_a_scrub_reports_a_link_in_place_of_a_directory_and_does_not_follow_it(tmp_path: Path, remove: bool) -> None:
+    root, outside = tmp_path / "s", tmp_path / "outside"
+    store = open_file(root)
+    (key,) = make_keys(1)
+    store_chain(store, [key])
+    store.backend.close()
+    folder = page_path(root, CODEC, key).parent
+    folder.rename(outside)
+    folder.symlink_to(outside)
+    *_, last = verify_store(root, remove=remove)
+    assert (last.pages, last.damaged, last.removed) == (1, {"not_regular": 1}, int(remove))
+    assert os.path.lexists(folder) is not remove
+    assert len(list(outside.iterdir())) == 1
+
+
+@pytest.mark.parametrize("age_s", [None, 0.0, 3600.0])
+def test_a_dry_run_changes_nothing_and_says_what_a_purge_then_does(tmp_path: Path, age_s: float | None) -> None:
+    root = tmp_path / "s"
+    store, keys = make_damaged(root)
+    store.backend.close()
+    for key in (keys[0], keys[3]):
+        os.utime(page_path(root, CODEC, key), (1e9, 1e9))
+    before = snapshot(root)
+    said = purge_store(root, older_than_s=age_s, dry_run=True)
+    assert snapshot(root) == before
+    # The directory stays. One of the two old files has a row that fits it, which knows when it was used.
+    assert said.pages == (1 if age_s else 7)
+    assert purge_store(root, older_than_s=age_s) == said
+    assert len(list(root.glob("*/*/*"))) == 8 - said.pages
+
+
+def test_a_dry_run_knows_recency_from_an_index_that_is_in_use(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    store = open_file(root)
+    keys = make_keys(4)
+    store_chain(store, keys)
+    for key in keys:
+        os.utime(page_path(root, CODEC, key), (1e9, 1e9))
+    before = snapshot(root)
+    assert purge_store(root, older_than_s=3600, dry_run=True).pages == 0
+    assert snapshot(root) == before
+    for path in _files.index_files(root):
+        path.write_bytes(b"no index")
+    assert purge_store(root, older_than_s=3600, dry_run=True).pages == 4
+    store.backend.close()
+
+
+def test_looking_works_on_a_copy_that_nobody_has_opened(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    make_damaged(root)[0].backend.close()
+    for path in [*_files.index_files(root), root / "lock"]:
+        path.unlink()
+    (root / "tmp").rmdir()
+    before = snapshot(root)
+    *_, last = verify_store(root)
+    assert (last.pages, purge_store(root, dry_run=True).pages) == (8, 7)
+    assert purge_store(root, older_than_s=3600, dry_run=True).pages == 0
+    assert snapshot(root) == before
+
+
+_ON_READ_ONLY = """
+import sys
+from hicache.backends.file.tools import purge_store, verify_store
+*_, last = verify_store(sys.argv[1])
+print(last.pages, purge_store(sys.argv[1], dry_run=True).pages,
+      purge_store(sys.argv[1], older_than_s=3600, dry_run=True).pages)
+"""
+
+
+def test_looking_works_on_a_read_only_mount(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    make_damaged(root)[0].backend.close()
+    mount = ["unshare", "--mount", "--map-root-user", "sh", "-c",
+             'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" || exit 99; shift; exec "$@"', "sh", str(root)]
+    try:
+        refused = subprocess.run([*mount, "touch", str(root / "x")], capture_output=True, check=False, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("no unshare")
+    if refused.returncode == 99 or b"unshare" in refused.stderr:
+        pytest.skip("may not mount anything here")
+    assert b"Read-only file system" in refused.stderr
+    command = [*mount, sys.executable, "-c", _ON_READ_ONLY, str(root)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (result.stdout, result.stderr) == ("8 7 0\n", "")

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from hicache.backends.base import StorageBackend
 from hicache.backends.file import FileBackend
 from hicache.backends.memory import MemoryBackend
-from hicache.backends.registry import backend_names, open_backend
+from hicache.backends.registry import backend_names, check_backend, open_backend
 from hicache.errors import ConfigError, NotOurs
+from hicache.frame import FrameCodec
 
 from ._files import CODEC, PAGE
 
@@ -49,6 +51,7 @@ def test_built_in_names_are_listed() -> None:
         ("no.such.module:Class", "cannot be loaded"),
         ("hicache.backends.memory:Nothing", "cannot be loaded"),
         (":", "cannot be loaded"),
+        (".relative:Class", "cannot be loaded"),
         ("hicache.backends.registry:ENTRY_POINT_GROUP", "no class or function"),
     ],
 )
@@ -91,3 +94,66 @@ def not_a_backend(codec: object) -> object:
 def test_a_factory_has_to_make_a_storage_backend() -> None:
     with pytest.raises(ConfigError, match="not a StorageBackend"):
         open_backend("tests.backends.test_registry:not_a_backend", CODEC, {})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["json:loads", "builtins:dict", "builtins:print", "pathlib:Path", "tests.backends.test_registry:not_a_backend"],
+)
+def test_what_makes_no_storage_backend_is_refused_before_it_is_called(name: str) -> None:
+    with pytest.raises(ConfigError, match="not a StorageBackend"):
+        check_backend(name, {})
+    with pytest.raises(ConfigError, match="not a StorageBackend"):
+        open_backend(name, CODEC, {})
+
+
+def makes_memory(codec: FrameCodec) -> MemoryBackend:
+    """A factory that says what it makes."""
+    return MemoryBackend(codec)
+
+
+class _Late:
+    """A factory that is an object."""
+
+    def __call__(self, codec: FrameCodec) -> MemoryBackend:
+        """Make the backend."""
+        return MemoryBackend(codec)
+
+
+late = _Late()
+
+
+class Abstract(StorageBackend):
+    """A backend that is not finished."""
+
+
+def fails(codec: FrameCodec) -> StorageBackend:
+    """A factory whose call is refused by Python."""
+    raise TypeError("5 is no codec")
+
+
+def lies(codec: FrameCodec) -> StorageBackend:
+    """A factory that does not return what it says."""
+    return "a store"  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", ["makes_memory", "late"])
+def test_a_factory_that_says_that_it_makes_a_backend_is_taken(name: str) -> None:
+    check_backend(f"tests.backends.test_registry:{name}", {})
+    assert isinstance(open_backend(f"tests.backends.test_registry:{name}", CODEC, {}), MemoryBackend)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("Abstract", "abstract"), ("fails", "5 is no codec"), ("lies", "made a str")]
+)
+def test_a_backend_that_cannot_be_made_is_a_refused_configuration(name: str, message: str) -> None:
+    check_backend(f"tests.backends.test_registry:{name}", {})
+    with pytest.raises(ConfigError, match=message):
+        open_backend(f"tests.backends.test_registry:{name}", CODEC, {})
+
+
+def test_checking_opens_nothing_and_still_names_wrong_options(tmp_path: Path) -> None:
+    check_backend("file", {"path": str(tmp_path / "s")})
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="did you mean 'path'"):
+        check_backend("file", {"paht": "x"})

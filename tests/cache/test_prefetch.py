@@ -113,6 +113,7 @@ def test_an_exception_in_a_backend_is_a_miss_and_the_worker_lives_on() -> None:
     world.cache.evict(100)
     while len(freed := world.cache.tree.evict_host(100)):
         world.host.free(freed)
+    world.until(lambda: not world.cache._prefetcher._pause.active)
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
     statistics = world.controller.statistics()
     assert statistics.worker_errors == {"io:RuntimeError": 1}
@@ -133,6 +134,7 @@ def test_a_worker_that_dies_is_a_miss_and_is_replaced() -> None:
     world.cache.evict(100)
     while len(freed := world.cache.tree.evict_host(100)):
         world.host.free(freed)
+    world.until(lambda: not world.cache._prefetcher._pause.active)
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
     world.close()
 
@@ -150,6 +152,21 @@ def test_a_stuck_worker_gets_a_substitute() -> None:
     world.until(lambda: world.controller.statistics().workers_stuck == 1)
     assert world.controller.statistics().workers_alive == 3
     backend.gate.set()
+    world.close()
+
+
+def test_a_store_that_hangs_costs_one_request_its_time_and_the_next_ones_none() -> None:
+    backend = TroubledBackend()
+    stored(backend)
+    backend.calls = 0
+    backend.gate.clear()
+    world = World(backend=backend, options=timeout(0.1))
+    assert world.serve("a", KEY).storage_hit_tokens == 0
+    assert not world.cache.prefetch_from_storage("b", prompt(*range(20, 28)))
+    assert world.cache.statistics().skipped["prefetch_paused"] == 1
+    backend.gate.set()
+    world.settle()
+    world.until(lambda: world.cache.prefetch_from_storage("c", prompt(*range(30, 38))))
     world.close()
 
 

@@ -17,12 +17,12 @@ def invoke(*args: str, **environ: str) -> Result:
     return CliRunner().invoke(main, ["config", *args], env=environ)
 
 
-def test_check_prints_ok_and_the_effective_configuration(tmp_path: Path) -> None:
+def test_check_prints_the_effective_configuration_as_yaml_and_ok_beside_it(tmp_path: Path) -> None:
     file = tmp_path / "good.yaml"
     file.write_text("host: {size: 2048MiB}\n")
     result = invoke("check", str(file), "--set", "page_size=16", HICACHE_TRANSFER__STORAGE_DEADLINE="0.5s")
-    head, _, effective = result.stdout.partition("\n")
-    assert (result.exit_code, head) == (0, "ok")
+    effective = result.stdout
+    assert (result.exit_code, result.stderr) == (0, "ok\n")
     assert "size: 2GiB" in effective and "storage_deadline: 500ms" in effective and "page_size: 16" in effective
     file.write_text(effective)
     assert load_config(file, environ={}, overrides={}).page_size == 16
@@ -36,6 +36,49 @@ def test_check_of_a_bad_configuration_lists_what_is_wrong_and_fails(tmp_path: Pa
     lines = result.stderr.splitlines()
     assert lines[0] == "hicache: the configuration has 2 problems:" and len(lines) == 3
     assert "did you mean host?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("backend", "hint"),
+    [("fiel", "did you mean 'file'?"), ("redis", "known are file, memory"), ("nomod:Cls", "No module named 'nomod'"),
+     ("json:loads", "is not a StorageBackend"), ("hicache.backends.memory:Nothing", "cannot be loaded")],
+)  # fmt: skip
+def test_check_looks_for_the_storage_backend(tmp_path: Path, backend: str, hint: str) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(f"storage: {{type: '{backend}'}}\n")
+    result = invoke("check", str(file))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"storage: backend {backend}" in result.stderr.replace("'", "", 2) and hint in result.stderr
+
+
+def test_check_accepts_backends_that_exist_and_opens_none(tmp_path: Path) -> None:
+    file, store = tmp_path / "x.yaml", tmp_path / "store"
+    for storage in (f"{{type: file, options: {{path: {store}}}}}", "{type: memory, options: {capacity_bytes: 5}}",
+                    "{type: 'hicache.backends.memory:MemoryBackend'}"):  # fmt: skip
+        file.write_text(f"storage: {storage}\n")
+        assert invoke("check", str(file)).exit_code == 0
+    assert not store.exists()
+    file.write_text("storage: {type: memory, options: {capacity: 5}}\n")
+    assert "did you mean 'capacity_bytes'?" in invoke("check", str(file)).stderr
+
+
+def test_check_reads_the_mac_key_file(tmp_path: Path) -> None:
+    key, file = tmp_path / "mac.key", tmp_path / "x.yaml"
+    file.write_text(f"integrity: {{mac_key_file: {key}}}\nstorage: {{type: fiel}}\n")
+    lines = invoke("check", str(file)).stderr.splitlines()
+    assert lines[0] == "hicache: the configuration has 2 problems:"
+    assert "integrity.mac_key_file: " in lines[2] and "No such file" in lines[2]
+    key.write_text("ab" * 32)
+    key.chmod(0o644)
+    assert "chmod 600" in invoke("check", str(file)).stderr
+    key.chmod(0o600)
+    assert invoke("check", str(file), "--set", "storage.type=memory").exit_code == 0
+
+
+def test_check_refuses_a_tier_without_a_page(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("host: {tokens: 10}\n")
+    result = invoke("check", str(tmp_path / "x.yaml"))
+    assert result.exit_code == 1 and "host.tokens: is less than one page; got 10, page_size is 64" in result.stderr
 
 
 @pytest.mark.parametrize("setting", ["page_size", "=5"])

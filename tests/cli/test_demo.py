@@ -73,7 +73,7 @@ def test_zeroed_kv_changes_the_tokens_and_the_demo_says_so(repository: Path, tmp
 
 
 def test_differences_name_the_first_token_the_prompt_and_the_bytes() -> None:
-    one = Answer("a", True, [1, 2], [5, 6], {"device": 0, "host": 0, "storage": 0}, 0.1, "digest")
+    one = Answer("a", "a", [1, 2], [5, 6], {"device": 0, "host": 0, "storage": 0}, 0.1, "digest")
     assert differences([one], [one]) == []
     assert differences([one], [replace(one, tokens=[5, 7])]) == ["a: output token 1 is 7, not 6"]
     assert "prompts differ" in differences([one], [replace(one, prompt=[1])])[0]

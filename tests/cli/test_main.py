@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,66 @@ def test_every_command_is_where_the_table_says(name: str) -> None:
 def test_an_unknown_command_is_a_usage_error() -> None:
     result = run("vrfy")
     assert result.returncode == 2 and "vrfy" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_mistyped_command_is_answered_with_the_nearest() -> None:
+    result = run("demoo")
+    assert result.returncode == 2 and "No such command 'demoo'; did you mean 'demo'?" in result.stderr
+    assert run("zzzzzz").stderr.endswith("No such command 'zzzzzz'.\n")
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "safetensors"])
+def test_a_command_without_its_packages_names_the_extra(tmp_path: Path, package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None\nfrom hicache.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "demo"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("hicache: ") and 'pip install "hicache[engine]"' in result.stderr
+
+
+@pytest.mark.parametrize("args", [("--help",), ("--version",), ("config", "schema"), ("config", "schema", "--json")])
+def test_a_full_disk_behind_the_output_is_one_line_and_exit_code_2(args: tuple[str, ...]) -> None:
+    with open("/dev/full", "wb") as full:
+        assert_one_line(args, full.fileno(), "No space left on device")
+
+
+@pytest.mark.parametrize("args", [("--help",), ("config", "schema")])
+def test_a_reader_that_has_gone_is_one_line_and_exit_code_2(args: tuple[str, ...]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        assert_one_line(args, write_end, "Broken pipe")
+    finally:
+        os.close(write_end)
+
+
+def assert_one_line(args: tuple[str, ...], stdout: int, reason: str) -> None:
+    """The command with `stdout` as its output says on one line why that cannot be written."""
+    command = [sys.executable, "-m", "hicache", *args]
+    result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (2, f"hicache: cannot write to standard output: {reason}\n")
+
+
+@pytest.mark.parametrize("args", [["--help"], ["config", "schema"]])
+def test_a_closed_output_is_one_line_and_exit_code_2(args: list[str]) -> None:
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "hicache", *args]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (
+        2, "hicache: there is nowhere to write to: standard output is closed\n",
+    )  # fmt: skip
+
+
+def test_ctrl_c_is_exit_code_130_without_a_traceback() -> None:
+    @click.command()
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    class Interrupted(LazyGroup):
+        def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+            return interrupted
+
+    result = CliRunner().invoke(Interrupted("hicache"), ["demo"])
+    assert (result.exit_code, result.output) == (130, "\n")
 
 
 def test_an_error_of_ours_is_one_line_and_exit_code_2() -> None:

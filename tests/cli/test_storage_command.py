@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import sys
 import time
@@ -74,8 +75,20 @@ def mac_key_file(tmp_path: Path) -> Path:
     return path
 
 
-def invoke(*args: str | Path, answer: str | None = None) -> Result:
-    return CliRunner().invoke(main, list(map(str, args)), input=answer)
+def invoke(*args: str | Path) -> Result:
+    return CliRunner().invoke(main, list(map(str, args)))
+
+
+def on_a_terminal(*args: str | Path, answer: str) -> subprocess.CompletedProcess[str]:
+    """The real command with a terminal as its input, on which `answer` has been typed."""
+    controller, terminal = pty.openpty()
+    try:
+        os.write(controller, answer.encode())
+        command = [sys.executable, "-m", "hicache", *map(str, args)]
+        return subprocess.run(command, stdin=terminal, capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        os.close(controller)
+        os.close(terminal)
 
 
 def test_inspect_shows_the_header_of_a_sound_page(store: Store) -> None:
@@ -106,6 +119,38 @@ def test_inspect_of_nothing_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert result.stderr.startswith("hicache: ") and result.stderr.count("\n") == 1
 
 
+def test_inspect_of_a_directory_asks_for_a_file_in_it(store: Store) -> None:
+    result = invoke("inspect", store.page(0).parent)
+    assert result.exit_code == 2
+    assert result.stderr == f"hicache: {store.page(0).parent} is a directory; name a page file in it\n"
+
+
+@pytest.mark.parametrize(("kind", "words"), [("fifo", "it is a FIFO"), ("link", "it is a symbolic link"), ("text", "")])
+def test_inspect_of_what_is_no_page_says_so(store: Store, tmp_path: Path, kind: str, words: str) -> None:
+    path = tmp_path / "thing"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(store.page(0))
+    else:
+        path.write_text("Dear diary")
+    result = invoke("inspect", path)
+    assert result.exit_code == 1
+    assert result.stdout.startswith("page:        not a HiCache page: ") and words in result.stdout
+
+
+def test_inspect_of_a_page_under_another_name_says_so_and_tells_damage_first(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "renamed"
+    path.write_bytes(store.page(0).read_bytes())
+    result = invoke("inspect", path)
+    assert result.exit_code == 1
+    assert "damaged: page_key\nnote:        the name of the file is not the key of the page\n" in result.stdout
+    store.damage(0)
+    path.write_bytes(store.page(0).read_bytes())
+    result = invoke("inspect", path)
+    assert "damaged: tag\nnote:        the name of the file is not the key of the page\n" in result.stdout
+
+
 def test_a_keyed_page_is_proved_with_the_key_alone(tmp_path: Path, mac_key_file: Path) -> None:
     keyed = make_store(tmp_path / "keyed", MAC_KEY)
     assert "sound as far as checked" in invoke("inspect", keyed.page(0)).stdout
@@ -132,6 +177,33 @@ def test_verify_counts_damage_by_reason_and_fails(store: Store) -> None:
     assert result.exit_code == 1
     assert "2 damaged\n  tag: 2\n" in result.stdout
     assert store.pages() == PAGES
+
+
+def test_verify_reports_a_wrong_length_and_leaves_the_file(store: Store) -> None:
+    os.truncate(store.page(0), 4095)
+    page = store.page(1)
+    page.unlink()
+    os.mkfifo(page)
+    for _ in range(2):
+        result = invoke("verify", store.root)
+        assert (result.exit_code, result.stdout.splitlines()[1:]) == (1, ["  not_regular: 1", "  size: 1"])
+    assert store.pages() == PAGES
+    result = invoke("verify", store.root, "--remove")
+    assert result.exit_code == 1 and result.stdout.endswith("removed 2\n")
+    assert store.pages() == PAGES - 2
+
+
+def test_pages_that_do_not_fit_the_key_are_said_to_and_stay(tmp_path: Path, store: Store, mac_key_file: Path) -> None:
+    keyed = make_store(tmp_path / "keyed", MAC_KEY[::-1])
+    for found, words, page in (
+        (keyed, "4 pages are sealed with another key", "not proved: sealed with another MAC key than the one given"),
+        (store, "4 pages are not sealed with a MAC key", "not proved: its tag is no MAC"),
+    ):
+        result = invoke("verify", found.root, "--remove", "--mac-key-file", mac_key_file)
+        assert result.exit_code == 1 and "none damaged" in result.stdout and words in result.stdout
+        assert "removed" not in result.stdout and found.pages() == PAGES
+        result = invoke("inspect", found.page(0), "--mac-key-file", mac_key_file)
+        assert result.exit_code == 1 and result.stdout.startswith(f"page:        {page}")
 
 
 def test_verify_removes_damage_if_told_to(store: Store) -> None:
@@ -166,27 +238,39 @@ def test_a_directory_that_is_no_store_is_left_alone(tmp_path: Path, command: str
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
-def test_purge_asks_first_and_takes_no_for_an_answer(store: Store) -> None:
-    result = invoke("purge", store.root, answer="n\n")
-    assert result.exit_code == 1 and "to remove: 4 pages, 16.0 KiB" in result.stdout
+@pytest.mark.parametrize("answer", ["n\n", "\n", "maybe\n", "\x04"])
+def test_purge_asks_first_and_takes_no_for_an_answer(store: Store, answer: str) -> None:
+    result = on_a_terminal("purge", store.root, answer=answer)
+    assert (result.returncode, result.stdout) == (1, "to remove: 4 pages, 16.0 KiB\nnothing removed\n")
+    assert result.stderr == "Remove them? [y/N]: "
     assert store.pages() == PAGES
 
 
-def test_purge_without_anybody_to_ask_removes_nothing(store: Store) -> None:
-    assert invoke("purge", store.root).exit_code == 1
+def test_purge_without_a_terminal_to_ask_on_says_what_to_pass(store: Store) -> None:
+    result = invoke("purge", store.root)
+    assert result.exit_code == 2 and "pass --yes" in result.stderr
     assert store.pages() == PAGES
 
 
-@pytest.mark.parametrize(("args", "answer"), [(["--yes"], None), ([], "y\n")])
-def test_purge_removes_every_page(store: Store, args: list[str], answer: str | None) -> None:
-    result = invoke("purge", store.root, *args, answer=answer)
-    assert result.exit_code == 0 and "removed 4 pages, 16.0 KiB" in result.stdout
+def test_purge_removes_every_page(store: Store) -> None:
+    store.damage(1)
+    os.truncate(store.page(2), 4095)
+    result = invoke("purge", store.root, "--yes")
+    assert (result.exit_code, result.stdout) == (0, "removed 4 pages, 16.0 KiB\n")
+    assert store.pages() == 0
+
+
+def test_purge_removes_every_page_after_a_yes(store: Store) -> None:
+    result = on_a_terminal("purge", store.root, answer="y\n")
+    assert result.returncode == 0 and result.stdout.endswith("removed 4 pages, 16.0 KiB\n")
     assert store.pages() == 0
 
 
 def test_a_dry_run_removes_nothing(store: Store) -> None:
+    os.truncate(store.page(2), 4095)
     result = invoke("purge", store.root, "--dry-run", "--yes")
     assert (result.exit_code, result.stdout) == (0, "to remove: 4 pages, 16.0 KiB\n")
+    assert "to remove: 0 pages" in invoke("purge", store.root, "--dry-run", "--older-than", "7d").stdout
     assert store.pages() == PAGES
 
 
@@ -195,6 +279,36 @@ def test_purge_keeps_to_the_namespace_and_the_age(store: Store) -> None:
     assert "removed 0 pages" in invoke("purge", store.root, "--older-than", "7d", "--yes").stdout
     assert store.pages() == PAGES
     assert "removed 4 pages" in invoke("purge", store.root, "--namespace", NAMESPACE.hex().upper(), "--yes").stdout
+
+
+def test_verify_of_the_directory_above_a_store_names_the_store(store: Store) -> None:
+    result = invoke("verify", store.root.parent)
+    assert result.exit_code == 2 and f"did you mean {store.root}?" in result.stderr
+
+
+def test_a_refused_age_shows_how_to_write_one_in_days(store: Store) -> None:
+    result = invoke("purge", store.root, "--older-than", "old")
+    assert result.exit_code == 2 and "5s, 250ms, 2h or 7d" in result.stderr
+
+
+def test_ctrl_c_in_a_scrub_ends_it_with_130(store: Store) -> None:
+    # A parent that ignores SIGINT, as a shell's background job does, hands that on.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from hicache.cli.main import main; main()"
+    )
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-c", code, "verify", str(store.root), "--rate", "1"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=terminal) as process:
+        shown = b""
+        while b"4.0 KiB" not in shown:  # the first page is read; the next one is hours away
+            shown += os.read(controller, 65536)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    shown += os.read(controller, 65536)
+    os.close(controller)
+    os.close(terminal)
+    assert (process.returncode, output) == (130, b"") and b"Traceback" not in shown
 
 
 def test_a_rate_without_sense_is_a_usage_error(store: Store) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from hicache.errors import InvalidInput, InvariantError
 from hicache.keys import RadixKey, page_keys
-from hicache.radix import RadixTree
+from hicache.radix import RadixTree, check_tree
 from hicache.radix.eviction import LRUPolicy
 from hicache.types import PageIds
 
@@ -34,7 +34,7 @@ def test_a_match_that_ends_inside_a_run_splits_it() -> None:
     assert t.node_count == 1
     assert t.match(RadixKey.of([1, 2, 3, 4, 9, 9])).device_pages.tolist() == [1, 2]
     assert t.node_count == 2
-    t.check()
+    check_tree(t)
 
 
 def test_equal_tokens_under_two_salts_share_nothing() -> None:
@@ -103,7 +103,7 @@ def test_a_large_victim_is_cut_to_what_is_needed() -> None:
     t.insert(RadixKey.of(list(range(100))), np.arange(1, 101, dtype=np.int32))
     assert t.evict_device(20).tolist() == list(range(81, 101))
     assert len(t.match(RadixKey.of(list(range(100)))).device_pages) == 80
-    t.check()
+    check_tree(t)
 
 
 def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
@@ -115,7 +115,7 @@ def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
     t = RadixTree(1, LRUPolicy(), run_pages_max=30)
     assert len(t.insert_host(key, 0, np.arange(100, dtype=np.int32), page_keys(key.tokens, 1))) == 0
     assert t.node_count == 4 and t.match(key).host_hit_pages == 100
-    t.check()
+    check_tree(t)
 
 
 def test_an_operation_finds_its_run_again_after_it_was_split() -> None:
@@ -126,7 +126,7 @@ def test_an_operation_finds_its_run_again_after_it_was_split() -> None:
     t.match(RadixKey.of([1, 2, 9, 9]))
     assert len(t.accept_backup(node, ids(10, 11, 12))) == 0
     t.unlock(node)
-    t.check()
+    check_tree(t)
     t.evict_device(3)
     assert t.match(RadixKey.of([1, 2, 3, 4, 5, 6])).host_hit_pages == 3
 
@@ -140,7 +140,7 @@ def test_prefetched_pages_are_taken_only_behind_a_prefix_on_l2() -> None:
     t.accept_backup(t.match(RadixKey.of([1, 2])).node, ids(10))
     assert t.insert_host(key, 1, ids(11), keys[1:]).tolist() == []
     assert t.match(key).host_hit_pages == 1
-    t.check()
+    check_tree(t)
 
 
 def test_prefetched_pages_that_came_by_another_way_are_handed_back() -> None:
@@ -149,7 +149,7 @@ def test_prefetched_pages_that_came_by_another_way_are_handed_back() -> None:
     keys = page_keys(key.tokens, 2)
     assert t.insert_host(key, 0, ids(10, 11), keys).tolist() == []
     assert t.insert_host(key, 0, ids(12, 13), keys).tolist() == [12, 13]
-    t.check()
+    check_tree(t)
 
 
 def test_page_keys_of_nodes_are_the_chain_of_the_whole_prompt() -> None:
@@ -175,4 +175,4 @@ def test_a_recomputed_tombstone_comes_back_to_l1() -> None:
     found = t.match(key)
     assert found.device_pages.tolist() == [5, 6]
     assert found.host_hit_pages == 0
-    t.check()
+    check_tree(t)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hicache.keys import RadixKey, token_bytes
-from hicache.radix import Node, RadixTree
+from hicache.radix import Node, RadixTree, check_tree
 from hicache.radix.eviction import LRUPolicy
 from hicache.tiers import PageAllocator
 from tests.radix.oracle import Oracle, Prefix
@@ -142,7 +142,7 @@ class Machine:
         self.oracle.drop_host(set(freed.tolist()))
 
     def check(self) -> None:
-        self.tree.check()
+        check_tree(self.tree)
         self.device.check()
         self.host.check()
         held = self.tree.device_evictable_pages + self.tree.device_protected_pages

@@ -14,7 +14,7 @@ import stat
 from ...frame import HEADER_BYTES, NO_PARENT, FrameHeader, frame_bytes
 from ...keys import PAGE_KEY_BYTES
 from .index import Index
-from .pages import READ_FLAGS, TMP_DIR, System, is_hex, page_name, remove_damaged, remove_page
+from .pages import READ_FLAGS, TMP_DIR, System, identity, is_hex, page_name, remove_damaged, remove_page
 
 OWNER_SUFFIX = ".alive"
 OWNER_HEX_DIGITS = 16
@@ -76,36 +76,43 @@ def _is_file(system: System, root_fd: int, name: str) -> bool:
         return False
 
 
-def reconcile(index: Index, system: System, root_fd: int) -> None:
+def reconcile(index: Index, system: System, root_fd: int, *, keep_damaged: bool = False) -> None:
     """Compare every page file with its row: forget rows without files, adopt whole files without rows, remove others.
 
+    With `keep_damaged` the others only lose their rows: a tool that counts damage removes them itself, one by one.
     Directories and files whose names are not a store's are not touched.
     """
     on_disk = {bytes.fromhex(name) for name in system.listdir(root_fd) if is_hex(name, 64)}
     for namespace in sorted(on_disk | set(index.namespaces())):
-        fans = set(_names(system, root_fd, namespace.hex()))
-        kept = sum(_reconcile_fan(index, system, root_fd, namespace, fan, f"{fan:02x}" in fans) for fan in range(_FANS))
+        fans = set(_names(system, root_fd, namespace.hex(), keep_damaged))
+        kept = sum(
+            _reconcile_fan(index, system, root_fd, namespace, fan, f"{fan:02x}" in fans, keep_damaged=keep_damaged)
+            for fan in range(_FANS)
+        )
         if not kept and namespace in on_disk:
             _remove_empty(system, root_fd, namespace.hex())
     index.recount()
 
 
-def _reconcile_fan(index: Index, system: System, root_fd: int, namespace: bytes, fan: int, there: bool) -> int:
+def _reconcile_fan(
+    index: Index, system: System, root_fd: int, namespace: bytes, fan: int, there: bool, *, keep_damaged: bool
+) -> int:
     first = bytes([fan])
     rows = index.stored(namespace, first.ljust(PAGE_KEY_BYTES, b"\x00"), first.ljust(PAGE_KEY_BYTES, b"\xff"))
     folder = f"{namespace.hex()}/{fan:02x}"
     kept = 0
-    for name in _names(system, root_fd, folder) if there else ():
+    for name in _names(system, root_fd, folder, keep_damaged) if there else ():
         if not is_hex(name, 64) or not name.startswith(folder[-2:]):
             continue
         key = bytes.fromhex(name)
-        kept += _reconcile_page(index, system, root_fd, namespace, key, rows.pop(key, None))
+        row_bytes = rows.pop(key, None)
+        kept += _reconcile_page(index, system, root_fd, namespace, key, row_bytes, keep_damaged=keep_damaged)
     for key in rows:
         index.drop(namespace, key)
     return kept
 
 
-def _names(system: System, root_fd: int, folder: str) -> list[str]:
+def _names(system: System, root_fd: int, folder: str, keep_damaged: bool = True) -> list[str]:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = system.open(folder, flags, dir_fd=root_fd)
@@ -115,7 +122,7 @@ def _names(system: System, root_fd: int, folder: str) -> list[str]:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise
         # A link or file where a directory belongs: not followed, and in our way.
-        if "/" in folder and _is_dir(system, root_fd, folder.partition("/")[0]):
+        if not keep_damaged and "/" in folder and _is_dir(system, root_fd, folder.partition("/")[0]):
             remove_page(system, root_fd, folder)
         return []
     try:
@@ -129,7 +136,8 @@ def _is_dir(system: System, root_fd: int, name: str) -> bool:
 
 
 def _reconcile_page(
-    index: Index, system: System, root_fd: int, namespace: bytes, key: bytes, row_bytes: int | None
+    index: Index, system: System, root_fd: int, namespace: bytes, key: bytes, row_bytes: int | None, *,
+    keep_damaged: bool,
 ) -> bool:
     """True if the page stays."""
     name = page_name(namespace.hex(), key)
@@ -146,8 +154,7 @@ def _reconcile_page(
         or header.namespace != namespace
         or found.st_size != frame_bytes(header.payload_bytes)
     ):
-        found_now = (found.st_ino, found.st_mtime_ns, found.st_size)
-        return not remove_damaged(system, root_fd, name, found_now)
+        return keep_damaged or not remove_damaged(system, root_fd, name, identity(found))
     parent = None if header.parent_key == NO_PARENT else header.parent_key
     index.add(namespace, key, parent, found.st_size, found.st_mtime_ns // 1000)
     return True

@@ -17,11 +17,16 @@ MARKER = "HICACHE_STORE"
 STORE_VERSION = 1
 _MARKER_TEXT = f"hicache file store {STORE_VERSION}\n".encode()
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+# Sub-directories that are looked into for a store, to say where it is.
+_HINT_LOOKS_MAX = 100
 
 
-def open_root(path: str | os.PathLike[str], *, create: bool, system: System) -> tuple[str, int]:
+def open_root(
+    path: str | os.PathLike[str], *, create: bool, system: System, read_only: bool = False
+) -> tuple[str, int]:
     """Absolute path and descriptor of a store's root; with `create`, an empty or missing directory becomes one.
 
+    With `read_only` nothing is written, so it works on a read-only mount. REQUIRES: not both of them.
     Blocks on the file system. Raises NotOurs for a directory that is not ours or that others may write (left as it is),
     BackendUnavailable for one that cannot be opened, made or written.
     """
@@ -30,7 +35,7 @@ def open_root(path: str | os.PathLike[str], *, create: bool, system: System) -> 
         fd = _open_directory(absolute, create, system)
         try:
             _check_owner(absolute, fd, system)
-            _check_marker(absolute, fd, create, system)
+            _check_marker(absolute, fd, create, read_only, system)
         except BaseException:
             system.close(fd)
             raise
@@ -67,16 +72,33 @@ def _check_owner(path: str, fd: int, system: System) -> None:
             raise NotOurs(f"file store {path} lies in a shared directory and is not private; run chmod 700 on it")
 
 
-def _check_marker(path: str, fd: int, create: bool, system: System) -> None:
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+def _open_marker(path: str, fd: int, create: bool, flags: int, system: System) -> int:
     try:
-        marker = system.open(MARKER, flags, dir_fd=fd)
+        return system.open(MARKER, flags, dir_fd=fd)
     except FileNotFoundError:
         if not create:
-            raise NotOurs(f"{path} is not a HiCache file store: it has no {MARKER} file") from None
-        if any(name != MARKER for name in system.listdir(fd)):
+            hint = _store_below(path, fd, system)
+            raise NotOurs(f"{path} is not a HiCache file store: it has no {MARKER} file{hint}") from None
+    if any(name != MARKER for name in system.listdir(fd)):
+        try:
+            # The marker is what a store gets first: if it is there now, another process has made the store meanwhile.
+            return system.open(MARKER, flags, dir_fd=fd)
+        except FileNotFoundError:
             raise NotOurs(f"{path} is not empty and not a HiCache file store; use a new sub-directory") from None
-        marker = system.open(MARKER, flags | os.O_CREAT, dir_fd=fd)
+    return system.open(MARKER, flags | os.O_CREAT, dir_fd=fd)
+
+
+def _store_below(path: str, fd: int, system: System) -> str:
+    for name in sorted(system.listdir(fd))[:_HINT_LOOKS_MAX]:
+        with contextlib.suppress(OSError):
+            system.lstat(f"{name}/{MARKER}", dir_fd=fd)
+            return f"; did you mean {os.path.join(path, name)}?"
+    return ""
+
+
+def _check_marker(path: str, fd: int, create: bool, read_only: bool, system: System) -> None:
+    access = os.O_RDONLY if read_only else os.O_RDWR
+    marker = _open_marker(path, fd, create, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, system)
     try:
         found = system.fstat(marker)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
@@ -84,8 +106,9 @@ def _check_marker(path: str, fd: int, create: bool, system: System) -> None:
         buffer = memoryview(bytearray(len(_MARKER_TEXT) + 1))
         text = bytes(buffer[: system.preadv(marker, buffer, 0)])
         if not text:
-            # New, or its maker was killed right here; everybody who comes by writes the same bytes.
-            system.pwritev(marker, memoryview(_MARKER_TEXT), 0)
+            # New, or its maker was killed right here; everybody who comes by to write writes the same bytes.
+            if not read_only:
+                system.pwritev(marker, memoryview(_MARKER_TEXT), 0)
         elif text != _MARKER_TEXT:
             raise BackendUnavailable(f"{path} has another store version; this one reads version {STORE_VERSION} only")
     finally:

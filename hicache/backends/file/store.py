@@ -53,14 +53,37 @@ def now_us() -> int:
     return time.time_ns() // 1000
 
 
-class Store:
-    """An open file store. Thread-safe. Made by `FileBackend` and by the tools, of any namespace.
+def wait_for_flock(system: System, fd: int, operation: int, deadline: float) -> None:
+    """Lock the file `fd`. Blocks up to `deadline` (monotonic), by polling. Raises TimeoutError."""
+    pause_s = _POLL_S_FIRST
+    while True:
+        try:
+            return system.flock(fd, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "the store was locked until the deadline") from None
+        time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+        pause_s = min(2 * pause_s, _POLL_S_MAX)
 
-    Raises NotOurs and BackendUnavailable from the constructor, which blocks up to OPEN_TIMEOUT_S.
+
+class Store:
+    """An open file store. Thread-safe. Made by `FileBackend` and by tools that remove pages, of any namespace.
+
+    With `keep_damaged` no file is removed for being damaged, only its row is dropped: for a tool that counts what it
+    removes. Tools that only look take a `View`. Raises NotOurs and BackendUnavailable from the constructor, which
+    blocks up to OPEN_TIMEOUT_S.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, create: bool, system: System | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: bool,
+        keep_damaged: bool = False,
+        system: System | None = None,
+    ) -> None:
         self.system = System() if system is None else system
+        self._keep_damaged = keep_damaged
         self._thread_lock = threading.Lock()
         self._index: Index | None = None
         self._stale = False
@@ -95,7 +118,10 @@ class Store:
             index = self._current()
             with _changes(index):
                 reap(index, system, root_fd, self.owner)
-                reconcile(index, system, root_fd)
+                self._reconcile(index)
+
+    def _reconcile(self, index: Index) -> None:
+        reconcile(index, self.system, self.root_fd, keep_damaged=self._keep_damaged)
 
     @contextlib.contextmanager
     def transaction(self, deadline: float) -> Iterator[Index]:
@@ -108,7 +134,7 @@ class Store:
                 index = self._current()
                 with _changes(index):
                     if self._doubtful:
-                        reconcile(index, self.system, self.root_fd)
+                        self._reconcile(index)
                     # Should this transaction be rolled back, files may have come or gone without their rows.
                     self._doubtful = True
                     yield index
@@ -123,24 +149,13 @@ class Store:
         if not self._thread_lock.acquire(timeout=wait_s):
             raise TimeoutError(errno.ETIMEDOUT, "the store was busy until the deadline")
         try:
-            self._flock(deadline)
+            wait_for_flock(self.system, self._lock_fd, fcntl.LOCK_EX, deadline)
             try:
                 yield
             finally:
                 self.system.flock(self._lock_fd, fcntl.LOCK_UN)
         finally:
             self._thread_lock.release()
-
-    def _flock(self, deadline: float) -> None:
-        pause_s = _POLL_S_FIRST
-        while True:
-            try:
-                return self.system.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(errno.ETIMEDOUT, "the store was locked until the deadline") from None
-            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
-            pause_s = min(2 * pause_s, _POLL_S_MAX)
 
     def _current(self) -> Index:
         """The index; opened again if it was replaced, and rebuilt from the files if it is damaged, lost or doubtful."""
@@ -164,7 +179,7 @@ class Store:
         index = Index.create(self.path)
         try:
             with _changes(index):
-                reconcile(index, self.system, self.root_fd)
+                self._reconcile(index)
                 index.mark_sound()
             keep = os.path.basename(index.path)
             for name in index_files(self.system.listdir(self.root_fd), keep):

@@ -1,67 +1,68 @@
-"""What an operator does with a file store: look at one page, scrub all of them, remove some.
+"""What an operator does with a whole file store: scrub its pages, remove some of them.
 
-These work from the files alone: a header carries its namespace and its lengths, so no engine configuration is needed.
-A length from a header is compared with the size of the file and never allocates anything.
+A scrub and a dry run only look (`View`): they change nothing, take no lock for long and work on a read-only mount. What
+removes pages opens the store as an engine does, but leaves damaged files for the tool to count and remove.
 """
 
 from __future__ import annotations
 
 import os
+import sqlite3
 import stat
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from ...errors import BackendUnavailable, InvalidInput
-from ...frame import HEADER_BYTES, NO_PARENT, Damage, FrameCodec, FrameHeader, TagKind, frame_bytes
-from ...keys import FORMAT_VERSION
+from ...errors import BackendError, BackendUnavailable, InvalidInput
+from ...keys import PAGE_KEY_BYTES
 from .index import Index, PageRow
-from .pages import NOT_REGULAR, READ_FLAGS, SIZE, Identity, System, identity, is_hex, remove_damaged, remove_page
-from .pages import page_name as name_of
+from .pages import NOT_REGULAR, System, identity, is_hex, page_name, remove_damaged, remove_page
+from .report import PageReport, inspect_page, report_on
 from .store import Store
+from .view import Place, View, places
 
-UNVERIFIABLE = "unverifiable: MAC key needed"
-OTHER_MAC_KEY = "unverifiable: sealed with another MAC key"
-# A larger "page" is no page of any model; it is refused before memory is taken for it.
-PAGE_BYTES_MAX = 1 << 30
+__all__ = ["PageReport", "PurgeResult", "ScrubProgress", "inspect_page", "purge_store", "verify_store"]
+
+UNREADABLE = "unreadable"
 _TOOL_WAIT_S = 30.0
 # Pages removed in one transaction: engines wait for the store no longer than that takes.
 _PURGE_CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class PageReport:
-    """What is known about one page file.
+class ScrubProgress:
+    """How far `verify_store` has come.
 
-    `damage` is None for a page that is sound as far as it could be checked; `verified` is True if its tag was checked
-    too. `note` says why it was not. Keys and digests are hexadecimal.
+    `damaged` counts by reason what is no sound page. `misfits` counts, by reason, pages with which nothing is wrong but
+    that an engine with the given MAC key would refuse: `mac_key`, sealed with another key; `tag_kind`, no MAC at all.
+    `unverifiable` are the pages that nothing could be proved about without a MAC key, or at all.
     """
 
-    path: str
-    size_bytes: int
-    damage: str | None
-    verified: bool
-    note: str | None = None
-    version: int | None = None
-    tag_kind: str | None = None
-    payload_bytes: int | None = None
-    page_key: str | None = None
-    parent_key: str | None = None
-    namespace: str | None = None
-    found: Identity | None = field(default=None, repr=False, compare=False)
+    pages: int = 0
+    pages_total: int = 0
+    bytes: int = 0
+    damaged: Mapping[str, int] = field(default_factory=dict)
+    misfits: Mapping[str, int] = field(default_factory=dict)
+    unverifiable: int = 0
+    removed: int = 0
+
+    def with_page(self, report: PageReport, *, removed: bool) -> ScrubProgress:
+        """This progress and one more page."""
+        return ScrubProgress(
+            self.pages + 1,
+            max(self.pages_total, self.pages + 1),
+            self.bytes + report.size_bytes,
+            _counted(self.damaged, report.damage),
+            _counted(self.misfits, report.misfit),
+            self.unverifiable + (report.damage is None and report.misfit is None and not report.verified),
+            self.removed + removed,
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class ScrubProgress:
-    """How far `verify_store` has come. `damaged` counts by reason; `unverifiable` pages need a MAC key."""
-
-    pages: int
-    pages_total: int
-    bytes: int
-    damaged: Mapping[str, int]
-    unverifiable: int
-    removed: int
+def _counted(counts: Mapping[str, int], reason: str | None) -> Mapping[str, int]:
+    return counts if reason is None else dict(Counter(counts) + Counter([reason]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,97 +73,6 @@ class PurgeResult:
     bytes: int
 
 
-def inspect_page(path: str | os.PathLike[str], *, mac_key: bytes | None = None) -> PageReport:
-    """Read one page file and check it, including that its name and its namespace directory agree with its header.
-
-    Blocks for one read. Never follows a link. Raises BackendUnavailable if the file cannot be read, InvalidInput for a
-    MAC key of another length than 32 bytes.
-    """
-    return _inspect(os.path.abspath(os.fspath(path)), mac_key, System())
-
-
-def _inspect(path: str, mac_key: bytes | None, system: System) -> PageReport:
-    try:
-        found = system.lstat(path)
-        if not stat.S_ISREG(found.st_mode):
-            return PageReport(path, found.st_size, NOT_REGULAR, False, found=identity(found))
-        fd = system.open(path, READ_FLAGS)
-        try:
-            found = system.fstat(fd)
-            return _inspect_open(path, fd, found, mac_key, system)
-        finally:
-            system.close(fd)
-    except OSError as error:
-        raise BackendUnavailable(f"page {path}: {error.strerror}; check the path and its permissions") from error
-
-
-def _inspect_open(path: str, fd: int, found: os.stat_result, mac_key: bytes | None, system: System) -> PageReport:
-    size = found.st_size
-    head = memoryview(bytearray(HEADER_BYTES))
-    header = FrameHeader.parse(head[: system.preadv(fd, head, 0)])
-    if header is None:
-        return PageReport(path, size, "not_a_frame", False, found=identity(found))
-    damage = _mismatch(path, size, header)
-    verified, note = False, None
-    if damage is None:
-        frame = memoryview(bytearray(size))
-        done = 0
-        while done < size and (count := system.preadv(fd, frame[done:], done)):
-            done += count
-        if done < size:
-            damage = SIZE
-        else:
-            damage, note = _verify(frame, header, mac_key)
-            verified = damage is None and note is None
-    return PageReport(
-        path=path,
-        size_bytes=size,
-        damage=damage,
-        verified=verified,
-        note=note,
-        version=header.version,
-        tag_kind=TagKind(header.tag_kind).name if header.tag_kind in list(TagKind) else str(header.tag_kind),
-        payload_bytes=header.payload_bytes,
-        page_key=header.page_key.hex(),
-        parent_key=None if header.parent_key == NO_PARENT else header.parent_key.hex(),
-        namespace=header.namespace.hex(),
-        found=identity(found),
-    )
-
-
-def _mismatch(path: str, size: int, header: FrameHeader) -> str | None:
-    """What the header contradicts: this version, the size of the file, its name, or its directory."""
-    folder, name = os.path.split(path)
-    namespace = os.path.basename(os.path.dirname(folder))
-    if header.version != FORMAT_VERSION:
-        return "version"
-    if not 0 < header.payload_bytes < PAGE_BYTES_MAX or frame_bytes(header.payload_bytes) != size:
-        return SIZE
-    if name != header.page_key.hex():
-        return "page_key"
-    if namespace != header.namespace.hex():
-        return "namespace"
-    return None
-
-
-def _verify(frame: memoryview, header: FrameHeader, mac_key: bytes | None) -> tuple[str | None, str | None]:
-    """Damage and note."""
-    if header.tag_kind not in list(TagKind):
-        return "tag_kind", None
-    kind = TagKind(header.tag_kind)
-    keyed = kind is TagKind.AES_256_GMAC
-    if keyed and mac_key is None:
-        return None, UNVERIFIABLE
-    codec = FrameCodec(header.namespace, header.payload_bytes, tag=kind, mac_key=mac_key if keyed else None)
-    damage = codec.check(header.page_key, frame)
-    if damage is Damage.MAC_KEY:
-        # Sealed with a key that is not at hand: nothing is known against it.
-        return None, OTHER_MAC_KEY
-    if damage is not None:
-        return damage.value, None
-    return None, "unverifiable: the page carries no tag" if kind is TagKind.NONE else None
-
-
 def verify_store(
     root: str | os.PathLike[str],
     *,
@@ -170,69 +80,78 @@ def verify_store(
     rate_bytes_per_s: float | None = None,
     remove: bool = False,
 ) -> Iterator[ScrubProgress]:
-    """Check every page of every namespace; one progress per page, the last one is the result.
+    """Check whatever lies in a page's place, in every namespace; one progress per place, the last one is the result.
 
-    With `remove`, damaged pages are removed unless they were stored again meanwhile. Reads at most `rate_bytes_per_s`
-    on average, by sleeping between pages. Engines may use the store meanwhile. Raises as `Store` does, and InvalidInput
-    for a rate that is not positive.
+    Changes nothing, unless `remove` says that damaged pages are to be removed; those that were stored again meanwhile
+    stay, and so do pages that only do not fit the MAC key. Reads at most `rate_bytes_per_s` on average, by sleeping
+    between pages. Engines may use the store meanwhile. Raises as `Store` does, BackendUnavailable, and InvalidInput for
+    a rate that is not positive.
     """
     if rate_bytes_per_s is not None and not rate_bytes_per_s > 0:
         raise InvalidInput(f"verify: the rate must be positive, got {rate_bytes_per_s!r} bytes per second")
-    store = Store(root, create=False)
+    opened = Store(root, create=False, keep_damaged=True) if remove else View(root)
     try:
-        yield from _scrub(store, mac_key, rate_bytes_per_s, remove)
+        yield from _scrub(opened, mac_key, rate_bytes_per_s)
+    except BackendError:
+        raise
+    except (OSError, sqlite3.Error) as error:
+        raise _unavailable(opened.path, error) from error
     finally:
-        store.close()
+        opened.close()
 
 
-def _scrub(store: Store, mac_key: bytes | None, rate: float | None, remove: bool) -> Iterator[ScrubProgress]:
+def _unavailable(path: str, error: Exception) -> BackendUnavailable:
+    reason = getattr(error, "strerror", None) or str(error)
+    return BackendUnavailable(f"file store {path}: {reason}; check disk and permissions")
+
+
+def _scrub(opened: Store | View, mac_key: bytes | None, rate: float | None) -> Iterator[ScrubProgress]:
+    system, root_fd = opened.system, opened.root_fd
     started = time.monotonic()
-    damaged: Counter[str] = Counter()
-    pages = size = unverifiable = removed = 0
-    with store.transaction(time.monotonic() + _TOOL_WAIT_S) as index:
-        total = index.totals().pages
-    yield ScrubProgress(0, total, 0, {}, 0, 0)
-    for namespace, key in _pages(store):
-        try:
-            report = _inspect(os.path.join(store.path, name_of(namespace.hex(), key)), mac_key, store.system)
-        except BackendUnavailable as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                continue  # evicted since the list was made
-            damaged["unreadable"] += 1
-            pages += 1
-            yield ScrubProgress(pages, max(total, pages), size, dict(damaged), unverifiable, removed)
-            continue
-        pages += 1
-        size += report.size_bytes
-        unverifiable += report.damage is None and not report.verified
-        if report.damage is not None:
-            damaged[report.damage] += 1
-            removed += remove and _remove(store, namespace, key, report.found)
-        yield ScrubProgress(pages, max(total, pages), size, dict(damaged), unverifiable, removed)
+    progress = ScrubProgress(pages_total=sum(1 for _ in places(system, root_fd)))
+    yield progress
+    for place in places(system, root_fd):
+        report = _report(system, root_fd, place, mac_key)
+        if report is None:
+            continue  # evicted since the list was made
+        removed = report.damage is not None and isinstance(opened, Store) and _remove(opened, place, report)
+        progress = progress.with_page(report, removed=removed)
+        yield progress
         if rate is not None:
-            time.sleep(max(0.0, started + size / rate - time.monotonic()))
+            time.sleep(max(0.0, started + progress.bytes / rate - time.monotonic()))
 
 
-def _pages(store: Store) -> Iterator[tuple[bytes, bytes]]:
-    """Namespace and key of every page file, one fan-out directory after the other."""
-    for namespace in sorted(name for name in os.listdir(store.path) if is_hex(name, 64)):
-        for fan in range(256):
-            try:
-                names = os.listdir(os.path.join(store.path, namespace, f"{fan:02x}"))
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            for name in sorted(names):
-                if is_hex(name, 64):
-                    yield bytes.fromhex(namespace), bytes.fromhex(name)
+def _report(system: System, root_fd: int, place: Place, mac_key: bytes | None) -> PageReport | None:
+    """What lies at a place; None if nothing does any more."""
+    try:
+        if place.key is None:
+            found = system.lstat(place.name, dir_fd=root_fd)
+            return PageReport(place.name, found.st_size, NOT_REGULAR, False, found=identity(found))
+        return report_on(place.name, mac_key, system, dir_fd=root_fd)
+    except FileNotFoundError:
+        return None
+    except BackendUnavailable as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            return None
+        return PageReport(place.name, 0, UNREADABLE, False)
 
 
-def _remove(store: Store, namespace: bytes, key: bytes, found: Identity | None) -> bool:
-    name = name_of(namespace.hex(), key)
+def _remove(store: Store, place: Place, report: PageReport) -> bool:
+    if report.damage == UNREADABLE:
+        return False  # the disk may be able to read it later
     with store.transaction(time.monotonic() + _TOOL_WAIT_S) as index:
-        removed = remove_damaged(store.system, store.root_fd, name, found)
-        if not os.path.lexists(os.path.join(store.path, name)):
-            index.drop(namespace, key)
+        removed = remove_damaged(store.system, store.root_fd, place.name, report.found)
+        if place.key is not None and not _exists(store, place.name):
+            index.drop(place.namespace, place.key)
     return removed
+
+
+def _exists(store: Store, name: str) -> bool:
+    try:
+        store.system.lstat(name, dir_fd=store.root_fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def purge_store(
@@ -243,40 +162,100 @@ def purge_store(
     dry_run: bool = False,
 ) -> PurgeResult:
     """Remove the pages of the namespaces whose digest starts with `namespace` (hexadecimal; None: all of them) that
-    were not used for `older_than_s` seconds (None: whenever).
+    were not used for `older_than_s` seconds (None: whenever), and damaged files in a page's place that are as old.
 
     Removes page files of this store only, in short transactions, so engines may go on meanwhile; pages that are being
-    written now are left. With `dry_run` nothing is removed. Raises as `Store` does, and InvalidInput for a prefix that
-    is no hexadecimal or an age that is negative.
+    written now are left. With `dry_run` nothing is changed. Raises as `Store` does, BackendUnavailable, and
+    InvalidInput for a prefix that is no hexadecimal or an age that is negative.
     """
     if namespace is not None and (not namespace or len(namespace) > 64 or not is_hex(namespace, len(namespace))):
         raise InvalidInput("purge: the namespace must be 1 to 64 lower-case hexadecimal digits")
     if older_than_s is not None and not older_than_s >= 0:
         raise InvalidInput(f"purge: the age must not be negative, got {older_than_s!r} seconds")
-    before = int((time.time() - (older_than_s or 0.0)) * 1e6) + (1 if older_than_s is None else 0)
-    store = Store(root, create=False)
+    before = None if older_than_s is None else int((time.time() - older_than_s) * 1e6)
+    opened = View(root) if dry_run else Store(root, create=False, keep_damaged=True)
     try:
-        return _purge(store, namespace or "", before, dry_run)
+        if isinstance(opened, View):
+            return _count(opened, namespace or "", before)
+        return _purge(opened, namespace or "", before)
+    except BackendError:
+        raise
+    except (OSError, sqlite3.Error) as error:
+        raise _unavailable(opened.path, error) from error
     finally:
-        store.close()
+        opened.close()
 
 
-def _purge(store: Store, prefix: str, before: int, dry_run: bool) -> PurgeResult:
+def _is_old(used_us: int, before: int | None) -> bool:
+    return before is None or used_us < before
+
+
+def _count(view: View, prefix: str, before: int | None) -> PurgeResult:
+    """What `_purge` would remove."""
+    rows = {} if before is None else view.index_rows()
+    pages = size = 0
+    for place in places(view.system, view.root_fd):
+        if place.key is None or not place.namespace.hex().startswith(prefix):
+            continue
+        found = _file_at(view.system, view.root_fd, place.name)
+        if found is None:
+            continue
+        row = rows.get((place.namespace, place.key))
+        # A row that does not fit its file is dropped, and the age of the file counts; so it is when a store is opened.
+        fits = row is not None and row.size == found.st_size
+        if _is_old(row.last_use if row is not None and fits else found.st_mtime_ns // 1000, before):
+            pages += 1
+            size += found.st_size
+    return PurgeResult(pages, size)
+
+
+def _file_at(system: System, root_fd: int, name: str) -> os.stat_result | None:
+    """What lies there, unless nothing or a directory does."""
+    try:
+        found = system.lstat(name, dir_fd=root_fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return None if stat.S_ISDIR(found.st_mode) else found
+
+
+def _purge(store: Store, prefix: str, before: int | None) -> PurgeResult:
+    # Without an age: whatever is there now, but not what engines store while this runs, or it might never end.
+    horizon = int(time.time() * 1e6) + 1 if before is None else before
     pages = size = 0
     while True:
         with store.transaction(time.monotonic() + _TOOL_WAIT_S) as index:
             chosen = [digest for digest in index.namespaces() if digest.hex().startswith(prefix)]
-            limit = -1 if dry_run else _PURGE_CHUNK
-            rows = index.older_than(chosen, before, limit)
-            if not dry_run:
-                _purge_rows(store, index, rows)
+            rows = index.older_than(chosen, horizon, _PURGE_CHUNK)
+            _purge_rows(store, index, rows)
         pages += len(rows)
         size += sum(row.size for row in rows)
-        if dry_run or len(rows) < _PURGE_CHUNK:
-            return PurgeResult(pages, size)
+        if len(rows) < _PURGE_CHUNK:
+            break
+    sizes = _purge_damaged(store, prefix, before)
+    return PurgeResult(pages + len(sizes), size + sum(sizes))
 
 
 def _purge_rows(store: Store, index: Index, rows: list[PageRow]) -> None:
     for row in rows:
-        remove_page(store.system, store.root_fd, name_of(row.namespace.hex(), row.key))
+        remove_page(store.system, store.root_fd, page_name(row.namespace.hex(), row.key))
         index.drop_row(row.row)
+
+
+def _purge_damaged(store: Store, prefix: str, before: int | None) -> list[int]:
+    """Remove what lies in a page's place and has no row, since the index knows every whole page; the sizes of that."""
+    removed: list[int] = []
+    chosen = (
+        (place.namespace, place.key, place.name)
+        for place in places(store.system, store.root_fd)
+        if place.key is not None and place.namespace.hex().startswith(prefix)
+    )
+    for (namespace, first), fan in groupby(chosen, key=lambda one: (one[0], one[1][:1])):
+        names = {key: name for _, key, name in fan}
+        with store.transaction(time.monotonic() + _TOOL_WAIT_S) as index:
+            rows = index.stored(namespace, first.ljust(PAGE_KEY_BYTES, b"\0"), first.ljust(PAGE_KEY_BYTES, b"\xff"))
+            for name in (name for key, name in names.items() if key not in rows):
+                found = _file_at(store.system, store.root_fd, name)
+                if found is not None and _is_old(found.st_mtime_ns // 1000, before):
+                    remove_page(store.system, store.root_fd, name)
+                    removed.append(found.st_size)
+    return removed

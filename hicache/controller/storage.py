@@ -1,0 +1,125 @@
+"""What the workers do with storage: look prefixes up, read pages into lent frames, store pages.
+
+A backend is not believed blindly: its answers are checked before they count, because a wrong count would show pages
+that nobody has filled.
+
+Locking design: all methods run on worker threads, several at once. They write the fields of the operation they were
+given (see `operations`) and `_broken_chains`, whose entries are set and removed one by one. `prefetching_stopped` and
+`stop_at` are written by the scheduler at shutdown and only ever get stricter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ..backends.base import GetOutcome, SetOutcome, StorageBackend
+from ..errors import BackendError
+from ..keys import TOKEN_BYTES, page_keys
+from ..tiers import HostPool
+from .operations import BackupOperation, PrefetchOperation, now
+
+# More failed chains than operations fit into the queue of small pages need not be remembered.
+_BROKEN_CHAINS_MAX = 4096
+
+
+class StorageJobs:
+    """The handlers of the storage workers. `batch_pages` is what one backend call carries, `deadline_s` what it may
+    take.
+    """
+
+    def __init__(self, backend: StorageBackend, host: HostPool, *, batch_pages: int, deadline_s: float) -> None:
+        self.prefetching_stopped = False
+        self.stop_at = math.inf  # monotonic; no store starts after it
+        self._backend = backend
+        self._host = host
+        self._batch_pages = batch_pages
+        self._deadline_s = deadline_s
+        # Last keys of operations that did not store everything, the oldest first. With several backup workers a
+        # continuation may overtake the failure; it is then stored in vain and found once its head is there.
+        self._broken_chains: dict[bytes | None, None] = {}
+
+    def look_up(self, operation: PrefetchOperation, beat: Callable[[], None]) -> None:
+        """Prefetch worker: chain the page keys batch by batch and ask for the longest stored prefix."""
+        page_bytes = self._host.geometry.page_size * TOKEN_BYTES
+        tokens = operation.key.tokens[operation.start_page * page_bytes :]
+        batch_bytes = self._batch_pages * page_bytes
+        prior = operation.prior
+        for start in range(0, len(tokens) - page_bytes + 1, batch_bytes):
+            if operation.cancelled or self.prefetching_stopped or now() >= operation.deadline:
+                return
+            beat()
+            keys = page_keys(tokens[start : start + batch_bytes], self._host.geometry.page_size, prior)
+            prior = keys[-1]
+            operation.keys += keys
+            found = self._backend.batch_exists(keys, deadline=self._call_deadline(operation.deadline))
+            if type(found) is not int or not 0 <= found <= len(keys):
+                raise BackendError(f"the backend says that {found!r} of {len(keys)} pages are stored")
+            operation.hit_pages += found
+            if found < len(keys):
+                return
+
+    def read(self, operation: PrefetchOperation, beat: Callable[[], None]) -> None:
+        """I/O worker: read batch by batch, stop at the first page that is not a hit."""
+        batch = self._batch_pages
+        count = len(operation.host_pages)
+        for start in range(0, count, batch):
+            if operation.cancelled or self.prefetching_stopped or now() >= operation.deadline:
+                return
+            beat()
+            pages = operation.host_pages[start : start + batch]
+            keys = operation.keys[start : start + len(pages)]
+            frames = self._host.frames(pages)
+            outcomes = self._backend.batch_get(keys, frames, deadline=self._call_deadline(operation.deadline))
+            _require_outcomes(outcomes, GetOutcome, len(pages))
+            hits = 0
+            # A page counts only if its frame says so too: a backend that filled nothing has not hit.
+            while hits < len(pages) and outcomes[hits] is GetOutcome.HIT:
+                if not self._backend.codec.is_sealed(keys[hits], frames[hits]):
+                    raise BackendError("the backend reports a hit but has not filled the frame with that page")
+                hits += 1
+            operation.completed_pages = start + hits
+            if hits < len(pages):
+                return
+
+    def store(self, operation: BackupOperation, beat: Callable[[], None]) -> None:
+        """Backup worker: store batch by batch, head first; a page that could not be stored ends the operation, and with
+        it the operations behind it that continue its chain: nobody could reach their pages."""
+        try:
+            if operation.parent not in self._broken_chains:
+                self._store_batches(operation, beat)
+        finally:
+            self._note_chain(operation)
+
+    def _note_chain(self, operation: BackupOperation) -> None:
+        if len(operation.outcomes) == len(operation.keys) and all(o.is_stored for o in operation.outcomes):
+            self._broken_chains.pop(operation.keys[-1], None)
+            return
+        self._broken_chains[operation.keys[-1]] = None
+        while len(self._broken_chains) > _BROKEN_CHAINS_MAX:
+            self._broken_chains.pop(next(iter(self._broken_chains)), None)
+
+    def _store_batches(self, operation: BackupOperation, beat: Callable[[], None]) -> None:
+        batch, parent = self._batch_pages, operation.parent
+        for start in range(0, len(operation.host_pages), batch):
+            keys = operation.keys[start : start + batch]
+            frames = self._host.frames(operation.host_pages[start : start + batch])
+            beat()
+            deadline = min(self.stop_at, now() + self._deadline_s)
+            if now() >= deadline:
+                return
+            outcomes = self._backend.batch_set(keys, frames, parent=parent, deadline=deadline)
+            _require_outcomes(outcomes, SetOutcome, len(keys))
+            operation.outcomes += outcomes
+            if not all(outcome.is_stored for outcome in outcomes):
+                return
+            parent = keys[-1]
+
+    def _call_deadline(self, operation_deadline: float) -> float:
+        return min(operation_deadline, now() + self._deadline_s)
+
+
+def _require_outcomes(outcomes: object, kind: type[GetOutcome] | type[SetOutcome], count: int) -> None:
+    """Raise BackendError if a backend's answer is not one outcome of `kind` per page."""
+    if not isinstance(outcomes, list) or len(outcomes) != count or not all(type(o) is kind for o in outcomes):
+        raise BackendError(f"the backend did not answer with {count} {kind.__name__} values")
