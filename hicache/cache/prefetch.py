@@ -86,19 +86,17 @@ class Prefetcher:
 
     def abort(self, rid: str) -> None:
         """Stop the prefetch of a request that will not run; what has arrived stays."""
-        prefetch = self._active.get(rid)
-        if prefetch is not None and not prefetch.answered:
-            self._answer(prefetch)
+        self.conclude(rid)
         self._arrived_pages.pop(rid, None)
 
-    def take_arrived(self, rid: str) -> int:
-        """How many pages came from storage for this request; asked once, when it begins.
-
-        If its prefetch is still under way, it ends: what has not arrived now is computed.
-        """
+    def conclude(self, rid: str) -> None:
+        """End the wait of a request that begins: what has not arrived from storage by now is computed."""
         prefetch = self._active.get(rid)
         if prefetch is not None and not prefetch.answered:
             self._answer(prefetch)
+
+    def take_arrived(self, rid: str) -> int:
+        """How many pages came from storage for this request; asked once, when it has begun."""
         return self._arrived_pages.pop(rid, 0)
 
     def found(self, operation: PrefetchOperation) -> None:

@@ -104,7 +104,7 @@ class HiRadixCache:
         all that may be evicted); the tree is then unchanged. Raises TransferError after a device copy has failed.
         """
         self._require_service()
-        arrived = self._prefetcher.take_arrived(rid)
+        self._prefetcher.conclude(rid)
         match = self.tree.match(self._reusable(key))
         needed = -(-len(key) // self.page_size) - len(match.device_pages)
         self.tree.lock(match.node)
@@ -122,7 +122,7 @@ class HiRadixCache:
             raise InvariantError("L1: evictable pages were counted that could not be evicted")
         self._request_pages += len(own)
         request = RequestKV(rid, key, np.concatenate((shared, own)), len(shared), node)
-        self._count_hits(request, len(match.device_pages), len(loaded), arrived)
+        self._count_hits(request, len(match.device_pages), len(loaded))
         return request
 
     def load_back(self, match: Match) -> tuple[Node, PageIds]:
@@ -172,8 +172,8 @@ class HiRadixCache:
 
     def extend(self, request: RequestKV, tokens: int) -> bool:
         """Make room for `tokens` tokens of KV in all; False if L1 is full (then nothing changed)."""
-        missing = -(-tokens // self.page_size) - len(request.pages)
         self._require_running(request)
+        missing = -(-tokens // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
         pages = self._alloc_device(missing)
@@ -333,8 +333,8 @@ class HiRadixCache:
         if request.ended:
             raise InvalidInput(f"request {request.rid!r} has ended; its pages belong to others now")
 
-    def _count_hits(self, request: RequestKV, device_pages: int, loaded_pages: int, arrived_pages: int) -> None:
-        from_storage = min(loaded_pages, arrived_pages)
+    def _count_hits(self, request: RequestKV, device_pages: int, loaded_pages: int) -> None:
+        from_storage = min(loaded_pages, self._prefetcher.take_arrived(request.rid))
         request.device_hit_tokens = device_pages * self.page_size
         request.host_hit_tokens = (loaded_pages - from_storage) * self.page_size
         request.storage_hit_tokens = from_storage * self.page_size

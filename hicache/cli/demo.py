@@ -84,7 +84,9 @@ def demo(metrics_port: int | None, restarted: bool, **options: Any) -> None:
         console.print(f"TOKENS DIFFER in {len(found)} requests", style="bold red")
         sys.exit(1)
     what = "tokens and KV bytes" if settings.verify else "tokens"
-    console.print(f"{what} are identical with and without the cache, and after the restart", style="bold green")
+    console.print(
+        f"{what} are identical with and without the cache, and after the restart", style="bold green", soft_wrap=True
+    )
 
 
 class Demo:

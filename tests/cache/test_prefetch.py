@@ -170,6 +170,22 @@ def test_a_store_that_hangs_costs_one_request_its_time_and_the_next_ones_none() 
     world.close()
 
 
+def test_a_request_that_finds_no_room_keeps_what_was_read_for_it() -> None:
+    backend = memory_backend()
+    stored(backend)
+    world = World(backend=backend, device_pages=16)
+    running = world.begin("r", prompt(*range(50, 60)))
+    assert running is not None
+    assert world.cache.prefetch_from_storage("a", KEY)
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    assert world.cache.begin_request("a", KEY) is None
+    world.cache.cache_finished_req(running, None)
+    request = world.begin("a", KEY)
+    assert request is not None and request.storage_hit_tokens == 8 * GEOMETRY.page_size
+    world.cache.cache_finished_req(request, KEY)
+    world.close()
+
+
 def test_an_aborted_prefetch_gives_its_pages_back() -> None:
     backend = TroubledBackend()
     stored(backend)
