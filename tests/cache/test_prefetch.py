@@ -50,6 +50,15 @@ def stored(backend: MemoryBackend) -> None:
     world.close()
 
 
+def held_backend(from_call: int = 0) -> TroubledBackend:
+    """A backend that holds KEY and hangs in every read after the first `from_call`."""
+    backend = TroubledBackend()
+    stored(backend)
+    backend.calls, backend.hold_from_call = 0, from_call
+    backend.gate.clear()
+    return backend
+
+
 def timeout(seconds: float) -> CacheOptions:
     return CacheOptions(
         prefetch_threshold_tokens=4, load_back_threshold_tokens=4,
@@ -58,10 +67,7 @@ def timeout(seconds: float) -> CacheOptions:
 
 
 def test_a_late_prefetch_gives_what_has_arrived_and_keeps_its_buffers_until_it_ends() -> None:
-    backend = TroubledBackend()
-    stored(backend)
-    backend.calls, backend.hold_from_call = 0, 2
-    backend.gate.clear()
+    backend = held_backend(from_call=2)
     world = World(backend=backend, options=timeout(0.3), controller_options=ControllerOptions(storage_batch_pages=2))
     assert world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.cache.check_prefetch_progress("a"))
@@ -140,10 +146,7 @@ def test_a_worker_that_dies_is_a_miss_and_is_replaced() -> None:
 
 
 def test_a_stuck_worker_gets_a_substitute() -> None:
-    backend = TroubledBackend()
-    stored(backend)
-    backend.calls = 0
-    backend.gate.clear()
+    backend = held_backend()
     world = World(
         backend=backend, options=timeout(0.2),
         controller_options=ControllerOptions(io_workers=1, storage_deadline_s=0.1),
@@ -156,10 +159,7 @@ def test_a_stuck_worker_gets_a_substitute() -> None:
 
 
 def test_a_store_that_hangs_costs_one_request_its_time_and_the_next_ones_none() -> None:
-    backend = TroubledBackend()
-    stored(backend)
-    backend.calls = 0
-    backend.gate.clear()
+    backend = held_backend()
     world = World(backend=backend, options=timeout(0.1))
     assert world.serve("a", KEY).storage_hit_tokens == 0
     assert not world.cache.prefetch_from_storage("b", prompt(*range(20, 28)))
@@ -187,10 +187,7 @@ def test_a_request_that_finds_no_room_keeps_what_was_read_for_it() -> None:
 
 
 def test_an_aborted_prefetch_gives_its_pages_back() -> None:
-    backend = TroubledBackend()
-    stored(backend)
-    backend.calls = 0
-    backend.gate.clear()
+    backend = held_backend()
     world = World(backend=backend)
     assert world.cache.prefetch_from_storage("a", KEY)
     world.until(backend.entered.is_set)
@@ -202,10 +199,7 @@ def test_an_aborted_prefetch_gives_its_pages_back() -> None:
 
 
 def test_prefetches_over_the_bound_are_refused_and_counted() -> None:
-    backend = TroubledBackend()
-    stored(backend)
-    backend.calls = 0
-    backend.gate.clear()
+    backend = held_backend()
     world = World(backend=backend, controller_options=ControllerOptions(prefetch_operations_max=1))
     assert world.cache.prefetch_from_storage("a", KEY)
     assert not world.cache.prefetch_from_storage("b", prompt(7, 7, 7))
@@ -336,10 +330,7 @@ def test_a_backend_that_answers_nonsense_to_a_store_is_a_failed_store(nonsense: 
 
 
 def test_a_request_that_does_not_wait_for_its_prefetch_ends_it() -> None:
-    backend = TroubledBackend()
-    stored(backend)
-    backend.calls = 0
-    backend.gate.clear()
+    backend = held_backend()
     world = World(backend=backend)
     assert world.cache.prefetch_from_storage("a", KEY)
     world.until(backend.entered.is_set)
@@ -375,10 +366,7 @@ def test_a_full_backup_queue_drops_the_newest_store() -> None:
 
 
 def test_closing_with_a_hung_store_ends_in_time_and_says_so() -> None:
-    backend = TroubledBackend()
-    stored(backend)
-    backend.calls = 0
-    backend.gate.clear()
+    backend = held_backend()
     world = World(backend=backend)
     assert world.cache.prefetch_from_storage("a", KEY)
     world.until(backend.entered.is_set)

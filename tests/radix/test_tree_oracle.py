@@ -150,7 +150,7 @@ class Machine:
         assert self.tree.host_pages == self.host.used_pages == len(self.oracle.host)
 
 
-@pytest.mark.parametrize("seed", seeds(12))
+@pytest.mark.parametrize("seed", seeds(40))
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_random_operations_agree_with_the_oracle(page_size: int, seed: int) -> None:
     machine = Machine(page_size, rng(seed))
