@@ -357,22 +357,24 @@ class RadixTree:
         page_bytes = self._page_bytes
         end = len(tokens) - len(tokens) % page_bytes
         path = [root]
-        node, offset = root, 0
+        children, offset = root.children, 0
+        starts_with, append = tokens.startswith, path.append
         while offset < end:
-            child = node.children.get(tokens[offset : offset + page_bytes])
+            child = children.get(tokens[offset : offset + page_bytes])
             if child is None:
                 break
             run = child.key
-            if not tokens.startswith(run, offset) or offset + len(run) > end:
+            # Runs are whole pages, so one that is found in `tokens` here does not reach beyond `end`.
+            if not starts_with(run, offset):
                 self._split(child, self._common_pages(run, tokens, offset, end))
                 child = child.parent or root
                 child.last_access = now
-                path.append(child)
+                append(child)
                 break
             child.last_access = now
-            path.append(child)
+            append(child)
             offset += len(run)
-            node = child
+            children = child.children
         return path
 
     def _common_pages(self, run: bytes, tokens: bytes, offset: int, end: int) -> int:
