@@ -35,6 +35,8 @@ class WriteThrough:
         stores: list[Node] = []
         while node.parent is not None:
             if node.host is not None:
+                if not self._has_storage:
+                    break  # its ancestors are on L2 too
                 if not node.stored:
                     stores.append(node)
             elif not node.backup_pending:

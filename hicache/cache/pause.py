@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 # A store that is full, down or hanging should cost one request its time, and not every request: nothing is asked of it
 # for this long, twice as long after each further failure up to the maximum. The first success ends that.
@@ -13,18 +14,21 @@ PAUSE_S_MAX = 30.0
 class Pause:
     """`active` from a failure until its time is over."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._next_s = PAUSE_S_MIN
         self._until = 0.0
 
     @property
     def active(self) -> bool:
         """Whether to leave the store alone now."""
-        return time.monotonic() < self._until
+        return self._clock() < self._until
 
     def failed(self) -> None:
-        """Begin a pause, longer than the last one."""
-        self._until = time.monotonic() + self._next_s
+        """Begin a pause, longer than the last one. What fails during a pause began before it and tells nothing new."""
+        if self.active:
+            return
+        self._until = self._clock() + self._next_s
         self._next_s = min(2 * self._next_s, PAUSE_S_MAX)
 
     def succeeded(self) -> None:

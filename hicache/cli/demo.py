@@ -33,6 +33,8 @@ from .demo_workload import Ask, Workload
 DEMO_CONFIG = Path(__file__).with_name("demo.yaml")
 RESTART_TIMEOUT_S = 600
 SETTLE_TIMEOUT_S = 30
+CONVERSATIONS = 3
+DOCUMENT_TOKENS = 1200
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +130,7 @@ class Demo:
     def _serve(self, title: str, config: HiCacheConfig, *, reuse: bool) -> list[Answer]:
         workload = load_workload(self._tokenizer, self._settings.rounds)
         requests = sum(len(wave) for wave in load_workload(self._tokenizer, self._settings.rounds).waves())
-        with create_engine(config, self._checkpoint) as engine, LiveTable(
-            self._console, title, engine, requests
-        ):  # fmt: skip
+        with create_engine(config, self._checkpoint) as engine, LiveTable(self._console, title, engine, requests):
             self._engine = engine
             answers = list(make_runner(engine, self._settings, reuse=reuse).run(workload))
             settle(engine)
@@ -181,21 +181,17 @@ class Demo:
         return self._snapshot if engine is None else engine.cache.statistics()
 
 
-CONVERSATIONS = 3
-DOCUMENT_TOKENS = 1200
-
-
 def load_workload(tokenizer: Tokenizer, rounds: int) -> Workload:
     """The demo's requests, as they stand before the first answer."""
-    return Workload.load(
-        tokenizer, document_tokens=DOCUMENT_TOKENS, conversations=CONVERSATIONS, rounds=rounds
-    )  # fmt: skip
+    return Workload.load(tokenizer, document_tokens=DOCUMENT_TOKENS, conversations=CONVERSATIONS, rounds=rounds)
 
 
 def make_runner(engine: Engine, settings: Settings, *, reuse: bool) -> Runner:
     """A runner as the command line asks for it."""
-    return Runner(engine, reuse=reuse, verify=settings.verify, max_new_tokens=settings.max_new_tokens,
-                  sampling=Sampling(settings.temperature, top_k=40))  # fmt: skip
+    sampling = Sampling(settings.temperature, top_k=40)
+    return Runner(
+        engine, reuse=reuse, verify=settings.verify, max_new_tokens=settings.max_new_tokens, sampling=sampling
+    )
 
 
 def settle(engine: Engine) -> None:

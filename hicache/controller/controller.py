@@ -307,9 +307,10 @@ class HiCacheController:
         return not (self._write_pages or self._load_pages or self._prefetches or self._backup_pages)
 
     def statistics(self) -> ControllerStatistics:
-        """Depths now and totals since start. May be called from any thread, and asks the backend for its usage, which
-        may
-        touch its index: not for the scheduler's every step."""
+        """Depths now and totals since start. May be called from any thread.
+
+        Asks the backend for its usage, which may touch its index: not for the scheduler's every step.
+        """
         groups = self._groups
         return ControllerStatistics(
             queues=QueueStatistics(
@@ -371,5 +372,4 @@ def _fail_prefetch(operation: PrefetchOperation) -> None:
 
 
 def _fail_backup(operation: BackupOperation) -> None:
-    # Pages without an outcome count as not stored.
-    operation.failed = True
+    operation.outcomes.clear()  # pages without an outcome count as not stored

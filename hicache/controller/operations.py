@@ -53,7 +53,6 @@ class BackupOperation:
     keys: Sequence[bytes]
     host_pages: PageIds
     parent: bytes | None  # page key before keys[0]
-    failed: bool = False  # backup worker: its handler raised
     outcomes: list[SetOutcome] = field(default_factory=list)  # backup worker
 
 

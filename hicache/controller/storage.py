@@ -37,7 +37,7 @@ class StorageJobs:
         self._deadline_s = deadline_s
         # Last keys of operations that did not store everything, the oldest first. With several backup workers a
         # continuation may overtake the failure; it is then stored in vain and found once its head is there.
-        self._broken_chains: dict[bytes | None, None] = {}
+        self._broken_chains: dict[bytes, None] = {}
 
     def look_up(self, operation: PrefetchOperation, beat: Callable[[], None]) -> None:
         """Prefetch worker: chain the page keys batch by batch and ask for the longest stored prefix."""
@@ -86,10 +86,21 @@ class StorageJobs:
         """Backup worker: store batch by batch, head first; a page that could not be stored ends the operation, and with
         it the operations behind it that continue its chain: nobody could reach their pages."""
         try:
-            if operation.parent not in self._broken_chains:
+            if self._head_is_stored(operation, beat):
                 self._store_batches(operation, beat)
         finally:
             self._note_chain(operation)
+
+    def _head_is_stored(self, operation: BackupOperation, beat: Callable[[], None]) -> bool:
+        """Asks the backend only where a store of the head has failed here: somebody else may have stored it since."""
+        parent = operation.parent
+        if parent is None or parent not in self._broken_chains:
+            return True
+        beat()
+        if self._backend.batch_exists([parent], deadline=now() + self._deadline_s) != 1:
+            return False
+        self._broken_chains.pop(parent, None)
+        return True
 
     def _note_chain(self, operation: BackupOperation) -> None:
         if len(operation.outcomes) == len(operation.keys) and all(o.is_stored for o in operation.outcomes):

@@ -283,6 +283,40 @@ def test_a_tail_is_never_stored_before_its_head() -> None:
     world.close()
 
 
+def test_a_chain_whose_head_another_engine_stored_is_continued() -> None:
+    """The memory of a failed store must not outlive the fact: what is stored now decides."""
+
+    class FailingOnce(MemoryBackend):
+        fail_next = True
+
+        def batch_set(
+            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        ) -> list[SetOutcome]:
+            if self.fail_next:
+                self.fail_next = False
+                return [SetOutcome.ERROR] * len(keys)
+            return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+
+    backend = FailingOnce(codec())
+    world = World(backend=backend)
+    world.serve("a", prompt(1, 2))
+    world.settle()
+    stored_by_another = World(backend=backend)
+    stored_by_another.serve("b", prompt(1, 2))
+    stored_by_another.settle()
+    world.cache.evict(100)
+    while len(freed := world.cache.tree.evict_host(100)):
+        world.host.free(freed)
+    assert world.serve("c", prompt(1, 2, 3)).storage_hit_tokens == 8
+    world.until(lambda: not world.cache._backup._pause.active)
+    world.serve("d", prompt(1, 2, 3))
+    world.settle()
+    assert backend.batch_exists(page_keys(prompt(1, 2, 3).tokens, 4), deadline=time.monotonic() + 10) == 3
+    world.controller.backend = None
+    world.close()
+    stored_by_another.close()
+
+
 @pytest.mark.parametrize("nonsense", [None, 2.5, -1, 10**6, "8", True])
 def test_a_backend_that_answers_nonsense_to_a_lookup_is_a_miss(nonsense: object) -> None:
     class Liar(MemoryBackend):
