@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PAGE_KEY_BYTES = 32
 TOKEN_BYTES = 4
+BIGRAM_BYTES = 2 * TOKEN_BYTES
 # Engines keep token ids in int32 tensors, so an id beyond this range is a mistake and not a bigger vocabulary.
 TOKEN_ID_MAX = 2**31 - 1
 # Part of every namespace digest: a change of the frame or of the key scheme puts old pages out of reach.
@@ -79,8 +80,9 @@ def _as_array(tokens: TokenInput) -> npt.NDArray[Any]:
 
 
 def page_keys(tokens: bytes, page_size: int, prior: bytes = b"") -> list[bytes]:
-    """Keys of the full pages in `tokens` (uint32 little endian), chained from `prior`.
+    """Keys of the full pages in `tokens` (uint32 little endian), `page_size` tokens each, chained from `prior`.
 
+    A page of n bigrams is 2 n tokens here: both of each pair are hashed, as SGLang does.
     `prior` is the key of the page before the first one, or the seed, or empty. Costs about 0.4 us per 64-token page.
     Raises InvalidInput if `prior` is neither empty nor 32 bytes.
     """
@@ -97,29 +99,61 @@ def page_keys(tokens: bytes, page_size: int, prior: bytes = b"") -> list[bytes]:
 class RadixKey:
     """A prompt as the tree sees it: `tokens` (uint32 little endian) under `seed` (empty, or 32 bytes).
 
-    Raises InvalidInput for bytes that are no whole tokens and for a seed of another length.
+    A position is one token (`position_bytes` 4), or for EAGLE, whose draft KV at a position depends on the next token
+    as well, the pair of a token and its successor (8): n tokens make n - 1 positions, and pages, tree and storage keys
+    are made of pairs. Raises InvalidInput for bytes that are no whole positions and for a seed of another length.
     """
 
     tokens: bytes
     seed: bytes = b""
+    position_bytes: int = TOKEN_BYTES
 
     def __post_init__(self) -> None:
-        if len(self.tokens) % TOKEN_BYTES or len(self.seed) not in (0, PAGE_KEY_BYTES):
+        if len(self.seed) not in (0, PAGE_KEY_BYTES) or self.position_bytes not in (TOKEN_BYTES, BIGRAM_BYTES):
             raise InvalidInput(
-                f"radix key: {len(self.tokens)} bytes of tokens (4 a token), {len(self.seed)} bytes of seed (0 or 32)"
+                f"radix key: {len(self.seed)} bytes of seed (0 or 32), {self.position_bytes} bytes a position (4 or 8)"
             )
+        if len(self.tokens) % self.position_bytes:
+            raise InvalidInput(f"radix key: {len(self.tokens)} bytes are no whole positions of {self.position_bytes}")
 
     @classmethod
-    def of(cls, tokens: TokenInput, *, extra_key: str | None = None, cache_salt: str | None = None) -> RadixKey:
+    def of(
+        cls, tokens: TokenInput, *, extra_key: str | None = None, cache_salt: str | None = None, bigram: bool = False
+    ) -> RadixKey:
         """The key of a prompt. Raises InvalidInput as `token_bytes` and `namespace_seed` do."""
-        return cls(token_bytes(tokens), namespace_seed(extra_key, cache_salt))
+        path, seed = token_bytes(tokens), namespace_seed(extra_key, cache_salt)
+        return cls(_pairs(path), seed, BIGRAM_BYTES) if bigram else cls(path, seed)
 
     def __len__(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
+        """Positions, which is what may be cached."""
+        return len(self.tokens) // self.position_bytes
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt: positions, and for bigrams the last token, which begins no pair."""
+        return len(self) + (self.position_bytes == BIGRAM_BYTES)
+
+    def head(self, positions: int) -> RadixKey:
+        """The first `positions` positions."""
+        return RadixKey(self.tokens[: positions * self.position_bytes], self.seed, self.position_bytes)
 
     def extended(self, tokens: TokenInput) -> RadixKey:
-        """This prompt followed by more tokens, under the same seed."""
-        return RadixKey(self.tokens + token_bytes(tokens), self.seed)
+        """This prompt followed by more tokens, under the same seed.
+
+        Raises InvalidInput for a bigram key of one token, which does not know its token: make a new key instead.
+        """
+        more = token_bytes(tokens)
+        if self.position_bytes == BIGRAM_BYTES:
+            if not self.tokens:
+                raise InvalidInput("radix key: a bigram key of one token cannot be extended; make one of all tokens")
+            more = _pairs(self.tokens[-TOKEN_BYTES:] + more)
+        return RadixKey(self.tokens + more, self.seed, self.position_bytes)
+
+
+def _pairs(path: bytes) -> bytes:
+    """Overlapping pairs of uint32 tokens: a b c -> a b, b c."""
+    tokens = np.frombuffer(path, dtype="<u4")
+    return np.stack((tokens[:-1], tokens[1:]), axis=1).tobytes()
 
 
 def namespace_seed(extra_key: str | None = None, cache_salt: str | None = None) -> bytes:

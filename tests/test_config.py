@@ -15,7 +15,9 @@ from pydantic import ValidationError
 from hicache.cli.config import effective_yaml
 from hicache.config import FileStorage, HiCacheConfig, HostConfig, PluginStorage, load_config, read_mac_key
 from hicache.config.entries import all_entries, entry_names
+from hicache.config.schema import EVICTION_POLICIES
 from hicache.errors import ConfigError
+from hicache.radix import POLICIES
 
 GIB = 1 << 30
 HEX_KEY = "0123456789abcdef" * 4
@@ -398,3 +400,16 @@ def test_any_variables_and_flags_are_a_configuration_or_refused(
         load_config(None, environ=environ, overrides=overrides)
     except ConfigError as error:
         assert str(error).encode()
+
+
+def test_the_policies_of_the_schema_are_those_of_the_tree() -> None:
+    assert tuple(POLICIES) == EVICTION_POLICIES
+
+
+def test_a_policy_nobody_knows_is_refused_with_the_nearest_name(load: Load) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'slru'"):
+        load("eviction_policy: slruu")
+
+
+def test_a_policy_of_ones_own_is_taken_by_its_class(load: Load) -> None:
+    assert load("eviction_policy: my.package:Policy").eviction_policy == "my.package:Policy"

@@ -104,10 +104,11 @@ def test_no_two_ways_to_name_a_namespace_make_the_same_seed() -> None:
     assert namespace_seed() == b""
 
 
-@pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
-def test_an_empty_name_is_refused(name: str) -> None:
-    with pytest.raises(InvalidInput, match=name):
-        RadixKey.of(TOKENS, **{name: ""})
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="extra_key"):
+        RadixKey.of(TOKENS, extra_key="")
+    with pytest.raises(InvalidInput, match="cache_salt"):
+        RadixKey.of(TOKENS, cache_salt="")
 
 
 @pytest.mark.parametrize(("tokens", "seed"), [(b"12345", b""), (b"1234", b"tenant"), (b"1234", b"x" * 33)])

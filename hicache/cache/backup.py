@@ -3,105 +3,198 @@
 Both go root first, because a page is of use on a tier only if its whole prefix is there. A node that is being copied to
 L2 is locked; one that is being stored has its host pages held.
 
+    write_through            a run is copied to L2 as soon as it is computed
+    write_through_selective  as soon as `selective_hits` requests have used it
+    write_back               when L1 evicts it, in two phases: the copy is started, and when it has arrived the run
+                             leaves L1; its ancestors are copied with it, since L2 needs the whole prefix
+
+Under each policy a pinned run is copied at once, and what is on L2 goes on to storage.
+
 Called by the scheduler thread alone; no lock.
 """
 
 from __future__ import annotations
 
+import enum
+from typing import NamedTuple
+
 from ..controller import BackupOperation, CopyOperation, HiCacheController
 from ..errors import InvariantError
-from ..radix import Node, RadixTree
+from ..radix import Fate, Node, RadixTree, may_leave_device
+from ..types import PageIds
 from .books import Books, HostLedger
 from .pause import Pause
+from .trees import Trees
 
 
-class WriteThrough:
-    """Backs pages up to L2 as soon as they are in the tree, and to storage as soon as they are on L2."""
+class WritePolicy(enum.Enum):
+    """When a run of pages gets its copy on L2; see the module's docstring."""
 
-    def __init__(self, tree: RadixTree, ledger: HostLedger, controller: HiCacheController, books: Books) -> None:
-        self._tree = tree
+    WRITE_THROUGH = "write_through"
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    WRITE_BACK = "write_back"
+
+
+class CopyTask(NamedTuple):
+    """What a copy between L1 and L2 is for: the run that ends at `node`, into however many nodes it was split since."""
+
+    tree: RadixTree
+    node: Node
+    evicts: bool = False  # the run leaves L1 when the copy has arrived
+
+
+class StoreTask(NamedTuple):
+    """Which run a store is for."""
+
+    tree: RadixTree
+    node: Node
+    pages: int
+
+
+class Backup:
+    """See the module's docstring. `selective_hits` is for write_through_selective alone."""
+
+    def __init__(
+        self,
+        trees: Trees,
+        ledger: HostLedger,
+        controller: HiCacheController,
+        books: Books,
+        policy: WritePolicy,
+        *,
+        selective_hits: int,
+        pause: Pause,
+    ) -> None:
+        self.saving_pages = 0  # on their way to L2 in order to leave L1
+        self._trees = trees
         self._ledger = ledger
         self._controller = controller
-        self._has_storage = controller.backend is not None
         self._books = books
+        self._policy = policy
+        self._selective_hits = selective_hits
         self._halted = False
-        self._pause = Pause()
+        self._pause = pause
 
-    def inserted(self, node: Node) -> None:
-        """Start what the path to `node` still lacks: copies to L2, stores of what is on L2 already."""
+    def used(self, node: Node) -> None:
+        """A request has computed or reused the path to `node`: start what the policy wants and the path still lacks.
+
+        Copies to L2, and stores of what is on L2 already.
+        """
         if self._halted:
             return
         backups: list[Node] = []
         stores: list[Node] = []
+        has_storage = self._controller.backend is not None
         while node.parent is not None:
             if node.host is not None:
-                if not self._has_storage:
+                if not has_storage:
                     break  # its ancestors are on L2 too
                 if not node.stored:
                     stores.append(node)
-            elif not node.backup_pending:
+            elif not node.backup_pending and (backups or self._wants(node)):
                 backups.append(node)
             node = node.parent
         for part in reversed(stores):
             if not self._store(part):
                 break  # its descendants would be out of reach without it
         for part in reversed(backups):
-            if not self._back_up(part):
+            if not self._back_up([part]):
                 break  # its descendants could not be on L2 without it
+
+    def save(self, victim: Node) -> Fate:
+        """What becomes of an L1 victim that is not on L2: under write_back, or pinned, it is copied there first."""
+        if self._halted or not (victim.pin_ref or self._policy is WritePolicy.WRITE_BACK):
+            return Fate.DROP
+        path: list[Node] = []
+        node = victim
+        while node.parent is not None and node.host is None:
+            if not node.backup_pending:
+                path.append(node)
+            node = node.parent
+        if self._back_up(path[::-1], evicts=True):
+            return Fate.SAVING
+        if victim.pin_ref:
+            return Fate.KEEP
+        self._books.skipped["write_back_dropped"] += self._trees.current.pages(victim)
+        return Fate.DROP
 
     def halt(self) -> None:
         """Back up and store nothing any more: what L1 holds cannot be vouched for."""
         self._halted = True
 
-    def written(self, copy: CopyOperation) -> None:
-        """A copy to L2 has arrived: show it in the tree and hand it on to storage."""
-        node: Node = copy.tag
+    def written(self, copy: CopyOperation) -> list[PageIds]:
+        """A copy to L2 has arrived: show it in the tree and hand it on to storage; the L1 pages that are free now."""
+        task: CopyTask = copy.tag
         if self._halted:
             self.write_failed(copy)
-            return
+            return []
+        tree, node = task.tree, task.node
         pages = len(copy.host_pages)
-        self._ledger.settle(pages, self._tree.accept_backup(node, copy.host_pages))
-        for part in reversed(list(self._tree.span(node, pages))):
-            if not self._store(part):
+        self._ledger.settle(pages, tree.accept_backup(node, copy.host_pages))
+        parts = list(tree.span(node, pages))
+        for part in reversed(parts):
+            if tree is not self._trees.current or not self._store(part):
                 break
-        self._tree.unlock(node)
+        tree.unlock(node)
+        if not task.evicts:
+            return []
+        self.saving_pages -= pages
+        # A request may have locked the run since; then it stays where it is.
+        return [tree.leave_device(part) for part in parts if may_leave_device(part) and part.host is not None]
 
     def write_failed(self, copy: CopyOperation) -> None:
         """A copy to L2 has failed. Its host pages stay lent for good: part of the copy may still be under way."""
-        for part in self._tree.span(copy.tag, len(copy.host_pages)):
+        task: CopyTask = copy.tag
+        for part in task.tree.span(task.node, len(copy.host_pages)):
             part.backup_pending = False
-        self._tree.unlock(copy.tag)
+        task.tree.unlock(task.node)
+        if task.evicts:
+            self.saving_pages -= len(copy.host_pages)
 
     def stored(self, backup: BackupOperation) -> None:
         """A store has ended. If a page is missing, a later request that passes by tries again."""
-        node, pages = backup.tag
-        if len(backup.outcomes) < pages or not all(outcome.is_stored for outcome in backup.outcomes):
+        task: StoreTask = backup.tag
+        if len(backup.outcomes) == task.pages and all(outcome.is_stored for outcome in backup.outcomes):
+            self._pause.succeeded()
+        elif task.tree is self._trees.current:
             self._books.skipped["store_incomplete"] += 1
-            for part in self._tree.span(node, pages):
+            for part in task.tree.span(task.node, task.pages):
                 part.stored = False
             self._pause.failed()
-        else:
-            self._pause.succeeded()
-        self._tree.release_host(node, pages)
+        task.tree.release_host(task.node)
 
-    def _back_up(self, node: Node) -> bool:
-        if node.device is None:
-            raise InvariantError(f"backup of a node that is not on L1: {node!r}")
-        pages = len(node.device)
+    def _wants(self, node: Node) -> bool:
+        if self._policy is WritePolicy.WRITE_THROUGH or node.pin_ref:
+            return True
+        return self._policy is WritePolicy.WRITE_THROUGH_SELECTIVE and node.hit_count >= self._selective_hits
+
+    def _back_up(self, path: list[Node], *, evicts: bool = False) -> bool:
+        """Start copies of adjacent nodes, root first, all or none. `evicts` is for the last of them."""
+        tree = self._trees.current
+        pages = sum(map(tree.pages, path))
         if not self._controller.may_write(pages):
             return False
         host_pages = self._ledger.lend(pages)
         if host_pages is None:
             self._books.skipped["backup_no_host_room"] += 1
             return False
-        node.backup_pending = True
-        self._tree.lock(node)
-        self._controller.submit_write(node, node.device, host_pages)
+        done = 0
+        for node in path:
+            if node.device is None:
+                raise InvariantError(f"backup of a node that is not on L1: {node!r}")
+            count = len(node.device)
+            task = CopyTask(tree, node, evicts and node is path[-1])
+            node.backup_pending = True
+            tree.lock(node)
+            self._controller.submit_write(task, node.device, host_pages[done : done + count])
+            done += count
+            if task.evicts:
+                self.saving_pages += count
         return True
 
     def _store(self, node: Node) -> bool:
         """Whether the pages of `node` are in storage or on their way there, now or since before."""
-        if not self._has_storage or node.host is None or node.parent is None:
+        if self._controller.backend is None or node.host is None or node.parent is None:
             return False
         if node.stored:
             return True
@@ -111,10 +204,11 @@ class WriteThrough:
         if self._pause.active:
             self._books.skipped["store_paused"] += 1
             return False
-        parent = None if root else self._tree.last_key(node.parent)
-        pages = len(node.host)
-        if not self._controller.submit_backup((node, pages), self._tree.page_keys(node), node.host, parent):
+        tree, pages = self._trees.current, len(node.host)
+        parent = None if root else tree.last_key(node.parent)
+        task = StoreTask(tree, node, pages)
+        if not self._controller.submit_backup(task, tree.page_keys(node), node.host, parent):
             return False
-        self._tree.hold_host(node, pages)
+        tree.hold_host(node)
         node.stored = True
         return True

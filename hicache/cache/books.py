@@ -1,13 +1,38 @@
-"""The books of one cache: what was decided, and which L2 pages are lent. Owned by the scheduler thread; no lock."""
+"""The books of one cache: what was decided, which pages are a request's own, and which are lent to an operation.
+
+Owned by the scheduler thread; no lock.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..radix import RadixTree
-from ..tiers import HostPool
+from ..radix import Fate, Node
+from ..tiers import HostPool, PageAllocator
 from ..types import PageIds
+from .trees import Trees
+
+# Why something was not done, for each an entry in `Books.skipped`.
+SKIP_REASONS = (
+    "backup_no_host_room",
+    "load_too_short",
+    "no_device_room",
+    "pin_share",
+    "prefetch_failed",
+    "prefetch_hit_too_short",
+    "prefetch_host_share",
+    "prefetch_no_host_room",
+    "prefetch_paused",
+    "prefetch_prefix_not_on_host",
+    "prefetch_timeout",
+    "prefetch_too_late",
+    "prefetch_too_short",
+    "store_incomplete",
+    "store_paused",
+    "write_back_dropped",
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +43,65 @@ class Books:
     prompt_tokens: int = 0
     hit_tokens: Counter[str] = field(default_factory=Counter)
     evicted_pages: Counter[str] = field(default_factory=Counter)
-    skipped: Counter[str] = field(default_factory=Counter)
+    skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What an eviction from L1 did: pages that are free now, pages that will be free once they are copied to L2, and
+    pages that were asked for and cannot be had now.
+    """
+
+    freed_pages: int
+    saving_pages: int
+    short_pages: int
+
+
+class DeviceLedger:
+    """L1: who has which pages.
+
+    Invariant: used pages of the device pool = pages held by nodes + `request_pages`. `save` is asked what becomes of a
+    victim without a copy on L2.
+    """
+
+    def __init__(self, allocator: PageAllocator, trees: Trees, books: Books, save: Callable[[Node], Fate]) -> None:
+        self.allocator = allocator
+        self.request_pages = 0
+        self._trees = trees
+        self._books = books
+        self._save = save
+
+    def make_room(self, pages: int) -> bool:
+        """Evict until `pages` pages are free. False if they are not: then nothing was evicted because it would not have
+        been enough, or what was evicted is still on its way to L2.
+        """
+        free = self.allocator.free_pages
+        if free >= pages:
+            return True
+        if free + self._trees.current.device_evictable_pages < pages:
+            return False
+        self.evict(pages - free)
+        return self.allocator.free_pages >= pages
+
+    def evict(self, pages: int) -> Eviction:
+        """Take `pages` pages off L1, as far as they may leave."""
+        evicted = self._trees.current.evict_device(pages, self._save)
+        freed, saving = len(evicted.pages), evicted.saving_pages
+        self.allocator.free(evicted.pages)
+        self._books.evicted_pages["device"] += freed
+        return Eviction(freed, saving, max(0, pages - freed - saving))
+
+    def lend(self, count: int) -> PageIds | None:
+        """`count` pages for a request, evicting as needed; None if there is no room now."""
+        if not self.make_room(count):
+            return None
+        self.request_pages += count
+        return self.allocator.alloc(count)
+
+    def give_back(self, pages: PageIds) -> None:
+        """Free pages of a request."""
+        self.allocator.free(pages)
+        self.request_pages -= len(pages)
 
 
 class HostLedger:
@@ -27,19 +110,20 @@ class HostLedger:
     Invariant: used pages of the host pool = pages held by nodes + `lent_pages`.
     """
 
-    def __init__(self, host: HostPool, tree: RadixTree, books: Books) -> None:
+    def __init__(self, host: HostPool, trees: Trees, books: Books) -> None:
         self.host = host
         self.lent_pages = 0
-        self._tree = tree
+        self._trees = trees
         self._books = books
 
     def lend(self, count: int) -> PageIds | None:
         """`count` unsealed pages for an operation, evicting as needed; None, evicting nothing, if there is no room."""
+        tree = self._trees.current
         missing = count - self.host.allocator.free_pages
-        if missing > self._tree.host_evictable_pages:
+        if missing > tree.host_evictable_pages:
             return None
         if missing > 0:
-            freed = self._tree.evict_host(missing)
+            freed = tree.evict_host(missing)
             self.host.free(freed)
             self._books.evicted_pages["host"] += len(freed)
         pages = self.host.alloc(count)

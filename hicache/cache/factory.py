@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
+from ..backends.base import StorageBackend
 from ..backends.registry import open_backend
 from ..config import HiCacheConfig
 from ..controller import ControllerOptions, HiCacheController
-from ..errors import ConfigError
+from ..errors import ConfigError, InvalidInput
 from ..frame import FrameCodec, TagKind
-from ..keys import Namespace
+from ..keys import BIGRAM_BYTES, TOKEN_BYTES, Namespace
 from ..tiers import HostPool, create_copy_engine, create_device_pool
 from ..tiers.memory import device_pages as count_device_pages
 from ..tiers.memory import host_pages
@@ -26,13 +28,14 @@ def create_cache(
     *,
     device: torch.device | str = "cpu",
     device_pages: int | None = None,
+    bigram: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> HiRadixCache:
     """Allocate both pools, open storage and start the workers that `config` asks for.
 
     `namespace` carries the geometry; its page size must be the configured one. `device_pages` sizes L1 where the
-    configuration leaves that to the engine. Raises ConfigError, CapacityError and
-    BackendError with what to change; nothing is left running then.
+    configuration leaves that to the engine. `bigram` is for engines whose keys are bigrams (see `RadixKey`). Raises
+    ConfigError, CapacityError and BackendError with what to change; nothing is left running then.
     """
     geometry = namespace.geometry
     if geometry.page_size != config.page_size:
@@ -44,23 +47,51 @@ def create_cache(
     l1_pages = device_pages if device_pages and not sized else count_device_pages(config.device, geometry, device)
     l1 = create_device_pool(geometry, l1_pages, device)
     l2 = HostPool(geometry, host_pages(config.host, geometry, l1_pages), pin=_pin(config.host.pin, device))
-    backend = None
-    if config.storage is not None:
-        mac_key = config.integrity.mac_key(os.environ if environ is None else environ)
+    open_storage = _storage_opener(config, namespace, os.environ if environ is None else environ)
+    backend = None if open_storage is None else open_storage(namespace.weights_epoch)
+    try:
+        controller = HiCacheController(l2, create_copy_engine(l1, l2), backend, controller_options(config))
+        return HiRadixCache(
+            l1,
+            l2,
+            controller,
+            cache_options(config),
+            position_bytes=BIGRAM_BYTES if bigram else TOKEN_BYTES,
+            open_storage=open_storage,
+            weights_epoch=namespace.weights_epoch,
+        )
+    except InvalidInput as error:
+        _close(backend)
+        raise ConfigError(str(error)) from error
+    except BaseException:
+        _close(backend)
+        raise
+
+
+def _close(backend: StorageBackend | None) -> None:
+    if backend is not None:
+        backend.close()
+
+
+def _storage_opener(
+    config: HiCacheConfig, namespace: Namespace, environ: Mapping[str, str]
+) -> Callable[[int], StorageBackend] | None:
+    """What opens the configured store for a weights epoch; None without storage. The MAC key is read once, here."""
+    storage = config.storage
+    if storage is None:
+        return None
+    mac_key = config.integrity.mac_key(environ)
+
+    def open_storage(epoch: int) -> StorageBackend:
         codec = FrameCodec(
-            namespace.digest,
-            geometry.payload_bytes,
+            dataclasses.replace(namespace, weights_epoch=epoch).digest,
+            namespace.geometry.payload_bytes,
             tag=TagKind[config.integrity.tag.upper()],
             mac_key=mac_key,
         )
-        backend = open_backend(config.storage.type, codec, config.storage.backend_options())
-    try:
-        controller = HiCacheController(l2, create_copy_engine(l1, l2), backend, controller_options(config))
-        return HiRadixCache(l1, l2, controller, cache_options(config))
-    except BaseException:
-        if backend is not None:
-            backend.close()
-        raise
+        return open_backend(storage.type, codec, storage.backend_options())
+
+    return open_storage
 
 
 def controller_options(config: HiCacheConfig) -> ControllerOptions:
@@ -83,11 +114,16 @@ def cache_options(config: HiCacheConfig) -> CacheOptions:
     prefetch = config.prefetch
     return CacheOptions(
         eviction_policy=config.eviction_policy,
+        slru_protected_hits=config.slru_protected_hits,
+        write_policy=config.write_policy,
+        selective_hits=config.selective_hits,
         load_back_threshold_tokens=config.load_back_threshold_tokens,
+        prefetch_policy=prefetch.policy,
         prefetch_threshold_tokens=prefetch.threshold_tokens,
         prefetch_timeout_base_s=prefetch.timeout_base,
         prefetch_timeout_per_1024_tokens_s=prefetch.timeout_per_1024_tokens,
         prefetch_host_share=prefetch.host_share,
+        pin_host_share=config.pin_host_share,
         shutdown_deadline_s=config.transfer.shutdown_deadline,
     )
 

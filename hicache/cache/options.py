@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..radix import SLRU_PROTECTED_HITS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """Thresholds in tokens, times in seconds; the reasons are in docs/configuration.md."""
+    """Thresholds in tokens, times in seconds, shares of L2 as fractions; the reasons are in docs/configuration.md."""
 
     eviction_policy: str = "lru"
+    slru_protected_hits: int = SLRU_PROTECTED_HITS
+    write_policy: str = "write_through"
+    selective_hits: int = 2
     load_back_threshold_tokens: int = 10
+    prefetch_policy: str = "timeout"
     prefetch_threshold_tokens: int = 256
     prefetch_timeout_base_s: float = 1.0
     prefetch_timeout_per_1024_tokens_s: float = 0.25
     prefetch_host_share: float = 0.5
+    pin_host_share: float = 0.5
     shutdown_deadline_s: float = 5.0

@@ -1,54 +1,103 @@
 """Prefetch: from storage to L2, before a request is scheduled.
 
 A prefetch starts behind the last L2 node of the prompt's prefix, its anchor, which is held so that what arrives can be
-attached there. Storage is asked first; only if what it has is long enough are host pages taken and reads started. The
-request goes on when the reads have ended or its time is over, with what has arrived by then: a contiguous, verified
-prefix. Pages that are still being read stay lent until the read has really ended.
+attached there. Storage is asked first; only if what it has is long enough and pays are host pages taken and reads
+started. The request goes on when the policy lets it, with what has arrived by then: a contiguous, verified prefix.
+Pages that are still being read stay lent until the read has really ended.
+
+    best_effort    the request never waits
+    wait_complete  it waits for all that storage has, up to `PREFETCH_S_MAX`
+    timeout        it waits for a time that grows with the length of what it lacks
+
+A request whose next page is being fetched for another one, or whose prefix is still on its way to L2, waits for that
+instead, and then looks again: equal prompts that arrive together are read once.
 
 Called by the scheduler thread alone; no lock.
 """
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..controller import HiCacheController, PrefetchOperation, PrefetchState
-from ..keys import RadixKey
-from ..radix import Node, RadixTree
+from ..controller import PREFETCH_S_MAX, HiCacheController, PrefetchOperation, PrefetchState
+from ..keys import TOKEN_BYTES, RadixKey, page_keys
+from ..radix import Match, Node, RadixTree
 from ..types import NO_PAGES
 from .books import Books, HostLedger
 from .options import CacheOptions
 from .pause import Pause
+from .trees import Trees
+
+# Backends start no page after their deadline but finish what they read; without this, a request would go on a moment
+# before its last batch of up to a hundred pages arrives.
+GRACE_S = 0.05
+
+
+class PrefetchPolicy(enum.Enum):
+    """How long a request waits for what storage has; see the module's docstring."""
+
+    BEST_EFFORT = "best_effort"
+    WAIT_COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
 
 
 @dataclass(slots=True, eq=False)
 class _Prefetch:
     operation: PrefetchOperation
+    tree: RadixTree
     anchor: Node
-    anchor_pages: int  # of the anchor when it was held; it may be split since
+    first_key: bytes  # of the page it starts with
+    timeout_s: float
+    deadline: float | None = None  # set when its request first asks whether it may go on
     answered: bool = False  # the request goes on; nothing that arrives later is for it
 
 
+@dataclass(slots=True, eq=False)
+class _Follower:
+    """A request that waits for a prefetch of another one (`first_key`), or for a copy of `node` to L2."""
+
+    key: RadixKey
+    first_key: bytes
+    node: Node | None
+
+
 class Prefetcher:
-    """At most one prefetch per request id at a time."""
+    """At most one prefetch per request id at a time.
+
+    Invariant: `_leaders` names the unanswered prefetches by the key of the page they start with, one each.
+    """
 
     def __init__(
-        self, tree: RadixTree, ledger: HostLedger, controller: HiCacheController, options: CacheOptions, books: Books
+        self,
+        trees: Trees,
+        ledger: HostLedger,
+        controller: HiCacheController,
+        options: CacheOptions,
+        books: Books,
+        *,
+        pause: Pause,
+        clock: Callable[[], float],
     ) -> None:
-        self._tree = tree
+        self._trees = trees
         self._ledger = ledger
         self._controller = controller
         self._options = options
+        self._policy = PrefetchPolicy(options.prefetch_policy)
         self._books = books
         self._active: dict[str, _Prefetch] = {}
+        self._leaders: dict[bytes, str] = {}
+        self._followers: dict[str, _Follower] = {}
         self._arrived_pages: dict[str, int] = {}
-        self._pause = Pause()
+        self._pause = pause
+        self._clock = clock
 
     def start(self, rid: str, key: RadixKey) -> bool:
         """Look for what L1 and L2 lack of `key` (whole pages). False if it is not worth it or not possible now."""
-        if self._controller.backend is None or rid in self._active:
+        if self._controller.backend is None or rid in self._active or rid in self._followers:
             return False
-        tree, options = self._tree, self._options
+        tree, options = self._trees.current, self._options
         match = tree.match(key)
         missing_tokens = len(key) - match.pages * tree.page_size
         if missing_tokens < options.prefetch_threshold_tokens:
@@ -56,33 +105,67 @@ class Prefetcher:
         if self._pause.active:
             return self._skip("prefetch_paused")
         if match.host_node is not match.node:
-            # Its prefix has no copy on L2 (yet), and a page on L2 must have its parent there.
-            return self._skip("prefetch_prefix_not_on_host")
-        timeout_s = options.prefetch_timeout_base_s + (
-            options.prefetch_timeout_per_1024_tokens_s * missing_tokens / 1024
-        )
-        operation = self._controller.submit_prefetch(
-            rid, key, start_page=match.pages, prior=tree.last_key(match.node), timeout_s=timeout_s
-        )
+            # A page on L2 must have its parent there.
+            return self._follow_backup(rid, key, match)
+        prior = tree.last_key(match.node)
+        start = match.pages * tree.page_bytes
+        first_key = page_keys(key.tokens[start : start + tree.page_bytes], tree.page_bytes // TOKEN_BYTES, prior)[0]
+        if first_key in self._leaders:
+            self._followers[rid] = _Follower(key, first_key, None)
+            return True
+        timeout_s = self._timeout_s(missing_tokens)
+        operation = self._controller.submit_prefetch(rid, key, start_page=match.pages, prior=prior, timeout_s=timeout_s)
         if operation is None:
             return False
-        anchor_pages = 0 if match.node.host is None else len(match.node.host)
-        tree.hold_host(match.node, anchor_pages)
-        self._active[rid] = _Prefetch(operation, match.node, anchor_pages)
+        tree.hold_host(match.node)
+        self._active[rid] = _Prefetch(operation, tree, match.node, first_key, timeout_s)
+        self._leaders[first_key] = rid
         return True
+
+    def _follow_backup(self, rid: str, key: RadixKey, match: Match) -> bool:
+        """Wait for the copy that brings the prefix to L2, if there is one under way."""
+        node = match.node
+        while node.parent is not None and node.host is None:
+            if not node.backup_pending:
+                return self._skip("prefetch_prefix_not_on_host")
+            node = node.parent
+        self._followers[rid] = _Follower(key, b"", match.node)
+        return True
+
+    def _timeout_s(self, missing_tokens: int) -> float:
+        if self._policy is not PrefetchPolicy.TIMEOUT:
+            return PREFETCH_S_MAX
+        options = self._options
+        per_token = options.prefetch_timeout_per_1024_tokens_s / 1024
+        return options.prefetch_timeout_base_s + per_token * missing_tokens
 
     def ready(self, rid: str) -> bool:
         """Whether the request need not wait (any more). Ends the wait of one whose time is over."""
+        if self._policy is PrefetchPolicy.BEST_EFFORT:
+            return True
+        follower = self._followers.get(rid)
+        if follower is not None and not self._lead_again(rid, follower):
+            return False
         prefetch = self._active.get(rid)
         if prefetch is None or prefetch.answered:
             return True
-        if not self._controller.expired(prefetch.operation):
+        if prefetch.deadline is None:
+            prefetch.deadline = self._clock() + prefetch.timeout_s + GRACE_S
+        if self._clock() < prefetch.deadline:
             return False
         self._skip("prefetch_timeout")
         self._answer(prefetch)
         if prefetch.operation.taken_pages == 0:
             self._pause.failed()  # it may hang; let the next requests go on without waiting for it
         return True
+
+    def _lead_again(self, rid: str, follower: _Follower) -> bool:
+        """Look again once what a follower waits for has ended; False if it has not, or if there is more to follow."""
+        if follower.first_key in self._leaders or (follower.node is not None and follower.node.backup_pending):
+            return False
+        del self._followers[rid]
+        self.start(rid, follower.key)
+        return rid not in self._followers
 
     def abort(self, rid: str) -> None:
         """Stop the prefetch of a request that will not run; what has arrived stays."""
@@ -91,9 +174,17 @@ class Prefetcher:
 
     def conclude(self, rid: str) -> None:
         """End the wait of a request that begins: what has not arrived from storage by now is computed."""
+        self._followers.pop(rid, None)
         prefetch = self._active.get(rid)
         if prefetch is not None and not prefetch.answered:
             self._answer(prefetch)
+
+    def cancel_all(self) -> None:
+        """Stop all prefetches; nothing that they bring is shown any more."""
+        self._followers.clear()
+        for prefetch in self._active.values():
+            if not prefetch.answered:
+                self._close(prefetch)
 
     def take_arrived(self, rid: str) -> int:
         """How many pages came from storage for this request; asked once, when it has begun."""
@@ -102,7 +193,7 @@ class Prefetcher:
     def found(self, operation: PrefetchOperation) -> None:
         """The lookup has ended: start the reads if they pay and fit, else drop the prefetch."""
         prefetch = self._active[operation.tag]
-        page_size, threshold = self._tree.page_size, self._options.prefetch_threshold_tokens
+        page_size, threshold = prefetch.tree.page_size, self._options.prefetch_threshold_tokens
         allowance = int(self._options.prefetch_host_share * self._ledger.host.pages) - self._controller.read_pages
         pages = min(operation.hit_pages, allowance)
         host_pages = None
@@ -143,10 +234,14 @@ class Prefetcher:
         self._end(prefetch)
 
     def _answer(self, prefetch: _Prefetch) -> None:
-        prefetch.operation.cancelled = True
         if prefetch.operation.state is PrefetchState.READING:
             self._take(prefetch)
+        self._close(prefetch)
+
+    def _close(self, prefetch: _Prefetch) -> None:
+        prefetch.operation.cancelled = True
         prefetch.answered = True
+        del self._leaders[prefetch.first_key]
 
     def _take(self, prefetch: _Prefetch) -> None:
         """Put the pages that are read and verified into the tree."""
@@ -154,7 +249,7 @@ class Prefetcher:
         arrived = operation.completed_pages
         unused = NO_PAGES
         if arrived:
-            unused = self._tree.insert_host(
+            unused = prefetch.tree.insert_host(
                 operation.key, operation.start_page, operation.host_pages[:arrived], operation.keys[:arrived]
             )
         self._ledger.settle(arrived, unused)
@@ -163,7 +258,9 @@ class Prefetcher:
             self._arrived_pages[operation.tag] = arrived - len(unused)
 
     def _end(self, prefetch: _Prefetch) -> None:
-        self._tree.release_host(prefetch.anchor, prefetch.anchor_pages)
+        if not prefetch.answered:
+            self._close(prefetch)
+        prefetch.tree.release_host(prefetch.anchor)
         del self._active[prefetch.operation.tag]
 
     def _skip(self, reason: str) -> bool:

@@ -14,54 +14,41 @@ nodes + lent to operations = capacity. Device pages of a copy belong to nodes, w
 
 from __future__ import annotations
 
+import functools
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import TracebackType
 
 import numpy as np
 
-from ..controller import CopyOperation, HiCacheController
+from ..backends.base import StorageBackend
+from ..controller import Acks, CopyOperation, HiCacheController
 from ..errors import InvalidInput, InvariantError, TransferError
 from ..keys import TOKEN_BYTES, RadixKey
-from ..radix import POLICIES, RUN_PAGES_MAX, Inserted, Match, Node, RadixTree, check_tree
+from ..radix import RUN_PAGES_MAX, Inserted, Match, Peek, RadixTree, check_tree, make_policy
 from ..tiers import HostPool, KVPool, Transfer
 from ..types import NO_PAGES, PageIds
-from .backup import WriteThrough
-from .books import Books, HostLedger
+from .backup import Backup, CopyTask, WritePolicy
+from .books import Books, DeviceLedger, Eviction, HostLedger
+from .loading import Loader
 from .options import CacheOptions
+from .pause import Pause
+from .pins import Pin, Pins
 from .prefetch import Prefetcher
+from .requests import RequestKV
 from .statistics import CacheStatistics, TierStatistics
+from .trees import Trees
 
 # How often `drain` looks again while it waits. It is for shutdown and tests, where a millisecond does not matter.
 DRAIN_WAIT_S = 0.001
 
 
-@dataclass(slots=True, eq=False)
-class RequestKV:
-    """The KV of one running request.
-
-    `pages` are all its L1 pages in order. The first `shared_pages` belong to the tree and are locked by this request;
-    the others are its own. The hit counts say where the prefix of its prompt came from, in tokens.
-    """
-
-    rid: str
-    key: RadixKey
-    pages: PageIds
-    shared_pages: int
-    last_node: Node
-    device_hit_tokens: int = 0
-    host_hit_tokens: int = 0
-    storage_hit_tokens: int = 0
-    ended: bool = False
-
-    @property
-    def cached_tokens(self) -> int:
-        """Leading prompt tokens whose KV need not be computed."""
-        return self.device_hit_tokens + self.host_hit_tokens + self.storage_hit_tokens
-
-
 class HiRadixCache:
-    """See the module's docstring. `create_cache` builds one from a configuration."""
+    """See the module's docstring. `create_cache` builds one from a configuration.
+
+    `position_bytes` is 8 for an engine whose keys are bigrams (see `RadixKey`). `open_storage` opens the store of a
+    weights epoch, for `update_weights`; the controller's backend is that of `weights_epoch`.
+    """
 
     def __init__(
         self,
@@ -69,27 +56,60 @@ class HiRadixCache:
         host: HostPool,
         controller: HiCacheController,
         options: CacheOptions | None = None,
+        *,
+        position_bytes: int = TOKEN_BYTES,
+        open_storage: Callable[[int], StorageBackend] | None = None,
+        weights_epoch: int = 0,
     ) -> None:
-        self.options = options or CacheOptions()
-        if self.options.eviction_policy not in POLICIES:
-            raise InvalidInput(f"eviction policy {self.options.eviction_policy!r}; known: {', '.join(POLICIES)}")
+        self.options = options = options or CacheOptions()
         self.page_size = device.geometry.page_size
         self.device = device
         self.host = host
         self.controller = controller
-        bounds = controller.options
-        self.tree = RadixTree(
-            self.page_size,
-            POLICIES[self.options.eviction_policy](),
-            run_pages_max=min(RUN_PAGES_MAX, bounds.write_pages_max, bounds.load_pages_max, host.pages),
-        )
-        self._request_pages = 0
+        self.weights_epoch = weights_epoch
+        self._position_bytes = position_bytes
+        self._open_storage = open_storage
+        self._policy = make_policy(options.eviction_policy, slru_protected_hits=options.slru_protected_hits)
         self._books = Books()
-        self._ledger = HostLedger(host, self.tree, self._books)
-        self._prefetcher = Prefetcher(self.tree, self._ledger, controller, self.options, self._books)
-        self._backup = WriteThrough(self.tree, self._ledger, controller, self._books)
+        self._trees = Trees(self._new_tree, device.allocator, host)
+        self._l2 = HostLedger(host, self._trees, self._books)
+        self._backup = Backup(
+            self._trees,
+            self._l2,
+            controller,
+            self._books,
+            WritePolicy(options.write_policy),
+            selective_hits=options.selective_hits,
+            pause=Pause(controller.clock),
+        )
+        self._l1 = DeviceLedger(device.allocator, self._trees, self._books, self._backup.save)
+        self._loader = Loader(self._l1, controller, options, self._books)
+        self._prefetcher = Prefetcher(
+            self._trees,
+            self._l2,
+            controller,
+            options,
+            self._books,
+            pause=Pause(controller.clock),
+            clock=controller.clock,
+        )
+        self._pins = Pins(controller.clock)
         self._device_fault: TransferError | None = None
         self._closed = False
+
+    def _new_tree(self) -> RadixTree:
+        bounds = self.controller.options
+        return RadixTree(
+            self.page_size,
+            self._policy,
+            run_pages_max=min(RUN_PAGES_MAX, bounds.write_pages_max, bounds.load_pages_max, self.host.pages),
+            position_bytes=self._position_bytes,
+        )
+
+    @property
+    def tree(self) -> RadixTree:
+        """The tree in use. Another one after `clear` and `update_weights`."""
+        return self._trees.current
 
     # Requests
 
@@ -97,69 +117,46 @@ class HiRadixCache:
         """The longest cached prefix of `key`, in whole pages; marks it as used."""
         return self.tree.match(key)
 
-    def begin_request(self, rid: str, key: RadixKey) -> RequestKV | None:
+    def peek(self, key: RadixKey) -> Peek:
+        """How much of `key` is cached, in pages that a request could reuse; changes nothing. For schedulers that order
+        their queue by it.
+        """
+        return self.tree.peek(self._reusable(key))
+
+    def begin_request(
+        self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
+    ) -> RequestKV | None:
         """Give a request its KV: the cached prefix, loaded back where it is on L2, and own pages for the rest of `key`.
 
-        At least the last token is left to compute, since its logits are wanted. None if L1 has no room now (evicting
-        all that may be evicted); the tree is then unchanged. Raises TransferError after a device copy has failed.
+        At least the last token is left to compute, since its logits are wanted. What it uses gets at least `priority`
+        for the eviction policy of that name; at most `load_pages_max` pages are loaded back. None if L1 has no room
+        now, even after evicting (with write_back, room may be on its way): nothing is held then. Raises TransferError
+        after a device copy has failed.
         """
         self._require_service()
         self._prefetcher.conclude(rid)
-        match = self.tree.match(self._reusable(key))
-        needed = -(-len(key) // self.page_size) - len(match.device_pages)
-        self.tree.lock(match.node)
-        if self.device.allocator.free_pages + self.tree.device_evictable_pages < needed:
-            self.tree.unlock(match.node)
-            self._books.skipped["no_device_room"] += 1
+        tree = self.tree
+        match = tree.match(self._reusable(key))
+        needed = -(-key.prompt_tokens // self.page_size) - len(match.device_pages)
+        tree.lock(match.node)
+        if not self._make_room(needed):
+            tree.unlock(match.node)
             return None
-        node, loaded = self.load_back(match)
+        node, loaded, load = self._loader.load_back(tree, match, load_pages_max)
         if node is not match.node:
-            self.tree.lock(node)
-            self.tree.unlock(match.node)
+            tree.lock(node)
+            tree.unlock(match.node)
         shared = np.concatenate((match.device_pages, loaded)) if len(loaded) else match.device_pages
-        own = self._alloc_device(needed - len(loaded))
+        own = self._l1.lend(needed - len(loaded))
         if own is None:
-            raise InvariantError("L1: evictable pages were counted that could not be evicted")
-        self._request_pages += len(own)
-        request = RequestKV(rid, key, np.concatenate((shared, own)), len(shared), node)
+            raise InvariantError("L1: room was made for a request, but there is none")
+        pages = np.concatenate((shared, own))
+        request = RequestKV(rid, key, pages, len(shared), tree, node, priority, load)
+        tree.use(node, priority)
+        self._pins.used(node)
+        self._backup.used(node)
         self._count_hits(request, len(match.device_pages), len(loaded))
         return request
-
-    def load_back(self, match: Match) -> tuple[Node, PageIds]:
-        """Bring the L2 part of `match` to L1, as much as fits; the last node then on L1, and the new L1 pages in order.
-
-        No pages if it does not pay or nothing fits. The pages count as being on L1 at once; whoever computes with them
-        waits for the transfer of `start_loading`, layer by layer. REQUIRES: `match.node` is locked by the caller, and
-        nothing was evicted since the match.
-        """
-        if match.host_hit_pages == 0:
-            return match.device_node, NO_PAGES
-        if match.host_hit_pages * self.page_size < self.options.load_back_threshold_tokens:
-            self._books.skipped["load_too_short"] += 1
-            return match.device_node, NO_PAGES
-        room = min(self.controller.load_room, self.device.allocator.free_pages + self.tree.device_evictable_pages)
-        nodes: list[Node] = []
-        host_runs: list[PageIds] = []
-        count = 0  # pages that fit
-        for node in reversed(list(self.tree.span(match.node, match.host_hit_pages))):
-            if node.host is None:
-                raise InvariantError(f"load back of a node that is not on L2: {node!r}")
-            if count + len(node.host) > room:
-                self.controller.refuse_load()
-                break
-            nodes.append(node)
-            host_runs.append(node.host)
-            count += len(node.host)
-        pages = self._alloc_device(count) if count * self.page_size >= self.options.load_back_threshold_tokens else None
-        if pages is None or not nodes:
-            return match.device_node, NO_PAGES
-        done = 0
-        for node, run in zip(nodes, host_runs, strict=True):
-            self.tree.set_device(node, pages[done : done + len(run)].copy())
-            done += len(run)
-        self.tree.lock(nodes[-1])
-        self.controller.submit_load(nodes[-1], np.concatenate(host_runs), pages)
-        return nodes[-1], pages
 
     def start_loading(self) -> Transfer | None:
         """Start the loads of this step as one copy. REQUIRES: called once per step, before the forward.
@@ -171,84 +168,118 @@ class HiRadixCache:
         return self.controller.launch_loads()
 
     def extend(self, request: RequestKV, tokens: int) -> bool:
-        """Make room for `tokens` tokens of KV in all; False if L1 is full (then nothing changed)."""
+        """Make room for `tokens` tokens of KV in all; False if L1 has none now (the request is then unchanged).
+
+        While `saving_pages` is not 0, room is on its way.
+        """
         self._require_running(request)
         missing = -(-tokens // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
-        pages = self._alloc_device(missing)
-        if pages is None:
-            self._books.skipped["no_device_room"] += 1
+        if not self._make_room(missing):
             return False
+        pages = self._l1.lend(missing)
+        if pages is None:
+            raise InvariantError("L1: room was made for a request, but there is none")
         request.pages = np.concatenate((request.pages, pages))
-        self._request_pages += missing
         return True
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
         """Share what a running request has computed: the whole pages of `key`, all of whose KV is written.
 
         Its copies of pages that the tree had already are freed and `request.pages` names the tree's instead; the lock
-        moves to the end of what is shared.
+        moves to the end of what is shared. Does nothing for a request of earlier weights.
         """
         self._require_running(request)
+        if request.tree is not self.tree:
+            return
         full = len(key) // self.page_size
-        if key.seed != request.key.seed or not self.tree.covers(request.last_node, key.tokens):
+        if not self.tree.covers(request.last_node, key):
             raise InvalidInput(f"request {request.rid!r}: the key does not begin with what the request shares already")
         if full > len(request.pages):
             raise InvalidInput(f"request {request.rid!r}: {full} pages of tokens, but only {len(request.pages)} of KV")
-        inserted = self.tree.insert(key, request.pages[:full])
-        shared, present = request.shared_pages, inserted.present_pages
+        shared = request.shared_pages
+        inserted = self.tree.insert(key, request.pages[:full], priority=request.priority, counted_pages=shared)
+        present = inserted.present_pages
         if present > shared:
-            self._free_device(request.pages[shared:present])
+            self._l1.give_back(request.pages[shared:present])
             request.pages = np.concatenate((self.tree.device_pages(inserted.node), request.pages[full:]))
-        self._request_pages -= full - shared
+        self._l1.request_pages -= full - max(present, shared)
         self.tree.lock(inserted.node)
         self.tree.unlock(request.last_node)
         request.last_node, request.shared_pages = inserted.node, full
-        self._backup.inserted(inserted.node)
+        self._backup.used(inserted.node)
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
-        """End a request: share the whole pages of `key` (None: share nothing, as after an abort) and free the rest."""
+        """End a request: share the whole pages of `key` (None: share nothing, as after an abort) and free the rest.
+
+        A load that was submitted for an aborted request, and not started, is taken back.
+        """
         self._require_running(request)
         if key is not None:
             self.cache_unfinished_req(request, key)
-        own = request.pages[request.shared_pages :]
-        self._free_device(own)
-        self._request_pages -= len(own)
-        self.tree.unlock(request.last_node)
+        self._l1.give_back(request.pages[request.shared_pages :])
+        request.tree.unlock(request.last_node)
+        if key is None and request.load is not None and self.controller.is_queued(request.load):
+            self._loader.cancel(request.load)
+        self._trees.sweep()
         request.pages = NO_PAGES
         request.shared_pages = 0
         request.ended = True
 
-    def insert(self, key: RadixKey, device_pages: PageIds) -> Inserted:
-        """Hand L1 pages that hold the whole pages of `key` to the tree, and back them up.
+    def insert(self, key: RadixKey, device_pages: PageIds, *, priority: int = 0) -> Inserted:
+        """Hand L1 pages that hold the whole pages of `key` to the tree, and back them up as the policy says.
 
         The caller keeps `device_pages[:present_pages]`, which the tree had already. REQUIRES: the pages came from
         `alloc_pages`.
         """
-        inserted = self.tree.insert(key, device_pages)
-        self._request_pages -= len(device_pages) - inserted.present_pages
-        self._backup.inserted(inserted.node)
+        inserted = self.tree.insert(key, device_pages, priority=priority)
+        self._l1.request_pages -= len(device_pages) - inserted.present_pages
+        self._backup.used(inserted.node)
         return inserted
 
     def alloc_pages(self, count: int) -> PageIds | None:
-        """L1 pages for the caller, evicting as needed; None if there is no room (then nothing changed)."""
-        pages = self._alloc_device(count)
-        if pages is not None:
-            self._request_pages += count
-        return pages
+        """L1 pages for the caller, evicting as needed; None if there is no room now."""
+        return self._l1.lend(count) if self._make_room(count) else None
 
     def free_pages(self, pages: PageIds) -> None:
         """Return pages of `alloc_pages` that were not handed to the tree."""
-        self._free_device(pages)
-        self._request_pages -= len(pages)
+        self._l1.give_back(pages)
 
-    def evict(self, pages: int) -> int:
-        """Take at least `pages` pages off L1; how many it were, fewer if the rest is locked."""
-        freed = self.tree.evict_device(pages)
-        self._free_device(freed)
-        self._books.evicted_pages["device"] += len(freed)
-        return len(freed)
+    def evict(self, pages: int) -> Eviction:
+        """Take `pages` pages off L1, as far as they may leave; tells what is free now, what soon, and what is missing.
+
+        Never waits: what has to be copied to L2 first leaves L1 when a later `poll` finds it there.
+        """
+        eviction = self._l1.evict(pages)
+        self.controller.launch_writes()
+        return eviction
+
+    @property
+    def saving_pages(self) -> int:
+        """L1 pages that are being copied to L2 in order to be evicted."""
+        return self._backup.saving_pages
+
+    def pin(self, key: RadixKey, ttl_s: float) -> Pin | None:
+        """Keep what is cached of `key` (whole pages) for `ttl_s` seconds after its last use; a handle to end it sooner.
+
+        None, pinning nothing, if pins would take more than their share of L2. Raises InvalidInput for a time that is
+        not positive.
+        """
+        if not ttl_s > 0:
+            raise InvalidInput(f"pin: ttl_s must be positive, got {ttl_s}")
+        tree = self.tree
+        match = tree.match(key)
+        part, pages = match.node, 0
+        while part.parent is not None:
+            pages += 0 if part.pin_ref else tree.pages(part)
+            part = part.parent
+        if tree.pinned_pages + pages > self.options.pin_host_share * self.host.pages:
+            self._books.skipped["pin_share"] += 1
+            return None
+        pin = self._pins.add(tree, match.node, match.pages, ttl_s)
+        self._backup.used(match.node)
+        return pin
 
     # Storage
 
@@ -272,6 +303,33 @@ class HiRadixCache:
         """Stop the prefetch of a request that will not run. What has arrived stays; the rest comes back later."""
         self._prefetcher.abort(rid)
 
+    # Emptying
+
+    def clear(self) -> None:
+        """Forget all that L1 and L2 hold; does not block. Storage keeps what it has.
+
+        Running requests keep their KV until they end, and share none of it. Pins end.
+        """
+        self._prefetcher.cancel_all()
+        self._pins.clear()
+        self._trees.retire()
+
+    def update_weights(self, epoch: int) -> None:
+        """The model has new weights: no page of an earlier epoch is served or stored from now on. Does not block.
+
+        As `clear`; besides, storage is opened anew under the namespace of `epoch`, where older pages are out of reach.
+        Until it is open there is none. Raises InvalidInput for an epoch that is not above the current one, and for a
+        cache that has storage but no way to open it anew; nothing has changed then.
+        """
+        if epoch <= self.weights_epoch:
+            raise InvalidInput(f"weights epoch {epoch} is not above {self.weights_epoch}; count every update")
+        if self._open_storage is None and self.controller.backend is not None:
+            raise InvalidInput("weights update: the cache has storage, but no open_storage to open that of a new epoch")
+        self.weights_epoch = epoch
+        self.clear()
+        if self._open_storage is not None:
+            self.controller.replace_backend(functools.partial(self._open_storage, epoch))
+
     # Each step
 
     def poll(self) -> bool:
@@ -281,47 +339,51 @@ class HiRadixCache:
         """
         acks = self.controller.poll()
         if acks is not None:
-            for copy, error in acks.failed_copies:
-                self._copy_failed(copy, error)
-            for copy in acks.written:
-                self._backup.written(copy)
-            for copy in acks.loaded:
-                self.tree.unlock(copy.tag)
-            for operation in acks.found:
-                self._prefetcher.found(operation)
-            for operation in acks.prefetched:
-                self._prefetcher.ended(operation)
-            for backup in acks.stored:
-                self._backup.stored(backup)
+            self._take_in(acks)
+            self._trees.sweep()
+        self._pins.expire()
         self.controller.launch_writes()
         return acks is not None
+
+    def _take_in(self, acks: Acks) -> None:
+        for copy, error in acks.failed_copies:
+            self._copy_failed(copy, error)
+        for copy in acks.written:
+            for pages in self._backup.written(copy):
+                self.device.allocator.free(pages)
+                self._books.evicted_pages["device"] += len(pages)
+        for copy in acks.loaded:
+            task: CopyTask = copy.tag
+            task.tree.unlock(task.node)
+        for operation in acks.found:
+            self._prefetcher.found(operation)
+        for operation in acks.prefetched:
+            self._prefetcher.ended(operation)
+        for backup in acks.stored:
+            self._backup.stored(backup)
 
     def _copy_failed(self, copy: CopyOperation, error: TransferError) -> None:
         # What the device holds is unknown now. A wrong byte must not be served, so no further request may begin.
         self._device_fault = error
         self._backup.halt()
-        if copy.tag.backup_pending:
+        task: CopyTask = copy.tag
+        if task.node.backup_pending:
             self._backup.write_failed(copy)
         else:
-            self.tree.unlock(copy.tag)
+            task.tree.unlock(task.node)
 
-    # Memory
+    # Inside
 
-    def _alloc_device(self, count: int) -> PageIds | None:
-        free = self.device.allocator.free_pages
-        if free < count:
-            if free + self.tree.device_evictable_pages < count:
-                return None
-            self.evict(count - free)
-        return self.device.allocator.alloc(count)
-
-    def _free_device(self, pages: PageIds) -> None:
-        self.device.allocator.free(pages)
+    def _make_room(self, pages: int) -> bool:
+        if self._l1.make_room(pages):
+            return True
+        self.controller.launch_writes()  # a write-back may have been started; the sooner it ends the better
+        self._books.skipped["no_device_room"] += 1
+        return False
 
     def _reusable(self, key: RadixKey) -> RadixKey:
-        """The whole pages of `key` that may come from the cache: its last token is always computed."""
-        tokens = (len(key) - 1) // self.page_size * self.page_size
-        return RadixKey(key.tokens[: tokens * TOKEN_BYTES], key.seed)
+        """The whole pages of `key` that may come from the cache: the last token of the prompt is always computed."""
+        return key.head((key.prompt_tokens - 1) // self.page_size * self.page_size)
 
     def _require_service(self) -> None:
         if self._device_fault is not None:
@@ -340,7 +402,7 @@ class HiRadixCache:
         request.storage_hit_tokens = from_storage * self.page_size
         books = self._books
         books.requests += 1
-        books.prompt_tokens += len(request.key)
+        books.prompt_tokens += request.key.prompt_tokens
         books.hit_tokens["device"] += request.device_hit_tokens
         books.hit_tokens["host"] += request.host_hit_tokens
         books.hit_tokens["storage"] += request.storage_hit_tokens
@@ -349,45 +411,51 @@ class HiRadixCache:
 
     def statistics(self) -> CacheStatistics:
         """A snapshot of all tiers. May be called from any thread; asks the backend for its usage."""
-        books = self._books
+        books, tree = self._books, self.tree
         return CacheStatistics(
             requests=books.requests,
             prompt_tokens=books.prompt_tokens,
             hit_tokens=dict(books.hit_tokens),
             evicted_pages=dict(books.evicted_pages),
             skipped=dict(books.skipped),
-            nodes=self.tree.node_count,
+            nodes=tree.node_count,
+            pinned_pages=tree.pinned_pages,
+            weights_epoch=self.weights_epoch,
             device=TierStatistics(
                 capacity_pages=self.device.pages,
                 free_pages=self.device.allocator.free_pages,
-                cached_pages=self.tree.device_evictable_pages + self.tree.device_protected_pages,
+                cached_pages=tree.device_pages_total,
+                evictable_pages=tree.device_evictable_pages,
                 page_bytes=self.device.geometry.payload_bytes,
             ),
             host=TierStatistics(
                 capacity_pages=self.host.pages,
                 free_pages=self.host.allocator.free_pages,
-                cached_pages=self.tree.host_pages,
+                cached_pages=tree.host_pages,
+                evictable_pages=tree.host_evictable_pages,
                 page_bytes=self.host.frame_bytes,
             ),
             controller=self.controller.statistics(),
         )
 
     def check(self) -> None:
-        """Raises InvariantError if the tree, a pool or the books are inconsistent. Visits every node."""
-        check_tree(self.tree)
+        """Raises InvariantError if a tree, a pool or the books are inconsistent. Visits every node."""
+        trees = self._trees.all()
+        for tree in trees:
+            check_tree(tree)
         self.device.allocator.check()
         self.host.allocator.check()
-        nodes = self.tree.device_evictable_pages + self.tree.device_protected_pages
-        if self.device.allocator.used_pages != nodes + self._request_pages:
-            raise InvariantError(
-                f"L1: {self.device.allocator.used_pages} pages in use, "
-                f"{nodes} held by nodes and {self._request_pages} by requests"
-            )
-        if self.host.allocator.used_pages != self.tree.host_pages + self._ledger.lent_pages:
-            raise InvariantError(
-                f"L2: {self.host.allocator.used_pages} pages in use, "
-                f"{self.tree.host_pages} held by nodes and {self._ledger.lent_pages} lent"
-            )
+        for tier, used, nodes, lent in (
+            (
+                "L1",
+                self.device.allocator.used_pages,
+                sum(tree.device_pages_total for tree in trees),
+                self._l1.request_pages,
+            ),
+            ("L2", self.host.allocator.used_pages, sum(tree.host_pages for tree in trees), self._l2.lent_pages),
+        ):
+            if used != nodes + lent:
+                raise InvariantError(f"{tier}: {used} pages in use, {nodes} held by nodes and {lent} lent")
 
     def drain(self, timeout_s: float) -> bool:
         """Poll until no copy, prefetch or store is under way; blocks. False if some still are after `timeout_s`."""

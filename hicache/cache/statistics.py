@@ -10,11 +10,14 @@ from ..controller import ControllerStatistics
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
-    """Memory of L1 or L2 now. `cached_pages` are held by nodes; the others in use are lent or a request's own."""
+    """Memory of L1 or L2 now, in pages. `cached_pages` are held by nodes, `evictable_pages` of them may leave now; the
+    others in use are lent or a request's own.
+    """
 
     capacity_pages: int
     free_pages: int
     cached_pages: int
+    evictable_pages: int
     page_bytes: int
 
 
@@ -31,6 +34,8 @@ class CacheStatistics:
     evicted_pages: Mapping[str, int]
     skipped: Mapping[str, int]
     nodes: int
+    pinned_pages: int
+    weights_epoch: int
     device: TierStatistics
     host: TierStatistics
     controller: ControllerStatistics

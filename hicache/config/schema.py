@@ -7,6 +7,7 @@ generated from the descriptions here.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 from collections.abc import Mapping
@@ -28,6 +29,9 @@ from pydantic import (
 from ..geometry import PAGE_SIZE_MAX
 from ..units import GIB, Count, Duration, Number, PositiveDuration, PositiveSize, Size, refuse_bool
 from .secret import mac_key_from_environ, read_mac_key
+
+# As in hicache.radix.policies, which this layer does not see; a test keeps them equal.
+EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
 
 # Entries that say the same thing in different ways: at most one of each group may be given, and one given by a
 # stronger source (a flag, say) takes the place of another given by a weaker one (the file).
@@ -51,6 +55,14 @@ def _possible_path(value: Path) -> Path:
 
 Tokens: TypeAlias = Annotated[int, Field(ge=1, le=1 << 40), BeforeValidator(refuse_bool)]
 FileSystemPath: TypeAlias = Annotated[Path, AfterValidator(_possible_path)]
+
+
+def _known_policy(name: str) -> str:
+    if name not in EVICTION_POLICIES and ":" not in name:
+        near = difflib.get_close_matches(name, EVICTION_POLICIES, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(EVICTION_POLICIES)}, or module:Class"
+        raise ValueError(f"no eviction policy is called {name!r}; {hint}")
+    return name
 
 
 class Section(BaseModel):
@@ -126,6 +138,12 @@ class HostConfig(Section):
 class PrefetchConfig(Section):
     """Reading from storage (L3) into host memory before a request is scheduled."""
 
+    policy: Literal["best_effort", "wait_complete", "timeout"] = Field(
+        default="timeout",
+        description="How long a request waits for what storage has. `best_effort`: not at all, it uses what has "
+        "arrived when it is scheduled. `wait_complete`: until all is there, at most a minute. `timeout`: for a time "
+        "that grows with the length, see below.",
+    )
     threshold_tokens: Count = Field(
         default=256, ge=1, le=1 << 30,
         description="Tokens a stored prefix must have to be read at all. Lower finds more hits; below a few hundred "
@@ -347,14 +365,31 @@ class HiCacheConfig(Section):
     )
     device: DeviceConfig = DeviceConfig()
     host: HostConfig = HostConfig()
-    write_policy: Literal["write_through"] = Field(
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
         default="write_through",
-        description="When a page gets its host copy. `write_through`: as soon as it is computed, so that evicting it "
-        "from the device costs nothing.",
+        description="When a page gets its host copy, and with it its place in storage. `write_through`: as soon as it "
+        "is computed, so that evicting it from the device costs nothing. `write_through_selective`: once "
+        "`selective_hits` requests have used it, which saves copies and storage writes of what nobody asks for again. "
+        "`write_back`: when the device evicts it, which copies least, but room on the device then takes a step longer.",
     )
-    eviction_policy: Literal["lru"] = Field(
+    selective_hits: Count = Field(
+        default=2, ge=1, le=1 << 30,
+        description="Requests that must have used a page before `write_through_selective` copies it.",
+    )
+    eviction_policy: Annotated[str, Field(max_length=256), AfterValidator(_known_policy)] = Field(
         default="lru",
-        description="Which page leaves a full tier first. `lru`: the one unused for longest.",
+        description="Which page leaves a full tier first. `lru`: the one unused for longest. `lfu`: used by the fewest "
+        "requests. `slru`: as `lru`, but what `slru_protected_hits` requests have used leaves after all else. "
+        "`priority`: of the lowest request priority. `fifo`, `filo`: the oldest, the newest. `mru`: the one used last, "
+        "for scans over more than fits. `module:Class` is a policy of your own.",
+    )
+    slru_protected_hits: Count = Field(
+        default=2, ge=1, le=1 << 30,
+        description="Requests that must have used a page before `slru` protects it.",
+    )
+    pin_host_share: Number = Field(
+        default=0.5, ge=0, le=1,
+        description="Part of the host pages that pinned prefixes may take. Pins beyond that are refused, with 0 all.",
     )
     load_back_threshold_tokens: Count = Field(
         default=10, ge=0, le=1 << 30,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import queue
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..errors import InvariantError, TransferError
 from ..keys import RadixKey
 from ..tiers import CopyEngine, FailedTransfer, HostPool, Transfer
 from ..types import PageIds
+from .lifecycle import BackendLifecycle, OpenBackend
 from .operations import Acks, BackupOperation, CopyOperation, PrefetchOperation, PrefetchState, now
 from .storage import StorageJobs
 from .worker import WorkerGroup
@@ -82,12 +83,16 @@ class ControllerStatistics:
     worker_restarts: int
     workers_alive: int
     workers_stuck: int
+    open_failures: int
     backend: BackendStatistics | None
     usage: Usage | None
 
 
 class HiCacheController:
-    """See the module's docstring. `copies` is None for an engine without our L1, `backend` for one without L3."""
+    """See the module's docstring. `copies` is None for an engine without our L1, `backend` for one without L3.
+
+    `workers` makes the worker groups and `clock` tells the time (monotonic, seconds); tests give their own.
+    """
 
     def __init__(
         self,
@@ -95,10 +100,13 @@ class HiCacheController:
         copies: CopyEngine | None,
         backend: StorageBackend | None,
         options: ControllerOptions | None = None,
+        *,
+        workers: type[WorkerGroup[Any]] = WorkerGroup,
+        clock: Callable[[], float] = now,
     ) -> None:
         self.options = options or ControllerOptions()
         self.host = host
-        self.backend = backend
+        self.clock = clock
         self.refused: Counter[str] = Counter()
         self._copies = copies
         self._writes: list[CopyOperation] = []
@@ -111,27 +119,51 @@ class HiCacheController:
         self._finished: queue.SimpleQueue[PrefetchOperation | BackupOperation] = queue.SimpleQueue()
         self._next_supervision = 0.0
         self._groups: list[WorkerGroup[Any]] = []
+        self._lifecycle = BackendLifecycle(self._jobs_for, clock)
         if backend is not None:
-            self._start_workers(backend)
+            self._lifecycle.start(backend)
+            self._start_workers(workers)
 
-    def _start_workers(self, backend: StorageBackend) -> None:
+    def _jobs_for(self, backend: StorageBackend) -> StorageJobs:
         options = self.options
-        self._jobs = jobs = StorageJobs(
-            backend, self.host, batch_pages=options.storage_batch_pages, deadline_s=options.storage_deadline_s
+        return StorageJobs(
+            backend,
+            self.host,
+            batch_pages=options.storage_batch_pages,
+            deadline_s=options.storage_deadline_s,
+            clock=self.clock,
         )
-        self._lookups = WorkerGroup[PrefetchOperation](
-            "prefetch", 1, handle=jobs.look_up, fail=_fail_prefetch, acknowledge=self._finished.put,
+
+    def _start_workers(self, workers: type[WorkerGroup[Any]]) -> None:
+        options = self.options
+        self._lookups = workers(
+            "prefetch", 1, handle=_look_up, fail=_fail_prefetch, acknowledge=self._finished.put,
             deadline_s=options.storage_deadline_s,
         )  # fmt: skip
-        self._reads = WorkerGroup[PrefetchOperation](
-            "io", options.io_workers, handle=jobs.read, fail=_fail_prefetch, acknowledge=self._finished.put,
+        self._reads = workers(
+            "io", options.io_workers, handle=_read, fail=_fail_prefetch, acknowledge=self._finished.put,
             deadline_s=options.storage_deadline_s,
         )  # fmt: skip
-        self._backups = WorkerGroup[BackupOperation](
-            "backup", options.backup_workers, handle=jobs.store, fail=_fail_backup, acknowledge=self._finished.put,
+        self._backups = workers(
+            "backup", options.backup_workers, handle=_store, fail=_fail_backup, acknowledge=self._finished.put,
             deadline_s=options.storage_deadline_s,
         )  # fmt: skip
         self._groups = [self._lookups, self._reads, self._backups]
+
+    @property
+    def backend(self) -> StorageBackend | None:
+        """The backend in use; None without L3, and while another one is being opened."""
+        jobs = self._lifecycle.jobs
+        return None if jobs is None else jobs.backend
+
+    def replace_backend(self, open_backend: OpenBackend) -> None:
+        """Stop using the backend and have another one opened on a thread of its own. Does not block.
+
+        What is under way with the old one ends as a miss, or as not stored. REQUIRES: there was a backend at the start.
+        """
+        if not self._groups:
+            raise InvariantError("controller: started without storage, so there are no workers for a backend")
+        self._lifecycle.replace(open_backend)
 
     # L1 <-> L2
 
@@ -144,10 +176,21 @@ class HiCacheController:
         """Whether the write queue takes `pages` more; a refusal is counted."""
         return self._within("write", self._write_pages + pages <= self.options.write_pages_max)
 
-    def submit_load(self, tag: Any, host_pages: PageIds, device_pages: PageIds) -> None:
+    def submit_load(self, tag: Any, host_pages: PageIds, device_pages: PageIds) -> CopyOperation:
         """Queue a load copy; the next `launch_loads` starts it. REQUIRES: `load_room` is enough."""
-        self._loads.append(CopyOperation(tag, device_pages, host_pages))
+        operation = CopyOperation(tag, device_pages, host_pages)
+        self._loads.append(operation)
         self._load_pages += len(device_pages)
+        return operation
+
+    def is_queued(self, load: CopyOperation) -> bool:
+        """Whether a load was submitted but not started."""
+        return load in self._loads
+
+    def cancel_load(self, load: CopyOperation) -> None:
+        """Take back a load; there will be no ack. REQUIRES: `is_queued`."""
+        self._loads.remove(load)
+        self._load_pages -= len(load.device_pages)
 
     @property
     def load_room(self) -> int:
@@ -202,18 +245,15 @@ class HiCacheController:
 
         Its first ack is `found`; then the caller answers with `start_reads` or `drop`. Reads end in `prefetched`.
         """
-        if self.backend is None or not self._within(
-            "prefetch", self._prefetches < self.options.prefetch_operations_max
-        ):
+        jobs = self._lifecycle.jobs
+        if jobs is None or not self._within("prefetch", self._prefetches < self.options.prefetch_operations_max):
             return None
-        operation = PrefetchOperation(tag, key, start_page, prior, now() + min(timeout_s, _LONGEST_PREFETCH_S))
+        deadline = self.clock() + min(timeout_s, PREFETCH_S_MAX)
+        operation = PrefetchOperation(tag, jobs, key, start_page, prior, deadline)
+        jobs.in_flight += 1
         self._prefetches += 1
         self._lookups.submit(operation)
         return operation
-
-    def expired(self, operation: PrefetchOperation) -> bool:
-        """Whether the time that a prefetch may take is over, and a little more for what was under way then."""
-        return now() >= operation.deadline + PREFETCH_GRACE_S
 
     def start_reads(self, operation: PrefetchOperation, host_pages: PageIds) -> None:
         """Lend host pages to a found prefetch and read the leading `len(host_pages)` pages into them."""
@@ -225,18 +265,21 @@ class HiCacheController:
     def drop(self, operation: PrefetchOperation) -> None:
         """End a found prefetch without reading: too short to pay, cancelled, or no room."""
         operation.state = PrefetchState.ENDED
+        operation.jobs.in_flight -= 1
         self._prefetches -= 1
 
     def submit_backup(self, tag: Any, keys: Sequence[bytes], host_pages: PageIds, parent: bytes | None) -> bool:
         """Store pages of one chain; False, counted, if the bytes in flight would pass the bound."""
-        if self.backend is None:
+        jobs = self._lifecycle.jobs
+        if jobs is None:
             return False
         bytes_after = (self._backup_pages + len(host_pages)) * self.host.frame_bytes
         # One operation may pass alone, however large: it could never be stored otherwise.
         if not self._within("backup", self._backup_pages == 0 or bytes_after <= self.options.backup_bytes_max):
             return False
         self._backup_pages += len(host_pages)
-        self._backups.submit(BackupOperation(tag, keys, host_pages, parent))
+        jobs.in_flight += 1
+        self._backups.submit(BackupOperation(tag, jobs, keys, host_pages, parent))
         return True
 
     # Acks
@@ -244,11 +287,12 @@ class HiCacheController:
     def poll(self) -> Acks | None:
         """Everything that ended since the last call, None if nothing did. Never blocks. Looks after the workers too."""
         if self._groups:
-            time_s = now()
+            time_s = self.clock()
             if time_s >= self._next_supervision:
                 self._next_supervision = time_s + SUPERVISE_EVERY_S
                 for group in self._groups:
                     group.supervise()
+                self._lifecycle.advance()
         writes, loads = self._launched_writes, self._launched_loads
         if not (writes and writes[0][0].done()) and not (loads and loads[0][0].done()) and self._finished.empty():
             return None
@@ -277,6 +321,7 @@ class HiCacheController:
 
     def _sort_finished(self, job: PrefetchOperation | BackupOperation, acks: Acks) -> None:
         if isinstance(job, BackupOperation):
+            job.jobs.in_flight -= 1
             self._backup_pages -= len(job.host_pages)
             self._moved["stored"] += job.outcomes.count(SetOutcome.STORED)
             acks.stored.append(job)
@@ -284,6 +329,7 @@ class HiCacheController:
             acks.found.append(job)
         else:
             job.state = PrefetchState.ENDED
+            job.jobs.in_flight -= 1
             self._prefetches -= 1
             self._read_pages -= len(job.host_pages)
             self._moved["prefetched"] += job.completed_pages
@@ -311,7 +357,7 @@ class HiCacheController:
 
         Asks the backend for its usage, which may touch its index: not for the scheduler's every step.
         """
-        groups = self._groups
+        groups, backend = self._groups, self.backend
         return ControllerStatistics(
             queues=QueueStatistics(
                 write=len(self._writes) + len(self._launched_writes),
@@ -331,14 +377,15 @@ class HiCacheController:
             worker_restarts=sum(group.restarts for group in groups),
             workers_alive=sum(group.alive for group in groups),
             workers_stuck=sum(group.stuck_threads for group in groups),
-            backend=None if self.backend is None else self.backend.statistics(),
-            usage=None if self.backend is None else self.backend.usage(),
+            open_failures=self._lifecycle.open_failures,
+            backend=None if backend is None else backend.statistics(),
+            usage=None if backend is None else backend.usage(),
         )
 
     def stop_prefetching(self) -> None:
         """End all prefetches at their next batch; for shutdown."""
-        if self._groups:
-            self._jobs.prefetching_stopped = True
+        if self._lifecycle.jobs is not None:
+            self._lifecycle.jobs.prefetching_stopped = True
 
     def close(self, timeout_s: float) -> bool:
         """Finish the queued copies and stores within `timeout_s`, then end all threads; blocks.
@@ -346,25 +393,32 @@ class HiCacheController:
         False if something did not end in time: its thread is left behind with the pages it was lent, and each stored
         object is whole or absent all the same.
         """
-        deadline = now() + timeout_s
+        deadline = self.clock() + timeout_s
         self.stop_prefetching()
-        if self._groups:
-            self._jobs.stop_at = deadline
+        if self._lifecycle.jobs is not None:
+            self._lifecycle.jobs.stop_at = deadline
         self.launch_writes()
         self.launch_loads()
         ended = self._copies is None or self._copies.close(timeout_s)
         for group in self._groups:
-            ended = group.close(max(0.0, deadline - now())) and ended
-        if self.backend is not None and ended:
-            self.backend.close()
-        return ended
+            ended = group.close(max(0.0, deadline - self.clock())) and ended
+        return self._lifecycle.close(max(0.0, deadline - self.clock()), workers_ended=ended)
 
 
 # No prefetch is worth waiting longer for, whatever its length.
-_LONGEST_PREFETCH_S = 60.0
-# Backends start no page after the deadline but finish what they read; without this, a request would go on a moment
-# before its last batch of up to a hundred pages arrives.
-PREFETCH_GRACE_S = 0.05
+PREFETCH_S_MAX = 60.0
+
+
+def _look_up(operation: PrefetchOperation, beat: Callable[[], None]) -> None:
+    operation.jobs.look_up(operation, beat)
+
+
+def _read(operation: PrefetchOperation, beat: Callable[[], None]) -> None:
+    operation.jobs.read(operation, beat)
+
+
+def _store(operation: BackupOperation, beat: Callable[[], None]) -> None:
+    operation.jobs.store(operation, beat)
 
 
 def _fail_prefetch(operation: PrefetchOperation) -> None:

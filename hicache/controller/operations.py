@@ -10,12 +10,15 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..backends.base import SetOutcome
 from ..errors import TransferError
 from ..keys import RadixKey
 from ..types import NO_PAGES, PageIds
+
+if TYPE_CHECKING:
+    from .storage import StorageJobs
 
 
 class PrefetchState(enum.Enum):
@@ -31,6 +34,7 @@ class PrefetchOperation:
     """Pages of one prompt on their way from storage to L2."""
 
     tag: Any
+    jobs: StorageJobs
     key: RadixKey
     start_page: int  # pages before it are on L2 already
     prior: bytes  # page key before `start_page`, or the seed
@@ -42,6 +46,8 @@ class PrefetchOperation:
     hit_pages: int = 0  # lookup worker: how many of them storage has
     host_pages: PageIds = field(default_factory=lambda: NO_PAGES)  # scheduler: lent until state is ENDED
     completed_pages: int = 0  # I/O worker: leading pages that are read and verified; never falls
+    read_bytes: int = 0  # I/O worker: what was read so far, and the seconds that took
+    read_seconds: float = 0.0
     taken_pages: int = 0  # scheduler: leading host pages that went into the tree
 
 
@@ -50,6 +56,7 @@ class BackupOperation:
     """Pages of one node on their way from L2 to storage. The host pages are lent until its ack."""
 
     tag: Any
+    jobs: StorageJobs
     keys: Sequence[bytes]
     host_pages: PageIds
     parent: bytes | None  # page key before keys[0]

@@ -5,7 +5,8 @@ that nobody has filled.
 
 Locking design: all methods run on worker threads, several at once. They write the fields of the operation they were
 given (see `operations`) and `_broken_chains`, whose entries are set and removed one by one. `prefetching_stopped` and
-`stop_at` are written by the scheduler at shutdown and only ever get stricter.
+`stop_at` are written by the scheduler at shutdown or when the backend is retired and only ever get stricter;
+`in_flight` belongs to the scheduler.
 """
 
 from __future__ import annotations
@@ -17,42 +18,57 @@ from ..backends.base import GetOutcome, SetOutcome, StorageBackend
 from ..errors import BackendError
 from ..keys import TOKEN_BYTES, page_keys
 from ..tiers import HostPool
-from .operations import BackupOperation, PrefetchOperation, now
+from .operations import BackupOperation, PrefetchOperation
 
 # More failed chains than operations fit into the queue of small pages need not be remembered.
 _BROKEN_CHAINS_MAX = 4096
 
 
 class StorageJobs:
-    """The handlers of the storage workers. `batch_pages` is what one backend call carries, `deadline_s` what it may
-    take.
+    """What the storage workers do with one backend. `batch_pages` is what one backend call carries, `deadline_s` what
+    it may take. `clock` is monotonic, in seconds.
     """
 
-    def __init__(self, backend: StorageBackend, host: HostPool, *, batch_pages: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        backend: StorageBackend,
+        host: HostPool,
+        *,
+        batch_pages: int,
+        deadline_s: float,
+        clock: Callable[[], float],
+    ) -> None:
         self.prefetching_stopped = False
         self.stop_at = math.inf  # monotonic; no store starts after it
-        self._backend = backend
+        self.in_flight = 0  # operations that are not acknowledged yet
+        self.backend = backend
         self._host = host
         self._batch_pages = batch_pages
         self._deadline_s = deadline_s
+        self._clock = clock
         # Last keys of operations that did not store everything, the oldest first. With several backup workers a
         # continuation may overtake the failure; it is then stored in vain and found once its head is there.
         self._broken_chains: dict[bytes, None] = {}
 
+    def retire(self) -> None:
+        """Start nothing any more: the pages of this backend's namespace are out of date."""
+        self.prefetching_stopped = True
+        self.stop_at = -math.inf
+
     def look_up(self, operation: PrefetchOperation, beat: Callable[[], None]) -> None:
         """Prefetch worker: chain the page keys batch by batch and ask for the longest stored prefix."""
-        page_bytes = self._host.geometry.page_size * TOKEN_BYTES
+        page_bytes = self._host.geometry.page_size * operation.key.position_bytes
         tokens = operation.key.tokens[operation.start_page * page_bytes :]
         batch_bytes = self._batch_pages * page_bytes
         prior = operation.prior
         for start in range(0, len(tokens) - page_bytes + 1, batch_bytes):
-            if operation.cancelled or self.prefetching_stopped or now() >= operation.deadline:
+            if operation.cancelled or self.prefetching_stopped or self._clock() >= operation.deadline:
                 return
             beat()
-            keys = page_keys(tokens[start : start + batch_bytes], self._host.geometry.page_size, prior)
+            keys = page_keys(tokens[start : start + batch_bytes], page_bytes // TOKEN_BYTES, prior)
             prior = keys[-1]
             operation.keys += keys
-            found = self._backend.batch_exists(keys, deadline=self._call_deadline(operation.deadline))
+            found = self.backend.batch_exists(keys, deadline=self._call_deadline(operation.deadline))
             if type(found) is not int or not 0 <= found <= len(keys):
                 raise BackendError(f"the backend says that {found!r} of {len(keys)} pages are stored")
             operation.hit_pages += found
@@ -64,20 +80,23 @@ class StorageJobs:
         batch = self._batch_pages
         count = len(operation.host_pages)
         for start in range(0, count, batch):
-            if operation.cancelled or self.prefetching_stopped or now() >= operation.deadline:
+            if operation.cancelled or self.prefetching_stopped or self._clock() >= operation.deadline:
                 return
             beat()
             pages = operation.host_pages[start : start + batch]
             keys = operation.keys[start : start + len(pages)]
             frames = self._host.frames(pages)
-            outcomes = self._backend.batch_get(keys, frames, deadline=self._call_deadline(operation.deadline))
+            began = self._clock()
+            outcomes = self.backend.batch_get(keys, frames, deadline=self._call_deadline(operation.deadline))
+            operation.read_seconds += self._clock() - began
             _require_outcomes(outcomes, GetOutcome, len(pages))
             hits = 0
             # A page counts only if its frame says so too: a backend that filled nothing has not hit.
             while hits < len(pages) and outcomes[hits] is GetOutcome.HIT:
-                if not self._backend.codec.is_sealed(keys[hits], frames[hits]):
+                if not self.backend.codec.is_sealed(keys[hits], frames[hits]):
                     raise BackendError("the backend reports a hit but has not filled the frame with that page")
                 hits += 1
+            operation.read_bytes += hits * self._host.frame_bytes
             operation.completed_pages = start + hits
             if hits < len(pages):
                 return
@@ -97,7 +116,7 @@ class StorageJobs:
         if parent is None or parent not in self._broken_chains:
             return True
         beat()
-        if self._backend.batch_exists([parent], deadline=now() + self._deadline_s) != 1:
+        if self.backend.batch_exists([parent], deadline=self._clock() + self._deadline_s) != 1:
             return False
         self._broken_chains.pop(parent, None)
         return True
@@ -116,10 +135,10 @@ class StorageJobs:
             keys = operation.keys[start : start + batch]
             frames = self._host.frames(operation.host_pages[start : start + batch])
             beat()
-            deadline = min(self.stop_at, now() + self._deadline_s)
-            if now() >= deadline:
+            deadline = min(self.stop_at, self._clock() + self._deadline_s)
+            if self._clock() >= deadline:
                 return
-            outcomes = self._backend.batch_set(keys, frames, parent=parent, deadline=deadline)
+            outcomes = self.backend.batch_set(keys, frames, parent=parent, deadline=deadline)
             _require_outcomes(outcomes, SetOutcome, len(keys))
             operation.outcomes += outcomes
             if not all(outcome.is_stored for outcome in outcomes):
@@ -127,7 +146,7 @@ class StorageJobs:
             parent = keys[-1]
 
     def _call_deadline(self, operation_deadline: float) -> float:
-        return min(operation_deadline, now() + self._deadline_s)
+        return min(operation_deadline, self._clock() + self._deadline_s)
 
 
 def _require_outcomes(outcomes: object, kind: type[GetOutcome] | type[SetOutcome], count: int) -> None:

@@ -283,7 +283,8 @@ class Engine:
         """A place for the next token's KV, taken from the youngest if need be; False if it gets none in this step.
 
         At most one request a step is preempted: its pages may still be on their way to L2, which is no reason to
-        preempt another. Whoever runs alone waits for them, since nobody else holds pages for long.
+        preempt another. Nobody is while evicted pages are on their way to L2, since those are free soon; and whoever
+        runs alone waits, since nobody else holds pages for long.
         """
         kv = request.held_kv()
         pages = kv.pages
@@ -293,7 +294,7 @@ class Engine:
             except CapacityError as error:
                 self._end(request, FinishReason.FAILED, error)
                 return False
-            if self._preempted or len(self._running) == 1:
+            if self._preempted or len(self._running) == 1 or self.cache.saving_pages:
                 return False
             victim = max(self._running.values(), key=lambda other: other.sequence)
             self._preempt(victim)

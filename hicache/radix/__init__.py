@@ -1,8 +1,28 @@
 """The radix tree: nodes, matching, splitting, locks and eviction. It decides; `hicache.cache` executes."""
 
 from .check import check_tree
-from .eviction import POLICIES, EvictionPolicy
-from .node import Node
-from .tree import RUN_PAGES_MAX, Inserted, Match, RadixTree
+from .node import Node, may_leave_device
+from .observer import TreeObserver
+from .policies import POLICIES, SLRU_PROTECTED_HITS, EvictionPolicy, make_policy, register_policy
+from .residency import CUT_PAGES_MIN, Evicted, Fate
+from .tree import RUN_PAGES_MAX, Inserted, Match, Peek, RadixTree
 
-__all__ = ["POLICIES", "RUN_PAGES_MAX", "EvictionPolicy", "Inserted", "Match", "Node", "RadixTree", "check_tree"]
+__all__ = [
+    "CUT_PAGES_MIN",
+    "POLICIES",
+    "RUN_PAGES_MAX",
+    "SLRU_PROTECTED_HITS",
+    "Evicted",
+    "EvictionPolicy",
+    "Fate",
+    "Inserted",
+    "Match",
+    "Node",
+    "Peek",
+    "RadixTree",
+    "TreeObserver",
+    "check_tree",
+    "make_policy",
+    "may_leave_device",
+    "register_policy",
+]

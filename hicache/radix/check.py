@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import InvariantError
-from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES
+from ..keys import PAGE_KEY_BYTES
 from ..types import PageIds
 from .node import Node, may_leave_device, may_leave_host
 from .tree import RadixTree
@@ -15,10 +15,10 @@ def check_tree(tree: RadixTree) -> None:
     """Raises InvariantError if one of the invariants of `hicache.radix.tree` does not hold."""
     device_runs: list[PageIds] = []
     host_runs: list[PageIds] = []
-    evictable = protected = nodes = host_evictable = 0
+    evictable = protected = nodes = host_evictable = pinned = 0
     queued = [{node.id for node in queue.nodes()} for queue in tree.queues()]
     for queue, queued_ids in zip(tree.queues(), queued, strict=True):
-        _require(len(queue) == len(queued_ids), "a node has two entries in one eviction queue")
+        _require(len(queue.nodes()) == len(queued_ids), "a node has two valid entries in one eviction queue")
     stack = tree.roots()
     while stack:
         node = stack.pop()
@@ -27,6 +27,7 @@ def check_tree(tree: RadixTree) -> None:
         if node.parent is None:
             continue
         nodes += 1
+        pinned += tree.pages(node) if node.pin_ref else 0
         _check_node(tree, node)
         _check_queues(node, queued[0], queued[1])
         if node.device is not None:
@@ -40,6 +41,7 @@ def check_tree(tree: RadixTree) -> None:
     _require(nodes == tree.node_count, f"{nodes} nodes, but {tree.node_count} are counted")
     _require(evictable == tree.device_evictable_pages, "device_evictable_pages is not the sum over the nodes")
     _require(protected == tree.device_protected_pages, "device_protected_pages is not the sum over the nodes")
+    _require(pinned == tree.pinned_pages, "pinned_pages is not the sum over the nodes")
     _require(host_evictable == tree.host_evictable_pages, "host_evictable_pages is not the sum over the nodes")
     _require(sum(map(len, host_runs)) == tree.host_pages, "host_pages is not the sum over the nodes")
     for runs, tier in ((device_runs, "L1"), (host_runs, "L2")):
@@ -54,18 +56,20 @@ def _require(holds: bool, message: str) -> None:
 
 
 def _check_children(tree: RadixTree, node: Node) -> None:
-    page_bytes = tree.page_size * TOKEN_BYTES
+    page_bytes = tree.page_bytes
     for first_page, child in node.children.items():
         _require(child.parent is node, f"{child!r} does not point back to its parent")
         _require(first_page == child.key[:page_bytes], f"{child!r} is filed under another page")
         if node.parent is not None:
             _require(node.lock_ref >= child.lock_ref, f"{child!r} is locked more often than its parent")
+            _require(node.host_ref >= child.host_ref, f"{child!r} is held more often than its parent")
+            _require(node.pin_ref >= child.pin_ref, f"{child!r} is pinned more often than its parent")
     on_device = sum(child.device is not None for child in node.children.values())
     _require(node.device_children == on_device, f"{node!r} counts {node.device_children} children on L1")
 
 
 def _check_node(tree: RadixTree, node: Node) -> None:
-    page_bytes = tree.page_size * TOKEN_BYTES
+    page_bytes = tree.page_bytes
     pages = len(node.key) // page_bytes
     _require(pages > 0 and len(node.key) % page_bytes == 0, f"{node!r} is not whole pages")
     _require(node.device is not None or node.host is not None, f"{node!r} is on no tier")
@@ -76,11 +80,12 @@ def _check_node(tree: RadixTree, node: Node) -> None:
             _require(len(own) == pages, f"{node!r} has {len(own)} {name} pages for {pages} pages of tokens")
             _require(parent.parent is None or above is not None, f"{node!r} is on {name}, its parent is not")
     _require(node.page_keys is None or len(node.page_keys) == pages * PAGE_KEY_BYTES, f"{node!r}: wrong page keys")
-    _require(node.lock_ref >= 0 and node.host_ref >= 0, f"{node!r}: negative reference count")
+    _require(node.lock_ref >= 0 and node.host_ref >= node.pin_ref >= 0, f"{node!r}: impossible reference counts")
+    _require(node.created <= node.last_access, f"{node!r} was used before it was made")
 
 
 def _check_queues(node: Node, device_queue: set[int], host_queue: set[int]) -> None:
-    _require(node.in_device_queue == (node.id in device_queue), f"{node!r}: L1 queue mark is wrong")
-    _require(node.in_host_queue == (node.id in host_queue), f"{node!r}: L2 queue mark is wrong")
-    _require(not may_leave_device(node) or node.in_device_queue, f"{node!r} may leave L1 but is not queued")
-    _require(not may_leave_host(node) or node.in_host_queue, f"{node!r} may leave L2 but is not queued")
+    _require(bool(node.device_entry) == (node.id in device_queue), f"{node!r}: L1 queue mark is wrong")
+    _require(bool(node.host_entry) == (node.id in host_queue), f"{node!r}: L2 queue mark is wrong")
+    _require(not may_leave_device(node) or node.id in device_queue, f"{node!r} may leave L1 but is not queued")
+    _require(not may_leave_host(node) or node.id in host_queue, f"{node!r} may leave L2 but is not queued")

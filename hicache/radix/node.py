@@ -6,10 +6,10 @@ from ..types import PageIds
 
 
 class Node:
-    """A run of consecutive pages, and where each tier holds them.
+    """A run of consecutive pages, where each tier holds them, and who needs them there.
 
-    `key` is the run's tokens (uint32 little endian, whole pages), the empty bytes for a root. `device` and `host` are
-    the page ids in L1 and L2, one per page of the run, or None. The combinations are the states of DESIGN.md:
+    `key` is the run's tokens (as in `RadixKey`, whole pages), the empty bytes for a root. `device` and `host` are the
+    page ids in L1 and L2, one per page of the run, or None. The combinations are the states of DESIGN.md:
 
         device  host   state
         yes     no     on L1 only
@@ -23,22 +23,26 @@ class Node:
     __slots__ = (
         "backup_pending",
         "children",
+        "created",
         "device",
         "device_children",
+        "device_entry",
+        "hit_count",
         "host",
+        "host_entry",
         "host_ref",
         "id",
-        "in_device_queue",
-        "in_host_queue",
         "key",
         "last_access",
         "lock_ref",
         "page_keys",
         "parent",
+        "pin_ref",
+        "priority",
         "stored",
     )
 
-    def __init__(self, node_id: int, parent: Node | None, key: bytes, last_access: int) -> None:
+    def __init__(self, node_id: int, parent: Node | None, key: bytes, created: int, priority: int = 0) -> None:
         self.id = node_id
         self.parent = parent
         self.key = key
@@ -46,14 +50,18 @@ class Node:
         self.device: PageIds | None = None
         self.host: PageIds | None = None
         self.page_keys: bytes | None = None  # 32 bytes a page, made when storage first needs them
-        self.last_access = last_access  # tick of the tree's clock
-        self.lock_ref = 0  # requests and copies that need this run where it is
-        self.host_ref = 0  # storage operations that read the host pages or build upon them
+        self.created = created  # tick of the tree's clock
+        self.last_access = created
+        self.hit_count = 1  # requests that computed or reused this run
+        self.priority = priority  # the highest of the requests that used it
+        self.lock_ref = 0  # requests and copies that need this run, or one below it, where it is
+        self.host_ref = 0  # operations and pins that need the host pages of this run, or of one below it
+        self.pin_ref = 0  # pins on this run or on one below it; they count in host_ref too
         self.device_children = 0  # children that are on L1
         self.backup_pending = False  # a copy to L2 is under way
         self.stored = False  # handed to L3 (a hint: L3 may have dropped it since)
-        self.in_device_queue = False  # has an entry in the L1 eviction queue
-        self.in_host_queue = False  # has an entry in the L2 eviction queue
+        self.device_entry = 0  # which entry of the L1 eviction queue is this node's; 0 for none
+        self.host_entry = 0  # the same for L2
 
     def __repr__(self) -> str:
         tiers = "".join(("D" if self.device is not None else "", "H" if self.host is not None else "")) or "-"

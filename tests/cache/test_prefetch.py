@@ -14,12 +14,12 @@ from hicache.backends.memory import MemoryBackend
 from hicache.cache import CacheOptions
 from hicache.controller import ControllerOptions
 from hicache.keys import RadixKey, page_keys
-from tests.cache.world import GEOMETRY, World, codec, memory_backend, prompt
+from tests.cache.world import GEOMETRY, LastingBackend, World, codec, memory_backend, prompt
 
 KEY = prompt(*range(1, 9))
 
 
-class TroubledBackend(MemoryBackend):
+class TroubledBackend(LastingBackend):
     """A memory backend whose reads can be held, made to fail, or made to kill their thread."""
 
     def __init__(self) -> None:
@@ -46,7 +46,6 @@ def stored(backend: MemoryBackend) -> None:
     world = World(backend=backend)
     world.serve("store", KEY)
     world.settle()
-    world.controller.backend = None  # keeps the backend open for the next engine
     world.close()
 
 
@@ -94,7 +93,7 @@ def test_a_hole_in_the_chain_ends_the_hit_there() -> None:
 
 
 def test_a_page_that_vanishes_between_lookup_and_read_ends_the_hit_there() -> None:
-    class Vanishing(MemoryBackend):
+    class Vanishing(LastingBackend):
         def batch_get(
             self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
         ) -> list[GetOutcome]:
@@ -218,7 +217,7 @@ def test_a_prefetch_takes_no_more_than_its_share_of_the_host_pool() -> None:
 
 
 def test_a_store_that_fails_is_tried_again_by_a_request_after_a_pause() -> None:
-    class Refusing(MemoryBackend):
+    class Refusing(LastingBackend):
         refuse = True
 
         def batch_set(
@@ -236,7 +235,7 @@ def test_a_store_that_fails_is_tried_again_by_a_request_after_a_pause() -> None:
     assert world.cache.statistics().skipped["store_incomplete"] == 1
     world.serve("b", KEY)
     world.settle()
-    assert world.cache.statistics().skipped["store_paused"] == 1
+    assert world.cache.statistics().skipped["store_paused"] > 0
     backend.refuse = False
     rids = itertools.count()
 
@@ -250,7 +249,7 @@ def test_a_store_that_fails_is_tried_again_by_a_request_after_a_pause() -> None:
 
 
 def test_a_tail_is_never_stored_before_its_head() -> None:
-    class Recording(MemoryBackend):
+    class Recording(LastingBackend):
         fail_next = True
 
         def batch_set(
@@ -286,7 +285,7 @@ def test_a_tail_is_never_stored_before_its_head() -> None:
 def test_a_chain_whose_head_another_engine_stored_is_continued() -> None:
     """The memory of a failed store must not outlive the fact: what is stored now decides."""
 
-    class FailingOnce(MemoryBackend):
+    class FailingOnce(LastingBackend):
         fail_next = True
 
         def batch_set(
@@ -312,14 +311,13 @@ def test_a_chain_whose_head_another_engine_stored_is_continued() -> None:
     world.serve("d", prompt(1, 2, 3))
     world.settle()
     assert backend.batch_exists(page_keys(prompt(1, 2, 3).tokens, 4), deadline=time.monotonic() + 10) == 3
-    world.controller.backend = None
     world.close()
     stored_by_another.close()
 
 
 @pytest.mark.parametrize("nonsense", [None, 2.5, -1, 10**6, "8", True])
 def test_a_backend_that_answers_nonsense_to_a_lookup_is_a_miss(nonsense: object) -> None:
-    class Liar(MemoryBackend):
+    class Liar(LastingBackend):
         def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
             return nonsense  # type: ignore[return-value]
 
@@ -331,7 +329,7 @@ def test_a_backend_that_answers_nonsense_to_a_lookup_is_a_miss(nonsense: object)
 
 @pytest.mark.parametrize("nonsense", [[GetOutcome.HIT] * 20, [GetOutcome.HIT], ["hit"] * 8, None, [GetOutcome.HIT] * 8])
 def test_a_backend_that_claims_hits_it_did_not_read_is_not_believed(nonsense: object) -> None:
-    class Liar(MemoryBackend):
+    class Liar(LastingBackend):
         def batch_get(
             self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
         ) -> list[GetOutcome]:
@@ -349,7 +347,7 @@ def test_a_backend_that_claims_hits_it_did_not_read_is_not_believed(nonsense: ob
 
 @pytest.mark.parametrize("nonsense", [["stored"] * 8, [SetOutcome.STORED], None])
 def test_a_backend_that_answers_nonsense_to_a_store_is_a_failed_store(nonsense: object) -> None:
-    class Liar(MemoryBackend):
+    class Liar(LastingBackend):
         def batch_set(
             self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
         ) -> list[SetOutcome]:
@@ -378,7 +376,7 @@ def test_a_request_that_does_not_wait_for_its_prefetch_ends_it() -> None:
 
 
 def test_a_full_backup_queue_drops_the_newest_store() -> None:
-    class Slow(MemoryBackend):
+    class Slow(LastingBackend):
         gate = threading.Event()
 
         def batch_set(

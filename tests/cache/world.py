@@ -18,7 +18,7 @@ from hicache.cache import CacheOptions, HiRadixCache, RequestKV
 from hicache.controller import ControllerOptions, HiCacheController
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
-from hicache.keys import Namespace, RadixKey, page_keys
+from hicache.keys import TOKEN_BYTES, Namespace, RadixKey, page_keys
 from hicache.tiers import CopyEngine, HostPool, KVPool, create_copy_engine, create_device_pool
 from hicache.types import PageIds
 
@@ -31,10 +31,26 @@ def codec() -> FrameCodec:
     return FrameCodec(NAMESPACE.digest, GEOMETRY.payload_bytes)
 
 
+class ShiftedClock:
+    """The clock of the machine, `shift_s` seconds ahead."""
+
+    shift_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.shift_s
+
+
+class LastingBackend(MemoryBackend):
+    """A store that outlives the engines that close it, as a server would."""
+
+    def close(self) -> None:
+        """Stays open for the next engine."""
+
+
 class World:
     """A cache of `device_pages` and `host_pages` over `backend`, and the engine's side of every call."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that tests exchange
         self,
         *,
         device_pages: int = 16,
@@ -43,15 +59,22 @@ class World:
         options: CacheOptions | None = None,
         controller_options: ControllerOptions | None = None,
         copies: Callable[[KVPool, HostPool], CopyEngine] = create_copy_engine,
+        position_bytes: int = TOKEN_BYTES,
+        open_storage: Callable[[int], StorageBackend] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.device = create_device_pool(GEOMETRY, device_pages)
         self.host = HostPool(GEOMETRY, host_pages)
-        self.controller = HiCacheController(self.host, copies(self.device, self.host), backend, controller_options)
+        self.controller = HiCacheController(
+            self.host, copies(self.device, self.host), backend, controller_options, clock=clock
+        )
         self.cache = HiRadixCache(
             self.device,
             self.host,
             self.controller,
             options or CacheOptions(prefetch_threshold_tokens=4, load_back_threshold_tokens=4),
+            position_bytes=position_bytes,
+            open_storage=open_storage,
         )
         self.wrong_pages = 0
         self.compared_pages = 0
@@ -79,7 +102,7 @@ class World:
 
     def expected(self, key: RadixKey, number: int) -> npt.NDArray[np.uint8] | None:
         """uint8 [layers, 2, block_bytes] of one page, None for a partial one."""
-        keys = page_keys(key.tokens, GEOMETRY.page_size, key.seed)
+        keys = page_keys(key.tokens, GEOMETRY.page_size * key.position_bytes // TOKEN_BYTES, key.seed)
         if number >= len(keys):
             return None
         stream = hashlib.shake_128(keys[number]).digest(GEOMETRY.payload_bytes)
@@ -133,7 +156,7 @@ class World:
 
 
 def memory_backend(capacity_bytes: int | None = None) -> MemoryBackend:
-    return MemoryBackend(codec(), capacity_bytes)
+    return LastingBackend(codec(), capacity_bytes)
 
 
 def prompt(*pages: int, tail: int = 1, salt: str | None = None) -> RadixKey:

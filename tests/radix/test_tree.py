@@ -8,7 +8,7 @@ import pytest
 from hicache.errors import InvalidInput, InvariantError
 from hicache.keys import RadixKey, page_keys
 from hicache.radix import RadixTree, check_tree
-from hicache.radix.eviction import LRUPolicy
+from hicache.radix.policies import LRUPolicy
 from hicache.types import PageIds
 
 
@@ -64,9 +64,9 @@ def test_eviction_takes_the_least_recently_used_leaf_first() -> None:
     t.insert(RadixKey.of([1, 2, 3, 4]), ids(1, 2))
     t.insert(RadixKey.of([1, 2, 5, 6]), ids(1, 3))
     t.match(RadixKey.of([1, 2, 3, 4]))
-    assert t.evict_device(1).tolist() == [3]
-    assert t.evict_device(1).tolist() == [2]
-    assert t.evict_device(1).tolist() == [1]
+    assert t.evict_device(1).pages.tolist() == [3]
+    assert t.evict_device(1).pages.tolist() == [2]
+    assert t.evict_device(1).pages.tolist() == [1]
     assert t.node_count == 0
 
 
@@ -75,9 +75,9 @@ def test_a_locked_path_is_not_evicted() -> None:
     t.insert(RadixKey.of([1, 2, 3, 4]), ids(1, 2))
     node = t.match(RadixKey.of([1, 2, 3, 4])).node
     t.lock(node)
-    assert t.evict_device(9).tolist() == []
+    assert t.evict_device(9).pages.tolist() == []
     t.unlock(node)
-    assert sorted(t.evict_device(9).tolist()) == [1, 2]
+    assert sorted(t.evict_device(9).pages.tolist()) == [1, 2]
 
 
 def test_unlocking_what_is_not_locked_is_refused() -> None:
@@ -91,7 +91,7 @@ def test_a_backed_up_run_stays_as_a_tombstone() -> None:
     t = tree()
     t.insert(RadixKey.of([1, 2, 3, 4]), ids(1, 2))
     t.accept_backup(t.match(RadixKey.of([1, 2, 3, 4])).node, ids(10, 11))
-    assert sorted(t.evict_device(2).tolist()) == [1, 2]
+    assert sorted(t.evict_device(2).pages.tolist()) == [1, 2]
     found = t.match(RadixKey.of([1, 2, 3, 4]))
     assert (len(found.device_pages), found.host_hit_pages) == (0, 2)
     assert sorted(t.evict_host(2).tolist()) == [10, 11]
@@ -101,7 +101,7 @@ def test_a_backed_up_run_stays_as_a_tombstone() -> None:
 def test_a_large_victim_is_cut_to_what_is_needed() -> None:
     t = tree(page_size=1)
     t.insert(RadixKey.of(list(range(100))), np.arange(1, 101, dtype=np.int32))
-    assert t.evict_device(20).tolist() == list(range(81, 101))
+    assert t.evict_device(20).pages.tolist() == list(range(81, 101))
     assert len(t.match(RadixKey.of(list(range(100)))).device_pages) == 80
     check_tree(t)
 

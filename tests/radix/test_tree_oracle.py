@@ -9,7 +9,7 @@ import pytest
 
 from hicache.keys import RadixKey, token_bytes
 from hicache.radix import Node, RadixTree, check_tree
-from hicache.radix.eviction import LRUPolicy
+from hicache.radix.policies import LRUPolicy
 from hicache.tiers import PageAllocator
 from tests.radix.oracle import Oracle, Prefix
 from tests.seeds import rng, seeds
@@ -130,7 +130,7 @@ class Machine:
     def evict_device(self, pages: int | None = None) -> None:
         wanted = self.random.randint(1, 20) if pages is None else pages
         evictable = self.tree.device_evictable_pages
-        freed = self.tree.evict_device(wanted)
+        freed = self.tree.evict_device(wanted).pages
         assert len(freed) >= min(wanted, evictable)
         assert not {page for _, pages_ in self.locks for page in pages_} & set(freed.tolist())
         self.device.free(freed)
@@ -163,7 +163,7 @@ def test_random_operations_agree_with_the_oracle(page_size: int, seed: int) -> N
         machine.check()
     while machine.locks:
         machine.unlock()
-    while len(machine.tree.evict_device(8)):
+    while len(machine.tree.evict_device(8).pages):
         pass
     while len(machine.tree.evict_host(8)):
         pass

@@ -1,0 +1,106 @@
+"""Load back: from L2 to L1, when a request begins.
+
+What fits and pays is loaded, all loads of a step in one copy. Its pages count as being on L1 from the moment the load
+is submitted, so that requests of the same step share them; whoever computes with them waits for the copy, layer by
+layer. A request that ends before the copy was started takes its load back.
+
+Called by the scheduler thread alone; no lock.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..controller import CopyOperation, HiCacheController
+from ..errors import InvariantError
+from ..radix import CUT_PAGES_MIN, Match, Node, RadixTree
+from ..types import NO_PAGES, PageIds
+from .backup import CopyTask
+from .books import Books, DeviceLedger
+from .options import CacheOptions
+
+
+class Loaded(NamedTuple):
+    """The last node that is on L1 now, the new L1 pages in order, and the load, None if there are none."""
+
+    node: Node
+    pages: PageIds
+    load: CopyOperation | None
+
+
+class Loader:
+    """See the module's docstring."""
+
+    def __init__(
+        self, ledger: DeviceLedger, controller: HiCacheController, options: CacheOptions, books: Books
+    ) -> None:
+        self._ledger = ledger
+        self._controller = controller
+        self._options = options
+        self._books = books
+
+    def load_back(self, tree: RadixTree, match: Match, quota_pages: int | None) -> Loaded:
+        """Load the L2 part of `match`, as much as fits, at most `quota_pages` pages.
+
+        REQUIRES: `match.node` is locked by the caller, and nothing was evicted since the match.
+        """
+        none = Loaded(match.device_node, NO_PAGES, None)
+        if match.host_hit_pages == 0:
+            return none
+        if match.host_hit_pages * tree.page_size < self._options.load_back_threshold_tokens:
+            self._books.skipped["load_too_short"] += 1
+            return none
+        nodes = self._fitting(tree, match, quota_pages)
+        count = sum(map(tree.pages, nodes))
+        if not nodes or count * tree.page_size < self._options.load_back_threshold_tokens:
+            return none
+        if not self._ledger.make_room(count):
+            return none
+        pages = self._ledger.allocator.alloc(count)
+        if pages is None:
+            raise InvariantError("L1: room was made for a load, but there is none")
+        done = 0
+        for node in nodes:
+            run = tree.pages(node)
+            tree.set_device(node, pages[done : done + run].copy())
+            done += run
+        tree.lock(nodes[-1])
+        host_pages = np.concatenate([node.host for node in nodes if node.host is not None])
+        load = self._controller.submit_load(CopyTask(tree, nodes[-1]), host_pages, pages)
+        return Loaded(nodes[-1], pages, load)
+
+    def cancel(self, load: CopyOperation) -> bool:
+        """Take a load back that was not started and that nobody else counts on; whether that was possible.
+
+        Its pages are off L1 again and free. REQUIRES: the caller's own lock is released.
+        """
+        task: CopyTask = load.tag
+        parts = list(task.tree.span(task.node, len(load.host_pages)))
+        alone = all(part.lock_ref == 1 and part.device_children == (part is not parts[0]) for part in parts)
+        if not alone or not self._controller.is_queued(load):
+            return False
+        self._controller.cancel_load(load)
+        task.tree.unlock(task.node)
+        for part in parts:
+            self._ledger.allocator.free(task.tree.leave_device(part))
+        return True
+
+    def _fitting(self, tree: RadixTree, match: Match, quota_pages: int | None) -> list[Node]:
+        """The leading part of what is on L2 that there is room for; a node that fits in part is split there."""
+        room = min(
+            self._controller.load_room,
+            self._ledger.allocator.free_pages + tree.device_evictable_pages,
+            match.host_hit_pages if quota_pages is None else quota_pages,
+        )
+        nodes: list[Node] = []
+        for node in reversed(list(tree.span(match.node, match.host_hit_pages))):
+            if tree.pages(node) > room:
+                self._controller.refuse_load()
+                if room >= CUT_PAGES_MIN:
+                    nodes.append(tree.split(node, room))
+                break
+            nodes.append(node)
+            room -= tree.pages(node)
+        return nodes

@@ -1,0 +1,107 @@
+"""Pins: prefixes that stay in the cache for a time, as handles.
+
+A pinned prefix leaves L1 only for L2 and L2 not at all, so a request that needs it never computes it again. The time
+starts anew whenever a request uses the whole pinned prefix. How much of L2 pins may take is bounded.
+
+Invariant: each node below which a pin ends has as many pins on it in the tree as handles here that are not released.
+Owned by the scheduler thread; no lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from types import TracebackType
+
+from ..radix import Node, RadixTree
+
+
+class Pin:
+    """A handle, and a context manager that releases it. `pages` are the pages of the prefix, 0 once it has ended."""
+
+    def __init__(self, release: Callable[[Pin], None], tree: RadixTree, node: Node, pages: int, ttl_s: float) -> None:
+        self.pages = pages
+        self.ttl_s = ttl_s
+        self.expires_at = 0.0
+        self._release = release
+        self._tree = tree
+        self._node = node
+
+    @property
+    def active(self) -> bool:
+        """Whether the prefix is still pinned."""
+        return self.pages > 0
+
+    def release(self) -> None:
+        """End the pin now. Does nothing if it has ended."""
+        if self.active:
+            self._release(self)
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Pins:
+    """All pins of one cache. `clock` is monotonic, in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._by_node: dict[int, list[Pin]] = {}  # the deepest node of each; splits keep that object
+        # Lazy: a pin that was refreshed is put back with its new time when its old one comes up.
+        self._expiry: list[tuple[float, int, Pin]] = []
+        self._made = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_node.values()))
+
+    def add(self, tree: RadixTree, node: Node, pages: int, ttl_s: float) -> Pin:
+        """Pin the path to `node`, `pages` pages, for `ttl_s` seconds. For no page the pin has ended already."""
+        pin = Pin(self._release, tree, node, pages, ttl_s)
+        if pages:
+            tree.pin(node)
+            self._by_node.setdefault(node.id, []).append(pin)
+            pin.expires_at = self._clock() + ttl_s
+            self._made += 1
+            heapq.heappush(self._expiry, (pin.expires_at, self._made, pin))
+        return pin
+
+    def used(self, node: Node) -> None:
+        """A request has used the path to `node`: pins that end on it start anew."""
+        if not self._by_node:
+            return
+        expires_from = self._clock()
+        while node.parent is not None:
+            if node.pin_ref:
+                for pin in self._by_node.get(node.id, ()):
+                    pin.expires_at = expires_from + pin.ttl_s
+            node = node.parent
+
+    def expire(self) -> None:
+        """End the pins whose time is over."""
+        heap = self._expiry
+        while heap and heap[0][0] <= self._clock():
+            _, number, pin = heap[0]
+            if pin.active and pin.expires_at > heap[0][0]:
+                heapq.heapreplace(heap, (pin.expires_at, number, pin))
+                continue
+            heapq.heappop(heap)
+            pin.release()
+
+    def clear(self) -> None:
+        """End all pins."""
+        for pins in list(self._by_node.values()):
+            for pin in list(pins):
+                pin.release()
+
+    def _release(self, pin: Pin) -> None:
+        pin.pages = 0
+        pins = self._by_node[pin._node.id]
+        pins.remove(pin)
+        if not pins:
+            del self._by_node[pin._node.id]
+        pin._tree.unpin(pin._node)

@@ -1,0 +1,5 @@
+"""KV events."""
+
+from .types import Medium
+
+__all__ = ["Medium"]

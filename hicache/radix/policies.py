@@ -1,0 +1,137 @@
+"""Eviction policies: which candidate leaves a full tier first. The same ones serve L1 and L2.
+
+A policy maps a node to a rank; the smallest rank leaves first, and among equal ranks the node that became a candidate
+first. Ranks are computed from what the tree keeps per node: `last_access` and `created` (ticks of its clock),
+`hit_count` and `priority`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+from ..errors import InvalidInput
+from .node import Node
+
+# Requests that must have used a run before `slru` protects it from runs that were used once.
+SLRU_PROTECTED_HITS = 2
+
+
+class EvictionPolicy(Protocol):
+    """`falls_on_use` says whether using a node may lower its rank. Only then is a queued node entered again per use."""
+
+    falls_on_use: bool
+
+    def rank(self, node: Node) -> Any:
+        """An int or a tuple of ints, always of the same shape. Reads the node, changes nothing."""
+
+
+class LRUPolicy:
+    """Least recently used first."""
+
+    falls_on_use = False
+
+    def rank(self, node: Node) -> int:
+        return node.last_access
+
+
+class LFUPolicy:
+    """Used by the fewest requests first, then least recently used."""
+
+    falls_on_use = False
+
+    def rank(self, node: Node) -> tuple[int, int]:
+        return node.hit_count, node.last_access
+
+
+class FIFOPolicy:
+    """Oldest first."""
+
+    falls_on_use = False
+
+    def rank(self, node: Node) -> int:
+        return node.created
+
+
+class FILOPolicy:
+    """Newest first."""
+
+    falls_on_use = False
+
+    def rank(self, node: Node) -> int:
+        return -node.created
+
+
+class MRUPolicy:
+    """Most recently used first: for scans over more than fits, where the oldest is needed next."""
+
+    falls_on_use = True
+
+    def rank(self, node: Node) -> int:
+        return -node.last_access
+
+
+class PriorityPolicy:
+    """Lowest request priority first, then least recently used."""
+
+    falls_on_use = False
+
+    def rank(self, node: Node) -> tuple[int, int]:
+        return node.priority, node.last_access
+
+
+class SLRUPolicy:
+    """Segmented LRU: what fewer than `protected_hits` requests used goes first, then least recently used.
+
+    Source: R. Karedla, J. S. Love, B. G. Wherry, "Caching strategies to improve disk system performance", 1994.
+    """
+
+    falls_on_use = False
+
+    def __init__(self, protected_hits: int = SLRU_PROTECTED_HITS) -> None:
+        if protected_hits < 1:
+            raise InvalidInput(f"slru: protected_hits must be at least 1, got {protected_hits}")
+        self._protected_hits = protected_hits
+
+    def rank(self, node: Node) -> tuple[int, int]:
+        return int(node.hit_count >= self._protected_hits), node.last_access
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "lru": LRUPolicy,
+    "lfu": LFUPolicy,
+    "fifo": FIFOPolicy,
+    "mru": MRUPolicy,
+    "filo": FILOPolicy,
+    "priority": PriorityPolicy,
+    "slru": SLRUPolicy,
+}
+
+
+def register_policy(name: str, factory: Callable[[], EvictionPolicy]) -> None:
+    """Make a policy of one's own known under `name`. Raises InvalidInput for a name that is taken."""
+    if name in POLICIES:
+        raise InvalidInput(f"eviction policy {name!r} exists already; choose another name")
+    POLICIES[name] = factory
+
+
+def make_policy(name: str, *, slru_protected_hits: int = SLRU_PROTECTED_HITS) -> EvictionPolicy:
+    """The policy called `name`, or made by `module:Class`.
+
+    Raises InvalidInput for an unknown name, and for what cannot be imported or is no policy.
+    """
+    if name == "slru":
+        return SLRUPolicy(slru_protected_hits)
+    if name in POLICIES:
+        return POLICIES[name]()
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise InvalidInput(f"eviction policy {name!r}; known: {', '.join(sorted(POLICIES))}, or module:Class")
+    try:
+        policy = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise InvalidInput(f"eviction policy {name!r} cannot be made: {error}") from error
+    if not callable(getattr(policy, "rank", None)) or not isinstance(getattr(policy, "falls_on_use", None), bool):
+        raise InvalidInput(f"eviction policy {name!r} has no method rank(node), or no boolean falls_on_use")
+    return cast(EvictionPolicy, policy)

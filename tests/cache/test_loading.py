@@ -1,0 +1,99 @@
+"""Load back: what is loaded, and what is taken back."""
+
+from __future__ import annotations
+
+from hicache.cache import CacheOptions
+from tests.cache.world import World, prompt
+
+OPTIONS = CacheOptions(load_back_threshold_tokens=4, prefetch_threshold_tokens=4)
+
+
+def on_host_only(*prompts: tuple[int, ...], device_pages: int = 64, host_pages: int = 64) -> World:
+    world = World(device_pages=device_pages, host_pages=host_pages, options=OPTIONS)
+    for number, pages in enumerate(prompts):
+        world.serve(f"stored-{number}", prompt(*pages))
+    world.settle()
+    world.cache.evict(1000)
+    return world
+
+
+def test_a_quota_bounds_what_is_loaded_and_a_long_run_is_cut_there() -> None:
+    pages = tuple(range(1, 33))
+    world = on_host_only(pages)
+    request = world.cache.begin_request("a", prompt(*pages), load_pages_max=20)
+    assert request is not None and request.host_hit_tokens == 20 * 4
+    world.cache.start_loading()
+    world.settle()
+    world.compare(prompt(*pages), request.pages[:20])
+    world.cache.cache_finished_req(request, None)
+    world.close()
+
+
+def test_a_quota_of_nothing_loads_nothing() -> None:
+    world = on_host_only((1, 2, 3))
+    request = world.cache.begin_request("a", prompt(1, 2, 3), load_pages_max=0)
+    assert request is not None and request.cached_tokens == 0
+    world.cache.cache_finished_req(request, None)
+    world.close()
+
+
+def test_an_abort_before_the_copy_started_takes_the_load_back() -> None:
+    world = on_host_only((1, 2, 3))
+    request = world.cache.begin_request("a", prompt(1, 2, 3))
+    assert request is not None and request.host_hit_tokens == 12
+    world.cache.cache_finished_req(request, None)
+    assert world.cache.start_loading() is None
+    assert world.device.allocator.used_pages == 0
+    world.cache.check()
+    assert world.serve("b", prompt(1, 2, 3)).host_hit_tokens == 12
+    world.close()
+
+
+def test_an_abort_after_the_copy_started_lets_it_end() -> None:
+    world = on_host_only((1, 2, 3))
+    request = world.cache.begin_request("a", prompt(1, 2, 3))
+    assert request is not None
+    assert world.cache.start_loading() is not None
+    world.cache.cache_finished_req(request, None)
+    world.settle()
+    assert world.serve("b", prompt(1, 2, 3)).device_hit_tokens == 12
+    world.close()
+
+
+def test_a_load_that_another_request_counts_on_is_not_taken_back() -> None:
+    world = on_host_only((1, 2, 3))
+    first = world.cache.begin_request("a", prompt(1, 2, 3))
+    second = world.cache.begin_request("b", prompt(1, 2, 4))
+    assert first is not None and second is not None and second.device_hit_tokens == 8
+    world.cache.cache_finished_req(first, None)
+    assert world.cache.start_loading() is not None
+    world.settle()
+    world.compare(prompt(1, 2, 4), second.pages[:2])
+    world.cache.cache_finished_req(second, None)
+    world.close()
+
+
+def test_a_load_with_a_continuation_loaded_behind_it_is_not_taken_back() -> None:
+    world = on_host_only((1, 2, 3), (1, 2, 3, 4, 5))
+    first = world.cache.begin_request("a", prompt(1, 2, 3))
+    second = world.cache.begin_request("b", prompt(1, 2, 3, 4, 5))
+    assert first is not None and second is not None and second.cached_tokens == 20
+    world.cache.cache_finished_req(first, None)
+    world.cache.start_loading()
+    world.settle()
+    world.compare(prompt(1, 2, 3, 4, 5), second.pages[:5])
+    world.cache.cache_finished_req(second, None)
+    world.close()
+
+
+def test_loads_of_one_step_are_one_copy() -> None:
+    world = on_host_only((1, 2), (3, 4))
+    requests = [world.cache.begin_request(str(i), prompt(*pages)) for i, pages in enumerate([(1, 2), (3, 4)])]
+    transfer = world.cache.start_loading()
+    assert transfer is not None and world.controller.statistics().queues.load == 1
+    world.settle()
+    for request, pages in zip(requests, [(1, 2), (3, 4)], strict=True):
+        assert request is not None
+        world.compare(prompt(*pages), request.pages[:2])
+        world.cache.cache_finished_req(request, None)
+    world.close()

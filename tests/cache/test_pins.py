@@ -1,0 +1,168 @@
+"""Pins: what stays, for how long, and what they may not take."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.cache import CacheOptions, Pin
+from hicache.errors import InvalidInput
+from tests.cache.world import ShiftedClock, World, prompt
+
+
+def is_active(pin: Pin) -> bool:
+    return pin.active
+
+
+def evict_all(world: World) -> None:
+    """Take off both tiers whatever may leave."""
+    world.cache.evict(100)
+    world.settle()
+    world.host.free(world.cache.tree.evict_host(100))
+    world.cache.check()
+
+
+def test_a_pinned_prefix_is_demoted_and_never_dropped() -> None:
+    world = World()
+    world.serve("a", prompt(1, 2))
+    world.serve("b", prompt(3, 4))
+    pin = world.cache.pin(prompt(1, 2), ttl_s=60)
+    assert pin is not None and pin.pages == 2
+    world.settle()
+    evict_all(world)
+    assert world.serve("c", prompt(1, 2)).host_hit_tokens == 8
+    assert world.serve("d", prompt(3, 4)).cached_tokens == 0
+    pin.release()
+    world.close()
+
+
+def test_without_a_pin_the_same_prefix_is_gone() -> None:
+    world = World()
+    world.serve("a", prompt(1, 2))
+    world.settle()
+    evict_all(world)
+    assert world.serve("c", prompt(1, 2)).cached_tokens == 0
+    world.close()
+
+
+@pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
+def test_a_pinned_page_is_copied_whatever_the_write_policy(policy: str) -> None:
+    world = World(options=CacheOptions(write_policy=policy, load_back_threshold_tokens=4))
+    world.serve("a", prompt(1, 2))
+    world.settle()
+    assert world.cache.tree.host_pages == 0
+    assert world.cache.pin(prompt(1, 2), ttl_s=60) is not None
+    world.settle()
+    assert world.cache.tree.host_pages == 2
+    world.close()
+
+
+def test_a_pinned_page_that_l2_has_no_room_for_stays_on_l1() -> None:
+    world = World(host_pages=4, options=CacheOptions(write_policy="write_back", pin_host_share=1))
+    blocker = world.host.alloc(3)
+    assert blocker is not None
+    world.serve("a", prompt(1, 2))
+    assert world.cache.pin(prompt(1, 2), ttl_s=60) is not None
+    eviction = world.cache.evict(2)
+    assert (eviction.freed_pages, eviction.saving_pages, eviction.short_pages) == (0, 0, 2)
+    assert len(world.cache.match_prefix(prompt(1, 2)).device_pages) == 2
+    world.host.free(blocker)
+    world.close()
+
+
+def test_a_pin_ends_when_its_time_is_over() -> None:
+    clock = ShiftedClock()
+    world = World(clock=clock)
+    world.serve("a", prompt(1, 2))
+    pin = world.cache.pin(prompt(1, 2), ttl_s=60)
+    assert pin is not None
+    clock.shift_s = 59
+    world.cache.poll()
+    assert is_active(pin)
+    clock.shift_s = 61
+    world.cache.poll()
+    assert not is_active(pin) and world.cache.tree.pinned_pages == 0
+    world.settle()
+    evict_all(world)
+    assert world.serve("b", prompt(1, 2)).cached_tokens == 0
+    world.close()
+
+
+def test_a_request_that_uses_the_whole_prefix_starts_its_time_anew() -> None:
+    clock = ShiftedClock()
+    world = World(clock=clock)
+    world.serve("a", prompt(1, 2))
+    pin = world.cache.pin(prompt(1, 2), ttl_s=60)
+    assert pin is not None
+    clock.shift_s = 50
+    world.serve("b", prompt(1, 2, 3))
+    clock.shift_s = 100
+    world.cache.poll()
+    assert is_active(pin)
+    clock.shift_s = 120
+    world.cache.poll()
+    assert not is_active(pin)
+    world.close()
+
+
+def test_a_request_that_uses_only_a_part_of_the_prefix_does_not() -> None:
+    clock = ShiftedClock()
+    world = World(clock=clock)
+    world.serve("a", prompt(1, 2))
+    pin = world.cache.pin(prompt(1, 2), ttl_s=60)
+    assert pin is not None
+    clock.shift_s = 50
+    world.serve("b", prompt(1, 3))
+    clock.shift_s = 61
+    world.cache.poll()
+    assert not is_active(pin)
+    world.close()
+
+
+def test_pins_of_one_prefix_count_its_pages_once_and_end_one_by_one() -> None:
+    world = World()
+    world.serve("a", prompt(1, 2, 3))
+    first = world.cache.pin(prompt(1, 2, 3), ttl_s=60)
+    with world.cache.pin(prompt(1, 2), ttl_s=60) as second:  # type: ignore[union-attr]
+        assert second.pages == 2
+        assert world.cache.tree.pinned_pages == 3
+        world.cache.check()
+    assert world.cache.tree.pinned_pages == 3
+    assert first is not None
+    first.release()
+    first.release()
+    assert world.cache.tree.pinned_pages == 0
+    world.close()
+
+
+def test_pins_beyond_their_share_of_l2_are_refused() -> None:
+    world = World(host_pages=8, options=CacheOptions(pin_host_share=0.25))
+    world.serve("a", prompt(1, 2, 3))
+    assert world.cache.pin(prompt(1, 2, 3), ttl_s=60) is None
+    assert world.cache.pin(prompt(1, 2), ttl_s=60) is not None
+    assert world.cache.statistics().skipped["pin_share"] == 1
+    world.close()
+
+
+def test_a_pin_on_nothing_has_ended() -> None:
+    world = World()
+    pin = world.cache.pin(prompt(1, 2), ttl_s=60)
+    assert pin is not None and not pin.active
+    pin.release()
+    world.close()
+
+
+def test_a_time_that_is_not_positive_is_refused() -> None:
+    world = World()
+    for ttl_s in (0, -1, float("nan")):
+        with pytest.raises(InvalidInput, match="ttl_s"):
+            world.cache.pin(prompt(1), ttl_s)
+    world.close()
+
+
+def test_clearing_the_cache_ends_pins() -> None:
+    world = World()
+    world.serve("a", prompt(1, 2))
+    pin = world.cache.pin(prompt(1, 2), ttl_s=60)
+    world.cache.clear()
+    assert pin is not None and not pin.active
+    world.close()

@@ -1,0 +1,240 @@
+"""Write policies, and what eviction does under each of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.cache import CacheOptions, Eviction
+from hicache.controller import ControllerOptions
+from hicache.errors import InvalidInput
+from hicache.keys import RadixKey
+from tests.cache.world import World, memory_backend, prompt
+
+
+def world(
+    write_policy: str,
+    *,
+    device_pages: int = 16,
+    host_pages: int = 32,
+    selective_hits: int = 2,
+    eviction_policy: str = "lru",
+) -> World:
+    return World(
+        device_pages=device_pages,
+        host_pages=host_pages,
+        options=CacheOptions(
+            write_policy=write_policy,
+            selective_hits=selective_hits,
+            eviction_policy=eviction_policy,
+            prefetch_threshold_tokens=4,
+            load_back_threshold_tokens=4,
+        ),
+    )
+
+
+def test_write_through_copies_a_page_when_it_is_computed() -> None:
+    w = world("write_through")
+    w.serve("a", prompt(1, 2))
+    w.settle()
+    assert w.cache.tree.host_pages == 2
+    w.close()
+
+
+def test_selective_copies_a_page_when_the_second_request_uses_it() -> None:
+    w = world("write_through_selective")
+    w.serve("a", prompt(1, 2, 3))
+    w.settle()
+    assert w.cache.tree.host_pages == 0
+    w.serve("b", prompt(1, 2, 4))
+    w.settle()
+    assert w.cache.tree.host_pages == 2
+    w.close()
+
+
+def test_selective_waits_for_as_many_requests_as_configured() -> None:
+    w = world("write_through_selective", selective_hits=3)
+    for count, expected in ((1, 0), (2, 0), (3, 2)):
+        w.serve(f"r{count}", prompt(1, 2))
+        w.settle()
+        assert w.cache.tree.host_pages == expected
+    w.close()
+
+
+def test_chunked_prefill_counts_one_request() -> None:
+    w = world("write_through_selective")
+    key = prompt(1, 2, 3, 4)
+    request = w.begin("a", key)
+    assert request is not None
+    for pages in (1, 2, 3, 4):
+        w.cache.cache_unfinished_req(request, key.head(pages * 4))
+    w.cache.cache_finished_req(request, key)
+    w.settle()
+    assert {node.hit_count for node in w.cache.tree.nodes()} == {1}
+    assert w.cache.tree.host_pages == 0
+    w.close()
+
+
+def test_two_requests_that_computed_the_same_count_as_two() -> None:
+    w = world("write_through_selective")
+    first, second = w.begin("a", prompt(1, 2)), w.begin("b", prompt(1, 2))
+    assert first is not None and second is not None
+    w.cache.cache_finished_req(first, prompt(1, 2))
+    w.cache.cache_finished_req(second, prompt(1, 2))
+    w.settle()
+    assert w.cache.tree.host_pages == 2
+    w.close()
+
+
+def test_an_aborted_request_that_reused_a_prefix_counts() -> None:
+    w = world("write_through_selective")
+    w.serve("a", prompt(1, 2))
+    request = w.begin("b", prompt(1, 2, 3))
+    assert request is not None
+    w.cache.cache_finished_req(request, None)
+    w.settle()
+    assert w.cache.tree.host_pages == 2
+    w.close()
+
+
+def test_write_back_copies_a_page_when_it_is_evicted_and_frees_it_when_the_copy_has_arrived() -> None:
+    w = world("write_back")
+    w.serve("a", prompt(1, 2))
+    w.settle()
+    assert w.cache.tree.host_pages == 0
+    assert w.cache.evict(2) == Eviction(freed_pages=0, saving_pages=2, short_pages=0)
+    assert w.cache.saving_pages == 2
+    w.settle()
+    assert w.cache.saving_pages == 0
+    assert (w.cache.tree.device_pages_total, w.cache.tree.host_pages) == (0, 2)
+    assert w.serve("b", prompt(1, 2)).host_hit_tokens == 8
+    assert w.compared_pages == 2
+    w.close()
+
+
+def test_write_back_copies_the_ancestors_of_a_victim_with_it() -> None:
+    """A page on L2 must have its whole prefix there."""
+    w = world("write_back")
+    w.serve("a", prompt(1, 2))
+    w.serve("b", prompt(1, 3))
+    w.settle()
+    w.cache.evict(1)
+    w.settle()
+    assert (w.cache.tree.device_pages_total, w.cache.tree.host_pages) == (2, 2)
+    w.close()
+
+
+def test_a_request_that_needs_room_waits_for_write_back_without_blocking() -> None:
+    w = world("write_back", device_pages=4)
+    w.serve("a", prompt(1, 2, 3))
+    w.settle()
+    assert w.cache.begin_request("b", prompt(4, 5, 6)) is None
+    assert w.cache.saving_pages > 0
+    w.settle()
+    request = w.begin("b", prompt(4, 5, 6))
+    assert request is not None
+    w.cache.cache_finished_req(request, prompt(4, 5, 6))
+    w.close()
+
+
+def test_a_page_that_a_request_locks_while_it_is_written_back_stays_on_l1() -> None:
+    w = world("write_back")
+    w.serve("a", prompt(1, 2))
+    w.settle()
+    w.cache.evict(2)
+    request = w.begin("b", prompt(1, 2, 3))
+    assert request is not None and request.device_hit_tokens == 8
+    w.settle()
+    assert w.cache.tree.host_pages == 2
+    w.compare(prompt(1, 2, 3), request.pages[:2])
+    w.cache.cache_finished_req(request, None)
+    w.close()
+
+
+def test_write_back_drops_a_victim_that_l2_has_no_room_for() -> None:
+    w = world("write_back", host_pages=1)
+    w.serve("a", prompt(1, 2, 3))
+    w.settle()
+    assert w.cache.evict(3).freed_pages == 2
+    assert w.cache.statistics().skipped["write_back_dropped"] == 2
+    w.settle()
+    w.close()
+
+
+def test_write_back_reaches_storage() -> None:
+    backend = memory_backend()
+    w = World(
+        backend=backend,
+        options=CacheOptions(write_policy="write_back", prefetch_threshold_tokens=4, load_back_threshold_tokens=4),
+    )
+    w.serve("a", prompt(1, 2))
+    w.settle()
+    assert backend.usage().pages == 0
+    w.cache.evict(2)
+    w.settle()
+    assert backend.usage().pages == 2
+    w.close()
+
+
+def test_eviction_says_what_it_could_not_free() -> None:
+    w = world("write_through")
+    request = w.begin("a", prompt(1, 2))
+    assert request is not None
+    w.cache.cache_unfinished_req(request, prompt(1, 2))
+    w.settle()
+    assert w.cache.evict(5) == Eviction(freed_pages=0, saving_pages=0, short_pages=5)
+    w.cache.cache_finished_req(request, None)
+    assert w.cache.evict(5) == Eviction(freed_pages=2, saving_pages=0, short_pages=3)
+    w.close()
+
+
+def test_a_write_queue_that_is_full_turns_a_victim_away() -> None:
+    w = World(
+        options=CacheOptions(write_policy="write_back"), controller_options=ControllerOptions(write_pages_max=1)
+    )
+    w.serve("a", prompt(1))
+    w.serve("b", prompt(2))
+    assert w.cache.evict(2) == Eviction(freed_pages=1, saving_pages=1, short_pages=0)
+    assert w.controller.refused["write"] == 1
+    w.settle()
+    w.close()
+
+
+def test_a_higher_priority_keeps_the_whole_prefix_longer() -> None:
+    w = world("write_through", device_pages=8, eviction_policy="priority")
+    for rid, key, priority in (("low", prompt(1, 2), 0), ("high", prompt(3, 4), 5), ("later", prompt(5, 6), 0)):
+        request = w.cache.begin_request(rid, key, priority=priority)
+        assert request is not None
+        w.fill(key, request.pages, 0)
+        w.cache.cache_finished_req(request, key)
+    w.settle()
+    w.cache.evict(4)
+    assert len(w.cache.match_prefix(prompt(3, 4)).device_pages) == 2
+    assert len(w.cache.match_prefix(prompt(1, 2)).device_pages) == 0
+    w.close()
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="lru"):
+        World(options=CacheOptions(eviction_policy="newest"))
+
+
+def test_bigram_keys_share_what_pairs_agree_on() -> None:
+    """Four pairs a page: the page that ends before a differing token is not shared, since its last pair differs."""
+    w = World(position_bytes=8)
+    first = RadixKey.of([1, 2, 3, 4, 5, 6, 7, 8, 9], bigram=True)
+    request = w.begin("a", first)
+    assert request is not None and len(request.pages) == 3  # eight pairs, but nine tokens of KV
+    w.cache.cache_finished_req(request, first)
+    assert len(w.cache.match_prefix(RadixKey.of([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], bigram=True)).device_pages) == 2
+    assert len(w.cache.match_prefix(RadixKey.of([1, 2, 3, 4, 99], bigram=True)).device_pages) == 0
+    again = w.begin("b", first)
+    assert again is not None and again.device_hit_tokens == 8
+    w.cache.cache_finished_req(again, None)
+    w.close()
+
+
+def test_a_plain_key_is_refused_by_a_bigram_cache() -> None:
+    w = World(position_bytes=8)
+    with pytest.raises(InvalidInput, match="bigram"):
+        w.cache.begin_request("a", prompt(1))
+    w.close()

@@ -1,0 +1,191 @@
+"""How long a request waits for storage, and for what another request is fetching already."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from hicache.backends.base import GetOutcome
+from hicache.cache import CacheOptions
+from tests.cache.world import LastingBackend, ShiftedClock, World, codec, prompt
+
+KEY = prompt(*range(1, 9))
+
+
+class Gated(LastingBackend):
+    """Reads wait at a gate, and are counted."""
+
+    def __init__(self) -> None:
+        super().__init__(codec())
+        self.gate = threading.Event()
+        self.gate.set()
+        self.pages_read = 0
+        self.lookups = 0
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        self.lookups += 1
+        return super().batch_exists(keys, deadline=deadline)
+
+    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+        assert self.gate.wait(30)
+        self.pages_read += len(keys)
+        return super().batch_get(keys, frames, deadline=deadline + 100)
+
+
+def stored() -> Gated:
+    backend = Gated()
+    world = World(backend=backend)
+    world.serve("store", KEY)
+    world.settle()
+    world.close()
+    backend.lookups = 0
+    return backend
+
+
+def world_of(
+    backend: Gated, policy: str, clock: ShiftedClock | None = None, *, write_policy: str = "write_through"
+) -> World:
+    options = CacheOptions(
+        prefetch_policy=policy,
+        prefetch_threshold_tokens=4,
+        load_back_threshold_tokens=4,
+        prefetch_timeout_per_1024_tokens_s=0,
+        write_policy=write_policy,
+    )
+    return World(device_pages=64, host_pages=64, backend=backend, options=options, clock=clock or ShiftedClock())
+
+
+def test_best_effort_never_waits_and_takes_what_has_arrived() -> None:
+    backend = stored()
+    world = world_of(backend, "best_effort")
+    backend.gate.clear()
+    assert world.cache.prefetch_from_storage("a", KEY)
+    assert world.cache.check_prefetch_progress("a")
+    request = world.begin("a", KEY)
+    assert request is not None and request.cached_tokens == 0
+    world.cache.cache_finished_req(request, None)
+    backend.gate.set()
+    world.close()
+
+
+def test_best_effort_uses_a_read_that_ended_before_the_request_begins() -> None:
+    world = world_of(stored(), "best_effort")
+    world.cache.prefetch_from_storage("a", KEY)
+    world.until(lambda: world.controller.statistics().prefetched_pages == 8)
+    request = world.begin("a", KEY)
+    assert request is not None and request.storage_hit_tokens == 32
+    world.cache.cache_finished_req(request, None)
+    world.close()
+
+
+def test_wait_complete_waits_where_a_timeout_goes_on() -> None:
+    for policy, goes_on in (("timeout", True), ("wait_complete", False)):
+        backend, clock = stored(), ShiftedClock()
+        world = world_of(backend, policy, clock)
+        backend.gate.clear()
+        world.cache.prefetch_from_storage("a", KEY)
+        world.until(lambda w=world: w.controller.statistics().queues.reads == 0 and w.controller.read_pages > 0)  # type: ignore[misc]
+        assert not world.cache.check_prefetch_progress("a")
+        clock.shift_s += 5
+        assert world.cache.check_prefetch_progress("a") == goes_on
+        backend.gate.set()
+        world.until(lambda w=world: w.cache.check_prefetch_progress("a"))  # type: ignore[misc]
+        world.cache.abort_prefetch("a")
+        world.close()
+
+
+def test_wait_complete_is_bounded_all_the_same() -> None:
+    backend, clock = stored(), ShiftedClock()
+    world = world_of(backend, "wait_complete", clock)
+    backend.gate.clear()
+    world.cache.prefetch_from_storage("a", KEY)
+    assert not world.cache.check_prefetch_progress("a")
+    clock.shift_s += 100
+    assert world.cache.check_prefetch_progress("a")
+    backend.gate.set()
+    world.close()
+
+
+def test_equal_prompts_that_wait_together_are_read_once() -> None:
+    backend = stored()
+    world = world_of(backend, "timeout")
+    backend.gate.clear()
+    for rid in "abc":
+        assert world.cache.prefetch_from_storage(rid, KEY)
+    assert not any(world.cache.check_prefetch_progress(rid) for rid in "abc")
+    backend.gate.set()
+    for rid in "abc":
+        world.until(lambda r=rid: world.cache.check_prefetch_progress(r))  # type: ignore[misc]
+        request = world.begin(rid, KEY)
+        assert request is not None and request.cached_tokens == 32
+        world.cache.cache_finished_req(request, None)
+    assert (backend.pages_read, backend.lookups) == (8, 1)
+    world.close()
+
+
+def test_a_follower_leads_when_its_leader_is_aborted() -> None:
+    backend = stored()
+    world = world_of(backend, "timeout")
+    backend.gate.clear()
+    world.cache.prefetch_from_storage("a", KEY)
+    world.cache.prefetch_from_storage("b", KEY)
+    world.cache.abort_prefetch("a")
+    assert not world.cache.check_prefetch_progress("b")
+    backend.gate.set()
+    world.until(lambda: world.cache.check_prefetch_progress("b"))
+    request = world.begin("b", KEY)
+    assert request is not None and request.storage_hit_tokens == 32
+    world.cache.cache_finished_req(request, None)
+    world.close()
+
+
+def test_a_follower_with_a_longer_prompt_fetches_the_rest_itself() -> None:
+    backend = stored()
+    world = world_of(backend, "timeout")
+    backend.gate.clear()
+    world.cache.prefetch_from_storage("a", prompt(1, 2, 3))
+    world.cache.prefetch_from_storage("b", KEY)
+    backend.gate.set()
+    world.until(lambda: world.cache.check_prefetch_progress("b"))
+    request = world.begin("b", KEY)
+    assert request is not None and request.cached_tokens == 32
+    assert backend.pages_read == 8
+    world.cache.cache_finished_req(request, None)
+    world.close()
+
+
+def test_an_aborted_follower_waits_for_nothing() -> None:
+    backend = stored()
+    world = world_of(backend, "timeout")
+    backend.gate.clear()
+    world.cache.prefetch_from_storage("a", KEY)
+    world.cache.prefetch_from_storage("b", KEY)
+    world.cache.abort_prefetch("b")
+    assert world.cache.check_prefetch_progress("b")
+    backend.gate.set()
+    world.close()
+
+
+def test_a_prefix_on_its_way_to_l2_is_waited_for() -> None:
+    backend = stored()
+    world = world_of(backend, "timeout")
+    request = world.begin("a", prompt(1, 2))
+    assert request is not None
+    world.cache.cache_finished_req(request, prompt(1, 2))
+    assert world.cache.prefetch_from_storage("b", KEY)
+    world.until(lambda: world.cache.check_prefetch_progress("b"))
+    later = world.begin("b", KEY)
+    assert later is not None and (later.device_hit_tokens, later.storage_hit_tokens) == (8, 24)
+    world.cache.cache_finished_req(later, None)
+    world.close()
+
+
+def test_a_prefix_that_will_not_come_to_l2_is_not_waited_for() -> None:
+    backend = stored()
+    world = world_of(backend, "timeout", write_policy="write_back")
+    request = world.begin("a", prompt(1, 2))
+    assert request is not None
+    world.cache.cache_finished_req(request, prompt(1, 2))
+    assert not world.cache.prefetch_from_storage("b", KEY)
+    assert world.cache.statistics().skipped["prefetch_prefix_not_on_host"] == 1
+    world.close()

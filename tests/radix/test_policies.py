@@ -1,0 +1,204 @@
+"""Eviction policies: the order in which things leave, against a search of the whole tree."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hicache.errors import InvalidInput
+from hicache.keys import RadixKey, token_bytes
+from hicache.radix import POLICIES, Node, RadixTree, check_tree, make_policy, may_leave_device, register_policy
+from hicache.radix.node import may_leave_host
+from tests.seeds import rng, seeds
+
+# The documented meaning of each policy, apart from the code: the smallest leaves first.
+MEANING: dict[str, Callable[[Node], Any]] = {
+    "lru": lambda node: node.last_access,
+    "lfu": lambda node: (node.hit_count, node.last_access),
+    "fifo": lambda node: node.created,
+    "mru": lambda node: -node.last_access,
+    "filo": lambda node: -node.created,
+    "priority": lambda node: (node.priority, node.last_access),
+    "slru": lambda node: (node.hit_count >= 2, node.last_access),
+}
+
+
+def key(*tokens: int) -> RadixKey:
+    return RadixKey(token_bytes(list(tokens)))
+
+
+def tree(policy: str, **options: int) -> RadixTree:
+    return RadixTree(1, make_policy(policy, **options))
+
+
+def insert(t: RadixTree, *tokens: int, page: int, priority: int = 0) -> Node:
+    pages = np.arange(page, page + len(tokens), dtype=np.int32)
+    return t.insert(key(*tokens), pages, priority=priority).node
+
+
+def first_out(policy: str, **options: int) -> int:
+    """Three runs of one page: 1 is the oldest and used by three requests, 2 has priority 9, 3 is the newest. Their
+    last uses are in the order 2, 3, 1."""
+    t = tree(policy, **options)
+    node = insert(t, 1, page=1)
+    insert(t, 2, page=2, priority=9)
+    insert(t, 3, page=3)
+    t.match(key(1))
+    t.use(node)
+    t.use(node)
+    return int(t.evict_device(1).pages[0])
+
+
+@pytest.mark.parametrize(
+    ("policy", "victim"),
+    [("lru", 2), ("lfu", 2), ("fifo", 1), ("mru", 1), ("filo", 3), ("priority", 3), ("slru", 2)],
+)
+def test_the_first_to_leave(policy: str, victim: int) -> None:
+    assert first_out(policy) == victim
+
+
+def test_slru_protects_from_the_configured_number_of_requests_on() -> None:
+    t = tree("slru", slru_protected_hits=3)
+    twice, thrice = insert(t, 1, page=1), insert(t, 2, page=2)
+    t.use(twice)
+    t.use(thrice)
+    t.use(thrice)
+    t.match(key(1))
+    assert t.evict_device(2).pages.tolist() == [1, 2]
+
+
+class Walk:
+    """Random operations on a tree under one policy; before each eviction the whole tree is searched for its victims."""
+
+    def __init__(self, policy: str, numbers: random.Random) -> None:
+        self.random = numbers
+        self.tree = tree(policy)
+        self.meaning = MEANING[policy]
+        self.next_page = 1
+        self.locked: list[Node] = []
+
+    def step(self) -> None:
+        action = self.random.choice([self.insert, self.insert, self.match, self.use, self.lock, self.unlock,
+                                     self.back_up, self.evict_device, self.evict_host])  # fmt: skip
+        action()
+        check_tree(self.tree)
+
+    def key(self) -> RadixKey:
+        return key(*[self.random.randrange(3) for _ in range(self.random.randint(1, 8))])
+
+    def insert(self) -> None:
+        chosen = self.key()
+        pages = np.arange(self.next_page, self.next_page + len(chosen), dtype=np.int32)
+        self.next_page += len(chosen)
+        self.tree.insert(chosen, pages, priority=self.random.randrange(3))
+
+    def match(self) -> None:
+        self.tree.match(self.key())
+
+    def use(self) -> None:
+        self.tree.use(self.tree.match(self.key()).node, self.random.randrange(4))
+
+    def lock(self) -> None:
+        node = self.tree.match(self.key()).node
+        self.tree.lock(node)
+        self.locked.append(node)
+
+    def unlock(self) -> None:
+        if self.locked:
+            self.tree.unlock(self.locked.pop(self.random.randrange(len(self.locked))))
+
+    def back_up(self) -> None:
+        path = []
+        node = self.tree.match(self.key()).device_node
+        while node.parent is not None and node.host is None:
+            path.append(node)
+            node = node.parent
+        for part in reversed(path):
+            pages = np.arange(self.next_page, self.next_page + self.tree.pages(part), dtype=np.int32)
+            self.next_page += len(pages)
+            self.tree.set_host(part, pages)
+
+    def evict_device(self) -> None:
+        ranks = {tuple(n.device): self.meaning(n) for n in self.tree.nodes() if may_leave_device(n)}  # type: ignore[arg-type]
+        self.compare(ranks, self.tree.evict_device(1).pages.tolist())
+
+    def evict_host(self) -> None:
+        ranks = {tuple(n.host): self.meaning(n) for n in self.tree.nodes() if may_leave_host(n)}  # type: ignore[arg-type]
+        self.compare(ranks, self.tree.evict_host(1).tolist())
+
+    def compare(self, ranks: dict[tuple[int, ...], Any], freed: list[int]) -> None:
+        best = min(ranks.values(), default=None)
+        assert (ranks[tuple(freed)] if freed else None) == best
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_victim_is_the_one_a_search_of_the_whole_tree_finds(policy: str, seed: int) -> None:
+    walk = Walk(policy, rng(seed))
+    for _ in range(400):
+        walk.step()
+
+
+def test_the_search_notices_a_queue_that_is_not_told_of_uses() -> None:
+    """Negative control: mru without a new entry at each use evicts by old ranks."""
+    found = 0
+    for seed in seeds(6):
+        walk = Walk("mru", rng(seed))
+        walk.tree._reorders = False
+        try:
+            for _ in range(400):
+                walk.step()
+        except AssertionError:
+            found += 1
+    assert found
+
+
+def test_queues_stay_small_however_often_a_node_is_used() -> None:
+    t = tree("mru")
+    for token in range(10):
+        insert(t, token, page=10 * token)
+    for _ in range(10_000):
+        t.match(key(3))
+    device_queue, _ = t.queues()
+    assert len(device_queue._heap) < 200
+    check_tree(t)
+
+
+class Biggest:
+    """A policy of one's own: the longest run first."""
+
+    falls_on_use = False
+
+    def rank(self, node: Node) -> int:
+        return -len(node.key)
+
+
+def test_a_policy_of_ones_own_is_registered_or_named_by_its_class() -> None:
+    register_policy("biggest-of-the-tests", Biggest)
+    try:
+        for name in ("biggest-of-the-tests", f"{__name__}:Biggest"):
+            t = tree(name)
+            insert(t, 1, page=1)
+            insert(t, 2, 3, page=2)
+            assert t.evict_device(1).pages.tolist() == [2, 3]
+        with pytest.raises(InvalidInput, match="exists"):
+            register_policy("lru", Biggest)
+    finally:
+        del POLICIES["biggest-of-the-tests"]
+
+
+@pytest.mark.parametrize(
+    "name", ["newest", "nowhere:Class", "hicache.keys:RadixKey", "json:JSONDecoder", f"{__name__}:no"]
+)
+def test_what_is_no_policy_is_refused(name: str) -> None:
+    with pytest.raises(InvalidInput, match="eviction policy"):
+        make_policy(name)
+
+
+def test_slru_without_a_threshold_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="protected_hits"):
+        make_policy("slru", slru_protected_hits=0)
