@@ -1,6 +1,7 @@
 """The radix tree: nodes, matching, splitting, locks and eviction. It decides; `hicache.cache` executes."""
 
 from .check import check_tree
+from .dump import dump_tree, pretty_print
 from .node import Node, may_leave_device
 from .observer import TreeObserver
 from .policies import POLICIES, SLRU_PROTECTED_HITS, EvictionPolicy, make_policy, register_policy
@@ -22,7 +23,9 @@ __all__ = [
     "RadixTree",
     "TreeObserver",
     "check_tree",
+    "dump_tree",
     "make_policy",
     "may_leave_device",
+    "pretty_print",
     "register_policy",
 ]
