@@ -47,15 +47,15 @@ clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist demo-data .demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.demo-stamp: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.demo-stamp: pyproject.toml constraints.txt hatch_build.py native/narrow.c | $(BIN)/python
 	@echo "installing the dependencies into $(VENV); torch takes a few minutes the first time"
 	$(PIP_INSTALL) -e ".[engine]"
 	touch $@
 
 # Has all that the demo needs as well.
-$(VENV)/.test-stamp: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.test-stamp: pyproject.toml constraints.txt hatch_build.py native/narrow.c | $(BIN)/python
 	@echo "installing the dependencies into $(VENV); torch takes a few minutes the first time"
-	$(PIP_INSTALL) -e ".[engine,redis,s3,daemon,dev]"
+	$(PIP_INSTALL) -e ".[engine,redis,s3,daemon,events,dev]"
 	touch $@ $(VENV)/.demo-stamp
 
 # Debian and Ubuntu ship Python without the part that makes environments, and a failed attempt leaves half of one.

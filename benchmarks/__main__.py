@@ -14,9 +14,13 @@ def main() -> None:
     peer = parser.parse_args().peer
     for module, arguments in (
         ("tree", ["--peer", peer] if peer else []),
+        ("poll", []),
         ("file_backend", []),
         ("tags", []),
         ("copies", []),
+        ("events", []),
+        ("allocators", []),
+        ("payoff", []),
     ):
         subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *arguments], check=True)
 

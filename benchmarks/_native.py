@@ -17,9 +17,9 @@ import torch
 class NativeTree:
     """The calls that a scheduler makes, through the bindings as they are: no adapter's time is counted."""
 
-    def __init__(self, bindings: Any, page_size: int) -> None:
+    def __init__(self, bindings: Any, page_size: int, policy: str = "lru") -> None:
         self._bindings = bindings
-        options = bindings.TreeCoreInitParamsBinding(eviction_policy="lru", page_size=page_size, device="cpu")
+        options = bindings.TreeCoreInitParamsBinding(eviction_policy=policy, page_size=page_size, device="cpu")
         self._tree = bindings.RustUnifiedTreeCoreBinding(options, [0])
 
     def insert(self, tokens: array.array[int], slots: torch.Tensor) -> None:
@@ -29,6 +29,14 @@ class NativeTree:
     def match(self, tokens: array.array[int]) -> int:
         """Length in tokens of the cached prefix."""
         return int(self._tree.match_prefix(self._bindings.MatchParamsBinding(key=tokens)).device_prefix_len)
+
+    def match_with_slots(self, tokens: array.array[int]) -> torch.Tensor:
+        """The token slots of the cached prefix, which a match alone does not give: a scheduler asks for them next."""
+        found = self._tree.match_prefix(self._bindings.MatchParamsBinding(key=tokens))
+        slots: torch.Tensor = self._tree.collect_full_device_indices(
+            found.last_device_node_id, self._tree.root_node_handle()
+        )
+        return slots
 
     def evict(self, tokens: int) -> int:
         """Evict leaves until `tokens` tokens are free."""

@@ -1,9 +1,10 @@
-"""The scheduler thread's own work: page keys, match, insert, eviction, an idle poll, and bytes per cached page.
+"""The tree's own work on the scheduler thread: page keys, match, insert, eviction, and bytes per cached page.
 
-    python -m benchmarks.tree [--peer DIR]
+    python -m benchmarks.tree [--peer DIR] [--numpy]
 
 With `--peer`, SGLang's native tree core runs side by side on the same prompts (see `benchmarks._native`); its time is
-the reference. Each figure is the best of many runs, the two sides taking turns; the median is in brackets.
+the reference. Each figure is the best of many runs, the two sides taking turns; the median is in brackets. `--numpy`
+leaves our native helper out.
 """
 
 from __future__ import annotations
@@ -15,28 +16,27 @@ import random
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from hicache.backends.memory import MemoryBackend
-from hicache.cache import HiRadixCache
-from hicache.controller import HiCacheController
-from hicache.frame import FrameCodec
-from hicache.geometry import KVGeometry
+from hicache import keys
 from hicache.keys import RadixKey, page_keys, token_bytes
 from hicache.radix import POLICIES, RadixTree
-from hicache.tiers import HostPool, create_copy_engine, create_device_pool
 
 from ._native import NativeTree, load_bindings
 from ._table import Row, print_table
 
-PAGE = 64
+PAGE_SIZES = (16, 64)
 PROMPT = 32_768
 TREE_PAGES = 100_000
+DEEP = 48  # nodes of the deep prompt
+LEAVES = (1_000, 10_000, 100_000)
+
+Sides: TypeAlias = "list[Callable[[], object]]"
 
 
 def tokens(count: int, seed: int) -> array.array[int]:
@@ -44,11 +44,13 @@ def tokens(count: int, seed: int) -> array.array[int]:
     return array.array("q", np.random.default_rng(seed).integers(0, 128_000, count).tolist())
 
 
-def alternate(runs: int, *sides: Callable[[], object]) -> list[list[float]]:
-    """Seconds of each run of each side, taking turns; the collector is off meanwhile."""
+def alternate(runs: int, sides: Sides, before: Callable[[], object] | None = None) -> list[list[float]]:
+    """Seconds of each run of each side, taking turns, `before` untimed ahead of each turn; the collector is off."""
     times: list[list[float]] = [[] for _ in sides]
     gc.disable()
     for _ in range(runs):
+        if before is not None:
+            before()
         for side, taken in zip(sides, times, strict=True):
             begin = time.perf_counter()
             side()
@@ -57,7 +59,7 @@ def alternate(runs: int, *sides: Callable[[], object]) -> list[list[float]]:
     return times
 
 
-def row(what: str, times: list[list[float]], goal: float | None) -> Row:
+def row(what: str, times: list[list[float]], goal: float | None = 1.0) -> Row:
     """Ours first, the reference second if there is one. A ratio above 1 means that we are slower."""
     text = [f"{min(t) * 1e6:.1f} us ({statistics.median(t) * 1e6:.1f})" for t in times]
     ratio = min(times[0]) / min(times[1]) if len(times) > 1 else None
@@ -67,9 +69,10 @@ def row(what: str, times: list[list[float]], goal: float | None) -> Row:
 class Pair:
     """Our tree and, if there is one, the peer's, with the same contents."""
 
-    def __init__(self, bindings: Any) -> None:
-        self.ours = RadixTree(PAGE, POLICIES["lru"]())
-        self.peer = NativeTree(bindings, PAGE) if bindings else None
+    def __init__(self, bindings: Any, page_size: int, policy: str = "lru") -> None:
+        self.page_size = page_size
+        self.ours = RadixTree(page_size, POLICIES[policy]())
+        self.peer = NativeTree(bindings, page_size, policy) if bindings else None
         self._next_page = 1
 
     def insert(self, prompt: array.array[int]) -> None:
@@ -77,121 +80,137 @@ class Pair:
         for side in self.inserts(prompt):
             side()
 
-    def inserts(self, prompt: array.array[int]) -> list[Callable[[], object]]:
+    def inserts(self, prompt: array.array[int]) -> Sides:
         """One insert per side."""
-        count = len(prompt) // PAGE
-        pages = np.arange(self._next_page, self._next_page + count, dtype=np.int32)
-        slots = torch.arange(self._next_page * PAGE, (self._next_page + count) * PAGE)
-        self._next_page += count
-        sides: list[Callable[[], object]] = [lambda: self.ours.insert(RadixKey.of(prompt), pages)]
-        if self.peer is not None:
-            peer = self.peer
+        count = len(prompt) // self.page_size
+        first, self._next_page = self._next_page, self._next_page + count
+        pages = np.arange(first, first + count, dtype=np.int32)
+        sides: Sides = [lambda: self.ours.insert(RadixKey.of(prompt), pages)]
+        if (peer := self.peer) is not None:
+            slots = torch.arange(first * self.page_size, (first + count) * self.page_size)
             sides.append(lambda: peer.insert(prompt, slots))
         return sides
 
-    def matches(self, prompt: array.array[int]) -> list[Callable[[], object]]:
-        """One match per side, from the engine's array to the answer."""
-        sides: list[Callable[[], object]] = [lambda: self.ours.match(RadixKey.of(prompt))]
-        if self.peer is not None:
-            peer = self.peer
+    def matches(self, prompt: array.array[int]) -> Sides:
+        """One match per side, from the engine's array to the answer: ours with the page ids, the peer's without."""
+        sides: Sides = [lambda: self.ours.match(RadixKey.of(prompt))]
+        if (peer := self.peer) is not None:
             sides.append(lambda: peer.match(prompt))
         return sides
 
+    def matches_with_slots(self, prompt: array.array[int]) -> Sides:
+        """As `matches`, but the peer hands over its token slots as well, as an engine needs them."""
+        sides: Sides = [lambda: self.ours.match(RadixKey.of(prompt))]
+        if (peer := self.peer) is not None:
+            sides.append(lambda: peer.match_with_slots(prompt))
+        return sides
 
-def key_rows(bindings: Any) -> list[Row]:
+    def evictions(self, pages: int) -> Sides:
+        """One eviction per side."""
+        sides: Sides = [lambda: self.ours.evict_device(pages)]
+        if (peer := self.peer) is not None:
+            sides.append(lambda: peer.evict(pages * self.page_size))
+        return sides
+
+
+def key_rows(bindings: Any) -> Iterator[Row]:
     """Page keys of a 128k-token prompt."""
     prompt = tokens(131_072, 1)
-    sides: list[Callable[[], object]] = [lambda: page_keys(token_bytes(prompt), PAGE)]
-    if bindings:
-        sides.append(lambda: bindings.get_hash_str(prompt, None, PAGE))
-        assert [key.hex() for key in page_keys(token_bytes(prompt), PAGE)] == bindings.get_hash_str(prompt, None, PAGE)
-    return [row("page keys of 128k tokens", alternate(60, *sides), 1.4)]
+    for page_size in PAGE_SIZES:
+        sides: Sides = [lambda size=page_size: page_keys(token_bytes(prompt), size)]  # type: ignore[misc]
+        if bindings:
+            sides.append(lambda size=page_size: bindings.get_hash_str(prompt, None, size))  # type: ignore[misc]
+            ours = [key.hex() for key in page_keys(token_bytes(prompt), page_size)]
+            assert ours == bindings.get_hash_str(prompt, None, page_size)
+        yield row(f"page keys of 128k tokens, pages of {page_size}", alternate(60, sides), 1.4)
 
 
-def tree_rows(bindings: Any) -> list[Row]:
+def tree_rows(bindings: Any, page_size: int) -> Iterator[Row]:
     """Match and insert in a tree of 100,000 pages."""
-    pair = Pair(bindings)
-    numbers = random.Random(2)
-    for seed in range(TREE_PAGES * PAGE // PROMPT):
+    pair = Pair(bindings, page_size)
+    for seed in range(TREE_PAGES * page_size // PROMPT):
         pair.insert(tokens(PROMPT, 1000 + seed))
-    flat = tokens(PROMPT, 7)
+    flat, deep = tokens(PROMPT, 7), tokens(PROMPT, 8)
     pair.insert(flat)
-    deep = tokens(PROMPT, 8)
-    for cut in sorted(numbers.sample(range(1, PROMPT // PAGE), 47)):
-        pair.insert(deep[: cut * PAGE])
+    cuts = sorted(random.Random(2).sample(range(1, PROMPT // page_size), DEEP - 1))
+    for cut in cuts:
+        pair.insert(deep[: cut * page_size])
     pair.insert(deep)
-    rows = [
-        row("match 32k cached tokens, 1 node", alternate(300, *pair.matches(flat)), 2.0),
-        row("match 32k cached tokens, 48 nodes", alternate(300, *pair.matches(deep)), 2.0),
-    ]
-    inserts = [alternate(1, *pair.inserts(tokens(PROMPT, 5000 + seed))) for seed in range(60)]
-    times = [[run[side][0] for run in inserts] for side in range(len(inserts[0]))]
-    rows.append(row("insert 32k new tokens", times, 2.0))
-    return rows
+    for prompt, shape in ((flat, "flat"), (deep, f"{DEEP} nodes")):
+        yield row(f"match, {shape}", alternate(600, pair.matches(prompt)))
+        yield row(f"match and hand over slots, {shape}", alternate(300, pair.matches_with_slots(prompt)), None)
+    branches = [deep[: cut * page_size] + tokens(page_size, cut) for cut in cuts]
+    for branch in branches:
+        pair.insert(branch)
+
+    def visit_branches() -> None:
+        for branch in reversed(branches):  # so that afterwards the first guess is wrong at every node
+            pair.ours.match(RadixKey.of(branch))
+
+    yield row(f"match, {DEEP} nodes, siblings since", alternate(100, pair.matches(deep), visit_branches))
+    inserts = [alternate(1, pair.inserts(tokens(PROMPT, 5000 + seed))) for seed in range(60)]
+    yield row("insert of new tokens", [[run[side][0] for run in inserts] for side in range(len(inserts[0]))])
 
 
-def eviction_rows(bindings: Any) -> list[Row]:
+def eviction_row(bindings: Any, page_size: int, leaves: int, policy: str = "lru") -> Row:
     """Evicting 64 pages among many leaves of one page each."""
-    rows = []
-    for leaves in (1_000, 10_000, 100_000):
-        pair = Pair(bindings)
-        numbers = np.random.default_rng(leaves)
-        stem = tokens(PAGE, 9)
-        ids = numbers.permutation(1 << 20)[:leaves]
-        for unique in ids.tolist():
-            pair.insert(stem + array.array("q", [unique] * PAGE))
-        sides: list[Callable[[], object]] = [lambda p=pair: p.ours.evict_device(64)]  # type: ignore[misc]
-        if pair.peer is not None:
-            sides.append(lambda p=pair: p.peer.evict(64 * PAGE))  # type: ignore[misc]
-        rows.append(row(f"evict 64 of {leaves:,} leaves", alternate(10, *sides), None if leaves < 10_000 else 1.0))
-    return rows
+    pair = Pair(bindings, page_size, policy)
+    stem = tokens(page_size, 9)
+    for unique in np.random.default_rng(leaves).permutation(1 << 20)[:leaves].tolist():
+        pair.insert(stem + array.array("q", [unique] * page_size))
+    what = f"evict 64 of {leaves:,} leaves" + (f", {policy}" if policy != "lru" else "")
+    return row(what, alternate(15, pair.evictions(64)))
 
 
-def poll_row() -> Row:
-    """One poll with nothing to do, storage attached."""
-    shape = KVGeometry(layers=2, heads=1, head_dim=8, page_size=PAGE)
-    device, host = create_device_pool(shape, 16), HostPool(shape, 16)
-    backend = MemoryBackend(FrameCodec(bytes(32), shape.payload_bytes))
-    cache = HiRadixCache(device, host, HiCacheController(host, create_copy_engine(device, host), backend))
-    times = alternate(20_000, cache.poll)
-    cache.close()
-    return Row("idle poll", f"{min(times[0]) * 1e6:.2f} us ({statistics.median(times[0]) * 1e6:.2f})", "20 us",
-               statistics.median(times[0]) / 20e-6, 1.0)  # fmt: skip
-
-
-def memory_rows() -> list[Row]:
+def memory_rows() -> Iterator[Row]:
     """Bytes of bookkeeping per cached page: keys, page ids of L1 and L2, storage keys, nodes, queue entries."""
-    rows = []
-    for what, pages_per_node, count in (("one node per page", 1, 20_000), ("512 pages per node", 512, 40)):
-        prompts = [tokens(PAGE * pages_per_node, 100 + i) for i in range(count)]
+    leaves = 4096
+    forks = [[2 + (leaf >> level & 1) for level in range(leaves.bit_length() - 1)] for leaf in range(leaves)]
+    for what, size, prompts in (
+        ("all in leaves of one page", 16, [tokens(16, seed) for seed in range(20_000)]),
+        ("all in leaves of one page", 64, [tokens(64, seed) for seed in range(20_000)]),
+        ("a fork behind every page", 64, [array.array("q", np.repeat(fork, 64).tolist()) for fork in forks]),
+        ("runs of 512 pages", 64, [tokens(512 * 64, seed) for seed in range(40)]),
+    ):
         tracemalloc.start()
-        tree = RadixTree(PAGE, POLICIES["lru"]())
-        for i, prompt in enumerate(prompts):
-            ids = np.arange(i * pages_per_node, (i + 1) * pages_per_node, dtype=np.int32)
-            node = tree.insert(RadixKey.of(prompt), ids).node
+        tree = RadixTree(size, POLICIES["lru"]())
+        pages = 0
+        for prompt in prompts:
+            ids = np.arange(pages, pages + len(prompt) // size, dtype=np.int32)
+            inserted = tree.insert(RadixKey.of(prompt), ids)
+            pages += len(ids) - inserted.present_pages
+        for node in tree.nodes():
             tree.page_keys(node)
-            tree.accept_backup(node, ids)
-        size = tracemalloc.get_traced_memory()[0] / (count * pages_per_node)
+            tree.accept_backup(node, ids[:1].repeat(tree.pages(node)))
+        per_page = tracemalloc.get_traced_memory()[0] / pages
         tracemalloc.stop()
-        rows.append(Row(f"bookkeeping per page, {what}", f"{size:.0f} B", "1024 B", size / 1024, 1.0))
-    return rows
+        yield Row(f"bookkeeping per page of {size}, {what}", f"{per_page:.0f} B", "1024 B", per_page / 1024, 1.0)
 
 
-def run(peer: Path | None = None) -> list[Row]:
-    """All rows; the reference is the peer at `peer`, the unpacked wheel, if given."""
+def run(peer: Path | None = None) -> Iterator[tuple[str, list[Row]]]:
+    """All tables; the reference is the peer at `peer`, the unpacked wheel, if given."""
     bindings = load_bindings(peer) if peer else None
-    return [
-        *key_rows(bindings), *tree_rows(bindings), *eviction_rows(bindings), poll_row(), *memory_rows(),
-    ]  # fmt: skip
+    yield "page keys and memory", [*key_rows(bindings), *memory_rows()]
+    for page_size in PAGE_SIZES:
+        rows = list(tree_rows(bindings, page_size))
+        rows += [eviction_row(bindings, page_size, leaves) for leaves in LEAVES]
+        yield f"32k cached tokens, page size {page_size}", rows
+    others = [policy for policy in POLICIES if policy != "lru"]
+    yield "other policies, page size 64", [eviction_row(bindings, 64, 10_000, policy) for policy in others]
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, help="directory with SGLang's unpacked wheel")
+    parser.add_argument("--numpy", action="store_true", help="leave our native helper out")
     arguments = parser.parse_args()
-    peer = "SGLang's native core" if arguments.peer else "none (give --peer)"
-    print_table(f"Tree (page size {PAGE}; reference: {peer}; ratio = ours : reference time)", run(arguments.peer))
+    if arguments.numpy:
+        keys.narrow = None
+    print("reference:", "SGLang's native core" if arguments.peer else "none (give --peer)")
+    print("ratio = time of ours : time of the reference; native helper:", "no" if keys.narrow is None else "yes")
+    for title, rows in run(arguments.peer):
+        print_table(title, rows)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ page has no key.
 from __future__ import annotations
 
 import array
+import contextlib
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,6 +34,17 @@ TOKEN_ID_MAX = 2**31 - 1
 # Part of every namespace digest: a change of the frame or of the key scheme puts old pages out of reach.
 FORMAT_VERSION = 1
 
+_PACKED = np.dtype("<u4")
+_UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+_SIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.int32), 8: np.dtype(np.int64)}
+
+# The optional native helper: int64 to uint32 bytes in one pass (numpy: three), None if an id is out of range.
+narrow: Callable[[npt.NDArray[Any]], bytes | None] | None = None
+with contextlib.suppress(ImportError):
+    from . import _narrow
+
+    narrow = _narrow.narrow
+
 TokenInput: TypeAlias = "Sequence[int] | array.array[int] | npt.NDArray[Any] | torch.Tensor"
 
 
@@ -43,6 +55,22 @@ def token_bytes(tokens: TokenInput) -> bytes:
     device is copied to the host, which waits for it). Mutates nothing. Raises InvalidInput for no tokens, another
     dtype or shape, and ids outside 0 .. 2**31 - 1.
     """
+    unsigned = _as_unsigned(tokens)
+    if narrow is not None and unsigned.itemsize == 8:
+        packed = narrow(unsigned)
+        if packed is not None:
+            return packed
+    position = unsigned.argmax()
+    if unsigned[position] > TOKEN_ID_MAX:
+        token = unsigned.view(_SIGNED[unsigned.itemsize])[position]
+        raise InvalidInput(f"tokens: id {token} at position {position} is outside 0 .. {TOKEN_ID_MAX}")
+    return unsigned.astype(_PACKED, copy=False).tobytes()
+
+
+def _as_unsigned(tokens: TokenInput) -> npt.NDArray[Any]:
+    """The ids as contiguous uint32 or uint64. A negative id becomes a very large one: one check finds both mistakes."""
+    if isinstance(tokens, array.array) and tokens.typecode == "q" and tokens:  # what engines hold
+        return np.frombuffer(tokens, _UNSIGNED[8])
     values = _as_array(tokens)
     if values.ndim != 1:
         raise InvalidInput(f"tokens: expected one dimension, got shape {values.shape}; pass one prompt at a time")
@@ -50,16 +78,9 @@ def token_bytes(tokens: TokenInput) -> bytes:
         raise InvalidInput("tokens: the prompt is empty; a key needs at least one token")
     if values.dtype.kind not in "iu":
         raise InvalidInput(f"tokens: expected integers, got dtype {values.dtype}; convert them to int32 or int64")
-    if values.itemsize < TOKEN_BYTES:
-        values = values.astype(np.int32)
-    values = np.ascontiguousarray(values)
-    # Seen as unsigned, a negative id is a very large one: one pass finds both mistakes.
-    unsigned = values.view(np.uint64 if values.itemsize == 8 else np.uint32)
-    largest = int(unsigned.max())
-    if largest > TOKEN_ID_MAX:
-        position = int(unsigned.argmax())
-        raise InvalidInput(f"tokens: id {values[position]} at position {position} is outside 0 .. {TOKEN_ID_MAX}")
-    return unsigned.astype("<u4", copy=False).tobytes()
+    if values.itemsize < TOKEN_BYTES or not values.dtype.isnative:
+        values = values.astype(np.int64)
+    return np.ascontiguousarray(values).view(_UNSIGNED[values.itemsize])
 
 
 def _as_array(tokens: TokenInput) -> npt.NDArray[Any]:
@@ -121,7 +142,8 @@ class RadixKey:
         cls, tokens: TokenInput, *, extra_key: str | None = None, cache_salt: str | None = None, bigram: bool = False
     ) -> RadixKey:
         """The key of a prompt. Raises InvalidInput as `token_bytes` and `namespace_seed` do."""
-        path, seed = token_bytes(tokens), namespace_seed(extra_key, cache_salt)
+        path = token_bytes(tokens)
+        seed = b"" if extra_key is None and cache_salt is None else namespace_seed(extra_key, cache_salt)
         return cls(_pairs(path), seed, BIGRAM_BYTES) if bigram else cls(path, seed)
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ import socketserver
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -28,11 +28,11 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from .backends.base import BackendStatistics, GetOutcome, SetOutcome, Usage
 from .cache.statistics import CacheStatistics
 from .config import HiCacheConfig
-from .config.schema import is_loopback
+from .config.publishing import is_loopback
 from .errors import ConfigError, InvalidInput
 
 # Few labels with few values each. Never a key, a tenant or a path: a label value lives as long as the time series.
-LABELS = frozenset({"tier", "backend", "direction", "reason", "outcome", "queue", "worker"})
+LABELS = frozenset({"tier", "backend", "direction", "reason", "outcome", "queue", "worker", "route"})
 _NAME = re.compile(r"hicache(_[a-z0-9]+)+")
 # A scraper that stops reading in the middle gives its thread back after this.
 SOCKET_TIMEOUT_S = 10.0
@@ -160,7 +160,15 @@ def _with_zeros(outcomes: type[enum.StrEnum], counts: Mapping[Any, int]) -> dict
     return {outcome.value: counts.get(outcome, 0) for outcome in outcomes}
 
 
-def cache_metrics(backend_name: str) -> tuple[MetricSpec[CacheStatistics | None], ...]:
+def _known(figures: Mapping[str, int]) -> dict[str, float]:
+    """Figures without those that are unknown, which are 0."""
+    return {label: figure for label, figure in figures.items() if figure}
+
+
+CacheMetrics: TypeAlias = "tuple[MetricSpec[CacheStatistics | None], ...]"
+
+
+def cache_metrics(backend_name: str) -> CacheMetrics:
     """The metrics of a cache and of its storage backend, whose type is `backend_name`. None yields no samples."""
 
     def backends(state: CacheStatistics | None) -> Iterator[BackendSnapshot]:
@@ -168,62 +176,116 @@ def cache_metrics(backend_name: str) -> tuple[MetricSpec[CacheStatistics | None]
         if controller is not None and controller.backend is not None and controller.usage is not None:
             yield BackendSnapshot(backend_name, controller.backend, controller.usage)
 
-    def spec(
-        name: str, kind: MetricKind, text: str, label: str, pick: Callable[[CacheStatistics], Mapping[str, float]]
-    ) -> MetricSpec[CacheStatistics | None]:
-        def samples(state: CacheStatistics | None) -> Iterator[Sample]:
-            if state is not None:
-                for value_label, value in pick(state).items():
-                    yield (value_label,) if label else (), value
+    return (
+        *_request_metrics(),
+        *_payoff_metrics(),
+        *_tier_metrics(),
+        *_controller_metrics(),
+        *_event_metrics(),
+        *backend_metrics(backends),
+    )
 
-        return MetricSpec(f"hicache_{name}", kind, text, (label,) if label else (), samples)
 
+def _spec(
+    name: str, kind: MetricKind, text: str, label: str, pick: Callable[[CacheStatistics], Mapping[str, float]]
+) -> MetricSpec[CacheStatistics | None]:
+    def samples(state: CacheStatistics | None) -> Iterator[Sample]:
+        if state is not None:
+            for value_label, value in pick(state).items():
+                yield (value_label,) if label else (), value
+
+    return MetricSpec(f"hicache_{name}", kind, text, (label,) if label else (), samples)
+
+
+def _request_metrics() -> CacheMetrics:
+    counter = MetricKind.COUNTER
+    return (
+        _spec("requests_total", counter, "Requests that were given KV.", "", lambda s: {"": s.requests}),
+        _spec("prompt_tokens_total", counter, "Prompt tokens of those requests.", "", lambda s: {"": s.prompt_tokens}),
+        _spec("hit_tokens_total", counter, "Prompt tokens whose KV was reused, by tier it came from.", "tier",
+             lambda s: {tier: s.hit_tokens.get(tier, 0) for tier in ("device", "host", "storage")}),
+        _spec("evicted_pages_total", counter, "Pages that left a tier for lack of room.", "tier",
+             lambda s: {tier: s.evicted_pages.get(tier, 0) for tier in ("device", "host")}),
+        _spec("skipped_total", counter, "What the cache did not do, by reason; each is a slower request.", "reason",
+             lambda s: s.skipped),
+    )  # fmt: skip
+
+
+def _payoff_metrics() -> CacheMetrics:
+    counter, gauge = MetricKind.COUNTER, MetricKind.GAUGE
+
+    def decisions(state: CacheStatistics | None) -> Iterator[Sample]:
+        if state is not None:
+            yield from state.payoff.decisions.items()
+
+    return (
+        MetricSpec("hicache_payoff_decisions_total", counter, "Hits fetched (or not: too_slow), by why.",
+                   ("route", "reason"), decisions),
+        _spec("payoff_prefill_tokens_per_second", gauge, "Prefill speed that decisions use; absent if unknown.", "",
+             lambda s: _known({"": s.payoff.figures.prefill_tokens_per_s})),
+        _spec("payoff_bandwidth_bytes_per_second", gauge, "Speed up from a tier that decisions use; absent if unknown.",
+             "tier", lambda s: _known({"host": s.payoff.figures.host_bytes_per_s,
+                                       "storage": s.payoff.figures.storage_bytes_per_s})),
+        _spec("payoff_operations_per_second", gauge, "One over the fixed part of a copy up from a tier.", "tier",
+             lambda s: _known({"host": s.payoff.figures.host_operations_per_s,
+                               "storage": s.payoff.figures.storage_operations_per_s})),
+    )  # fmt: skip
+
+
+def _tier_metrics() -> CacheMetrics:
+    gauge = MetricKind.GAUGE
+    return (
+        _spec("tier_capacity_bytes", gauge, "Memory of a tier.", "tier",
+             lambda s: {"device": s.device.capacity_pages * s.device.page_bytes,
+                        "host": s.host.capacity_pages * s.host.page_bytes}),
+        _spec("tier_free_bytes", gauge, "Memory of a tier that nothing holds.", "tier",
+             lambda s: {"device": s.device.free_pages * s.device.page_bytes,
+                        "host": s.host.free_pages * s.host.page_bytes}),
+        _spec("tier_cached_bytes", gauge, "Memory of a tier that holds cached pages.", "tier",
+             lambda s: {"device": s.device.cached_pages * s.device.page_bytes,
+                        "host": s.host.cached_pages * s.host.page_bytes}),
+        _spec("tier_evictable_bytes", gauge, "Memory of a tier whose pages may leave it now.", "tier",
+             lambda s: {"device": s.device.evictable_pages * s.device.page_bytes,
+                        "host": s.host.evictable_pages * s.host.page_bytes}),
+        _spec("pinned_bytes", gauge, "Host memory that pinned prefixes take, or would take.", "",
+             lambda s: {"": s.pinned_pages * s.host.page_bytes}),
+        _spec("nodes", gauge, "Nodes of the radix tree.", "", lambda s: {"": s.nodes}),
+        _spec("weights_epoch", gauge, "Epoch of the weights whose pages are served.", "",
+             lambda s: {"": s.weights_epoch}),
+    )  # fmt: skip
+
+
+def _controller_metrics() -> CacheMetrics:
     counter, gauge = MetricKind.COUNTER, MetricKind.GAUGE
     return (
-        spec("requests_total", counter, "Requests that were given KV.", "", lambda s: {"": s.requests}),
-        spec("prompt_tokens_total", counter, "Prompt tokens of those requests.", "", lambda s: {"": s.prompt_tokens}),
-        spec("hit_tokens_total", counter, "Prompt tokens whose KV was reused, by tier it came from.", "tier",
-             lambda s: {tier: s.hit_tokens.get(tier, 0) for tier in ("device", "host", "storage")}),
-        spec("evicted_pages_total", counter, "Pages that left a tier for lack of room.", "tier",
-             lambda s: {tier: s.evicted_pages.get(tier, 0) for tier in ("device", "host")}),
-        spec("skipped_total", counter, "What the cache did not do, by reason; each is a slower request.", "reason",
-             lambda s: s.skipped),
-        spec("refused_operations_total", counter, "Operations turned away by a bound, by queue.", "queue",
+        _spec("refused_operations_total", counter, "Operations turned away by a bound, by queue.", "queue",
              lambda s: s.controller.refused),
-        spec("moved_pages_total", counter, "Pages moved between tiers.", "direction",
+        _spec("moved_pages_total", counter, "Pages moved between tiers.", "direction",
              lambda s: {"device_to_host": s.controller.written_pages, "host_to_device": s.controller.loaded_pages,
                         "storage_to_host": s.controller.prefetched_pages,
                         "host_to_storage": s.controller.stored_pages}),
-        spec("queued_operations", gauge, "Operations queued or under way.", "queue",
+        _spec("queued_operations", gauge, "Operations queued or under way.", "queue",
              lambda s: {"write": s.controller.queues.write, "load": s.controller.queues.load,
                         "prefetch": s.controller.queues.prefetch, "reads": s.controller.queues.reads,
                         "backup": s.controller.queues.backup}),
-        spec("tier_capacity_bytes", gauge, "Memory of a tier.", "tier",
-             lambda s: {"device": s.device.capacity_pages * s.device.page_bytes,
-                        "host": s.host.capacity_pages * s.host.page_bytes}),
-        spec("tier_free_bytes", gauge, "Memory of a tier that nothing holds.", "tier",
-             lambda s: {"device": s.device.free_pages * s.device.page_bytes,
-                        "host": s.host.free_pages * s.host.page_bytes}),
-        spec("tier_cached_bytes", gauge, "Memory of a tier that holds cached pages.", "tier",
-             lambda s: {"device": s.device.cached_pages * s.device.page_bytes,
-                        "host": s.host.cached_pages * s.host.page_bytes}),
-        spec("tier_evictable_bytes", gauge, "Memory of a tier whose pages may leave it now.", "tier",
-             lambda s: {"device": s.device.evictable_pages * s.device.page_bytes,
-                        "host": s.host.evictable_pages * s.host.page_bytes}),
-        spec("pinned_bytes", gauge, "Host memory that pinned prefixes take, or would take.", "",
-             lambda s: {"": s.pinned_pages * s.host.page_bytes}),
-        spec("nodes", gauge, "Nodes of the radix tree.", "", lambda s: {"": s.nodes}),
-        spec("weights_epoch", gauge, "Epoch of the weights whose pages are served.", "",
-             lambda s: {"": s.weights_epoch}),
-        spec("worker_errors_total", counter, "Exceptions in workers, by worker and kind.", "worker",
+        _spec("worker_errors_total", counter, "Exceptions in workers, by worker and kind.", "worker",
              lambda s: s.controller.worker_errors),
-        spec("worker_restarts_total", counter, "Workers that died and were replaced.", "",
+        _spec("worker_restarts_total", counter, "Workers that died and were replaced.", "",
              lambda s: {"": s.controller.worker_restarts}),
-        spec("storage_open_failures_total", counter, "Attempts to open storage for new weights that failed.", "",
+        _spec("storage_open_failures_total", counter, "Attempts to open storage for new weights that failed.", "",
              lambda s: {"": s.controller.open_failures}),
-        spec("workers_alive", gauge, "Workers that run and are not stuck.", "",
+        _spec("workers_alive", gauge, "Workers that run and are not stuck.", "",
              lambda s: {"": s.controller.workers_alive}),
-        *backend_metrics(backends),
+    )  # fmt: skip
+
+
+def _event_metrics() -> CacheMetrics:
+    counter = MetricKind.COUNTER
+    return (
+        _spec("events_total", counter, "KV events recorded.", "",
+              lambda s: {} if s.events is None else {"": s.events.events}),
+        _spec("event_snapshots_total", counter, "Snapshots of the tree made for readers that missed events.", "",
+              lambda s: {} if s.events is None else {"": s.events.snapshots}),
     )  # fmt: skip
 
 

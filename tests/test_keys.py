@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import array
 import hashlib
+import importlib.util
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +16,66 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hatch_build import LIBRARY, compile_narrow
+from hicache import keys as keys_module
 from hicache.errors import InvalidInput
 from hicache.geometry import KVGeometry, KVLayout
 from hicache.keys import Namespace, RadixKey, TokenInput, namespace_seed, page_keys, token_bytes
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module", params=["numpy", "native"], autouse=True)
+def narrow(request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Every test of this module runs without and with the native helper, which is compiled for it."""
+    helper = None
+    if request.param == "native":
+        library = tmp_path_factory.mktemp("native") / LIBRARY
+        if not compile_narrow(repository, library):
+            pytest.skip("no C compiler here")
+        spec = importlib.util.spec_from_file_location("_narrow", library)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        helper = module.narrow
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keys_module, "narrow", helper)
+        yield helper
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**31 - 1), min_size=1, max_size=300))
+def test_what_is_outside_the_range_is_refused_and_nothing_else(tokens: list[int]) -> None:
+    wrong = [number for number, token in enumerate(tokens) if not 0 <= token < 2**31]
+    if wrong:
+        with pytest.raises(InvalidInput, match="outside"):
+            token_bytes(array.array("q", tokens))
+    else:
+        assert token_bytes(array.array("q", tokens)) == np.array(tokens, dtype="<u4").tobytes()
+
+
+@pytest.mark.parametrize("bit", range(31, 64))
+@pytest.mark.parametrize("position", [0, 7, 63, 64, 1000])
+def test_no_bit_above_the_range_gets_lost(bit: int, position: int) -> None:
+    tokens = np.zeros(1001, dtype=np.uint64)
+    tokens[position] = 1 << bit
+    with pytest.raises(InvalidInput, match=f"position {position} "):
+        token_bytes(array.array("q", tokens.astype(np.int64).tolist()))
+
+
+def test_the_helper_refuses_what_is_no_contiguous_memory(narrow: Any) -> None:
+    if narrow is None:
+        pytest.skip("about the native helper alone")
+    with pytest.raises(BufferError):
+        narrow(memoryview(bytes(64))[::2])
+    with pytest.raises(TypeError):
+        narrow(5)
+    assert narrow(b"") == b""
+
+
+def test_ids_in_the_other_byte_order_are_the_same_ids() -> None:
+    for kind in (">i8", ">u4", ">i2"):
+        assert token_bytes(np.array(TOKENS, dtype=kind)) == token_bytes(TOKENS)
+    assert token_bytes(np.array([1 << 24], dtype=">i4")) == token_bytes([1 << 24])
 
 
 def test_page_keys_have_the_published_values() -> None:

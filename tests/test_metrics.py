@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import urllib.request
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache.backends.base import BackendStatistics, GetOutcome, SetOutcome, Usage
+from hicache.cache import Decision, Figures, Payoff, Route
 from hicache.errors import ConfigError, InvalidInput
-from hicache.metrics import BackendSnapshot, MetricKind, MetricSpec, SnapshotCollector, backend_metrics, serve_metrics
+from hicache.metrics import (
+    BackendSnapshot,
+    MetricKind,
+    MetricSpec,
+    SnapshotCollector,
+    backend_metrics,
+    cache_metrics,
+    serve_metrics,
+)
+from tests.cache.world import World
 
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -128,6 +140,25 @@ def test_a_client_that_never_asks_does_not_keep_others_waiting() -> None:
         socket.create_connection(("127.0.0.1", server.port)),
     ):
         assert scrape(server.port)
+
+
+def test_a_scrape_shows_decisions_by_route_and_reason_and_only_speeds_that_are_known() -> None:
+    payoff = Payoff()
+    with closing(World(payoff=payoff)) as world:
+        payoff.use_figures(Figures(prefill_tokens_per_s=20_000, host_bytes_per_s=5, host_operations_per_s=7))
+        payoff.decide(Route.LOAD, 64, 1 << 20)
+        with serve_metrics(SnapshotCollector(world.cache.statistics, cache_metrics(""))) as server:
+            found = scrape(server.port)
+    decisions = {labels: value for (name, labels), value in found.items() if name == "hicache_payoff_decisions_total"}
+    assert len(decisions) == len(Route) * len(Decision)
+    assert decisions.pop((("reason", "too_slow"), ("route", "load"))) == 1
+    assert set(decisions.values()) == {0}
+    speeds = {key: value for key, value in found.items() if re.match("hicache_payoff_.*per_second", key[0])}
+    assert speeds == {
+        ("hicache_payoff_prefill_tokens_per_second", ()): 20_000,
+        ("hicache_payoff_bandwidth_bytes_per_second", (("tier", "host"),)): 5,
+        ("hicache_payoff_operations_per_second", (("tier", "host"),)): 7,
+    }
 
 
 def test_only_loopback_is_listened_on_unless_allowed() -> None:

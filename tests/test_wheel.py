@@ -7,6 +7,7 @@ those of this environment, made visible to the new one through a .pth file.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -25,8 +26,13 @@ pytestmark = pytest.mark.timeout(600)
 ROOT_LINKS = ("backends", "controller", "tiers")
 
 
-def _run(*command: str | Path, cwd: Path) -> str:
+# The only file that a wheel may have beyond the sources: the helper, where there is a compiler.
+NATIVE = "hicache/_narrow.abi3.so"
+
+
+def _run(*command: str | Path, cwd: Path, **variables: str) -> str:
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    environ |= variables
     result = subprocess.run(
         list(map(str, command)), cwd=cwd, env=environ, check=False, timeout=500, stdin=subprocess.DEVNULL,
         capture_output=True, text=True,
@@ -35,8 +41,11 @@ def _run(*command: str | Path, cwd: Path) -> str:
     return result.stdout
 
 
-def _build_wheel(source: Path, target: Path) -> Path:
-    _run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", target, source, cwd=target)
+def _build_wheel(source: Path, target: Path, **variables: str) -> Path:
+    _run(
+        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", target, source,
+        cwd=target, **variables,
+    )  # fmt: skip
     (wheel,) = target.glob("hicache-*.whl")
     return wheel
 
@@ -62,16 +71,30 @@ def sdist(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
 
 
 def _package_files(repository: Path) -> set[str]:
-    files = (path for path in (repository / "hicache").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    built = (".pyc", ".so")
+    files = (path for path in (repository / "hicache").rglob("*") if path.is_file() and path.suffix not in built)
     return {str(path.relative_to(repository)) for path in files}
 
 
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path, repository: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
-    assert names - info == _package_files(repository)
+    assert names - info - {NATIVE} == _package_files(repository)
     assert "hicache/py.typed" in names
     assert any(name.endswith("/licenses/LICENSE") for name in info)
+
+
+@pytest.mark.parametrize("variables", [{"CC": "no-such-compiler"}, {"HICACHE_NATIVE": "0"}], ids=str)
+def test_without_a_compiler_the_wheel_is_pure(repository: Path, tmp_path: Path, variables: dict[str, str]) -> None:
+    wheel = _build_wheel(repository, tmp_path, **variables)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert NATIVE not in zipfile.ZipFile(wheel).namelist()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_with_a_compiler_the_wheel_carries_the_helper(wheel: Path) -> None:
+    assert "-cp311-abi3-linux_" in wheel.name
+    assert NATIVE in zipfile.ZipFile(wheel).namelist()
 
 
 def test_the_wheel_carries_the_assets_of_the_engine(wheel: Path, repository: Path) -> None:

@@ -89,7 +89,7 @@ class Backup:
             if node.host is not None:
                 if not has_storage:
                     break  # its ancestors are on L2 too
-                if not node.stored:
+                if not (node.stored or node.store_pending):
                     stores.append(node)
             elif not node.backup_pending and (backups or self._wants(node)):
                 backups.append(node)
@@ -154,12 +154,15 @@ class Backup:
     def stored(self, backup: BackupOperation) -> None:
         """A store has ended. If a page is missing, a later request that passes by tries again."""
         task: StoreTask = backup.tag
-        if len(backup.outcomes) == task.pages and all(outcome.is_stored for outcome in backup.outcomes):
+        stored = len(backup.outcomes) == task.pages and all(outcome.is_stored for outcome in backup.outcomes)
+        for part in task.tree.span(task.node, task.pages):
+            part.store_pending = False
+            if stored:
+                task.tree.set_stored(part)
+        if stored:
             self._pause.succeeded()
         elif task.tree is self._trees.current:
             self._books.skipped["store_incomplete"] += 1
-            for part in task.tree.span(task.node, task.pages):
-                part.stored = False
             self._pause.failed()
         task.tree.release_host(task.node)
 
@@ -196,10 +199,10 @@ class Backup:
         """Whether the pages of `node` are in storage or on their way there, now or since before."""
         if self._controller.backend is None or node.host is None or node.parent is None:
             return False
-        if node.stored:
+        if node.stored or node.store_pending:
             return True
         root = node.parent.parent is None
-        if not root and not node.parent.stored:
+        if not (root or node.parent.stored or node.parent.store_pending):
             return False
         if self._pause.active:
             self._books.skipped["store_paused"] += 1
@@ -210,5 +213,5 @@ class Backup:
         if not self._controller.submit_backup(task, tree.page_keys(node), node.host, parent):
             return False
         tree.hold_host(node)
-        node.stored = True
+        node.store_pending = True
         return True

@@ -17,9 +17,11 @@ from .trees import Trees
 # Why something was not done, for each an entry in `Books.skipped`.
 SKIP_REASONS = (
     "backup_no_host_room",
+    "load_does_not_pay",
     "load_too_short",
     "no_device_room",
     "pin_share",
+    "prefetch_does_not_pay",
     "prefetch_failed",
     "prefetch_hit_too_short",
     "prefetch_host_share",

@@ -13,12 +13,15 @@ from ..backends.registry import open_backend
 from ..config import HiCacheConfig
 from ..controller import ControllerOptions, HiCacheController
 from ..errors import ConfigError, InvalidInput
+from ..events import EventStream
+from ..events.factory import create_publisher
 from ..frame import FrameCodec, TagKind
 from ..keys import BIGRAM_BYTES, TOKEN_BYTES, Namespace
 from ..tiers import HostPool, create_copy_engine, create_device_pool
+from ..tiers.memory import DeviceMemory, host_pages
 from ..tiers.memory import device_pages as count_device_pages
-from ..tiers.memory import host_pages
 from .options import CacheOptions
+from .payoff import PayoffOptions
 from .radix_cache import HiRadixCache
 
 
@@ -29,13 +32,15 @@ def create_cache(
     device: torch.device | str = "cpu",
     device_pages: int | None = None,
     bigram: bool = False,
+    device_memory: DeviceMemory | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> HiRadixCache:
     """Allocate both pools, open storage and start the workers that `config` asks for.
 
     `namespace` carries the geometry; its page size must be the configured one. `device_pages` sizes L1 where the
-    configuration leaves that to the engine. `bigram` is for engines whose keys are bigrams (see `RadixKey`). Raises
-    ConfigError, CapacityError and BackendError with what to change; nothing is left running then.
+    configuration leaves that to the engine; `device_memory` is what it sizes L1 from, by default what the driver says.
+    `bigram` is for engines whose keys are bigrams (see `RadixKey`). Raises ConfigError, CapacityError and BackendError
+    with what to change; nothing is left running then.
     """
     geometry = namespace.geometry
     if geometry.page_size != config.page_size:
@@ -43,15 +48,17 @@ def create_cache(
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {device}: this installation of torch sees no CUDA device; use 'cpu'")
-    sized = config.device.size is not None or config.device.tokens is not None
-    l1_pages = device_pages if device_pages and not sized else count_device_pages(config.device, geometry, device)
+    if device_pages and not config.device.is_given:
+        l1_pages = device_pages
+    else:
+        l1_pages = count_device_pages(config.device, geometry, device, device_memory)
     l1 = create_device_pool(geometry, l1_pages, device)
     l2 = HostPool(geometry, host_pages(config.host, geometry, l1_pages), pin=_pin(config.host.pin, device))
     open_storage = _storage_opener(config, namespace, os.environ if environ is None else environ)
     backend = None if open_storage is None else open_storage(namespace.weights_epoch)
     try:
         controller = HiCacheController(l2, create_copy_engine(l1, l2), backend, controller_options(config))
-        return HiRadixCache(
+        cache = HiRadixCache(
             l1,
             l2,
             controller,
@@ -60,12 +67,22 @@ def create_cache(
             open_storage=open_storage,
             weights_epoch=namespace.weights_epoch,
         )
+        _publish_events(config, cache)
+        return cache
     except InvalidInput as error:
         _close(backend)
         raise ConfigError(str(error)) from error
     except BaseException:
         _close(backend)
         raise
+
+
+def _publish_events(config: HiCacheConfig, cache: HiRadixCache) -> None:
+    if config.events.endpoint is None:
+        return
+    stream = EventStream(config.events.buffer)
+    publisher = create_publisher(config, stream)
+    cache.record_events(stream, None if publisher is None else publisher.close)
 
 
 def _close(backend: StorageBackend | None) -> None:
@@ -125,6 +142,19 @@ def cache_options(config: HiCacheConfig) -> CacheOptions:
         prefetch_host_share=prefetch.host_share,
         pin_host_share=config.pin_host_share,
         shutdown_deadline_s=config.transfer.shutdown_deadline,
+        payoff=payoff_options(config),
+    )
+
+
+def payoff_options(config: HiCacheConfig) -> PayoffOptions:
+    """What decides whether a hit pays, as configured."""
+    payoff = config.payoff
+    return PayoffOptions(
+        always=payoff.mode == "always",
+        margin=payoff.margin,
+        prefill_tokens_per_s=payoff.prefill_tokens_per_second or 0,
+        host_bytes_per_s=payoff.host_bandwidth or 0,
+        storage_bytes_per_s=payoff.storage_bandwidth or 0,
     )
 
 

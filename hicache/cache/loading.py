@@ -20,6 +20,7 @@ from ..types import NO_PAGES, PageIds
 from .backup import CopyTask
 from .books import Books, DeviceLedger
 from .options import CacheOptions
+from .payoff import Payoff, Route
 
 
 class Loaded(NamedTuple):
@@ -34,12 +35,19 @@ class Loader:
     """See the module's docstring."""
 
     def __init__(
-        self, ledger: DeviceLedger, controller: HiCacheController, options: CacheOptions, books: Books
+        self,
+        ledger: DeviceLedger,
+        controller: HiCacheController,
+        options: CacheOptions,
+        books: Books,
+        payoff: Payoff,
     ) -> None:
         self._ledger = ledger
         self._controller = controller
         self._options = options
         self._books = books
+        self._payoff = payoff
+        self._page_bytes = controller.host.geometry.payload_bytes
 
     def load_back(self, tree: RadixTree, match: Match, quota_pages: int | None) -> Loaded:
         """Load the L2 part of `match`, as much as fits, at most `quota_pages` pages.
@@ -55,6 +63,9 @@ class Loader:
         nodes = self._fitting(tree, match, quota_pages)
         count = sum(map(tree.pages, nodes))
         if not nodes or count * tree.page_size < self._options.load_back_threshold_tokens:
+            return none
+        if not self._payoff.decide(Route.LOAD, count * tree.page_size, count * self._page_bytes).go:
+            self._books.skipped["load_does_not_pay"] += 1
             return none
         if not self._ledger.make_room(count):
             return none

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..radix import SLRU_PROTECTED_HITS
+from .payoff import PayoffOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,3 +24,4 @@ class CacheOptions:
     prefetch_host_share: float = 0.5
     pin_host_share: float = 0.5
     shutdown_deadline_s: float = 5.0
+    payoff: PayoffOptions = field(default_factory=PayoffOptions)

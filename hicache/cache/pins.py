@@ -13,7 +13,8 @@ import heapq
 from collections.abc import Callable
 from types import TracebackType
 
-from ..radix import Node, RadixTree
+from ..errors import InvalidInput
+from ..radix import Match, Node, RadixTree
 
 
 class Pin:
@@ -47,10 +48,11 @@ class Pin:
 
 
 class Pins:
-    """All pins of one cache. `clock` is monotonic, in seconds."""
+    """All pins of one cache, over at most `pages_max` pages of a tree. `clock` is monotonic, in seconds."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], pages_max: int) -> None:
         self._clock = clock
+        self._pages_max = pages_max
         self._by_node: dict[int, list[Pin]] = {}  # the deepest node of each; splits keep that object
         # Lazy: a pin that was refreshed is put back with its new time when its old one comes up.
         self._expiry: list[tuple[float, int, Pin]] = []
@@ -59,10 +61,21 @@ class Pins:
     def __len__(self) -> int:
         return sum(map(len, self._by_node.values()))
 
-    def add(self, tree: RadixTree, node: Node, pages: int, ttl_s: float) -> Pin:
-        """Pin the path to `node`, `pages` pages, for `ttl_s` seconds. For no page the pin has ended already."""
-        pin = Pin(self._release, tree, node, pages, ttl_s)
-        if pages:
+    def add(self, tree: RadixTree, match: Match, ttl_s: float) -> Pin | None:
+        """Pin what was matched for `ttl_s` seconds; None if that would be too many pages.
+
+        For no page the pin has ended already. Raises InvalidInput for a time that is not positive.
+        """
+        if not ttl_s > 0:
+            raise InvalidInput(f"pin: ttl_s must be positive, got {ttl_s}")
+        node, part, fresh_pages = match.node, match.node, 0
+        while part.parent is not None:
+            fresh_pages += 0 if part.pin_ref else tree.pages(part)
+            part = part.parent
+        if tree.pinned_pages + fresh_pages > self._pages_max:
+            return None
+        pin = Pin(self._release, tree, node, match.pages, ttl_s)
+        if match.pages:
             tree.pin(node)
             self._by_node.setdefault(node.id, []).append(pin)
             pin.expires_at = self._clock() + ttl_s

@@ -28,6 +28,7 @@ from ..types import NO_PAGES
 from .books import Books, HostLedger
 from .options import CacheOptions
 from .pause import Pause
+from .payoff import Payoff, Route
 from .trees import Trees
 
 # Backends start no page after their deadline but finish what they read; without this, a request would go on a moment
@@ -77,6 +78,7 @@ class Prefetcher:
         options: CacheOptions,
         books: Books,
         *,
+        payoff: Payoff,
         pause: Pause,
         clock: Callable[[], float],
     ) -> None:
@@ -90,6 +92,8 @@ class Prefetcher:
         self._leaders: dict[bytes, str] = {}
         self._followers: dict[str, _Follower] = {}
         self._arrived_pages: dict[str, int] = {}
+        self._payoff = payoff
+        self._page_bytes = ledger.host.geometry.payload_bytes
         self._pause = pause
         self._clock = clock
 
@@ -205,6 +209,8 @@ class Prefetcher:
             reason = "prefetch_hit_too_short"
         elif pages * page_size < threshold:
             reason = "prefetch_host_share"
+        elif not self._payoff.decide(Route.PREFETCH, pages * page_size, pages * self._page_bytes).go:
+            reason = "prefetch_does_not_pay"
         else:
             reason = "prefetch_no_host_room"
             host_pages = self._ledger.lend(pages)
@@ -229,8 +235,11 @@ class Prefetcher:
         if operation.failed:
             self._skip("prefetch_failed")
             self._pause.failed()
-        elif operation.taken_pages:
-            self._pause.succeeded()
+        else:
+            read_bytes = operation.completed_pages * self._page_bytes
+            self._payoff.observe_transfer(Route.PREFETCH, read_bytes, operation.read_s)
+            if operation.taken_pages:
+                self._pause.succeeded()
         self._end(prefetch)
 
     def _answer(self, prefetch: _Prefetch) -> None:

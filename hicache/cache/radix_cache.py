@@ -24,8 +24,9 @@ import numpy as np
 from ..backends.base import StorageBackend
 from ..controller import Acks, CopyOperation, HiCacheController
 from ..errors import InvalidInput, InvariantError, TransferError
+from ..events import EventStream
 from ..keys import TOKEN_BYTES, RadixKey
-from ..radix import RUN_PAGES_MAX, Inserted, Match, Peek, RadixTree, check_tree, make_policy
+from ..radix import RUN_PAGES_MAX, Inserted, Match, Peek, RadixTree, make_policy
 from ..tiers import HostPool, KVPool, Transfer
 from ..types import NO_PAGES, PageIds
 from .backup import Backup, CopyTask, WritePolicy
@@ -33,10 +34,12 @@ from .books import Books, DeviceLedger, Eviction, HostLedger
 from .loading import Loader
 from .options import CacheOptions
 from .pause import Pause
+from .payoff import Payoff, Route
 from .pins import Pin, Pins
 from .prefetch import Prefetcher
+from .recorder import EventRecorder
 from .requests import RequestKV
-from .statistics import CacheStatistics, TierStatistics
+from .statistics import CacheStatistics, device_statistics, host_statistics
 from .trees import Trees
 
 # How often `drain` looks again while it waits. It is for shutdown and tests, where a millisecond does not matter.
@@ -60,6 +63,7 @@ class HiRadixCache:
         position_bytes: int = TOKEN_BYTES,
         open_storage: Callable[[int], StorageBackend] | None = None,
         weights_epoch: int = 0,
+        payoff: Payoff | None = None,
     ) -> None:
         self.options = options = options or CacheOptions()
         self.page_size = device.geometry.page_size
@@ -70,7 +74,10 @@ class HiRadixCache:
         self._position_bytes = position_bytes
         self._open_storage = open_storage
         self._policy = make_policy(options.eviction_policy, slru_protected_hits=options.slru_protected_hits)
+        self.payoff = payoff or Payoff(options.payoff)
         self._books = Books()
+        self._events: EventRecorder | None = None
+        self._close_events: Callable[[float], object] | None = None
         self._trees = Trees(self._new_tree, device.allocator, host)
         self._l2 = HostLedger(host, self._trees, self._books)
         self._backup = Backup(
@@ -83,17 +90,18 @@ class HiRadixCache:
             pause=Pause(controller.clock),
         )
         self._l1 = DeviceLedger(device.allocator, self._trees, self._books, self._backup.save)
-        self._loader = Loader(self._l1, controller, options, self._books)
+        self._loader = Loader(self._l1, controller, options, self._books, self.payoff)
         self._prefetcher = Prefetcher(
             self._trees,
             self._l2,
             controller,
             options,
             self._books,
+            payoff=self.payoff,
             pause=Pause(controller.clock),
             clock=controller.clock,
         )
-        self._pins = Pins(controller.clock)
+        self._pins = Pins(controller.clock, int(options.pin_host_share * host.pages))
         self._device_fault: TransferError | None = None
         self._closed = False
 
@@ -104,6 +112,7 @@ class HiRadixCache:
             self._policy,
             run_pages_max=min(RUN_PAGES_MAX, bounds.write_pages_max, bounds.load_pages_max, self.host.pages),
             position_bytes=self._position_bytes,
+            observer=self._events,
         )
 
     @property
@@ -266,19 +275,12 @@ class HiRadixCache:
         None, pinning nothing, if pins would take more than their share of L2. Raises InvalidInput for a time that is
         not positive.
         """
-        if not ttl_s > 0:
-            raise InvalidInput(f"pin: ttl_s must be positive, got {ttl_s}")
-        tree = self.tree
-        match = tree.match(key)
-        part, pages = match.node, 0
-        while part.parent is not None:
-            pages += 0 if part.pin_ref else tree.pages(part)
-            part = part.parent
-        if tree.pinned_pages + pages > self.options.pin_host_share * self.host.pages:
+        match = self.tree.match(key)
+        pin = self._pins.add(self.tree, match, ttl_s)
+        if pin is None:
             self._books.skipped["pin_share"] += 1
-            return None
-        pin = self._pins.add(tree, match.node, match.pages, ttl_s)
-        self._backup.used(match.node)
+        else:
+            self._backup.used(match.node)
         return pin
 
     # Storage
@@ -313,6 +315,8 @@ class HiRadixCache:
         self._prefetcher.cancel_all()
         self._pins.clear()
         self._trees.retire()
+        if self._events is not None:
+            self._events.cleared(self.tree)
 
     def update_weights(self, epoch: int) -> None:
         """The model has new weights: no page of an earlier epoch is served or stored from now on. Does not block.
@@ -330,7 +334,25 @@ class HiRadixCache:
         if self._open_storage is not None:
             self.controller.replace_backend(functools.partial(self._open_storage, epoch))
 
+    def record_events(self, stream: EventStream, close: Callable[[float], object] | None = None) -> None:
+        """Write what appears on and leaves each tier into `stream`.
+
+        `close` is called when the cache closes, with the seconds that are left. Raises InvalidInput if the cache is in
+        use already, since the stream would lack what came before.
+        """
+        if self.tree.node_count or self._events is not None:
+            raise InvalidInput("events: record them from the start, before the first request, and into one stream")
+        self._events = self.tree.observer = EventRecorder(stream)
+        self._close_events = close
+
     # Each step
+
+    def record_prefill(self, tokens: int, seconds: float) -> None:
+        """Say how long a forward over `tokens` prompt tokens took: what a hit has to be faster than.
+
+        REQUIRES: the forward did not wait for a load. An engine that never calls it fetches every hit but a few.
+        """
+        self.payoff.observe_prefill(tokens, seconds)
 
     def poll(self) -> bool:
         """Take in everything that ended since the last step and start what is queued; once per step. Never blocks.
@@ -342,6 +364,9 @@ class HiRadixCache:
             self._take_in(acks)
             self._trees.sweep()
         self._pins.expire()
+        self.payoff.use_figures(self.payoff.figures())
+        if self._events is not None:
+            self._events.poll(self.tree)
         self.controller.launch_writes()
         return acks is not None
 
@@ -355,6 +380,8 @@ class HiRadixCache:
         for copy in acks.loaded:
             task: CopyTask = copy.tag
             task.tree.unlock(task.node)
+        for page_count, seconds in acks.load_times:
+            self.payoff.observe_transfer(Route.LOAD, page_count * self.device.geometry.payload_bytes, seconds)
         for operation in acks.found:
             self._prefetcher.found(operation)
         for operation in acks.prefetched:
@@ -421,41 +448,17 @@ class HiRadixCache:
             nodes=tree.node_count,
             pinned_pages=tree.pinned_pages,
             weights_epoch=self.weights_epoch,
-            device=TierStatistics(
-                capacity_pages=self.device.pages,
-                free_pages=self.device.allocator.free_pages,
-                cached_pages=tree.device_pages_total,
-                evictable_pages=tree.device_evictable_pages,
-                page_bytes=self.device.geometry.payload_bytes,
-            ),
-            host=TierStatistics(
-                capacity_pages=self.host.pages,
-                free_pages=self.host.allocator.free_pages,
-                cached_pages=tree.host_pages,
-                evictable_pages=tree.host_evictable_pages,
-                page_bytes=self.host.frame_bytes,
-            ),
+            device=device_statistics(self.device, tree),
+            host=host_statistics(self.host, tree),
+            payoff=self.payoff.statistics(),
             controller=self.controller.statistics(),
+            events=None if self._events is None else self._events.stream.statistics(),
         )
 
     def check(self) -> None:
         """Raises InvariantError if a tree, a pool or the books are inconsistent. Visits every node."""
-        trees = self._trees.all()
-        for tree in trees:
-            check_tree(tree)
-        self.device.allocator.check()
-        self.host.allocator.check()
-        for tier, used, nodes, lent in (
-            (
-                "L1",
-                self.device.allocator.used_pages,
-                sum(tree.device_pages_total for tree in trees),
-                self._l1.request_pages,
-            ),
-            ("L2", self.host.allocator.used_pages, sum(tree.host_pages for tree in trees), self._l2.lent_pages),
-        ):
-            if used != nodes + lent:
-                raise InvariantError(f"{tier}: {used} pages in use, {nodes} held by nodes and {lent} lent")
+        self.payoff.check()
+        self._trees.check(self._l1.request_pages, self._l2.lent_pages)
 
     def drain(self, timeout_s: float) -> bool:
         """Poll until no copy, prefetch or store is under way; blocks. False if some still are after `timeout_s`."""
@@ -479,6 +482,8 @@ class HiRadixCache:
         self.drain(deadline - time.monotonic())
         ended = self.controller.close(max(0.0, deadline - time.monotonic()))
         self.poll()
+        if self._close_events is not None:
+            self._close_events(max(0.1, deadline - time.monotonic()))
         return ended
 
     def __enter__(self) -> HiRadixCache:

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..controller import ControllerStatistics
+from ..events import StreamStatistics
+from ..radix import RadixTree
+from ..tiers import HostPool, KVPool
+from .payoff import PayoffStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,4 +42,28 @@ class CacheStatistics:
     weights_epoch: int
     device: TierStatistics
     host: TierStatistics
+    payoff: PayoffStatistics
     controller: ControllerStatistics
+    events: StreamStatistics | None
+
+
+def device_statistics(pool: KVPool, tree: RadixTree) -> TierStatistics:
+    """L1 now."""
+    return TierStatistics(
+        capacity_pages=pool.pages,
+        free_pages=pool.allocator.free_pages,
+        cached_pages=tree.device_pages_total,
+        evictable_pages=tree.device_evictable_pages,
+        page_bytes=pool.geometry.payload_bytes,
+    )
+
+
+def host_statistics(pool: HostPool, tree: RadixTree) -> TierStatistics:
+    """L2 now."""
+    return TierStatistics(
+        capacity_pages=pool.pages,
+        free_pages=pool.allocator.free_pages,
+        cached_pages=tree.host_pages,
+        evictable_pages=tree.host_evictable_pages,
+        page_bytes=pool.frame_bytes,
+    )

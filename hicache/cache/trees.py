@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..radix import Fate, Node, RadixTree
+from ..errors import InvariantError
+from ..radix import Fate, Node, RadixTree, check_tree
 from ..tiers import HostPool, PageAllocator
 
 
@@ -45,6 +46,25 @@ class Trees:
             self._host.free(tree.evict_host(tree.host_pages))
         if self._retired:
             self._retired = [tree for tree in self._retired if tree.node_count]
+
+    def check(self, request_pages: int, lent_host_pages: int) -> None:
+        """Raises InvariantError if a tree or a pool is inconsistent, or a page is neither free nor anybody's.
+
+        `request_pages` L1 pages are requests' own, `lent_host_pages` L2 pages are lent to operations.
+        """
+        trees = self.all()
+        for tree in trees:
+            check_tree(tree)
+        self._device.check()
+        self._host.allocator.check()
+        device_pages = sum(tree.device_pages_total for tree in trees)
+        host_pages = sum(tree.host_pages for tree in trees)
+        for tier, pool, nodes, lent in (
+            ("L1", self._device, device_pages, request_pages),
+            ("L2", self._host.allocator, host_pages, lent_host_pages),
+        ):
+            if pool.used_pages != nodes + lent:
+                raise InvariantError(f"{tier}: {pool.used_pages} pages in use, {nodes} held by nodes and {lent} lent")
 
 
 def _drop(_: Node) -> Fate:

@@ -5,30 +5,30 @@ once, `secret` reads the MAC key.
 """
 
 from .loading import ENVIRON_PREFIX, load_config
+from .publishing import EventsConfig, MetricsConfig
 from .schema import (
     DeviceConfig,
-    FileStorage,
-    FileStorageOptions,
     HiCacheConfig,
     HostConfig,
     IntegrityConfig,
-    MetricsConfig,
-    PluginStorage,
+    PayoffConfig,
     PrefetchConfig,
-    StorageConfig,
     TransferConfig,
 )
 from .secret import read_mac_key
+from .storage import FileStorage, FileStorageOptions, PluginStorage, StorageConfig
 
 __all__ = [
     "ENVIRON_PREFIX",
     "DeviceConfig",
+    "EventsConfig",
     "FileStorage",
     "FileStorageOptions",
     "HiCacheConfig",
     "HostConfig",
     "IntegrityConfig",
     "MetricsConfig",
+    "PayoffConfig",
     "PluginStorage",
     "PrefetchConfig",
     "StorageConfig",

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ..units import Unit, exact_duration, exact_size
-from .schema import FileStorage, HiCacheConfig
+from .schema import HiCacheConfig
+from .storage import FileStorage
 
 _BOUND_SHOWN_MAX = 65536
 # Accepts any name; the schema shows the only one it knows the options of.
@@ -109,11 +110,13 @@ def _accepts(field: FieldInfo) -> str:
     if choices and field.description != _TYPE_DESCRIPTION:
         return ", ".join(f"`{choice}`" for choice in choices)
     words = {int: "integer", float: "number", bool: "`true`, `false`", Path: "path"}.get(_base(annotation), "text")
-    bounds = {name: getattr(part, name) for part in _metadata(annotation) for name in ("ge", "gt", "le")
+    bounds = {name: getattr(part, name) for part in _metadata(annotation) for name in ("ge", "gt", "le", "lt")
               if getattr(part, name, None) is not None}  # fmt: skip
-    if "le" not in bounds:
+    if not {"le", "lt"} & bounds.keys():
         return words
     low = f"{bounds['ge']}" if "ge" in bounds else f"more than {bounds['gt']}"
+    if "lt" in bounds:
+        return f"{words}, {low} to less than {bounds['lt']}"
     # Large upper bounds only catch slips of the hand; in a table they distract.
     return f"{words}, {low} to {bounds['le']}" if bounds["le"] <= _BOUND_SHOWN_MAX else f"{words}, from {low}"
 

@@ -22,7 +22,8 @@ from pydantic import ValidationError
 from ..errors import ConfigError
 from ..units import counted
 from .entries import entry_names, section_names
-from .schema import ALTERNATIVES, HiCacheConfig
+from .schema import HiCacheConfig
+from .section import ALTERNATIVES
 
 ENVIRON_PREFIX = "HICACHE_"
 # A configuration has some 40 entries; more than this is another file given by mistake.
@@ -40,6 +41,7 @@ _PLAIN = {
     "finite_number": "expected a finite number",
     "greater_than": "must be more than {gt}",
     "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
     "literal_error": "expected {expected}",
 }

@@ -8,53 +8,21 @@ generated from the descriptions here.
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import os
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    JsonValue,
-    Tag,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..geometry import PAGE_SIZE_MAX
-from ..units import GIB, Count, Duration, Number, PositiveDuration, PositiveSize, Size, refuse_bool
+from ..units import GIB, Count, Duration, Number, PositiveDuration, PositiveSize, refuse_bool
+from .publishing import EventsConfig, MetricsConfig
 from .secret import mac_key_from_environ, read_mac_key
+from .section import ALTERNATIVES, FileSystemPath, Section, Tokens, yaml_switch
+from .storage import AnyStorage
 
 # As in hicache.radix.policies, which this layer does not see; a test keeps them equal.
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
-
-# Entries that say the same thing in different ways: at most one of each group may be given, and one given by a
-# stronger source (a flag, say) takes the place of another given by a weaker one (the file).
-ALTERNATIVES: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("device",): ("size", "tokens"),
-    ("host",): ("size", "tokens", "ratio"),
-    ("integrity",): ("mac_key_file", "mac_key_env"),
-}
-
-
-def _yaml_switch(value: Any) -> Any:
-    """YAML reads `on` and `off` without quotes as booleans."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-def _possible_path(value: Path) -> Path:
-    if "\0" in str(value) or not str(value).strip():
-        raise ValueError("no path can look like this")
-    return value
-
-
-Tokens: TypeAlias = Annotated[int, Field(ge=1, le=1 << 40), BeforeValidator(refuse_bool)]
-FileSystemPath: TypeAlias = Annotated[Path, AfterValidator(_possible_path)]
 
 
 def _known_policy(name: str) -> str:
@@ -65,20 +33,8 @@ def _known_policy(name: str) -> str:
     return name
 
 
-class Section(BaseModel):
-    """A group of entries."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
-
-    def _refuse_two_of(self, section: str) -> None:
-        names = ALTERNATIVES[(section,)]
-        given = [name for name in names if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"give at most one of {', '.join(names)}; there are {' and '.join(given)}")
-
-
 class DeviceConfig(Section):
-    """L1: KV memory on the device. Without `size` and `tokens` the engine decides."""
+    """L1: KV memory on the device. Without `size`, `tokens` and `memory_fraction` the engine decides."""
 
     size: PositiveSize | None = Field(
         default=None,
@@ -89,11 +45,22 @@ class DeviceConfig(Section):
         default=None,
         description="The same in tokens, rounded down to whole pages.",
     )
+    memory_fraction: Annotated[float, Field(gt=0, lt=1), BeforeValidator(refuse_bool)] | None = Field(
+        default=None,
+        description="The same as what is left of this part of a CUDA device once the weights are loaded; the other "
+        "part stays free for activations. More keeps more prefixes; too much, and a long prompt runs out of memory. "
+        "0.8 to 0.9 is usual. On other devices give `size` or `tokens`.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> DeviceConfig:
-        self._refuse_two_of("device")
+        self.refuse_two_of("device")
         return self
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the configuration sizes L1, so that the engine need not."""
+        return any(getattr(self, name) is not None for name in ALTERNATIVES[("device",)])
 
 
 class HostConfig(Section):
@@ -113,7 +80,7 @@ class HostConfig(Section):
         description="The same as a multiple of L1. Holds if neither `size` nor `tokens` is given. Below 1 the host "
         "tier is smaller than what it backs up, so little outlives L1.",
     )
-    pin: Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_switch)] = Field(
+    pin: Annotated[Literal["auto", "on", "off"], BeforeValidator(yaml_switch)] = Field(
         default="auto",
         description="Page-lock the host memory. Pinned copies run at bus speed and beside the computation; pinning "
         "takes seconds per 100 GiB at start. `auto` pins if there is a CUDA device, `on` refuses to start without.",
@@ -129,7 +96,7 @@ class HostConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> HostConfig:
-        self._refuse_two_of("host")
+        self.refuse_two_of("host")
         if self.size is None and self.tokens is None and self.ratio is None:
             raise ValueError("give one of size, tokens, ratio")
         return self
@@ -166,6 +133,34 @@ class PrefetchConfig(Section):
         default=0.5, ge=0, le=1,
         description="Part of the host pages that prefetches may hold before their requests run. More helps bursts of "
         "long prompts; it takes the place of pages that are known to be useful. 0 switches prefetching off.",
+    )
+
+
+class PayoffConfig(Section):
+    """Whether a hit on a slower tier is fetched or computed again."""
+
+    mode: Literal["measure", "always"] = Field(
+        default="measure",
+        description="`measure`: a hit on the host or in storage is fetched if that takes less time than computing it, "
+        "by the speeds measured since start; a speed not known yet counts as fast. `always`: every hit is fetched.",
+    )
+    margin: Number = Field(
+        default=1.0, gt=0, le=1024,
+        description="Time that fetching may take, in multiples of computing. Above 1 frees the device for other "
+        "requests at the expense of this one; below 1 asks for a clear gain.",
+    )
+    prefill_tokens_per_second: Tokens | None = Field(
+        default=None,
+        description="Speed of computing a prompt, instead of the measured one.",
+    )
+    host_bandwidth: PositiveSize | None = Field(
+        default=None,
+        description="Bytes per second from host memory to the device, instead of the measured speed.",
+    )
+    storage_bandwidth: PositiveSize | None = Field(
+        default=None,
+        description="Bytes per second from storage to host memory, instead of the measured speed. A prefetch also "
+        "needs the speed of the host.",
     )
 
 
@@ -232,7 +227,7 @@ class IntegrityConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> IntegrityConfig:
-        self._refuse_two_of("integrity")
+        self.refuse_two_of("integrity")
         return self
 
     def mac_key(self, environ: Mapping[str, str] | None = None) -> bytes | None:
@@ -245,114 +240,6 @@ class IntegrityConfig(Section):
         if self.mac_key_env is not None:
             return mac_key_from_environ(self.mac_key_env, os.environ if environ is None else environ)
         return None
-
-
-class FileStorageOptions(Section):
-    """Options of the `file` backend: one file per page below a directory of its own."""
-
-    path: FileSystemPath = Field(
-        description="Directory of the store, on a local disk. It must be this user's and closed to others; HiCache "
-        "creates it if it is missing.",
-    )
-    capacity: PositiveSize = Field(
-        default=10 * GIB,
-        description="Bytes the store may take on disk. Beyond that the least recently used pages are removed.",
-    )
-    free_space_floor: Size = Field(
-        default=GIB,
-        description="Bytes of the file system that stay free for others. Below that nothing is stored, whatever "
-        "`capacity` says.",
-    )
-    io_threads: Count = Field(
-        default=4, ge=1, le=256,
-        description="Threads that read and write files. More keeps a fast disk busy; one core moves a few GB/s.",
-    )
-    direct_io: bool = Field(
-        default=False,
-        description="Bypass the page cache of the system. Off is faster while the store fits into free memory; on "
-        "leaves that memory to others and makes speed predictable.",
-    )
-    sync: bool = Field(
-        default=False,
-        description="Wait for the disk after each page. Off, a power loss may cost the newest pages (never a wrong "
-        "one); on halves the speed of writing.",
-    )
-
-
-class FileStorage(Section):
-    """Storage in local files."""
-
-    type: Literal["file"] = Field(
-        description="Which backend: `file`, `memory` (this process only, for tests), the name of an installed entry "
-        "point of the group `hicache.backends`, or `module:Class`.",
-    )
-    options: FileStorageOptions = Field(description="Options of the backend; what there is depends on `type`.")
-
-    def backend_options(self) -> dict[str, object]:
-        """Keyword options as the `file` backend takes them: plain numbers, unit in the name."""
-        chosen = self.options
-        return {
-            "path": chosen.path,
-            "capacity_bytes": chosen.capacity,
-            "free_space_floor_bytes": chosen.free_space_floor,
-            "io_threads": chosen.io_threads,
-            "direct_io": chosen.direct_io,
-            "sync": chosen.sync,
-        }
-
-
-class PluginStorage(Section):
-    """Storage in any other backend, which checks its options itself when it is opened."""
-
-    type: str = Field(min_length=1, max_length=256, description="As above.")
-    options: dict[str, JsonValue] = Field(default={}, description="Passed to the backend as they are.")
-
-    def backend_options(self) -> dict[str, object]:
-        """Keyword options for the backend: those of the configuration, unchanged."""
-        return dict(self.options)
-
-
-def _storage_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    return "file" if kind == "file" else "plugin"
-
-
-StorageConfig: TypeAlias = FileStorage | PluginStorage
-_AnyStorage: TypeAlias = Annotated[
-    Annotated[FileStorage, Tag("file")] | Annotated[PluginStorage, Tag("plugin")], Discriminator(_storage_kind)
-]
-
-
-class MetricsConfig(Section):
-    """The Prometheus exporter."""
-
-    port: Annotated[int, Field(ge=0, le=65535), BeforeValidator(refuse_bool)] | None = Field(
-        default=None,
-        description="TCP port to serve metrics on; 0 takes a free one. Without a port there is no exporter.",
-    )
-    host: str = Field(
-        default="127.0.0.1", min_length=1, max_length=255,
-        description="Address to listen on. Only a loopback address is taken, unless `allow_remote` is set.",
-    )
-    allow_remote: bool = Field(
-        default=False,
-        description="Take any address for `host`. Metrics carry no prompts, keys or tenants, but whoever reaches the "
-        "port sees the load of the engine: there is no authentication.",
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> MetricsConfig:
-        if not self.allow_remote and not is_loopback(self.host):
-            raise ValueError(f"host {self.host[:60]!r} is no loopback address; use 127.0.0.1, or allow_remote: true")
-        return self
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` names this machine alone. Resolves no name: any name but `localhost` counts as remote."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class HiCacheConfig(Section):
@@ -397,7 +284,9 @@ class HiCacheConfig(Section):
         "again, which is faster than waiting for a copy.",
     )
     prefetch: PrefetchConfig = PrefetchConfig()
+    payoff: PayoffConfig = PayoffConfig()
     transfer: TransferConfig = TransferConfig()
     integrity: IntegrityConfig = IntegrityConfig()
-    storage: _AnyStorage | None = Field(default=None, description="The storage tier (L3). Without it there is none.")
+    storage: AnyStorage | None = Field(default=None, description="The storage tier (L3). Without it there is none.")
     metrics: MetricsConfig = MetricsConfig()
+    events: EventsConfig = EventsConfig()

@@ -22,21 +22,35 @@ def read_mac_key(path: Path) -> bytes:
     Blocks on the file system; refuses what is no regular file before reading from it. Raises ConfigError if the file
     cannot be read, belongs to another user than this one or root, is open to group or others, or holds no key.
     """
-    where = f"MAC key file {os.fspath(path)!r}"
+    what = "MAC key file"
+    data = read_private_file(path, what, 1024)
+    key = data if len(data) == MAC_KEY_BYTES else _from_hex(data)
+    if key is None:
+        raise ConfigError(f"{_named(path, what)}: holds neither 64 hexadecimal digits nor 32 bytes; {_HOW_TO_MAKE}")
+    return key
+
+
+def read_private_file(path: Path, what: str, bytes_max: int) -> bytes:
+    """The first `bytes_max` bytes of a file that holds a secret; errors call it `what`.
+
+    Blocks on the file system; refuses what is no regular file before reading from it. Raises ConfigError if the file
+    cannot be read, belongs to another user than this one or root, or is open to group or others.
+    """
+    where = _named(path, what)
     try:
         # Without O_NONBLOCK, opening a FIFO would wait for somebody to write to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             _require_private(os.fstat(descriptor), where)
-            data = os.read(descriptor, 1024)
+            return os.read(descriptor, bytes_max)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
-    key = data if len(data) == MAC_KEY_BYTES else _from_hex(data)
-    if key is None:
-        raise ConfigError(f"{where}: holds neither 64 hexadecimal digits nor 32 bytes; {_HOW_TO_MAKE}")
-    return key
+
+
+def _named(path: Path, what: str) -> str:
+    return f"{what} {os.fspath(path)!r}"
 
 
 def _require_private(state: os.stat_result, where: str) -> None:

@@ -298,6 +298,7 @@ class HiCacheController:
             return None
         acks = Acks()
         self._write_pages -= self._collect(writes, acks.written, acks)
+        acks.load_times = _times(loads)
         self._load_pages -= self._collect(loads, acks.loaded, acks)
         self._moved["written"] += sum(len(operation.host_pages) for operation in acks.written)
         self._moved["loaded"] += sum(len(operation.host_pages) for operation in acks.loaded)
@@ -419,6 +420,17 @@ def _read(operation: PrefetchOperation, beat: Callable[[], None]) -> None:
 
 def _store(operation: BackupOperation, beat: Callable[[], None]) -> None:
     operation.jobs.store(operation, beat)
+
+
+def _times(launched: deque[tuple[Transfer, list[CopyOperation]]]) -> list[tuple[int, float]]:
+    """(pages, seconds) of each leading copy that has ended well."""
+    times = []
+    for transfer, operations in launched:
+        if not transfer.done():
+            break
+        if transfer.seconds is not None:
+            times.append((sum(len(operation.host_pages) for operation in operations), transfer.seconds))
+    return times
 
 
 def _fail_prefetch(operation: PrefetchOperation) -> None:

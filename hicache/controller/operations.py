@@ -46,8 +46,7 @@ class PrefetchOperation:
     hit_pages: int = 0  # lookup worker: how many of them storage has
     host_pages: PageIds = field(default_factory=lambda: NO_PAGES)  # scheduler: lent until state is ENDED
     completed_pages: int = 0  # I/O worker: leading pages that are read and verified; never falls
-    read_bytes: int = 0  # I/O worker: what was read so far, and the seconds that took
-    read_seconds: float = 0.0
+    read_s: float = 0.0  # I/O worker: how long the backend took for them, without waiting for the worker
     taken_pages: int = 0  # scheduler: leading host pages that went into the tree
 
 
@@ -81,6 +80,7 @@ class Acks:
     found: list[PrefetchOperation] = field(default_factory=list)  # looked up; decide whether to read
     prefetched: list[PrefetchOperation] = field(default_factory=list)  # ended, well or not
     stored: list[BackupOperation] = field(default_factory=list)
+    load_times: list[tuple[int, float]] = field(default_factory=list)  # (pages, seconds) of each merged copy
     failed_copies: list[tuple[CopyOperation, TransferError]] = field(default_factory=list)
 
 

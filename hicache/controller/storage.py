@@ -88,7 +88,7 @@ class StorageJobs:
             frames = self._host.frames(pages)
             began = self._clock()
             outcomes = self.backend.batch_get(keys, frames, deadline=self._call_deadline(operation.deadline))
-            operation.read_seconds += self._clock() - began
+            operation.read_s += self._clock() - began
             _require_outcomes(outcomes, GetOutcome, len(pages))
             hits = 0
             # A page counts only if its frame says so too: a backend that filled nothing has not hit.
@@ -96,7 +96,6 @@ class StorageJobs:
                 if not self.backend.codec.is_sealed(keys[hits], frames[hits]):
                     raise BackendError("the backend reports a hit but has not filled the frame with that page")
                 hits += 1
-            operation.read_bytes += hits * self._host.frame_bytes
             operation.completed_pages = start + hits
             if hits < len(pages):
                 return

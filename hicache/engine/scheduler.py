@@ -245,6 +245,7 @@ class Engine:
 
     def _prefill(self, chunks: list[tuple[Request, int]], transfer: Transfer | None, admitted: list[Request]) -> None:
         spans = [_span(request, count) for request, count in chunks]
+        begin_s = time.perf_counter()
         try:
             logits = self.model.forward(spans, transfer)
         except TransferError as error:
@@ -266,6 +267,9 @@ class Engine:
             if kv.pages is not pages:
                 self._write_row(request)
         self._sample([request for request, _ in chunks], logits)
+        if transfer is None:
+            # Sampling has waited for the device, so this is what the forward took.
+            self.cache.record_prefill(sum(count for _, count in chunks), time.perf_counter() - begin_s)
 
     def _decode(self) -> None:
         batch: list[Request] = []

@@ -5,7 +5,7 @@ from .dump import dump_tree, pretty_print
 from .node import Node, may_leave_device
 from .observer import TreeObserver
 from .policies import POLICIES, SLRU_PROTECTED_HITS, EvictionPolicy, make_policy, register_policy
-from .residency import CUT_PAGES_MIN, Evicted, Fate
+from .residency import CUT_PAGES_MIN, Evicted, Fate, Residency
 from .tree import RUN_PAGES_MAX, Inserted, Match, Peek, RadixTree
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Node",
     "Peek",
     "RadixTree",
+    "Residency",
     "TreeObserver",
     "check_tree",
     "dump_tree",

@@ -7,7 +7,7 @@ import numpy as np
 from ..errors import InvariantError
 from ..keys import PAGE_KEY_BYTES
 from ..types import PageIds
-from .node import Node, may_leave_device, may_leave_host
+from .node import NO_CHILDREN, Node, may_leave_device, may_leave_host
 from .tree import RadixTree
 
 
@@ -19,6 +19,7 @@ def check_tree(tree: RadixTree) -> None:
     queued = [{node.id for node in queue.nodes()} for queue in tree.queues()]
     for queue, queued_ids in zip(tree.queues(), queued, strict=True):
         _require(len(queue.nodes()) == len(queued_ids), "a node has two valid entries in one eviction queue")
+    _require(not NO_CHILDREN, "the children that all leaves share are not none")
     stack = tree.roots()
     while stack:
         node = stack.pop()
@@ -64,6 +65,8 @@ def _check_children(tree: RadixTree, node: Node) -> None:
             _require(node.lock_ref >= child.lock_ref, f"{child!r} is locked more often than its parent")
             _require(node.host_ref >= child.host_ref, f"{child!r} is held more often than its parent")
             _require(node.pin_ref >= child.pin_ref, f"{child!r} is pinned more often than its parent")
+    recent = node.recent_child
+    _require(recent is None or recent in node.children.values(), f"{node!r} looks first for a child it does not have")
     on_device = sum(child.device is not None for child in node.children.values())
     _require(node.device_children == on_device, f"{node!r} counts {node.device_children} children on L1")
 

@@ -39,6 +39,8 @@ class Node:
         "parent",
         "pin_ref",
         "priority",
+        "recent_child",
+        "store_pending",
         "stored",
     )
 
@@ -46,7 +48,8 @@ class Node:
         self.id = node_id
         self.parent = parent
         self.key = key
-        self.children: dict[bytes, Node] = {}  # by the bytes of the child's first page
+        self.children = NO_CHILDREN  # by the bytes of the child's first page
+        self.recent_child: Node | None = None  # the one that was looked for last, where a lookup tries first
         self.device: PageIds | None = None
         self.host: PageIds | None = None
         self.page_keys: bytes | None = None  # 32 bytes a page, made when storage first needs them
@@ -59,13 +62,18 @@ class Node:
         self.pin_ref = 0  # pins on this run or on one below it; they count in host_ref too
         self.device_children = 0  # children that are on L1
         self.backup_pending = False  # a copy to L2 is under way
-        self.stored = False  # handed to L3 (a hint: L3 may have dropped it since)
+        self.store_pending = False  # a store to L3 is under way
+        self.stored = False  # L3 had it when this was last known
         self.device_entry = 0  # which entry of the L1 eviction queue is this node's; 0 for none
         self.host_entry = 0  # the same for L2
 
     def __repr__(self) -> str:
         tiers = "".join(("D" if self.device is not None else "", "H" if self.host is not None else "")) or "-"
         return f"Node({self.id}, {len(self.key)} key bytes, {tiers}, lock {self.lock_ref}, host_ref {self.host_ref})"
+
+
+# Shared by all leaves, since an empty dictionary of their own costs 64 bytes each. Never written to.
+NO_CHILDREN: dict[bytes, Node] = {}
 
 
 def may_leave_device(node: Node) -> bool:

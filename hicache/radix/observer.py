@@ -1,10 +1,10 @@
-"""Whom the tree tells what appeared on a tier and what leaves it."""
+"""Who wants to know what happens in the tree."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ..events import Medium
+from ..events.types import Medium
 from .node import Node
 
 if TYPE_CHECKING:
@@ -12,13 +12,16 @@ if TYPE_CHECKING:
 
 
 class TreeObserver(Protocol):
-    """Called on the scheduler thread, in the middle of a change of the tree: must change nothing and never raise.
+    """Is told of each node that appears on a medium or leaves it, on the scheduler thread. Must not change the tree.
 
-    Splits are not reported: pages stay where they are.
+    Splits are not told: the same pages stay where they were.
     """
 
     def stored(self, medium: Medium, tree: Residency, node: Node) -> None:
-        """All pages of `node` have appeared on `medium`."""
+        """`node` has just appeared on `medium`; its parent is there already."""
 
     def removed(self, medium: Medium, tree: Residency, node: Node) -> None:
-        """All pages of `node` are about to leave `medium`."""
+        """`node` is about to leave `medium`; its children have left before."""
+
+    def cleared(self, tree: Residency) -> None:
+        """All nodes are gone at once."""

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import InvariantError
-from ..events import Medium
+from ..events.types import Medium
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, page_keys
 from ..types import NO_PAGES, PageIds
 from .eviction import DeviceQueue, EvictionQueue, HostQueue
-from .node import Node, may_leave_host
+from .node import NO_CHILDREN, Node, may_leave_host
 from .observer import TreeObserver
 from .policies import EvictionPolicy
 
@@ -42,10 +42,17 @@ class Evicted(NamedTuple):
 
 
 class Residency:
-    """Nodes below one root per seed, each on L1, on L2 or on both. `page_bytes` are the key bytes of one page."""
+    """Nodes below one root per seed, each on L1, on L2 or on both.
 
-    def __init__(self, page_bytes: int, policy: EvictionPolicy, observer: TreeObserver | None) -> None:
-        self.page_bytes = page_bytes
+    `page_size` is in positions of `position_bytes` each (see `RadixKey`), `page_bytes` are the key bytes of one page.
+    """
+
+    def __init__(
+        self, page_size: int, position_bytes: int, policy: EvictionPolicy, observer: TreeObserver | None
+    ) -> None:
+        self.page_size = page_size
+        self.position_bytes = position_bytes
+        self.page_bytes = page_size * position_bytes
         self.observer = observer
         self.device_evictable_pages = 0
         self.device_protected_pages = 0
@@ -212,6 +219,12 @@ class Residency:
         if self.observer is not None:
             self.observer.stored(Medium.HOST, self, node)
 
+    def set_stored(self, node: Node) -> None:
+        """Record that L3 has the pages of `node`. The tree does not learn when L3 drops them."""
+        node.stored = True
+        if self.observer is not None:
+            self.observer.stored(Medium.STORAGE, self, node)
+
     def leave_device(self, node: Node) -> PageIds:
         """Take `node` off L1, and out of the tree if it is on no other tier; its L1 pages, which are free now.
 
@@ -294,8 +307,15 @@ class Residency:
         if parent.parent is None and parent.page_keys is not None:
             self._roots[parent.page_keys] = parent
         node = self._new_node(parent, key, priority)
-        parent.children[key[: self.page_bytes]] = node
+        self._file(parent, node)
         return node
+
+    def _file(self, parent: Node, child: Node) -> None:
+        """Enter `child` under its first page, in place of a node that begins with the same one."""
+        if parent.children is NO_CHILDREN:
+            parent.children = {}
+        parent.children[child.key[: self.page_bytes]] = child
+        parent.recent_child = child
 
     def _cut(self, victim: Node, pages: int) -> int:
         """Split off the head of a victim that is much longer than `pages`; how many pages the victim has then."""
@@ -319,7 +339,7 @@ class Residency:
         head = self._new_node(parent, tail.key[:cut], tail.priority)
         head.created, head.last_access, head.hit_count = tail.created, tail.last_access, tail.hit_count
         head.lock_ref, head.host_ref, head.pin_ref = tail.lock_ref, tail.host_ref, tail.pin_ref
-        head.backup_pending, head.stored = tail.backup_pending, tail.stored
+        head.backup_pending, head.store_pending, head.stored = tail.backup_pending, tail.store_pending, tail.stored
         if tail.device is not None:
             head.device, tail.device = tail.device[:pages].copy(), tail.device[pages:].copy()
             head.device_children = 1
@@ -328,10 +348,12 @@ class Residency:
         if tail.page_keys is not None:
             key_cut = pages * PAGE_KEY_BYTES
             head.page_keys, tail.page_keys = tail.page_keys[:key_cut], tail.page_keys[key_cut:]
-        parent.children[head.key[: self.page_bytes]] = head
+        # A dictionary keeps the key it has; taken out first, the head of one page and its key are one object.
+        del parent.children[tail.key[: self.page_bytes]]
         tail.key = tail.key[cut:]
         tail.parent = head
-        head.children[tail.key[: self.page_bytes]] = tail
+        self._file(parent, head)
+        self._file(head, tail)
         return head
 
     def _remove(self, node: Node) -> None:
@@ -339,6 +361,10 @@ class Residency:
         if parent is None or node.children:
             raise InvariantError(f"cannot remove {node!r}: it is a root or has children")
         del parent.children[node.key[: self.page_bytes]]
+        if parent.recent_child is node:
+            parent.recent_child = None
+        if not parent.children:
+            parent.children = NO_CHILDREN
         self._count_host(node, -1)
         node.host = None
         self.node_count -= 1

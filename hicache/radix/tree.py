@@ -59,7 +59,7 @@ class Inserted(NamedTuple):
 
 
 class RadixTree(Residency):
-    """See the module's docstring. `page_size` is in positions of `position_bytes` each (see `RadixKey`).
+    """See the module's docstring.
 
     `run_pages_max` bounds a node, and with it every operation on one: a long prompt becomes a chain of nodes, whose
     backup and load fit into bounded queues piece by piece.
@@ -74,9 +74,7 @@ class RadixTree(Residency):
         position_bytes: int = TOKEN_BYTES,
         observer: TreeObserver | None = None,
     ) -> None:
-        super().__init__(page_size * position_bytes, policy, observer)
-        self.page_size = page_size
-        self.position_bytes = position_bytes
+        super().__init__(page_size, position_bytes, policy, observer)
         self._run_pages_max = run_pages_max
         self._reorders = policy.falls_on_use
 
@@ -86,20 +84,13 @@ class RadixTree(Residency):
         Raises InvalidInput, as all lookups and insertions do, for a bigram key in a tree of plain ones or vice versa.
         """
         path = self._walk(key)
-        node = device_node = path[0]
-        runs: list[PageIds] = []
-        host_hit = 0
-        for node in path[1:]:
-            if node.device is not None:
-                runs.append(node.device)
-                device_node = node
-            elif node.host is not None:
-                host_hit += len(node.host)
-        host_node = node
-        while host_node.host is None and host_node.parent is not None:
-            host_node = host_node.parent
-        device_pages = runs[0] if len(runs) == 1 else np.concatenate(runs) if runs else NO_PAGES
-        return Match(node, device_node, host_node, device_pages, host_hit, len(device_pages) + host_hit)
+        # Prefix closure: a tier holds the path down to some node, and nothing below it.
+        device_runs = [node.device for node in path if node.device is not None]
+        host_runs = [node.host for node in path if node.host is not None]
+        device_node, host_node = path[len(device_runs)], path[len(host_runs)]
+        device_pages = _joined(device_runs)
+        host_hit = sum(map(len, host_runs[len(device_runs) :]))
+        return Match(path[-1], device_node, host_node, device_pages, host_hit, len(device_pages) + host_hit)
 
     def peek(self, key: RadixKey) -> Peek:
         """What `match` would find. Changes nothing: no node is marked or split."""
@@ -220,7 +211,7 @@ class RadixTree(Residency):
                 raise InvariantError(f"not on L1: {node!r}")
             runs.append(node.device)
             node = node.parent
-        return np.concatenate(runs[::-1]) if runs else NO_PAGES
+        return _joined(runs[::-1])
 
     def covers(self, node: Node, key: RadixKey) -> bool:
         """Whether the whole path to the end of `node` is a prefix of `key`."""
@@ -262,23 +253,24 @@ class RadixTree(Residency):
         end = len(tokens) - len(tokens) % page_bytes
         root = self._root(key.seed)
         path = [root]
-        children, offset = root.children, 0
+        node, offset = root, 0
         starts_with, append = tokens.startswith, path.append
         while offset < end:
-            child = children.get(tokens[offset : offset + page_bytes])
-            if child is None:
-                break
-            run = child.key
-            # Runs are whole pages, so one that is found in `tokens` here does not reach beyond `end`.
-            if not starts_with(run, offset):
-                head = self.split(child, self._common_pages(run, tokens, offset, end))
-                head.last_access = now
-                append(head)
-                break
+            child = node.recent_child
+            # Most prompts follow the one before them, so the look-up by page is mostly saved. A child whose whole run
+            # is in `tokens` here is the right one, because siblings differ in their first page; and it does not reach
+            # beyond `end`, because runs are whole pages.
+            if child is None or not starts_with(child.key, offset):
+                child = node.children.get(tokens[offset : offset + page_bytes])
+                if child is None:
+                    break
+                if not starts_with(child.key, offset):
+                    child = self.split(child, self._common_pages(child.key, tokens, offset, end))
+                node.recent_child = child
             child.last_access = now
             append(child)
-            offset += len(run)
-            children = child.children
+            offset += len(child.key)
+            node = child
         if self._reorders:
             self._reorder(path)
         return path
@@ -298,6 +290,13 @@ class RadixTree(Residency):
     def _may_gain_host(self, node: Node) -> bool:
         # A pending backup brings host pages of its own.
         return not node.backup_pending and node.parent is not None and _on_host(node.parent)
+
+
+def _joined(runs: list[PageIds]) -> PageIds:
+    """The runs as one array. Joining bytes takes half the time of `np.concatenate`."""
+    if len(runs) > 1:
+        return np.frombuffer(b"".join(runs), dtype=np.int32)  # type: ignore[arg-type]  # an array is a buffer
+    return runs[0] if runs else NO_PAGES
 
 
 def _on_host(node: Node) -> bool:

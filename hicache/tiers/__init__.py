@@ -11,6 +11,7 @@ from .device import (
     token_slots,
 )
 from .host import HostPool
+from .token_allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
 __all__ = [
     "CopyEngine",
@@ -20,7 +21,9 @@ __all__ = [
     "MHATokenToKVPool",
     "MLATokenToKVPool",
     "PageAllocator",
+    "PagedTokenToKVPoolAllocator",
     "RequestToTokenPool",
+    "TokenToKVPoolAllocator",
     "Transfer",
     "create_copy_engine",
     "create_device_pool",

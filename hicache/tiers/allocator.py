@@ -1,10 +1,14 @@
 """Free list of the pages of one pool.
 
-Invariant: every page in `first .. first + capacity - 1` is either on the free stack, once, or marked as used.
+Invariant: every page in `first .. first + capacity - 1` is exactly one of: on the free stack; released (free, but not
+yet sorted into the stack); collected by an open free group; marked as used. Only the last has its mark set.
 Owned by the scheduler thread, so there is no lock.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -13,60 +17,127 @@ from ..types import PageIds
 
 
 class PageAllocator:
-    """Hands out pages by id, the ones freed last first (their memory is the warmest).
+    """Hands out pages by id. `first` is the smallest id: 1 for device pools, whose page 0 is padding, 0 for host pools.
 
-    `first` is the smallest id: 1 for device pools, whose page 0 is padding, 0 for host pools.
+    Pages freed last go out first: their memory is the warmest, and a free costs the same however many pages are free.
+    With `ascending`, one allocation's pages ascend and low ids go out first, which keeps the pages of a request close
+    together for attention kernels that profit from it. Freed pages then wait on a release list, which is sorted into
+    the stack only when that runs short, so the sorting is paid once per many frees.
+
+    A double free is always found, not only when debugging: a page with two owners ends in wrong bytes for one of them,
+    and the search costs some 3 us per call and 3 ns per page, which nobody would notice as missing.
     """
 
-    def __init__(self, capacity: int, *, first: int = 0) -> None:
+    def __init__(self, capacity: int, *, first: int = 0, ascending: bool = False) -> None:
         self.capacity = capacity
         self.first = first
-        # Reversed, so that a fresh pool hands out ascending ids: long runs make copies cheaper.
+        self._ascending = ascending
+        # Its top is the end. Descending, so that a fresh pool hands out ascending ids: long runs make copies cheaper.
         self._stack = np.arange(first + capacity - 1, first - 1, -1, dtype=np.int32)
-        self._free = capacity
+        self._ready = capacity
+        self._released: list[PageIds] = []
+        self._released_pages = 0
+        self._group: list[PageIds] | None = None
         self._used = np.zeros(first + capacity, dtype=np.bool_)
         self._stamp = np.empty(first + capacity, dtype=np.int32)
 
     @property
     def free_pages(self) -> int:
         """Pages that can be allocated now."""
-        return self._free
+        return self._ready + self._released_pages
 
     @property
     def used_pages(self) -> int:
-        """Pages handed out and not yet returned."""
-        return self.capacity - self._free
+        """Pages handed out and not yet returned. What an open free group has collected is neither used nor free."""
+        return self.capacity - self.free_pages - self._collected_pages
+
+    @property
+    def _collected_pages(self) -> int:
+        return sum(map(len, self._group)) if self._group else 0
 
     def alloc(self, count: int) -> PageIds | None:
         """`count` pages as an int32 array of its own, or None if fewer are free. Atomic: None changes nothing."""
         if count < 0:
             raise InvalidInput(f"allocator: cannot hand out {count} pages")
-        if count > self._free:
-            return None
-        pages = self._stack[self._free - count : self._free][::-1].copy()
-        self._free -= count
+        if count > self._ready:
+            if count > self.free_pages:
+                return None
+            self._sort_in()
+        pages = self._stack[self._ready - count : self._ready][::-1].copy()
+        self._ready -= count
         self._used[pages] = True
         return pages
 
     def free(self, pages: PageIds) -> None:
-        """Return pages. Raises InvariantError, and changes nothing, for a page that is free already or named twice."""
+        """Return pages. Raises InvariantError, and changes nothing, for a page that is not in use or named twice."""
         count = len(pages)
         if count == 0:
             return
-        if not self._used[pages].all():
-            raise InvariantError(f"double free: {pages[~self._used[pages]][:8].tolist()} are free already")
-        order = np.arange(count, dtype=np.int32)
-        self._stamp[pages] = order
-        if (self._stamp[pages] != order).any():
-            raise InvariantError("double free: a page is named twice in one call")
+        self._require_used_once(pages)
         self._used[pages] = False
-        self._stack[self._free : self._free + count] = pages[::-1]
-        self._free += count
+        if self._group is not None:
+            self._group.append(pages.copy())
+        elif self._ascending:
+            self._released.append(pages.copy())
+            self._released_pages += count
+        else:
+            self._push(pages)
+
+    @contextmanager
+    def free_group(self) -> Iterator[None]:
+        """What is freed inside becomes free at the end, all at once, also if the block raises.
+
+        So the code inside may still read what it has freed: nobody is given those pages before the end. Raises
+        InvalidInput inside another group: its pages would come back later than the inner block says.
+        """
+        if self._group is not None:
+            raise InvalidInput("allocator: a free group is open already; groups do not nest")
+        self._group = []
+        try:
+            yield
+        finally:
+            collected, self._group = self._group, None
+            if self._ascending:
+                self._released += collected
+                self._released_pages += sum(map(len, collected))
+            else:
+                for pages in collected:
+                    self._push(pages)
 
     def check(self) -> None:
-        """Raises InvariantError if the free stack and the used marks disagree."""
-        free = self._stack[: self._free]
-        if len(np.unique(free)) != self._free:
-            raise InvariantError("allocator: a page is on the free stack twice")
+        """Raises InvariantError if the free stack, the lists of freed pages and the used marks disagree."""
+        free = np.concatenate((self._stack[: self._ready], *self._released, *(self._group or [])))
+        if len(free) != self.free_pages + self._collected_pages:
+            raise InvariantError("allocator: the release list does not hold as many pages as were counted")
+        if len(np.unique(free)) != len(free):
+            raise InvariantError("allocator: a page is free twice")
         if self._used[free].any() or int(self._used.sum()) != self.used_pages:
-            raise InvariantError("allocator: free stack and used marks disagree")
+            raise InvariantError("allocator: free pages and used marks disagree")
+        if self._ascending and (np.diff(self._stack[: self._ready]) > 0).any():
+            raise InvariantError("allocator: the free stack is not sorted")
+
+    def _require_used_once(self, pages: PageIds) -> None:
+        try:
+            # Unsigned, so that a negative id is out of bounds and not a page counted from the end.
+            used = self._used[pages.astype(np.uint32)]
+        except IndexError as error:
+            raise InvariantError(f"free: {pages[:8].tolist()} are not all pages of this pool") from error
+        if np.count_nonzero(used) != len(pages):
+            raise InvariantError(f"double free: {pages[~used][:8].tolist()} are free already")
+        # Each page keeps the last place where it is named; a page that is named before that as well shows there.
+        order = np.arange(len(pages), dtype=np.int32)
+        self._stamp[pages] = order
+        if np.count_nonzero(self._stamp[pages] != order):
+            raise InvariantError("double free: a page is named twice in one call")
+
+    def _push(self, pages: PageIds) -> None:
+        end = self._ready + len(pages)
+        self._stack[self._ready : end] = pages[::-1]
+        self._ready = end
+
+    def _sort_in(self) -> None:
+        for pages in self._released:
+            self._push(pages)
+        self._released.clear()
+        self._released_pages = 0
+        self._stack[: self._ready] = np.sort(self._stack[: self._ready])[::-1]

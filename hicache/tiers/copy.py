@@ -45,6 +45,11 @@ class Transfer(ABC):
     def error(self) -> TransferError | None:
         """Why the copy failed, None while it runs or when it went well."""
 
+    @property
+    @abstractmethod
+    def seconds(self) -> float | None:
+        """How long the copy itself took, without its wait for earlier work; None while it runs or if it failed."""
+
 
 class FailedTransfer(Transfer):
     """A copy that could not be started."""
@@ -55,6 +60,10 @@ class FailedTransfer(Transfer):
     @property
     def error(self) -> TransferError:
         return self._error
+
+    @property
+    def seconds(self) -> None:
+        return None
 
     def done(self) -> bool:
         return True

@@ -1,7 +1,8 @@
 """The copy engine of machines without a GPU: one thread per direction stands for a stream.
 
 Locking design: a `CpuTransfer` is written by its thread and read by the scheduler; `_layers_done` and `_error` change
-under `_condition` alone. The threads share nothing else; each takes its work from a queue of its own, in order.
+under `_condition` alone, `_seconds` by the thread before it counts the last layer. The threads share nothing else; each
+takes its work from a queue of its own, in order.
 """
 
 from __future__ import annotations
@@ -27,12 +28,18 @@ class CpuTransfer(Transfer):
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._layers_done = 0
+        self._begun = 0.0
+        self._seconds: float | None = None
         self._error: TransferError | None = None
         self._condition = threading.Condition()
 
     @property
     def error(self) -> TransferError | None:
         return self._error
+
+    @property
+    def seconds(self) -> float | None:
+        return self._seconds
 
     def done(self) -> bool:
         return self._layers_done == self._layers or self._error is not None
@@ -50,8 +57,14 @@ class CpuTransfer(Transfer):
         if self._layers_done <= layer:
             raise TransferError(f"copy: layer {layer} did not arrive within {LAYER_WAIT_S_MAX:.0f} s")
 
+    def begin(self) -> None:
+        """Called by the copying thread before the first layer."""
+        self._begun = time.perf_counter()
+
     def layer_finished(self) -> None:
         """Called by the copying thread after each layer."""
+        if self._layers_done == self._layers - 1:
+            self._seconds = time.perf_counter() - self._begun
         with self._condition:
             self._layers_done += 1
             self._condition.notify_all()
@@ -127,6 +140,7 @@ class _CopyThread:
                 transfer.fail(self._failure)
                 continue
             try:
+                transfer.begin()
                 for layer in range(transfer._layers):
                     copy_layer(layer)
                     transfer.layer_finished()

@@ -21,7 +21,7 @@ from ..errors import InvalidInput, TransferError
 from ..frame import HEADER_BYTES
 from ..types import PageIds
 from .copy import CopyEngine, Transfer
-from .device import KVPool
+from .device import KVPool, upload
 from .host import HostPool
 
 # Staging is taken from the device pool's neighbour memory; this much keeps PCIe busy without crowding activations.
@@ -46,10 +46,13 @@ class StreamRuntime(Protocol):
         """Work inside the context is queued on `stream`, after all work queued on the caller's current stream."""
 
     def record(self) -> DeviceEvent:
-        """An event behind the work queued on the current stream."""
+        """An event behind the work queued on the current stream, which notes when the device passes it."""
 
     def wait(self, event: DeviceEvent) -> None:
         """Queue a wait for `event` on the current stream."""
+
+    def elapsed_s(self, begin: DeviceEvent, end: DeviceEvent) -> float:
+        """Device time between two events that it has passed. Does not block; raises RuntimeError if it failed."""
 
     def upload(self, values: torch.Tensor) -> torch.Tensor:
         """A copy of a small host tensor on the device, queued on the current stream."""
@@ -73,7 +76,7 @@ class CudaRuntime:
             yield
 
     def record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -82,23 +85,36 @@ class CudaRuntime:
             raise InvalidInput("copy engine: an event of another runtime")
         torch.cuda.current_stream(self._device).wait_event(event)
 
+    def elapsed_s(self, begin: DeviceEvent, end: DeviceEvent) -> float:
+        if not isinstance(begin, torch.cuda.Event) or not isinstance(end, torch.cuda.Event):
+            raise InvalidInput("copy engine: an event of another runtime")
+        return float(begin.elapsed_time(end)) / 1000
+
     def upload(self, values: torch.Tensor) -> torch.Tensor:
-        # From pageable memory the copy would wait for the whole stream, and the scheduler with it.
-        return values.pin_memory().to(self._device, non_blocking=True)
+        return upload(values, self._device)
 
 
 class EventTransfer(Transfer):
-    """A copy whose layers end at events; a copy with one event ends in one piece."""
+    """A copy whose layers end at events; a copy with one event ends in one piece. It starts at `begin`."""
 
-    def __init__(self, runtime: StreamRuntime, events: list[DeviceEvent]) -> None:
+    def __init__(self, runtime: StreamRuntime, begin: DeviceEvent, events: list[DeviceEvent]) -> None:
         self._runtime = runtime
+        self._begin = begin
         self._events = events
-
         self._error: TransferError | None = None
 
     @property
     def error(self) -> TransferError | None:
         return self._error
+
+    @property
+    def seconds(self) -> float | None:
+        if not self.done() or self._error is not None:
+            return None
+        try:
+            return self._runtime.elapsed_s(self._begin, self._events[-1])
+        except RuntimeError:
+            return None  # the device has failed since; whatever is asked of it next says so
 
     def done(self) -> bool:
         try:
@@ -146,6 +162,7 @@ class CudaCopyEngine(CopyEngine):
         chunk = max(1, self._staging_bytes_max // payload)
         # Staging is allocated on the copy's own stream, whose allocator reuses it in stream order once it is dropped.
         with self._runtime.use(self._backup_stream):
+            begin = self._runtime.record()
             for start in range(0, len(device_pages), chunk):
                 index = self._index(device_pages[start : start + chunk])
                 staging = torch.empty((len(index), payload), dtype=torch.uint8, device=self.device.device)
@@ -153,7 +170,7 @@ class CudaCopyEngine(CopyEngine):
                 for row, page in enumerate(host_pages[start : start + chunk].tolist()):
                     self.host.tensor[page, HEADER_BYTES : HEADER_BYTES + payload].copy_(staging[row], non_blocking=True)
             events = [self._runtime.record()]
-        return self._remember("backup", EventTransfer(self._runtime, events))
+        return self._remember("backup", EventTransfer(self._runtime, begin, events))
 
     def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
         self._require_pairs(device_pages, host_pages)
@@ -161,12 +178,13 @@ class CudaCopyEngine(CopyEngine):
         pages = host_pages.tolist()
         events: list[DeviceEvent] = []
         with self._runtime.use(self._load_stream):
+            begin = self._runtime.record()
             index = self._index(device_pages)
             for layer in range(self.device.geometry.layers):
                 for start in range(0, len(pages), chunk):
                     self._load_pieces(layer, pages[start : start + chunk], index[start : start + chunk])
                 events.append(self._runtime.record())
-        return self._remember("load", EventTransfer(self._runtime, events))
+        return self._remember("load", EventTransfer(self._runtime, begin, events))
 
     def _load_pieces(self, layer: int, pages: list[int], index: torch.Tensor) -> None:
         """One layer of some pages: each is one contiguous piece of its frame, gathered in staging, then scattered."""

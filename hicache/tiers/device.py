@@ -153,6 +153,14 @@ class RequestToTokenPool:
         self.table[row, start : start + len(slots)] = torch.from_numpy(slots).to(self.table.device)
 
 
+def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small host tensor on `device`, queued on the current stream; on the CPU the tensor itself."""
+    if device.type == "cpu":
+        return values
+    # From pageable memory the copy would wait for the whole stream, and the scheduler with it.
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def token_slots(pages: PageIds, page_size: int) -> PageIds:
     """Pool rows of all tokens of `pages`, int32 `[len(pages) * page_size]`, in order."""
     if len(pages) == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,28 +40,82 @@ def _cgroup_rest() -> list[int]:
     return [] if limit == "max" else [max(0, int(limit) - current + int(figures.get("inactive_file", 0)))]
 
 
-def device_pages(config: DeviceConfig, geometry: KVGeometry, device: torch.device) -> int:
-    """Pages of L1 for `device.size` or `device.tokens`.
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of one device now, in bytes: what is free, and what there is in all."""
 
-    Raises ConfigError if neither is given or the pool would not hold one page, CapacityError if the device is too
-    small.
+    available_bytes: int
+    total_bytes: int
+
+
+def cuda_memory(device: torch.device) -> DeviceMemory:
+    """What the driver says, so memory of other processes counts as taken. torch's cached blocks are given back first.
+
+    An engine of several ranks takes the smallest `available_bytes` of them all, so that all come to the same number of
+    pages.
     """
+    torch.cuda.empty_cache()
+    return DeviceMemory(*torch.cuda.mem_get_info(device))
+
+
+def profile_max_num_tokens(memory: DeviceMemory, memory_fraction: float, token_bytes: int) -> int:
+    """Tokens whose KV fits beside what is on the device already (the weights), 0 if that is too much.
+
+    `memory_fraction` of the device is for weights and KV together; the rest stays free for activations. So it is asked
+    after the weights are loaded. REQUIRES: `token_bytes` >= 1, the KV of one token on one rank.
+    """
+    reserved_bytes = math.ceil(memory.total_bytes * (1 - memory_fraction))
+    return max(0, memory.available_bytes - reserved_bytes) // token_bytes
+
+
+def device_pages(
+    config: DeviceConfig, geometry: KVGeometry, device: torch.device, memory: DeviceMemory | None = None
+) -> int:
+    """Pages of L1 for `device.size`, `device.tokens` or `device.memory_fraction`, the padding page not counted.
+
+    `memory` is what the device has, where the driver of this rank alone does not know (see `cuda_memory`). Raises
+    ConfigError if nothing is given, if the pool would not hold one page, or for a fraction of a device that is not
+    CUDA; CapacityError if the device is too small.
+    """
+    if config.memory_fraction is not None:
+        return _pages_of_fraction(config.memory_fraction, geometry, device, memory)
     if config.size is not None:
         pages = config.size // geometry.payload_bytes
     elif config.tokens is not None:
         pages = config.tokens // geometry.page_size
     else:
-        raise ConfigError("device: give size or tokens; the engine did not size L1 by itself")
+        raise ConfigError("device: give size, tokens or memory_fraction; the engine did not size L1 by itself")
     if pages < 1:
         raise ConfigError(
             f"device: smaller than one page of {geometry.page_size} tokens, {format_size(geometry.payload_bytes)}; "
             "raise device.size or device.tokens"
         )
     needed = (pages + 1) * geometry.payload_bytes
-    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes()
+    if memory is not None:
+        available = memory.available_bytes
+    else:
+        available = cuda_memory(device).available_bytes if device.type == "cuda" else available_host_bytes()
     if needed > available:
         raise CapacityError(
             f"device: {pages} pages need {format_size(needed)} on {device}, but only {format_size(available)} are free"
+        )
+    return pages
+
+
+def _pages_of_fraction(fraction: float, geometry: KVGeometry, device: torch.device, memory: DeviceMemory | None) -> int:
+    if device.type != "cuda":
+        # Host memory would have to be shared with L2, the page cache and every other program.
+        raise ConfigError(
+            f"device.memory_fraction: {fraction} of a CUDA device is meant, but the engine runs on {device}; "
+            "give device.size or device.tokens"
+        )
+    if memory is None:
+        memory = cuda_memory(device)
+    pages = profile_max_num_tokens(memory, fraction, geometry.token_bytes) // geometry.page_size - 1
+    if pages < 1:
+        raise CapacityError(
+            f"device.memory_fraction: {fraction} leaves no room for KV on {device}, which has "
+            f"{format_size(memory.available_bytes)} free of {format_size(memory.total_bytes)}; raise it, or free memory"
         )
     return pages
 

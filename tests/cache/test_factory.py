@@ -12,6 +12,7 @@ from hicache.errors import CapacityError, ConfigError, InvalidInput, NotOurs
 from hicache.frame import FrameHeader, TagKind
 from hicache.geometry import KVGeometry
 from hicache.keys import Namespace, RadixKey
+from hicache.tiers.memory import DeviceMemory
 
 NAMESPACE = Namespace(model="m", geometry=KVGeometry(layers=1, heads=1, head_dim=8, page_size=4, dtype="float32"))
 
@@ -52,8 +53,18 @@ def test_a_mac_key_makes_stored_pages_keyed(tmp_path: Path) -> None:
 def test_an_engine_may_size_l1_itself() -> None:
     with create_cache(config(device={}), NAMESPACE, device_pages=5) as cache:
         assert cache.device.pages == 5
-    with pytest.raises(ConfigError, match="size or tokens"):
+    with pytest.raises(ConfigError, match="size, tokens or memory_fraction"):
         create_cache(config(device={}), NAMESPACE)
+    with create_cache(config(device={"tokens": 24}), NAMESPACE, device_pages=5) as cache:
+        assert cache.device.pages == 6, "the configuration decides where it says something"
+
+
+def test_the_memory_that_the_caller_names_is_what_l1_has_to_fit_into() -> None:
+    tight = DeviceMemory(available_bytes=3 * NAMESPACE.geometry.payload_bytes, total_bytes=1 << 40)
+    with create_cache(config(device={"tokens": 8}), NAMESPACE, device_memory=tight) as cache:
+        assert cache.device.pages == 2
+    with pytest.raises(CapacityError, match="are free"):
+        create_cache(config(device={"tokens": 12}), NAMESPACE, device_memory=tight)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +74,7 @@ def test_an_engine_may_size_l1_itself() -> None:
         ({"host": {"size": "1000TiB"}}, CapacityError, "available"),
         ({"device": {"size": "1000TiB"}}, CapacityError, "free"),
         ({"host": {"pin": "on"}}, ConfigError, "CUDA"),
+        ({"device": {"memory_fraction": 0.5}}, ConfigError, "device.size or device.tokens"),
         ({"storage": {"type": "fil"}}, ConfigError, "file"),
         ({"storage": {"type": "memory", "options": {"nonsense": 1}}}, ConfigError, "nonsense"),
     ],

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from hicache.backends.base import StorageBackend
 from hicache.backends.memory import MemoryBackend
-from hicache.cache import CacheOptions, HiRadixCache, RequestKV
+from hicache.cache import CacheOptions, HiRadixCache, Payoff, PayoffOptions, RequestKV
 from hicache.controller import ControllerOptions, HiCacheController
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
@@ -62,6 +62,7 @@ class World:
         position_bytes: int = TOKEN_BYTES,
         open_storage: Callable[[int], StorageBackend] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        payoff: Payoff | None = None,
     ) -> None:
         self.device = create_device_pool(GEOMETRY, device_pages)
         self.host = HostPool(GEOMETRY, host_pages)
@@ -72,9 +73,10 @@ class World:
             self.device,
             self.host,
             self.controller,
-            options or CacheOptions(prefetch_threshold_tokens=4, load_back_threshold_tokens=4),
+            options or every_hit(),
             position_bytes=position_bytes,
             open_storage=open_storage,
+            payoff=payoff,
         )
         self.wrong_pages = 0
         self.compared_pages = 0
@@ -153,6 +155,13 @@ class World:
         assert self.cache.close()
         self.cache.check()
         assert self.wrong_pages == 0
+
+
+def every_hit() -> CacheOptions:
+    """Options of a cache that fetches every hit, however short and slow."""
+    return CacheOptions(
+        prefetch_threshold_tokens=4, load_back_threshold_tokens=4, payoff=PayoffOptions(always=True)
+    )  # fmt: skip
 
 
 def memory_backend(capacity_bytes: int | None = None) -> MemoryBackend:

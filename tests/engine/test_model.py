@@ -157,6 +157,10 @@ class LayerByLayer(Transfer):
     def error(self) -> None:
         return None
 
+    @property
+    def seconds(self) -> None:
+        return None
+
 
 def test_each_layer_waits_for_its_copy_before_it_reads(whole: tuple[torch.Tensor, torch.Tensor]) -> None:
     source, device = Device(), Device()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hicache.backends import StorageBackend
-from hicache.cache import CacheOptions, HiRadixCache
+from hicache.cache import CacheOptions, HiRadixCache, PayoffOptions
 from hicache.controller import HiCacheController
 from hicache.engine import TILE, Checkpoint, Engine, EngineOptions, LlamaConfig, LlamaModel, RequestRecord, Span
 from hicache.frame import FrameCodec
@@ -93,16 +93,18 @@ def make_engine(
     backend: Callable[[FrameCodec], StorageBackend] | None = None,
     copies: Callable[[KVPool, HostPool], CopyEngine] = create_copy_engine,
     options: EngineOptions | None = None,
+    payoff: PayoffOptions | None = None,
 ) -> Engine:
-    """An engine whose cache takes every hit, however short."""
+    """An engine whose cache takes every hit, however short and slow."""
     options = options or EngineOptions()
     geometry = checkpoint.config.geometry(page_size)
     pool, host = MHATokenToKVPool(geometry, device_pages), HostPool(geometry, host_pages)
     codec = FrameCodec(Namespace(checkpoint.fingerprint, geometry).digest, geometry.payload_bytes)
     controller = HiCacheController(host, copies(pool, host), None if backend is None else backend(codec))
     thresholds = CacheOptions(
-        load_back_threshold_tokens=1, prefetch_threshold_tokens=1, prefetch_timeout_base_s=WAIT_S, prefetch_host_share=1
-    )
+        load_back_threshold_tokens=1, prefetch_threshold_tokens=1, prefetch_timeout_base_s=WAIT_S,
+        prefetch_host_share=1, payoff=payoff or PayoffOptions(always=True),
+    )  # fmt: skip
     rows = RequestToTokenPool(options.running_max, -(-checkpoint.config.context_tokens // TILE) * TILE)
     model = LlamaModel(checkpoint.config, checkpoint.tensors, pool, rows)
     return Engine(model, HiRadixCache(pool, host, controller, thresholds), options)

@@ -106,6 +106,27 @@ def test_a_large_victim_is_cut_to_what_is_needed() -> None:
     check_tree(t)
 
 
+def test_what_eviction_has_cut_off_is_not_found_any_more() -> None:
+    t = tree(page_size=1)
+    key = RadixKey.of([5] * 100)  # every piece of the run looks like its beginning
+    t.insert(key, np.arange(1, 101, dtype=np.int32))
+    t.match(key)
+    assert t.evict_device(20).pages.tolist() == list(range(81, 101))
+    check_tree(t)
+    assert t.match(key).device_pages.tolist() == list(range(1, 81))
+
+
+def test_prompts_that_take_turns_are_each_found() -> None:
+    t = tree()
+    prompts = [RadixKey.of([1, 2, 3, 4, last, last]) for last in range(5)]
+    for page, key in enumerate(prompts):
+        t.insert(key, ids(1, 2, 10 + page))
+    for _ in range(2):
+        for page, key in enumerate(prompts):
+            assert t.match(key).device_pages.tolist() == [1, 2, 10 + page]
+    check_tree(t)
+
+
 def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
     t = RadixTree(1, LRUPolicy(), run_pages_max=30)
     key = RadixKey.of(list(range(100)))

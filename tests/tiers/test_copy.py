@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -24,6 +25,9 @@ MLA = KVGeometry(layers=3, heads=1, head_dim=16, page_size=4, layout=KVLayout.ML
 class InlineEvent:
     """An event of a device that has done everything already."""
 
+    def __init__(self) -> None:
+        self.passed_s = time.perf_counter()
+
     def query(self) -> bool:
         return True
 
@@ -43,6 +47,10 @@ class InlineRuntime:
 
     def wait(self, event: DeviceEvent) -> None:
         assert event.query()
+
+    def elapsed_s(self, begin: DeviceEvent, end: DeviceEvent) -> float:
+        assert isinstance(begin, InlineEvent) and isinstance(end, InlineEvent)
+        return end.passed_s - begin.passed_s
 
     def upload(self, values: torch.Tensor) -> torch.Tensor:
         return values.clone()
@@ -118,11 +126,40 @@ class FaultyEvent(InlineEvent):
 
 
 def test_a_device_that_fails_is_a_typed_error_and_not_an_exception_of_poll() -> None:
-    transfer = EventTransfer(InlineRuntime(), [FaultyEvent()])
+    transfer = EventTransfer(InlineRuntime(), InlineEvent(), [FaultyEvent()])
     assert transfer.done()
-    assert isinstance(transfer.error, TransferError)
+    assert isinstance(transfer.error, TransferError) and transfer.seconds is None
     with pytest.raises(TransferError):
         transfer.wait_layer(0)
+
+
+class PendingEvent(InlineEvent):
+    """What an event is before the device has passed it."""
+
+    def query(self) -> bool:
+        return False
+
+
+class ForgetfulRuntime(InlineRuntime):
+    """A device that fails between the end of a copy and the question how long it took."""
+
+    def elapsed_s(self, begin: DeviceEvent, end: DeviceEvent) -> float:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+def test_a_copy_on_a_stream_has_taken_no_known_time_before_it_has_ended_or_if_the_device_cannot_say() -> None:
+    assert EventTransfer(InlineRuntime(), InlineEvent(), [InlineEvent(), PendingEvent()]).seconds is None
+    transfer = EventTransfer(ForgetfulRuntime(), InlineEvent(), [InlineEvent()])
+    assert transfer.done() and transfer.seconds is None and transfer.error is None
+
+
+def test_a_copy_says_how_long_it_took_itself(engine: Callable[[KVPool, HostPool], CopyEngine]) -> None:
+    copies = engine(create_device_pool(MHA, 4), HostPool(MHA, 4))
+    begin = time.perf_counter()
+    for transfer in (copies.backup(ids(1, 2), ids(0, 1)), copies.load(ids(0, 1), ids(3, 4))):
+        assert transfer.wait(10)
+        assert transfer.seconds is not None and 0 < transfer.seconds <= time.perf_counter() - begin
+    copies.close(10)
 
 
 def test_pairs_that_do_not_fit_are_refused(engine: Callable[[KVPool, HostPool], CopyEngine]) -> None:
@@ -157,11 +194,24 @@ def test_a_layer_can_be_used_while_the_next_is_on_its_way() -> None:
     transfer = copies.load(ids(0), ids(1))
     copies.permits.release()
     transfer.wait_layer(0)
-    assert not transfer.done()
+    assert not transfer.done() and transfer.seconds is None
     assert not transfer.wait(0.01)
     copies.permits.release(2)
     transfer.wait_layer(2)
     assert transfer.done()
+    assert copies.close(10)
+
+
+def test_the_time_of_a_copy_does_not_contain_the_wait_for_the_one_before_it() -> None:
+    copies = SteppedEngine(create_device_pool(MHA, 2), HostPool(MHA, 2))
+    begin = time.perf_counter()
+    first, second = copies.load(ids(0), ids(1)), copies.load(ids(1), ids(2))
+    copies.permits.release()
+    first.wait_layer(0)  # the second one is queued and does not run
+    copies.permits.release(5)
+    assert second.wait(10)
+    assert first.seconds is not None and second.seconds is not None
+    assert first.seconds + second.seconds <= time.perf_counter() - begin
     assert copies.close(10)
 
 
@@ -170,7 +220,7 @@ def test_a_copy_that_fails_says_so_and_so_do_all_later_ones_of_its_direction() -
     bad = copies.load(ids(1000), ids(1))
     with pytest.raises(TransferError):
         bad.wait_layer(0)
-    assert bad.done() and bad.error is not None
+    assert bad.done() and bad.error is not None and bad.seconds is None
     later = copies.load(ids(1), ids(1))
     with pytest.raises(TransferError):
         later.wait_layer(2)
@@ -203,4 +253,6 @@ def test_cuda_copies_are_ordered_against_compute(geometry: KVGeometry) -> None:
         for block, old in zip(device.layer_blocks(layer), expected[layer], strict=True):
             assert torch.equal(block[1:], old[1:])
     assert backup.wait(10) and transfer.wait(10)
+    for copy in (backup, transfer):
+        assert copy.seconds is not None and 0 < copy.seconds < 10
     assert copies.close(10)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,8 @@ from hicache.tiers import (
     create_device_pool,
     token_slots,
 )
-from hicache.tiers.memory import device_pages, host_pages
+from hicache.tiers.memory import DeviceMemory, device_pages, host_pages, profile_max_num_tokens
+from tests.seeds import rng, seeds
 
 MHA = KVGeometry(layers=3, heads=2, head_dim=8, page_size=4)
 MLA = KVGeometry(layers=3, heads=1, head_dim=16, page_size=4, layout=KVLayout.MLA)
@@ -89,6 +92,55 @@ def test_sizes_are_given_in_bytes_tokens_or_as_a_ratio() -> None:
         host_pages(HostConfig(tokens=3), MHA, 10)
     with pytest.raises(CapacityError, match="are free"):
         device_pages(DeviceConfig(tokens=1 << 40), MHA, cpu)
+
+
+GIB = 1 << 30
+
+
+def test_l1_gets_what_the_weights_and_the_reserve_leave() -> None:
+    # 80 GiB, 16 of them taken by weights; a tenth stays free, so 64 - 8 are for KV.
+    memory = DeviceMemory(available_bytes=64 * GIB, total_bytes=80 * GIB)
+    assert profile_max_num_tokens(memory, 0.9, 128 << 10) == 56 * GIB // (128 << 10)
+    assert profile_max_num_tokens(memory, 0.2, 128 << 10) == 0, "the weights alone are more than that"
+    assert profile_max_num_tokens(DeviceMemory(0, 80 * GIB), 0.9, 1) == 0
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_what_a_fraction_gives_fits_and_one_token_more_would_not(seed: int) -> None:
+    numbers = rng(seed)
+    total = numbers.randint(1, 1 << 41)
+    memory, fraction = DeviceMemory(numbers.randint(0, total), total), numbers.uniform(0.01, 0.99)
+    token_bytes = numbers.randint(1, 1 << 20)
+    tokens = profile_max_num_tokens(memory, fraction, token_bytes)
+    left = memory.available_bytes - tokens * token_bytes
+    reserved = total * (1 - Fraction(fraction))
+    slack = total * Fraction(1, 1 << 50) + 1  # of the floating-point product, rounded up to a byte
+    assert tokens == 0 or left >= reserved - slack
+    assert left - token_bytes < reserved + slack
+
+
+def test_a_fraction_of_the_device_sizes_l1_with_its_padding_page() -> None:
+    cuda = torch.device("cuda")
+    memory = DeviceMemory(MHA.payload_bytes * 60, MHA.payload_bytes * 100)
+    assert device_pages(DeviceConfig(memory_fraction=0.5), MHA, cuda, memory) == 9
+    with pytest.raises(CapacityError, match="memory_fraction"):
+        device_pages(DeviceConfig(memory_fraction=0.41), MHA, cuda, memory)
+    with pytest.raises(CapacityError, match="are free"):
+        device_pages(DeviceConfig(tokens=240), MHA, cuda, memory)
+    assert device_pages(DeviceConfig(tokens=236), MHA, cuda, memory) == 59
+
+
+def test_a_fraction_of_a_device_that_is_not_cuda_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"device\.size or device\.tokens"):
+        device_pages(DeviceConfig(memory_fraction=0.5), MHA, torch.device("cpu"))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_pool_of_a_fraction_of_a_gpu_fits_beside_what_is_there() -> None:
+    pages = device_pages(DeviceConfig(memory_fraction=0.5), MHA, torch.device("cuda"))
+    available, total = torch.cuda.mem_get_info()
+    assert 0 < (pages + 1) * MHA.payload_bytes <= available - total // 2 + (64 << 20)
 
 
 def test_a_request_row_maps_tokens_to_slots() -> None:

@@ -1,0 +1,214 @@
+"""KV events: what one costs the scheduler, and how fast they are published.
+
+    python -m benchmarks.events
+
+"record" is a node's event from the tree's call to the stream, its page keys known, as `EventRecorder` makes it; the
+reference is putting a tuple that is there already into a `queue.Queue`, the least that a publisher fed by one costs.
+"publish" is the time from the stream to a subscriber's socket; the reference packs the same fields with msgspec and
+sends them with pyzmq in one loop, without a thread, a bound or a replay buffer. ratio = our time : the reference's.
+"""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import zmq
+
+from hicache.cache.recorder import EventRecorder
+from hicache.events import EventStream, Medium, PrefixIndex, Removed, Stored
+from hicache.events.publisher import EventPublisher, PublisherOptions
+from hicache.events.wire import BatchEncoder, Dialect, decode_batch
+from hicache.keys import RadixKey, page_keys, token_bytes
+from hicache.radix import Node, RadixTree
+from hicache.radix.policies import LRUPolicy
+
+from ._table import Row, print_table
+
+EVENTS = 8_000
+PAGE_SIZE = 64
+RUNS = 5
+# The scheduler's part is so short that only short runs, and many, escape the other processes of a machine.
+SHORT_EVENTS = 200
+SHORT_RUNS = 300
+CAPACITY_BYTES = 1 << 30
+PER_BATCH = 64
+
+
+def events(pages: int) -> list[Stored]:
+    """Runs of `pages` pages, each with tokens of its own."""
+    made = []
+    for number in range(EVENTS // pages):
+        tokens = token_bytes(np.arange(number, number + pages * PAGE_SIZE) % 100_000)
+        made.append(Stored(Medium.DEVICE, tuple(page_keys(tokens, PAGE_SIZE)), None, b"", tokens, PAGE_SIZE))
+    return made
+
+
+def nodes(tree: RadixTree, pages: int) -> list[Node]:
+    """Nodes of `pages` pages, their keys computed."""
+    made = []
+    for number in range(SHORT_EVENTS):
+        tokens = np.arange(pages * PAGE_SIZE) + number * PAGE_SIZE
+        node = tree.insert(RadixKey.of(tokens), np.arange(pages, dtype=np.int32)).node
+        tree.page_keys(node)
+        made.append(node)
+    return made
+
+
+def short(work: Callable[[], object]) -> float:
+    """Seconds per event of the best of many short runs."""
+    times = []
+    for _ in range(SHORT_RUNS):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return min(times) / SHORT_EVENTS
+
+
+def record(pages: int) -> Row:
+    """The recorder's part, the list of page keys included."""
+    tree = RadixTree(PAGE_SIZE, LRUPolicy())
+    made = nodes(tree, pages)
+    event = events(pages)[0]
+
+    def ours() -> None:
+        recorder = EventRecorder(EventStream(CAPACITY_BYTES))
+        for node in made:
+            recorder.stored(Medium.DEVICE, tree, node)
+
+    def bare() -> None:
+        waiting = queue.Queue[Stored]()
+        for _ in made:
+            waiting.put(event)
+
+    return row(f"record, {pages} pages a node", short(ours), short(bare))
+
+
+def keys_alone(pages: int) -> Row:
+    """What of that is the list of page keys, which the tree makes."""
+    tree = RadixTree(PAGE_SIZE, LRUPolicy())
+    made = nodes(tree, pages)
+    return row(f"of it the list of keys, {pages} pages a node", short(lambda: [tree.page_keys(node) for node in made]))
+
+
+def put_alone(full: bool) -> Row:
+    """The stream by itself, with room and without."""
+    event = Removed(Medium.DEVICE, (bytes(32),))
+    capacity = 100 * event.size_bytes if full else CAPACITY_BYTES
+
+    def ours() -> None:
+        stream = EventStream(capacity)
+        for _ in range(SHORT_EVENTS):
+            stream.put(event)
+
+    return row(f"put into a stream that is {'full' if full else 'not full'}", short(ours))
+
+
+def receive(endpoint: str, made: list[Stored]) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    """A subscriber that is connected and large enough for everything."""
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.set_hwm(2 * len(made) + 10)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+    subscriber.connect(endpoint)
+    return context, subscriber
+
+
+def publish_ours(directory: Path, made: list[Stored]) -> float:
+    """Seconds from the first put to the last event at the subscriber."""
+    stream = EventStream(CAPACITY_BYTES)
+    with EventPublisher(stream, PublisherOptions(f"ipc://{directory}/ours", queued_batches_max=65536)) as publisher:
+        context, subscriber = receive(publisher.endpoint, made)
+        while not subscriber.poll(1):
+            stream.put(Removed(Medium.DEVICE, (bytes(32),)))  # until the subscription is known
+        while subscriber.poll(100):
+            subscriber.recv_multipart()
+        begin = time.perf_counter()
+        for event in made:
+            stream.put(event)
+        count = 0
+        while count < len(made):
+            count += len(msgspec.msgpack.decode(subscriber.recv_multipart()[2], type=Envelope)[1])
+        seconds = time.perf_counter() - begin
+        context.destroy(linger=0)
+    return seconds
+
+
+Envelope = tuple[float, list[msgspec.Raw], int | None]
+
+
+def publish_bare(directory: Path, made: list[Stored]) -> float:
+    """The same messages without us."""
+    context = zmq.Context()
+    publisher = context.socket(zmq.XPUB)
+    publisher.set_hwm(2 * len(made) + 10)
+    publisher.bind(f"ipc://{directory}/bare")
+    other, subscriber = receive(f"ipc://{directory}/bare", made)
+    publisher.recv()  # the subscription
+    encoder = msgspec.msgpack.Encoder()
+    begin = time.perf_counter()
+    for start in range(0, len(made), PER_BATCH):
+        batch = [
+            ("BlockStored", event.keys, event.parent, np.frombuffer(event.tokens, dtype="<u4").tolist(),
+             event.page_size, None, "GPU")
+            for event in made[start : start + PER_BATCH]
+        ]  # fmt: skip
+        publisher.send_multipart((b"", start.to_bytes(8, "big"), encoder.encode((0.0, batch, None))))
+    count = 0
+    while count < len(made):
+        count += len(msgspec.msgpack.decode(subscriber.recv_multipart()[2], type=Envelope)[1])
+    seconds = time.perf_counter() - begin
+    other.destroy(linger=0)
+    context.destroy(linger=0)
+    return seconds
+
+
+def publish(pages: int) -> Row:
+    """One row."""
+    made = events(pages)
+    with tempfile.TemporaryDirectory() as name:
+        ours = min(publish_ours(Path(name), made) for _ in range(RUNS))
+        bare = min(publish_bare(Path(name), made) for _ in range(RUNS))
+    return row(f"publish, {pages} pages a node", ours / len(made), bare / len(made))
+
+
+def follow(pages: int) -> Row:
+    """Reading batches and keeping an index, by page; the reference is MessagePack alone."""
+    made = events(pages)
+    encoder = BatchEncoder(Dialect.ARRAY)
+    payloads = [encoder.encode(made[start : start + PER_BATCH], 0.0) for start in range(0, len(made), PER_BATCH)]
+    ours, reference = [], []
+    for _ in range(RUNS):
+        index = PrefixIndex()
+        begin = time.perf_counter()
+        for payload in payloads:
+            index.apply_events(decode_batch(payload).events)
+        middle = time.perf_counter()
+        for payload in payloads:
+            msgspec.msgpack.decode(payload)
+        ours.append((middle - begin) / len(made))
+        reference.append((time.perf_counter() - middle) / len(made))
+    return row(f"follow, {pages} pages a node", min(ours), min(reference))
+
+
+def row(what: str, ours_s: float, reference_s: float | None = None) -> Row:
+    """Times per event, and their ratio."""
+    if reference_s is None:
+        return Row(what, f"{ours_s * 1e6:.2f} us")
+    return Row(what, f"{ours_s * 1e6:.2f} us", f"{reference_s * 1e6:.2f} us", ours_s / reference_s)
+
+
+def main() -> None:
+    """Command line."""
+    rows = [put_alone(False), put_alone(True)]
+    rows += [measured(pages) for measured in (record, keys_alone, publish, follow) for pages in (1, 16)]
+    print_table(f"KV events, per event, pages of {PAGE_SIZE} tokens (ratio = our time : the reference's)", rows)
+
+
+if __name__ == "__main__":
+    main()

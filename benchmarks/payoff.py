@@ -1,0 +1,127 @@
+"""Does it pay: time to first token with a storage tier slower, and one faster, than the break-even bandwidth.
+
+    python -m benchmarks.payoff
+
+The reference engine with the bundled model on the CPU. One engine stores some prompts; then engines that start with
+nothing but that store ask for each of them once. The store is memory that hands its pages out at a given bandwidth, in
+multiples of the break-even bandwidth: the bytes of a prompt's pages by the median time of computing it. Ours is the
+mean time to first token from the store, where the cache decides (`payoff.mode: measure`) and where it takes every hit
+(`always`); the reference is that of an engine that computes every prompt. ratio = ours : reference time; above 1 the
+store does harm.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from hicache.backends import GetOutcome
+from hicache.backends.memory import MemoryBackend
+from hicache.cache import HiRadixCache, PayoffOptions
+from hicache.cache.options import CacheOptions
+from hicache.controller import HiCacheController
+from hicache.engine import Checkpoint, Engine, LlamaModel, load_checkpoint
+from hicache.engine.factory import BUNDLED_MODEL
+from hicache.engine.model import TILE
+from hicache.frame import FrameCodec
+from hicache.geometry import KVGeometry
+from hicache.keys import Namespace
+from hicache.tiers import HostPool, MHATokenToKVPool, RequestToTokenPool, create_copy_engine
+
+from ._table import Row, print_table
+
+PAGE_SIZE = 16
+PROMPT_TOKENS = 513  # 32 whole pages and the one token that is always computed
+PROMPTS = 64
+WARM_UP_PROMPTS = 4  # computed first, as serving engines do; they tell the cache how fast prefill is
+DRAIN_S = 60.0
+
+
+class SharedStore(MemoryBackend):
+    """A store that several engines use, one after the other, at `bytes_per_s` (0: as fast as it can)."""
+
+    bytes_per_s = 0.0
+
+    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+        outcomes = super().batch_get(keys, frames, deadline=deadline)
+        if self.bytes_per_s > 0:
+            time.sleep(sum(len(frame) for frame in frames) / self.bytes_per_s)
+        return outcomes
+
+    def close(self) -> None:
+        """Stays open for the next engine."""
+
+
+class Bench:
+    """Engines of one model over one store."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.engines = 0
+        self.geometry: KVGeometry = checkpoint.config.geometry(PAGE_SIZE, "float32")
+        digest = Namespace(checkpoint.fingerprint, self.geometry).digest
+        self.store = SharedStore(FrameCodec(digest, self.geometry.payload_bytes))
+        tokens = np.random.default_rng(0).integers(
+            2, checkpoint.config.vocab_size, (PROMPTS + WARM_UP_PROMPTS, PROMPT_TOKENS)
+        )
+        self.prompts: list[list[int]] = tokens.tolist()
+
+    def engine(self, *, store: bool = True, always: bool = False) -> Engine:
+        """An engine with empty L1 and L2 that has computed a few prompts of its own."""
+        pages = 2 * PROMPTS * (PROMPT_TOKENS // PAGE_SIZE + 1)
+        pool, host = MHATokenToKVPool(self.geometry, pages), HostPool(self.geometry, pages)
+        controller = HiCacheController(host, create_copy_engine(pool, host), self.store if store else None)
+        options = CacheOptions(prefetch_timeout_base_s=DRAIN_S, payoff=PayoffOptions(always=always))
+        rows = RequestToTokenPool(8, -(-self.checkpoint.config.context_tokens // TILE) * TILE)
+        model = LlamaModel(self.checkpoint.config, self.checkpoint.tensors, pool, rows)
+        engine = Engine(model, HiRadixCache(pool, host, controller, options))
+        self.engines += 1
+        for prompt in self.prompts[PROMPTS:]:
+            ask(engine, prompt, salt=f"warm up {self.engines}")  # that no engine before it has stored
+        return engine
+
+    def times(self, bytes_per_s: float, *, store: bool = True, always: bool = False) -> list[float]:
+        """Seconds to the first token of each prompt, from a store of that bandwidth (0: as fast as it can)."""
+        with self.engine(store=store, always=always) as engine:
+            self.store.bytes_per_s = bytes_per_s
+            times = [ask(engine, prompt) for prompt in self.prompts[:PROMPTS]]
+            self.store.bytes_per_s = 0.0
+            engine.cache.drain(DRAIN_S)
+            return times
+
+
+def ask(engine: Engine, prompt: list[int], salt: str | None = None) -> float:
+    """Serve one request alone; its seconds to the first token."""
+    rid = engine.submit(prompt, 1, cache_salt=salt, ignore_eos=True)
+    time_s = engine.run_until_done()[rid].time_to_first_token_s
+    if time_s is None:
+        raise RuntimeError("a request ended without a token")
+    return time_s
+
+
+def run() -> list[Row]:
+    """All rows."""
+    bench = Bench(load_checkpoint(BUNDLED_MODEL))
+    bench.times(0)  # finds nothing and stores everything
+    computed = bench.times(0, store=False)
+    computed_s = statistics.mean(computed)
+    break_even_bytes_per_s = PROMPT_TOKENS // PAGE_SIZE * bench.store.codec.frame_bytes / statistics.median(computed)
+    rows = []
+    for factor in (0.25, 4.0):
+        for mode in ("measure", "always"):
+            mean_s = statistics.mean(bench.times(factor * break_even_bytes_per_s, always=mode == "always"))
+            label = f"store at {factor:g} x break-even, mode {mode}"
+            rows.append(Row(label, f"{mean_s * 1e3:.1f} ms", f"{computed_s * 1e3:.1f} ms", mean_s / computed_s))
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    print_table("Does it pay: mean time to first token (reference: every prompt computed)", run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""What `poll` costs the scheduler: idle, with 64 operations under way, and when all 64 end at once.
+
+    python -m benchmarks.poll
+
+The operations are 32 reads from storage, 16 stores and 16 copies to L2, of a real cache and controller; storage and the
+copy engine are held back and let go by hand. The limit is 200 us.
+"""
+
+from __future__ import annotations
+
+import array
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.memory import MemoryBackend
+from hicache.cache import CacheOptions, HiRadixCache
+from hicache.controller import HiCacheController
+from hicache.errors import TransferError
+from hicache.frame import FrameCodec
+from hicache.geometry import KVGeometry
+from hicache.keys import RadixKey, page_keys
+from hicache.tiers import CopyEngine, HostPool, KVPool, Transfer, create_device_pool
+from hicache.types import PageIds
+
+from ._table import Row, print_table
+
+GEOMETRY = KVGeometry(layers=2, heads=1, head_dim=8, page_size=64)
+READS, STORES, COPIES = 32, 16, 16
+RUN_PAGES = 8  # of each operation
+ROUNDS = 30
+LIMIT_US = 200.0
+WAIT_S = 10.0
+
+
+class HeldBackend(MemoryBackend):
+    """Reads and stores wait for `go`."""
+
+    def __init__(self, codec: FrameCodec) -> None:
+        super().__init__(codec)
+        self.go = threading.Event()
+        self.waiting = 0
+
+    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+        self.go.wait()
+        return super().batch_get(keys, frames, deadline=deadline)
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        self.go.wait()
+        return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+
+
+class HeldTransfer(Transfer):
+    """Done when its engine lets go."""
+
+    def __init__(self, go: threading.Event) -> None:
+        self._go = go
+
+    @property
+    def error(self) -> TransferError | None:
+        return None
+
+    @property
+    def seconds(self) -> float | None:
+        return None
+
+    def done(self) -> bool:
+        return self._go.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._go.wait(timeout_s)
+
+    def wait_layer(self, layer: int) -> None:
+        self._go.wait()
+
+
+class HeldCopies(CopyEngine):
+    """Moves nothing; copies wait for the event that was current when they began."""
+
+    def __init__(self, device: KVPool, host: HostPool) -> None:
+        super().__init__(device, host)
+        self.go = threading.Event()
+
+    def backup(self, device_pages: PageIds, host_pages: PageIds) -> Transfer:
+        return HeldTransfer(self.go)
+
+    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
+        return HeldTransfer(self.go)
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+def prompt(number: int) -> RadixKey:
+    """`RUN_PAGES` whole pages and the one token more that is always computed."""
+    tokens = np.random.default_rng(number).integers(0, 128_000, RUN_PAGES * GEOMETRY.page_size + 1)
+    return RadixKey.of(array.array("q", tokens.tolist()))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, at most `WAIT_S`."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the operations did not come under way")
+        time.sleep(0.0005)
+
+
+class Load:
+    """A cache with 64 operations under way."""
+
+    def __init__(self) -> None:
+        pages = (READS + STORES + COPIES) * RUN_PAGES
+        device, host = create_device_pool(GEOMETRY, pages + 1), HostPool(GEOMETRY, 4 * pages)
+        self.backend = HeldBackend(FrameCodec(bytes(32), GEOMETRY.payload_bytes))
+        self.copies = HeldCopies(device, host)
+        self.cache = HiRadixCache(
+            device, host, HiCacheController(host, self.copies, self.backend), CacheOptions(prefetch_timeout_base_s=60.0)
+        )
+        self._fill_storage(host)
+        self._insert(range(READS, READS + STORES))
+        self.copies.go.set()
+        self.cache.poll()  # takes the copies in, which starts the stores
+        self.copies.go = threading.Event()
+        for number in range(READS):
+            assert self.cache.prefetch_from_storage(str(number), prompt(number))
+        until(self._all_found)
+        self._insert(range(READS + STORES, READS + STORES + COPIES))
+
+    def _fill_storage(self, host: HostPool) -> None:
+        frame = [memoryview(bytearray(host.frame_bytes)) for _ in range(RUN_PAGES)]
+        for number in range(READS):
+            keys = page_keys(prompt(number).tokens, GEOMETRY.page_size)
+            MemoryBackend.batch_set(self.backend, keys, frame, parent=None, deadline=time.monotonic() + WAIT_S)
+
+    def _insert(self, numbers: range) -> None:
+        for number in numbers:
+            key, pages = prompt(number), self.cache.alloc_pages(RUN_PAGES)
+            assert pages is not None
+            self.cache.insert(key, pages)
+        self.cache.poll()  # starts the copies
+
+    def _all_found(self) -> bool:
+        self.cache.poll()
+        return self.cache.controller.read_pages == READS * RUN_PAGES
+
+    def let_go(self) -> None:
+        """End all operations, but for their acks."""
+        statistics_of = self.cache.controller.statistics
+        self.backend.go.set()
+        until(lambda: statistics_of().backend.gets.get(GetOutcome.HIT) == READS * RUN_PAGES)  # type: ignore[union-attr]
+        until(lambda: not (statistics_of().queues.reads or statistics_of().queues.backup))
+        time.sleep(0.002)  # the last ack follows its count
+        self.copies.go.set()
+
+
+def timed(poll: Callable[[], object]) -> float:
+    """Microseconds of one poll."""
+    begin = time.perf_counter()
+    poll()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def row(what: str, times_us: list[float], limit_us: float) -> Row:
+    """The best and the median against the limit; the ratio is the median's."""
+    median = statistics.median(times_us)
+    return Row(what, f"{min(times_us):.1f} us ({median:.1f})", f"{limit_us:.0f} us", median / limit_us, 1.0)
+
+
+def run() -> list[Row]:
+    """All rows."""
+    idle: list[float] = []
+    under_way: list[float] = []
+    at_once: list[float] = []
+    for _ in range(ROUNDS):
+        load = Load()
+        under_way += [timed(load.cache.poll) for _ in range(200)]
+        load.let_go()
+        at_once.append(timed(load.cache.poll))
+        load.cache.drain(WAIT_S)
+        idle += [timed(load.cache.poll) for _ in range(200)]
+        assert load.cache.close()
+    return [
+        row("poll, nothing to do", idle, 20.0),
+        row("poll, 64 operations under way", under_way, LIMIT_US),
+        row("poll, 64 operations ended since", at_once, LIMIT_US),
+    ]
+
+
+def main() -> None:
+    """Command line."""
+    print_table("Poll (the limit as reference; best of all runs, median in brackets)", run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""Does it pay: whether bringing a hit up from a slower tier takes less time than computing it again.
+
+A hit of n tokens costs n / prefill speed to compute. To fetch, it costs per tier on the way a fixed part (a round trip,
+a launch) and bytes / bandwidth: a load goes over the bus, a prefetch through storage and then over the bus. All of it
+is measured while the engine runs, and a hit is fetched if
+
+    fetching <= margin x computing
+
+Nothing is taken off for what overlaps: a load hides behind the layers that compute meanwhile, a prefetch behind the
+requests before it. So what pays here pays anyhow, and an engine that wants to free its device for others, even if a
+single request takes longer, raises the margin.
+
+Each speed is a line through the last few operations (`Pace`). While a speed is unknown the hit is fetched, in order to
+measure; while hits are refused, one in `probe_every` is fetched all the same, so that a tier that was slow once is
+measured again. A tier that recovers is used again after four such probes as a rule, after seven at most. Where all
+requests are hits, as after a restart, no prefill would ever be measured: so a few hits are computed, one in
+`probe_every` too.
+
+Ranks must decide alike although each measures for itself. So measurements go into local estimates, `figures` shows
+those, and decisions read only what `use_figures` was given: the minimum over all ranks, agreed once per step. Probes
+count decisions and not time, for the same reason.
+
+Owned by the scheduler thread; no lock. `statistics` may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import InvalidInput, InvariantError
+
+# An estimate is a median over this many operations. Three stalls among seven do not move it, however long they took; a
+# real change is believed after the fourth. A decaying sum has no such number: thirty seconds once outweigh a hundred
+# normal operations, and forgetting them takes longer the worse they were.
+WINDOW = 7
+# The first operation of a kind often warms something up; with three it is outvoted.
+OBSERVATIONS_MIN = 3
+# A prefill of fewer tokens says how long a step takes at least and nothing about speed. Where most prompts are hits,
+# such remainders would push every real prefill out of the window.
+PREFILL_TOKENS_MIN = 64
+# Sizes closer than this factor do not show which part of the time is fixed: the noise of the two would decide.
+SPREAD_MIN = 2
+# How much of the shortest operation may be fixed. The rest bounds what a hit much larger than all measured so far is
+# promised: no more than 32 times the speed of that operation.
+FIXED_SHARE_MAX = 31 / 32
+# What a tier costs in vain if it never recovers: one request in sixteen fetches a hit that does not pay.
+PROBE_EVERY = 16
+# Hits that are computed in order to measure prefill. An engine that reports none by then never will.
+CALIBRATIONS_MAX = 2 * OBSERVATIONS_MIN
+# A fixed part below a microsecond is none, and figures stay small integers.
+OPERATIONS_PER_S_MAX = 1_000_000
+
+
+class Route(enum.Enum):
+    """Which copy a decision is about."""
+
+    LOAD = "load"  # L2 to L1
+    PREFETCH = "prefetch"  # storage to L2; its pages are loaded afterwards
+
+
+class Decision(enum.Enum):
+    """What to do with a hit, and why."""
+
+    PAYS = "pays"
+    TOO_SLOW = "too_slow"  # refused
+    CALIBRATION = "calibration"  # prefill speed is not known yet: refused, in order to measure it
+    UNMEASURED = "unmeasured"  # a speed is not known yet: fetch, in order to measure
+    PROBE = "probe"  # too slow, but refused so often since the last fetch that it is measured again
+    OVERRIDDEN = "overridden"  # the configuration says: always
+
+    @property
+    def go(self) -> bool:
+        """Whether to fetch."""
+        return self not in (Decision.TOO_SLOW, Decision.CALIBRATION)
+
+
+class Figures(NamedTuple):
+    """Speeds as integers, 0 where unknown, so that ranks can agree on the minimum of each.
+
+    `..._operations_per_s` is one over the fixed part: how many operations of no size at all fit into a second.
+    """
+
+    prefill_tokens_per_s: int = 0
+    host_bytes_per_s: int = 0
+    host_operations_per_s: int = 0
+    storage_bytes_per_s: int = 0
+    storage_operations_per_s: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayoffOptions:
+    """`always` fetches every hit. A speed that is given is used instead of the measured one; 0 measures.
+
+    A given bandwidth has no fixed part. `margin` is what a fetch may take, in multiples of computing. `probe_every` is
+    the length of a run of decisions that cannot all be refusals.
+    """
+
+    always: bool = False
+    margin: float = 1.0
+    prefill_tokens_per_s: int = 0
+    host_bytes_per_s: int = 0
+    storage_bytes_per_s: int = 0
+    probe_every: int = PROBE_EVERY
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.margin) and self.margin > 0):
+            raise InvalidInput(f"payoff: margin must be a positive number, got {self.margin}")
+        if self.probe_every < 1:
+            raise InvalidInput(f"payoff: probe_every must be at least 1, got {self.probe_every}")
+        for name in ("prefill_tokens_per_s", "host_bytes_per_s", "storage_bytes_per_s"):
+            if getattr(self, name) < 0:
+                raise InvalidInput(f"payoff: {name} must not be negative, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class PayoffStatistics:
+    """Decisions since start by (route, reason), and the figures that decisions use now."""
+
+    decisions: Mapping[tuple[str, str], int]
+    figures: Figures
+
+
+class Line(NamedTuple):
+    """seconds = fixed_s + units x per_unit_s."""
+
+    fixed_s: float
+    per_unit_s: float
+
+
+class Pace:
+    """How long operations of one kind take, as a line through the last `WINDOW` of them.
+
+    The fixed part is that of the line whose slope is the median of the slopes between any two operations of clearly
+    different size (Theil 1950, Sen 1968), but no longer than the shortest operation. The speed is the median of the
+    speeds without it. Operations of one size have a speed and no fixed part.
+
+    `line` is None before there are `OBSERVATIONS_MIN` operations. Invariant: every operation in the window has a
+    positive size and took a positive time.
+    """
+
+    def __init__(self) -> None:
+        self.line: Line | None = None
+        self._seen: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # (units, seconds)
+
+    def observe(self, units: int, seconds: float) -> None:
+        """Take in one operation. What has no size or no time tells nothing and is ignored."""
+        if units <= 0 or not 0 < seconds < math.inf:
+            return
+        self._seen.append((units, seconds))
+        if len(self._seen) >= OBSERVATIONS_MIN:
+            fixed_s = self._fixed_s()
+            per_unit_s = statistics.median((seconds - fixed_s) / units for units, seconds in self._seen)
+            self.line = Line(fixed_s, per_unit_s)
+
+    def _fixed_s(self) -> float:
+        slopes = [
+            (seconds_b - seconds_a) / (units_b - units_a)
+            for (units_a, seconds_a), (units_b, seconds_b) in itertools.combinations(self._seen, 2)
+            if max(units_a, units_b) >= SPREAD_MIN * min(units_a, units_b)
+        ]
+        slope = statistics.median(slopes) if slopes else 0.0
+        if slope <= 0:
+            return 0.0  # one size alone, or a speed that changes: nothing can be told apart
+        fixed_s = statistics.median(seconds - slope * units for units, seconds in self._seen)
+        shortest_s = min(seconds for _, seconds in self._seen)
+        return min(max(0.0, fixed_s), FIXED_SHARE_MAX * shortest_s)
+
+    def check(self) -> None:
+        """Raises InvariantError if the window holds what `observe` should have ignored."""
+        if not all(units > 0 and 0 < seconds < math.inf for units, seconds in self._seen):
+            raise InvariantError(f"payoff: an operation without size or time was taken in: {list(self._seen)}")
+
+
+class Payoff:
+    """See the module's docstring.
+
+    Invariant: on no route that is measured were `probe_every` or more hits refused since the last one that was fetched.
+    """
+
+    def __init__(self, options: PayoffOptions | None = None) -> None:
+        self.options = options or PayoffOptions()
+        self._prefill = Pace()
+        self._tiers = {route: Pace() for route in Route}
+        self._decisions: Counter[tuple[Route, Decision]] = Counter()
+        self._refused = dict.fromkeys(Route, 0)  # since the last fetch
+        self._unmeasured = 0  # fetched for lack of a speed since the last calibration
+        # Where all speeds are given, a probe would measure nothing that counts.
+        host_given, storage_given = self.options.host_bytes_per_s > 0, self.options.storage_bytes_per_s > 0
+        self._given = {Route.LOAD: host_given, Route.PREFETCH: host_given and storage_given}
+        self._measured = self._agreed = self._estimate()
+
+    def observe_transfer(self, route: Route, bytes_: int, seconds: float) -> None:
+        """Take in how long a copy of `route` itself took, waiting in queues left out."""
+        self._tiers[route].observe(bytes_, seconds)
+        self._measured = self._estimate()
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Take in how long one forward over `tokens` prompt tokens took. REQUIRES: it did not wait for a load."""
+        if tokens >= PREFILL_TOKENS_MIN:
+            self._prefill.observe(tokens, seconds)
+            self._measured = self._estimate()
+
+    def figures(self) -> Figures:
+        """What this rank has measured by now, given speeds in place of measured ones. Cheap."""
+        return self._measured
+
+    def use_figures(self, figures: Figures) -> None:
+        """Decide by `figures` from now on; once per step, with the minimum over all ranks (alone: `figures()`)."""
+        self._agreed = figures
+
+    def decide(self, route: Route, tokens: int, bytes_: int) -> Decision:
+        """Whether to fetch a hit of `tokens` tokens, which are `bytes_` bytes of KV; counts the decision.
+
+        REQUIRES: under several ranks all call it in the same order with the same arguments.
+        """
+        decision = self._judge(route, tokens, bytes_)
+        self._refused[route] = 0 if decision.go else self._refused[route] + 1
+        self._decisions[route, decision] += 1
+        if decision is Decision.UNMEASURED:
+            self._unmeasured += 1
+        elif decision is Decision.CALIBRATION:
+            self._unmeasured = 0
+        return decision
+
+    def statistics(self) -> PayoffStatistics:
+        """A snapshot; a decision that was never taken counts 0."""
+        counts = dict(self._decisions)
+        decisions = {(r.value, d.value): counts.get((r, d), 0) for r, d in itertools.product(Route, Decision)}
+        return PayoffStatistics(decisions, self._agreed)
+
+    def check(self) -> None:
+        """Raises InvariantError if a route has been refused for longer than it may be, or a measurement is nonsense."""
+        if any(self._refused[route] >= self.options.probe_every and not self._given[route] for route in Route):
+            raise InvariantError(f"payoff: no probe although {self._refused} hits were refused in a row")
+        for pace in (self._prefill, *self._tiers.values()):
+            pace.check()
+
+    def _judge(self, route: Route, tokens: int, bytes_: int) -> Decision:
+        if self.options.always:
+            return Decision.OVERRIDDEN
+        fetch_s, prefill_tokens_per_s = self._fetch_s(route, bytes_), self._agreed.prefill_tokens_per_s
+        if fetch_s is None:
+            return Decision.UNMEASURED
+        probe_every = self.options.probe_every
+        may_refuse = self._refused[route] + 1 < probe_every or self._given[route]
+        if prefill_tokens_per_s == 0:
+            calibrations = sum(self._decisions[each, Decision.CALIBRATION] for each in Route)
+            due = self._unmeasured + 1 >= probe_every and calibrations < CALIBRATIONS_MAX
+            return Decision.CALIBRATION if due and may_refuse else Decision.UNMEASURED
+        if fetch_s <= self.options.margin * tokens / prefill_tokens_per_s:
+            return Decision.PAYS
+        return Decision.TOO_SLOW if may_refuse else Decision.PROBE
+
+    def _fetch_s(self, route: Route, bytes_: int) -> float | None:
+        """How long fetching takes by the figures agreed on, None if one of them is unknown."""
+        agreed = self._agreed
+        load_s = _transfer_s(bytes_, agreed.host_bytes_per_s, agreed.host_operations_per_s)
+        if route is Route.LOAD or load_s is None:
+            return load_s
+        read_s = _transfer_s(bytes_, agreed.storage_bytes_per_s, agreed.storage_operations_per_s)
+        return None if read_s is None else read_s + load_s
+
+    def _estimate(self) -> Figures:
+        options = self.options
+        prefill = self._prefill.line
+        tokens_per_s = 0 if prefill is None else _integer(1 / prefill.per_unit_s)
+        return Figures(
+            # Only what each further token costs: the rest of the prompt is computed in any case, and so is the fixed
+            # part of its forward.
+            options.prefill_tokens_per_s or tokens_per_s,
+            *_tier_figures(self._tiers[Route.LOAD], options.host_bytes_per_s),
+            *_tier_figures(self._tiers[Route.PREFETCH], options.storage_bytes_per_s),
+        )
+
+
+def _tier_figures(pace: Pace, given_bytes_per_s: int) -> tuple[int, int]:
+    """(bytes/s, operations/s) of a tier, both 0 if it is neither given nor measured."""
+    if given_bytes_per_s:
+        return given_bytes_per_s, OPERATIONS_PER_S_MAX
+    if pace.line is None:
+        return 0, 0
+    operations_per_s = 1 / max(pace.line.fixed_s, 1 / OPERATIONS_PER_S_MAX)
+    return _integer(1 / pace.line.per_unit_s), _integer(operations_per_s)
+
+
+def _integer(speed: float) -> int:
+    """A speed as a figure: at least 1, since 0 says that it is unknown, and no more than ranks can exchange."""
+    return round(min(max(speed, 1.0), 2.0**62))
+
+
+def _transfer_s(bytes_: int, bytes_per_s: int, operations_per_s: int) -> float | None:
+    """Seconds of one operation, None if its speed is unknown."""
+    if bytes_per_s == 0 or operations_per_s == 0:
+        return None
+    return 1 / operations_per_s + bytes_ / bytes_per_s

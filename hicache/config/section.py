@@ -1,0 +1,45 @@
+"""What all sections of the configuration have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from ..units import refuse_bool
+
+# Entries that say the same thing in different ways: at most one of each group may be given, and one given by a
+# stronger source (a flag, say) takes the place of another given by a weaker one (the file).
+ALTERNATIVES: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("device",): ("size", "tokens", "memory_fraction"),
+    ("host",): ("size", "tokens", "ratio"),
+    ("integrity",): ("mac_key_file", "mac_key_env"),
+}
+
+
+def yaml_switch(value: Any) -> Any:
+    """YAML reads `on` and `off` without quotes as booleans."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def _possible_path(value: Path) -> Path:
+    if "\0" in str(value) or not str(value).strip():
+        raise ValueError("no path can look like this")
+    return value
+
+
+Tokens: TypeAlias = Annotated[int, Field(ge=1, le=1 << 40), BeforeValidator(refuse_bool)]
+FileSystemPath: TypeAlias = Annotated[Path, AfterValidator(_possible_path)]
+
+
+class Section(BaseModel):
+    """A group of entries."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    def refuse_two_of(self, section: str) -> None:
+        names = ALTERNATIVES[(section,)]
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give at most one of {', '.join(names)}; there are {' and '.join(given)}")

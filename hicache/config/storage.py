@@ -1,0 +1,87 @@
+"""The section `storage`: which backend, and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Discriminator, Field, JsonValue, Tag
+
+from ..units import GIB, Count, PositiveSize, Size
+from .section import FileSystemPath, Section
+
+
+class FileStorageOptions(Section):
+    """Options of the `file` backend: one file per page below a directory of its own."""
+
+    path: FileSystemPath = Field(
+        description="Directory of the store, on a local disk. It must be this user's and closed to others; HiCache "
+        "creates it if it is missing.",
+    )
+    capacity: PositiveSize = Field(
+        default=10 * GIB,
+        description="Bytes the store may take on disk. Beyond that the least recently used pages are removed.",
+    )
+    free_space_floor: Size = Field(
+        default=GIB,
+        description="Bytes of the file system that stay free for others. Below that nothing is stored, whatever "
+        "`capacity` says.",
+    )
+    io_threads: Count = Field(
+        default=4, ge=1, le=256,
+        description="Threads that read and write files. More keeps a fast disk busy; one core moves a few GB/s.",
+    )
+    direct_io: bool = Field(
+        default=False,
+        description="Bypass the page cache of the system. Off is faster while the store fits into free memory; on "
+        "leaves that memory to others and makes speed predictable.",
+    )
+    sync: bool = Field(
+        default=False,
+        description="Wait for the disk after each page. Off, a power loss may cost the newest pages (never a wrong "
+        "one); on halves the speed of writing.",
+    )
+
+
+class FileStorage(Section):
+    """Storage in local files."""
+
+    type: Literal["file"] = Field(
+        description="Which backend: `file`, `memory` (this process only, for tests), the name of an installed entry "
+        "point of the group `hicache.backends`, or `module:Class`.",
+    )
+    options: FileStorageOptions = Field(description="Options of the backend; what there is depends on `type`.")
+
+    def backend_options(self) -> dict[str, object]:
+        """Keyword options as the `file` backend takes them: plain numbers, unit in the name."""
+        chosen = self.options
+        return {
+            "path": chosen.path,
+            "capacity_bytes": chosen.capacity,
+            "free_space_floor_bytes": chosen.free_space_floor,
+            "io_threads": chosen.io_threads,
+            "direct_io": chosen.direct_io,
+            "sync": chosen.sync,
+        }
+
+
+class PluginStorage(Section):
+    """Storage in any other backend, which checks its options itself when it is opened."""
+
+    type: str = Field(min_length=1, max_length=256, description="As above.")
+    options: dict[str, JsonValue] = Field(default={}, description="Passed to the backend as they are.")
+
+    def backend_options(self) -> dict[str, object]:
+        """Keyword options for the backend: those of the configuration, unchanged."""
+        return dict(self.options)
+
+
+def _storage_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return "file" if kind == "file" else "plugin"
+
+
+StorageConfig: TypeAlias = FileStorage | PluginStorage
+AnyStorage: TypeAlias = Annotated[
+    Annotated[FileStorage, Tag("file")] | Annotated[PluginStorage, Tag("plugin")], Discriminator(_storage_kind)
+]

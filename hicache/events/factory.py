@@ -1,0 +1,61 @@
+"""From a configuration to a stream and its publisher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import HiCacheConfig
+from ..config.secret import read_private_file
+from ..errors import ConfigError
+from .security import CurveKeys
+from .stream import EventStream
+
+if TYPE_CHECKING:
+    from .publisher import EventPublisher
+
+# Some 1500 keys.
+_KEY_FILE_BYTES_MAX = 1 << 16
+
+
+def create_publisher(config: HiCacheConfig, stream: EventStream, *, rank: int | None = None) -> EventPublisher | None:
+    """Publish `stream` as the section `events` says; None if it names no endpoint. Starts a thread.
+
+    `rank` is the engine's data-parallel rank, which consumers are told. Raises ConfigError if the extra `events` is not
+    installed, a key cannot be read, or an endpoint cannot be bound or is open to strangers.
+    """
+    section = config.events
+    if section.endpoint is None:
+        return None
+    try:
+        from .publisher import EventPublisher, PublisherOptions  # noqa: PLC0415
+        from .wire import Dialect  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ConfigError(f'events need the package {error.name}: pip install "hicache[events]"') from error
+    options = PublisherOptions(
+        endpoint=section.endpoint,
+        replay_endpoint=section.replay_endpoint,
+        topic=section.topic,
+        dialect=Dialect(section.dialect),
+        token_ids=section.token_ids,
+        rank=rank,
+        replay_bytes_max=section.replay_buffer,
+        queued_batches_max=section.queued_batches_max,
+        snapshot_interval_s=section.snapshot_interval,
+    )
+    return EventPublisher(stream, options, _curve_keys(config))
+
+
+def _curve_keys(config: HiCacheConfig) -> CurveKeys | None:
+    section = config.events
+    if section.curve_secret_key_file is None or section.curve_client_keys_file is None:
+        return None
+    secret = _lines(section.curve_secret_key_file, "CURVE secret key file")
+    clients = _lines(section.curve_client_keys_file, "CURVE client keys file")
+    return CurveKeys("".join(secret), frozenset(clients))
+
+
+def _lines(path: Path, what: str) -> list[str]:
+    """The lines of a key file that are not empty."""
+    text = read_private_file(path, what, _KEY_FILE_BYTES_MAX).decode("ascii", errors="replace")
+    return [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,0 +1,164 @@
+"""A second index of cached pages, kept by events alone: what a router or a monitor knows of a tree that it cannot see.
+
+Invariants, verified by `check`:
+1. A page is on at least one medium, else it is not in the index.
+2. A page on the device or on the host has the page before it there too; on storage it has it in the index.
+3. Where tokens are known, a page's key is the hash of what it is chained from and of its tokens.
+4. No event has contradicted what was known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..errors import InvariantError
+from .types import Batch, Cleared, Event, Gap, Medium, Removed, Snapshot, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStatistics:
+    """`pages` by medium; `applied` and `contradictions` count events since the index was made."""
+
+    in_sync: bool
+    pages: dict[Medium, int]
+    applied: int
+    contradictions: int
+
+
+class _Page:
+    __slots__ = ("media", "parent", "seed", "tokens")
+
+    def __init__(self, parent: bytes | None, seed: bytes, tokens: bytes) -> None:
+        self.parent = parent
+        self.seed = seed
+        self.tokens = tokens
+        self.media: set[Medium] = set()
+
+
+class PrefixIndex:
+    """See the module's docstring. An index starts in sync with an empty tree. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._pages: dict[bytes, _Page] = {}
+        self._in_sync = True
+        self._applied = 0
+        self._contradictions = 0
+
+    # Following
+
+    def apply(self, entry: Batch | Gap | Snapshot) -> None:
+        """Follow what a reader of a stream returned."""
+        if isinstance(entry, Gap):
+            self.lose()
+        elif isinstance(entry, Snapshot):
+            self.apply_events((Cleared(), *entry.events))
+        else:
+            self.apply_events(entry.events)
+
+    def apply_events(self, events: Iterable[Event]) -> None:
+        """Follow events in their order. While the index is out of sync, all before a `Cleared` are ignored."""
+        for event in events:
+            if isinstance(event, Cleared):
+                self._pages.clear()
+                self._in_sync = True
+            elif not self._in_sync:
+                continue
+            elif isinstance(event, Stored):
+                self._store(event)
+            else:
+                self._remove(event)
+            self._applied += 1
+
+    def lose(self) -> None:
+        """Forget everything, because events were missed; a snapshot or a `Cleared` starts it over."""
+        self._pages.clear()
+        self._in_sync = False
+
+    def _store(self, event: Stored) -> None:
+        if event.parent is not None and not self._holds(event.parent, event.medium):
+            self._contradictions += 1
+        page_bytes = len(event.tokens) // len(event.keys)
+        parent = event.parent
+        for number, key in enumerate(event.keys):
+            page = self._pages.get(key)
+            if page is None:
+                tokens = event.tokens[number * page_bytes : (number + 1) * page_bytes]
+                page = self._pages[key] = _Page(parent, event.seed if parent is None else b"", tokens)
+            page.media.add(event.medium)
+            parent = key
+
+    def _remove(self, event: Removed) -> None:
+        for key in event.keys:
+            page = self._pages.get(key)
+            if page is None or event.medium not in page.media:
+                # Storage is known by hearsay: a page may leave the tree before its store was reported.
+                self._contradictions += event.medium is not Medium.STORAGE
+                continue
+            page.media.discard(event.medium)
+            if not page.media:
+                del self._pages[key]
+
+    def _holds(self, key: bytes, medium: Medium) -> bool:
+        page = self._pages.get(key)
+        return page is not None and (medium in page.media or medium is Medium.STORAGE)
+
+    # Asking
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether the index has followed every event since the last time it knew the whole tree."""
+        return self._in_sync
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def prefix_pages(self, keys: Sequence[bytes], medium: Medium) -> int:
+        """How many of the leading pages of a prompt, given by its page keys, are on `medium`."""
+        for number, key in enumerate(keys):
+            page = self._pages.get(key)
+            if page is None or medium not in page.media:
+                return number
+        return len(keys)
+
+    def keys(self, medium: Medium) -> set[bytes]:
+        """The keys of all pages on `medium`."""
+        return {key for key, page in self._pages.items() if medium in page.media}
+
+    def media(self, key: bytes) -> frozenset[Medium]:
+        """Where a page is; empty if it is unknown."""
+        page = self._pages.get(key)
+        return frozenset() if page is None else frozenset(page.media)
+
+    def parent(self, key: bytes) -> bytes | None:
+        """The key of the page before `key`, None if that begins a prompt. Raises KeyError for an unknown page."""
+        return self._pages[key].parent
+
+    def seed(self, key: bytes) -> bytes:
+        """What the chain of a first page starts from, empty for all others. Raises KeyError for an unknown page."""
+        return self._pages[key].seed
+
+    def tokens(self, key: bytes) -> bytes:
+        """The tokens of a page as in `Stored`, empty if withheld. Raises KeyError for an unknown page."""
+        return self._pages[key].tokens
+
+    def statistics(self) -> IndexStatistics:
+        """What the index holds, counted over all pages."""
+        counts = Counter(medium for page in self._pages.values() for medium in page.media)
+        pages = {medium: counts[medium] for medium in Medium}
+        return IndexStatistics(self._in_sync, pages, self._applied, self._contradictions)
+
+    def check(self) -> None:
+        """Raises InvariantError if an invariant of the module does not hold."""
+        if self._contradictions:
+            raise InvariantError(f"prefix index: {self._contradictions} events contradict what was known")
+        for key, page in self._pages.items():
+            if not page.media:
+                raise InvariantError("prefix index: a page is on no medium")
+            if page.parent is not None and not all(self._holds(page.parent, medium) for medium in page.media):
+                raise InvariantError("prefix index: a page is on a medium, the page before it is not")
+            prior = page.seed if page.parent is None else page.parent
+            if page.tokens and hashlib.sha256(prior + page.tokens).digest() != key:
+                raise InvariantError("prefix index: a key is not the hash of its tokens")

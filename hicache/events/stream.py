@@ -1,0 +1,150 @@
+"""The bounded stream between the scheduler, which makes events, and those who follow them.
+
+Invariant: the stream holds the events with the numbers `oldest` to `next - 1`, without a hole, and they weigh no more
+than the capacity unless it is a single one. Events are kept after they were read, so each reader goes at its own pace,
+and one that falls further behind than the capacity meets a `Gap`; after it only a `Snapshot` helps, which the reader
+asks for and the scheduler provides.
+
+Locking design: the scheduler alone writes the events and the counters; it takes no lock and waits for nobody. A reader
+belongs to one thread at a time. It finds events by number in a dictionary, whose single operations are atomic: an
+event that is missing below `next` was dropped, which is all that a race can look like. `_wanted` and `_delivered` of a
+reader are single references, set by one side and cleared by the other. `_lock` guards the list of readers and is taken
+where one comes or goes, never by the scheduler.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..errors import InvalidInput, InvariantError
+from .types import Batch, Event, Gap, Snapshot, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatistics:
+    """Counters since the stream was made, and what it holds now. `dropped` events may have been read before."""
+
+    events: int
+    dropped: int
+    snapshots: int
+    held_events: int
+    held_bytes: int
+    readers: int
+
+
+class EventStream:
+    """See the module's docstring. `capacity_bytes` bounds what the kept events weigh. Raises InvalidInput below 1."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        if capacity_bytes < 1:
+            raise InvalidInput(f"event stream: a capacity of {capacity_bytes} bytes holds nothing")
+        # Whether a reader waits for a snapshot; the scheduler looks at it once per step.
+        self.snapshot_wanted = False
+        self._capacity_bytes = capacity_bytes
+        self._events: dict[int, Event] = {}
+        self._next = 0
+        self._oldest = 0
+        self._held_bytes = 0
+        self._snapshots = 0
+        self._readers: tuple[EventReader, ...] = ()
+        self._lock = threading.Lock()
+
+    def put(self, event: Event) -> None:
+        """Append an event, dropping the oldest if there is no room. Scheduler thread; never blocks."""
+        number = self._next
+        self._events[number] = event
+        self._next = number + 1  # after the event is there: a reader takes a missing one for dropped
+        self._held_bytes += event.size_bytes
+        if self._held_bytes > self._capacity_bytes:
+            self._drop()
+
+    def put_snapshot(self, events: Iterable[Stored]) -> None:
+        """Hand a description of the whole tree to the readers that wait for one. Scheduler thread; never blocks."""
+        self.snapshot_wanted = False  # before the readers are looked at: one that asks from now on sets it again
+        snapshot = Snapshot(self._next, tuple(events))
+        self._snapshots += 1
+        for reader in self._readers:
+            if reader._wanted:
+                reader._wanted = False
+                reader._delivered = snapshot
+
+    def subscribe(self) -> EventReader:
+        """A reader that begins with the first event ever, so with a `Gap` if that is gone. Any thread."""
+        reader = EventReader(self)
+        with self._lock:
+            self._readers = (*self._readers, reader)
+        return reader
+
+    def statistics(self) -> StreamStatistics:
+        """A snapshot of the counters. Any thread; the numbers may be of neighbouring moments."""
+        return StreamStatistics(
+            events=self._next, dropped=self._oldest, snapshots=self._snapshots, held_events=self._next - self._oldest,
+            held_bytes=self._held_bytes, readers=len(self._readers),
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raises InvariantError if the invariant of the module does not hold. Scheduler thread."""
+        if list(self._events) != list(range(self._oldest, self._next)):
+            raise InvariantError("event stream: the kept events are not the newest ones without a hole")
+        if self._held_bytes != sum(event.size_bytes for event in self._events.values()):
+            raise InvariantError("event stream: held_bytes is not the sum over the events")
+        if self._held_bytes > self._capacity_bytes and len(self._events) > 1:
+            raise InvariantError("event stream: holds more than its capacity")
+
+    def _drop(self) -> None:
+        while self._held_bytes > self._capacity_bytes and self._oldest < self._next - 1:
+            self._held_bytes -= self._events.pop(self._oldest).size_bytes
+            self._oldest += 1
+
+    def _forget(self, reader: EventReader) -> None:
+        with self._lock:
+            self._readers = tuple(other for other in self._readers if other is not reader)
+
+
+class EventReader:
+    """One follower's place in a stream. Made by `EventStream.subscribe`; used by one thread at a time."""
+
+    def __init__(self, stream: EventStream) -> None:
+        self._stream = stream
+        self._cursor = 0
+        self._blind = False  # has met a gap, and no snapshot since
+        self._wanted = False
+        self._delivered: Snapshot | None = None
+
+    def drain(self, events_max: int) -> Batch | Gap | Snapshot:
+        """What comes next: up to `events_max` events, or a gap, or the snapshot that was asked for. Never blocks.
+
+        A gap is reported once and asks for a snapshot; the batches that follow are empty until that arrives, because
+        what happens to an unknown tree says nothing.
+        """
+        snapshot = self._delivered
+        if snapshot is not None:
+            self._delivered = None
+            self._blind = False
+            # The events before it are part of it. Some after it may have been read already; they come again.
+            self._cursor = snapshot.first
+            return snapshot
+        first = self._cursor
+        if self._blind:
+            return Batch(first, ())
+        kept = self._stream._events
+        end = min(self._stream._next, first + events_max)
+        found = [kept.get(number) for number in range(first, end)]
+        events = tuple(event for event in found if event is not None)
+        if len(events) < len(found):
+            self._blind = True
+            self.request_snapshot()
+            return Gap(first, self._stream._oldest - first)
+        self._cursor = end
+        return Batch(first, events)
+
+    def request_snapshot(self) -> None:
+        """Ask the scheduler for a description of the whole tree; `drain` returns it some steps later."""
+        self._wanted = True
+        self._stream.snapshot_wanted = True
+
+    def close(self) -> None:
+        """Leave the stream. Any thread; may be called twice."""
+        self._stream._forget(self)

@@ -1,0 +1,196 @@
+"""Follows a publisher over ZeroMQ and keeps a `PrefixIndex` equal to its tree.
+
+A missing sequence number is asked for at the replay socket. If the publisher does not have it any more, the index
+forgets everything and starts over at the next `AllBlocksCleared`, with which the publisher begins the snapshot that the
+request has made it ask for. Needs pyzmq and msgspec (extra `events`). Has no thread: `poll` does the work.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import zmq
+
+from ..errors import ConfigError, InvalidInput
+from .index import PrefixIndex
+from .publisher import END_OF_REPLAY, SEQUENCE_BYTES
+from .wire import WireBatch, decode_batch
+
+# A batch is some 256 KiB and at most a node of the tree more; a peer that sends larger messages is cut off.
+MESSAGE_BYTES_MAX = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCurve:
+    """The keys of a subscriber, and the public key of the publisher it wants, each 40 characters of Z85."""
+
+    public: str
+    secret: str = field(repr=False)
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerStatistics:
+    """`replays` were asked for because batches were missing; `losses` times they were gone and the index starts over.
+
+    `refused` messages could not be read.
+    """
+
+    batches: int
+    replays: int
+    losses: int
+    refused: int
+
+
+class EventFollower:
+    """Connects to the two endpoints of a publisher. Used by one thread; a context manager that closes.
+
+    `queued_batches_max` bounds what is received and not yet polled. Raises ConfigError for an endpoint that is none.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str,
+        *,
+        topic: str = "kv-events",
+        curve: ClientCurve | None = None,
+        replay_timeout_s: float = 5.0,
+        replay_interval_s: float = 5.0,
+        queued_batches_max: int = 1000,
+    ) -> None:
+        self.index = PrefixIndex()
+        self.index.lose()  # what the publisher has is unknown until it says that it has nothing
+        self._topic = topic.encode()
+        self._replay_timeout_s = replay_timeout_s
+        self._replay_interval_s = replay_interval_s
+        self._expected = 0
+        self._ask_again_s = 0.0
+        self._newest = -1  # the largest number that came by itself and not by a replay
+        self._batches = self._replays = self._losses = self._refused = 0
+        self._context = zmq.Context()
+        try:
+            self._sub = self._connect(zmq.SUB, endpoint, curve, queued_batches_max)
+            self._sub.setsockopt(zmq.SUBSCRIBE, self._topic)
+            # Large enough for a whole replay buffer: what does not fit would be dropped at the other side.
+            self._dealer = self._connect(zmq.DEALER, replay_endpoint, curve, 0)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def poll(self, timeout_s: float) -> int:
+        """Wait up to `timeout_s` for a batch, then apply all there are; returns how many were applied.
+
+        May also wait for a replay, up to its time limit. It asks for one at first, where numbers are missing, and once
+        per interval, because a loss with no message behind it shows in no number.
+        """
+        before = self._batches
+        if time.monotonic() >= self._ask_again_s:
+            self._expected = self._expected if self.index.in_sync else 0
+            self._catch_up(self._expected)
+            self._ask_again_s = time.monotonic() + self._replay_interval_s
+        if self._sub.poll(int(1000 * timeout_s)):
+            while self._sub.poll(0):
+                self._receive(self._sub.recv_multipart())
+        return self._batches - before
+
+    def statistics(self) -> FollowerStatistics:
+        """Counters since the start."""
+        return FollowerStatistics(self._batches, self._replays, self._losses, self._refused)
+
+    def close(self) -> None:
+        """Disconnect. Does not block; may be called twice."""
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> EventFollower:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _connect(self, kind: int, endpoint: str, curve: ClientCurve | None, hwm: int) -> zmq.Socket[bytes]:
+        connected = self._context.socket(kind)
+        connected.set_hwm(hwm)
+        connected.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        connected.setsockopt(zmq.IPV6, int("[" in endpoint))
+        try:
+            if curve is not None:
+                connected.setsockopt(zmq.CURVE_PUBLICKEY, curve.public.encode())
+                connected.setsockopt(zmq.CURVE_SECRETKEY, curve.secret.encode())
+                connected.setsockopt(zmq.CURVE_SERVERKEY, curve.server.encode())
+            connected.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"events: cannot connect to {endpoint[:80]!r}: {error.strerror}") from error
+        return connected
+
+    def _receive(self, frames: list[bytes]) -> None:
+        """One message of the publisher."""
+        if len(frames) != 3 or frames[0] != self._topic or len(frames[1]) != SEQUENCE_BYTES:
+            self._refused += 1
+            return
+        sequence = int.from_bytes(frames[1], "big")
+        batch = self._decode(frames[2])
+        if batch is None:
+            return
+        if sequence <= self._newest:
+            # One publisher's numbers rise. This is another, started under a clock that was set back.
+            self._expected = 0
+            self.index.lose()
+        self._newest = sequence
+        if sequence > self._expected:
+            self._catch_up(sequence)
+        if sequence >= self._expected:  # below it, the replay has brought it already
+            self._apply(sequence, batch)
+
+    def _catch_up(self, until: int) -> None:
+        """Ask for the batches from the expected one on. If some below `until` stay missing, the index starts over."""
+        self._replays += 1
+        self._drop_old_replies()
+        try:
+            self._dealer.send_multipart((b"", self._expected.to_bytes(SEQUENCE_BYTES, "big")), zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # not connected, for instance because the publisher does not know our key
+        else:
+            self._receive_replay()
+        self._skip_to(until)
+
+    def _receive_replay(self) -> None:
+        deadline_s = time.monotonic() + self._replay_timeout_s
+        while self._dealer.poll(max(0, int(1000 * (deadline_s - time.monotonic())))):
+            frames = self._dealer.recv_multipart()
+            if len(frames) != 3 or len(frames[1]) != SEQUENCE_BYTES:
+                self._refused += 1
+                continue
+            if frames[1] == END_OF_REPLAY:
+                return
+            sequence = int.from_bytes(frames[1], "big")
+            batch = self._decode(frames[2])
+            if batch is not None and sequence >= self._expected:
+                self._skip_to(sequence)
+                self._apply(sequence, batch)
+
+    def _drop_old_replies(self) -> None:
+        """Read away what a replay that ran out of time has left."""
+        while self._dealer.poll(0):
+            self._dealer.recv_multipart()
+
+    def _skip_to(self, sequence: int) -> None:
+        """Give up what lies before `sequence`."""
+        if sequence > self._expected:
+            self._losses += self.index.in_sync
+            self._expected = sequence
+            self.index.lose()
+
+    def _apply(self, sequence: int, batch: WireBatch) -> None:
+        self.index.apply_events(batch.events)
+        self._expected = sequence + 1
+        self._batches += 1
+
+    def _decode(self, payload: bytes) -> WireBatch | None:
+        """None, counted, for what is no batch; its number then stays missing."""
+        try:
+            return decode_batch(payload)
+        except InvalidInput:
+            self._refused += 1
+            return None

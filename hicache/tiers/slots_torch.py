@@ -1,0 +1,47 @@
+"""Which slot each new token gets, in vectorised PyTorch: for devices without Triton, and what its kernels must equal.
+
+Both functions change nothing but `out`, do not wait for the device, and take int64 tensors on one device (`last_loc`
+may be int32). `hicache.tiers.slots_triton` has the same two; `SlotKernels` in `hicache.tiers.token_allocator` is the
+common interface and says what the arguments are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def extend_slots(
+    requests: torch.Tensor, last_loc: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, page_size: int
+) -> None:
+    """As `SlotKernels.extend_slots` says.
+
+    New tokens form runs of neighbouring slots: one run in the old partial page of each request (empty if there is
+    none), one in each new page. In a run, slot minus place in `out` is constant, so that difference is added where the
+    run begins and taken away where it ends, and a running sum gives all slots. No token costs a division, nothing
+    depends on the order of the runs, and no step is spread over threads, which would wait longer than they work.
+    """
+    prefix_lens, seq_lens, token_starts, page_starts = requests.unbind(1)
+    page = torch.arange(len(pages), device=out.device)
+    owner = _owners(page_starts, len(pages))
+    old_pages = (prefix_lens + page_size - 1) // page_size
+    tokens_before = (page + (old_pages - page_starts)[owner]) * page_size
+    begin = torch.cat((token_starts, tokens_before + (token_starts - prefix_lens)[owner]))
+    in_old_page = torch.minimum(old_pages * page_size, seq_lens) - prefix_lens
+    in_new_page = (seq_lens[owner] - tokens_before).clamp(max=page_size)
+    end = begin + torch.cat((in_old_page, in_new_page))
+    difference = torch.cat((last_loc.long() + 1, pages * page_size)) - begin
+    steps = out.new_ones(len(out) + 1)
+    steps[0] = 0
+    steps.index_add_(0, begin, difference).index_add_(0, end, difference, alpha=-1)
+    torch.cumsum(steps[:-1], 0, out=out)
+
+
+def _owners(page_starts: torch.Tensor, pages: int) -> torch.Tensor:
+    """Which request each new page belongs to, `[pages]`: the last one that begins there or before."""
+    begun = page_starts.new_zeros(pages + 1).index_add_(0, page_starts, torch.ones_like(page_starts))
+    return torch.cumsum(begun[:-1], 0) - 1
+
+
+def decode_slots(first_slots: torch.Tensor, last_loc: torch.Tensor, out: torch.Tensor) -> None:
+    """As `SlotKernels.decode_slots` says."""
+    torch.where(first_slots < 0, last_loc.long() + 1, first_slots, out=out)

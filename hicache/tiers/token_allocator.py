@@ -1,0 +1,212 @@
+"""Slots for tokens, as engines ask for them, on top of the pages of one pool.
+
+A slot is a token's row in the layers' buffers: `page * page_size + offset`. The scheduler chooses pages on the host,
+where their free list is; the slots are computed on the device, by the kernels of `SlotKernels`, and nothing here waits
+for the device unless its docstring says so.
+
+Invariant: every slot handed out lies in a page that the `PageAllocator` counts as used. There is no other state, so
+`PageAllocator.check()` covers it. Owned by the scheduler thread, like the pages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..errors import InvalidInput, InvariantError
+from ..types import PageIds
+from .allocator import PageAllocator
+from .device import token_slots, upload
+
+Lengths = npt.NDArray[np.int64]
+
+
+class SlotKernels(Protocol):
+    """From page ids to slots, on the device. All tensors are int64 there (`last_loc` may be int32); mutates `out`."""
+
+    def extend_slots(
+        self, requests: torch.Tensor, last_loc: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, page_size: int
+    ) -> None:
+        """Write the slots of all new tokens, request by request, into `out`.
+
+        A row of `requests` `[n, 4]` is: tokens before, tokens after, where the request's slots begin in `out`, and
+        where its new pages begin in `pages`. `last_loc` `[n]` is the slot of its last token before.
+        """
+
+    def decode_slots(self, first_slots: torch.Tensor, last_loc: torch.Tensor, out: torch.Tensor) -> None:
+        """Write one slot per request into `out` `[n]`: the one in `first_slots`, or behind `last_loc` if negative."""
+
+
+class TokenAllocator(ABC):
+    """What engines use: slots out, slots back."""
+
+    def __init__(self, pages: PageAllocator, page_size: int, device: torch.device | str = "cpu") -> None:
+        if page_size < 1:
+            raise InvalidInput(f"token allocator: a page of {page_size} tokens")
+        self.pages = pages
+        self.page_size = page_size
+        self.device = torch.device(device)
+
+    @property
+    def available_tokens(self) -> int:
+        """Tokens that whole free pages hold. A request's partial last page may take a few more."""
+        return self.pages.free_pages * self.page_size
+
+    def free_group(self) -> AbstractContextManager[None]:
+        """What is freed inside becomes free at the end of the block. Raises as `PageAllocator.free_group` does."""
+        return self.pages.free_group()
+
+    def alloc(self, tokens: int) -> torch.Tensor | None:
+        """Slots for `tokens` tokens in whole pages, int64 `[tokens]`, or None if there is no room.
+
+        Atomic: None changes nothing. Raises InvalidInput if `tokens` is not a multiple of the page size.
+        """
+        if tokens % self.page_size:
+            raise InvalidInput(f"token allocator: {tokens} tokens are not whole pages of {self.page_size}")
+        pages = self.pages.alloc(tokens // self.page_size)
+        return None if pages is None else self._to_device(token_slots(pages, self.page_size).astype(np.int64))
+
+    @abstractmethod
+    def free(self, slots: torch.Tensor) -> None:
+        """Give the pages of `slots` (integers, `[tokens]`, in any order) back.
+
+        Slots in device memory have to be copied to the host, which waits for the device; pass a host tensor where one
+        is at hand. Raises InvariantError, and changes nothing, for a slot whose page is free already.
+        """
+
+    def _to_device(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
+        return upload(torch.from_numpy(values), self.device)
+
+    def _page_of_each(self, slots: torch.Tensor) -> PageIds:
+        if slots.ndim != 1 or slots.is_floating_point() or slots.dtype == torch.bool:
+            raise InvalidInput(f"token allocator: slots are integers in one dimension, not {slots.dtype} {slots.shape}")
+        pages = slots.cpu().numpy() // self.page_size
+        # Checked before the cast to int32, which would wrap around.
+        if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < self.pages.first + self.pages.capacity:
+            raise InvariantError("free: a slot is outside the pool")
+        return pages.astype(np.int32)
+
+
+class TokenToKVPoolAllocator(TokenAllocator):
+    """Pages of one token: a slot is a page id, and no request has a partial page, so `alloc` is all it needs."""
+
+    def __init__(self, pages: PageAllocator, device: torch.device | str = "cpu") -> None:
+        super().__init__(pages, 1, device)
+
+    def free(self, slots: torch.Tensor) -> None:
+        self.pages.free(self._page_of_each(slots))
+
+
+class PagedTokenToKVPoolAllocator(TokenAllocator):
+    """Pages of any size: a request fills its last page before it gets another.
+
+    A page belongs to one request (or to the tree), so it is freed as a whole, by any of its slots: freeing half of its
+    slots now and the other half later is a double free.
+
+    `debug` finds more mistakes of the caller (see the methods) and waits for the device each time. `kernels` computes
+    the slots; by default what the device has: Triton on CUDA, PyTorch elsewhere.
+    """
+
+    def __init__(
+        self, pages: PageAllocator, page_size: int, device: torch.device | str = "cpu", *,
+        debug: bool = False, kernels: SlotKernels | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(pages, page_size, device)
+        self.debug = debug
+        self._kernels = kernels if kernels is not None else _kernels_of(self.device)
+
+    def alloc_extend(
+        self, prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor, extend_tokens: int
+    ) -> torch.Tensor | None:
+        """Slots for the tokens `prefix_lens[i] .. seq_lens[i]` of each request i, int64 `[extend_tokens]`, one request
+        after the other; or None if there is no room. Atomic: None changes nothing.
+
+        A request continues its partial page behind `last_loc[i]`, the slot of its token `prefix_lens[i] - 1`, then
+        fills new pages in the order in which the free list hands them out; the last may stay partial. Where the prefix
+        ends with a page (or is empty), `last_loc[i]` is not looked at.
+
+        REQUIRES: lengths are integers in host memory, `[requests]`; `last_loc` is on the device. Raises InvalidInput,
+        and changes nothing, for lengths that contradict each other or `extend_tokens`; with `debug`, InvariantError for
+        a `last_loc` that is not where the prefix ends.
+        """
+        prefix, seq = _lengths(prefix_lens), _lengths(seq_lens)
+        if prefix.shape != seq.shape or (prefix > seq).any():
+            raise InvalidInput("alloc_extend: prefix_lens and seq_lens must pair up, and no prefix be the longer one")
+        extend = seq - prefix
+        if int(extend.sum()) != extend_tokens:
+            raise InvalidInput(f"alloc_extend: the lengths make {int(extend.sum())} tokens, not {extend_tokens}")
+        last_loc = self._last_loc(last_loc, prefix)
+        fresh = -(-seq // self.page_size) - -(-prefix // self.page_size)
+        pages = self.pages.alloc(int(fresh.sum()))
+        if pages is None:
+            return None
+        rows = np.stack((prefix, seq, np.cumsum(extend) - extend, np.cumsum(fresh) - fresh), axis=1)
+        # One upload for both. Rows first: they keep what follows aligned to 16 bytes.
+        packed = self._to_device(np.concatenate((rows.reshape(-1), pages)))
+        out = torch.empty(extend_tokens, dtype=torch.int64, device=self.device)
+        self._kernels.extend_slots(packed[: rows.size].view(-1, 4), last_loc, packed[rows.size :], out, self.page_size)
+        return out
+
+    def alloc_decode(self, seq_lens: torch.Tensor, last_loc: torch.Tensor) -> torch.Tensor | None:
+        """One slot per request, int64 `[requests]`, for the last of its `seq_lens[i]` tokens; or None if there is no
+        room. Atomic: None changes nothing.
+
+        The same as `alloc_extend` from `seq_lens - 1`; REQUIRES and Raises as there, and every length is at least 1.
+        """
+        position = _lengths(seq_lens) - 1
+        if len(position) and int(position.min()) < 0:
+            raise InvalidInput("alloc_decode: seq_lens count the new token, so they are at least 1")
+        last_loc = self._last_loc(last_loc, position)
+        opens_page = position % self.page_size == 0
+        pages = self.pages.alloc(int(np.count_nonzero(opens_page)))
+        if pages is None:
+            return None
+        first_slots = np.full(len(position), -1, dtype=np.int64)
+        first_slots[opens_page] = pages.astype(np.int64) * self.page_size
+        out = torch.empty(len(position), dtype=torch.int64, device=self.device)
+        self._kernels.decode_slots(self._to_device(first_slots), last_loc, out)
+        return out
+
+    def free(self, slots: torch.Tensor) -> None:
+        """As `TokenAllocator.free`. With `debug`, a slot named twice in one call is a double free as well."""
+        pages = self._page_of_each(slots)
+        if self.debug and len(torch.unique(slots)) != len(slots):
+            raise InvariantError("double free: a slot is named twice in one call")
+        # Slots of a page mostly stand side by side; without those repeats little is left to sort.
+        self.pages.free(np.unique(pages[np.diff(pages, prepend=-1) != 0]))
+
+    def _last_loc(self, last_loc: torch.Tensor, prefix: Lengths) -> torch.Tensor:
+        """`last_loc` as the kernels want it."""
+        if last_loc.shape != prefix.shape or last_loc.device.type != self.device.type:
+            raise InvalidInput(f"token allocator: last_loc must have a slot per request, on {self.device}")
+        if self.debug:
+            behind = last_loc.cpu().numpy().astype(np.int64) + 1 - prefix
+            wrong = (prefix % self.page_size != 0) & (behind % self.page_size != 0)
+            if wrong.any():
+                requests = np.flatnonzero(wrong)[:8].tolist()
+                raise InvariantError(f"token allocator: last_loc is not where the prefix ends, requests {requests}")
+        return last_loc.contiguous()
+
+
+def _kernels_of(device: torch.device) -> SlotKernels:
+    if device.type == "cuda":
+        from . import slots_triton  # noqa: PLC0415  comes with torch for CUDA only
+
+        return slots_triton
+    from . import slots_torch  # noqa: PLC0415
+
+    return slots_torch
+
+
+def _lengths(lens: torch.Tensor) -> Lengths:
+    if lens.ndim != 1 or lens.device.type != "cpu" or lens.is_floating_point() or lens.dtype == torch.bool:
+        raise InvalidInput("token allocator: lengths are integers in one dimension, in host memory")
+    lengths = lens.numpy().astype(np.int64)
+    if len(lengths) and int(lengths.min()) < 0:
+        raise InvalidInput("token allocator: a length is negative")
+    return lengths

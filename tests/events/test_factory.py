@@ -1,0 +1,92 @@
+"""From the section `events` to a publisher."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zmq
+from pydantic import ValidationError
+
+from hicache.config import HiCacheConfig
+from hicache.errors import ConfigError
+from hicache.events import EventStream
+from hicache.events.factory import create_publisher
+
+
+def config(**section: object) -> HiCacheConfig:
+    return HiCacheConfig.model_validate({"events": section})
+
+
+def private_file(path: Path, text: str) -> str:
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return str(path)
+
+
+def test_without_an_endpoint_nothing_is_published() -> None:
+    assert create_publisher(HiCacheConfig(), EventStream(1)) is None
+
+
+def test_the_section_becomes_a_publisher() -> None:
+    loopback = "tcp://127.0.0.1:*"
+    section = config(endpoint=loopback, replay_endpoint=loopback, dialect="map", token_ids=False)
+    publisher = create_publisher(section, EventStream(1), rank=1)
+    assert publisher is not None and publisher.replay_endpoint is not None
+    with publisher:
+        assert publisher.endpoint.startswith("tcp://127.0.0.1:") and publisher.statistics().alive
+
+
+def test_keys_are_read_from_files(tmp_path: Path) -> None:
+    public, secret = zmq.curve_keypair()
+    other, _ = zmq.curve_keypair()
+    section = {
+        "endpoint": "tcp://*:*",
+        "curve_secret_key_file": private_file(tmp_path / "secret", f"{secret.decode()}\n"),
+        "curve_client_keys_file": private_file(tmp_path / "clients", f"{public.decode()}\n\n{other.decode()}\n"),
+    }
+    publisher = create_publisher(config(**section), EventStream(1))
+    assert publisher is not None and publisher.close()
+    (tmp_path / "secret").chmod(0o644)
+    with pytest.raises(ConfigError, match=r"CURVE secret key file.*chmod 600"):
+        create_publisher(config(**section), EventStream(1))
+    private_file(tmp_path / "clients", "")
+    (tmp_path / "secret").chmod(0o600)
+    with pytest.raises(ConfigError, match="list of CURVE client keys is empty"):
+        create_publisher(config(**section), EventStream(1))
+
+
+def test_an_open_endpoint_without_keys_is_refused() -> None:
+    with pytest.raises(ConfigError, match="open to others"):
+        create_publisher(config(endpoint="tcp://*:5557"), EventStream(1))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [({"replay_endpoint": "tcp://127.0.0.1:5558"}, "nothing to replay"),
+     ({"curve_secret_key_file": "x"}, "need each other"), ({"dialect": "json"}, "dialect"), ({"buffer": 0}, "buffer")],
+)  # fmt: skip
+def test_an_impossible_section_is_refused(section: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        config(**section)
+
+
+def test_without_the_extra_the_error_names_it() -> None:
+    code = (
+        "import sys; sys.modules['zmq'] = None\n"
+        "from hicache.config import HiCacheConfig\n"
+        "from hicache.events import EventStream\n"
+        "from hicache.events.factory import create_publisher\n"
+        "create_publisher(HiCacheConfig(events={'endpoint': 'tcp://127.0.0.1:1'}), EventStream(1))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert 'ConfigError: events need the package zmq: pip install "hicache[events]"' in result.stderr
+
+
+def test_recording_alone_needs_no_extra() -> None:
+    code = (
+        "import sys; sys.modules['zmq'] = sys.modules['msgspec'] = None; import hicache.events, hicache.cache.recorder"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

@@ -1,0 +1,437 @@
+"""A publisher and its subscribers over real sockets: Unix sockets and loopback ports that were free."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from hicache.errors import ConfigError
+from hicache.events import Cleared, EventStream, Medium, PrefixIndex, Removed, Stored
+from hicache.events.publisher import END_OF_REPLAY, EventPublisher, PublisherOptions
+from hicache.events.security import CurveKeys, require_private
+from hicache.events.subscriber import ClientCurve, EventFollower
+from hicache.events.wire import Dialect, decode_batch
+from hicache.keys import page_keys, token_bytes
+from tests.events.world import RecordedMachine, pages_of_index, pages_of_tree
+from tests.seeds import rng, seeds
+
+TIMEOUT_S = 30.0
+LARGE_BYTES = 1 << 30
+LOOPBACK = "tcp://127.0.0.1:*"
+
+
+def wait_for(condition: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Until `condition` holds; `meanwhile` is called again and again and should take a moment."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline_s, "timed out"
+        meanwhile()
+        pause.wait(0.001)
+
+
+def published(stream: EventStream, **options: Any) -> EventPublisher:
+    return EventPublisher(stream, PublisherOptions(**{"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK} | options))
+
+
+def follower_of(publisher: EventPublisher, curve: ClientCurve | None = None, timeout_s: float = 1.0) -> EventFollower:
+    assert publisher.replay_endpoint is not None
+    return EventFollower(
+        publisher.endpoint, publisher.replay_endpoint, curve=curve, replay_timeout_s=timeout_s, replay_interval_s=0.05
+    )
+
+
+def connected(stream: EventStream, publisher: EventPublisher, follower: EventFollower) -> None:
+    """Until messages reach `follower` by themselves and not by replay, and none is under way."""
+
+    def one_more() -> None:
+        stream.put(removed(0))
+        follower.poll(0.05)
+
+    wait_for(lambda: follower._newest >= 0, one_more)
+    wait_for(lambda: publisher.statistics().events == stream.statistics().events + 1)  # it begins with a Cleared
+    wait_for(lambda: follower.statistics().batches == publisher.statistics().batches, lambda: follower.poll(0.01))
+
+
+def removed(number: int) -> Removed:
+    return Removed(Medium.STORAGE, (number.to_bytes(32, "big"),))
+
+
+def stored(number: int, tokens: int = 16) -> Stored:
+    """A first page of its own."""
+    page = token_bytes([number, *[7] * (tokens - 1)])
+    return Stored(Medium.DEVICE, tuple(page_keys(page, tokens)), None, b"", page, tokens)
+
+
+def holds(follower: EventFollower, machine: RecordedMachine) -> bool:
+    return follower.index.in_sync and pages_of_index(follower.index) == pages_of_tree(machine.tree)
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("dialect", [Dialect.ARRAY, Dialect.MAP])
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_an_index_on_the_other_side_becomes_equal_to_the_tree(
+    transport: str, dialect: Dialect, seed: int, tmp_path: Path
+) -> None:
+    ends = (LOOPBACK, LOOPBACK) if transport == "tcp" else (f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    stream = EventStream(LARGE_BYTES)
+    machine = RecordedMachine(4, rng(seed), stream)
+    with published(stream, endpoint=ends[0], replay_endpoint=ends[1], dialect=dialect) as publisher:
+        with follower_of(publisher) as follower:
+            for _ in range(5):
+                for _ in range(40):
+                    machine.step()
+                wait_for(lambda: holds(follower, machine), lambda: follower.poll(0.01))
+                follower.index.check()
+            assert follower.statistics().refused == 0
+        assert publisher.statistics().errors == {}
+
+
+def test_a_subscriber_that_comes_late_gets_what_it_missed_by_replay() -> None:
+    stream = EventStream(LARGE_BYTES)
+    machine = RecordedMachine(4, rng(0), stream)
+    with published(stream) as publisher:
+        for _ in range(100):
+            machine.step()
+        wait_for(lambda: publisher.statistics().events > stream.statistics().events)  # one more: it begins with Cleared
+        with follower_of(publisher) as follower:
+            follower.poll(0.01)
+            assert holds(follower, machine) and stream.statistics().snapshots == 0
+
+
+def test_lost_messages_are_fetched_by_replay() -> None:
+    stream = EventStream(LARGE_BYTES)
+    with published(stream) as publisher, follower_of(publisher) as follower:
+        connected(stream, publisher, follower)
+        for number in range(4):
+            before = publisher.statistics().batches
+            stream.put(stored(number))
+            wait_for(lambda batches=before: publisher.statistics().batches > batches)  # type: ignore[misc]
+            if number < 3:
+                assert follower._sub.poll(int(1000 * TIMEOUT_S))
+                follower._sub.recv_multipart()  # lost
+        wait_for(lambda: len(follower.index) == 4, lambda: follower.poll(0.01))
+        follower.index.check()
+        assert follower.statistics().losses == 0 and publisher.statistics().snapshots == 0
+
+
+def test_who_missed_more_than_is_kept_starts_over_from_a_snapshot() -> None:
+    stream = EventStream(LARGE_BYTES)
+    machine = RecordedMachine(4, rng(1), stream)
+    with published(stream, replay_bytes_max=1, snapshot_interval_s=0.01) as publisher:
+        for _ in range(100):
+            machine.step()
+        wait_for(lambda: publisher.statistics().events > stream.statistics().events)
+        with follower_of(publisher, timeout_s=0.2) as follower:
+
+            def scheduler_and_follower() -> None:
+                machine.recorder.poll(machine.tree)
+                follower.poll(0.01)
+
+            wait_for(lambda: holds(follower, machine), scheduler_and_follower)
+            assert publisher.statistics().snapshots >= 1
+
+
+def test_snapshots_that_subscribers_cause_are_not_more_frequent_than_configured() -> None:
+    stream = EventStream(LARGE_BYTES)
+    machine = RecordedMachine(4, rng(1), stream)
+    with published(stream, replay_bytes_max=1, snapshot_interval_s=3600.0) as publisher:
+        wait_for(lambda: publisher.statistics().batches == 1)
+        with follower_of(publisher, timeout_s=0.01) as follower:
+
+            def scheduler_and_follower() -> None:
+                machine.recorder.poll(machine.tree)
+                follower.index.lose()  # so that it asks again
+                follower.poll(0.01)
+
+            wait_for(lambda: publisher.statistics().replays > 10, scheduler_and_follower)
+            assert stream.statistics().snapshots == 1
+
+
+def test_a_stream_that_overflows_is_published_as_a_snapshot() -> None:
+    stream = EventStream(1)
+    machine = RecordedMachine(4, rng(2), stream)
+    with published(stream) as publisher, follower_of(publisher) as follower:
+
+        def scheduler_and_follower() -> None:
+            machine.recorder.poll(machine.tree)
+            follower.poll(0.01)
+
+        while publisher.statistics().gaps == 0:
+            machine.step()
+        wait_for(lambda: holds(follower, machine), scheduler_and_follower)
+        assert publisher.statistics().snapshots >= 1
+
+
+def test_another_publisher_at_the_same_address_replaces_what_was_known(tmp_path: Path) -> None:
+    ends = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    first, second = EventStream(LARGE_BYTES), EventStream(LARGE_BYTES)
+    publisher = published(first, **ends)
+    with follower_of(publisher) as follower:
+        for number in range(5):
+            first.put(stored(number))
+        wait_for(lambda: len(follower.index) == 5, lambda: follower.poll(0.01))
+        assert publisher.close()
+        second.put(stored(99))
+        with published(second, **ends):
+            wait_for(lambda: follower.index.keys(Medium.DEVICE) == set(stored(99).keys), lambda: follower.poll(0.05))
+
+
+def test_closing_sends_what_is_left_and_frees_the_port() -> None:
+    stream = EventStream(LARGE_BYTES)
+    publisher = published(stream)
+    with follower_of(publisher) as follower:
+        connected(stream, publisher, follower)
+        stream.put(stored(1))
+        assert publisher.close(TIMEOUT_S) and publisher.close()
+        wait_for(lambda: len(follower.index) == 1, lambda: follower.poll(0.01))
+    assert stream.statistics().readers == 0 and not publisher.statistics().alive
+    published(stream, endpoint=publisher.endpoint).close()
+
+
+def test_a_subscriber_that_does_not_read_costs_others_nothing_and_is_counted(tmp_path: Path) -> None:
+    stream = EventStream(LARGE_BYTES)
+    ends = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    with published(stream, queued_batches_max=2, **ends) as publisher, follower_of(publisher) as follower:
+        context = zmq.Context()
+        stuck = context.socket(zmq.SUB)
+        stuck.set_hwm(1)
+        stuck.setsockopt(zmq.SUBSCRIBE, b"")
+        stuck.connect(publisher.endpoint)
+        assert stuck.poll(0) == 0
+        number = 0
+
+        def one_more() -> None:
+            nonlocal number
+            number += 1
+            stream.put(stored(number, 4096))
+            follower.poll(0.01)
+
+        wait_for(lambda: publisher.statistics().slow > 0, one_more)
+        wait_for(lambda: len(follower.index) == number, lambda: follower.poll(0.01))
+        context.destroy(linger=0)
+
+
+def test_closing_waits_for_no_subscriber_that_does_not_read(tmp_path: Path) -> None:
+    stream = EventStream(LARGE_BYTES)
+    publisher = published(stream, endpoint=f"ipc://{tmp_path}/events", queued_batches_max=2, replay_endpoint=None)
+    context = zmq.Context()
+    stuck = context.socket(zmq.SUB)
+    stuck.set_hwm(1)
+    stuck.setsockopt(zmq.SUBSCRIBE, b"")
+    stuck.connect(publisher.endpoint)
+    wait_for(lambda: publisher.statistics().slow > 0, lambda: stream.put(stored(0, 4096)))
+    assert publisher.close(1.0)
+    context.destroy(linger=0)
+
+
+def test_a_replay_may_be_longer_than_the_queue_of_a_subscriber() -> None:
+    stream = EventStream(LARGE_BYTES)
+    with published(stream, queued_batches_max=1) as publisher:
+        for number in range(20):
+            wait_for(lambda batches=number + 1: publisher.statistics().batches == batches)  # type: ignore[misc]
+            stream.put(stored(number))
+        wait_for(lambda: publisher.statistics().batches == 21)
+        with follower_of(publisher) as follower:
+            follower.poll(0)
+            assert len(follower.index) == 20 and follower.statistics().losses == 0
+
+
+def raw_requests(publisher: EventPublisher) -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    assert publisher.replay_endpoint is not None
+    dealer.connect(publisher.replay_endpoint)
+    yield dealer
+    context.destroy(linger=0)
+
+
+def replayed(dealer: zmq.Socket[bytes], start: int) -> list[tuple[int, bytes]]:
+    """The numbers and payloads that a request from `start` on brings."""
+    dealer.send_multipart([b"", start.to_bytes(8, "big")])
+    found: list[tuple[int, bytes]] = []
+    while dealer.poll(int(1000 * TIMEOUT_S)):
+        empty, number, payload = dealer.recv_multipart()
+        assert empty == b""
+        if number == END_OF_REPLAY:
+            assert payload == b""
+            return found
+        found.append((int.from_bytes(number, "big"), payload))
+    raise AssertionError("no end of the replay")
+
+
+def test_a_replay_begins_where_it_was_asked_to_and_ends_with_a_marker() -> None:
+    stream = EventStream(LARGE_BYTES)
+    with published(stream) as publisher:
+        for number in range(3):
+            wait_for(lambda batches=number + 1: publisher.statistics().batches == batches)  # type: ignore[misc]
+            stream.put(removed(number))
+        wait_for(lambda: publisher.statistics().batches == 4)
+        for dealer in raw_requests(publisher):
+            everything = replayed(dealer, 0)
+            origin = everything[0][0]
+            assert [number for number, _ in everything] == list(range(origin, origin + 4))
+            assert replayed(dealer, origin + 2) == everything[2:]
+            assert replayed(dealer, origin + 4) == []
+        events = [event for _, payload in everything for event in decode_batch(payload).events]
+        assert events == [Cleared(), *map(removed, range(3))]
+
+
+@pytest.mark.parametrize("request_frames", [[b""], [b"", b"short"], [b"", bytes(8), b"more"], [b"x"]])
+def test_a_request_that_is_none_is_refused_and_the_next_one_served(request_frames: list[bytes]) -> None:
+    with published(EventStream(LARGE_BYTES)) as publisher:
+        for dealer in raw_requests(publisher):
+            dealer.send_multipart(request_frames)
+            dealer.send_multipart([b"", (1 << 60).to_bytes(8, "big")])
+            assert dealer.recv_multipart() == [b"", END_OF_REPLAY, b""]
+        assert publisher.statistics().refused == 1
+
+
+def test_a_batch_that_cannot_be_read_is_skipped_and_counted() -> None:
+    stream = EventStream(LARGE_BYTES)
+    with published(stream, dialect=Dialect.SGLANG) as publisher, follower_of(publisher) as follower:
+        stream.put(stored(1))
+        wait_for(lambda: follower.statistics().refused > 0, lambda: follower.poll(0.01))
+        assert len(follower.index) == 0
+
+
+class Broken(EventStream):
+    """A stream whose reader fails while `broken` is set."""
+
+    broken = False
+
+    def subscribe(self) -> Any:
+        reader = super().subscribe()
+        stream = self
+
+        class Reader:
+            request_snapshot, close = reader.request_snapshot, reader.close
+
+            def drain(self, events_max: int) -> object:
+                if stream.broken:
+                    raise RuntimeError("planned")
+                return reader.drain(events_max)
+
+        return Reader()
+
+
+def test_an_unexpected_error_is_counted_and_healed_by_a_snapshot() -> None:
+    stream = Broken(LARGE_BYTES)
+    machine = RecordedMachine(4, rng(3), stream)
+    with published(stream) as publisher, follower_of(publisher) as follower:
+        stream.broken = True
+        wait_for(lambda: publisher.statistics().errors == {"RuntimeError": 1})
+        for _ in range(50):
+            machine.step()
+        stream.broken = False
+
+        def scheduler_and_follower() -> None:
+            machine.recorder.poll(machine.tree)
+            follower.poll(0.01)
+
+        wait_for(lambda: holds(follower, machine) and publisher.statistics().snapshots > 0, scheduler_and_follower)
+
+
+# Who may listen
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://*:5557", "tcp://192.0.2.1:5557", "tcp://[::]:5557", "tcp://example.org:5557", "tcp://eth0:5557"],
+)
+def test_an_open_address_needs_keys(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="open to others"):
+        published(EventStream(1), endpoint=endpoint)
+    with pytest.raises(ConfigError, match="open to others"):
+        published(EventStream(1), replay_endpoint=endpoint)
+    require_private(endpoint, CurveKeys("x" * 40, frozenset(["y" * 40])))
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "tcp://[::1]:*", "tcp://localhost:5557"])
+def test_a_loopback_address_needs_none(endpoint: str) -> None:
+    require_private(endpoint, None)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["", "inproc://x", "udp://127.0.0.1:1", "tcp://127.0.0.1", "tcp://127.0.0.1:1;192.0.2.1:2", "ipc://@abstract",
+     "ipc://*", "ipc://relative/x", "ipc:///" + "x" * 120, "ipc:///no/such/directory/x"],
+)  # fmt: skip
+def test_what_is_no_private_endpoint_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="events"):
+        require_private(endpoint, None)
+
+
+def test_a_socket_in_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    require_private(f"ipc://{tmp_path}/x", None)
+    tmp_path.chmod(0o711)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        require_private(f"ipc://{tmp_path}/x", None)
+
+
+def test_an_address_in_use_is_a_configuration_error() -> None:
+    with published(EventStream(1)) as publisher:
+        with pytest.raises(ConfigError, match="cannot listen"):
+            published(EventStream(1), endpoint=publisher.endpoint)
+        assert sum(thread.name == "hicache-events" for thread in threading.enumerate()) == 1
+
+
+def curve_pair() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def test_with_keys_only_who_is_listed_gets_in() -> None:
+    (server_public, server_secret), listed, stranger = curve_pair(), curve_pair(), curve_pair()
+    stream = EventStream(LARGE_BYTES)
+    stream.put(stored(1))
+    keys = CurveKeys(server_secret, frozenset([listed[0]]))
+    with EventPublisher(stream, PublisherOptions(LOOPBACK, LOOPBACK), keys) as publisher:
+        with follower_of(publisher, ClientCurve(*stranger, server_public), 0.05) as outside:
+            wait_for(lambda: publisher.statistics().refused >= 2, lambda: outside.poll(0.01))
+            for _ in range(5):
+                outside.poll(0.05)  # returns in time, though the refused connection is gone
+            assert not outside.index.in_sync
+        with follower_of(publisher, None, 0.05) as without_keys:
+            without_keys.poll(0.1)
+            assert not without_keys.index.in_sync
+        with follower_of(publisher, ClientCurve(*listed, server_public)) as inside:
+            wait_for(lambda: len(inside.index) == 1, lambda: inside.poll(0.01))
+        assert publisher.statistics().replays == 1  # nobody else's request was even read
+
+
+def test_malformed_keys_are_refused_and_never_shown() -> None:
+    public, secret = curve_pair()
+    for keys in ((secret[:-1], [public]), (secret, []), (secret, ["short"])):
+        with pytest.raises(ConfigError, match="CURVE") as refused:
+            CurveKeys(keys[0], frozenset(keys[1]))
+        assert secret[:-1] not in str(refused.value)
+    assert secret not in repr(CurveKeys(secret, frozenset([public])))
+
+
+def test_a_publisher_without_token_ids_still_tells_what_is_where() -> None:
+    stream = EventStream(LARGE_BYTES)
+    stream.put(stored(1))
+    with published(stream, token_ids=False) as publisher, follower_of(publisher) as follower:
+        wait_for(lambda: len(follower.index) == 1, lambda: follower.poll(0.01))
+        (key,) = stored(1).keys
+        assert follower.index.prefix_pages([key], Medium.DEVICE) == 1 and follower.index.tokens(key) == b""
+
+
+def test_the_first_thing_published_is_that_nothing_is_known() -> None:
+    stream = EventStream(LARGE_BYTES)
+    index = PrefixIndex()
+    with published(stream) as publisher:
+        for dealer in raw_requests(publisher):
+            wait_for(lambda: publisher.statistics().batches == 1)
+            ((_, payload),) = replayed(dealer, 0)
+            events = decode_batch(payload).events
+            assert events == (Cleared(),)
+            index.apply_events(events)

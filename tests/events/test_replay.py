@@ -1,0 +1,213 @@
+"""Events of the real tree, replayed into an index that then equals it."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.cache.recorder import EventRecorder, snapshot
+from hicache.errors import InvariantError
+from hicache.events import Batch, Cleared, Event, EventStream, Gap, Medium, PrefixIndex, Removed, Snapshot, Stored
+from hicache.keys import RadixKey, page_keys, token_bytes
+from hicache.radix import RadixTree
+from hicache.radix.policies import LRUPolicy
+from hicache.tiers import PageAllocator
+from tests.events.world import RecordedMachine, pages_of_index, pages_of_tree
+from tests.seeds import rng, seeds
+
+STEPS = 300
+LARGE_BYTES = 1 << 30
+
+
+@pytest.mark.parametrize("seed", seeds(15))
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_an_index_that_follows_random_operations_equals_the_tree_after_each(page_size: int, seed: int) -> None:
+    stream = EventStream(LARGE_BYTES)
+    machine = RecordedMachine(page_size, rng(seed), stream)
+    reader, index = stream.subscribe(), PrefixIndex()
+    for _ in range(STEPS):
+        machine.step()
+        index.apply(reader.drain(1000))
+        stream.check()
+        index.check()
+        assert pages_of_index(index) == pages_of_tree(machine.tree)
+
+
+@pytest.mark.parametrize("seed", seeds(15))
+def test_a_reader_that_falls_behind_meets_a_gap_and_equals_the_tree_again_after_a_snapshot(seed: int) -> None:
+    random_numbers = rng(seed)
+    stream = EventStream(8 << 10)
+    machine = RecordedMachine(4, random_numbers, stream)
+    reader, index = stream.subscribe(), PrefixIndex()
+    gaps = resynced = 0
+    for _ in range(STEPS):
+        machine.step()
+        machine.recorder.poll(machine.tree)
+        stream.check()
+        if random_numbers.random() < 0.8:
+            continue
+        while (entry := reader.drain(7)) != Batch(stream.statistics().events, ()):
+            index.apply(entry)
+            gaps += isinstance(entry, Gap)
+            resynced += isinstance(entry, Snapshot)
+            machine.recorder.poll(machine.tree)
+        index.check()
+        assert index.in_sync and pages_of_index(index) == pages_of_tree(machine.tree)
+    assert gaps == resynced > 0
+
+
+@pytest.mark.parametrize("seed", seeds(15))
+def test_a_snapshot_alone_makes_an_empty_index_equal_to_the_tree(seed: int) -> None:
+    machine = RecordedMachine(4, rng(seed), EventStream(LARGE_BYTES))
+    for _ in range(STEPS):
+        machine.step()
+    index = PrefixIndex()
+    index.lose()
+    index.apply(Snapshot(0, tuple(snapshot(machine.tree))))
+    index.check()
+    assert pages_of_index(index) == pages_of_tree(machine.tree)
+
+
+def everything(stream: EventStream) -> tuple[Event, ...]:
+    batch = stream.subscribe().drain(1 << 30)
+    assert isinstance(batch, Batch)
+    return batch.events
+
+
+def followed(*events: Event) -> PrefixIndex:
+    index = PrefixIndex()
+    index.apply_events(events)
+    return index
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_an_index_that_missed_one_event_differs_from_the_tree(seed: int) -> None:
+    """Negative control of the comparison."""
+    stream = EventStream(LARGE_BYTES)
+    machine = RecordedMachine(4, rng(seed), stream)
+    compared = 0
+    for _ in range(STEPS):
+        before = stream.statistics().events
+        machine.step()
+        events = everything(stream)
+        # Storage alone may be reported twice.
+        if len(events) > before and getattr(events[-1], "medium", None) in (Medium.DEVICE, Medium.HOST):
+            assert pages_of_index(followed(*events[:-1])) != pages_of_tree(machine.tree)
+            compared += 1
+    assert compared > STEPS / 10
+
+
+def chain(tokens: int) -> list[Event]:
+    """Pages of 4 tokens, each stored on the device by an event of its own, then removed last first."""
+    whole = token_bytes(range(tokens))
+    keys = page_keys(whole, 4)
+    stored = [
+        Stored(
+            Medium.DEVICE, (key,), keys[number - 1] if number else None, b"", whole[16 * number : 16 * number + 16], 4
+        )
+        for number, key in enumerate(keys)
+    ]
+    return [*stored, *(Removed(Medium.DEVICE, event.keys) for event in reversed(stored))]
+
+
+@pytest.mark.parametrize("lost", range(7))
+def test_the_check_finds_that_an_event_is_missing(lost: int) -> None:
+    """Negative control of the check. Only a loss at the very end is beyond it: nothing contradicts that yet."""
+    events = chain(16)
+    followed(*events).check()
+    del events[lost]
+    with pytest.raises(InvariantError):
+        followed(*events).check()
+
+
+def test_the_check_finds_tokens_that_are_not_those_of_the_key() -> None:
+    (event, *_) = chain(4)
+    assert isinstance(event, Stored)
+    with pytest.raises(InvariantError, match="hash"):
+        followed(event._replace(tokens=bytes(16))).check()
+
+
+def test_prefixes_are_found_per_medium() -> None:
+    events = chain(16)[:4]
+    host = [event._replace(medium=Medium.HOST) for event in events[:2] if isinstance(event, Stored)]
+    index = followed(*events, *host)
+    keys = page_keys(token_bytes(range(20)), 4)
+    assert [index.prefix_pages(keys, medium) for medium in Medium] == [4, 2, 0]
+    assert index.prefix_pages(keys[:3], Medium.DEVICE) == 3
+    assert index.media(keys[0]) == {Medium.DEVICE, Medium.HOST} and index.media(keys[4]) == frozenset()
+    assert index.statistics().pages == {Medium.DEVICE: 4, Medium.HOST: 2, Medium.STORAGE: 0}
+
+
+def test_an_index_out_of_sync_is_empty_and_ignores_events_until_it_is_started_over() -> None:
+    first, *_ = chain(4)
+    index = followed(first)
+    index.apply(Gap(1, 5))
+    index.apply(Batch(6, (first,)))
+    assert len(index) == 0 and not index.in_sync
+    index.apply(Batch(7, (Cleared(), first)))
+    assert len(index) == 1 and index.in_sync
+
+
+def test_bigrams_have_eight_bytes_a_position() -> None:
+    pairs = token_bytes([1, 2, 2, 3, 3, 4, 4, 5])
+    event = Stored(Medium.DEVICE, tuple(page_keys(pairs, 4)), None, b"", pairs, 2)
+    assert event.position_bytes == 8 and len(event.keys) == 2
+    followed(event).check()
+
+
+def filled_tree(tokens: int = 64) -> tuple[EventStream, RadixTree, RadixKey]:
+    stream = EventStream(LARGE_BYTES)
+    tree = RadixTree(16, LRUPolicy(), observer=EventRecorder(stream))
+    key = RadixKey(token_bytes(range(tokens)), bytes(range(32)))
+    pages = PageAllocator(100).alloc(tokens // 16)
+    assert pages is not None
+    tree.insert(key, pages)
+    return stream, tree, key
+
+
+def test_a_stored_event_lets_its_keys_be_computed_again() -> None:
+    stream, tree, key = filled_tree()
+    (event,) = everything(stream)
+    assert isinstance(event, Stored)
+    assert event.keys == tuple(page_keys(event.tokens, tree.page_size, event.prior))
+    assert (event.medium, event.parent, event.seed, event.position_bytes) == (Medium.DEVICE, None, key.seed, 4)
+
+
+def test_a_run_behind_another_names_its_parent_and_no_seed() -> None:
+    stream, tree, key = filled_tree(32)
+    pages = PageAllocator(100, first=50).alloc(3)
+    assert pages is not None
+    tree.insert(key.extended(range(100, 116)), pages)
+    first, second = everything(stream)
+    assert isinstance(first, Stored) and isinstance(second, Stored)
+    assert (second.parent, second.seed) == (first.keys[-1], b"")
+    assert second.keys == tuple(page_keys(second.tokens, 16, second.prior))
+
+
+def test_a_split_is_no_event() -> None:
+    stream, tree, key = filled_tree()
+    assert tree.match(RadixKey(key.tokens[:64], key.seed)).pages == 1 and tree.node_count == 2
+    assert len(everything(stream)) == 1
+
+
+def test_a_page_that_came_from_storage_is_reported_on_both_and_leaves_both() -> None:
+    stream = EventStream(LARGE_BYTES)
+    tree = RadixTree(16, LRUPolicy(), observer=EventRecorder(stream))
+    key = RadixKey(token_bytes(range(32)))
+    pages = PageAllocator(100).alloc(2)
+    assert pages is not None
+    tree.insert_host(key, 0, pages, page_keys(key.tokens, 16))
+    tree.evict_host(2)
+    assert [(type(event), getattr(event, "medium", None)) for event in everything(stream)] == [
+        (Stored, Medium.HOST), (Stored, Medium.STORAGE), (Removed, Medium.HOST), (Removed, Medium.STORAGE),
+    ]  # fmt: skip
+
+
+def test_a_tree_is_walked_only_if_a_reader_waits_for_it() -> None:
+    stream, tree, _ = filled_tree()
+    recorder = EventRecorder(stream)
+    recorder.poll(tree)
+    assert stream.statistics().snapshots == 0
+    stream.subscribe().request_snapshot()
+    recorder.poll(tree)
+    recorder.poll(tree)
+    assert stream.statistics().snapshots == 1

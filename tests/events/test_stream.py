@@ -1,0 +1,175 @@
+"""The bounded stream by itself, with one thread and with two."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hicache.errors import InvalidInput, InvariantError
+from hicache.events import Batch, Cleared, EventStream, Gap, Medium, Removed, Snapshot, Stored
+from hicache.events.types import EVENT_OVERHEAD_BYTES
+
+
+def removed(number: int) -> Removed:
+    return Removed(Medium.HOST, (number.to_bytes(32, "big"),))
+
+
+SIZE = removed(0).size_bytes
+STORED = Stored(Medium.DEVICE, (bytes(32),), None, b"", bytes(16), 4)
+
+
+def test_what_was_put_is_drained_in_order_and_in_batches() -> None:
+    stream = EventStream(100 * SIZE)
+    reader = stream.subscribe()
+    for number in range(5):
+        stream.put(removed(number))
+    assert reader.drain(3) == Batch(0, (removed(0), removed(1), removed(2)))
+    assert reader.drain(3) == Batch(3, (removed(3), removed(4)))
+    assert reader.drain(3) == Batch(5, ())
+
+
+def test_readers_go_at_their_own_pace_and_a_late_one_gets_what_is_kept() -> None:
+    stream = EventStream(100 * SIZE)
+    first = stream.subscribe()
+    stream.put(removed(0))
+    assert first.drain(9) == Batch(0, (removed(0),))
+    late = stream.subscribe()
+    stream.put(removed(1))
+    assert late.drain(9) == Batch(0, (removed(0), removed(1)))
+    assert first.drain(9) == Batch(1, (removed(1),))
+
+
+def test_over_its_capacity_the_oldest_are_dropped_and_counted() -> None:
+    stream = EventStream(3 * SIZE)
+    for number in range(10):
+        stream.put(removed(number))
+        stream.check()
+    state = stream.statistics()
+    assert (state.events, state.dropped, state.held_events, state.held_bytes) == (10, 7, 3, 3 * SIZE)
+
+
+def test_an_event_larger_than_the_capacity_is_kept_alone() -> None:
+    stream = EventStream(1)
+    for number in range(3):
+        stream.put(removed(number))
+        stream.check()
+    assert stream.statistics().held_events == 1
+
+
+def test_a_gap_says_what_is_missing_and_nothing_follows_it_but_a_snapshot() -> None:
+    stream = EventStream(3 * SIZE)
+    reader = stream.subscribe()
+    for number in range(10):
+        stream.put(removed(number))
+    assert reader.drain(5) == Gap(0, 7)
+    assert stream.snapshot_wanted
+    assert reader.drain(5) == Batch(0, ())
+    stream.put_snapshot([STORED])
+    stream.put(removed(10))
+    assert stream.statistics().snapshots == 1
+    assert reader.drain(5) == Snapshot(10, (STORED,))
+    assert reader.drain(5) == Batch(10, (removed(10),))
+
+
+def test_a_snapshot_goes_only_to_those_who_asked() -> None:
+    stream = EventStream(100 * SIZE)
+    asks, follows = stream.subscribe(), stream.subscribe()
+    asks.request_snapshot()
+    stream.put_snapshot([STORED])
+    assert asks.drain(5) == Snapshot(0, (STORED,))
+    assert follows.drain(5) == Batch(0, ())
+
+
+def test_a_reader_that_falls_behind_its_snapshot_meets_another_gap() -> None:
+    stream = EventStream(3 * SIZE)
+    reader = stream.subscribe()
+    for _ in range(2):
+        for number in range(10):
+            stream.put(removed(number))
+        assert isinstance(reader.drain(5), Gap)
+        stream.put_snapshot([])
+        for number in range(10):
+            stream.put(removed(number))
+        assert isinstance(reader.drain(5), Snapshot)
+
+
+def test_a_closed_reader_is_forgotten() -> None:
+    stream = EventStream(SIZE)
+    reader = stream.subscribe()
+    reader.close()
+    reader.close()
+    assert stream.statistics().readers == 0
+
+
+def test_a_capacity_of_nothing_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="holds nothing"):
+        EventStream(0)
+
+
+@pytest.mark.parametrize("damage", ["hole", "sum", "capacity"])
+def test_the_check_notices(damage: str) -> None:
+    """Negative controls."""
+    stream = EventStream(100 * SIZE)
+    for number in range(3):
+        stream.put(removed(number))
+    if damage == "hole":
+        del stream._events[1]
+    elif damage == "sum":
+        stream._held_bytes -= 1
+    else:
+        stream._capacity_bytes = 1
+    with pytest.raises(InvariantError, match=damage):
+        stream.check()
+
+
+def test_an_event_weighs_its_tokens_and_keys() -> None:
+    assert Cleared().size_bytes == EVENT_OVERHEAD_BYTES
+    assert STORED.size_bytes == SIZE + len(STORED.tokens)
+
+
+@pytest.fixture
+def tiny_switch_interval() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("tiny_switch_interval")
+def test_a_reader_on_another_thread_sees_each_event_once_or_a_gap(soak_factor: int) -> None:
+    """The producer never waits, so the reader is overtaken again and again; what it gets is consistent all the same."""
+    events = 30_000 * soak_factor
+    stream = EventStream(50 * SIZE)
+    reader = stream.subscribe()
+    problems: list[str] = []
+
+    def follow() -> None:
+        expected = 0
+        while expected < events and not problems:
+            entry = reader.drain(20)
+            if isinstance(entry, Snapshot):
+                expected = entry.first
+            elif isinstance(entry, Gap):
+                problems.extend([f"{entry} at {expected}"] if entry.first != expected or entry.count < 1 else [])
+            else:
+                wanted = tuple(map(removed, range(expected, expected + len(entry.events))))
+                problems.extend([f"other events than those from {expected} on"] if entry.events != wanted else [])
+                expected += len(entry.events)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    for number in range(events):
+        stream.put(removed(number))
+        if stream.snapshot_wanted:
+            stream.put_snapshot([])
+    deadline = time.monotonic() + 60
+    while thread.is_alive() and time.monotonic() < deadline:
+        if stream.snapshot_wanted:
+            stream.put_snapshot([])
+        thread.join(0.001)
+    assert not thread.is_alive() and not problems
+    stream.check()

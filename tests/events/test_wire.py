@@ -1,0 +1,175 @@
+"""Batches as bytes: what we read back, what other consumers' types read, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.errors import InvalidInput
+from hicache.events import Cleared, Event, Medium, Removed, Stored
+from hicache.events.wire import BatchEncoder, Dialect, decode_batch
+from hicache.keys import page_keys, token_bytes
+
+TOKENS = token_bytes(range(1, 9))
+KEYS = tuple(page_keys(TOKENS, 4))
+SEED = bytes(range(32))
+EVENTS: tuple[Event, ...] = (
+    Stored(Medium.DEVICE, KEYS, None, b"", TOKENS, 4),
+    Stored(Medium.HOST, KEYS[1:], KEYS[0], b"", TOKENS[16:], 4),
+    Stored(Medium.STORAGE, tuple(page_keys(TOKENS, 4, SEED)), None, SEED, TOKENS, 4),
+    Stored(Medium.DEVICE, tuple(page_keys(TOKENS, 4)), None, b"", TOKENS, 2),  # bigrams
+    Removed(Medium.HOST, KEYS),
+    Cleared(),
+)
+READABLE = [Dialect.ARRAY, Dialect.MAP]
+
+
+class ArrayEvent(msgspec.Struct, array_like=True, tag=True):
+    """How consumers of positional events declare them."""
+
+
+class BlockStored(ArrayEvent):
+    """Of the time before `medium` had a companion."""
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[Any]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+
+
+class BlockRemoved(ArrayEvent):
+    """Pages that left."""
+
+    block_hashes: list[bytes]
+    medium: str | None
+
+
+class AllBlocksCleared(ArrayEvent):
+    """All pages that left."""
+
+
+class ArrayBatch(msgspec.Struct, array_like=True):
+    """How consumers declare the envelope."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+@pytest.mark.parametrize("dialect", READABLE)
+def test_what_was_written_is_read_back(dialect: Dialect) -> None:
+    batch = decode_batch(BatchEncoder(dialect, rank=3).encode(EVENTS, 12.5))
+    assert (batch.events, batch.timestamp_s, batch.rank) == (EVENTS, 12.5, 3)
+
+
+def test_consumers_of_positional_events_read_the_array_dialect() -> None:
+    batch = msgspec.msgpack.decode(BatchEncoder(Dialect.ARRAY).encode(EVENTS, 1.0), type=ArrayBatch)
+    first, second, third, bigrams, removed, cleared = batch.events
+    assert first == BlockStored(list(KEYS), None, list(range(1, 9)), 4, None, "GPU")
+    assert second == BlockStored([KEYS[1]], KEYS[0], [5, 6, 7, 8], 4, None, "CPU")
+    assert isinstance(third, BlockStored) and (third.parent_block_hash, third.medium) == (None, "STORAGE")
+    assert isinstance(bigrams, BlockStored) and bigrams.token_ids == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert removed == BlockRemoved(list(KEYS), "CPU")
+    assert cleared == AllBlocksCleared()
+
+
+def test_the_map_dialect_names_each_field() -> None:
+    _, events, _ = msgspec.msgpack.decode(BatchEncoder(Dialect.MAP).encode(EVENTS, 1.0))
+    assert events[1] == {
+        "type": "BlockStored", "block_hashes": [KEYS[1]], "parent_block_hash": KEYS[0], "token_ids": [5, 6, 7, 8],
+        "block_size": 4, "lora_id": None, "medium": "CPU", "lora_name": None, "extra_keys": None,
+    }  # fmt: skip
+    assert events[2]["extra_keys"] == [[SEED], None]
+    assert events[4] == {"type": "BlockRemoved", "block_hashes": list(KEYS), "medium": "CPU"}
+    assert events[5] == {"type": "AllBlocksCleared"}
+
+
+def test_the_sglang_dialect_has_signed_hashes_of_eight_bytes_and_ends_with_the_medium() -> None:
+    _, events, _ = msgspec.msgpack.decode(BatchEncoder(Dialect.SGLANG).encode(EVENTS, 1.0))
+    short = [int.from_bytes(key[:8], "big", signed=True) for key in KEYS]
+    assert events[1] == ["BlockStored", [short[1]], short[0], [5, 6, 7, 8], 4, None, "CPU"]
+    assert all(-(2**63) <= number < 2**63 for number in short)
+
+
+def test_without_token_ids_neither_tokens_nor_seeds_are_written() -> None:
+    payload = BatchEncoder(Dialect.ARRAY, token_ids=False).encode(EVENTS, 1.0)
+    assert SEED not in payload
+    events = decode_batch(payload).events
+    assert events[2] == Stored(Medium.STORAGE, tuple(page_keys(TOKENS, 4, SEED)), None, b"", b"", 4)
+    assert SEED in BatchEncoder(Dialect.ARRAY).encode(EVENTS, 1.0)  # negative control
+
+
+def stored(**changes: object) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "type": "BlockStored", "block_hashes": [KEYS[0]], "parent_block_hash": None, "token_ids": [1, 2, 3, 4],
+        "block_size": 4, "medium": "GPU",
+    }  # fmt: skip
+    return fields | changes
+
+
+def decoded(*events: object) -> tuple[Event, ...]:
+    return decode_batch(msgspec.msgpack.encode((1.0, events, None))).events
+
+
+def test_fields_from_the_future_are_skipped() -> None:
+    assert decoded(stored(group_idx=1)) == decoded(stored())
+    assert decoded(["BlockRemoved", [KEYS[0]], "GPU", 7]) == (Removed(Medium.DEVICE, KEYS[:1]),)
+
+
+def test_an_event_without_a_medium_is_of_the_device() -> None:
+    assert decoded(["BlockRemoved", [KEYS[0]]], ["BlockRemoved", [KEYS[0]], None]) == 2 * (
+        Removed(Medium.DEVICE, KEYS[:1]),
+    )
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored(block_hashes=[]), stored(block_hashes=[b"short"]), stored(block_hashes=[7]), stored(block_size=0),
+        stored(parent_block_hash=b""), stored(token_ids=[1]), stored(token_ids=[1, 2, [3, 4], 5]),
+        stored(token_ids=[-1, 2, 3, 4]), stored(token_ids=[2**32, 2, 3, 4]), stored(token_ids=[[1, 2, 3]] * 4),
+        stored(medium="TAPE"), stored(extra_keys=[["salt"]]), stored(extra_keys=[[b"short"]]), stored(type="Other"),
+        ["BlockStored"], ["BlockRemoved", 5], [], {}, 5, None,
+    ],
+)  # fmt: skip
+def test_what_is_no_event_is_refused(event: object) -> None:
+    with pytest.raises(InvalidInput, match="KV events"):
+        decoded(event)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode([1.0]), msgspec.msgpack.encode({"ts": 1})])
+def test_what_is_no_batch_is_refused(payload: bytes) -> None:
+    with pytest.raises(InvalidInput, match="not a batch"):
+        decode_batch(payload)
+
+
+@given(st.data())
+def test_damaged_batches_raise_nothing_but_the_typed_error(data: st.DataObject) -> None:
+    whole = BatchEncoder(data.draw(st.sampled_from(READABLE))).encode(EVENTS, 1.0)
+    damaged = bytearray(whole[: data.draw(st.integers(0, len(whole)))])
+    for _ in range(data.draw(st.integers(0, 4))):
+        if damaged:
+            damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decode_batch(bytes(damaged))
+    except InvalidInput:
+        pass
+
+
+def test_the_worked_example_of_the_format_page_is_true(repository: Path) -> None:
+    page = (repository / "docs/formats/kv_events.md").read_text()
+    event = Stored(
+        Medium.DEVICE, tuple(page_keys(token_bytes([1, 2, 3, 4]), 4)), None, b"", token_bytes([1, 2, 3, 4]), 4
+    )
+    payload = BatchEncoder(Dialect.ARRAY).encode([event], 1.5)
+    shown = re.findall(r"```hex\n(.*?)```", page, flags=re.DOTALL)
+    assert bytes.fromhex("".join(shown)) == payload
+    assert f"{len(payload)} bytes" in page

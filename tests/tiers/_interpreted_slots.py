@@ -1,0 +1,25 @@
+"""Runs the Triton kernels on the CPU, in Triton's interpreter, against the plain Python oracle.
+
+    TRITON_INTERPRET=1 python -m tests.tiers._interpreted_slots [SEED]
+
+A process of its own, because Triton decides when a kernel is defined, hence when its module is imported, whether it is
+interpreted or compiled. Without a seed: batches of extreme size. A difference ends it with a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hicache.tiers import slots_triton
+
+from ._slots import compare, compare_extremes
+
+CASES = 100
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        compare(slots_triton, int(sys.argv[1]), CASES)
+    else:
+        compare_extremes(slots_triton, requests=2500)
+    print("all equal")

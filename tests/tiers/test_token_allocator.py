@@ -1,0 +1,320 @@
+"""Slots for tokens: which ones, all or none, conservation, and the kernels against each other and a plain oracle."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hicache.errors import InvalidInput, InvariantError
+from hicache.tiers import PageAllocator, PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, slots_torch
+from hicache.tiers.token_allocator import TokenAllocator
+from tests.seeds import rng, seeds
+
+from ._slots import PAGE_SIZES, Batch, compare, compare_extremes, require_equal
+
+NOWHERE = -1  # where the prefix of a request without one ends
+
+
+def lens(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def paged(pages: int, page_size: int = 4, *, debug: bool = True) -> PagedTokenToKVPoolAllocator:
+    return PagedTokenToKVPoolAllocator(PageAllocator(pages, first=1), page_size, debug=debug)
+
+
+def both(tokens: int) -> list[TokenAllocator]:
+    return [TokenToKVPoolAllocator(PageAllocator(tokens, first=1)), paged(tokens, 1)]
+
+
+def slots_of(slots: torch.Tensor | None) -> list[int]:
+    assert slots is not None and slots.dtype == torch.int64
+    return slots.tolist()
+
+
+def test_a_request_fills_its_partial_page_then_whole_pages_then_a_partial_one() -> None:
+    allocator = paged(8)
+    first = slots_of(allocator.alloc_extend(lens(0, 0), lens(6, 3), lens(NOWHERE, NOWHERE), 9))
+    assert first == [4, 5, 6, 7, 8, 9, 12, 13, 14]
+    more = slots_of(allocator.alloc_extend(lens(6, 3, 0), lens(13, 3, 4), lens(first[5], first[8], NOWHERE), 11))
+    assert more == [10, 11, 16, 17, 18, 19, 20, 24, 25, 26, 27]
+    assert allocator.available_tokens == 2 * 4
+
+
+def test_decoding_takes_a_page_only_where_the_last_one_is_full() -> None:
+    allocator = paged(8)
+    slots = slots_of(allocator.alloc_extend(lens(0, 0), lens(4, 2), lens(NOWHERE, NOWHERE), 6))
+    assert slots_of(allocator.alloc_decode(lens(5, 3, 1), lens(slots[3], slots[5], NOWHERE))) == [12, 10, 16]
+
+
+def test_whole_pages_are_handed_out_in_order() -> None:
+    assert slots_of(paged(8).alloc(8)) == [4, 5, 6, 7, 8, 9, 10, 11]
+    for allocator in both(8):
+        assert slots_of(allocator.alloc(3)) == [1, 2, 3]
+    with pytest.raises(InvalidInput):
+        paged(8).alloc(7)
+
+
+def test_without_room_nothing_changes() -> None:
+    allocator = paged(2)
+    assert allocator.alloc_extend(lens(0, 0), lens(5, 1), lens(NOWHERE, NOWHERE), 6) is None
+    assert allocator.alloc(12) is None
+    slots = slots_of(allocator.alloc_extend(lens(0), lens(7), lens(NOWHERE), 7))
+    assert slots == [4, 5, 6, 7, 8, 9, 10], "the refused calls took nothing"
+    assert allocator.available_tokens == 0
+    assert slots_of(allocator.alloc_decode(lens(8), lens(10))) == [11]
+    assert allocator.alloc_decode(lens(9), lens(11)) is None
+    assert allocator.alloc(0) is not None
+    allocator.pages.check()
+
+
+def test_a_batch_of_nothing_gets_nothing() -> None:
+    allocator = paged(2)
+    assert slots_of(allocator.alloc_extend(lens(), lens(), lens(), 0)) == []
+    assert slots_of(allocator.alloc_decode(lens(), lens())) == []
+    assert slots_of(allocator.alloc_extend(lens(0, 3), lens(0, 3), lens(NOWHERE, 6), 0)) == []
+    allocator.free(lens())
+    assert allocator.available_tokens == 8
+
+
+def test_any_slots_of_a_page_give_it_back_whole() -> None:
+    allocator = paged(4)
+    slots_of(allocator.alloc(16))
+    allocator.free(torch.tensor([13, 5, 6, 12], dtype=torch.int32))
+    assert allocator.available_tokens == 8
+    assert slots_of(allocator.alloc(8)) == [4, 5, 6, 7, 12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("wrong", [[5, 5], [9], [4, 9], [0], [24], [-1], [4 << 32]])
+def test_a_slot_that_is_free_named_twice_or_foreign_is_refused_and_nothing_changes(wrong: list[int]) -> None:
+    allocator = paged(5)
+    slots_of(allocator.alloc(20))
+    allocator.free(lens(8))
+    with pytest.raises(InvariantError):
+        allocator.free(lens(*wrong))
+    assert allocator.available_tokens == 4
+    allocator.pages.check()
+
+
+def test_without_debug_a_slot_named_twice_in_one_call_is_one_page() -> None:
+    allocator = paged(4, debug=False)
+    slots_of(allocator.alloc(16))
+    allocator.free(lens(5, 5))
+    assert allocator.available_tokens == 4
+    with pytest.raises(InvariantError):
+        allocator.free(lens(6))
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["token", "paged"])
+@pytest.mark.parametrize("wrong", [[3, 3], [2], [0], [9], [-1], [1 << 32]])
+def test_pages_of_one_token_are_guarded_as_well(which: int, wrong: list[int]) -> None:
+    allocator = both(8)[which]
+    slots_of(allocator.alloc(8))
+    allocator.free(lens(2, 7))
+    with pytest.raises(InvariantError):
+        allocator.free(lens(*wrong))
+    assert allocator.available_tokens == 2
+
+
+def test_a_group_holds_the_slots_back_until_its_end() -> None:
+    allocator = paged(4)
+    slots_of(allocator.alloc(16))
+    with allocator.free_group():
+        allocator.free(lens(4))
+        allocator.free(lens(12, 13))
+        assert allocator.available_tokens == 0
+        with pytest.raises(InvariantError):
+            allocator.free(lens(5))
+    assert allocator.available_tokens == 8
+
+
+def test_ascending_pages_make_ascending_slots() -> None:
+    allocator = PagedTokenToKVPoolAllocator(PageAllocator(6, first=1, ascending=True), 2)
+    slots_of(allocator.alloc(12))
+    allocator.free(lens(10, 2, 6))
+    assert slots_of(allocator.alloc_extend(lens(0, 0), lens(3, 1), lens(NOWHERE, NOWHERE), 4)) == [2, 3, 6, 10]
+
+
+def test_in_debug_a_wrong_end_of_a_prefix_is_refused_and_nothing_changes() -> None:
+    for debug in (True, False):
+        allocator = paged(4, debug=debug)
+        slots_of(allocator.alloc(4))
+        if debug:
+            with pytest.raises(InvariantError, match=r"requests \[1\]"):
+                allocator.alloc_extend(lens(4, 3), lens(5, 4), lens(99, 5), 2)
+            with pytest.raises(InvariantError, match="last_loc"):
+                allocator.alloc_decode(lens(4), lens(7))
+            assert allocator.available_tokens == 12
+        else:
+            assert slots_of(allocator.alloc_decode(lens(4), lens(7))) == [8], "a slot of somebody else's page"
+
+
+@pytest.mark.parametrize(
+    ("prefix_lens", "seq_lens", "last_loc", "extend_tokens"),
+    [
+        (lens(2), lens(1), lens(5), -1),
+        (lens(0), lens(4), lens(NOWHERE), 5),
+        (lens(0), lens(4, 4), lens(NOWHERE), 8),
+        (lens(0), lens(4), lens(NOWHERE, NOWHERE), 4),
+        (lens(-1), lens(4), lens(NOWHERE), 5),
+        (torch.zeros(1), lens(4), lens(NOWHERE), 4),
+        (lens(0), torch.full((1, 1), 4), lens(NOWHERE), 4),
+        (lens(0), torch.full((1,), 4, device="meta"), lens(NOWHERE), 4),
+        (lens(0), lens(4), torch.full((1,), -1, device="meta"), 4),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(
+    prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor, extend_tokens: int
+) -> None:
+    allocator = paged(4)
+    with pytest.raises(InvalidInput):
+        allocator.alloc_extend(prefix_lens, seq_lens, last_loc, extend_tokens)
+    assert allocator.available_tokens == 16
+
+
+def test_more_arguments_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(InvalidInput):
+        paged(4).alloc_decode(lens(0), lens(NOWHERE))
+    with pytest.raises(InvalidInput):
+        paged(4).free(torch.zeros(2))
+    with pytest.raises(InvalidInput):
+        paged(4, 0)
+
+
+class World:
+    """Requests that begin, extend, decode and finish over one small pool; the slots of each are in a plain list."""
+
+    def __init__(self, numbers: random.Random) -> None:
+        self.numbers = numbers
+        self.size = numbers.choice(PAGE_SIZES[:5])
+        pages = PageAllocator(numbers.randint(1, 24), first=1, ascending=numbers.random() < 0.5)
+        self.allocator = PagedTokenToKVPoolAllocator(pages, self.size, debug=True)
+        self.requests: list[list[int]] = []
+
+    def extend(self) -> None:
+        if self.numbers.random() < 0.5:
+            self.requests.append([])
+        grow = [self.numbers.choice([0, 1, self.numbers.randint(0, 4 * self.size)]) for _ in self.requests]
+        before = [len(slots) for slots in self.requests]
+        after = [old + new for old, new in zip(before, grow, strict=True)]
+        self._hand_out(self.allocator.alloc_extend(lens(*before), lens(*after), self._ends(), sum(grow)), grow)
+
+    def decode(self) -> None:
+        after = [len(slots) + 1 for slots in self.requests]
+        self._hand_out(self.allocator.alloc_decode(lens(*after), self._ends()), [1] * len(after))
+
+    def finish(self) -> None:
+        ended = [self.requests.pop(self.numbers.randrange(len(self.requests)))
+                 for _ in range(self.numbers.randint(0, len(self.requests)))]  # fmt: skip
+        with self.allocator.free_group():
+            for slots in ended:
+                self.numbers.shuffle(slots)
+                self.allocator.free(lens(*slots))
+
+    def _ends(self) -> torch.Tensor:
+        return lens(*(slots[-1] if slots else NOWHERE for slots in self.requests))
+
+    def _hand_out(self, slots: torch.Tensor | None, grow: list[int]) -> None:
+        before = self.used_pages()
+        needed = [-(-(len(old) + new) // self.size) for old, new in zip(self.requests, grow, strict=True)]
+        assert (slots is None) == (sum(needed) > self.allocator.pages.capacity), "None exactly where there is no room"
+        assert slots is not None or before == self.allocator.pages.used_pages
+        rest = slots_of(slots) if slots is not None else []
+        for request, count in zip(self.requests, grow if rest else [0] * len(grow), strict=True):
+            request.extend(rest[:count])
+            del rest[:count]
+        assert not rest
+
+    def used_pages(self) -> int:
+        return sum(-(-len(slots) // self.size) for slots in self.requests)
+
+    def check(self) -> None:
+        """No slot has two owners, tokens of a page lie in it in order, and nothing is lost."""
+        every = [slot for slots in self.requests for slot in slots]
+        assert len(set(every)) == len(every)
+        for slots in self.requests:
+            assert all(slot % self.size == token % self.size for token, slot in enumerate(slots))
+            pages = [slot // self.size for slot in slots]
+            assert all(pages[i] == pages[i - i % self.size] for i in range(len(pages)))
+        assert 0 not in {slot // self.size for slot in every}, "page 0 is padding"
+        assert self.allocator.pages.used_pages == self.used_pages()
+        assert self.allocator.available_tokens == (self.allocator.pages.capacity - self.used_pages()) * self.size
+        self.allocator.pages.check()
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_no_slot_has_two_owners_and_none_is_lost(seed: int) -> None:
+    world = World(rng(seed))
+    for _ in range(60):
+        world.numbers.choice([world.extend, world.decode, world.decode, world.finish])()
+        world.check()
+
+
+@pytest.mark.parametrize("seed", seeds(10))
+def test_pytorch_gives_the_slots_that_a_token_by_token_oracle_gives(seed: int) -> None:
+    compare(slots_torch, seed, 200)
+
+
+def test_pytorch_gives_the_same_slots_for_batches_of_extreme_size() -> None:
+    compare_extremes(slots_torch, requests=5000)
+
+
+class OneOff:
+    """Kernels with a mistake in one place: a new page begins with its second slot."""
+
+    def extend_slots(
+        self, requests: torch.Tensor, last_loc: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, page_size: int
+    ) -> None:
+        slots_torch.extend_slots(requests, last_loc, pages, out, page_size)
+        if len(pages):
+            out[out == pages[-1] * page_size] += 1
+
+    def decode_slots(self, first_slots: torch.Tensor, last_loc: torch.Tensor, out: torch.Tensor) -> None:
+        slots_torch.decode_slots(first_slots + (first_slots >= 0), last_loc, out)
+
+
+def test_the_comparison_finds_one_wrong_slot() -> None:
+    batch = Batch(4, [0, 3], [9, 4], [NOWHERE, 6])
+    require_equal(slots_torch, 0, batch)
+    with pytest.raises(AssertionError):
+        require_equal(OneOff(), 0, batch)
+    with pytest.raises(AssertionError):
+        require_equal(OneOff(), 0, Batch(4, [4], [5], [7]), decode=True)
+
+
+def run_child(repository: Path, module: str, *arguments: str, **environ: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-m", f"tests.tiers.{module}", *arguments],
+        cwd=repository, env=os.environ | environ, capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_triton_gives_the_same_slots_for_batches_of_extreme_size(repository: Path) -> None:
+    assert run_child(repository, "_interpreted_slots", TRITON_INTERPRET="1") == "all equal\n"
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_triton_gives_the_same_slots_in_its_interpreter(repository: Path, seed: int) -> None:
+    assert run_child(repository, "_interpreted_slots", str(seed), TRITON_INTERPRET="1") == "all equal\n"
+
+
+def test_the_triton_kernels_compile_for_a_gpu(repository: Path, tmp_path: Path) -> None:
+    printed = run_child(repository, "_compiled_slots", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert printed == "compiled\n"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("seed", seeds(4))
+def test_triton_gives_the_same_slots_on_a_gpu(seed: int) -> None:
+    from hicache.tiers import slots_triton  # noqa: PLC0415  only where there is a GPU to compile for
+
+    compare(slots_triton, seed, 200, "cuda")
