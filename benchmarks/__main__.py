@@ -21,6 +21,7 @@ def main() -> None:
         ("events", []),
         ("allocators", []),
         ("payoff", []),
+        ("ranks", []),
     ):
         subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *arguments], check=True)
 

@@ -6,6 +6,7 @@
     |-- CapacityError         (also MemoryError)   a pool does not fit into memory, or a request into a pool
     |-- InvariantError        (also AssertionError) an internal invariant is broken; raised by `check()`
     |-- TransferError         (also RuntimeError)  a copy between device and host failed or did not end in time
+    |-- RankError             (also RuntimeError)  another rank is gone, late, or has decided differently
     `-- BackendError          (also OSError)       storage
         |-- BackendUnavailable                     the store cannot be opened or used now
         `-- NotOurs                                the store exists but belongs to somebody or something else
@@ -40,6 +41,13 @@ class InvariantError(HiCacheError, AssertionError):
 
 class TransferError(HiCacheError, RuntimeError):
     """A device copy failed or missed its deadline. The pages of that copy must not be used; recompute them."""
+
+
+class RankError(HiCacheError, RuntimeError):
+    """The ranks cannot agree any more: one has died, stopped, missed the deadline, or decided differently.
+
+    There is no way back: every later call on the group raises at once. End the engine on all ranks and start anew.
+    """
 
 
 class BackendError(HiCacheError, OSError):

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import InvalidInput
-from .geometry import KVGeometry
+from .geometry import KVGeometry, KVLayout
 
 if TYPE_CHECKING:
     import torch
@@ -206,7 +206,8 @@ class Namespace:
     """Everything two engines must agree on before one may read a page the other stored.
 
     `model` is a fingerprint of the weights, `weights_epoch` counts their updates, `kv_scales` fingerprints the scales
-    of a quantised cache. `geometry` is one rank's, so ranks have namespaces of their own.
+    of a quantised cache. `geometry` is one rank's, so ranks have namespaces of their own; but for the tensor-parallel
+    ranks of an MLA model, which all hold the same latent pages and share one.
     """
 
     model: str
@@ -226,6 +227,7 @@ class Namespace:
             if not 0 <= getattr(self, rank) < getattr(self, size):
                 raise InvalidInput(f"namespace: {rank} {getattr(self, rank)} is not below {size} {getattr(self, size)}")
         shape = self.geometry
+        tp_rank, tp_size = (self.tp_rank, self.tp_size) if shape.layout is KVLayout.MHA else (0, 1)
         fields = {
             "format_version": FORMAT_VERSION,
             "model": self.model,
@@ -237,10 +239,15 @@ class Namespace:
             "layers": shape.layers,
             "heads": shape.heads,
             "head_dim": shape.head_dim,
-            "tp_rank": self.tp_rank,
-            "tp_size": self.tp_size,
+            "tp_rank": tp_rank,
+            "tp_size": tp_size,
             "pp_rank": self.pp_rank,
             "pp_size": self.pp_size,
         }
         encoded = _tagged("hicache.namespace", [(name, str(value).encode()) for name, value in fields.items()])
         object.__setattr__(self, "digest", hashlib.sha256(encoded).digest())
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank stores pages: of ranks that share a namespace, the first one does."""
+        return self.geometry.layout is KVLayout.MHA or self.tp_rank == 0

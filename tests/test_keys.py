@@ -182,6 +182,14 @@ def test_a_key_grows_with_its_request() -> None:
     assert len(key) == 3
 
 
+def test_ranks_share_a_namespace_where_they_hold_the_same_bytes_and_then_one_of_them_writes() -> None:
+    for layout, digests, writers in ((KVLayout.MHA, 2, [True, True]), (KVLayout.MLA, 1, [True, False])):
+        shape = KVGeometry(1, 1, 8, 16, layout=layout)
+        ranks = [Namespace(model="m", geometry=shape, tp_rank=rank, tp_size=2) for rank in range(2)]
+        assert len({rank.digest for rank in ranks}) == digests
+        assert [rank.writes for rank in ranks] == writers
+
+
 def test_every_field_of_a_namespace_changes_its_digest() -> None:
     shape = KVGeometry(layers=2, heads=1, head_dim=8, page_size=16)
     base = Namespace(model="m", geometry=shape, tp_size=2, pp_size=2)

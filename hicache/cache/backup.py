@@ -84,7 +84,7 @@ class Backup:
             return
         backups: list[Node] = []
         stores: list[Node] = []
-        has_storage = self._controller.backend is not None
+        has_storage = self._controller.has_storage
         while node.parent is not None:
             if node.host is not None:
                 if not has_storage:
@@ -117,6 +117,10 @@ class Backup:
             return Fate.KEEP
         self._books.skipped["write_back_dropped"] += self._trees.current.pages(victim)
         return Fate.DROP
+
+    def launch(self) -> None:
+        """Have the copies of victims begin now: the sooner they end, the sooner there is room."""
+        self._controller.launch_writes()
 
     def halt(self) -> None:
         """Back up and store nothing any more: what L1 holds cannot be vouched for."""
@@ -154,17 +158,23 @@ class Backup:
     def stored(self, backup: BackupOperation) -> None:
         """A store has ended. If a page is missing, a later request that passes by tries again."""
         task: StoreTask = backup.tag
-        stored = len(backup.outcomes) == task.pages and all(outcome.is_stored for outcome in backup.outcomes)
         for part in task.tree.span(task.node, task.pages):
             part.store_pending = False
-            if stored:
+            if backup.stored:
                 task.tree.set_stored(part)
-        if stored:
-            self._pause.succeeded()
-        elif task.tree is self._trees.current:
-            self._books.skipped["store_incomplete"] += 1
-            self._pause.failed()
+        if task.tree is self._trees.current:
+            self._books.skipped["store_incomplete"] += not backup.stored
+            # By what this rank saw of the store; whether all ranks may store is agreed from that.
+            if backup.is_complete:
+                self._pause.succeeded()
+            elif self._controller.stores_pages:
+                self._pause.failed()
         task.tree.release_host(task.node)
+
+    @property
+    def paused(self) -> bool:
+        """Whether this rank would leave storage alone now."""
+        return self._pause.active
 
     def _wants(self, node: Node) -> bool:
         if self._policy is WritePolicy.WRITE_THROUGH or node.pin_ref:
@@ -197,14 +207,14 @@ class Backup:
 
     def _store(self, node: Node) -> bool:
         """Whether the pages of `node` are in storage or on their way there, now or since before."""
-        if self._controller.backend is None or node.host is None or node.parent is None:
+        if not self._controller.has_storage or node.host is None or node.parent is None:
             return False
         if node.stored or node.store_pending:
             return True
         root = node.parent.parent is None
         if not (root or node.parent.stored or node.parent.store_pending):
             return False
-        if self._pause.active:
+        if not self._controller.may_store:
             self._books.skipped["store_paused"] += 1
             return False
         tree, pages = self._trees.current, len(node.host)

@@ -6,12 +6,13 @@ Owned by the scheduler thread; no lock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..radix import Fate, Node
 from ..tiers import HostPool, PageAllocator
 from ..types import PageIds
+from .requests import RequestKV
 from .trees import Trees
 
 # Why something was not done, for each an entry in `Books.skipped`.
@@ -47,6 +48,14 @@ class Books:
     evicted_pages: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
 
+    def count(self, request: RequestKV) -> None:
+        """A request has begun."""
+        self.requests += 1
+        self.prompt_tokens += request.key.prompt_tokens
+        self.hit_tokens["device"] += request.device_hit_tokens
+        self.hit_tokens["host"] += request.host_hit_tokens
+        self.hit_tokens["storage"] += request.storage_hit_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
@@ -59,36 +68,48 @@ class Eviction:
     short_pages: int
 
 
+class Saver(Protocol):
+    """What copies L1 victims to L2."""
+
+    def save(self, victim: Node) -> Fate:
+        """Start a copy of `victim`, or say what else becomes of it."""
+
+    def launch(self) -> None:
+        """Have the copies that were started begin now."""
+
+
 class DeviceLedger:
     """L1: who has which pages.
 
-    Invariant: used pages of the device pool = pages held by nodes + `request_pages`. `save` is asked what becomes of a
+    Invariant: used pages of the device pool = pages held by nodes + `request_pages`. `saver` knows what becomes of a
     victim without a copy on L2.
     """
 
-    def __init__(self, allocator: PageAllocator, trees: Trees, books: Books, save: Callable[[Node], Fate]) -> None:
+    def __init__(self, allocator: PageAllocator, trees: Trees, books: Books, saver: Saver) -> None:
         self.allocator = allocator
         self.request_pages = 0
         self._trees = trees
         self._books = books
-        self._save = save
+        self._saver = saver
 
     def make_room(self, pages: int) -> bool:
         """Evict until `pages` pages are free. False if they are not: then nothing was evicted because it would not have
         been enough, or what was evicted is still on its way to L2.
         """
         free = self.allocator.free_pages
-        if free >= pages:
+        if free < pages <= free + self._trees.current.device_evictable_pages:
+            self.evict(pages - free)
+        if self.allocator.free_pages >= pages:
             return True
-        if free + self._trees.current.device_evictable_pages < pages:
-            return False
-        self.evict(pages - free)
-        return self.allocator.free_pages >= pages
+        self._books.skipped["no_device_room"] += 1
+        return False
 
     def evict(self, pages: int) -> Eviction:
         """Take `pages` pages off L1, as far as they may leave."""
-        evicted = self._trees.current.evict_device(pages, self._save)
+        evicted = self._trees.current.evict_device(pages, self._saver.save)
         freed, saving = len(evicted.pages), evicted.saving_pages
+        if saving:
+            self._saver.launch()
         self.allocator.free(evicted.pages)
         self._books.evicted_pages["device"] += freed
         return Eviction(freed, saving, max(0, pages - freed - saving))

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..backends.base import StorageBackend
 from ..backends.registry import open_backend
 from ..config import HiCacheConfig
-from ..controller import ControllerOptions, HiCacheController
-from ..errors import ConfigError, InvalidInput
+from ..controller import ControllerOptions, HiCacheController, RankGroup
+from ..controller.ranks import require_equal
+from ..errors import ConfigError, HiCacheError, InvalidInput, RankError
 from ..events import EventStream
 from ..events.factory import create_publisher
-from ..frame import FrameCodec, TagKind
+from ..frame import FrameCodec, TagKind, frame_bytes
 from ..keys import BIGRAM_BYTES, TOKEN_BYTES, Namespace
 from ..tiers import HostPool, create_copy_engine, create_device_pool
 from ..tiers.memory import DeviceMemory, host_pages
 from ..tiers.memory import device_pages as count_device_pages
 from .options import CacheOptions
-from .payoff import PayoffOptions
+from .payoff import Figures, PayoffOptions
 from .radix_cache import HiRadixCache
 
 
@@ -31,16 +34,18 @@ def create_cache(
     *,
     device: torch.device | str = "cpu",
     device_pages: int | None = None,
-    bigram: bool = False,
     device_memory: DeviceMemory | None = None,
+    bigram: bool = False,
+    ranks: RankGroup | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> HiRadixCache:
     """Allocate both pools, open storage and start the workers that `config` asks for.
 
     `namespace` carries the geometry; its page size must be the configured one. `device_pages` sizes L1 where the
     configuration leaves that to the engine; `device_memory` is what it sizes L1 from, by default what the driver says.
-    `bigram` is for engines whose keys are bigrams (see `RadixKey`). Raises ConfigError, CapacityError and BackendError
-    with what to change; nothing is left running then.
+    `bigram` is for engines whose keys are bigrams (see `RadixKey`). With `ranks`, which must all make this call, the
+    pools have the size of the smallest, and all ranks start or none does. Raises ConfigError, CapacityError,
+    BackendError and RankError with what to change; nothing is left running then.
     """
     geometry = namespace.geometry
     if geometry.page_size != config.page_size:
@@ -52,18 +57,71 @@ def create_cache(
         l1_pages = device_pages
     else:
         l1_pages = count_device_pages(config.device, geometry, device, device_memory)
-    l1 = create_device_pool(geometry, l1_pages, device)
-    l2 = HostPool(geometry, host_pages(config.host, geometry, l1_pages), pin=_pin(config.host.pin, device))
-    open_storage = _storage_opener(config, namespace, os.environ if environ is None else environ)
+    bounds = _Bounds(l1_pages, host_pages(config.host, geometry, l1_pages), controller_options(config))
+    parts = _Parts(config, namespace, device, bigram, os.environ if environ is None else environ, ranks)
+    if ranks is None:
+        return _build(parts, bounds)
+    bounds = _agreed_bounds(ranks, config, namespace, bounds)
+    try:
+        cache = _build(parts, bounds)
+    except HiCacheError:
+        ranks.agree(np.array([False], dtype=np.int64))  # so that the others need not wait for the deadline
+        raise
+    if not ranks.agree(np.array([True], dtype=np.int64))[0]:
+        cache.close()
+        raise RankError("another rank could not start; its own error says why")
+    return cache
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    l1_pages: int
+    l2_pages: int
+    options: ControllerOptions
+
+
+class _Parts(NamedTuple):
+    config: HiCacheConfig
+    namespace: Namespace
+    device: torch.device
+    bigram: bool
+    environ: Mapping[str, str]
+    ranks: RankGroup | None
+
+
+def _agreed_bounds(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace, bounds: _Bounds) -> _Bounds:
+    """What all ranks can keep. A page has another size on each pipeline stage, so bytes are agreed as pages."""
+    page_bytes = frame_bytes(namespace.geometry.payload_bytes)
+    options = bounds.options
+    same = (replace(options, backup_bytes_max=0), cache_options(config), config.page_size, config.storage is not None)
+    require_equal(ranks, "configuration", f"{same} {namespace.model} {namespace.weights_epoch} {namespace.kv_scales}")
+    numbers = [bounds.l1_pages, bounds.l2_pages, options.backup_bytes_max // page_bytes]
+    l1_pages, l2_pages, backup_pages = ranks.agree(np.array(numbers, dtype=np.int64)).tolist()
+    return _Bounds(l1_pages, l2_pages, replace(options, backup_bytes_max=backup_pages * page_bytes))
+
+
+def _build(parts: _Parts, bounds: _Bounds) -> HiRadixCache:
+    config, namespace, device = parts.config, parts.namespace, parts.device
+    l1 = create_device_pool(namespace.geometry, bounds.l1_pages, device)
+    l2 = HostPool(namespace.geometry, bounds.l2_pages, pin=_pin(config.host.pin, device))
+    open_storage = _storage_opener(config, namespace, parts.environ)
     backend = None if open_storage is None else open_storage(namespace.weights_epoch)
     try:
-        controller = HiCacheController(l2, create_copy_engine(l1, l2), backend, controller_options(config))
+        controller = HiCacheController(
+            l2,
+            create_copy_engine(l1, l2),
+            backend,
+            bounds.options,
+            ranks=parts.ranks,
+            stores_pages=namespace.writes,
+            figures=len(Figures()),
+        )
         cache = HiRadixCache(
             l1,
             l2,
             controller,
             cache_options(config),
-            position_bytes=BIGRAM_BYTES if bigram else TOKEN_BYTES,
+            position_bytes=BIGRAM_BYTES if parts.bigram else TOKEN_BYTES,
             open_storage=open_storage,
             weights_epoch=namespace.weights_epoch,
         )
@@ -101,7 +159,7 @@ def _storage_opener(
 
     def open_storage(epoch: int) -> StorageBackend:
         codec = FrameCodec(
-            dataclasses.replace(namespace, weights_epoch=epoch).digest,
+            replace(namespace, weights_epoch=epoch).digest,
             namespace.geometry.payload_bytes,
             tag=TagKind[config.integrity.tag.upper()],
             mac_key=mac_key,

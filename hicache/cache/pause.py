@@ -22,7 +22,7 @@ class Pause:
     @property
     def active(self) -> bool:
         """Whether to leave the store alone now."""
-        return self._clock() < self._until
+        return self._until != 0.0 and self._clock() < self._until
 
     def failed(self) -> None:
         """Begin a pause, longer than the last one. What fails during a pause began before it and tells nothing new."""

@@ -18,7 +18,6 @@ Called by the scheduler thread alone; no lock.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..controller import PREFETCH_S_MAX, HiCacheController, PrefetchOperation, PrefetchState
@@ -30,10 +29,6 @@ from .options import CacheOptions
 from .pause import Pause
 from .payoff import Payoff, Route
 from .trees import Trees
-
-# Backends start no page after their deadline but finish what they read; without this, a request would go on a moment
-# before its last batch of up to a hundred pages arrives.
-GRACE_S = 0.05
 
 
 class PrefetchPolicy(enum.Enum):
@@ -50,8 +45,6 @@ class _Prefetch:
     tree: RadixTree
     anchor: Node
     first_key: bytes  # of the page it starts with
-    timeout_s: float
-    deadline: float | None = None  # set when its request first asks whether it may go on
     answered: bool = False  # the request goes on; nothing that arrives later is for it
 
 
@@ -80,7 +73,6 @@ class Prefetcher:
         *,
         payoff: Payoff,
         pause: Pause,
-        clock: Callable[[], float],
     ) -> None:
         self._trees = trees
         self._ledger = ledger
@@ -95,18 +87,17 @@ class Prefetcher:
         self._payoff = payoff
         self._page_bytes = ledger.host.geometry.payload_bytes
         self._pause = pause
-        self._clock = clock
 
     def start(self, rid: str, key: RadixKey) -> bool:
         """Look for what L1 and L2 lack of `key` (whole pages). False if it is not worth it or not possible now."""
-        if self._controller.backend is None or rid in self._active or rid in self._followers:
+        if not self._controller.has_storage or rid in self._active or rid in self._followers:
             return False
         tree, options = self._trees.current, self._options
         match = tree.match(key)
         missing_tokens = len(key) - match.pages * tree.page_size
         if missing_tokens < options.prefetch_threshold_tokens:
             return self._skip("prefetch_too_short")
-        if self._pause.active:
+        if not self._controller.may_prefetch:
             return self._skip("prefetch_paused")
         if match.host_node is not match.node:
             # A page on L2 must have its parent there.
@@ -117,12 +108,13 @@ class Prefetcher:
         if first_key in self._leaders:
             self._followers[rid] = _Follower(key, first_key, None)
             return True
-        timeout_s = self._timeout_s(missing_tokens)
-        operation = self._controller.submit_prefetch(rid, key, start_page=match.pages, prior=prior, timeout_s=timeout_s)
+        operation = self._controller.submit_prefetch(
+            rid, key, start_page=match.pages, prior=prior, timeout_s=self._timeout_s(missing_tokens)
+        )
         if operation is None:
             return False
         tree.hold_host(match.node)
-        self._active[rid] = _Prefetch(operation, tree, match.node, first_key, timeout_s)
+        self._active[rid] = _Prefetch(operation, tree, match.node, first_key)
         self._leaders[first_key] = rid
         return True
 
@@ -153,9 +145,7 @@ class Prefetcher:
         prefetch = self._active.get(rid)
         if prefetch is None or prefetch.answered:
             return True
-        if prefetch.deadline is None:
-            prefetch.deadline = self._clock() + prefetch.timeout_s + GRACE_S
-        if self._clock() < prefetch.deadline:
+        if not prefetch.operation.expired:
             return False
         self._skip("prefetch_timeout")
         self._answer(prefetch)
@@ -170,6 +160,11 @@ class Prefetcher:
         del self._followers[rid]
         self.start(rid, follower.key)
         return rid not in self._followers
+
+    @property
+    def paused(self) -> bool:
+        """Whether this rank would leave storage alone now."""
+        return self._pause.active
 
     def abort(self, rid: str) -> None:
         """Stop the prefetch of a request that will not run; what has arrived stays."""
@@ -255,7 +250,7 @@ class Prefetcher:
     def _take(self, prefetch: _Prefetch) -> None:
         """Put the pages that are read and verified into the tree."""
         operation = prefetch.operation
-        arrived = operation.completed_pages
+        arrived = operation.arrived_pages
         unused = NO_PAGES
         if arrived:
             unused = prefetch.tree.insert_host(

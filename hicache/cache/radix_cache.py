@@ -23,18 +23,18 @@ import numpy as np
 
 from ..backends.base import StorageBackend
 from ..controller import Acks, CopyOperation, HiCacheController
-from ..errors import InvalidInput, InvariantError, TransferError
+from ..errors import InvalidInput, InvariantError, RankError, TransferError
 from ..events import EventStream
 from ..keys import TOKEN_BYTES, RadixKey
 from ..radix import RUN_PAGES_MAX, Inserted, Match, Peek, RadixTree, make_policy
-from ..tiers import HostPool, KVPool, Transfer
+from ..tiers import FailedTransfer, HostPool, KVPool, Transfer
 from ..types import NO_PAGES, PageIds
 from .backup import Backup, CopyTask, WritePolicy
 from .books import Books, DeviceLedger, Eviction, HostLedger
 from .loading import Loader
 from .options import CacheOptions
 from .pause import Pause
-from .payoff import Payoff, Route
+from .payoff import Figures, Payoff, Route
 from .pins import Pin, Pins
 from .prefetch import Prefetcher
 from .recorder import EventRecorder
@@ -89,7 +89,7 @@ class HiRadixCache:
             selective_hits=options.selective_hits,
             pause=Pause(controller.clock),
         )
-        self._l1 = DeviceLedger(device.allocator, self._trees, self._books, self._backup.save)
+        self._l1 = DeviceLedger(device.allocator, self._trees, self._books, self._backup)
         self._loader = Loader(self._l1, controller, options, self._books, self.payoff)
         self._prefetcher = Prefetcher(
             self._trees,
@@ -99,10 +99,10 @@ class HiRadixCache:
             self._books,
             payoff=self.payoff,
             pause=Pause(controller.clock),
-            clock=controller.clock,
         )
-        self._pins = Pins(controller.clock, int(options.pin_host_share * host.pages))
+        self._pins = Pins(controller.time_s, int(options.pin_host_share * host.pages))
         self._device_fault: TransferError | None = None
+        self._untold_fault: TransferError | None = None  # the forward that has to learn of it is still to come
         self._closed = False
 
     def _new_tree(self) -> RadixTree:
@@ -148,7 +148,7 @@ class HiRadixCache:
         match = tree.match(self._reusable(key))
         needed = -(-key.prompt_tokens // self.page_size) - len(match.device_pages)
         tree.lock(match.node)
-        if not self._make_room(needed):
+        if not self._l1.make_room(needed):
             tree.unlock(match.node)
             return None
         node, loaded, load = self._loader.load_back(tree, match, load_pages_max)
@@ -174,7 +174,8 @@ class HiRadixCache:
         a stream device this and `poll` are called with the stream current that the forward runs on: copies are ordered
         against that one.
         """
-        return self.controller.launch_loads()
+        fault, self._untold_fault = self._untold_fault, None
+        return self.controller.launch_loads() if fault is None else FailedTransfer(fault)
 
     def extend(self, request: RequestKV, tokens: int) -> bool:
         """Make room for `tokens` tokens of KV in all; False if L1 has none now (the request is then unchanged).
@@ -185,11 +186,9 @@ class HiRadixCache:
         missing = -(-tokens // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
-        if not self._make_room(missing):
-            return False
         pages = self._l1.lend(missing)
         if pages is None:
-            raise InvariantError("L1: room was made for a request, but there is none")
+            return False
         request.pages = np.concatenate((request.pages, pages))
         return True
 
@@ -197,10 +196,11 @@ class HiRadixCache:
         """Share what a running request has computed: the whole pages of `key`, all of whose KV is written.
 
         Its copies of pages that the tree had already are freed and `request.pages` names the tree's instead; the lock
-        moves to the end of what is shared. Does nothing for a request of earlier weights.
+        moves to the end of what is shared. Does nothing for a request of earlier weights, nor after a device copy has
+        failed: the tree's pages may be unfilled then.
         """
         self._require_running(request)
-        if request.tree is not self.tree:
+        if request.tree is not self.tree or self._device_fault is not None:
             return
         full = len(key) // self.page_size
         if not self.tree.covers(request.last_node, key):
@@ -249,7 +249,7 @@ class HiRadixCache:
 
     def alloc_pages(self, count: int) -> PageIds | None:
         """L1 pages for the caller, evicting as needed; None if there is no room now."""
-        return self._l1.lend(count) if self._make_room(count) else None
+        return self._l1.lend(count)
 
     def free_pages(self, pages: PageIds) -> None:
         """Return pages of `alloc_pages` that were not handed to the tree."""
@@ -260,9 +260,7 @@ class HiRadixCache:
 
         Never waits: what has to be copied to L2 first leaves L1 when a later `poll` finds it there.
         """
-        eviction = self._l1.evict(pages)
-        self.controller.launch_writes()
-        return eviction
+        return self._l1.evict(pages)
 
     @property
     def saving_pages(self) -> int:
@@ -355,24 +353,34 @@ class HiRadixCache:
         self.payoff.observe_prefill(tokens, seconds)
 
     def poll(self) -> bool:
-        """Take in everything that ended since the last step and start what is queued; once per step. Never blocks.
+        """Take in everything that ended since the last step and start what is queued; once per step.
 
-        Returns whether anything ended.
+        Returns whether anything ended. Never blocks without ranks. With them, all call it equally often; it waits for
+        the slowest if that is a whole step behind, and raises RankError if one is lost or they have gone astray.
         """
         acks = self.controller.poll()
         if acks is not None:
             self._take_in(acks)
             self._trees.sweep()
         self._pins.expire()
-        self.payoff.use_figures(self.payoff.figures())
         if self._events is not None:
             self._events.poll(self.tree)
         self.controller.launch_writes()
+        self.controller.report(
+            may_prefetch=not self._prefetcher.paused,
+            may_store=not self._backup.paused,
+            figures=self.payoff.figures(),
+        )
+        self.payoff.use_figures(Figures(*self.controller.figures))
         return acks is not None
 
     def _take_in(self, acks: Acks) -> None:
-        for copy, error in acks.failed_copies:
-            self._copy_failed(copy, error)
+        if acks.fault is not None:
+            # What the device holds is unknown now. A wrong byte must not be served, so no further request may begin.
+            self._device_fault = self._untold_fault = acks.fault
+            self._backup.halt()
+        for copy in acks.failed_copies:
+            self._copy_failed(copy)
         for copy in acks.written:
             for pages in self._backup.written(copy):
                 self.device.allocator.free(pages)
@@ -389,10 +397,7 @@ class HiRadixCache:
         for backup in acks.stored:
             self._backup.stored(backup)
 
-    def _copy_failed(self, copy: CopyOperation, error: TransferError) -> None:
-        # What the device holds is unknown now. A wrong byte must not be served, so no further request may begin.
-        self._device_fault = error
-        self._backup.halt()
+    def _copy_failed(self, copy: CopyOperation) -> None:
         task: CopyTask = copy.tag
         if task.node.backup_pending:
             self._backup.write_failed(copy)
@@ -400,13 +405,6 @@ class HiRadixCache:
             task.tree.unlock(task.node)
 
     # Inside
-
-    def _make_room(self, pages: int) -> bool:
-        if self._l1.make_room(pages):
-            return True
-        self.controller.launch_writes()  # a write-back may have been started; the sooner it ends the better
-        self._books.skipped["no_device_room"] += 1
-        return False
 
     def _reusable(self, key: RadixKey) -> RadixKey:
         """The whole pages of `key` that may come from the cache: the last token of the prompt is always computed."""
@@ -427,12 +425,7 @@ class HiRadixCache:
         request.device_hit_tokens = device_pages * self.page_size
         request.host_hit_tokens = (loaded_pages - from_storage) * self.page_size
         request.storage_hit_tokens = from_storage * self.page_size
-        books = self._books
-        books.requests += 1
-        books.prompt_tokens += request.key.prompt_tokens
-        books.hit_tokens["device"] += request.device_hit_tokens
-        books.hit_tokens["host"] += request.host_hit_tokens
-        books.hit_tokens["storage"] += request.storage_hit_tokens
+        self._books.count(request)
 
     # State
 
@@ -479,7 +472,11 @@ class HiRadixCache:
         deadline = time.monotonic() + (self.options.shutdown_deadline_s if timeout_s is None else timeout_s)
         self._closed = True
         self.controller.stop_prefetching()
-        self.drain(deadline - time.monotonic())
+        try:
+            self.drain(deadline - time.monotonic())
+        except RankError:
+            pass  # the others are gone; what is under way here ends all the same
+        self.controller.leave_ranks()
         ended = self.controller.close(max(0.0, deadline - time.monotonic()))
         self.poll()
         if self._close_events is not None:

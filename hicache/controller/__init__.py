@@ -1,14 +1,11 @@
 """The controller: queues, supervised workers, and the acks they come back with."""
 
-from .controller import (
-    PREFETCH_S_MAX,
-    ControllerOptions,
-    ControllerStatistics,
-    HiCacheController,
-    QueueStatistics,
-)
+from .controller import PREFETCH_S_MAX, HiCacheController
 from .lifecycle import OpenBackend
 from .operations import Acks, BackupOperation, CopyOperation, PrefetchOperation, PrefetchState
+from .options import ControllerOptions
+from .ranks import RankGroup, TorchRankGroup
+from .statistics import ControllerStatistics, QueueStatistics
 
 __all__ = [
     "PREFETCH_S_MAX",
@@ -22,4 +19,6 @@ __all__ = [
     "PrefetchOperation",
     "PrefetchState",
     "QueueStatistics",
+    "RankGroup",
+    "TorchRankGroup",
 ]

@@ -10,166 +10,128 @@
 Copies are merged: all that was submitted since the last step becomes one launch per direction. Every submitted
 operation is acknowledged exactly once, by `poll`; until then its pages are lent to it and must not be freed.
 
+With ranks (see `agreement`), `poll` acknowledges what has ended on every rank, one step later, so that all of them
+decide alike: what is agreed on besides (time, measurements, whether storage may be used) is latched here once per step.
+
 Locking design: the scheduler thread makes every call of this class and owns its counters, so there is no lock. Workers
-reach back through one `SimpleQueue` of finished jobs. The scheduler never blocks here, but in `close`.
+reach back through one queue of finished jobs (`storage_workers`). The scheduler never blocks here, but in `close`, and
+with ranks in `poll` until the slowest has come as far, bounded by the deadline of the group.
 """
 
 from __future__ import annotations
 
-import queue
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from ..backends.base import BackendStatistics, SetOutcome, StorageBackend, Usage
+from ..backends.base import SetOutcome, StorageBackend
 from ..errors import InvariantError, TransferError
 from ..keys import RadixKey
 from ..tiers import CopyEngine, FailedTransfer, HostPool, Transfer
 from ..types import PageIds
-from .lifecycle import BackendLifecycle, OpenBackend
+from .agreement import STORE_PLACES, Agreement
+from .lifecycle import OpenBackend
 from .operations import Acks, BackupOperation, CopyOperation, PrefetchOperation, PrefetchState, now
-from .storage import StorageJobs
+from .options import ControllerOptions
+from .progress import (
+    PREFETCH_GRACE_S,
+    PrefetchProgress,
+    Progress,
+    StoreProgress,
+    leading_done,
+    prefetch_progress,
+    store_progress,
+)
+from .ranks import RankGroup
+from .statistics import ControllerStatistics, QueueStatistics
+from .storage_workers import StorageWorkers
 from .worker import WorkerGroup
 
-# Dead and stuck workers are looked for this often; a poll in between costs one clock reading.
-SUPERVISE_EVERY_S = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerOptions:
-    """Bounds and sizes. Defaults suit pages of 1 to 8 MiB on one node.
-
-    `storage_batch_pages` is what one backend call carries: larger batches cost fewer round trips, smaller ones let a
-    prefetch stop sooner. `storage_deadline_s` bounds one such call.
-    """
-
-    write_pages_max: int = 4096
-    load_pages_max: int = 4096
-    prefetch_operations_max: int = 64
-    backup_bytes_max: int = 1 << 30
-    storage_batch_pages: int = 128
-    io_workers: int = 2
-    backup_workers: int = 1
-    storage_deadline_s: float = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStatistics:
-    """Depth of each queue now and pages lent to unfinished operations. A merged copy counts as one."""
-
-    write: int
-    load: int
-    prefetch: int
-    reads: int
-    backup: int
-    device_pages_lent: int
-    host_pages_lent: int
-
-
-@dataclass(frozen=True, slots=True)
-class ControllerStatistics:
-    """Totals since start. `refused` counts operations turned away by a bound, by queue."""
-
-    queues: QueueStatistics
-    written_pages: int
-    loaded_pages: int
-    prefetched_pages: int
-    stored_pages: int
-    refused: dict[str, int]
-    worker_errors: dict[str, int]
-    worker_restarts: int
-    workers_alive: int
-    workers_stuck: int
-    open_failures: int
-    backend: BackendStatistics | None
-    usage: Usage | None
+# No prefetch is worth waiting longer for, whatever its length.
+PREFETCH_S_MAX = 60.0
+# What must be equal on all ranks, or they have decided differently.
+COUNTERS = ("writes", "loads", "stores", "prefetches", "free host pages")
 
 
 class HiCacheController:
     """See the module's docstring. `copies` is None for an engine without our L1, `backend` for one without L3.
 
-    `workers` makes the worker groups and `clock` tells the time (monotonic, seconds); tests give their own.
+    `workers` makes the worker groups and `clock` tells the time (monotonic, seconds); tests give their own. With
+    `ranks`, `figures` is how many measurements are agreed on per step, and one rank of those that share their pages has
+    `stores_pages`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts, and what tests exchange
         self,
         host: HostPool,
         copies: CopyEngine | None,
         backend: StorageBackend | None,
         options: ControllerOptions | None = None,
         *,
+        ranks: RankGroup | None = None,
+        stores_pages: bool = True,
+        figures: int = 0,
         workers: type[WorkerGroup[Any]] = WorkerGroup,
         clock: Callable[[], float] = now,
     ) -> None:
         self.options = options or ControllerOptions()
         self.host = host
-        self.clock = clock
+        self.stores_pages = stores_pages
+        self.has_storage = backend is not None
+        self.may_prefetch = self.may_store = self.has_storage
+        self.figures: tuple[int, ...] = (0,) * figures
         self.refused: Counter[str] = Counter()
+        self.clock = clock
+        self._started_s = clock()
+        self._agreed_s = 0.0
         self._copies = copies
         self._writes: list[CopyOperation] = []
         self._loads: list[CopyOperation] = []
         self._launched_writes: deque[tuple[Transfer, list[CopyOperation]]] = deque()
         self._launched_loads: deque[tuple[Transfer, list[CopyOperation]]] = deque()
         self._write_pages = self._load_pages = self._read_pages = self._backup_pages = 0
-        self._prefetches = 0
+        self._prefetching: list[PrefetchOperation] = []
+        self._storing: deque[BackupOperation] = deque()  # with ranks: those that are not agreed on yet
         self._moved: Counter[str] = Counter()
-        self._finished: queue.SimpleQueue[PrefetchOperation | BackupOperation] = queue.SimpleQueue()
-        self._next_supervision = 0.0
-        self._groups: list[WorkerGroup[Any]] = []
-        self._lifecycle = BackendLifecycle(self._jobs_for, clock)
-        if backend is not None:
-            self._lifecycle.start(backend)
-            self._start_workers(workers)
+        self._submitted: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self._fault: TransferError | None = None
+        self._storage = StorageWorkers(backend, host, self.options, workers, clock)
+        self._agreement: Agreement | None = None
+        if ranks is not None:
+            self._agreement = Agreement(
+                ranks, COUNTERS, prefetch_places=self.options.prefetch_operations_max, figures=figures
+            )
 
-    def _jobs_for(self, backend: StorageBackend) -> StorageJobs:
-        options = self.options
-        return StorageJobs(
-            backend,
-            self.host,
-            batch_pages=options.storage_batch_pages,
-            deadline_s=options.storage_deadline_s,
-            clock=self.clock,
-        )
-
-    def _start_workers(self, workers: type[WorkerGroup[Any]]) -> None:
-        options = self.options
-        self._lookups = workers(
-            "prefetch", 1, handle=_look_up, fail=_fail_prefetch, acknowledge=self._finished.put,
-            deadline_s=options.storage_deadline_s,
-        )  # fmt: skip
-        self._reads = workers(
-            "io", options.io_workers, handle=_read, fail=_fail_prefetch, acknowledge=self._finished.put,
-            deadline_s=options.storage_deadline_s,
-        )  # fmt: skip
-        self._backups = workers(
-            "backup", options.backup_workers, handle=_store, fail=_fail_backup, acknowledge=self._finished.put,
-            deadline_s=options.storage_deadline_s,
-        )  # fmt: skip
-        self._groups = [self._lookups, self._reads, self._backups]
+    def time_s(self) -> float:
+        """Seconds that never go back. With ranks: those since the start that are over everywhere, as of this step."""
+        return self.clock() if self._agreement is None else self._agreed_s
 
     @property
     def backend(self) -> StorageBackend | None:
         """The backend in use; None without L3, and while another one is being opened."""
-        jobs = self._lifecycle.jobs
+        jobs = self._storage.lifecycle.jobs
         return None if jobs is None else jobs.backend
 
     def replace_backend(self, open_backend: OpenBackend) -> None:
         """Stop using the backend and have another one opened on a thread of its own. Does not block.
 
-        What is under way with the old one ends as a miss, or as not stored. REQUIRES: there was a backend at the start.
+        What is under way with the old one ends as a miss, or as not stored. REQUIRES: there was a backend at the start;
+        with ranks, all call this in the same step.
         """
-        if not self._groups:
+        if not self.has_storage:
             raise InvariantError("controller: started without storage, so there are no workers for a backend")
-        self._lifecycle.replace(open_backend)
+        self._storage.lifecycle.replace(open_backend)
+        self.may_prefetch = self.may_store = False
 
     # L1 <-> L2
 
     def submit_write(self, tag: Any, device_pages: PageIds, host_pages: PageIds) -> None:
         """Queue a backup copy; the next `launch_writes` starts it. REQUIRES: `may_write` said yes."""
         self._writes.append(CopyOperation(tag, device_pages, host_pages))
+        self._submitted["writes"] += 1
         self._write_pages += len(device_pages)
 
     def may_write(self, pages: int) -> bool:
@@ -180,6 +142,7 @@ class HiCacheController:
         """Queue a load copy; the next `launch_loads` starts it. REQUIRES: `load_room` is enough."""
         operation = CopyOperation(tag, device_pages, host_pages)
         self._loads.append(operation)
+        self._submitted["loads"] += 1
         self._load_pages += len(device_pages)
         return operation
 
@@ -245,96 +208,191 @@ class HiCacheController:
 
         Its first ack is `found`; then the caller answers with `start_reads` or `drop`. Reads end in `prefetched`.
         """
-        jobs = self._lifecycle.jobs
-        if jobs is None or not self._within("prefetch", self._prefetches < self.options.prefetch_operations_max):
+        jobs = self._storage.lifecycle.jobs
+        if jobs is None or not self.may_prefetch:
+            return None
+        if not self._within("prefetch", len(self._prefetching) < self.options.prefetch_operations_max):
             return None
         deadline = self.clock() + min(timeout_s, PREFETCH_S_MAX)
         operation = PrefetchOperation(tag, jobs, key, start_page, prior, deadline)
         jobs.in_flight += 1
-        self._prefetches += 1
-        self._lookups.submit(operation)
+        self._submitted["prefetches"] += 1
+        self._prefetching.append(operation)
+        self._storage.lookups.submit(operation)
         return operation
 
     def start_reads(self, operation: PrefetchOperation, host_pages: PageIds) -> None:
         """Lend host pages to a found prefetch and read the leading `len(host_pages)` pages into them."""
         operation.host_pages = host_pages
         operation.state = PrefetchState.READING
+        operation.phase_ended = False
         self._read_pages += len(host_pages)
-        self._reads.submit(operation)
+        self._storage.reads.submit(operation)
 
     def drop(self, operation: PrefetchOperation) -> None:
         """End a found prefetch without reading: too short to pay, cancelled, or no room."""
         operation.state = PrefetchState.ENDED
         operation.jobs.in_flight -= 1
-        self._prefetches -= 1
+        self._prefetching.remove(operation)
 
     def submit_backup(self, tag: Any, keys: Sequence[bytes], host_pages: PageIds, parent: bytes | None) -> bool:
         """Store pages of one chain; False, counted, if the bytes in flight would pass the bound."""
-        jobs = self._lifecycle.jobs
-        if jobs is None:
+        jobs = self._storage.lifecycle.jobs
+        if jobs is None or not self.may_store:
             return False
         bytes_after = (self._backup_pages + len(host_pages)) * self.host.frame_bytes
         # One operation may pass alone, however large: it could never be stored otherwise.
         if not self._within("backup", self._backup_pages == 0 or bytes_after <= self.options.backup_bytes_max):
             return False
         self._backup_pages += len(host_pages)
+        operation = BackupOperation(tag, jobs, keys, host_pages, parent)
         jobs.in_flight += 1
-        self._backups.submit(BackupOperation(tag, jobs, keys, host_pages, parent))
+        self._submitted["stores"] += 1
+        if self._agreement is not None:
+            self._storing.append(operation)
+        if self.stores_pages:
+            self._storage.backups.submit(operation)
+        else:
+            self._storage.finish(operation)
         return True
 
     # Acks
 
     def poll(self) -> Acks | None:
-        """Everything that ended since the last call, None if nothing did. Never blocks. Looks after the workers too."""
-        if self._groups:
-            time_s = self.clock()
-            if time_s >= self._next_supervision:
-                self._next_supervision = time_s + SUPERVISE_EVERY_S
-                for group in self._groups:
-                    group.supervise()
-                self._lifecycle.advance()
-        writes, loads = self._launched_writes, self._launched_loads
-        if not (writes and writes[0][0].done()) and not (loads and loads[0][0].done()) and self._finished.empty():
+        """Everything that ended since the last call, None if nothing did. Looks after the workers too.
+
+        Never blocks without ranks. With them it waits for the slowest if that is a step behind, and raises RankError.
+        """
+        self._storage.supervise()
+        if self._agreement is None:
+            return self._poll_alone()
+        agreed = self._agreement.result()
+        acks = Acks()
+        self._agreed_s = max(self._agreed_s, agreed.time_ms / 1000)
+        # A store that was opened for an earlier epoch on some rank does not count.
+        is_open = self.has_storage and agreed.opened == self._storage.lifecycle.wanted
+        self.may_prefetch, self.may_store = is_open and agreed.may_prefetch, is_open and agreed.may_store
+        self.figures = agreed.figures
+        if not agreed.healthy and self._fault is None:
+            acks.fault = self._fault = TransferError("a copy between device and host failed on one of the ranks")
+        self._take_copies(agreed.writes_done, agreed.loads_done, acks)
+        for prefetch in agreed.prefetches:
+            self._take_prefetch(prefetch, acks)
+        for store, state in agreed.stores:
+            if state is not StoreProgress.RUNNING:
+                self._storing.remove(store)
+                self._take_store(store, state, acks)
+        return acks if acks.any else None
+
+    def _poll_alone(self) -> Acks | None:
+        writes, loads = leading_done(self._launched_writes), leading_done(self._launched_loads)
+        if not (writes or loads or self._prefetching or self._storage.any_finished):
             return None
         acks = Acks()
-        self._write_pages -= self._collect(writes, acks.written, acks)
-        acks.load_times = _times(loads)
-        self._load_pages -= self._collect(loads, acks.loaded, acks)
+        self._take_copies(writes, loads, acks)
+        for job in self._storage.drain():
+            if isinstance(job, BackupOperation):
+                self._take_store(job, store_progress(job, elsewhere=not self.stores_pages), acks)
+        for prefetch in prefetch_progress(self._prefetching, self.clock() - PREFETCH_GRACE_S):
+            self._take_prefetch(prefetch, acks)
+        return acks if acks.any else None
+
+    def report(self, *, may_prefetch: bool, may_store: bool, figures: tuple[int, ...] = ()) -> None:
+        """Last of a step: tell the other ranks what has ended here, and whether this one would use storage now.
+
+        Does not wait. REQUIRES, with ranks: one `report` after each `poll`, equally many on all. Raises RankError.
+        """
+        if self._agreement is None:
+            is_open = self._storage.lifecycle.jobs is not None
+            self.may_prefetch, self.may_store, self.figures = may_prefetch and is_open, may_store and is_open, figures
+            return
+        self._storage.drain()
+        writes, loads = leading_done(self._launched_writes), leading_done(self._launched_loads)
+        progress = Progress(
+            healthy=not any(
+                transfer.error
+                for transfer, _ in (*islice(self._launched_writes, writes), *islice(self._launched_loads, loads))
+            ),
+            may_prefetch=may_prefetch,
+            may_store=may_store,
+            opened=self._storage.lifecycle.opened,
+            time_ms=int(1000 * (self.clock() - self._started_s)),
+            writes_done=writes,
+            loads_done=loads,
+            figures=figures,
+            prefetches=prefetch_progress(self._prefetching, self.clock() - PREFETCH_GRACE_S),
+            stores=[
+                (store, store_progress(store, elsewhere=not self.stores_pages))
+                for store in islice(self._storing, STORE_PLACES)
+            ],
+        )
+        self._submitted["free host pages"] = self.host.allocator.free_pages
+        self._agreement.start(progress, self._submitted)
+
+    def leave_ranks(self) -> None:
+        """From now on this rank acknowledges by itself; for shutdown. What has ended is not lost."""
+        if self._agreement is None:
+            return
+        self._agreement.close()
+        self._agreement = None
+        for store in self._storing:
+            if store.ended:
+                self._storage.finish(store)
+        self._storing.clear()
+
+    def _take_copies(self, writes_done: int, loads_done: int, acks: Acks) -> None:
+        self._write_pages -= self._collect(self._launched_writes, writes_done, acks.written, acks)
+        acks.load_times = [
+            (sum(len(operation.host_pages) for operation in operations), transfer.seconds)
+            for transfer, operations in islice(self._launched_loads, loads_done)
+            if transfer.seconds is not None
+        ]
+        self._load_pages -= self._collect(self._launched_loads, loads_done, acks.loaded, acks)
         self._moved["written"] += sum(len(operation.host_pages) for operation in acks.written)
         self._moved["loaded"] += sum(len(operation.host_pages) for operation in acks.loaded)
-        # Only what is there now: workers may add faster than this loop drains.
-        for _ in range(self._finished.qsize()):
-            self._sort_finished(self._finished.get_nowait(), acks)
-        return acks
 
     def _collect(
-        self, launched: deque[tuple[Transfer, list[CopyOperation]]], done: list[CopyOperation], acks: Acks
+        self,
+        launched: deque[tuple[Transfer, list[CopyOperation]]],
+        done_count: int,
+        done: list[CopyOperation],
+        acks: Acks,
     ) -> int:
         pages = 0
-        while launched and launched[0][0].done():
+        for _ in range(done_count):
             transfer, operations = launched.popleft()
             pages += sum(len(operation.device_pages) for operation in operations)
-            if transfer.error is None:
+            if transfer.error is not None and self._fault is None:
+                acks.fault = self._fault = transfer.error
+            if self._fault is None:
                 done.extend(operations)
             else:
-                acks.failed_copies.extend((operation, transfer.error) for operation in operations)
+                acks.failed_copies.extend(operations)
         return pages
 
-    def _sort_finished(self, job: PrefetchOperation | BackupOperation, acks: Acks) -> None:
-        if isinstance(job, BackupOperation):
-            job.jobs.in_flight -= 1
-            self._backup_pages -= len(job.host_pages)
-            self._moved["stored"] += job.outcomes.count(SetOutcome.STORED)
-            acks.stored.append(job)
-        elif job.state is PrefetchState.LOOKING_UP:
-            acks.found.append(job)
-        else:
+    def _take_prefetch(self, progress: PrefetchProgress, acks: Acks) -> None:
+        job = progress.operation
+        job.expired |= not progress.in_time
+        if job.state is PrefetchState.LOOKING_UP:
+            if progress.ended:
+                job.hit_pages = progress.pages
+                acks.found.append(job)
+            return
+        job.arrived_pages = progress.pages
+        if progress.ended:
+            self._prefetching.remove(job)
             job.state = PrefetchState.ENDED
             job.jobs.in_flight -= 1
-            self._prefetches -= 1
             self._read_pages -= len(job.host_pages)
-            self._moved["prefetched"] += job.completed_pages
+            self._moved["prefetched"] += job.arrived_pages
             acks.prefetched.append(job)
+
+    def _take_store(self, store: BackupOperation, state: StoreProgress, acks: Acks) -> None:
+        store.jobs.in_flight -= 1
+        self._backup_pages -= len(store.host_pages)
+        self._moved["stored"] += store.outcomes.count(SetOutcome.STORED)
+        store.stored = state is StoreProgress.STORED
+        acks.stored.append(store)
 
     # State
 
@@ -351,21 +409,21 @@ class HiCacheController:
     @property
     def idle(self) -> bool:
         """Whether no operation of any kind is queued or under way."""
-        return not (self._write_pages or self._load_pages or self._prefetches or self._backup_pages)
+        return not (self._write_pages or self._load_pages or self._prefetching or self._backup_pages)
 
     def statistics(self) -> ControllerStatistics:
         """Depths now and totals since start. May be called from any thread.
 
         Asks the backend for its usage, which may touch its index: not for the scheduler's every step.
         """
-        groups, backend = self._groups, self.backend
+        storage, backend = self._storage, self.backend
         return ControllerStatistics(
             queues=QueueStatistics(
                 write=len(self._writes) + len(self._launched_writes),
                 load=len(self._loads) + len(self._launched_loads),
-                prefetch=self._lookups.queued if groups else 0,
-                reads=self._reads.queued if groups else 0,
-                backup=self._backups.queued if groups else 0,
+                prefetch=storage.lookups.queued if storage.groups else 0,
+                reads=storage.reads.queued if storage.groups else 0,
+                backup=storage.backups.queued if storage.groups else 0,
                 device_pages_lent=self._write_pages + self._load_pages,
                 host_pages_lent=self._write_pages + self._load_pages + self._read_pages + self._backup_pages,
             ),
@@ -374,19 +432,18 @@ class HiCacheController:
             prefetched_pages=self._moved["prefetched"],
             stored_pages=self._moved["stored"],
             refused=dict(self.refused),
-            worker_errors={f"{g.name}:{kind}": n for g in groups for kind, n in dict(g.errors).items()},
-            worker_restarts=sum(group.restarts for group in groups),
-            workers_alive=sum(group.alive for group in groups),
-            workers_stuck=sum(group.stuck_threads for group in groups),
-            open_failures=self._lifecycle.open_failures,
+            worker_errors={f"{g.name}:{kind}": n for g in storage.groups for kind, n in dict(g.errors).items()},
+            worker_restarts=sum(group.restarts for group in storage.groups),
+            workers_alive=sum(group.alive for group in storage.groups),
+            workers_stuck=sum(group.stuck_threads for group in storage.groups),
+            open_failures=storage.lifecycle.open_failures,
             backend=None if backend is None else backend.statistics(),
             usage=None if backend is None else backend.usage(),
         )
 
     def stop_prefetching(self) -> None:
         """End all prefetches at their next batch; for shutdown."""
-        if self._lifecycle.jobs is not None:
-            self._lifecycle.jobs.prefetching_stopped = True
+        self._storage.stop_prefetching()
 
     def close(self, timeout_s: float) -> bool:
         """Finish the queued copies and stores within `timeout_s`, then end all threads; blocks.
@@ -395,47 +452,10 @@ class HiCacheController:
         object is whole or absent all the same.
         """
         deadline = self.clock() + timeout_s
-        self.stop_prefetching()
-        if self._lifecycle.jobs is not None:
-            self._lifecycle.jobs.stop_at = deadline
+        self.leave_ranks()
+        self._storage.stop_prefetching()
+        self._storage.stop_storing_at(deadline)
         self.launch_writes()
         self.launch_loads()
-        ended = self._copies is None or self._copies.close(timeout_s)
-        for group in self._groups:
-            ended = group.close(max(0.0, deadline - self.clock())) and ended
-        return self._lifecycle.close(max(0.0, deadline - self.clock()), workers_ended=ended)
-
-
-# No prefetch is worth waiting longer for, whatever its length.
-PREFETCH_S_MAX = 60.0
-
-
-def _look_up(operation: PrefetchOperation, beat: Callable[[], None]) -> None:
-    operation.jobs.look_up(operation, beat)
-
-
-def _read(operation: PrefetchOperation, beat: Callable[[], None]) -> None:
-    operation.jobs.read(operation, beat)
-
-
-def _store(operation: BackupOperation, beat: Callable[[], None]) -> None:
-    operation.jobs.store(operation, beat)
-
-
-def _times(launched: deque[tuple[Transfer, list[CopyOperation]]]) -> list[tuple[int, float]]:
-    """(pages, seconds) of each leading copy that has ended well."""
-    times = []
-    for transfer, operations in launched:
-        if not transfer.done():
-            break
-        if transfer.seconds is not None:
-            times.append((sum(len(operation.host_pages) for operation in operations), transfer.seconds))
-    return times
-
-
-def _fail_prefetch(operation: PrefetchOperation) -> None:
-    operation.failed = True
-
-
-def _fail_backup(operation: BackupOperation) -> None:
-    operation.outcomes.clear()  # pages without an outcome count as not stored
+        copies_ended = self._copies is None or self._copies.close(timeout_s)
+        return self._storage.close(deadline) and copies_ended

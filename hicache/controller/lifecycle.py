@@ -36,6 +36,7 @@ class BackendLifecycle:
     def __init__(self, adopt: Callable[[StorageBackend], StorageJobs], clock: Callable[[], float]) -> None:
         self.jobs: StorageJobs | None = None
         self.open_failures = 0
+        self.wanted = self.opened = 0  # the number of the backend that is wanted, and of the one that is open
         self._adopt = adopt
         self._clock = clock
         self._retired: list[StorageJobs] = []
@@ -55,6 +56,7 @@ class BackendLifecycle:
     def start(self, backend: StorageBackend) -> None:
         """Use a backend that is open. REQUIRES: there was none."""
         self.jobs = self._adopt(backend)
+        self.wanted = self.opened = 1
 
     def replace(self, open_backend: OpenBackend) -> None:
         """Retire the backend in use and have another one opened. Does not block."""
@@ -62,6 +64,7 @@ class BackendLifecycle:
             self.jobs.retire()
             self._retired.append(self.jobs)
             self.jobs = None
+        self.wanted += 1
         self._opening, self._retry_at, self._retry_s = open_backend, 0.0, REOPEN_S_MIN
         self.advance()
 
@@ -107,6 +110,7 @@ class BackendLifecycle:
                 self._retry_s = min(2 * self._retry_s, REOPEN_S_MAX)
             elif wanted is self._opening:
                 self.jobs = self._adopt(backend)
+                self.opened = self.wanted
                 self._opening = None
             else:
                 self._order(backend)  # another one is wanted by now

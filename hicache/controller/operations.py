@@ -42,12 +42,20 @@ class PrefetchOperation:
     state: PrefetchState = PrefetchState.LOOKING_UP  # scheduler
     cancelled: bool = False  # scheduler; workers stop at the next batch
     failed: bool = False  # worker
+    phase_ended: bool = False  # scheduler: the lookup, or then the reads, have ended on this rank
+    expired: bool = False  # scheduler: its time is over, on some rank
     keys: list[bytes] = field(default_factory=list)  # lookup worker: page keys from start_page on
-    hit_pages: int = 0  # lookup worker: how many of them storage has
+    hit_pages: int = 0  # lookup worker: how many of them storage has; once found, the least of all ranks
     host_pages: PageIds = field(default_factory=lambda: NO_PAGES)  # scheduler: lent until state is ENDED
     completed_pages: int = 0  # I/O worker: leading pages that are read and verified; never falls
     read_s: float = 0.0  # I/O worker: how long the backend took for them, without waiting for the worker
+    arrived_pages: int = 0  # scheduler: how many of them count, because they are there on all ranks; never falls
     taken_pages: int = 0  # scheduler: leading host pages that went into the tree
+
+    @property
+    def found_pages(self) -> int:
+        """What a lookup that has ended may promise: nothing if it failed."""
+        return self.hit_pages if self.phase_ended and not self.failed else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +68,13 @@ class BackupOperation:
     host_pages: PageIds
     parent: bytes | None  # page key before keys[0]
     outcomes: list[SetOutcome] = field(default_factory=list)  # backup worker
+    ended: bool = False  # scheduler: on this rank
+    stored: bool = False  # scheduler, at the ack: all pages are stored, on all ranks
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this rank's worker has stored all pages."""
+        return len(self.outcomes) == len(self.keys) and all(outcome.is_stored for outcome in self.outcomes)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +96,16 @@ class Acks:
     prefetched: list[PrefetchOperation] = field(default_factory=list)  # ended, well or not
     stored: list[BackupOperation] = field(default_factory=list)
     load_times: list[tuple[int, float]] = field(default_factory=list)  # (pages, seconds) of each merged copy
-    failed_copies: list[tuple[CopyOperation, TransferError]] = field(default_factory=list)
+    failed_copies: list[CopyOperation] = field(default_factory=list)
+    fault: TransferError | None = None  # a copy has failed, on some rank: no rank may vouch for its L1 any more
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything in it."""
+        return bool(
+            self.written or self.loaded or self.found or self.prefetched or self.stored or self.failed_copies
+            or self.fault
+        )  # fmt: skip
 
 
 def now() -> float:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hicache.cache import create_cache
+from hicache.cache import HiRadixCache, create_cache
 from hicache.config import HiCacheConfig
-from hicache.errors import CapacityError, ConfigError, InvalidInput, NotOurs
+from hicache.errors import CapacityError, ConfigError, InvalidInput, NotOurs, RankError
 from hicache.frame import FrameHeader, TagKind
 from hicache.geometry import KVGeometry
 from hicache.keys import Namespace, RadixKey
 from hicache.tiers.memory import DeviceMemory
+from tests.ranks import gloo_ranks
 
 NAMESPACE = Namespace(model="m", geometry=KVGeometry(layers=1, heads=1, head_dim=8, page_size=4, dtype="float32"))
 
@@ -99,3 +102,45 @@ def test_a_store_too_small_for_one_page_is_refused(tmp_path: Path) -> None:
     storage = {"type": "file", "options": {"path": str(tmp_path / "pages"), "capacity": 100, "free_space_floor": 0}}
     with pytest.raises((InvalidInput, ConfigError)):
         create_cache(config(storage=storage), NAMESPACE)
+
+
+# Ranks
+
+DEADLINE_S = 60.0
+
+
+def started(*rank_configs: HiCacheConfig) -> list[HiRadixCache | BaseException]:
+    """What `create_cache` gave or raised on each rank, all started at once."""
+    groups = gloo_ranks(len(rank_configs), deadline_s=DEADLINE_S)
+    size = len(groups)
+    with ThreadPoolExecutor(size) as pool:
+        starts = [
+            pool.submit(create_cache, settings, replace(NAMESPACE, tp_rank=group.rank, tp_size=size), ranks=group)
+            for settings, group in zip(rank_configs, groups, strict=True)
+        ]
+    return [start.exception() or start.result() for start in starts]
+
+
+def test_ranks_with_different_pools_use_as_much_as_the_smallest_has() -> None:
+    caches = started(
+        config(device={"tokens": 64}, host={"tokens": 400}, transfer={"backup_bytes_max": "1MiB"}),
+        config(device={"tokens": 80}, host={"tokens": 120}, transfer={"backup_bytes_max": "2MiB"}),
+    )
+    for cache in caches:
+        assert isinstance(cache, HiRadixCache)
+        assert (cache.device.pages, cache.host.pages) == (16, 30)
+        assert cache.controller.options.backup_bytes_max == 1 << 20
+        cache.close()
+
+
+def test_ranks_that_would_decide_by_different_thresholds_do_not_start() -> None:
+    for error in started(config(), config(load_back_threshold_tokens=99)):
+        assert isinstance(error, RankError)
+
+
+def test_if_one_rank_cannot_start_none_does_and_none_waits_for_it() -> None:
+    first, second = started(
+        config(storage={"type": "memory"}), config(storage={"type": "memory", "options": {"nonsense": 1}})
+    )
+    assert isinstance(first, RankError) and "another rank could not start" in str(first)
+    assert isinstance(second, ConfigError)

@@ -118,7 +118,7 @@ def test_an_exception_in_a_backend_is_a_miss_and_the_worker_lives_on() -> None:
     world.cache.evict(100)
     while len(freed := world.cache.tree.evict_host(100)):
         world.host.free(freed)
-    world.until(lambda: not world.cache._prefetcher._pause.active)
+    world.until(lambda: world.controller.may_prefetch)
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
     statistics = world.controller.statistics()
     assert statistics.worker_errors == {"io:RuntimeError": 1}
@@ -139,7 +139,7 @@ def test_a_worker_that_dies_is_a_miss_and_is_replaced() -> None:
     world.cache.evict(100)
     while len(freed := world.cache.tree.evict_host(100)):
         world.host.free(freed)
-    world.until(lambda: not world.cache._prefetcher._pause.active)
+    world.until(lambda: world.controller.may_prefetch)
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
     world.close()
 
@@ -161,6 +161,7 @@ def test_a_store_that_hangs_costs_one_request_its_time_and_the_next_ones_none() 
     backend = held_backend()
     world = World(backend=backend, options=timeout(0.1))
     assert world.serve("a", KEY).storage_hit_tokens == 0
+    world.step()
     assert not world.cache.prefetch_from_storage("b", prompt(*range(20, 28)))
     assert world.cache.statistics().skipped["prefetch_paused"] == 1
     backend.gate.set()
@@ -307,7 +308,7 @@ def test_a_chain_whose_head_another_engine_stored_is_continued() -> None:
     while len(freed := world.cache.tree.evict_host(100)):
         world.host.free(freed)
     assert world.serve("c", prompt(1, 2, 3)).storage_hit_tokens == 8
-    world.until(lambda: not world.cache._backup._pause.active)
+    world.until(lambda: world.controller.may_store)
     world.serve("d", prompt(1, 2, 3))
     world.settle()
     assert backend.batch_exists(page_keys(prompt(1, 2, 3).tokens, 4), deadline=time.monotonic() + 10) == 3

@@ -87,6 +87,7 @@ def test_wait_complete_waits_where_a_timeout_goes_on() -> None:
         world.until(lambda w=world: w.controller.statistics().queues.reads == 0 and w.controller.read_pages > 0)  # type: ignore[misc]
         assert not world.cache.check_prefetch_progress("a")
         clock.shift_s += 5
+        world.step()
         assert world.cache.check_prefetch_progress("a") == goes_on
         backend.gate.set()
         world.until(lambda w=world: w.cache.check_prefetch_progress("a"))  # type: ignore[misc]
@@ -101,6 +102,7 @@ def test_wait_complete_is_bounded_all_the_same() -> None:
     world.cache.prefetch_from_storage("a", KEY)
     assert not world.cache.check_prefetch_progress("a")
     clock.shift_s += 100
+    world.step()
     assert world.cache.check_prefetch_progress("a")
     backend.gate.set()
     world.close()

@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from hicache.backends.base import StorageBackend
 from hicache.backends.memory import MemoryBackend
-from hicache.cache import CacheOptions, HiRadixCache, Payoff, PayoffOptions, RequestKV
+from hicache.cache import CacheOptions, Figures, HiRadixCache, Payoff, PayoffOptions, RequestKV
 from hicache.controller import ControllerOptions, HiCacheController
+from hicache.controller.ranks import RankGroup
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.keys import TOKEN_BYTES, Namespace, RadixKey, page_keys
@@ -63,12 +64,15 @@ class World:
         open_storage: Callable[[int], StorageBackend] | None = None,
         clock: Callable[[], float] = time.monotonic,
         payoff: Payoff | None = None,
+        ranks: RankGroup | None = None,
+        stores_pages: bool = True,
     ) -> None:
         self.device = create_device_pool(GEOMETRY, device_pages)
         self.host = HostPool(GEOMETRY, host_pages)
         self.controller = HiCacheController(
-            self.host, copies(self.device, self.host), backend, controller_options, clock=clock
-        )
+            self.host, copies(self.device, self.host), backend, controller_options,
+            ranks=ranks, stores_pages=stores_pages, figures=len(Figures()), clock=clock,
+        )  # fmt: skip
         self.cache = HiRadixCache(
             self.device,
             self.host,

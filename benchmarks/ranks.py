@@ -1,0 +1,134 @@
+"""Agreement of ranks: what a scheduler step pays for it, over gloo on one machine.
+
+    python -m benchmarks.ranks
+
+The reference is one blocking `torch.distributed.all_reduce` of a vector of the same length, in the same run, with the
+same pause between steps; ratio = ours : reference. Only the time inside the calls counts, not the pause, which stands
+for the forward. Median per step of the slowest rank, the 99th percentile in brackets.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hicache.controller.agreement import Agreement
+from hicache.controller.progress import Progress
+from hicache.controller.ranks import Reducer, TorchRankGroup
+
+from ._table import Row, print_table
+
+DEADLINE_S = 30.0
+# A short decode step; longer ones hide more.
+PAUSE_S = 0.002
+STEPS = 1000
+PREFETCH_PLACES = 64
+COUNTS = dict.fromkeys(("writes", "loads", "stores", "prefetches", "free host pages"), 0)
+
+
+class _Measurer:
+    """The ways to agree, on one rank. Each call is one step's; the first of `split` only starts."""
+
+    def __init__(self) -> None:
+        assert dist.group.WORLD is not None
+        group = TorchRankGroup(cast(Reducer, dist.group.WORLD), deadline_s=DEADLINE_S)
+        self.agreement = Agreement(group, list(COUNTS), prefetch_places=PREFETCH_PLACES, figures=0)
+        self.vector = torch.zeros(_vector_length(), dtype=torch.int64)
+
+    def bare(self) -> None:
+        dist.all_reduce(self.vector, op=dist.ReduceOp.MIN)
+
+    def start(self) -> None:
+        self.agreement.start(Progress(), COUNTS)
+
+    def blocking(self) -> None:
+        self.start()
+        self.agreement.result()
+
+    def pipelined(self) -> None:
+        self.agreement.result()
+        self.start()
+
+
+def _vector_length() -> int:
+    """What Agreement sends: asked of itself, with a group that only looks."""
+    lengths: list[int] = []
+
+    class Looking:
+        rank, size = 0, 1
+
+        def start(self, values: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+            lengths.append(len(values))
+
+    looking = cast(TorchRankGroup, Looking())
+    Agreement(looking, list(COUNTS), prefetch_places=PREFETCH_PLACES, figures=0).start(Progress(), COUNTS)
+    return lengths[0]
+
+
+def microseconds(call: Callable[[], None]) -> list[float]:
+    """Of each step, after a few to warm up."""
+    times = []
+    for _ in range(STEPS + 50):
+        time.sleep(PAUSE_S)
+        begin = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - begin))
+    return times[50:]
+
+
+def measure(rank: int, size: int, folder: str, results: Connection) -> None:
+    """One rank, in a process of its own."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    measurer = _Measurer()
+    times = {"bare": microseconds(measurer.bare), "blocking": microseconds(measurer.blocking)}
+    measurer.start()
+    times["pipelined"] = microseconds(measurer.pipelined)
+    measurer.agreement.result()
+    results.send({way: (float(np.median(t)), float(np.percentile(t, 99))) for way, t in times.items()})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def rows_of(size: int) -> list[Row]:
+    """Both ways for one number of ranks."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        receivers, processes = [], []
+        for rank in range(size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=measure, args=(rank, size, folder, sender), daemon=True)
+            process.start()
+            receivers.append(receiver)
+            processes.append(process)
+        results = [receiver.recv() for receiver in receivers]
+        for process in processes:
+            process.join()
+    slowest = {way: max(result[way] for result in results) for way in results[0]}
+    reference, _ = slowest["bare"]
+    return [
+        Row(f"{size} ranks, {way}", _text(slowest[way]), _text(slowest["bare"]), slowest[way][0] / reference)
+        for way in ("pipelined", "blocking")
+    ]
+
+
+def _text(times: tuple[float, float]) -> str:
+    return f"{times[0]:.0f} us ({times[1]:.0f})"
+
+
+def main() -> None:
+    """Command line."""
+    rows = [row for size in (2, 4) for row in rows_of(size)]
+    print_table(f"Agreement per step, {_vector_length()} integers (reference: one blocking all-reduce)", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Agreement: from what has ended on this rank to what has ended on every rank.
+
+All ranks make the same decisions as long as they decide by the same facts. Facts that come from threads, storage and
+clocks differ, so none is acted on directly: each step sends this rank's `Progress` as one vector of integers through a
+MIN all-reduce, and acts on what the one before gave. Every number is made so that the minimum is the safe answer.
+
+    number                           minimum over the ranks means
+    leading copies ended             ended everywhere; copies of a direction end in the order of their launch
+    a store: 0 runs, 1 bad, 2 well   runs somewhere; else bad somewhere; else well everywhere
+    a prefetch: pages                the shorter prefix
+    a prefetch: ended, in time       ended everywhere; its time is over as soon as it is somewhere
+    healthy, may prefetch, may store not healthy, or not now, as soon as one rank says so
+    storage opened for this epoch    not open as long as it is not open somewhere
+    time, figures                    the earliest time, the smallest measurement
+    counters, each as +x and -x      equal on all ranks, or somebody has gone astray: RankError
+
+The vector has fixed places for the oldest operations of each kind. All ranks submit the same operations in the same
+order, so the n-th place means the same operation everywhere, which the counters prove. A result speaks of the
+operations that were in the places when it was started; Agreement remembers them.
+
+Owned by the scheduler thread; no lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..errors import RankError
+from .operations import BackupOperation, PrefetchOperation
+from .progress import PrefetchProgress, Progress, StoreProgress
+from .ranks import RankGroup
+
+# Stores end nearly in the order of submission, so the oldest few are all that can have ended, but for those of a step.
+STORE_PLACES = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    prefetches: list[PrefetchOperation] = field(default_factory=list)
+    stores: list[BackupOperation] = field(default_factory=list)
+
+
+class Agreement:
+    """One exchange of `Progress` per step. `counters` are the names of the numbers that must be equal on all ranks.
+
+    REQUIRES: the same arguments on all ranks (the length of the vector depends on them), and each rank calls `result`
+    and then `start` once per step. Once something raised RankError, everything does.
+    """
+
+    def __init__(self, group: RankGroup, counters: Sequence[str], *, prefetch_places: int, figures: int) -> None:
+        self._group = group
+        self._counters = tuple(counters)
+        self._prefetch_places = prefetch_places
+        self._figures = figures
+        self._sent: _Sent | None = None
+        self._failure: RankError | None = None
+
+    def start(self, local: Progress, counts: Mapping[str, int]) -> None:
+        """Send this rank's progress. Does not wait. Operations beyond the places are left for later steps.
+
+        `counts` has the counters' values. Raises RankError.
+        """
+        self._require_whole()
+        prefetches = list(local.prefetches[: self._prefetch_places])
+        stores = list(local.stores[:STORE_PLACES])
+        numbers = [int(local.healthy), int(local.may_prefetch), int(local.may_store)]
+        numbers += [local.opened, local.time_ms, local.writes_done, local.loads_done, *local.figures]
+        for name in self._counters:
+            numbers += [counts[name], -counts[name]]
+        for prefetch in prefetches:
+            numbers += [int(prefetch.ended), prefetch.pages, int(prefetch.in_time)]
+        numbers += [0, 0, 0] * (self._prefetch_places - len(prefetches))
+        numbers += [state for _, state in stores]
+        numbers += [0] * (STORE_PLACES - len(stores))
+        self._group.start(np.array(numbers, dtype=np.int64))
+        self._sent = _Sent([prefetch.operation for prefetch in prefetches], [operation for operation, _ in stores])
+
+    def result(self) -> Progress:
+        """What all ranks had ended when the last `start` was called; nothing before the first. Waits for the slowest
+        rank, up to the group's deadline. Raises RankError, also if the ranks have gone astray.
+        """
+        self._require_whole()
+        if self._sent is None:
+            return Progress(figures=(0,) * self._figures)
+        sent, self._sent = self._sent, None
+        numbers = iter(self._group.result().tolist())
+        healthy, may_prefetch, may_store, opened, time_ms, writes_done, loads_done = itertools.islice(numbers, 7)
+        figures = tuple(itertools.islice(numbers, self._figures))
+        self._require_equal_counters(list(itertools.islice(numbers, 2 * len(self._counters))))
+        places = list(itertools.islice(numbers, 3 * self._prefetch_places))
+        return Progress(
+            healthy=healthy == 1,
+            may_prefetch=may_prefetch == 1,
+            may_store=may_store == 1,
+            opened=opened,
+            time_ms=time_ms,
+            writes_done=writes_done,
+            loads_done=loads_done,
+            figures=figures,
+            prefetches=[
+                PrefetchProgress(operation, places[3 * i] == 1, places[3 * i + 1], places[3 * i + 2] == 1)
+                for i, operation in enumerate(sent.prefetches)
+            ],
+            stores=[(operation, StoreProgress(state)) for operation, state in zip(sent.stores, numbers, strict=False)],
+        )
+
+    def close(self) -> None:
+        """Take no further part."""
+        self._group.close()
+
+    def _require_whole(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _require_equal_counters(self, numbers: list[int]) -> None:
+        for i, name in enumerate(self._counters):
+            lowest, highest = numbers[2 * i], -numbers[2 * i + 1]
+            if lowest != highest:
+                self._failure = RankError(
+                    f"the ranks have decided differently: between {lowest} and {highest} {name}; "
+                    "end all ranks and start anew"
+                )
+                raise self._failure

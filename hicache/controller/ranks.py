@@ -1,0 +1,224 @@
+"""Rank groups: how the ranks of one engine find the minimum of a few integers, once per step.
+
+The all-reduce is pipelined: a step starts one and the next step takes its result, so that it runs beside the forward
+and in the usual case nobody waits for it. One is under way at a time, and every rank starts the same ones in the same
+order.
+
+A deadline runs from `start`. A peer that died is seen at once (its connection closes), one that stopped or is stuck at
+the deadline; either way a RankError comes out, never a hang. After that the group is broken for good.
+
+Gloo is the right transport on machines with GPUs too: the integers are in host memory before and after, and a second
+NCCL communicator beside the engine's own competes with it for the device. NCCL is for machines whose ranks have no
+other network.
+
+Locking design: the scheduler thread makes every call. The transport works on threads (or a stream) of its own and
+touches only the buffer of the all-reduce under way, which is not read before that has ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from datetime import timedelta
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from ..errors import InvariantError, RankError
+from .operations import now
+
+Int64s: TypeAlias = npt.NDArray[np.int64]
+
+# A device's event cannot be waited for with a time limit, so it is looked at this often.
+_POLL_S = 50e-6
+
+
+class RankGroup(Protocol):
+    """The ranks that run the same decisions, each on its own shard. All calls on the scheduler thread."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def start(self, values: Int64s) -> None:
+        """Begin one MIN all-reduce of `values`, int64 [n], which are copied; returns at once.
+
+        REQUIRES: none is under way, and n is the same on all ranks. Raises RankError.
+        """
+
+    def result(self) -> Int64s:
+        """What the started all-reduce gave, int64 [n]. Waits for it up to the deadline. Raises RankError."""
+
+    def agree(self, values: Int64s) -> Int64s:
+        """`start` and `result` in one; blocks. For start-up. Raises RankError."""
+
+    def close(self) -> None:
+        """Take no further part. Does not block; the others get a RankError once they wait for this rank."""
+
+
+class Reducer(Protocol):
+    """What is used of a torch process group."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions) -> Any:
+        """Begin an all-reduce in place and return its work handle."""
+
+
+class TorchRankGroup:
+    """A `RankGroup` over a process group of torch: gloo if `device` is the CPU, NCCL if it is a CUDA device.
+
+    The process group may be the engine's own, whatever timeout that has, as long as the scheduler thread alone uses it;
+    one of its own (`torch.distributed.new_group`) is better. It is not destroyed by `close`.
+    """
+
+    def __init__(self, group: Reducer, *, deadline_s: float, device: torch.device | str = "cpu") -> None:
+        self.rank = group.rank()
+        self.size = group.size()
+        device = torch.device(device)
+        self._lane: _HostLane | _DeviceLane
+        self._lane = _HostLane(group, deadline_s) if device.type == "cpu" else _DeviceLane(group, device)
+        self._deadline_s = deadline_s
+        self._deadline = 0.0  # of the all-reduce under way
+        self._under_way = False
+        self._failure: RankError | None = None
+
+    def start(self, values: Int64s) -> None:
+        """See RankGroup."""
+        self._require_whole()
+        if self._under_way:
+            raise InvariantError("rank group: an all-reduce is under way; take its result first")
+        self._deadline = now() + self._deadline_s
+        try:
+            self._lane.start(values)
+        except RuntimeError as error:
+            raise self._broken(error) from error
+        self._under_way = True
+
+    def result(self) -> Int64s:
+        """See RankGroup."""
+        self._require_whole()
+        if not self._under_way:
+            raise InvariantError("rank group: no all-reduce is under way; start one first")
+        self._under_way = False
+        try:
+            return self._lane.result(self._deadline)
+        except RuntimeError as error:
+            raise self._broken(error) from error
+
+    def agree(self, values: Int64s) -> Int64s:
+        """See RankGroup."""
+        self.start(values)
+        return self.result()
+
+    def close(self) -> None:
+        """See RankGroup. The transport ends what is under way by itself, at the deadline at the latest."""
+        if self._failure is None:
+            self._failure = RankError("the rank group is closed")
+
+    def _require_whole(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _broken(self, error: RuntimeError) -> RankError:
+        self._failure = RankError(
+            f"rank {self.rank} of {self.size}: another rank is gone or did not answer within {self._deadline_s:g} s; "
+            f"end all ranks and start anew ({error})"
+        )
+        return self._failure
+
+
+def _minimum(timeout: timedelta | None = None) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+    if timeout is not None:
+        options.timeout = timeout
+    return options
+
+
+class _HostLane:
+    """All-reduces of host memory. The transport itself ends each by the deadline, so that nothing outlives the group:
+    the wait alone having a limit would leave a thread behind that keeps the process from ending.
+    """
+
+    def __init__(self, group: Reducer, deadline_s: float) -> None:
+        self._group = group
+        self._options = _minimum(timedelta(seconds=deadline_s))
+        self._tensor = torch.empty(0, dtype=torch.int64)
+        self._work: Any = None
+
+    def start(self, values: Int64s) -> None:
+        if len(values) != len(self._tensor):
+            self._tensor = torch.empty(len(values), dtype=torch.int64)
+        self._tensor.numpy()[:] = values
+        self._work = self._group.allreduce([self._tensor], self._options)
+
+    def result(self, deadline: float) -> Int64s:
+        work, self._work = self._work, None
+        # At least a moment: what has ended meanwhile counts, however late it is asked for.
+        work.wait(timedelta(seconds=max(0.001, deadline - now())))
+        result: Int64s = self._tensor.numpy().copy()
+        return result
+
+
+class _DeviceLane:
+    """All-reduces of device memory, on a stream of their own: neither the host nor a stream of the forward waits.
+
+    A communicator that was aborted ends its kernels without a result, so the work is asked for an error before its
+    values count. What is stuck at the deadline stays on the device until the watchdog of the process group ends it, or
+    the process. REQUIRES: TORCH_NCCL_BLOCKING_WAIT is not set; it would make the host wait in `start`.
+    """
+
+    def __init__(self, group: Reducer, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._options = _minimum()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._resize(0)
+
+    def _resize(self, count: int) -> None:
+        self._outgoing = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        self._incoming = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        self._tensor = torch.empty(count, dtype=torch.int64, device=self._device)
+        self._work: Any = None
+
+    def start(self, values: Int64s) -> None:
+        if len(values) != len(self._tensor):
+            self._resize(len(values))
+        self._outgoing.numpy()[:] = values
+        with torch.cuda.stream(self._stream):
+            self._tensor.copy_(self._outgoing, non_blocking=True)
+            self._work = self._group.allreduce([self._tensor], self._options)
+            self._work.wait()  # queues a wait on this stream; the host goes on
+            self._incoming.copy_(self._tensor, non_blocking=True)
+            self._event.record(self._stream)
+
+    def result(self, deadline: float) -> Int64s:
+        while not (self._event.query() and self._work.is_completed()):  # type: ignore[no-untyped-call]
+            if now() >= deadline:
+                raise RuntimeError("the device has not finished the all-reduce")
+            time.sleep(_POLL_S)
+        error = self._work.exception()
+        if error is not None:
+            raise RuntimeError(str(error))
+        result: Int64s = self._incoming.numpy().copy()
+        return result
+
+
+def require_equal(group: RankGroup, what: str, value: str) -> None:
+    """Start-up check that all ranks have the same `value` (a configuration, say); blocks. Raises RankError if not."""
+    digest = hashlib.sha256(value.encode()).digest()
+    number = int.from_bytes(digest[:8], "little") >> 2  # room for its negative
+    lowest, highest = group.agree(np.array([number, -number], dtype=np.int64)).tolist()
+    if lowest != -highest:
+        raise RankError(f"the ranks differ in their {what}; start all of them with the same one")

@@ -1,0 +1,141 @@
+"""The threads that talk to storage: three groups of workers, and the backend they use at the moment.
+
+Locking design: every method is called by the scheduler thread. Workers reach back through one `SimpleQueue` of finished
+operations.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+from ..backends.base import StorageBackend
+from ..tiers import HostPool
+from .lifecycle import BackendLifecycle
+from .operations import BackupOperation, PrefetchOperation
+from .options import ControllerOptions
+from .storage import StorageJobs
+from .worker import WorkerGroup
+
+# Dead and stuck workers are looked for this often; a poll in between costs one clock reading.
+SUPERVISE_EVERY_S = 0.1
+
+
+class StorageWorkers:
+    """Started with an open `backend`, or without one: then there are no threads, and nothing may be submitted.
+
+    `workers` makes the groups, `clock` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        backend: StorageBackend | None,
+        host: HostPool,
+        options: ControllerOptions,
+        workers: type[WorkerGroup[Any]],
+        clock: Callable[[], float],
+    ) -> None:
+        self.groups: list[WorkerGroup[Any]] = []
+        self._host = host
+        self._options = options
+        self._clock = clock
+        self._next_supervision = 0.0
+        self._finished: queue.SimpleQueue[PrefetchOperation | BackupOperation] = queue.SimpleQueue()
+        self.lifecycle = BackendLifecycle(self._jobs_for, clock)
+        if backend is not None:
+            self.lifecycle.start(backend)
+            self._start(workers)
+
+    def _jobs_for(self, backend: StorageBackend) -> StorageJobs:
+        options = self._options
+        return StorageJobs(
+            backend,
+            self._host,
+            batch_pages=options.storage_batch_pages,
+            deadline_s=options.storage_deadline_s,
+            clock=self._clock,
+        )
+
+    def _start(self, workers: type[WorkerGroup[Any]]) -> None:
+        deadline_s = self._options.storage_deadline_s
+        self.lookups = workers(
+            "prefetch", 1, handle=_look_up, fail=_fail_prefetch, acknowledge=self._finished.put, deadline_s=deadline_s,
+        )  # fmt: skip
+        self.reads = workers(
+            "io", self._options.io_workers, handle=_read, fail=_fail_prefetch, acknowledge=self._finished.put,
+            deadline_s=deadline_s,
+        )  # fmt: skip
+        self.backups = workers(
+            "backup", self._options.backup_workers, handle=_store, fail=_fail_backup, acknowledge=self._finished.put,
+            deadline_s=deadline_s,
+        )  # fmt: skip
+        self.groups = [self.lookups, self.reads, self.backups]
+
+    def supervise(self) -> None:
+        """Replace workers that died or hang, and come on with opening and closing backends. Once per step."""
+        if not self.groups:
+            return
+        time_s = self._clock()
+        if time_s >= self._next_supervision:
+            self._next_supervision = time_s + SUPERVISE_EVERY_S
+            for group in self.groups:
+                group.supervise()
+            self.lifecycle.advance()
+
+    @property
+    def any_finished(self) -> bool:
+        """Whether `drain` would return something."""
+        return not self._finished.empty()
+
+    def drain(self) -> list[PrefetchOperation | BackupOperation]:
+        """The operations that have ended since the last call, marked as such."""
+        # Only what is there now: workers may add faster than this loop drains.
+        jobs = [self._finished.get_nowait() for _ in range(self._finished.qsize())]
+        for job in jobs:
+            if isinstance(job, BackupOperation):
+                job.ended = True
+            else:
+                job.phase_ended = True
+        return jobs
+
+    def finish(self, operation: BackupOperation) -> None:
+        """Have an operation that no worker handles here come out of `drain`."""
+        self._finished.put(operation)
+
+    def stop_prefetching(self) -> None:
+        """End all prefetches at their next batch; for shutdown."""
+        if self.lifecycle.jobs is not None:
+            self.lifecycle.jobs.prefetching_stopped = True
+
+    def stop_storing_at(self, time_s: float) -> None:
+        """Start no store after `time_s`; for shutdown."""
+        if self.lifecycle.jobs is not None:
+            self.lifecycle.jobs.stop_at = time_s
+
+    def close(self, deadline: float) -> bool:
+        """End all threads, each after what it has queued; blocks until `deadline`. False if one is left behind."""
+        ended = True
+        for group in self.groups:
+            ended = group.close(max(0.0, deadline - self._clock())) and ended
+        return self.lifecycle.close(max(0.0, deadline - self._clock()), workers_ended=ended)
+
+
+def _look_up(operation: PrefetchOperation, beat: Callable[[], None]) -> None:
+    operation.jobs.look_up(operation, beat)
+
+
+def _read(operation: PrefetchOperation, beat: Callable[[], None]) -> None:
+    operation.jobs.read(operation, beat)
+
+
+def _store(operation: BackupOperation, beat: Callable[[], None]) -> None:
+    operation.jobs.store(operation, beat)
+
+
+def _fail_prefetch(operation: PrefetchOperation) -> None:
+    operation.failed = True
+
+
+def _fail_backup(operation: BackupOperation) -> None:
+    operation.outcomes.clear()  # pages without an outcome count as not stored

@@ -1,0 +1,103 @@
+"""One rank in a process of its own: `python -m tests.cache._rank_child JSON`, see `Task`.
+
+Writes what it decided after each step, and how it ended, to `rank-N.json` in the folder of the task.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch.distributed as dist
+
+from hicache.controller.ranks import RankGroup, Reducer, TorchRankGroup
+from hicache.errors import RankError
+from tests.cache.random_engine import STEPS, RandomEngine, small_world
+from tests.cache.ranked import LONG_S, SHORT_S, UnevenCopies, UnreliableBackend, decisions
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one rank is to do. `signal` is sent by the last rank to itself, in the middle of the first seed."""
+
+    folder: str
+    rank: int
+    size: int
+    seeds: list[int]
+    deadline_s: float
+    signal: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """`digests` has one entry per step; `error` is the RankError that ended it, if one did."""
+
+    digests: list[str]
+    wrong_pages: int = 0
+    storage_hit_tokens: int = 0
+    error: str | None = None
+    closed: bool = False
+
+
+def steps(engine: RandomEngine) -> Iterator[None]:
+    """Run an engine from beginning to end, a step at a time; copies and stores may still be under way then."""
+    for _ in range(STEPS):
+        engine.next_action()()
+        yield
+    while engine.waiting or engine.running:
+        engine.wind_down()
+        yield
+
+
+def run_engine(task: Task, seed: int, backend: UnreliableBackend, timeout_s: float, outcome: Outcome) -> None:
+    """One engine over `backend`. Ranks have pools of different sizes and use what the smallest has."""
+    # The group of an engine ends with it.
+    ranks: RankGroup = TorchRankGroup(cast(Reducer, dist.group.WORLD), deadline_s=task.deadline_s)
+    device_pages, host_pages = ranks.agree(np.array([24 + 2 * task.rank, 44 - task.rank], dtype=np.int64)).tolist()
+    world = small_world(
+        backend, device_pages=device_pages, host_pages=host_pages, timeout_s=timeout_s,
+        copies=UnevenCopies, ranks=ranks,
+    )  # fmt: skip
+    engine = RandomEngine(random.Random(seed), world)
+    try:
+        for _ in steps(engine):
+            outcome.digests.append(decisions(world, [request for request, _ in engine.running]))
+            if task.signal and task.rank == task.size - 1 and len(outcome.digests) == STEPS // 2:
+                os.kill(os.getpid(), task.signal)
+    except RankError as error:
+        outcome.error = str(error)
+    outcome.storage_hit_tokens += world.cache.statistics().hit_tokens.get("storage", 0)
+    outcome.closed = world.cache.close()
+    world.cache.check()
+    outcome.wrong_pages += world.wrong_pages
+
+
+def main() -> None:
+    task = Task(**json.loads(sys.argv[1]))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{task.folder}/rendezvous", rank=task.rank, world_size=task.size
+    )  # fmt: skip
+    outcome = Outcome([])
+    for seed in task.seeds:
+        backend = UnreliableBackend(100 * seed + task.rank, misses=0.4 / task.size)
+        run_engine(task, seed, backend, SHORT_S, outcome)
+        if outcome.error is not None:
+            break
+        # The second engine serves the same prompts, and finds in storage what the first has left there.
+        backend.failures = 0.0
+        run_engine(task, seed, backend, LONG_S, outcome)
+    Path(task.folder, f"rank-{task.rank}.json").write_text(json.dumps(asdict(outcome)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    signal.alarm(120)  # whatever happens to the test, no process stays behind
+    main()

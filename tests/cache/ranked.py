@@ -1,0 +1,109 @@
+"""Ranks that differ in everything that may differ: what storage has, what fails, and how long anything takes."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.memory import MemoryBackend
+from hicache.cache import RequestKV
+from hicache.radix import Node
+from hicache.tiers.copy_cpu import CpuCopyEngine
+from hicache.types import PageIds
+from tests.cache.world import World, codec
+
+CAPACITY_PAGES = 100
+# Prefetches that often run out of time, and such that never do.
+SHORT_S = 0.05
+LONG_S = 30.0
+# How many times a delay hashes a kilobyte: from nothing to a few milliseconds.
+WORK_MAX = 1500
+_KILOBYTE = bytes(1024)
+
+
+def work(numbers: random.Random) -> None:
+    """Take a random while, mostly a short one."""
+    for _ in range(int(WORK_MAX * numbers.random() ** 8)):
+        hashlib.sha256(_KILOBYTE).digest()
+
+
+class UnreliableBackend(MemoryBackend):
+    """Storage that works at a random speed, loses and misses pages (`misses` of its calls) and fails (`failures`)."""
+
+    def __init__(self, seed: int, *, misses: float = 0.2, failures: float = 0.01) -> None:
+        super().__init__(codec(), CAPACITY_PAGES * codec().frame_bytes)
+        self._numbers = random.Random(seed)
+        self._misses = misses
+        self.failures = failures
+        self.set_pages = 0
+
+    def _happens(self, share: float) -> bool:
+        return self._numbers.random() < share
+
+    def _delay(self) -> None:
+        work(self._numbers)
+        if self._happens(self.failures):
+            raise RuntimeError("driver bug")
+
+    def close(self) -> None:
+        """Stay open: the next engine finds what this one has stored."""
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        self._delay()
+        found = super().batch_exists(keys, deadline=deadline)
+        return self._numbers.randint(0, found) if self._happens(self._misses) else found
+
+    def batch_get(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+    ) -> list[GetOutcome]:  # fmt: skip
+        self._delay()
+        if self._happens(self._misses):
+            self.delete([self._numbers.choice(list(keys))], deadline=deadline)
+        return super().batch_get(keys, frames, deadline=deadline)
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:  # fmt: skip
+        self._delay()
+        self.set_pages += len(keys)
+        if self._happens(self.failures):
+            return [SetOutcome.ERROR] * len(keys)
+        return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+
+
+class UnevenCopies(CpuCopyEngine):
+    """Copies that take a random while per layer."""
+
+    numbers = random.Random(0)
+
+    def _backup_layer(self, layer: int, device_pages: PageIds, host_pages: PageIds) -> None:
+        work(self.numbers)
+        super()._backup_layer(layer, device_pages, host_pages)
+
+    def _load_layer(self, layer: int, host_pages: PageIds, device_pages: PageIds) -> None:
+        work(self.numbers)
+        super()._load_layer(layer, host_pages, device_pages)
+
+
+def decisions(world: World, requests: Sequence[RequestKV]) -> str:
+    """A digest of all that was decided so far: tree, pools, and the pages and hits of the running requests."""
+    parts: list[object] = [world.host.allocator.free_pages, world.device.allocator.free_pages]
+    for node in _nodes(world):
+        pages = [None if run is None else run.tolist() for run in (node.device, node.host)]
+        parts += [node.key, pages, node.lock_ref, node.host_ref, node.stored, node.backup_pending, node.last_access]
+    for request in requests:
+        hits = (request.device_hit_tokens, request.host_hit_tokens, request.storage_hit_tokens)
+        parts += [request.rid, request.pages.tolist(), hits]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _nodes(world: World) -> Iterator[Node]:
+    """All nodes, in an order that depends on their tokens alone."""
+    waiting = deque(root for _, root in sorted(world.cache.tree._roots.items()))
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        waiting.extend(child for _, child in sorted(node.children.items()))

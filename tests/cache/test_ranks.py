@@ -1,0 +1,171 @@
+"""Ranks with different hits, speeds and faults make the same decisions. One thread steps them all in turn."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from hicache.backends.base import StorageBackend
+from hicache.controller.ranks import RankGroup
+from hicache.errors import TransferError
+from hicache.types import PageIds
+from tests.cache.random_engine import STEPS, RandomEngine, small_world
+from tests.cache.ranked import LONG_S, SHORT_S, UnevenCopies, UnreliableBackend, decisions
+from tests.cache.world import WAIT_S, World, memory_backend, prompt
+from tests.ranks import Exchange
+from tests.seeds import rng, seeds
+
+
+@pytest.fixture(autouse=True)
+def _switch_threads_often() -> Iterator[None]:
+    """Have the interpreter switch threads every few instructions, so that ends fall at every point of a step."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+class Engines:
+    """One random engine per rank, all drawing the same random numbers."""
+
+    def __init__(
+        self,
+        seed: int,
+        backends: Sequence[StorageBackend],
+        groups: Sequence[RankGroup | None],
+        *,
+        timeout_s: float = SHORT_S,
+        mla: bool = False,
+    ) -> None:
+        self.engines = [
+            RandomEngine(
+                rng(seed),
+                small_world(
+                    backend,
+                    timeout_s=timeout_s,
+                    ranks=group,
+                    copies=UnevenCopies,
+                    stores_pages=not mla or rank == 0,
+                ),
+            )
+            for rank, (backend, group) in enumerate(zip(backends, groups, strict=True))
+        ]
+
+    def run(self) -> None:
+        for _ in range(STEPS):
+            for engine in self.engines:
+                engine.next_action()()
+            self.compare()
+        while any(engine.waiting or engine.running for engine in self.engines):
+            for engine in self.engines:
+                engine.wind_down()
+            self.compare()
+        while not all(engine.world.controller.idle for engine in self.engines):
+            for engine in self.engines:
+                engine.world.step()
+            self.compare()
+
+    def compare(self) -> None:
+        digests = [decisions(engine.world, [r for r, _ in engine.running]) for engine in self.engines]
+        assert digests == digests[:1] * len(digests)
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.world.close()
+            assert engine.world.wrong_pages == 0
+            assert engine.world.compared_pages > 0
+
+
+@pytest.mark.parametrize(("size", "seed"), [(size, seed) for size in (2, 4, 8) for seed in seeds(24 // size)])
+def test_ranks_with_different_hits_speeds_and_faults_decide_the_same_after_every_step(size: int, seed: int) -> None:
+    backends = [UnreliableBackend(100 * seed + rank, misses=0.4 / size) for rank in range(size)]
+    # The second engine serves the same prompts, and finds in storage what the first has left there.
+    for _ in range(2):
+        exchange = Exchange(size)
+        engines = Engines(seed, backends, exchange.ranks())
+        engines.run()
+        engines.close()
+        assert exchange.disagreements() > 0, "the ranks never differed, so nothing was tested"
+
+
+def test_without_agreement_the_same_ranks_decide_differently() -> None:
+    """Negative control: with each rank acting on what has ended there, the digests differ in one run of a few."""
+    differed = 0
+    for seed in range(5):
+        engines = Engines(seed, [UnreliableBackend(100 * seed + rank) for rank in range(2)], [None, None])
+        try:
+            engines.run()
+        except AssertionError:
+            differed += 1
+        for engine in engines.engines:
+            engine.world.cache.close()
+    assert differed > 0
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+def test_ranks_that_hold_the_same_bytes_let_the_first_one_store_them(seed: int) -> None:
+    """MLA: one store for all ranks; what rank 0 has written the others read."""
+
+    class View(UnreliableBackend):
+        """One rank's way to the store that all share."""
+
+        def __init__(self, number: int, shared: UnreliableBackend | None) -> None:
+            super().__init__(number, misses=0, failures=0)
+            if shared is not None:
+                self._lock, self._pages, self._children = shared._lock, shared._pages, shared._children
+
+    first = View(seed, None)
+    backends = [first, View(seed + 1000, first)]
+    for _ in range(2):
+        engines = Engines(seed, backends, Exchange(2).ranks(), timeout_s=LONG_S, mla=True)
+        engines.run()
+        hits = [engine.world.cache.statistics().hit_tokens["storage"] for engine in engines.engines]
+        engines.close()
+    assert first.set_pages > 0
+    assert backends[1].set_pages == 0
+    assert hits[0] == hits[1] > 0
+
+
+class FailingCopies(UnevenCopies):
+    """Fails every copy to L2."""
+
+    def _backup_layer(self, layer: int, device_pages: PageIds, host_pages: PageIds) -> None:
+        raise OSError("device lost")
+
+
+def test_a_failed_copy_on_one_rank_ends_the_service_of_all_in_the_same_step() -> None:
+    groups = Exchange(2).ranks()
+    worlds = [
+        World(backend=memory_backend(), ranks=group, copies=copies)
+        for group, copies in zip(groups, (UnevenCopies, FailingCopies), strict=True)
+    ]
+    for world in worlds:
+        request = world.begin("a", prompt(1, 2))
+        assert request is not None
+        world.cache.cache_finished_req(request, prompt(1, 2))
+    refused = [False, False]
+    for _ in range(int(WAIT_S * 1000)):
+        for world in worlds:
+            world.step()
+        refused = [_refuses(world) for world in worlds]
+        assert refused[0] == refused[1]
+        if all(refused):
+            break
+    assert all(refused)
+    for world in worlds:
+        while not world.controller.idle:
+            for each in worlds:
+                each.step()
+        world.close()
+
+
+def _refuses(world: World) -> bool:
+    try:
+        request = world.cache.begin_request("b", prompt(7))
+    except TransferError:
+        return True
+    assert request is not None
+    world.cache.cache_finished_req(request, None)
+    return False

@@ -1,0 +1,246 @@
+"""Rank groups over real sockets, and what the ranks of an exchange make of each other's progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hicache.controller import BackupOperation, PrefetchOperation
+from hicache.controller.agreement import STORE_PLACES, Agreement
+from hicache.controller.progress import PrefetchProgress, Progress, StoreProgress
+from hicache.controller.ranks import Int64s, TorchRankGroup, require_equal
+from hicache.controller.storage import StorageJobs
+from hicache.errors import InvariantError, RankError
+from hicache.keys import RadixKey
+from hicache.types import NO_PAGES
+from tests.ranks import Exchange, gloo_ranks
+
+SOON_S = 0.2
+NEVER_S = 60.0
+
+
+def vector(*values: int) -> Int64s:
+    return np.array(values, dtype=np.int64)
+
+
+@pytest.fixture(params=[2, 4])
+def size(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+# Rank groups
+
+
+def test_every_rank_gets_the_minimum_of_what_was_started_one_step_before(size: int) -> None:
+    ranks = gloo_ranks(size, deadline_s=NEVER_S)
+    for step in range(5):
+        for rank in ranks:
+            rank.start(vector(rank.rank + step, -rank.rank))
+        for rank in ranks:
+            assert rank.result().tolist() == [step, 1 - size]
+
+
+def test_agreeing_waits_for_all_ranks(size: int) -> None:
+    ranks = gloo_ranks(size, deadline_s=NEVER_S)
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(lambda rank: rank.agree(vector(10 + rank.rank)).tolist(), ranks))
+    assert results == [[10]] * size
+
+
+def test_a_rank_that_takes_no_part_is_an_error_at_the_deadline_and_for_good(size: int) -> None:
+    ranks = gloo_ranks(size, deadline_s=SOON_S)
+    for rank in ranks[1:]:
+        rank.start(vector(1))
+        with pytest.raises(RankError, match="did not answer"):
+            rank.result()
+        for call in (lambda rank=rank: rank.start(vector(1)), rank.result, lambda rank=rank: rank.agree(vector(1))):
+            with pytest.raises(RankError):
+                call()
+
+
+def test_without_a_deadline_of_its_own_a_wait_would_last_as_long_as_the_process_group_allows() -> None:
+    """Negative control: with a long deadline the same wait has not ended when the short one would have."""
+    first, second = gloo_ranks(2, deadline_s=NEVER_S)
+    first.start(vector(1))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.result)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=2 * SOON_S)
+        second.start(vector(2))
+        assert waiting.result(timeout=NEVER_S).tolist() == [1]
+
+
+def test_a_result_that_is_there_counts_however_late_it_is_asked_for() -> None:
+    first, second = gloo_ranks(2, deadline_s=SOON_S)
+    begin = time.monotonic()
+    first.start(vector(1))
+    second.start(vector(2))
+    assert second.result().tolist() == [1]
+    while time.monotonic() < begin + 2 * SOON_S:
+        pass  # busy in a step that takes longer than the deadline
+    assert first.result().tolist() == [1]
+
+
+def test_one_all_reduce_is_under_way_at_a_time() -> None:
+    first, second = gloo_ranks(2, deadline_s=NEVER_S)
+    with pytest.raises(InvariantError):
+        first.result()
+    for rank in (first, second):
+        rank.start(vector(1))
+        with pytest.raises(InvariantError):
+            rank.start(vector(1))
+    assert [first.result().tolist(), second.result().tolist()] == [[1], [1]]
+
+
+def test_a_closed_group_takes_no_further_part() -> None:
+    first, second = gloo_ranks(2, deadline_s=SOON_S)
+    first.close()
+    first.close()
+    with pytest.raises(RankError, match="closed"):
+        first.start(vector(1))
+    with pytest.raises(RankError, match="did not answer"):
+        second.agree(vector(1))
+
+
+@pytest.mark.parametrize("values", [("same", "same"), ("one", "two")])
+def test_ranks_that_differ_in_their_configuration_do_not_start(values: tuple[str, str]) -> None:
+    ranks = gloo_ranks(2, deadline_s=NEVER_S)
+    with ThreadPoolExecutor(2) as pool:
+        checks = [pool.submit(require_equal, *pair, value) for pair, value in zip(_named(ranks), values, strict=True)]
+    failed = [isinstance(check.exception(), RankError) for check in checks]
+    assert failed == [values[0] != values[1]] * 2
+
+
+def _named(ranks: list[TorchRankGroup]) -> list[tuple[TorchRankGroup, str]]:
+    return [(rank, "configuration") for rank in ranks]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_device_lane_brings_a_vector_there_and_back() -> None:
+    """One rank, because two of NCCL need a device each."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        assert dist.group.WORLD is not None
+        rank = TorchRankGroup(dist.group.WORLD, deadline_s=NEVER_S, device="cuda")
+        for count in (3, 3, 5):
+            values = np.arange(count, dtype=np.int64)
+            assert rank.agree(values).tolist() == values.tolist()
+    finally:
+        dist.destroy_process_group()
+
+
+# Agreement
+
+COUNTS = {"writes": 1, "loads": 2}
+# The agreement looks at no operation's backend.
+NO_JOBS = cast(StorageJobs, None)
+
+
+def prefetch() -> PrefetchOperation:
+    return PrefetchOperation(None, NO_JOBS, RadixKey(b""), 0, b"", 0.0)
+
+
+def store() -> BackupOperation:
+    return BackupOperation(None, NO_JOBS, [], NO_PAGES, None)
+
+
+class Ranks:
+    """The agreements of two ranks, driven in turn."""
+
+    def __init__(self, *, places: int = 2, figures: int = 0) -> None:
+        groups = Exchange(2).ranks()
+        self.agreements = [Agreement(g, list(COUNTS), prefetch_places=places, figures=figures) for g in groups]
+
+    def agree(self, first: Progress, second: Progress) -> list[Progress]:
+        for agreement, progress in zip(self.agreements, (first, second), strict=True):
+            agreement.start(progress, COUNTS)
+        return [agreement.result() for agreement in self.agreements]
+
+
+def test_before_the_first_exchange_nothing_has_ended_anywhere() -> None:
+    for agreement in Ranks(figures=2).agreements:
+        assert agreement.result() == Progress(figures=(0, 0))
+
+
+def test_what_ended_on_one_rank_alone_has_not_ended() -> None:
+    for agreed in Ranks().agree(Progress(writes_done=3, loads_done=0), Progress(writes_done=1, loads_done=5)):
+        assert (agreed.writes_done, agreed.loads_done) == (1, 0)
+
+
+@pytest.mark.parametrize("no", [Progress(healthy=False), Progress(may_prefetch=False), Progress(may_store=False)])
+def test_one_rank_is_enough_for_a_no(no: Progress) -> None:
+    for agreed in Ranks().agree(Progress(), no):
+        for flag in ("healthy", "may_prefetch", "may_store"):
+            assert getattr(agreed, flag) == getattr(no, flag)
+
+
+def test_the_smallest_measurement_counts() -> None:
+    for agreed in Ranks(figures=2).agree(Progress(figures=(5, 10)), Progress(figures=(7, 3))):
+        assert agreed.figures == (5, 3)
+
+
+def test_a_prefetch_is_as_long_as_on_the_rank_that_has_least_and_late_as_soon_as_one_is() -> None:
+    mine, other = prefetch(), prefetch()
+    results = Ranks().agree(
+        Progress(prefetches=[PrefetchProgress(mine, ended=True, pages=7, in_time=True)]),
+        Progress(prefetches=[PrefetchProgress(other, ended=False, pages=4, in_time=False)]),
+    )
+    for agreed, operation in zip(results, (mine, other), strict=True):
+        assert agreed.prefetches == [PrefetchProgress(operation, ended=False, pages=4, in_time=False)]
+
+
+def test_a_store_is_stored_if_it_is_on_every_rank() -> None:
+    states = list(StoreProgress)
+    pairs = [(a, b) for a in states for b in states]
+    firsts, seconds = [store() for _ in pairs], [store() for _ in pairs]
+    results = Ranks().agree(
+        Progress(stores=[(operation, a) for operation, (a, _) in zip(firsts, pairs, strict=True)]),
+        Progress(stores=[(operation, b) for operation, (_, b) in zip(seconds, pairs, strict=True)]),
+    )
+    for agreed, operations in zip(results, (firsts, seconds), strict=True):
+        expected = [(operation, min(pair)) for operation, pair in zip(operations, pairs, strict=True)]
+        assert agreed.stores == expected
+
+
+def test_a_result_speaks_of_the_operations_that_were_there_when_it_was_started() -> None:
+    ranks, old, new = Ranks(), prefetch(), prefetch()
+    for agreement in ranks.agreements:
+        agreement.start(Progress(prefetches=[PrefetchProgress(old, True, 1, True)]), COUNTS)
+        assert new is not old  # submitted now; it has the place from the next exchange on
+    for agreement in ranks.agreements:
+        assert [progress.operation for progress in agreement.result().prefetches] == [old]
+
+
+def test_operations_beyond_the_places_wait_for_their_turn() -> None:
+    many = Progress(
+        prefetches=[PrefetchProgress(prefetch(), True, i, True) for i in range(5)],
+        stores=[(store(), StoreProgress.STORED) for _ in range(STORE_PLACES + 1)],
+    )
+    for agreed in Ranks(places=2).agree(many, many):
+        assert list(agreed.prefetches) == list(many.prefetches[:2])
+        assert list(agreed.stores) == list(many.stores[:STORE_PLACES])
+
+
+def test_ranks_that_decide_differently_are_told_what_differs_and_do_not_go_on() -> None:
+    ranks = Ranks().agreements
+    ranks[0].start(Progress(), COUNTS)
+    ranks[1].start(Progress(), {**COUNTS, "loads": 3})
+    for agreement in ranks:
+        with pytest.raises(RankError, match="between 2 and 3 loads"):
+            agreement.result()
+        with pytest.raises(RankError):
+            agreement.start(Progress(), COUNTS)
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    yield
+    assert not dist.is_initialized()

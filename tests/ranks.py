@@ -1,0 +1,64 @@
+"""Rank groups for tests: several ranks in one process, without a network."""
+
+from __future__ import annotations
+
+import datetime
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import numpy as np
+import torch.distributed as dist
+
+from hicache.controller.ranks import Int64s, Reducer, TorchRankGroup
+
+
+class Exchange:
+    """The all-reduces of ranks that one thread steps in turn, whole steps at a time."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.started: list[list[Int64s]] = [[] for _ in range(size)]
+
+    def ranks(self) -> list[LockstepRank]:
+        return [LockstepRank(rank, self) for rank in range(self.size)]
+
+    def disagreements(self) -> int:
+        """In how many steps the ranks had different things to report."""
+        return sum(
+            any(not np.array_equal(vector, vectors[0]) for vector in vectors)
+            for vectors in zip(*self.started, strict=True)
+        )
+
+
+class LockstepRank:
+    """A `RankGroup` whose result is there because every rank has started it by then; if not, that is a bug."""
+
+    def __init__(self, rank: int, exchange: Exchange) -> None:
+        self.rank = rank
+        self.size = exchange.size
+        self._exchange = exchange
+        self._taken = 0
+
+    def start(self, values: Int64s) -> None:
+        self._exchange.started[self.rank].append(values.copy())
+
+    def result(self) -> Int64s:
+        vectors = [started[self._taken] for started in self._exchange.started]
+        self._taken += 1
+        result: Int64s = np.minimum.reduce(vectors)
+        return result
+
+    def agree(self, values: Int64s) -> Int64s:
+        raise NotImplementedError("one thread cannot wait for itself")
+
+    def close(self) -> None:
+        pass
+
+
+def gloo_ranks(size: int, *, deadline_s: float) -> list[TorchRankGroup]:
+    """Ranks of one process over real sockets; each is used by a thread of its own, or in turn."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    timeout = datetime.timedelta(seconds=60)
+    with ThreadPoolExecutor(size) as pool:  # each blocks until the others connect
+        groups = pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, size, timeout), range(size))
+    return [TorchRankGroup(cast(Reducer, group), deadline_s=deadline_s) for group in groups]
