@@ -6,6 +6,7 @@ Owned by the scheduler thread; no lock.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -79,7 +80,7 @@ class Saver(Protocol):
 
 
 class DeviceLedger:
-    """L1: who has which pages.
+    """L1: who has which pages. A `PageSource` for token allocators.
 
     Invariant: used pages of the device pool = pages held by nodes + `request_pages`. `saver` knows what becomes of a
     victim without a copy on L2.
@@ -114,17 +115,36 @@ class DeviceLedger:
         self._books.evicted_pages["device"] += freed
         return Eviction(freed, saving, max(0, pages - freed - saving))
 
-    def lend(self, count: int) -> PageIds | None:
+    def alloc(self, count: int) -> PageIds | None:
         """`count` pages for a request, evicting as needed; None if there is no room now."""
         if not self.make_room(count):
             return None
         self.request_pages += count
         return self.allocator.alloc(count)
 
-    def give_back(self, pages: PageIds) -> None:
-        """Free pages of a request."""
+    def free(self, pages: PageIds) -> None:
+        """Take pages of a request back."""
         self.allocator.free(pages)
         self.request_pages -= len(pages)
+
+    def free_group(self) -> AbstractContextManager[None]:
+        """What is freed inside becomes free at the end of the block."""
+        return self.allocator.free_group()
+
+    @property
+    def first(self) -> int:
+        """The smallest page id."""
+        return self.allocator.first
+
+    @property
+    def capacity(self) -> int:
+        """Pages of L1."""
+        return self.allocator.capacity
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that are free or may be evicted now."""
+        return self.allocator.free_pages + self._trees.current.device_evictable_pages
 
 
 class HostLedger:

@@ -102,7 +102,9 @@ def _agreed_bounds(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace
 
 def _build(parts: _Parts, bounds: _Bounds) -> HiRadixCache:
     config, namespace, device = parts.config, parts.namespace, parts.device
-    l1 = create_device_pool(namespace.geometry, bounds.l1_pages, device)
+    l1 = create_device_pool(
+        namespace.geometry, bounds.l1_pages, device, ascending=config.device.ascending_pages
+    )
     l2 = HostPool(namespace.geometry, bounds.l2_pages, pin=_pin(config.host.pin, device))
     open_storage = _storage_opener(config, namespace, parts.environ)
     backend = None if open_storage is None else open_storage(namespace.weights_epoch)

@@ -27,7 +27,7 @@ from ..errors import InvalidInput, InvariantError, RankError, TransferError
 from ..events import EventStream
 from ..keys import TOKEN_BYTES, RadixKey
 from ..radix import RUN_PAGES_MAX, Inserted, Match, Peek, RadixTree, make_policy
-from ..tiers import FailedTransfer, HostPool, KVPool, Transfer
+from ..tiers import FailedTransfer, HostPool, KVPool, PageSource, Transfer
 from ..types import NO_PAGES, PageIds
 from .backup import Backup, CopyTask, WritePolicy
 from .books import Books, DeviceLedger, Eviction, HostLedger
@@ -156,7 +156,7 @@ class HiRadixCache:
             tree.lock(node)
             tree.unlock(match.node)
         shared = np.concatenate((match.device_pages, loaded)) if len(loaded) else match.device_pages
-        own = self._l1.lend(needed - len(loaded))
+        own = self._l1.alloc(needed - len(loaded))
         if own is None:
             raise InvariantError("L1: room was made for a request, but there is none")
         pages = np.concatenate((shared, own))
@@ -186,7 +186,7 @@ class HiRadixCache:
         missing = -(-tokens // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
-        pages = self._l1.lend(missing)
+        pages = self._l1.alloc(missing)
         if pages is None:
             return False
         request.pages = np.concatenate((request.pages, pages))
@@ -211,7 +211,7 @@ class HiRadixCache:
         inserted = self.tree.insert(key, request.pages[:full], priority=request.priority, counted_pages=shared)
         present = inserted.present_pages
         if present > shared:
-            self._l1.give_back(request.pages[shared:present])
+            self._l1.free(request.pages[shared:present])
             request.pages = np.concatenate((self.tree.device_pages(inserted.node), request.pages[full:]))
         self._l1.request_pages -= full - max(present, shared)
         self.tree.lock(inserted.node)
@@ -227,7 +227,7 @@ class HiRadixCache:
         self._require_running(request)
         if key is not None:
             self.cache_unfinished_req(request, key)
-        self._l1.give_back(request.pages[request.shared_pages :])
+        self._l1.free(request.pages[request.shared_pages :])
         request.tree.unlock(request.last_node)
         if key is None and request.load is not None and self.controller.is_queued(request.load):
             self._loader.cancel(request.load)
@@ -249,11 +249,16 @@ class HiRadixCache:
 
     def alloc_pages(self, count: int) -> PageIds | None:
         """L1 pages for the caller, evicting as needed; None if there is no room now."""
-        return self._l1.lend(count)
+        return self._l1.alloc(count)
 
     def free_pages(self, pages: PageIds) -> None:
         """Return pages of `alloc_pages` that were not handed to the tree."""
-        self._l1.give_back(pages)
+        self._l1.free(pages)
+
+    @property
+    def page_source(self) -> PageSource:
+        """What `alloc_pages` and `free_pages` draw on, for a token allocator of the engine."""
+        return self._l1
 
     def evict(self, pages: int) -> Eviction:
         """Take `pages` pages off L1, as far as they may leave; tells what is free now, what soon, and what is missing.

@@ -57,6 +57,12 @@ class DeviceConfig(Section):
         self.refuse_two_of("device")
         return self
 
+    ascending_pages: bool = Field(
+        default=False,
+        description="Hand out free pages in ascending order, so that a request's pages lie close together, which some "
+        "attention kernels profit from. Off, the pages freed last go out first.",
+    )
+
     @property
     def is_given(self) -> bool:
         """Whether the configuration sizes L1, so that the engine need not."""

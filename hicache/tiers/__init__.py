@@ -11,7 +11,7 @@ from .device import (
     token_slots,
 )
 from .host import HostPool
-from .token_allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from .token_allocator import PagedTokenToKVPoolAllocator, PageSource, TokenToKVPoolAllocator
 
 __all__ = [
     "CopyEngine",
@@ -21,6 +21,7 @@ __all__ = [
     "MHATokenToKVPool",
     "MLATokenToKVPool",
     "PageAllocator",
+    "PageSource",
     "PagedTokenToKVPoolAllocator",
     "RequestToTokenPool",
     "TokenToKVPoolAllocator",

@@ -19,12 +19,14 @@ from .allocator import PageAllocator
 
 
 class KVPool(ABC):
-    """Device memory of all layers, as `pages` pages plus the padding page.
+    """Device memory of all layers, as `pages` pages plus the padding page. For `ascending` see `PageAllocator`.
 
     Raises CapacityError, with the numbers, if the device has not that much memory.
     """
 
-    def __init__(self, geometry: KVGeometry, pages: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, geometry: KVGeometry, pages: int, device: torch.device | str = "cpu", *, ascending: bool = False
+    ) -> None:
         if pages < 1:
             raise InvalidInput(f"device pool: {pages} pages; at least one is needed")
         self.geometry = geometry
@@ -36,7 +38,7 @@ class KVPool(ABC):
         except (RuntimeError, MemoryError) as error:
             needed = (pages + 1) * geometry.payload_bytes
             raise CapacityError(f"device pool: {pages} pages need {needed} bytes on {self.device}: {error}") from error
-        self.allocator = PageAllocator(pages, first=1)
+        self.allocator = PageAllocator(pages, first=1, ascending=ascending)
 
     @abstractmethod
     def _create_buffers(self) -> None: ...
@@ -104,10 +106,12 @@ class MLATokenToKVPool(KVPool):
         self.kv_buffer[layer][slots] = latent
 
 
-def create_device_pool(geometry: KVGeometry, pages: int, device: torch.device | str = "cpu") -> KVPool:
+def create_device_pool(
+    geometry: KVGeometry, pages: int, device: torch.device | str = "cpu", *, ascending: bool = False
+) -> KVPool:
     """The pool that fits the geometry's layout. Raises as `KVPool` does."""
     kind = MHATokenToKVPool if geometry.layout is KVLayout.MHA else MLATokenToKVPool
-    return kind(geometry, pages, device)
+    return kind(geometry, pages, device, ascending=ascending)
 
 
 class RequestToTokenPool:

@@ -4,8 +4,8 @@ A slot is a token's row in the layers' buffers: `page * page_size + offset`. The
 where their free list is; the slots are computed on the device, by the kernels of `SlotKernels`, and nothing here waits
 for the device unless its docstring says so.
 
-Invariant: every slot handed out lies in a page that the `PageAllocator` counts as used. There is no other state, so
-`PageAllocator.check()` covers it. Owned by the scheduler thread, like the pages.
+Invariant: every slot handed out lies in a page that the `PageSource` counts as used. There is no other state, so the
+source's `check()` covers it. Owned by the scheduler thread, like the pages.
 """
 
 from __future__ import annotations
@@ -20,10 +20,34 @@ import torch
 
 from ..errors import InvalidInput, InvariantError
 from ..types import PageIds
-from .allocator import PageAllocator
 from .device import token_slots, upload
 
 Lengths = npt.NDArray[np.int64]
+
+
+class PageSource(Protocol):
+    """Where pages come from: a `PageAllocator`, or a cache (`HiRadixCache.page_source`), which evicts to make room."""
+
+    @property
+    def first(self) -> int:
+        """The smallest page id."""
+
+    @property
+    def capacity(self) -> int:
+        """Pages in the pool."""
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be had now."""
+
+    def alloc(self, count: int) -> PageIds | None:
+        """`count` pages, or None, changing nothing but what was evicted, if there is no room."""
+
+    def free(self, pages: PageIds) -> None:
+        """Take pages back. Raises InvariantError for those that are not in use."""
+
+    def free_group(self) -> AbstractContextManager[None]:
+        """What is freed inside becomes free at the end of the block."""
 
 
 class SlotKernels(Protocol):
@@ -45,7 +69,7 @@ class SlotKernels(Protocol):
 class TokenAllocator(ABC):
     """What engines use: slots out, slots back."""
 
-    def __init__(self, pages: PageAllocator, page_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, pages: PageSource, page_size: int, device: torch.device | str = "cpu") -> None:
         if page_size < 1:
             raise InvalidInput(f"token allocator: a page of {page_size} tokens")
         self.pages = pages
@@ -95,7 +119,7 @@ class TokenAllocator(ABC):
 class TokenToKVPoolAllocator(TokenAllocator):
     """Pages of one token: a slot is a page id, and no request has a partial page, so `alloc` is all it needs."""
 
-    def __init__(self, pages: PageAllocator, device: torch.device | str = "cpu") -> None:
+    def __init__(self, pages: PageSource, device: torch.device | str = "cpu") -> None:
         super().__init__(pages, 1, device)
 
     def free(self, slots: torch.Tensor) -> None:
@@ -113,7 +137,7 @@ class PagedTokenToKVPoolAllocator(TokenAllocator):
     """
 
     def __init__(
-        self, pages: PageAllocator, page_size: int, device: torch.device | str = "cpu", *,
+        self, pages: PageSource, page_size: int, device: torch.device | str = "cpu", *,
         debug: bool = False, kernels: SlotKernels | None = None,
     ) -> None:  # fmt: skip
         super().__init__(pages, page_size, device)

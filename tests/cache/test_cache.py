@@ -7,14 +7,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from hicache.cache import CacheOptions
 from hicache.controller import ControllerOptions
 from hicache.errors import InvalidInput, TransferError
-from hicache.tiers import CopyEngine, HostPool, KVPool, Transfer
+from hicache.tiers import CopyEngine, HostPool, KVPool, PagedTokenToKVPoolAllocator, Transfer
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import PageIds
-from tests.cache.world import World, memory_backend, prompt
+from tests.cache.world import GEOMETRY, World, memory_backend, prompt
 
 
 @pytest.fixture
@@ -353,4 +354,24 @@ def test_a_failed_device_copy_stops_service_instead_of_serving_unknown_bytes() -
     with pytest.raises(TransferError):
         world.cache.begin_request("c", prompt(1, 2, 3))
     world.cache.cache_finished_req(request, None)
+    world.close()
+
+
+def test_a_token_allocator_over_the_cache_evicts_and_keeps_the_books() -> None:
+    """An engine that asks for slots: it computes into them, and hands the whole pages to the tree."""
+    world = World(device_pages=6)
+    world.serve("a", prompt(1, 2, 3))
+    world.settle()
+    allocator = PagedTokenToKVPoolAllocator(world.cache.page_source, GEOMETRY.page_size)
+    assert allocator.available_tokens == 6 * GEOMETRY.page_size
+    slots = allocator.alloc_extend(torch.tensor([0]), torch.tensor([18]), torch.tensor([-1]), 18)
+    assert slots is not None
+    pages = (slots[:: GEOMETRY.page_size] // GEOMETRY.page_size).numpy().astype(np.int32)
+    world.cache.check()
+    key = prompt(4, 5, 6, 7, tail=0)
+    world.fill(key, pages[:4], 0)
+    assert world.cache.insert(key, pages[:4]).present_pages == 0
+    allocator.free(slots[16:])
+    world.cache.check()
+    assert world.serve("b", prompt(4, 5, 6, 7)).device_hit_tokens == 16
     world.close()
