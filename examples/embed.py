@@ -12,20 +12,20 @@ import sys
 import time
 from pathlib import Path
 
-from hicache import HiCacheConfig, HiRadixCache, KVGeometry, Namespace, RadixKey
-from hicache.cache import RequestKV, create_cache
+from hicache import HiCacheConfig, KVGeometry, Namespace, RadixKey
+from hicache.cache import RequestKV, TreeCache, create_cache
 
 GEOMETRY = KVGeometry(layers=4, heads=2, head_dim=16, page_size=16, dtype="float32")
 
 
-def compute(cache: HiRadixCache, request: RequestKV, tokens: int) -> None:
+def compute(cache: TreeCache, request: RequestKV, tokens: int) -> None:
     """Stands for the forward: writes KV of the tokens from `request.cached_tokens` on into the request's own pages."""
     for layer in range(GEOMETRY.layers):
         for block in cache.device.layer_blocks(layer):
             block[request.pages[request.shared_pages :]] = tokens % 251
 
 
-def serve(cache: HiRadixCache, rid: str, prompt: list[int], tenant: str) -> RequestKV:
+def serve(cache: TreeCache, rid: str, prompt: list[int], tenant: str) -> RequestKV:
     """One request from arrival to end. A real scheduler interleaves many of these."""
     key = RadixKey.of(prompt, cache_salt=tenant)
     cache.prefetch_from_storage(rid, key)

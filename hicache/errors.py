@@ -7,6 +7,9 @@
     |-- InvariantError        (also AssertionError) an internal invariant is broken; raised by `check()`
     |-- TransferError         (also RuntimeError)  a copy between device and host failed or did not end in time
     |-- RankError             (also RuntimeError)  another rank is gone, late, or has decided differently
+    |-- SessionError                               a turn that its session cannot take
+    |   |-- UnknownSession    (also LookupError)   never opened, closed or expired
+    |   `-- SessionBusy                            has a turn already
     `-- BackendError          (also OSError)       storage
         |-- BackendUnavailable                     the store cannot be opened or used now
         `-- NotOurs                                the store exists but belongs to somebody or something else
@@ -48,6 +51,18 @@ class RankError(HiCacheError, RuntimeError):
 
     There is no way back: every later call on the group raises at once. End the engine on all ranks and start anew.
     """
+
+
+class SessionError(HiCacheError):
+    """A request cannot be a turn of a session. It can still run without one; nothing was changed."""
+
+
+class UnknownSession(SessionError, LookupError):
+    """No session of this name is open (any more). Open it and send the turn again."""
+
+
+class SessionBusy(SessionError):
+    """The session has a turn that has not ended; a session has one at a time."""
 
 
 class BackendError(HiCacheError, OSError):

@@ -1,23 +1,30 @@
-"""The tree cache an engine embeds: `HiRadixCache`, and `create_cache` that builds one from a configuration."""
+"""What an engine embeds: the interface `TreeCache`, its three implementations, and `create_cache` that builds one."""
 
 from .backup import WritePolicy
 from .books import Eviction
-from .factory import create_cache
+from .chunk_cache import ChunkCache
+from .factory import create_cache, create_tiered_cache
+from .interface import TreeCache
 from .options import CacheOptions
 from .payoff import Decision, Figures, Payoff, PayoffOptions, PayoffStatistics, Route
 from .pins import Pin
 from .prefetch import PrefetchPolicy
 from .radix_cache import HiRadixCache
 from .requests import RequestKV
+from .schedule import Candidate, Order, ScheduleOptions, longest_prefix_first
+from .session_cache import SessionCache, SessionStatistics
 from .statistics import CacheStatistics, TierStatistics
 
 __all__ = [
     "CacheOptions",
     "CacheStatistics",
+    "Candidate",
+    "ChunkCache",
     "Decision",
     "Eviction",
     "Figures",
     "HiRadixCache",
+    "Order",
     "Payoff",
     "PayoffOptions",
     "PayoffStatistics",
@@ -25,7 +32,13 @@ __all__ = [
     "PrefetchPolicy",
     "RequestKV",
     "Route",
+    "ScheduleOptions",
+    "SessionCache",
+    "SessionStatistics",
     "TierStatistics",
+    "TreeCache",
     "WritePolicy",
     "create_cache",
+    "create_tiered_cache",
+    "longest_prefix_first",
 ]

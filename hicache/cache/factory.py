@@ -19,10 +19,13 @@ from ..errors import ConfigError, HiCacheError, InvalidInput, RankError
 from ..events import EventStream
 from ..events.factory import create_publisher
 from ..frame import FrameCodec, TagKind, frame_bytes
+from ..geometry import KVGeometry
 from ..keys import BIGRAM_BYTES, TOKEN_BYTES, Namespace
-from ..tiers import HostPool, create_copy_engine, create_device_pool
+from ..tiers import HostPool, KVPool, create_copy_engine, create_device_pool
 from ..tiers.memory import DeviceMemory, host_pages
 from ..tiers.memory import device_pages as count_device_pages
+from .chunk_cache import ChunkCache
+from .interface import TreeCache
 from .options import CacheOptions
 from .payoff import Figures, PayoffOptions
 from .radix_cache import HiRadixCache
@@ -38,8 +41,35 @@ def create_cache(
     bigram: bool = False,
     ranks: RankGroup | None = None,
     environ: Mapping[str, str] | None = None,
+) -> TreeCache:
+    """The cache that `config` asks for: with tiers, or with `prefix_cache: false` one that reuses nothing.
+
+    Arguments and errors are those of `create_tiered_cache`.
+    """
+    if config.prefix_cache:
+        return create_tiered_cache(
+            config, namespace, device=device, device_pages=device_pages, device_memory=device_memory, bigram=bigram,
+            ranks=ranks, environ=environ,
+        )  # fmt: skip
+    device = torch.device(device)
+    pages = _l1_pages(config, namespace.geometry, device, device_pages, device_memory)
+    if ranks is not None:
+        pages = int(ranks.agree(np.array([pages], dtype=np.int64))[0])
+    return ChunkCache(_create_l1(config, namespace.geometry, device, pages), weights_epoch=namespace.weights_epoch)
+
+
+def create_tiered_cache(
+    config: HiCacheConfig,
+    namespace: Namespace,
+    *,
+    device: torch.device | str = "cpu",
+    device_pages: int | None = None,
+    device_memory: DeviceMemory | None = None,
+    bigram: bool = False,
+    ranks: RankGroup | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> HiRadixCache:
-    """Allocate both pools, open storage and start the workers that `config` asks for.
+    """Allocate both pools, open storage and start the workers that `config` asks for, whatever `prefix_cache` says.
 
     `namespace` carries the geometry; its page size must be the configured one. `device_pages` sizes L1 where the
     configuration leaves that to the engine; `device_memory` is what it sizes L1 from, by default what the driver says.
@@ -47,16 +77,8 @@ def create_cache(
     pools have the size of the smallest, and all ranks start or none does. Raises ConfigError, CapacityError,
     BackendError and RankError with what to change; nothing is left running then.
     """
-    geometry = namespace.geometry
-    if geometry.page_size != config.page_size:
-        raise ConfigError(f"page_size: configured as {config.page_size}, but the engine uses {geometry.page_size}")
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device}: this installation of torch sees no CUDA device; use 'cpu'")
-    if device_pages and not config.device.is_given:
-        l1_pages = device_pages
-    else:
-        l1_pages = count_device_pages(config.device, geometry, device, device_memory)
+    geometry, device = namespace.geometry, torch.device(device)
+    l1_pages = _l1_pages(config, geometry, device, device_pages, device_memory)
     bounds = _Bounds(l1_pages, host_pages(config.host, geometry, l1_pages), controller_options(config))
     parts = _Parts(config, namespace, device, bigram, os.environ if environ is None else environ, ranks)
     if ranks is None:
@@ -102,9 +124,7 @@ def _agreed_bounds(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace
 
 def _build(parts: _Parts, bounds: _Bounds) -> HiRadixCache:
     config, namespace, device = parts.config, parts.namespace, parts.device
-    l1 = create_device_pool(
-        namespace.geometry, bounds.l1_pages, device, ascending=config.device.ascending_pages
-    )
+    l1 = _create_l1(config, namespace.geometry, device, bounds.l1_pages)
     l2 = HostPool(namespace.geometry, bounds.l2_pages, pin=_pin(config.host.pin, device))
     open_storage = _storage_opener(config, namespace, parts.environ)
     backend = None if open_storage is None else open_storage(namespace.weights_epoch)
@@ -135,6 +155,26 @@ def _build(parts: _Parts, bounds: _Bounds) -> HiRadixCache:
     except BaseException:
         _close(backend)
         raise
+
+
+def _l1_pages(
+    config: HiCacheConfig,
+    geometry: KVGeometry,
+    device: torch.device,
+    pages: int | None,
+    memory: DeviceMemory | None,
+) -> int:
+    if geometry.page_size != config.page_size:
+        raise ConfigError(f"page_size: configured as {config.page_size}, but the engine uses {geometry.page_size}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device}: this installation of torch sees no CUDA device; use 'cpu'")
+    if pages and not config.device.is_given:
+        return pages
+    return count_device_pages(config.device, geometry, device, memory)
+
+
+def _create_l1(config: HiCacheConfig, geometry: KVGeometry, device: torch.device, pages: int) -> KVPool:
+    return create_device_pool(geometry, pages, device, ascending=config.device.ascending_pages)
 
 
 def _publish_events(config: HiCacheConfig, cache: HiRadixCache) -> None:

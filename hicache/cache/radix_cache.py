@@ -127,9 +127,7 @@ class HiRadixCache:
         return self.tree.match(key)
 
     def peek(self, key: RadixKey) -> Peek:
-        """How much of `key` is cached, in pages that a request could reuse; changes nothing. For schedulers that order
-        their queue by it.
-        """
+        """How much of `key` is cached, in pages that a request could reuse; changes nothing."""
         return self.tree.peek(self._reusable(key))
 
     def begin_request(
@@ -271,6 +269,11 @@ class HiRadixCache:
     def saving_pages(self) -> int:
         """L1 pages that are being copied to L2 in order to be evicted."""
         return self._backup.saving_pages
+
+    @property
+    def request_pages(self) -> int:
+        """L1 pages that are requests' own, or the caller's by `alloc_pages`."""
+        return self._l1.request_pages
 
     def pin(self, key: RadixKey, ttl_s: float) -> Pin | None:
         """Keep what is cached of `key` (whole pages) for `ttl_s` seconds after its last use; a handle to end it sooner.

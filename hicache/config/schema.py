@@ -256,6 +256,11 @@ class HiCacheConfig(Section):
         description="Tokens per page, the unit of transfer and storage. 16 to 256 is usual: larger moves faster, "
         "smaller loses less of a prefix that ends inside a page. Engines share stored pages only if they agree on it.",
     )
+    prefix_cache: bool = Field(
+        default=True,
+        description="Reuse KV between requests. Off, every request computes its whole prompt, the device holds running "
+        "requests alone, and neither the host nor storage is used: for comparing.",
+    )
     device: DeviceConfig = DeviceConfig()
     host: HostConfig = HostConfig()
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(

@@ -9,7 +9,7 @@ from .factory import BUNDLED_MODEL, create_engine
 from .model import TILE, LlamaModel, Span
 from .requests import EngineStatistics, FinishReason, RequestRecord, Update
 from .sampling import Sampling, greedy
-from .scheduler import Engine, EngineOptions
+from .scheduler import Engine, EngineOptions, Schedule
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -23,6 +23,7 @@ __all__ = [
     "LlamaModel",
     "RequestRecord",
     "Sampling",
+    "Schedule",
     "Span",
     "Update",
     "create_engine",

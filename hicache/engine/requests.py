@@ -102,6 +102,7 @@ class Request:
     seed: bytes  # of `extra_key` and `cache_salt`
     arrival_s: float
     sampling: Sampling = GREEDY
+    session_id: str | None = None
     first_token_s: float | None = None
     kv: RequestKV | None = None
     row: int | None = None
@@ -111,6 +112,7 @@ class Request:
     computed_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
+    _key: RadixKey | None = None
 
     @property
     def prefilling(self) -> bool:
@@ -124,8 +126,10 @@ class Request:
         return self.kv
 
     def key(self, tokens: int) -> RadixKey:
-        """The cache key of the first `tokens` tokens."""
-        return RadixKey(token_bytes(self.tokens[:tokens]), self.seed)
+        """The cache key of the first `tokens` tokens. Kept, because a waiting request is asked for it in every step."""
+        if self._key is None or len(self._key) != tokens:
+            self._key = RadixKey(token_bytes(self.tokens[:tokens]), self.seed)
+        return self._key
 
     def record(self, reason: FinishReason, error: HiCacheError | None, finish_s: float) -> RequestRecord:
         """The final record."""

@@ -6,7 +6,8 @@ One step:
          -> extend, or preempt the youngest -> forward of one token each -> cache_finished_req of what ended
 
 First come, first served, with two exceptions: a request that waits for storage is overtaken by those that do not, and a
-preempted request keeps the place of its submission. Prefills longer than the step's budget go on in the next step.
+preempted request keeps the place of its submission. Or, as an option, the longest cached prefix first. Prefills longer
+than the step's budget go on in the next step.
 
 Locking design: all calls on one thread, which owns every field here; so there is no lock. No call does storage I/O or
 waits for any. The forward runs on this thread too, and waits there for copies from L2 alone.
@@ -17,17 +18,26 @@ its pages, which hold at least its `kv_tokens`; a request that waits has none. B
 
 from __future__ import annotations
 
+import enum
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
 
-from ..cache import HiRadixCache, RequestKV
-from ..errors import CapacityError, HiCacheError, InvalidInput, InvariantError, TransferError
+from ..cache import (
+    Candidate,
+    ChunkCache,
+    RequestKV,
+    ScheduleOptions,
+    SessionCache,
+    TreeCache,
+    longest_prefix_first,
+)
+from ..errors import CapacityError, HiCacheError, InvalidInput, InvariantError, SessionError, TransferError
 from ..keys import RadixKey
 from ..tiers import Transfer
 from .check import check_requests
@@ -40,17 +50,27 @@ from .sampling import GREEDY, Sampling, pick
 IDLE_WAIT_S = 0.0005
 
 
+class Schedule(enum.StrEnum):
+    """Which waiting request begins first."""
+
+    FCFS = "fcfs"
+    LONGEST_PREFIX = "longest_prefix"  # see `hicache.cache.schedule`; without a prefix cache it is FCFS
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """Bounds of the engine. More `running_max` shares each weight load among more requests on a GPU and needs more L1.
 
     `prefill_tokens_max` bounds the prompt tokens of one step: larger ends prefills sooner, smaller lets running
-    requests get their next token sooner. `waiting_max` bounds the queue; beyond it `submit` refuses.
+    requests get their next token sooner. `waiting_max` bounds the queue; beyond it `submit` refuses. `longest_prefix`
+    has the bounds of that schedule.
     """
 
     running_max: int = 8
     prefill_tokens_max: int = 1024
     waiting_max: int = 4096
+    schedule: Schedule = Schedule.FCFS
+    longest_prefix: ScheduleOptions = field(default_factory=ScheduleOptions)
 
     def __post_init__(self) -> None:
         for name in ("running_max", "prefill_tokens_max", "waiting_max"):
@@ -68,7 +88,7 @@ class Engine:
     def __init__(
         self,
         model: LlamaModel,
-        cache: HiRadixCache,
+        cache: TreeCache,
         options: EngineOptions | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -104,12 +124,14 @@ class Engine:
         cache_salt: str | None = None,
         ignore_eos: bool = False,
         sampling: Sampling = GREEDY,
+        session_id: str | None = None,
     ) -> str:
         """Queue a request and let storage start on its prefix; the request id. Does not block.
 
-        Raises InvalidInput for an empty prompt, a token outside the vocabulary or no token to
-        generate, CapacityError for a prompt that never fits into L1 or the context and for a full queue; nothing is
-        queued then.
+        With a `session_id` it is the next turn of that session of the engine's SessionCache. Raises InvalidInput for an
+        empty prompt, a token outside the vocabulary, no token to generate or a session without a SessionCache,
+        CapacityError for a prompt that never fits into L1 or the context and for a full queue, SessionError as
+        `SessionCache.join_session`; nothing is queued then.
         """
         tokens = [int(token) for token in prompt_tokens]
         key = RadixKey.of(tokens, extra_key=extra_key, cache_salt=cache_salt)
@@ -126,8 +148,10 @@ class Engine:
             raise CapacityError(f"engine: {len(self._waiting)} requests are waiting; submit again later")
         rid = f"request-{self._submitted}"
         request = Request(
-            rid, self._submitted, tokens, len(tokens), max_new_tokens, ignore_eos, key.seed, self._clock(), sampling
-        )
+            rid, self._submitted, tokens, len(tokens), max_new_tokens, ignore_eos, key.seed, self._clock(), sampling,
+            session_id,
+        )  # fmt: skip
+        self._join_session(request)
         self._submitted += 1
         self._waiting.append(request)
         self.cache.prefetch_from_storage(rid, key)
@@ -209,10 +233,10 @@ class Engine:
         Each gets a part of the budget, so that whoever has KV loaded takes part in the forward that waits for it.
         """
         admitted: list[Request] = []
-        if self._crowded and self._running:
+        if (self._crowded and self._running) or len(self._running) >= self.options.running_max or budget <= 0:
             return admitted
         self._crowded = False
-        for request in self._waiting.copy():
+        for request in self._queue():
             if len(self._running) >= self.options.running_max or budget <= 0:
                 break
             if not self.cache.check_prefetch_progress(request.rid):
@@ -228,6 +252,27 @@ class Engine:
             admitted.append(request)
             budget -= self._chunk(request, budget, chunks)
         return admitted
+
+    def _queue(self) -> list[Request]:
+        """The waiting requests in the order to begin them; those that had better wait for another are left out."""
+        if self.options.schedule is Schedule.FCFS or isinstance(self.cache, ChunkCache):
+            return self._waiting.copy()
+        ready = [request for request in self._waiting if self.cache.check_prefetch_progress(request.rid)]
+        return longest_prefix_first(
+            [Candidate(request, request.key(len(request.tokens)), request.arrival_s) for request in ready],
+            self.cache.peek,
+            page_size=self.cache.page_size,
+            now_s=self._clock(),
+            computing=[request.key(request.prefill_end) for request in self._running.values() if request.prefilling],
+            options=self.options.longest_prefix,
+        ).now
+
+    def _join_session(self, request: Request) -> None:
+        if request.session_id is None:
+            return
+        if not isinstance(self.cache, SessionCache):
+            raise InvalidInput("engine: a request of a session needs a SessionCache")
+        self.cache.join_session(request.rid, request.session_id)
 
     def _start(self, request: Request, kv: RequestKV) -> None:
         row = self._rows.alloc()
@@ -316,6 +361,10 @@ class Engine:
         self._preempted = self._crowded = True
         self._waiting.append(request)
         self._waiting.sort(key=lambda waiting: waiting.sequence)
+        try:
+            self._join_session(request)
+        except SessionError:
+            request.session_id = None  # it was closed meanwhile; the tokens are the same without it
         self.cache.prefetch_from_storage(request.rid, request.key(len(request.tokens)))
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:

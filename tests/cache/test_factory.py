@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.cache import HiRadixCache, create_cache
+from hicache.cache import HiRadixCache, create_tiered_cache
 from hicache.config import HiCacheConfig
 from hicache.errors import CapacityError, ConfigError, InvalidInput, NotOurs, RankError
 from hicache.frame import FrameHeader, TagKind
@@ -30,7 +30,7 @@ def file_storage(path: Path) -> dict[str, object]:
 
 
 def test_the_configured_sizes_policies_and_bounds_arrive() -> None:
-    with create_cache(config(host={"ratio": 3}, transfer={"write_pages_max": 7}), NAMESPACE) as cache:
+    with create_tiered_cache(config(host={"ratio": 3}, transfer={"write_pages_max": 7}), NAMESPACE) as cache:
         assert (cache.device.pages, cache.host.pages) == (16, 48)
         assert cache.controller.options.write_pages_max == 7
         assert cache.options.prefetch_threshold_tokens == 4
@@ -42,7 +42,7 @@ def test_a_mac_key_makes_stored_pages_keyed(tmp_path: Path) -> None:
     key_file.write_text("ab" * 32)
     key_file.chmod(0o600)
     settings = config(storage=file_storage(tmp_path / "pages"), integrity={"mac_key_file": str(key_file)})
-    with create_cache(settings, NAMESPACE) as cache:
+    with create_tiered_cache(settings, NAMESPACE) as cache:
         pages = cache.alloc_pages(2)
         assert pages is not None
         cache.insert(RadixKey.of(list(range(8))), pages)
@@ -54,20 +54,20 @@ def test_a_mac_key_makes_stored_pages_keyed(tmp_path: Path) -> None:
 
 
 def test_an_engine_may_size_l1_itself() -> None:
-    with create_cache(config(device={}), NAMESPACE, device_pages=5) as cache:
+    with create_tiered_cache(config(device={}), NAMESPACE, device_pages=5) as cache:
         assert cache.device.pages == 5
     with pytest.raises(ConfigError, match="size, tokens or memory_fraction"):
-        create_cache(config(device={}), NAMESPACE)
-    with create_cache(config(device={"tokens": 24}), NAMESPACE, device_pages=5) as cache:
+        create_tiered_cache(config(device={}), NAMESPACE)
+    with create_tiered_cache(config(device={"tokens": 24}), NAMESPACE, device_pages=5) as cache:
         assert cache.device.pages == 6, "the configuration decides where it says something"
 
 
 def test_the_memory_that_the_caller_names_is_what_l1_has_to_fit_into() -> None:
     tight = DeviceMemory(available_bytes=3 * NAMESPACE.geometry.payload_bytes, total_bytes=1 << 40)
-    with create_cache(config(device={"tokens": 8}), NAMESPACE, device_memory=tight) as cache:
+    with create_tiered_cache(config(device={"tokens": 8}), NAMESPACE, device_memory=tight) as cache:
         assert cache.device.pages == 2
     with pytest.raises(CapacityError, match="are free"):
-        create_cache(config(device={"tokens": 12}), NAMESPACE, device_memory=tight)
+        create_tiered_cache(config(device={"tokens": 12}), NAMESPACE, device_memory=tight)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_cannot_work_is_refused_at_start(
     sections: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        create_cache(config(**sections), NAMESPACE)
+        create_tiered_cache(config(**sections), NAMESPACE)
 
 
 def test_a_directory_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -94,14 +94,14 @@ def test_a_directory_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path) 
     theirs.mkdir(mode=0o700)
     (theirs / "thesis.txt").write_text("important")
     with pytest.raises(NotOurs):
-        create_cache(config(storage=file_storage(theirs)), NAMESPACE)
+        create_tiered_cache(config(storage=file_storage(theirs)), NAMESPACE)
     assert [path.name for path in theirs.iterdir()] == ["thesis.txt"]
 
 
 def test_a_store_too_small_for_one_page_is_refused(tmp_path: Path) -> None:
     storage = {"type": "file", "options": {"path": str(tmp_path / "pages"), "capacity": 100, "free_space_floor": 0}}
     with pytest.raises((InvalidInput, ConfigError)):
-        create_cache(config(storage=storage), NAMESPACE)
+        create_tiered_cache(config(storage=storage), NAMESPACE)
 
 
 # Ranks
@@ -110,13 +110,13 @@ DEADLINE_S = 60.0
 
 
 def started(*rank_configs: HiCacheConfig) -> list[HiRadixCache | BaseException]:
-    """What `create_cache` gave or raised on each rank, all started at once."""
+    """What `create_tiered_cache` gave or raised on each rank, all started at once."""
     groups = gloo_ranks(len(rank_configs), deadline_s=DEADLINE_S)
     size = len(groups)
     with ThreadPoolExecutor(size) as pool:
         starts = [
-            pool.submit(create_cache, settings, replace(NAMESPACE, tp_rank=group.rank, tp_size=size), ranks=group)
-            for settings, group in zip(rank_configs, groups, strict=True)
+            pool.submit(create_tiered_cache, chosen, replace(NAMESPACE, tp_rank=group.rank, tp_size=size), ranks=group)
+            for chosen, group in zip(rank_configs, groups, strict=True)
         ]
     return [start.exception() or start.result() for start in starts]
 

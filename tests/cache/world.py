@@ -5,6 +5,7 @@ Pages are filled with bytes derived from their page keys, and every page the cac
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Callable
@@ -28,8 +29,8 @@ NAMESPACE = Namespace(model="test", geometry=GEOMETRY)
 WAIT_S = 20.0
 
 
-def codec() -> FrameCodec:
-    return FrameCodec(NAMESPACE.digest, GEOMETRY.payload_bytes)
+def codec(epoch: int = 0) -> FrameCodec:
+    return FrameCodec(dataclasses.replace(NAMESPACE, weights_epoch=epoch).digest, GEOMETRY.payload_bytes)
 
 
 class ShiftedClock:
@@ -168,8 +169,8 @@ def every_hit() -> CacheOptions:
     )  # fmt: skip
 
 
-def memory_backend(capacity_bytes: int | None = None) -> MemoryBackend:
-    return LastingBackend(codec(), capacity_bytes)
+def memory_backend(capacity_bytes: int | None = None, epoch: int = 0) -> MemoryBackend:
+    return LastingBackend(codec(epoch), capacity_bytes)
 
 
 def prompt(*pages: int, tail: int = 1, salt: str | None = None) -> RadixKey:

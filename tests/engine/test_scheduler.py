@@ -26,6 +26,7 @@ from tests.engine.world import (
     random_checkpoint,
     random_tokens,
     settle,
+    tiers,
 )
 
 CHECKPOINT = random_checkpoint()
@@ -107,7 +108,7 @@ def test_the_same_prompt_twice_in_one_step_is_kept_once() -> None:
         rids = [engine.submit(prompt, 6, ignore_eos=True) for _ in range(2)]
         records = drive(engine)
         assert records[rids[0]].output_tokens == records[rids[1]].output_tokens == plain_greedy(prompt, 6)
-        assert engine.cache.tree.device_evictable_pages + engine.cache.tree.device_protected_pages == 5
+        assert tiers(engine).tree.device_evictable_pages + tiers(engine).tree.device_protected_pages == 5
         assert_nothing_leaked(engine)
 
 
@@ -290,7 +291,7 @@ def test_a_failed_load_fails_the_request_that_needs_it_and_no_token_comes_of_it(
         settle(engine)
         running = engine.submit(random_tokens(20, seed=25), 30, ignore_eos=True)
         engine.step()
-        engine.cache.evict(engine.cache.tree.device_evictable_pages)
+        tiers(engine).evict(tiers(engine).tree.device_evictable_pages)
         failed = engine.submit(prompt, 4)
         later = engine.submit(prompt, 4)
         records = drive(engine)

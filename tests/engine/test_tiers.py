@@ -26,6 +26,7 @@ from tests.engine.world import (
     random_checkpoint,
     random_tokens,
     settle,
+    tiers,
 )
 
 PAGE_SIZE = 16
@@ -133,21 +134,21 @@ class Stack:
         return [block[torch.from_numpy(match.device_pages.copy())] for block in blocks]
 
     def leave_device(self) -> None:
-        tree = self.engine.cache.tree
-        self.engine.cache.evict(tree.device_evictable_pages)
+        tree = tiers(self.engine).tree
+        tiers(self.engine).evict(tree.device_evictable_pages)
         assert tree.device_evictable_pages == 0
 
     def leave_host(self) -> None:
         """Take everything off L1 and L2, by asking for more L2 than there is."""
         self.leave_device()
-        cache = self.engine.cache
+        cache = tiers(self.engine)
         cache.host.free(cache.tree.evict_host(cache.host.pages))
         assert cache.tree.node_count == 0
 
     def host_pages(self) -> list[int]:
         match = self.engine.cache.match_prefix(RadixKey.of(self.prompt))
         assert match.host_hit_pages == match.pages
-        nodes = self.engine.cache.tree.span(match.node, match.pages)
+        nodes = tiers(self.engine).tree.span(match.node, match.pages)
         return [page for node in nodes if node.host is not None for page in node.host.tolist()]
 
     def stored_keys(self) -> list[bytes]:
@@ -195,7 +196,7 @@ def test_zeroed_kv_on_l2_changes_the_tokens() -> None:
     with stack.engine as engine:
         stack.leave_device()
         for page in stack.host_pages():
-            payload = engine.cache.host.payload(page)
+            payload = tiers(engine).host.payload(page)
             payload[:] = bytes(len(payload))
         again = generate(engine, stack.prompt)
         assert again.host_hit_tokens == 96 and again.output_tokens != stack.record.output_tokens

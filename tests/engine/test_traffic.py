@@ -17,6 +17,7 @@ from tests.engine.world import (
     make_engine,
     random_checkpoint,
     random_tokens,
+    tiers,
 )
 from tests.seeds import rng, seeds
 
@@ -100,7 +101,7 @@ def test_an_engine_is_built_from_a_configuration() -> None:
         {"page_size": 16, "device": {"tokens": 512}, "host": {"ratio": 2}, "storage": {"type": "memory"}}
     )
     with create_engine(config, CHECKPOINT) as engine:
-        assert (engine.cache.device.pages, engine.cache.host.pages) == (32, 64)
+        assert (engine.cache.device.pages, tiers(engine).host.pages) == (32, 64)
         rid = engine.submit(PROMPTS[0], 4, ignore_eos=True)
         record = engine.run_until_done()[rid]
         assert record.reason is FinishReason.LENGTH

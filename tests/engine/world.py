@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hicache.backends import StorageBackend
-from hicache.cache import CacheOptions, HiRadixCache, PayoffOptions
+from hicache.cache import CacheOptions, HiRadixCache, PayoffOptions, SessionCache, TreeCache
 from hicache.controller import HiCacheController
 from hicache.engine import TILE, Checkpoint, Engine, EngineOptions, LlamaConfig, LlamaModel, RequestRecord, Span
 from hicache.frame import FrameCodec
@@ -84,7 +84,7 @@ class Device:
         return torch.stack([buffer[slots].reshape(tokens, -1).view(torch.uint8) for buffer in buffers])
 
 
-def make_engine(
+def make_engine(  # noqa: PLR0913 - the parts that tests exchange
     checkpoint: Checkpoint,
     *,
     page_size: int = 8,
@@ -94,8 +94,9 @@ def make_engine(
     copies: Callable[[KVPool, HostPool], CopyEngine] = create_copy_engine,
     options: EngineOptions | None = None,
     payoff: PayoffOptions | None = None,
+    around: Callable[[HiRadixCache], TreeCache] = lambda cache: cache,
 ) -> Engine:
-    """An engine whose cache takes every hit, however short and slow."""
+    """An engine whose cache takes every hit, however short and slow; what it embeds is `around` that cache."""
     options = options or EngineOptions()
     geometry = checkpoint.config.geometry(page_size)
     pool, host = MHATokenToKVPool(geometry, device_pages), HostPool(geometry, host_pages)
@@ -107,7 +108,7 @@ def make_engine(
     )  # fmt: skip
     rows = RequestToTokenPool(options.running_max, -(-checkpoint.config.context_tokens // TILE) * TILE)
     model = LlamaModel(checkpoint.config, checkpoint.tensors, pool, rows)
-    return Engine(model, HiRadixCache(pool, host, controller, thresholds), options)
+    return Engine(model, around(HiRadixCache(pool, host, controller, thresholds)), options)
 
 
 def drive(engine: Engine, until: Callable[[], bool] | None = None) -> dict[str, RequestRecord]:
@@ -123,9 +124,16 @@ def drive(engine: Engine, until: Callable[[], bool] | None = None) -> dict[str, 
         assert time.monotonic() < deadline, "the engine did not come to an end"
 
 
+def tiers(engine: Engine) -> HiRadixCache:
+    """The engine's cache, for tests that look into its tiers."""
+    cache = engine.cache.inner if isinstance(engine.cache, SessionCache) else engine.cache
+    assert isinstance(cache, HiRadixCache)
+    return cache
+
+
 def settle(engine: Engine) -> None:
     """Wait until every copy and every store has ended."""
-    drive(engine, until=lambda: engine.cache.controller.idle)
+    drive(engine, until=lambda: tiers(engine).controller.idle)
 
 
 def generate(
@@ -139,7 +147,7 @@ def generate(
 def assert_nothing_leaked(engine: Engine) -> None:
     """With no request left, all of L1 is free or held by the tree, and all rows are free."""
     settle(engine)
-    tree, allocator = engine.cache.tree, engine.cache.device.allocator
+    tree, allocator = tiers(engine).tree, engine.cache.device.allocator
     assert tree.device_protected_pages == 0
     assert allocator.used_pages == tree.device_evictable_pages
     assert engine.model.requests.free_rows == engine.model.requests.table.shape[0]
@@ -157,4 +165,5 @@ __all__ = [
     "random_tensors",
     "random_tokens",
     "settle",
+    "tiers",
 ]

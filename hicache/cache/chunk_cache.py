@@ -1,0 +1,194 @@
+"""ChunkCache: the interface of a cache with the cache switched off.
+
+Each request has its own pages from begin to end, whatever other requests compute; nothing outlives a request, and there
+is neither L2 nor storage. Prefills in several chunks work, because a request keeps its pages between them. What it is
+for: comparing, and models or traffic for which reuse does not pay.
+
+Called by the scheduler thread alone; no lock.
+
+Invariant, verified by `check()`: used pages of L1 = pages held by requests.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import numpy as np
+
+from ..controller import ControllerStatistics, QueueStatistics
+from ..errors import InvalidInput, InvariantError
+from ..keys import RadixKey
+from ..radix import Match, Peek, RadixTree, make_policy
+from ..tiers import KVPool, Transfer
+from ..types import NO_PAGES
+from .books import Books, Eviction
+from .payoff import Payoff
+from .requests import RequestKV
+from .statistics import CacheStatistics, TierStatistics
+
+_IDLE = ControllerStatistics(
+    queues=QueueStatistics(
+        write=0, load=0, prefetch=0, reads=0, backup=0, device_pages_lent=0, host_pages_lent=0
+    ),
+    written_pages=0, loaded_pages=0, prefetched_pages=0, stored_pages=0, refused={}, worker_errors={},
+    worker_restarts=0, workers_alive=0, workers_stuck=0, open_failures=0, backend=None, usage=None,
+)  # fmt: skip
+_UNDECIDED = Payoff().statistics()
+
+
+class ChunkCache:
+    """See the module's docstring; the contract of each method is in `TreeCache`. Takes plain and bigram keys."""
+
+    def __init__(self, device: KVPool, *, weights_epoch: int = 0) -> None:
+        self.page_size = device.geometry.page_size
+        self.device = device
+        self.weights_epoch = weights_epoch
+        self._tree = RadixTree(self.page_size, make_policy("lru"))  # stays empty
+        self._nothing = self._tree.match(RadixKey(b""))
+        self._request_pages = 0
+        self._books = Books()
+        self._closed = False
+
+    def match_prefix(self, key: RadixKey) -> Match:
+        """No page, of any key."""
+        return self._nothing
+
+    def peek(self, key: RadixKey) -> Peek:
+        """No page on any tier."""
+        return Peek(0, 0)
+
+    def prefetch_from_storage(self, rid: str, key: RadixKey) -> bool:
+        """False: there is no storage."""
+        return False
+
+    def check_prefetch_progress(self, rid: str) -> bool:
+        """True: there is nothing to wait for."""
+        return True
+
+    def abort_prefetch(self, rid: str) -> None:
+        """Nothing to forget."""
+
+    def begin_request(
+        self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
+    ) -> RequestKV | None:
+        """Own pages for all of `key`; None if L1 has no room now. Raises InvalidInput once closed."""
+        if self._closed:
+            raise InvalidInput("the cache is closed; build a new one")
+        request = RequestKV(rid, key, NO_PAGES, 0, self._tree, self._nothing.node, priority)
+        if not self.extend(request, key.prompt_tokens):
+            return None
+        self._books.requests += 1
+        self._books.prompt_tokens += key.prompt_tokens
+        return request
+
+    def start_loading(self) -> Transfer | None:
+        """None: nothing is ever loaded."""
+        return None
+
+    def extend(self, request: RequestKV, tokens: int) -> bool:
+        """Make room for `tokens` tokens of KV in all; False if L1 is full (then nothing changed)."""
+        self._require_running(request)
+        missing = -(-tokens // self.page_size) - len(request.pages)
+        if missing <= 0:
+            return True
+        pages = self.device.allocator.alloc(missing)
+        if pages is None:
+            self._books.skipped["no_device_room"] += 1
+            return False
+        request.pages = np.concatenate((request.pages, pages))
+        self._request_pages += missing
+        return True
+
+    def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
+        """Share nothing: the request goes on with its pages. Raises InvalidInput as every cache does."""
+        self._require_running(request)
+        full = len(key) // self.page_size
+        if key.seed != request.key.seed or full > len(request.pages):
+            raise InvalidInput(f"request {request.rid!r}: {len(request.pages)} pages of KV are not of this key")
+
+    def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
+        """End a request and free all its pages."""
+        self._require_running(request)
+        if key is not None:
+            self.cache_unfinished_req(request, key)
+        self.device.allocator.free(request.pages)
+        self._request_pages -= len(request.pages)
+        request.pages = NO_PAGES
+        request.ended = True
+
+    def evict(self, pages: int) -> Eviction:
+        """Nothing: all pages are requests' own."""
+        return Eviction(freed_pages=0, saving_pages=0, short_pages=pages)
+
+    @property
+    def saving_pages(self) -> int:
+        """0: nothing is ever copied."""
+        return 0
+
+    def clear(self) -> None:
+        """Nothing to forget."""
+
+    def update_weights(self, epoch: int) -> None:
+        """Count the epoch. Raises InvalidInput for one that is not above the current one."""
+        if epoch <= self.weights_epoch:
+            raise InvalidInput(f"weights epoch {epoch} is not above {self.weights_epoch}; count every update")
+        self.weights_epoch = epoch
+
+    def record_prefill(self, tokens: int, seconds: float) -> None:
+        """Nothing to compare it with."""
+
+    def poll(self) -> bool:
+        """False: nothing is ever under way."""
+        return False
+
+    def statistics(self) -> CacheStatistics:
+        """A snapshot: requests and L1; everything else is zero."""
+        return CacheStatistics(
+            requests=self._books.requests,
+            prompt_tokens=self._books.prompt_tokens,
+            hit_tokens={},
+            evicted_pages={},
+            skipped=dict(self._books.skipped),
+            nodes=0,
+            pinned_pages=0,
+            weights_epoch=self.weights_epoch,
+            device=TierStatistics(
+                capacity_pages=self.device.pages,
+                free_pages=self.device.allocator.free_pages,
+                cached_pages=0,
+                evictable_pages=0,
+                page_bytes=self.device.geometry.payload_bytes,
+            ),
+            host=TierStatistics(capacity_pages=0, free_pages=0, cached_pages=0, evictable_pages=0, page_bytes=0),
+            payoff=_UNDECIDED,
+            controller=_IDLE,
+            events=None,
+        )
+
+    def check(self) -> None:
+        """Raises InvariantError if L1's free list or the invariant of this class is broken."""
+        self.device.allocator.check()
+        used = self.device.allocator.used_pages
+        if used != self._request_pages:
+            raise InvariantError(f"L1: {used} pages in use, {self._request_pages} held by requests")
+
+    def drain(self, timeout_s: float) -> bool:
+        """True: nothing is ever under way."""
+        return True
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Begin no further request. True: there is no thread to end."""
+        self._closed = True
+        return True
+
+    def __enter__(self) -> ChunkCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _require_running(self, request: RequestKV) -> None:
+        if request.ended:
+            raise InvalidInput(f"request {request.rid!r} has ended; its pages belong to others now")

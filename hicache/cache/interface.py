@@ -1,0 +1,136 @@
+"""TreeCache: what an engine calls, whichever cache it embeds.
+
+    HiRadixCache   prefixes in a radix tree over three tiers
+    ChunkCache     no reuse at all; the engine runs unchanged
+    SessionCache   around a HiRadixCache: conversations keep their KV between turns
+
+An implementation has every name with this signature (a test compares them) and derives from nothing here, so that a
+name it lacks is an error of the type checker and not an empty method. All calls come from the scheduler's thread; none
+does storage I/O, none raises for a storage reason, and only `drain` and `close` block.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol, Self
+
+from ..keys import RadixKey
+from ..radix import Match, Peek
+from ..tiers import KVPool, Transfer
+from .books import Eviction
+from .requests import RequestKV
+from .statistics import CacheStatistics
+
+
+class TreeCache(Protocol):
+    """See the module's docstring. Per request and in this order:
+
+    prefetch_from_storage -> check_prefetch_progress -> begin_request -> start_loading -> (forward, layer by layer)
+    -> extend* -> cache_unfinished_req* -> cache_finished_req
+    """
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+
+    @property
+    def device(self) -> KVPool:
+        """L1, which the forward writes KV to."""
+
+    def match_prefix(self, key: RadixKey) -> Match:
+        """The longest cached prefix of `key`, in whole pages; marks it as used."""
+
+    def peek(self, key: RadixKey) -> Peek:
+        """How much of `key` is cached, in pages that a request could reuse. Changes nothing, not even the order of
+        eviction. For schedulers that order their queue by it.
+        """
+
+    def prefetch_from_storage(self, rid: str, key: RadixKey) -> bool:
+        """Start reading what storage has of `key`. False if it is not worth it or not possible now."""
+
+    def check_prefetch_progress(self, rid: str) -> bool:
+        """Whether the request need not wait for its prefetch (any more)."""
+
+    def abort_prefetch(self, rid: str) -> None:
+        """Forget a request that has not begun and will not."""
+
+    def begin_request(
+        self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
+    ) -> RequestKV | None:
+        """Give a request its KV: what is cached of `key`, and own pages for the rest of it.
+
+        KV of the first `cached_tokens` tokens is there, or being loaded; at least the last token is left to compute.
+        `priority` counts for the eviction policy of that name; at most `load_pages_max` pages are loaded back. None if
+        L1 has no room now. Raises TransferError after a device copy has failed, InvalidInput once closed.
+        """
+
+    def start_loading(self) -> Transfer | None:
+        """Start the loads of this step as one copy, which the forward waits for layer by layer; None if there are none.
+
+        REQUIRES: called once per step, after `begin_request` and before the forward.
+        """
+
+    def extend(self, request: RequestKV, tokens: int) -> bool:
+        """Make room for `tokens` tokens of KV in all; False if L1 is full (the request is then as it was)."""
+
+    def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
+        """Share what a running request has computed: the whole pages of `key`, all of whose KV is written.
+
+        May put other pages with the same content into `request.pages`. Raises InvalidInput for a key that the request
+        cannot have computed and for a request that has ended.
+        """
+
+    def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
+        """End a request: share what it has of `key` (None: nothing more, as after an abort) and take its pages.
+
+        Raises as `cache_unfinished_req`, and the request then goes on.
+        """
+
+    def evict(self, pages: int) -> Eviction:
+        """Take `pages` pages off L1, as far as they may leave; tells what is free now, what soon, and what is short."""
+
+    @property
+    def saving_pages(self) -> int:
+        """L1 pages that are being copied to L2 in order to be evicted: room that is on its way."""
+
+    def clear(self) -> None:
+        """Forget all that L1 and L2 hold. Running requests keep their KV until they end, and share none of it."""
+
+    def update_weights(self, epoch: int) -> None:
+        """The model has new weights: no page of an earlier epoch is served or stored from now on.
+
+        As `clear`. Raises InvalidInput for an epoch that is not above the current one; nothing has changed then.
+        """
+
+    def record_prefill(self, tokens: int, seconds: float) -> None:
+        """Say how long a forward over `tokens` prompt tokens took: what a hit has to be faster than.
+
+        REQUIRES: the forward did not wait for a load.
+        """
+
+    def poll(self) -> bool:
+        """Take in what has ended since the last step and start what is queued; once per step.
+
+        Returns whether anything ended.
+        """
+
+    def statistics(self) -> CacheStatistics:
+        """A snapshot. May be called from any thread."""
+
+    def check(self) -> None:
+        """Raises InvariantError if the books are wrong. Visits everything; for tests and idle engines."""
+
+    def drain(self, timeout_s: float) -> bool:
+        """Poll until nothing is under way; blocks. False if something still is after `timeout_s`."""
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish what is queued and end all threads; blocks up to `timeout_s` (None: as configured).
+
+        False if something was left.
+        """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

@@ -1,0 +1,114 @@
+"""Which waiting request to begin next, so that cached prefixes are used before they are evicted.
+
+Longest prefix first serves requests that share a prefix one after the other, which finds it on L1 each time, where
+first come, first served might go back and forth between prefixes and load or compute each of them again. Two bounds
+keep it harmless: a queue so long that looking every request up costs more than it gains is served in order of arrival,
+and so is a request that has waited long enough.
+
+Requests that arrive together with the same new prefix would each compute it. So only the first of them begins; the
+others are deferred until it has put the prefix into the tree. The idea of both is that of SGLang's scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ..errors import InvalidInput
+from ..keys import RadixKey
+
+T = TypeVar("T")
+
+# Of a prefix that is to be computed: what identifies it, see `_head`.
+_Head = tuple[bytes, int, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleOptions:
+    """`queue_max` bounds the look-ups of one step: longer queues are served in order of arrival.
+
+    `age_max_s` bounds how long a request can be overtaken; longer gains hits and costs the worst time to first token.
+    `defer_tokens` are the uncached tokens two requests must share for one to wait for the other: fewer waits more often
+    for less.
+    """
+
+    queue_max: int = 128
+    age_max_s: float = 5.0
+    defer_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        if self.queue_max < 0 or not self.age_max_s >= 0 or self.defer_tokens < 1:
+            raise InvalidInput(
+                f"schedule: queue_max {self.queue_max} and age_max_s {self.age_max_s} must not be negative, "
+                f"defer_tokens {self.defer_tokens} not below 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate(Generic[T]):
+    """A waiting request: `item` is the scheduler's own object, `key` what it would begin with."""
+
+    item: T
+    key: RadixKey
+    arrival_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Order(Generic[T]):
+    """The queue, split: `now` in the order to begin them, `deferred`, by arrival, to be looked at again next step."""
+
+    now: list[T]
+    deferred: list[T]
+
+
+def longest_prefix_first(
+    waiting: Sequence[Candidate[T]],
+    measure: Callable[[RadixKey], tuple[int, int]],
+    *,
+    page_size: int,
+    now_s: float,
+    computing: Iterable[RadixKey] = (),
+    options: ScheduleOptions | None = None,
+) -> Order[T]:
+    """Order a queue by what `measure` says is cached of each key: pages on L1, then pages on other tiers, then arrival.
+
+    Requests older than `age_max_s` come first, by arrival, and are never deferred. `computing` are the keys of requests
+    whose prefill runs now: those that share their new prefix are deferred too. `measure` is called once per waiting
+    request and once per key of `computing`; it must not change what is evicted next, as `TreeCache.peek` does not.
+    """
+    options = options or ScheduleOptions()
+    by_arrival = sorted(waiting, key=lambda candidate: candidate.arrival_s)
+    if len(waiting) > options.queue_max:
+        return Order([candidate.item for candidate in by_arrival], [])
+    heads = {_head(key, sum(measure(key)) * page_size, options.defer_tokens) for key in computing}
+    old_s = now_s - options.age_max_s
+    ranked: list[tuple[float, float, Candidate[T], _Head | None]] = []
+    for candidate in by_arrival:
+        device_pages, host_pages = measure(candidate.key)
+        head = _head(candidate.key, (device_pages + host_pages) * page_size, options.defer_tokens)
+        aged = candidate.arrival_s <= old_s
+        ranked.append((-math.inf, 0, candidate, head) if aged else (-device_pages, -host_pages, candidate, head))
+    ranked.sort(key=lambda entry: entry[:2])  # keeps the order of arrival among equals
+    now: list[T] = []
+    deferred: list[Candidate[T]] = []
+    for rank, _, candidate, head in ranked:
+        if head is not None and head in heads and rank != -math.inf:
+            deferred.append(candidate)
+        else:
+            heads.add(head)
+            now.append(candidate.item)
+    deferred.sort(key=lambda candidate: candidate.arrival_s)
+    return Order(now, [candidate.item for candidate in deferred])
+
+
+def _head(key: RadixKey, cached_tokens: int, tokens: int) -> _Head | None:
+    """The first `tokens` tokens (of a bigram key: pairs) of `key` that are not cached; None if it has fewer.
+
+    If two requests share that many tokens behind what is cached, as much of both is cached, so that number stands for
+    the tokens before. Where it does not, one waits for the other in vain, at most until that one is computed.
+    """
+    start, size = cached_tokens * key.position_bytes, tokens * key.position_bytes
+    head = key.tokens[start : start + size]
+    return (key.seed, cached_tokens, head) if len(head) == size else None

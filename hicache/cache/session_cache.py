@@ -1,0 +1,465 @@
+"""SessionCache: conversations that keep all their KV on L1 between turns, around a HiRadixCache.
+
+A request that has joined a session is a *turn* of it. When a turn ends, its whole pages are shared with the tree as
+those of any request, but the session keeps them locked, and keeps the partial last page, which the tree cannot take.
+The next turn, if its prompt goes on where the last one ended, gets that page too, so it computes its new tokens only:
+
+    tokens of the session   0 ............ whole pages ............ n
+                            | locked in the tree, shared with all | own page |
+    the next turn           | a hit as for any other request      | moved to it, cached up to n | computed
+
+The tree stays the one truth about whole pages: a turn begins in the inner cache like any other request, and only the
+partial page is added here. So whatever a session loses costs the tokens of that page, never more than one page of work
+while the rest is cached:
+
+- A turn whose prompt does not go on where the last one ended: the session gives its KV up, the turn starts from the
+  tree, and the session keeps what the turn ends with.
+- An aborted turn leaves the session as it was before. Only if the turn has filled the partial page up and shared it,
+  the session ends at the last whole page before; and if it had given its KV up, it holds nothing.
+- Memory pressure: if a request finds no room, sessions without a running turn give their KV up, least recently used
+  first, as far as that makes room. They stay open.
+- Clearing the cache and new weights: all sessions give their KV up and stay open; what runs then comes back to none. If
+  that is done to the inner cache directly, a session notices when its turn begins or ends.
+- Closing, and the end of `ttl_s` seconds without a turn, release the KV and forget the session. The time is looked at
+  in `poll`. A turn that runs when its session is closed goes on as an ordinary request.
+
+With bigram keys tokens are positions in all of this: what a session has of n tokens are their n - 1 pairs, and of its
+last token, which begins no pair yet, it keeps nothing.
+
+The inner cache must not be called around this one for requests: `check()` accounts for all of them. Pins are for it.
+
+Called by the scheduler thread alone; no lock. Only `drain` and `close` block, as those of the inner cache.
+
+Invariants, verified by `check()` beside those of the inner cache: the own pages of running requests and of sessions are
+distinct, and no other page of L1 is used but by nodes. A session holds exactly the pages of its tokens, and the whole
+ones are on L1 in its tree. A session whose partial page is with its turn ends at a whole page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import numpy as np
+
+from ..errors import CapacityError, InvalidInput, InvariantError, SessionBusy, UnknownSession
+from ..keys import RadixKey
+from ..radix import Match, Peek
+from ..tiers import Transfer
+from ..types import NO_PAGES
+from .books import Eviction
+from .radix_cache import HiRadixCache
+from .requests import RequestKV
+from .statistics import CacheStatistics
+
+# Long enough for a person who reads an answer and types the next question.
+TTL_S = 600.0
+# Bounds the ids that are remembered; the KV they hold is bounded by L1, which takes it back when it is needed.
+SESSIONS_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStatistics:
+    """Sessions and pages now, the rest totals since start.
+
+    `held_pages` are kept between turns, those shared with the tree included; `own_pages` are the partial ones among
+    them. `continued_turns` went on where the turn before had ended and `tail_tokens` are what that saved over the tree.
+    `released` counts by reason (pressure, diverged, expired, closed, dropped) how often KV was given up.
+    """
+
+    open: int
+    holding: int
+    running: int
+    held_pages: int
+    own_pages: int
+    turns: int
+    continued_turns: int
+    tail_tokens: int
+    released: Mapping[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    session_id: str
+    ttl_s: float
+    used_s: float  # when it was opened, or its last turn joined or ended
+    held: RequestKV | None = None  # what it keeps; its key are the tokens that the pages hold KV of
+    turn: str | None = None  # the request that has joined and not ended
+    request: RequestKV | None = None  # KV of the turn while it runs
+    lent: RadixKey | None = None  # key of `held` before its partial page went to the turn
+
+    @property
+    def idle(self) -> bool:
+        """Whether no turn runs; one may have joined."""
+        return self.request is None
+
+
+class SessionCache:
+    """See the module's docstring; the contract of the methods every cache has is in `TreeCache`.
+
+    `clock` gives seconds that never go back, by default those of `inner`, which ranks agree on. Takes over `inner`:
+    `close` closes it.
+    """
+
+    def __init__(
+        self,
+        inner: HiRadixCache,
+        *,
+        ttl_s: float = TTL_S,
+        sessions_max: int = SESSIONS_MAX,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        if sessions_max < 1 or not ttl_s > 0:
+            raise InvalidInput(f"sessions: at most {sessions_max} for {ttl_s} s; both must be positive")
+        self.inner = inner
+        self.page_size = inner.page_size
+        self.device = inner.device
+        self._ttl_s = ttl_s
+        self._sessions_max = sessions_max
+        self._clock = clock or inner.controller.time_s
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
+        self._turns: dict[str, _Session] = {}  # by request id
+        self._running: set[RequestKV] = set()
+        self._expiry_s = math.inf  # no session expires before
+        self._counts: Counter[str] = Counter()
+        self._released: Counter[str] = Counter()
+
+    # Sessions
+
+    def open_session(self, session_id: str, *, ttl_s: float | None = None) -> None:
+        """Begin a session, which is forgotten after `ttl_s` (None: as constructed) without a turn.
+
+        Raises InvalidInput if it is open or the time is not positive, CapacityError if too many are: no other session
+        is closed for it, since its owner would find out only by an error.
+        """
+        self._expire()
+        ttl_s = self._ttl_s if ttl_s is None else ttl_s
+        if session_id in self._sessions or not ttl_s > 0:
+            raise InvalidInput(f"session {session_id!r}: open already, or its {ttl_s} s are not positive")
+        if len(self._sessions) >= self._sessions_max:
+            raise CapacityError(f"session {session_id!r}: {len(self._sessions)} are open; close one or try again later")
+        self._sessions[session_id] = session = _Session(session_id, ttl_s, 0.0)
+        self._touch(session)
+
+    def join_session(self, rid: str, session_id: str) -> None:
+        """Make the request `rid`, which has not begun, the next turn of a session.
+
+        It is one until `cache_finished_req`, or `abort_prefetch` if it does not begin; a request that is to begin again
+        after that joins again. Raises UnknownSession, SessionBusy if the session has a turn, InvalidInput if the
+        request is one already.
+        """
+        self._expire()
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise UnknownSession(f"session {session_id!r} is not open (any more); open it and send the turn again")
+        if session.turn is not None:
+            raise SessionBusy(f"session {session_id!r} has a turn already; wait for its end")
+        if rid in self._turns:
+            raise InvalidInput(f"request {rid!r} is a turn of another session")
+        session.turn = rid
+        self._turns[rid] = session
+        self._touch(session)
+
+    def close_session(self, session_id: str) -> bool:
+        """Release a session's KV and forget it. False if there is none (any more)."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return False
+        self._close(session, "closed")
+        return True
+
+    def drop_all(self) -> None:
+        """Have every session give up its KV, as when the weights change. They stay open.
+
+        What a turn that runs now computes does not come back to its session.
+        """
+        for session in list(self._sessions.values()):
+            self._release(session, "dropped")
+            if not session.idle:
+                self._end_turn(session)
+
+    # Requests
+
+    def match_prefix(self, key: RadixKey) -> Match:
+        """The longest cached prefix of `key`, in whole pages; marks it as used."""
+        return self.inner.match_prefix(key)
+
+    def peek(self, key: RadixKey) -> Peek:
+        """As the inner cache; a session's partial page is not counted."""
+        return self.inner.peek(key)
+
+    def prefetch_from_storage(self, rid: str, key: RadixKey) -> bool:
+        """As the inner cache."""
+        return self.inner.prefetch_from_storage(rid, key)
+
+    def check_prefetch_progress(self, rid: str) -> bool:
+        """As the inner cache."""
+        return self.inner.check_prefetch_progress(rid)
+
+    def abort_prefetch(self, rid: str) -> None:
+        """Forget a request that has not begun and will not: it is no turn any more."""
+        session = self._turns.get(rid)
+        if session is not None and session.idle:
+            self._end_turn(session)
+        self.inner.abort_prefetch(rid)
+
+    def begin_request(
+        self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
+    ) -> RequestKV | None:
+        """Give a request its KV; a turn that goes on where its session ended gets the session's partial page too.
+
+        `device_hit_tokens` then counts the tokens of that page. None if L1 has no room, whatever idle sessions give up.
+        """
+        session = self._turns.get(rid)
+        if session is not None and not session.idle:
+            raise InvalidInput(f"request {rid!r} has begun already")
+        if session is not None and session.held is not None:
+            if session.held.tree is not self.inner.tree:
+                self._release(session, "dropped")
+            elif not _continues(session.held.key, key):
+                self._release(session, "diverged")
+        pages = -(-key.prompt_tokens // self.page_size)
+        while True:
+            request = self.inner.begin_request(rid, key, priority=priority, load_pages_max=load_pages_max)
+            if request is not None:
+                break
+            if not self._give_way(pages - self.peek(key).device_pages, pages, session):
+                return None
+        self._running.add(request)
+        if session is not None:
+            session.request = request
+            self._counts["turns"] += 1
+            if session.held is not None:
+                self._continue(session, session.held, request)
+        return request
+
+    def start_loading(self) -> Transfer | None:
+        """As the inner cache."""
+        return self.inner.start_loading()
+
+    def extend(self, request: RequestKV, tokens: int) -> bool:
+        """Make room for `tokens` tokens of KV in all, at the cost of idle sessions; False if L1 is full then."""
+        missing = -(-tokens // self.page_size) - len(request.pages)
+        while not self.inner.extend(request, tokens):
+            if not self._give_way(missing, missing, None):
+                return False
+        return True
+
+    def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
+        """As the inner cache."""
+        self.inner.cache_unfinished_req(request, key)
+
+    def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
+        """End a request. A turn leaves its KV to its session: that of `key`, or after an abort what it was before."""
+        session = self._turns.get(request.rid)
+        if session is None or session.request is not request:
+            self.inner.cache_finished_req(request, key)
+        elif key is None:
+            self._roll_back(session, request)
+            self._end_turn(session)
+        elif request.tree is not self.inner.tree:
+            self.inner.cache_finished_req(request, key)
+            self._release(session, "dropped")
+            self._end_turn(session)
+        else:
+            self._keep(session, request, key)
+            self._end_turn(session)
+        self._running.discard(request)
+
+    def evict(self, pages: int) -> Eviction:
+        """As the inner cache; what sessions hold stays."""
+        return self.inner.evict(pages)
+
+    @property
+    def saving_pages(self) -> int:
+        """As the inner cache."""
+        return self.inner.saving_pages
+
+    # Emptying
+
+    def clear(self) -> None:
+        """As the inner cache, and `drop_all`."""
+        self.inner.clear()
+        self.drop_all()
+
+    def update_weights(self, epoch: int) -> None:
+        """As the inner cache, and `drop_all`. Raises as that one; the sessions keep what they have then."""
+        self.inner.update_weights(epoch)
+        self.drop_all()
+
+    # Each step
+
+    def record_prefill(self, tokens: int, seconds: float) -> None:
+        """As the inner cache."""
+        self.inner.record_prefill(tokens, seconds)
+
+    def poll(self) -> bool:
+        """As the inner cache; closes the sessions whose time is over."""
+        ended = self.inner.poll()
+        self._expire()
+        return ended
+
+    def drain(self, timeout_s: float) -> bool:
+        """As the inner cache."""
+        return self.inner.drain(timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Close all sessions and the inner cache; blocks as that one."""
+        for session in list(self._sessions.values()):
+            self._close(session, "closed")
+        return self.inner.close(timeout_s)
+
+    def __enter__(self) -> SessionCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Inside
+
+    def _continue(self, session: _Session, held: RequestKV, request: RequestKV) -> None:
+        """Move the partial page of a session to its turn, in place of the page that the turn got there."""
+        self._counts["continued"] += 1
+        whole, key = held.shared_pages, held.key
+        tail_tokens = len(key) - whole * self.page_size
+        if tail_tokens == 0:
+            return
+        tail, held.pages = held.pages[whole:], held.pages[:whole]
+        held.key = key.head(whole * self.page_size)
+        if request.shared_pages > whole:  # the tree has that page by now, from another request that went on like this
+            self.inner.free_pages(tail)
+            return
+        spare = request.pages[whole : whole + 1]
+        request.pages = np.concatenate((request.pages[:whole], tail, request.pages[whole + 1 :]))
+        self.inner.free_pages(spare)
+        request.device_hit_tokens += tail_tokens
+        session.lent = key
+        self._counts["tail_tokens"] += tail_tokens
+
+    def _keep(self, session: _Session, request: RequestKV, key: RadixKey) -> None:
+        """Share the whole pages of a turn that has ended, and put all its KV into the session."""
+        pages = -(-len(key) // self.page_size)
+        if pages > len(request.pages):
+            raise InvalidInput(f"request {request.rid!r}: {len(request.pages)} pages cannot hold {len(key)} tokens")
+        self.inner.cache_unfinished_req(request, key)
+        self.inner.free_pages(request.pages[pages:])
+        before, session.held = session.held, replace(request, key=key, pages=request.pages[:pages])
+        if before is not None:
+            self.inner.cache_finished_req(before, None)
+        # An object of its own: the engine still has the turn's, and must not reach the session through it.
+        request.pages, request.shared_pages, request.ended = NO_PAGES, 0, True
+
+    def _roll_back(self, session: _Session, request: RequestKV) -> None:
+        """End an aborted turn. It has written behind the session's tokens only, so the partial page is still good."""
+        held = session.held
+        if held is not None and session.lent is not None and request.shared_pages == held.shared_pages:
+            whole = held.shared_pages
+            held.pages, held.key = request.pages[: whole + 1].copy(), session.lent
+            request.pages = np.delete(request.pages, whole)
+        self.inner.cache_finished_req(request, None)
+
+    def _end_turn(self, session: _Session) -> None:
+        if session.turn is not None:
+            del self._turns[session.turn]
+        session.turn = session.request = session.lent = None
+        self._touch(session)
+
+    def _give_way(self, least_pages: int, enough_pages: int, own: _Session | None) -> bool:
+        """Have the least recently used idle session give up its KV, and `own`, whose turn needs the room, last.
+
+        False, changing nothing, if that cannot help: `enough_pages` are free, evictable or on their way to L2 already,
+        or all sessions together do not make it `least_pages`.
+        """
+        room = self.device.allocator.free_pages + self.inner.tree.device_evictable_pages + self.saving_pages
+        holding = [session for session in self._sessions.values() if session.held is not None and session.idle]
+        held_pages = sum(len(session.held.pages) for session in holding if session.held is not None)
+        if not holding or room >= enough_pages or room + held_pages < least_pages:
+            return False
+        self._release(next((session for session in holding if session is not own), holding[0]), "pressure")
+        return True
+
+    def _release(self, session: _Session, reason: str) -> None:
+        if session.held is not None:
+            self.inner.cache_finished_req(session.held, None)
+            self._released[reason] += 1
+        session.held = session.lent = None
+
+    def _close(self, session: _Session, reason: str) -> None:
+        self._release(session, reason)
+        self._end_turn(session)
+        del self._sessions[session.session_id]
+
+    def _touch(self, session: _Session) -> None:
+        session.used_s = self._clock()
+        self._sessions.move_to_end(session.session_id)
+        self._expiry_s = min(self._expiry_s, session.used_s + session.ttl_s)
+
+    def _expire(self) -> None:
+        """Close the sessions whose time is over. Looks at them only if there may be one."""
+        now_s = self._clock()
+        if now_s < self._expiry_s:
+            return
+        for session in list(self._sessions.values()):
+            if session.turn is None and now_s >= session.used_s + session.ttl_s:
+                self._close(session, "expired")
+        # One that has a turn is looked at again after its end.
+        waiting = (session for session in self._sessions.values() if session.turn is None)
+        self._expiry_s = min((session.used_s + session.ttl_s for session in waiting), default=math.inf)
+
+    # State
+
+    def statistics(self) -> CacheStatistics:
+        """As the inner cache, with the tokens of partial pages among the hits on the device."""
+        inner = self.inner.statistics()
+        device = inner.hit_tokens.get("device", 0) + self._counts["tail_tokens"]
+        return replace(inner, hit_tokens={**inner.hit_tokens, "device": device})
+
+    def session_statistics(self) -> SessionStatistics:
+        """A snapshot of the sessions. REQUIRES: the scheduler's thread."""
+        held = [session.held for session in self._sessions.values() if session.held is not None]
+        return SessionStatistics(
+            open=len(self._sessions),
+            holding=len(held),
+            running=sum(not session.idle for session in self._sessions.values()),
+            held_pages=sum(len(kv.pages) for kv in held),
+            own_pages=sum(len(kv.pages) - kv.shared_pages for kv in held),
+            turns=self._counts["turns"],
+            continued_turns=self._counts["continued"],
+            tail_tokens=self._counts["tail_tokens"],
+            released=dict(self._released),
+        )
+
+    def check(self) -> None:
+        """Raises InvariantError if the inner cache or an invariant of this class is broken."""
+        self.inner.check()
+        turns = {session.turn: session for session in self._sessions.values() if session.turn is not None}
+        if turns != self._turns:
+            raise InvariantError("sessions: the turns that are known are not those of the sessions")
+        for session in self._sessions.values():
+            if session.held is not None:
+                self._check_held(session, session.held)
+        held = [session.held for session in self._sessions.values() if session.held is not None]
+        own = [kv.pages[kv.shared_pages :] for kv in (*self._running, *held)]
+        ids = np.concatenate([NO_PAGES, *own])
+        lent = self.inner.request_pages
+        if len(np.unique(ids)) != len(ids) or lent != len(ids):
+            raise InvariantError(f"L1: {lent} pages are not the tree's, {len(ids)} held by requests and sessions")
+
+    def _check_held(self, session: _Session, held: RequestKV) -> None:
+        name, tokens, pages = f"session {session.session_id!r}", len(held.key), len(held.pages)
+        if pages != -(-tokens // self.page_size) or held.shared_pages != tokens // self.page_size:
+            raise InvariantError(f"{name}: {pages} pages, {held.shared_pages} of them shared, for {tokens} tokens")
+        if session.lent is not None and (session.idle or tokens % self.page_size):
+            raise InvariantError(f"{name}: its partial page is with a turn and yet here, or with no turn")
+        if held.tree.peek(held.key).device_pages != held.shared_pages:
+            raise InvariantError(f"{name}: its whole pages are not in the tree")
+
+
+def _continues(held: RadixKey, key: RadixKey) -> bool:
+    """Whether `key` is what is held and at least one token to compute. Else the partial page would be overwritten."""
+    return key.prompt_tokens > len(held) and key.seed == held.seed and key.tokens.startswith(held.tokens)

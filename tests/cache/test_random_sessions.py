@@ -1,0 +1,207 @@
+"""Random conversations over three tiers that are far too small; every token that is served is compared bytewise."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from hicache.backends import StorageBackend
+from hicache.cache import CacheOptions, PayoffOptions, RequestKV, SessionCache, TreeCache
+from hicache.cache import session_cache as module
+from hicache.controller import ControllerOptions
+from hicache.errors import CapacityError, SessionError
+from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, RadixKey
+from tests.cache.talks import PAGE, Talk, Talks
+from tests.cache.world import World, codec, memory_backend
+from tests.seeds import rng, seeds
+
+STEPS = 400
+STORE_BYTES = 100 * codec().frame_bytes
+SESSIONS = ["a", "b", "c", "d"]
+LENGTH_MAX = 10 * PAGE
+
+
+def _store(epoch: int) -> StorageBackend:
+    return memory_backend(STORE_BYTES, epoch)
+
+
+class RandomTalks:
+    """Keeps a few requests running, most of them turns, and does the next random thing to one of them."""
+
+    def __init__(self, numbers: random.Random, make: type[SessionCache] = SessionCache) -> None:
+        self.random = numbers
+        world = World(
+            device_pages=16, host_pages=30, backend=_store(0), open_storage=_store,
+            options=CacheOptions(
+                prefetch_threshold_tokens=8, load_back_threshold_tokens=4, payoff=PayoffOptions(always=True),
+                prefetch_timeout_base_s=0.005, prefetch_timeout_per_1024_tokens_s=0,
+                write_policy=numbers.choice(["write_through", "write_through_selective", "write_back"]),
+            ),
+            controller_options=ControllerOptions(storage_batch_pages=2, write_pages_max=30, load_pages_max=20),
+            position_bytes=numbers.choice([TOKEN_BYTES, BIGRAM_BYTES]),
+        )  # fmt: skip
+        self.talks = Talks(world, sessions_max=3, make=make)
+        self.history: dict[str, list[int]] = {}  # what each conversation said last, as its client knows it
+        self.running: list[tuple[Talk, str | None]] = []
+        self.seen: Counter[str] = Counter()
+        self.count = 0
+
+    def words(self, most: int) -> list[int]:
+        return [self.random.randrange(3) for _ in range(self.random.randint(1, most))]
+
+    def prompt(self, session_id: str) -> list[int]:
+        """Mostly what the conversation said and something new; sometimes a part of it, or something else."""
+        said, choice = self.history.get(session_id, []), self.random.random()
+        if choice < 0.15:
+            said = said[: self.random.randint(0, len(said))]
+        elif choice < 0.2:
+            said = []
+        elif choice < 0.3:
+            said = [*said[:-2], *self.words(2)]
+        return [*said, *self.words(6)][-LENGTH_MAX:] if len(said) < LENGTH_MAX else self.words(12)
+
+    def open(self) -> None:
+        try:
+            self.talks.cache.open_session(self.random.choice(SESSIONS), ttl_s=self.random.choice([20.0, 1000.0]))
+        except (CapacityError, ValueError) as error:
+            self.seen[type(error).__name__] += 1
+
+    def arrive(self) -> None:
+        if len(self.running) == 4:
+            return
+        session_id = self.random.choice([*SESSIONS, None])
+        prompt = self.words(20) if session_id is None else self.prompt(session_id)
+        self.count += 1
+        rid = f"r{self.count}"
+        if self.random.random() < 0.5:
+            self.talks.cache.prefetch_from_storage(rid, self.talks.key(prompt))
+            self.talks.world.until(lambda: self.talks.cache.check_prefetch_progress(rid))
+        try:
+            talk = self.talks.begin(prompt, session_id, rid=rid)
+        except SessionError as error:
+            self.seen[type(error).__name__] += 1
+            talk = None
+        if talk is not None:
+            self.running.append((talk, session_id))
+        else:
+            self.talks.cache.abort_prefetch(rid)
+
+    def decode(self) -> None:
+        for talk, _ in self.running:
+            self.talks.decode(talk, self.words(3))
+
+    def share(self) -> None:
+        if self.running:
+            self.talks.share(self.random.choice(self.running)[0])
+
+    def finish(self) -> None:
+        if self.running:
+            talk, session_id = self.running.pop(self.random.randrange(len(self.running)))
+            if self.random.random() < 0.2:  # ends with fewer tokens than it computed
+                least = talk.kv.shared_pages * PAGE + self.talks.bigram
+                talk.computed = self.random.randint(max(1, least), talk.computed)
+            self.talks.finish(talk)
+            if session_id is not None:
+                self.history[session_id] = talk.tokens[: talk.computed]
+
+    def abort(self) -> None:
+        if self.running:
+            talk, _ = self.running.pop(self.random.randrange(len(self.running)))
+            self.talks.compare(talk)
+            self.talks.abort(talk)
+
+    def close(self) -> None:
+        if self.random.random() < 0.1:
+            self.talks.cache.close_session(self.random.choice(SESSIONS))
+
+    def drop(self) -> None:
+        if self.random.random() < 0.05:
+            self.talks.cache.drop_all()
+
+    def empty(self) -> None:
+        """Clear the cache or change the weights, now and then behind the sessions' back."""
+        if self.random.random() < 0.1:
+            caches: list[TreeCache] = [self.talks.cache, self.talks.inner]
+            cache = self.random.choice(caches)
+            if self.random.random() < 0.5:
+                cache.clear()
+            else:
+                cache.update_weights(self.talks.inner.weights_epoch + 1)
+            self.seen["emptied"] += 1
+
+    def pass_time(self) -> None:
+        self.talks.clock.now_s += self.random.choice([1.0, 6.0])
+
+    def pressure(self) -> None:
+        self.talks.inner.evict(self.random.randint(1, 12))
+
+    def poll(self) -> None:
+        self.talks.cache.poll()
+
+    def run(self) -> None:
+        actions = [self.open, self.open, self.arrive, self.arrive, self.arrive, self.decode, self.decode, self.share]
+        actions += [self.finish, self.finish, self.finish, self.abort, self.close, self.drop, self.empty]
+        actions += [self.pass_time, self.pressure, self.poll, self.poll]
+        for _ in range(STEPS):
+            self.random.choice(actions)()
+            self.talks.cache.check()
+            state = self.talks.cache.session_statistics()
+            assert state.held_pages <= self.talks.world.device.pages * state.holding
+        while self.running:
+            self.finish()
+        self.seen.update(self.talks.cache.session_statistics().released)
+        self.seen["continued"] += self.talks.cache.session_statistics().continued_turns
+        self.seen["tail_tokens"] += self.talks.cache.session_statistics().tail_tokens
+
+
+@pytest.mark.parametrize("seed", seeds(30))
+def test_random_turns_are_served_right_bytes_and_the_books_balance(seed: int) -> None:
+    engine = RandomTalks(rng(seed))
+    engine.run()
+    engine.talks.close()
+    assert engine.talks.compared_tokens > 0
+
+
+def test_the_random_turns_meet_every_way_to_end() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(8):
+        engine = RandomTalks(rng(seed))
+        engine.run()
+        engine.talks.close()
+        seen += engine.seen
+    reasons = {"pressure", "diverged", "expired", "closed", "dropped"}
+    assert seen["continued"] > 0 and seen["tail_tokens"] > 0 and seen["emptied"] > 0
+    assert reasons | {"UnknownSession", "SessionBusy", "CapacityError", "InvalidInput"} <= set(seen)
+
+
+class ForgetsTheTail(SessionCache):
+    """Counts the partial page's tokens as cached, and leaves the page where it was."""
+
+    def _continue(self, session: module._Session, held: RequestKV, request: RequestKV) -> None:
+        request.device_hit_tokens += len(held.key) % self.page_size
+
+
+class ComparesWholePages(SessionCache):
+    """Goes on from the session's tokens whatever the turn says in place of those of the partial page."""
+
+    def begin_request(
+        self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
+    ) -> RequestKV | None:
+        session = self._turns.get(rid)
+        held = None if session is None else session.held
+        if held is not None and len(key) > len(held.key) and self.peek(key).device_pages >= held.shared_pages:
+            whole, end = held.shared_pages * PAGE * key.position_bytes, len(held.key.tokens)
+            held.key = replace(held.key, tokens=held.key.tokens[:whole] + key.tokens[whole:end])
+        return super().begin_request(rid, key, priority=priority, load_pages_max=load_pages_max)
+
+
+@pytest.mark.parametrize("make", [ForgetsTheTail, ComparesWholePages])
+def test_a_session_cache_that_serves_other_tokens_is_found(make: type[SessionCache]) -> None:
+    """Negative control: without the partial page itself, or without comparing tokens, wrong bytes are served."""
+    engines = [RandomTalks(rng(seed), make) for seed in range(4)]
+    for engine in engines:
+        engine.run()
+    assert sum(engine.talks.wrong_tokens for engine in engines) > 0
