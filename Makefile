@@ -44,7 +44,7 @@ gpu: $(VENV)/.test-stamp
 	$(BIN)/python -m benchmarks.copies --device cuda
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist demo-data .demo
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist demo-data replay-data .demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.demo-stamp: pyproject.toml constraints.txt hatch_build.py native/narrow.c | $(BIN)/python

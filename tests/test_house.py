@@ -17,7 +17,7 @@ MODULES = sorted((ROOT / "hicache").rglob("*.py"))
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ""}
 # Environments, caches and outputs: not part of the source.
 NOT_SOURCE = {".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", ".import_linter_cache",
-              "__pycache__", "build", "dist", "demo-data", ".demo", "bench-out"}  # fmt: skip
+              "__pycache__", "build", "dist", "demo-data", "replay-data", ".demo", "bench-out"}  # fmt: skip
 
 MODULE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70

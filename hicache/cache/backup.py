@@ -89,8 +89,9 @@ class Backup:
             if node.host is not None:
                 if not has_storage:
                     break  # its ancestors are on L2 too
-                if not (node.stored or node.store_pending):
-                    stores.append(node)
+                if node.stored or node.store_pending:
+                    break  # so are its ancestors
+                stores.append(node)
             elif not node.backup_pending and (backups or self._wants(node)):
                 backups.append(node)
             node = node.parent

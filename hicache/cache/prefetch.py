@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..controller import PREFETCH_S_MAX, HiCacheController, PrefetchOperation, PrefetchState
 from ..keys import TOKEN_BYTES, RadixKey, page_keys
 from ..radix import Match, Node, RadixTree
-from ..types import NO_PAGES
 from .books import Books, HostLedger
 from .options import CacheOptions
 from .pause import Pause
@@ -46,6 +46,14 @@ class _Prefetch:
     anchor: Node
     first_key: bytes  # of the page it starts with
     answered: bool = False  # the request goes on; nothing that arrives later is for it
+
+
+class _Arrived(NamedTuple):
+    """Pages up to `node` that came for a request that has not begun."""
+
+    tree: RadixTree
+    node: Node
+    pages: int
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +91,8 @@ class Prefetcher:
         self._active: dict[str, _Prefetch] = {}
         self._leaders: dict[bytes, str] = {}
         self._followers: dict[str, _Follower] = {}
-        self._arrived_pages: dict[str, int] = {}
+        self._arrived: dict[str, _Arrived] = {}
+        self._arrived_pages = 0
         self._payoff = payoff
         self._page_bytes = ledger.host.geometry.payload_bytes
         self._pause = pause
@@ -169,7 +178,7 @@ class Prefetcher:
     def abort(self, rid: str) -> None:
         """Stop the prefetch of a request that will not run; what has arrived stays."""
         self.conclude(rid)
-        self._arrived_pages.pop(rid, None)
+        self.take_arrived(rid)
 
     def conclude(self, rid: str) -> None:
         """End the wait of a request that begins: what has not arrived from storage by now is computed."""
@@ -181,19 +190,30 @@ class Prefetcher:
     def cancel_all(self) -> None:
         """Stop all prefetches; nothing that they bring is shown any more."""
         self._followers.clear()
+        for rid in list(self._arrived):
+            self.take_arrived(rid)
         for prefetch in self._active.values():
             if not prefetch.answered:
                 self._close(prefetch)
 
     def take_arrived(self, rid: str) -> int:
-        """How many pages came from storage for this request; asked once, when it has begun."""
-        return self._arrived_pages.pop(rid, 0)
+        """How many pages came from storage for this request; asked once, when it has begun or will not.
+
+        They were held until now, so that they did not leave before they were used once.
+        """
+        arrived = self._arrived.pop(rid, None)
+        if arrived is None:
+            return 0
+        self._arrived_pages -= arrived.pages
+        arrived.tree.release_host(arrived.node)
+        return arrived.pages
 
     def found(self, operation: PrefetchOperation) -> None:
         """The lookup has ended: start the reads if they pay and fit, else drop the prefetch."""
         prefetch = self._active[operation.tag]
         page_size, threshold = prefetch.tree.page_size, self._options.prefetch_threshold_tokens
-        allowance = int(self._options.prefetch_host_share * self._ledger.host.pages) - self._controller.read_pages
+        held_pages = self._controller.read_pages + self._arrived_pages
+        allowance = int(self._options.prefetch_host_share * self._ledger.host.pages) - held_pages
         pages = min(operation.hit_pages, allowance)
         host_pages = None
         if prefetch.answered:
@@ -251,15 +271,18 @@ class Prefetcher:
         """Put the pages that are read and verified into the tree."""
         operation = prefetch.operation
         arrived = operation.arrived_pages
-        unused = NO_PAGES
-        if arrived:
-            unused = prefetch.tree.insert_host(
-                operation.key, operation.start_page, operation.host_pages[:arrived], operation.keys[:arrived]
-            )
-        self._ledger.settle(arrived, unused)
         operation.taken_pages = arrived
+        if arrived == 0:
+            return
+        node, unused = prefetch.tree.insert_host(
+            operation.key, operation.start_page, operation.host_pages[:arrived], operation.keys[:arrived]
+        )
+        self._ledger.settle(arrived, unused)
         if arrived > len(unused):
-            self._arrived_pages[operation.tag] = arrived - len(unused)
+            pages = arrived - len(unused) + self.take_arrived(operation.tag)
+            prefetch.tree.hold_host(node)
+            self._arrived[operation.tag] = _Arrived(prefetch.tree, node, pages)
+            self._arrived_pages += pages
 
     def _end(self, prefetch: _Prefetch) -> None:
         if not prefetch.answered:

@@ -180,10 +180,10 @@ class HiRadixCache:
 
         While `saving_pages` is not 0, room is on its way.
         """
-        self._require_running(request)
         missing = -(-tokens // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
+        self._require_running(request)
         pages = self._l1.alloc(missing)
         if pages is None:
             return False
@@ -206,14 +206,14 @@ class HiRadixCache:
         if full > len(request.pages):
             raise InvalidInput(f"request {request.rid!r}: {full} pages of tokens, but only {len(request.pages)} of KV")
         shared = request.shared_pages
-        inserted = self.tree.insert(key, request.pages[:full], priority=request.priority, counted_pages=shared)
-        present = inserted.present_pages
-        if present > shared:
-            self._l1.free(request.pages[shared:present])
+        inserted = self.tree.insert(
+            key, request.pages[shared:full], priority=request.priority, below=request.last_node, start_page=shared
+        )
+        if inserted.present_pages:
+            self._l1.free(request.pages[shared : shared + inserted.present_pages])
             request.pages = np.concatenate((self.tree.device_pages(inserted.node), request.pages[full:]))
-        self._l1.request_pages -= full - max(present, shared)
-        self.tree.lock(inserted.node)
-        self.tree.unlock(request.last_node)
+        self._l1.request_pages -= full - shared - inserted.present_pages
+        self.tree.move_lock(request.last_node, inserted.node)
         request.last_node, request.shared_pages = inserted.node, full
         self._backup.used(inserted.node)
 

@@ -22,6 +22,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "demo": ("hicache.cli.demo:demo", "Serve a small model with and without the cache, and compare."),
     "inspect": ("hicache.cli.storage:inspect", "Show the header of one stored page."),
     "purge": ("hicache.cli.storage:purge", "Remove stored pages, all or by namespace and age."),
+    "replay": ("hicache.cli.replay:replay", "Replay a request trace through the cache and check every byte."),
+    "trace": ("hicache.cli.replay:trace", "Make up a request trace, or say what is in one."),
     "verify": ("hicache.cli.storage:verify", "Read every page of a store and report damage."),
 }
 # The extra that brings what a command needs beyond the package's own dependencies.

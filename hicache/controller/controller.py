@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backends.base import SetOutcome, StorageBackend
+from ..backends.base import StorageBackend
 from ..errors import InvariantError, TransferError
 from ..keys import RadixKey
 from ..tiers import CopyEngine, FailedTransfer, HostPool, Transfer
@@ -390,7 +390,7 @@ class HiCacheController:
     def _take_store(self, store: BackupOperation, state: StoreProgress, acks: Acks) -> None:
         store.jobs.in_flight -= 1
         self._backup_pages -= len(store.host_pages)
-        self._moved["stored"] += store.outcomes.count(SetOutcome.STORED)
+        self._moved["stored"] += store.stored_pages
         store.stored = state is StoreProgress.STORED
         acks.stored.append(store)
 

@@ -67,14 +67,11 @@ class BackupOperation:
     keys: Sequence[bytes]
     host_pages: PageIds
     parent: bytes | None  # page key before keys[0]
-    outcomes: list[SetOutcome] = field(default_factory=list)  # backup worker
+    outcomes: list[SetOutcome] = field(default_factory=list)  # backup worker: those of the leading pages
+    is_complete: bool = False  # backup worker: all pages are in storage now
+    stored_pages: int = 0  # backup worker: how many of them were not before
     ended: bool = False  # scheduler: on this rank
     stored: bool = False  # scheduler, at the ack: all pages are stored, on all ranks
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether this rank's worker has stored all pages."""
-        return len(self.outcomes) == len(self.keys) and all(outcome.is_stored for outcome in self.outcomes)
 
 
 @dataclass(slots=True, eq=False)

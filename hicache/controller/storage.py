@@ -107,6 +107,9 @@ class StorageJobs:
             if self._head_is_stored(operation, beat):
                 self._store_batches(operation, beat)
         finally:
+            outcomes = operation.outcomes
+            operation.stored_pages = outcomes.count(SetOutcome.STORED)
+            operation.is_complete = len(outcomes) == len(operation.keys) and all(o.is_stored for o in outcomes)
             self._note_chain(operation)
 
     def _head_is_stored(self, operation: BackupOperation, beat: Callable[[], None]) -> bool:
@@ -121,7 +124,7 @@ class StorageJobs:
         return True
 
     def _note_chain(self, operation: BackupOperation) -> None:
-        if len(operation.outcomes) == len(operation.keys) and all(o.is_stored for o in operation.outcomes):
+        if operation.is_complete:
             self._broken_chains.pop(operation.keys[-1], None)
             return
         self._broken_chains[operation.keys[-1]] = None

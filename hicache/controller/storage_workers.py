@@ -138,4 +138,4 @@ def _fail_prefetch(operation: PrefetchOperation) -> None:
 
 
 def _fail_backup(operation: BackupOperation) -> None:
-    operation.outcomes.clear()  # pages without an outcome count as not stored
+    operation.is_complete = False

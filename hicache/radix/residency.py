@@ -158,6 +158,24 @@ class Residency:
                 self._offer(node)
             node = node.parent
 
+    def move_lock(self, node: Node, below: Node) -> None:
+        """As `lock(below)` and `unlock(node)`. REQUIRES: `node` is locked, and `below` is it or one of its descendants.
+
+        A root stands for all roots of its seed, since one without children is not kept.
+        """
+        while below is not node:
+            if below.parent is None:
+                if node.parent is None:
+                    return
+                raise InvariantError(f"move_lock: not below {node!r}")
+            if below.lock_ref == 0 and below.device is not None:
+                count = len(below.device)
+                self.device_evictable_pages -= count
+                self.device_protected_pages += count
+            self._count_host(below, -1)
+            below.lock_ref += 1
+            below = below.parent
+
     def hold_host(self, node: Node) -> None:
         """Keep the L2 pages of `node` and its ancestors until `release_host`. They may leave L1 meanwhile."""
         while node.parent is not None:

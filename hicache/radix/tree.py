@@ -52,10 +52,17 @@ class Peek(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """What an insert did. The first `present_pages` pages were on L1 already: the caller's copies are duplicates."""
+    """What an insert did. The first `present_pages` pages that were given were on L1 already: they are duplicates."""
 
     node: Node
     present_pages: int
+
+
+class InsertedHost(NamedTuple):
+    """What an insert of L2 pages did: the deepest node of the path, and the pages that the tree did not take."""
+
+    node: Node
+    unused: PageIds
 
 
 class RadixTree(Residency):
@@ -120,24 +127,31 @@ class RadixTree(Residency):
             node.priority = max(node.priority, priority)
             node = node.parent
 
-    def insert(self, key: RadixKey, device_pages: PageIds, *, priority: int = 0, counted_pages: int = 0) -> Inserted:
-        """Add the whole pages of `key` with the L1 pages that hold them.
+    def insert(
+        self,
+        key: RadixKey,
+        device_pages: PageIds,
+        *,
+        priority: int = 0,
+        below: Node | None = None,
+        start_page: int = 0,
+    ) -> Inserted:
+        """Add the whole pages of `key` from `start_page` on, with the L1 pages that hold them.
 
         Runs that were only on L2 come back to L1 with the given pages; what was on L1 stays as it is. The tree takes
-        over `device_pages[present_pages:]`. What is there already counts one more request, but for the first
-        `counted_pages` pages, for which this request was counted before. The path gets at least `priority`. Raises
-        InvalidInput, and changes nothing, if the page counts differ.
+        over `device_pages[present_pages:]`. What is there already counts one more request and gets at least `priority`.
+        Raises InvalidInput, and changes nothing, if the page counts differ. REQUIRES: the path to `below`, if given, is
+        the first `start_page` pages of `key`, and on L1; else `start_page` is 0.
         """
-        pages = len(key.tokens) // self.page_bytes
+        pages = len(key.tokens) // self.page_bytes - start_page
         if len(device_pages) != pages:
             raise InvalidInput(f"insert: {len(device_pages)} pages for {pages} pages of tokens")
-        path = self._walk(key)
+        path = self._walk(key, below, start_page * self.page_bytes)
         node = path[0]
         present = done = 0
         for node in path[1:]:
             count = len(node.key) // self.page_bytes
-            if done >= counted_pages:
-                node.hit_count += 1
+            node.hit_count += 1
             node.priority = max(node.priority, priority)
             if node.device is None:
                 self.set_device(node, device_pages[done : done + count].copy())
@@ -146,17 +160,17 @@ class RadixTree(Residency):
             done += count
         while done < pages:
             end = min(done + self._run_pages_max, pages)
-            node = self._add_child(node, key.tokens[done * self.page_bytes : end * self.page_bytes], priority)
+            run = key.tokens[(start_page + done) * self.page_bytes : (start_page + end) * self.page_bytes]
+            node = self._add_child(node, run, priority)
             self.set_device(node, device_pages[done:end].copy())
             done = end
         return Inserted(node, present)
 
-    def insert_host(self, key: RadixKey, start_page: int, host_pages: PageIds, keys: list[bytes]) -> PageIds:
+    def insert_host(self, key: RadixKey, start_page: int, host_pages: PageIds, keys: list[bytes]) -> InsertedHost:
         """Add pages read from storage as L2 pages: `host_pages[i]` holds page `start_page + i` of `key`.
 
-        `keys` are their page keys. Returns the pages that the tree did not take (it has them, or their prefix is no
-        longer on L2); the caller frees those. A new run counts no request yet. REQUIRES: the pages are complete and
-        verified.
+        `keys` are their page keys. Pages that the tree does not take (it has them, or their prefix is no longer on L2)
+        are the caller's to free. A new run counts no request yet. REQUIRES: the pages are complete and verified.
         """
         tokens = key.tokens[: (start_page + len(host_pages)) * self.page_bytes]
         path = self._walk(RadixKey(tokens, key.seed, key.position_bytes))
@@ -184,7 +198,7 @@ class RadixTree(Residency):
             self.set_host(node, host_pages[done:end].copy())
             done = end
         unused.append(host_pages[max(done, 0) :])
-        return np.concatenate(unused) if unused else NO_PAGES
+        return InsertedHost(node, np.concatenate(unused))
 
     def accept_backup(self, node: Node, host_pages: PageIds) -> PageIds:
         """Record that a backup of the run that ended at `node` has arrived in `host_pages`.
@@ -245,15 +259,22 @@ class RadixTree(Residency):
             root.page_keys = seed
         return root
 
-    def _walk(self, key: RadixKey) -> list[Node]:
-        """Root and matched nodes down to where `key` leaves the tree; a node it leaves halfway is split there."""
+    def _walk(self, key: RadixKey, node: Node | None = None, offset: int = 0) -> list[Node]:
+        """Root and matched nodes down to where `key` leaves the tree; a node it leaves halfway is split there.
+
+        Begins at `node`, if given, behind the first `offset` bytes of `key`; what is above counts as used all the same.
+        """
         self._require_fitting(key)
         self._clock = now = self._clock + 1
         tokens, page_bytes = key.tokens, self.page_bytes
         end = len(tokens) - len(tokens) % page_bytes
-        root = self._root(key.seed)
-        path = [root]
-        node, offset = root, 0
+        if node is None or node.parent is None:
+            node = self._root(key.seed)  # a root that was empty when it was asked for may have been replaced since
+        above: Node | None = node
+        while above is not None:
+            above.last_access = now
+            above = above.parent
+        path = [node]
         starts_with, append = tokens.startswith, path.append
         while offset < end:
             child = node.recent_child

@@ -23,15 +23,18 @@ logger = logging.getLogger(__name__)
 
 
 class CpuTransfer(Transfer):
-    """Counts finished layers; `wait_layer` blocks on the count."""
+    """Counts finished layers; `wait_layer` blocks on the count.
 
-    def __init__(self, layers: int) -> None:
+    `condition` is that of the copying thread, which all its transfers share: making one costs more than a step should.
+    """
+
+    def __init__(self, layers: int, condition: threading.Condition) -> None:
         self._layers = layers
         self._layers_done = 0
         self._begun = 0.0
         self._seconds: float | None = None
         self._error: TransferError | None = None
-        self._condition = threading.Condition()
+        self._condition = condition
 
     @property
     def error(self) -> TransferError | None:
@@ -114,6 +117,7 @@ class _CopyThread:
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[tuple[CpuTransfer, Callable[[int], None]] | None] = queue.SimpleQueue()
+        self._condition = threading.Condition()
         self._closed = False  # by the scheduler
         self._failure: TransferError | None = None  # by the thread; the first one, which all later copies inherit
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -122,7 +126,7 @@ class _CopyThread:
     def submit(self, layers: int, copy_layer: Callable[[int], None]) -> CpuTransfer:
         if self._closed:
             raise TransferError("copy: the copy engine is closed")
-        transfer = CpuTransfer(layers)
+        transfer = CpuTransfer(layers, self._condition)
         self._tasks.put((transfer, copy_layer))
         return transfer
 

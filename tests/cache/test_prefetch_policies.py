@@ -191,3 +191,42 @@ def test_a_prefix_that_will_not_come_to_l2_is_not_waited_for() -> None:
     assert not world.cache.prefetch_from_storage("b", KEY)
     assert world.cache.statistics().skipped["prefetch_prefix_not_on_host"] == 1
     world.close()
+
+
+def test_what_has_arrived_stays_until_its_request_begins() -> None:
+    world = world_of(stored(), "timeout")
+    world.cache.prefetch_from_storage("a", KEY)
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    assert len(world.cache.tree.evict_host(100)) == 0
+    request = world.begin("a", KEY)
+    assert request is not None and request.storage_hit_tokens == 32
+    world.cache.cache_finished_req(request, None)
+    world.close()
+
+
+def test_what_has_arrived_for_a_request_that_will_not_begin_may_leave() -> None:
+    world = world_of(stored(), "timeout")
+    world.cache.prefetch_from_storage("a", KEY)
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    world.cache.abort_prefetch("a")
+    freed = world.cache.tree.evict_host(100)
+    assert len(freed) == 8
+    world.host.free(freed)
+    world.close()
+
+
+def test_what_waits_for_its_request_counts_against_the_share_of_prefetches() -> None:
+    backend = stored()
+    options = CacheOptions(prefetch_threshold_tokens=4, load_back_threshold_tokens=4, prefetch_host_share=0.25)
+    world = World(device_pages=64, host_pages=32, backend=backend, options=options)
+    world.cache.prefetch_from_storage("a", KEY)
+    world.until(lambda: world.cache.check_prefetch_progress("a"))
+    other = World(backend=backend)
+    other.serve("store", prompt(11, 12, 13))
+    other.close()
+    world.cache.prefetch_from_storage("b", prompt(11, 12, 13))
+    world.until(lambda: world.cache.check_prefetch_progress("b"))
+    assert world.cache.statistics().skipped["prefetch_host_share"] == 1
+    for rid in "ab":
+        world.cache.abort_prefetch(rid)
+    world.close()

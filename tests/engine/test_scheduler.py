@@ -279,7 +279,7 @@ class FailingLoads(CpuCopyEngine):
     """A copy engine that never brings a page back."""
 
     def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
-        transfer = CpuTransfer(self.device.geometry.layers)
+        transfer = CpuTransfer(self.device.geometry.layers, threading.Condition())
         transfer.fail(TransferError("the copy failed"))
         return transfer
 

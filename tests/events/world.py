@@ -35,7 +35,7 @@ class RecordedMachine(Machine):
         if ids is None:
             return
         keys = page_keys(key.tokens, self.page_size, key.seed)
-        assert len(self.tree.insert_host(key, found.pages, ids, keys[found.pages :])) == 0
+        assert len(self.tree.insert_host(key, found.pages, ids, keys[found.pages :]).unused) == 0
         for offset, page in enumerate(ids.tolist()):
             self.oracle.host[(key.seed, pages[: found.pages + offset + 1])] = page
 

@@ -107,7 +107,7 @@ class Machine:
         if ids is None:
             return
         keys = [bytes([i]) * 32 for i in range(missing)]
-        unused = self.tree.insert_host(key, found.pages, ids, keys)
+        unused = self.tree.insert_host(key, found.pages, ids, keys).unused
         assert len(unused) == 0
         for offset, page in enumerate(ids.tolist()):
             self.oracle.host[(key.seed, pages[: found.pages + offset + 1])] = page

@@ -1,0 +1,221 @@
+"""`hicache replay`: a request trace through the real tree, controller and storage; `hicache trace`: make one up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+from rich.console import Console
+
+from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config
+from ..errors import ConfigError
+from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
+from ..replay.presets import PRESETS
+from ..replay.processes import start_engines
+from ..replay.report import html_report
+from ..replay.runner import ReplayOptions
+from ..replay.synthetic import synthetic_trace
+from ..replay.trace import read_trace, write_trace
+from .config import parse_settings
+from .replay_view import LiveView, print_summary, trace_facts
+
+REPLAY_CONFIG = Path(__file__).with_name("replay.yaml")
+WRONG_BYTES_EXIT_CODE = 1
+# Computing takes this long by default: fast enough for 2,000 real requests in two minutes, slow enough that copies and
+# a local disk keep up with it.
+PREFILL_TOKENS_PER_S = 250_000
+# Where stored pages go is the user's choice if one of these is given.
+_STORE_ENTRIES = ("storage.type", "storage.options.path")
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" for name, preset in PRESETS.items())
+
+
+@click.command(epilog=_MODELS)
+@click.argument("trace", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "-c", "--config", "config_file", type=_FILE, help="Configuration; without it that of configs/replay.yaml."
+)
+@click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as storage.type=memory.")
+@click.option("--requests", type=click.IntRange(1), metavar="N",
+              help=f"Only the first N requests.  [default: all; {SYNTHETIC_REQUESTS} without TRACE]")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the synthetic trace.")
+@click.option("--model", "preset", type=click.Choice(list(PRESETS)), default="tiny", show_default=True,
+              help="Whose KV geometry; see below.")  # fmt: skip
+@click.option("--device-tokens", type=click.IntRange(1), metavar="N", help="Size of L1, as device.tokens.")
+@click.option("--host-tokens", type=click.IntRange(1), metavar="N", help="Size of L2, as host.tokens.")
+@click.option("--store", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+              help="Keep stored pages in files there.  [default: a temporary directory]")  # fmt: skip
+@click.option("--speed-up", type=click.FloatRange(0, min_open=True), metavar="X",
+              help="Requests arrive X times as fast as recorded.  [default: as fast as they are served]")  # fmt: skip
+@click.option("--prefill-rate", type=click.FloatRange(0), default=PREFILL_TOKENS_PER_S, show_default=True,
+              metavar="TOKENS", help="Prompt tokens computed per second; 0: computing takes no time.")  # fmt: skip
+@click.option("--running-max", type=click.IntRange(1), default=32, show_default=True, help="Requests that run at once.")
+@click.option("--waiting-max", type=click.IntRange(1), default=8, show_default=True,
+              help="Requests in the queue, whose pages from storage are read meanwhile.")  # fmt: skip
+@click.option("--processes", type=click.IntRange(1, 64), default=1, show_default=True,
+              help="Engines on one store, each with tiers of its own and every N-th request.")  # fmt: skip
+@click.option("--whole-trace-each", is_flag=True, help="With --processes: each engine replays all requests.")
+@click.option("--device", default="cpu", show_default=True, help="Where L1 is: cpu, cuda, cuda:1, ...")
+@click.option("--json", "json_file", type=_FILE, metavar="FILE", help="Write the report as JSON.")
+@click.option("--report", "html_file", type=_FILE, metavar="FILE.html", help="Write the report as a page with plots.")
+def replay(json_file: Path | None, html_file: Path | None, **given: Any) -> None:
+    """Replay a request trace through the cache, and check every byte that comes back.
+
+    TRACE is in the public Mooncake format (JSON lines with timestamp, input_length, output_length and hash_ids of
+    512-token blocks); without it a synthetic one is made up. No model runs: pages are filled with bytes derived from
+    their keys, and compared whenever they come back from a tier.
+
+    Ctrl-C ends the replay and prints the report so far. Exit code 1 if one byte was wrong.
+    """
+    console = Console()
+    for file in (json_file, html_file):
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{file}: there is no directory {file.parent} to write it to")
+    with _stop_signals() as stop, _temporary_directory(console) as temporary:
+        jobs = Settings(**given).jobs(temporary)
+        with start_engines(jobs) as engines, LiveView(console, jobs) as view:
+            for sample in engines.run():
+                view.show(sample)
+                if stop:
+                    break
+            result = engines.result(complete=not stop)
+        print_summary(console, result)
+        _write(json_file, result.to_json)
+        _write(html_file, lambda: html_report(result))
+        for file in (json_file, html_file):
+            if file is not None:
+                console.print(f"report: {file}", highlight=False, soft_wrap=True)
+    if result.wrong_bytes:
+        console.print(f"WRONG BYTES: {result.wrong_bytes:,} of {result.checked_bytes:,} compared", style="bold red")
+        sys.exit(WRONG_BYTES_EXIT_CODE)
+    console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)
+    if stop:
+        sys.exit(128 + stop[0])
+
+
+@click.group()
+def trace() -> None:
+    """Make up a request trace, or say what is in one."""
+
+
+@trace.command()
+@click.argument("file", type=_FILE)
+@click.option("--requests", type=click.IntRange(1), default=SYNTHETIC_REQUESTS, show_default=True, metavar="N")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Another seed, another trace.")
+def generate(file: Path, requests: int, seed: int) -> None:
+    """Write a synthetic trace to FILE: chats and agents with shared system prompts, and questions about documents."""
+    count = write_trace(file, synthetic_trace(requests, seed))
+    click.echo(f"{count} requests written to {file}")
+
+
+@trace.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--requests", type=click.IntRange(1), metavar="N", help="Only the first N requests.")
+def show(file: Path, requests: int | None) -> None:
+    """Check FILE and print how long its prompts are and how much of them a cache could reuse."""
+    for line in trace_facts(read_trace(file, requests)):
+        click.echo(line)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the command line asks for."""
+
+    trace: Path | None
+    config_file: Path | None
+    settings: tuple[str, ...]
+    requests: int | None
+    seed: int
+    preset: str
+    device_tokens: int | None
+    host_tokens: int | None
+    store: Path | None
+    speed_up: float | None
+    prefill_rate: float
+    running_max: int
+    waiting_max: int
+    processes: int
+    whole_trace_each: bool
+    device: str
+
+    def jobs(self, temporary: Path) -> list[ReplayJob]:
+        """One job per process; stored pages go to `temporary` unless the user says where. Raises ConfigError."""
+        config = self.config(temporary, os.environ)
+        share_of = 1 if self.whole_trace_each else self.processes
+        return [
+            ReplayJob(
+                config=config, trace=self.trace, seed=self.seed, requests=self.requests, preset=self.preset,
+                device=self.device, processes=self.processes, whole_trace_each=self.whole_trace_each,
+                options=ReplayOptions(
+                    running_max=self.running_max, waiting_max=self.waiting_max, speed_up=self.speed_up,
+                    prefill_tokens_per_s=self.prefill_rate or None, share=number % share_of, share_of=share_of,
+                ),
+            )
+            for number in range(self.processes)
+        ]  # fmt: skip
+
+    def config(self, temporary: Path, environ: Mapping[str, str]) -> HiCacheConfig:
+        """The effective configuration. Raises ConfigError."""
+        overrides = parse_settings(self.settings)
+        for name, value in (("device.tokens", self.device_tokens), ("host.tokens", self.host_tokens)):
+            if value is not None:
+                overrides[name] = str(value)
+        chosen = any(entry in overrides or _variable(entry) in environ for entry in _STORE_ENTRIES)
+        if self.store is not None:
+            overrides |= {"storage.type": "file", "storage.options.path": str(self.store.resolve())}
+        elif self.config_file is None and not chosen:
+            overrides["storage.options.path"] = str(temporary / "pages")
+        return load_config(self.config_file or REPLAY_CONFIG, environ=environ, overrides=overrides)
+
+
+def _variable(entry: str) -> str:
+    return ENVIRON_PREFIX + entry.replace(".", "__").upper()
+
+
+def _write(file: Path | None, text: Callable[[], str]) -> None:
+    if file is None:
+        return
+    try:
+        file.write_text(text(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _temporary_directory(console: Console) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hicache-replay-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+        if any(Path(name).iterdir()):
+            console.print("removing the temporary store ...", style="dim")  # a hundred thousand files take a while
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """A list that gets the number of the first SIGINT or SIGTERM; the second one ends the process as ever."""
+    stop: list[int] = []
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        stop.append(number)
+        restore()
+
+    for number in previous:
+        signal.signal(number, note)
+    try:
+        yield stop
+    finally:
+        restore()

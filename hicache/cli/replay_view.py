@@ -1,0 +1,162 @@
+"""What `hicache replay` shows: the tiers while it runs, and a summary at the end."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from ..errors import InvalidInput
+from ..replay.job import ReplayJob
+from ..replay.report import REASONS, TIER_NAMES, WAY_NAMES, flattened_drops
+from ..replay.result import ReplayResult, Sample
+from ..replay.timing import Latency
+from ..replay.tokens import TokenSource
+from ..replay.trace import TraceRequest
+from ..units import format_size
+
+# An eye takes in no more.
+REFRESH_PER_S = 8
+
+
+class LiveView:
+    """The state of all engines, redrawn while they run; on something that is no terminal, one line at the start."""
+
+    def __init__(self, console: Console, jobs: Sequence[ReplayJob]) -> None:
+        first = jobs[0]
+        count = first.request_count
+        self._total = None if count is None else count * (len(jobs) if first.whole_trace_each else 1)
+        self._title = f"replaying {first.trace.name if first.trace else 'a synthetic trace'}"
+        self._console = console
+        self._sample: Sample | None = None
+        self._live = Live(
+            console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self._render, transient=True
+        )
+
+    def show(self, sample: Sample) -> None:
+        """Show this state from now on."""
+        self._sample = sample
+
+    def __enter__(self) -> LiveView:
+        if self._console.is_terminal:
+            self._live.start()
+        else:
+            self._console.print(f"{self._title} ...")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        sample = self._sample
+        if sample is None:
+            return f"{self._title}: starting"
+        table = Table()
+        for column in (*TIER_NAMES.values(), "computed", "L1 pages", "L2 pages", "stored", "waiting", "running"):
+            table.add_column(column, justify="right")
+        hits = [sample.hit_tokens.get(tier, 0) for tier in TIER_NAMES]
+        table.add_row(
+            *(f"{tokens:,}" for tokens in (*hits, sample.prompt_tokens - sum(hits))),
+            f"{sample.device_pages:,}", f"{sample.host_pages:,}", format_size(sample.storage_bytes),
+            str(sample.waiting), str(sample.running),
+        )  # fmt: skip
+        of = f" of {self._total:,}" if self._total else ""
+        wrong = f"[bold red]{sample.wrong_bytes:,} WRONG BYTES[/]" if sample.wrong_bytes else "0 wrong bytes"
+        head = f"{self._title}: {sample.requests:,}{of} requests in {sample.elapsed_s:.0f} s, {wrong}"
+        bar = ProgressBar(total=self._total, completed=sample.requests, width=80)
+        return Group(head, bar, table)
+
+
+def print_summary(console: Console, result: ReplayResult) -> None:
+    """The report in words and tables."""
+    requests, tokens = result.requests, result.tokens
+    state = "" if result.complete else ", interrupted"
+    console.print(
+        f"{requests.ended:,} requests, {tokens.prompt:,} prompt tokens in {result.elapsed_s:.1f} s{state}",
+        highlight=False,
+    )
+    left_out = {"too long for L1": requests.too_long, "unfinished": requests.unfinished,
+                "preempted": requests.preempted}  # fmt: skip
+    if any(left_out.values()):
+        console.print(", ".join(f"{count:,} {what}" for what, count in left_out.items() if count), highlight=False)
+    console.print(_source_table(result))
+    console.print(_counts_table("bytes moved", "way", [(WAY_NAMES[way], format_size(count))
+                                                       for way, count in result.moved_bytes.items()]))  # fmt: skip
+    drops = [(REASONS.get(reason, reason), f"{count:,}") for reason, count in flattened_drops(result)]
+    if drops:
+        console.print(_counts_table("work refused, skipped or failed", "what", drops))
+    console.print(_times_table(result))
+
+
+def _source_table(result: ReplayResult) -> Table:
+    table = Table(title="where prompt tokens came from", title_justify="left")
+    for column in ("source", "tokens", "share", "pages evicted"):
+        table.add_column(column, justify="left" if column == "source" else "right")
+    tokens = result.tokens
+    for tier, name in TIER_NAMES.items():
+        hits = tokens.hits.get(tier, 0)
+        table.add_row(name, f"{hits:,}", _share(hits, tokens.prompt), f"{result.evicted_pages.get(tier, 0):,}")
+    table.add_row("computed", f"{tokens.computed:,}", _share(tokens.computed, tokens.prompt), "")
+    table.add_row("[dim]seen before in the trace", f"[dim]{tokens.seen:,}",
+                  f"[dim]{_share(tokens.seen, tokens.prompt)}", "")  # fmt: skip
+    return table
+
+
+def _counts_table(title: str, what: str, rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(what)
+    table.add_column("", justify="right")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _times_table(result: ReplayResult) -> Table:
+    times = result.scheduler
+    table = Table(title="what the cache costs the scheduler's thread, in ms", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for column in ("count", "p50", "p90", "p99", "p99.9", "max"):
+        table.add_column(column, justify="right")
+    rows: Mapping[str, Latency] = {
+        "request, cpu": times.request_cpu,
+        "request, elapsed": times.request_elapsed,
+        "step, cpu": times.step_cpu,
+        "step, elapsed": times.step_elapsed,
+    }
+    for name, found in rows.items():
+        values = (found.p50_us, found.p90_us, found.p99_us, found.p999_us, found.max_us)
+        table.add_row(name, f"{found.count:,}", *(f"{value / 1000:.3f}" for value in values))
+    return table
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def trace_facts(requests: Iterable[TraceRequest]) -> Iterator[str]:
+    """What is in a trace, in lines. Raises InvalidInput for a trace without requests."""
+    source = TokenSource()
+    prompts: list[int] = []
+    outputs: list[int] = []
+    blocks: set[int] = set()
+    seen, end_ms = 0, 0.0
+    for request in requests:
+        seen += source.take(request).seen_tokens
+        prompts.append(request.input_length)
+        outputs.append(request.output_length)
+        blocks.update(request.hash_ids)
+        end_ms = max(end_ms, request.timestamp_ms)
+    if not prompts:
+        raise InvalidInput("trace: there is no request in it")
+    yield f"requests            {len(prompts):,} within {end_ms / 1000:,.0f} s"
+    for name, lengths in (("prompt tokens", prompts), ("output tokens", outputs)):
+        yield (f"{name:19} {sum(lengths):,}, median {statistics.median(lengths):,.0f}, longest {max(lengths):,}")
+    yield f"blocks of 512       {len(blocks):,} different ones"
+    yield f"seen before         {seen:,} prompt tokens, {100 * seen / sum(prompts):.1f} %"

@@ -1,0 +1,78 @@
+"""Bytes of pages, as a function of their page key: what a replay writes instead of KV, and compares.
+
+A page is seen as 8-byte words. Word j of the page with key k is the first 8 bytes of k, xor a constant of j. Keys are
+SHA-256 digests and the constants are all different, so a word of another page, at another place, of another layer, or
+left over from before is equal by chance only once in 2**64: a page that is swapped, shifted, stale, torn or half
+copied is found in each of its words, at the price of one xor per word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..errors import InvalidInput
+from ..tiers import KVPool
+from ..types import PageIds
+from .tokens import mixed
+
+WORD_BYTES = 8
+# One 8-byte seed per page, int64: the start of its key.
+Seeds: TypeAlias = npt.NDArray[np.int64]
+
+
+def page_seeds(keys: Sequence[bytes]) -> Seeds:
+    """The seeds of pages from their keys."""
+    return np.frombuffer(b"".join(key[:WORD_BYTES] for key in keys), np.int64)
+
+
+class PageBytes:
+    """Fills and compares pages of one L1 pool, on the pool's device. Holds no state but constants.
+
+    Raises InvalidInput for a geometry whose blocks are no whole number of words.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        geometry = pool.geometry
+        if geometry.block_bytes % WORD_BYTES:
+            raise InvalidInput(f"replay: blocks of {geometry.block_bytes} bytes are no multiple of {WORD_BYTES}")
+        self._device = pool.device
+        self._blocks = [
+            [block.view(torch.int64) for block in pool.layer_blocks(layer)] for layer in range(geometry.layers)
+        ]
+        words = geometry.block_bytes // WORD_BYTES
+        numbers = np.arange(1, geometry.layers * geometry.blocks_per_layer * words + 1, dtype=np.uint64)
+        constants = mixed(numbers).view(np.int64).reshape(geometry.layers, geometry.blocks_per_layer, words)
+        self._constants = torch.from_numpy(constants).to(self._device)
+        self.layers = geometry.layers
+        self.page_bytes = geometry.payload_bytes
+
+    def fill(self, pages: PageIds, seeds: Seeds) -> None:
+        """Write `pages` as a forward would. On a stream device this queues work on the current stream."""
+        if len(pages) == 0:
+            return
+        rows, words = self._on_device(pages, seeds)
+        for blocks, constants in zip(self._blocks, self._constants, strict=True):
+            for block, constant in zip(blocks, constants, strict=True):
+                block.index_copy_(0, rows, words ^ constant)
+
+    def wrong_bytes(self, layer: int, pages: PageIds, seeds: Seeds) -> npt.NDArray[np.int64]:
+        """How many bytes of `layer` differ in each page, int64 `[len(pages)]`. Waits for the device."""
+        wrong = np.zeros(len(pages), np.int64)
+        if len(pages) == 0:
+            return wrong
+        rows, words = self._on_device(pages, seeds)
+        for block, constant in zip(self._blocks[layer], self._constants[layer], strict=True):
+            found, expected = block.index_select(0, rows), words ^ constant
+            if not torch.equal(found, expected):
+                differ = found.view(torch.uint8) != expected.view(torch.uint8)
+                wrong += differ.sum(dim=1).cpu().numpy()
+        return wrong
+
+    def _on_device(self, pages: PageIds, seeds: Seeds) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.from_numpy(pages.astype(np.int64)).to(self._device)
+        return rows, torch.from_numpy(seeds.reshape(-1, 1).copy()).to(self._device)

@@ -1,0 +1,127 @@
+"""Request traces in the public Mooncake format: one JSON object a line, one request each.
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
+
+`timestamp` is milliseconds since the start of the trace, lengths are tokens. `hash_ids` names the prompt in blocks of
+512 tokens: equal ids mean equal blocks behind equal prefixes. The last block may be partial and then has an id of its
+own. Other fields are ignored. The format is that of the traces published with Mooncake (Qin et al., FAST '25).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidInput
+
+BLOCK_TOKENS = 512
+# A prompt of a million tokens takes some 20 KB; a longer line is another kind of file.
+LINE_BYTES_MAX = 1 << 20
+# As many as a page key can name positions for, and far beyond any context.
+LENGTH_MAX = 1 << 24
+HASH_ID_MAX = (1 << 63) - 1
+FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request. `index` is its place in the trace, from 0; `hash_ids` are `ceil(input_length / 512)` ids."""
+
+    index: int
+    timestamp_ms: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+    @property
+    def whole_blocks(self) -> int:
+        """Blocks of the prompt that are not partial."""
+        return self.input_length // BLOCK_TOKENS
+
+
+def read_trace(path: Path, requests_max: int | None = None) -> Iterator[TraceRequest]:
+    """The requests of a trace file in its order, at most `requests_max`; reads line by line, as they are asked for.
+
+    Raises InvalidInput that names file, line and field for whatever is no such trace, and for an empty one.
+    """
+    index = 0
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(_bounded(lines, path), start=1):
+                if requests_max is not None and index >= requests_max:
+                    return
+                if line.strip():
+                    yield _request(line, index, f"trace {path}, line {number}")
+                    index += 1
+    except OSError as error:
+        raise InvalidInput(f"trace {path}: cannot be read: {error.strerror}") from error
+    if index == 0:
+        raise InvalidInput(f"trace {path}: there is no request in it")
+
+
+def write_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
+    """Write a trace, replacing the file; how many requests it has. Raises InvalidInput if it cannot be written."""
+    count = 0
+    try:
+        with path.open("w", encoding="ascii") as lines:
+            for request in requests:
+                lines.write(as_line(request) + "\n")
+                count += 1
+    except OSError as error:
+        raise InvalidInput(f"trace {path}: cannot be written: {error.strerror}") from error
+    return count
+
+
+def as_line(request: TraceRequest) -> str:
+    """One request as a line of a trace, without its end."""
+    values = (request.timestamp_ms, request.input_length, request.output_length, request.hash_ids)
+    return json.dumps(dict(zip(FIELDS, values, strict=True)))
+
+
+def _bounded(lines: Any, path: Path) -> Iterator[bytes]:
+    while line := lines.readline(LINE_BYTES_MAX + 1):
+        if len(line) > LINE_BYTES_MAX:
+            raise InvalidInput(f"trace {path}: a line is longer than {LINE_BYTES_MAX} bytes; is this a request trace?")
+        yield line
+
+
+def _request(line: bytes, index: int, where: str) -> TraceRequest:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{where}: expected one JSON object a line: {error}") from error
+    if not isinstance(fields, dict):
+        raise InvalidInput(f"{where}: expected a JSON object, got {type(fields).__name__}")
+    for name in FIELDS:
+        if name not in fields:
+            raise InvalidInput(f"{where}: {name} is missing")
+    timestamp = fields["timestamp"]
+    if isinstance(timestamp, bool) or not isinstance(timestamp, (int, float)) or not 0 <= timestamp < math.inf:
+        raise InvalidInput(f"{where}: timestamp must be milliseconds from 0 on, got {_shown(timestamp)}")
+    input_length = _integer(fields["input_length"], 1, LENGTH_MAX, f"{where}: input_length")
+    output_length = _integer(fields["output_length"], 0, LENGTH_MAX, f"{where}: output_length")
+    ids = fields["hash_ids"]
+    if not isinstance(ids, list):
+        raise InvalidInput(f"{where}: hash_ids must be a list, got {_shown(ids)}")
+    blocks = -(-input_length // BLOCK_TOKENS)
+    if len(ids) != blocks:
+        raise InvalidInput(
+            f"{where}: hash_ids has {len(ids)} blocks, but input_length {input_length} makes {blocks} "
+            f"of {BLOCK_TOKENS} tokens"
+        )
+    hash_ids = tuple(_integer(value, 0, HASH_ID_MAX, f"{where}: hash_ids[{i}]") for i, value in enumerate(ids))
+    return TraceRequest(index, timestamp, input_length, output_length, hash_ids)
+
+
+def _integer(value: Any, low: int, high: int, what: str) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidInput(f"{what} must be a whole number from {low} to {high}, got {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return ascii(value)[:60]

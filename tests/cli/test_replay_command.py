@@ -1,0 +1,195 @@
+"""`hicache replay` and `hicache trace` as a user runs them: processes, output, files, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hicache.cli.replay import REPLAY_CONFIG, Settings
+from hicache.errors import ConfigError
+from hicache.replay.result import result_of_json
+from hicache.replay.synthetic import synthetic_trace
+from hicache.replay.trace import read_trace, write_trace
+from tests.replay.test_report import FIGURES, Page
+from tests.replay.world import rounds
+
+TIMEOUT_S = 120
+# A few seconds on two cores, with all tiers in use.
+SMALL = ("--device-tokens", "2048", "--host-tokens", "4096", "--running-max", "1", "--waiting-max", "1",
+         "--prefill-rate", "100000", "--set", "storage.options.free_space_floor=0")  # fmt: skip
+
+
+def start(repository: Path, *arguments: str) -> subprocess.Popen[str]:
+    environ = {**os.environ, "PYTHONPATH": str(repository), "COLUMNS": "160", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "hicache", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
+
+
+def hicache(repository: Path, *arguments: str) -> tuple[int, str]:
+    return finish(start(repository, *arguments))
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, rounds(8, 3))
+    return path
+
+
+def test_a_trace_is_replayed_with_all_tiers_and_both_reports(repository: Path, tmp_path: Path, trace: Path) -> None:
+    json_file, html_file = tmp_path / "report.json", tmp_path / "report.html"
+    code, output = hicache(
+        repository, "replay", str(trace), *SMALL, "--json", str(json_file), "--report", str(html_file)
+    )
+    assert code == 0, output
+    assert "0 wrong bytes" in output.splitlines()[-1]
+    result = result_of_json(json_file.read_text())
+    assert result.requests.ended == 24
+    assert result.wrong_bytes == 0
+    assert result.tokens.hits["storage"] > 0
+    assert Page(html_file.read_text()).captions == FIGURES
+
+
+def test_the_bare_command_replays_a_synthetic_trace_and_leaves_nothing(repository: Path, tmp_path: Path) -> None:
+    before = set(os.listdir(tempfile.gettempdir()))
+    code, output = hicache(repository, "replay", "--requests", "30", "--seed", "3")
+    assert code == 0, output
+    assert "30 requests" in output and "0 wrong bytes" in output
+    after = set(os.listdir(tempfile.gettempdir()))
+    assert not {name for name in after - before if name.startswith("hicache-replay")}
+    assert not (repository / "replay-data").exists()
+
+
+def test_wrong_bytes_under_a_valid_seal_are_exit_code_1(repository: Path, trace: Path) -> None:
+    """Negative control: a backend that gives other bytes than it was given, and says that they are right."""
+    code, output = hicache(
+        repository, "replay", str(trace), *SMALL[:-2], "--set", "storage.type=tests.replay.lying:SwappingBackend"
+    )
+    assert code == 1, output
+    assert "WRONG BYTES" in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_ctrl_c_prints_the_report_so_far_and_ends_everything(
+    repository: Path, tmp_path: Path, trace: Path, processes: str
+) -> None:
+    store, json_file = tmp_path / "pages", tmp_path / "report.json"
+    write_trace(trace, rounds(8, 20_000))
+    process = start(
+        repository, "replay", str(trace), *SMALL, "--processes", processes, "--store", str(store),
+        "--json", str(json_file),
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert "replaying trace.jsonl" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    assert "interrupted" in output and "0 wrong bytes" in output
+    assert not result_of_json(json_file.read_text()).complete
+
+
+def test_two_processes_replay_a_trace_on_one_store(repository: Path, tmp_path: Path, trace: Path) -> None:
+    json_file = tmp_path / "report.json"
+    code, output = hicache(
+        repository, "replay", str(trace), *SMALL, "--processes", "2", "--whole-trace-each", "--json", str(json_file)
+    )
+    assert code == 0, output
+    result = result_of_json(json_file.read_text())
+    assert result.requests.ended == 48
+    assert result.setup.whole_trace_each
+
+
+def test_what_is_no_trace_is_refused_with_its_line(repository: Path, tmp_path: Path) -> None:
+    path = tmp_path / "other.jsonl"
+    path.write_text('{"prompt": "hello"}\n')
+    code, output = hicache(repository, "replay", str(path))
+    assert code == 2
+    assert "line 1: timestamp is missing" in output
+    assert "Traceback" not in output
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_replay(repository: Path, tmp_path: Path) -> None:
+    code, output = hicache(repository, "replay", "--report", str(tmp_path / "no" / "report.html"))
+    assert code == 2
+    assert "there is no directory" in output and "replaying" not in output
+
+
+def test_help_names_the_models_and_what_the_exit_code_means(repository: Path) -> None:
+    code, output = hicache(repository, "replay", "--help")
+    assert code == 0
+    for word in ("llama-3.1-8b", "deepseek-v3", "Exit code 1", "--speed-up", "--json", "--report", "Mooncake"):
+        assert word in output
+
+
+def test_a_synthetic_trace_is_written_and_described(repository: Path, tmp_path: Path) -> None:
+    path = tmp_path / "made.jsonl"
+    code, output = hicache(repository, "trace", "generate", str(path), "--requests", "50", "--seed", "7")
+    assert code == 0 and "50 requests" in output
+    assert list(read_trace(path)) == list(synthetic_trace(50, 7))
+    code, output = hicache(repository, "trace", "show", str(path))
+    assert code == 0
+    assert "50 within" in output and "seen before" in output
+
+
+def settings(**changes: object) -> Settings:
+    given: dict[str, object] = {
+        "trace": None, "config_file": None, "settings": (), "requests": None, "seed": 0, "preset": "tiny",
+        "device_tokens": None, "host_tokens": None, "store": None, "speed_up": None, "prefill_rate": 0.0,
+        "running_max": 4, "waiting_max": 4, "processes": 1, "whole_trace_each": False, "device": "cpu",
+    }  # fmt: skip
+    return Settings(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def path_of(config: object) -> str:
+    return str(json.loads(config.model_dump_json())["storage"]["options"].get("path"))  # type: ignore[attr-defined]
+
+
+def test_stored_pages_go_to_a_temporary_directory_unless_somebody_says_where(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    assert path_of(settings().config(temporary, {})) == str(temporary / "pages")
+    assert path_of(settings(store=tmp_path).config(temporary, {})) == str(tmp_path)
+    chosen = settings(settings=("storage.options.path=/some/where",))
+    assert path_of(chosen.config(temporary, {})) == "/some/where"
+    environ = {"HICACHE_STORAGE__OPTIONS__PATH": "/else/where"}
+    assert path_of(settings().config(temporary, environ)) == "/else/where"
+    assert path_of(settings(config_file=REPLAY_CONFIG).config(temporary, {})) == "replay-data/pages"
+
+
+def test_another_backend_needs_nothing_of_the_default_one(tmp_path: Path) -> None:
+    config = settings(settings=("storage.type=memory",)).config(tmp_path, {})
+    assert config.storage is not None and config.storage.backend_options() == {}
+
+
+def test_sizes_on_the_command_line_are_stronger_than_the_file(tmp_path: Path) -> None:
+    config = settings(device_tokens=640, host_tokens=1280, config_file=REPLAY_CONFIG).config(tmp_path, {})
+    assert (config.device.tokens, config.host.tokens) == (640, 1280)
+    with pytest.raises(ConfigError, match=r"device\.tokens"):
+        settings(device_tokens=1).config(tmp_path, {})
+
+
+def test_processes_share_a_trace_or_replay_it_each(tmp_path: Path) -> None:
+    shares = [one.options for one in settings(processes=3).jobs(tmp_path)]
+    assert [(one.share, one.share_of) for one in shares] == [(0, 3), (1, 3), (2, 3)]
+    each = [one.options for one in settings(processes=2, whole_trace_each=True).jobs(tmp_path)]
+    assert [(one.share, one.share_of) for one in each] == [(0, 1), (0, 1)]
+
+
+def test_the_configuration_of_the_replay_is_the_one_among_the_configs(repository: Path) -> None:
+    """The package carries a copy, because an installed wheel has no configs folder."""
+    ready = repository / "configs" / "replay.yaml"
+    assert REPLAY_CONFIG.read_text(encoding="utf-8") == ready.read_text(encoding="utf-8")

@@ -1,0 +1,32 @@
+"""Backends that serve wrong bytes which pass every check: what a replay must find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.memory import MemoryBackend
+from hicache.frame import HEADER_BYTES, unseal
+
+
+class FlippingBackend(MemoryBackend):
+    """Flips one bit of each page before it seals it."""
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        changed = [memoryview(bytearray(frame)) for frame in frames]
+        for frame in changed:
+            unseal(frame)
+            frame[HEADER_BYTES + 100] ^= 0x10
+        return super().batch_set(keys, changed, parent=parent, deadline=deadline)
+
+
+class SwappingBackend(MemoryBackend):
+    """Gives the first page of a batch in place of each, under the seal of the page asked for."""
+
+    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+        outcomes = super().batch_get(keys, frames, deadline=deadline)
+        for frame in frames[1:]:
+            frame[HEADER_BYTES:] = frames[0][HEADER_BYTES:]
+        return outcomes

@@ -1,0 +1,157 @@
+"""Several engines on one store, in processes of their own; and that none is left, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hicache.errors import HiCacheError
+from hicache.replay.job import ReplayJob
+from hicache.replay.processes import _JOB, _MESSAGE, Children, InProcess, start_engines
+from hicache.replay.runner import ReplayOptions
+from tests.replay.world import job, request, rounds, small_config
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _children_find_the_sources(repository: Path) -> Iterator[None]:
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(repository)
+    yield
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+def file_job(directory: Path, *, prompts: int = 8, times: int = 2, **options: int) -> ReplayJob:
+    config = small_config(
+        storage="file", device=2048, host=8192,
+        **{"storage.options.path": str(directory / "pages"), "storage.options.free_space_floor": "0"},
+    )  # fmt: skip
+    # Slow enough that what one engine stores is there when another asks for it.
+    paced = ReplayOptions(running_max=1, waiting_max=1, prefill_tokens_per_s=100_000, **options)
+    return job(directory, rounds(prompts, times), config, paced)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    # A child of ours that has ended but was not waited for, or that of a parent that is gone too.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_two_processes_share_a_store_and_their_results_are_one(tmp_path: Path) -> None:
+    # An odd number of prompts, so that each prompt comes to both.
+    one = replace(file_job(tmp_path, prompts=9, times=4), processes=2)
+    jobs = [replace(one, options=replace(one.options, share=share, share_of=2)) for share in (0, 1)]
+    with start_engines(jobs) as engines:
+        *_, last = engines.run()
+        result = engines.result(complete=True)
+    assert isinstance(engines, Children)
+    assert result.requests.ended == last.requests == 36
+    assert result.wrong_bytes == 0
+    assert result.complete
+    assert result.setup.processes == 2
+    assert result.tokens.hits["storage"] > 0
+    assert result.scheduler.request_cpu.count == 36
+
+
+def test_an_engine_finds_what_another_process_has_stored(tmp_path: Path) -> None:
+    """Each replays the whole trace, one after the other: the second one computes less than half of it."""
+    one = file_job(tmp_path, times=1)
+    with start_engines([one]) as engines:
+        list(engines.run())
+        assert engines.result(complete=True).tokens.hits["storage"] == 0
+    with Children([one]) as engines:
+        list(engines.run())
+        result = engines.result(complete=True)
+    assert result.tokens.hits["storage"] > 4 * 960
+    assert result.wrong_bytes == 0
+
+
+def test_a_replay_that_is_left_has_a_result_of_all_processes(tmp_path: Path) -> None:
+    one = file_job(tmp_path, times=1000)
+    with Children([one, one]) as engines:
+        pids = [child.process.pid for child in engines._children]
+        sample = next(sample for sample in engines.run() if sample.requests > 2)
+        result = engines.result(complete=False)
+    assert not result.complete
+    assert sample.requests <= result.requests.ended < 16_000
+    assert result.wrong_bytes == 0
+    assert all(gone(pid) for pid in pids)
+
+
+def test_an_error_of_one_process_is_raised_and_ends_the_others(tmp_path: Path) -> None:
+    one = file_job(tmp_path, times=1000)
+    bad = replace(one, trace=tmp_path / "missing.jsonl")
+    with (
+        pytest.raises(HiCacheError, match=r"process 1: trace .*missing\.jsonl: cannot be read"),
+        Children([one, bad]) as engines,
+    ):
+        pids = [child.process.pid for child in engines._children]
+        list(engines.run())
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_process_that_is_killed_is_an_error_and_ends_the_others(tmp_path: Path) -> None:
+    one = file_job(tmp_path, times=1000)
+    with pytest.raises(HiCacheError, match="process 0 ended early, exit code -9"), Children([one, one]) as engines:
+        pids = [child.process.pid for child in engines._children]
+        os.kill(pids[0], signal.SIGKILL)
+        list(engines.run())
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_process_ends_by_itself_when_its_parent_is_gone(tmp_path: Path) -> None:
+    job_line = _JOB.dump_json(file_job(tmp_path, times=1000)).decode()
+    parent = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'hicache.replay.processes'], stdin=subprocess.PIPE,\n"
+        "                         stdout=subprocess.PIPE, text=True, start_new_session=True)\n"
+        "child.stdin.write(sys.stdin.readline()); child.stdin.flush()\n"
+        "child.stdout.readline(); print(child.pid, flush=True); time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(job_line + "\n")
+        process.stdin.flush()
+        pid = int(process.stdout.readline())
+        assert not gone(pid)
+        process.kill()
+    until(lambda: gone(pid))
+
+
+def test_one_job_runs_in_this_process(tmp_path: Path) -> None:
+    one = job(tmp_path, [request(0, [1])], small_config(storage=None))
+    with start_engines([one]) as engines:
+        assert isinstance(engines, InProcess)
+        list(engines.run())
+        assert engines.result(complete=True).requests.ended == 1
+
+
+def test_jobs_survive_their_way_to_another_process(tmp_path: Path) -> None:
+    one = file_job(tmp_path, share=1, share_of=3)
+    assert _JOB.validate_json(_JOB.dump_json(one)) == one
+    with pytest.raises(ValueError, match="validation"):
+        _MESSAGE.validate_json(b"no message")

@@ -1,0 +1,285 @@
+"""Replays through all tiers, far too small on purpose; and what they find if a tier gives wrong bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hicache.errors import ConfigError, InvalidInput
+from hicache.frame import HEADER_BYTES
+from hicache.geometry import KVGeometry
+from hicache.keys import RadixKey
+from hicache.replay.job import ReplayJob, result_of, start
+from hicache.replay.presets import PRESETS
+from hicache.replay.runner import Replay, ReplayOptions
+from hicache.replay.synthetic import synthetic_trace
+from hicache.replay.timing import Call
+from hicache.replay.trace import TraceRequest
+from tests.replay.world import go, job, request, rounds, small_config, started
+from tests.seeds import seeds
+
+ONE_AT_A_TIME = ReplayOptions(running_max=1, waiting_max=1)
+
+
+def hits(replay: Replay) -> tuple[int, int, int]:
+    counts = replay.counts.hits
+    return counts["device"], counts["host"], counts["storage"]
+
+
+def test_a_repeated_prompt_comes_from_l1(tmp_path: Path) -> None:
+    with started(job(tmp_path, rounds(1, 2), small_config(storage=None), ONE_AT_A_TIME)) as replay:
+        go(replay)
+        # The last page of a prompt is computed, since the logits of its last token are wanted.
+        assert hits(replay) == (960, 0, 0)
+        assert replay.counts.computed_tokens == 1024 + 64
+        assert replay.counts.wrong.total() == 0
+
+
+def test_what_left_l1_comes_from_l2(tmp_path: Path) -> None:
+    with started(job(tmp_path, rounds(4, 2), small_config(storage=None, device=2048), ONE_AT_A_TIME)) as replay:
+        go(replay)
+        device, host, _ = hits(replay)
+        assert device == 0 and host == 4 * 960
+        assert replay.counts.wrong.total() == 0
+
+
+@pytest.mark.parametrize("storage", ["memory", "file"])
+def test_what_left_l2_comes_from_storage(tmp_path: Path, storage: str) -> None:
+    options = {"storage.options.path": str(tmp_path / "pages")} if storage == "file" else {}
+    config = small_config(storage=storage, device=2048, host=4096, **options)
+    with started(job(tmp_path, rounds(8, 2), config, ONE_AT_A_TIME)) as replay:
+        go(replay)
+        result = result_of(job(tmp_path, rounds(8, 2), config), replay, complete=True)
+    assert result.tokens.hits["storage"] == 8 * 960
+    assert result.tokens.computed == 8 * (1024 + 64)
+    assert result.wrong_bytes == 0
+    assert result.checked_bytes > 2 * 8 * 1024 * 128
+    assert result.moved_bytes["storage_to_host"] > 0
+    assert result.evicted_pages["device"] > 0 and result.evicted_pages["host"] > 0
+
+
+def test_the_next_turn_finds_the_pages_of_the_last_output(tmp_path: Path) -> None:
+    trace = [request(0, [1, 2], tail=100, output=200), request(1, [1, 3, 4], output=5)]
+    with started(job(tmp_path, trace, small_config(storage=None), ONE_AT_A_TIME)) as replay:
+        go(replay)
+        # All whole pages of prompt and output; the output's last token has no KV.
+        assert hits(replay) == ((612 + 199) // 64 * 64, 0, 0)
+        assert replay.counts.seen_tokens == 812
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_a_synthetic_trace_through_tiers_far_too_small_has_no_wrong_byte(tmp_path: Path, seed: int) -> None:
+    # Outputs are cut, because each of their tokens is a step, and each step is checked.
+    trace = [replace(one, output_length=one.output_length % 16)
+             for one in synthetic_trace(80, seed) if one.input_length < 15_000]  # fmt: skip
+    config = small_config(device=16_384, host=32_768)
+    with started(job(tmp_path, trace, config, ReplayOptions(running_max=6, prefill_tokens_max=2048))) as replay:
+        go(replay)
+        assert replay.counts.ended == len(trace)
+        assert replay.counts.wrong.total() == 0
+        assert hits(replay)[0] > 0 and sum(hits(replay)[1:]) > 0, "only one tier was ever hit"
+        assert sum(hits(replay)) + replay.counts.computed_tokens == replay.counts.prompt_tokens
+        assert sum(hits(replay)) <= replay.counts.seen_tokens
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_every_model_is_replayed_right(tmp_path: Path, preset: str) -> None:
+    small = small_config(storage="memory", device=512, host=1024, page_size="16", prefetch__threshold_tokens="64")
+    trace = [replace(one, input_length=100, hash_ids=one.hash_ids[:1]) for one in rounds(12, 2, output=3)]
+    with started(replace(job(tmp_path, trace, small, ONE_AT_A_TIME), preset=preset)) as replay:
+        go(replay)
+        assert replay.counts.ended == 24
+        assert hits(replay)[2] > 0
+        assert replay.counts.wrong.total() == 0
+
+
+def test_requests_that_outgrow_l1_preempt_the_youngest_and_all_end(tmp_path: Path) -> None:
+    trace = [request(i, [i], output=400) for i in range(6)]
+    with started(job(tmp_path, trace, small_config(storage=None, device=2048))) as replay:
+        go(replay)
+        assert replay.counts.preempted > 0
+        assert replay.counts.ended == 6
+        assert replay.counts.recomputed_tokens > 0
+        assert replay.counts.wrong.total() == 0
+
+
+def test_a_request_that_never_fits_is_left_out_and_counted(tmp_path: Path) -> None:
+    trace = [request(0, range(9)), request(1, [100]), request(2, [101], output=4000)]
+    with started(job(tmp_path, trace, small_config(storage=None, device=4096))) as replay:
+        go(replay)
+        assert (replay.counts.ended, replay.counts.too_long) == (1, 2)
+
+
+@pytest.mark.parametrize(("length", "output"), [(1, 0), (1, 1), (63, 1), (64, 1), (65, 0), (512, 2), (30, 100)])
+def test_requests_of_every_length_end_with_the_kv_of_all_but_their_last_token(
+    tmp_path: Path, length: int, output: int
+) -> None:
+    trace = [TraceRequest(i, 0, length, output, (7,)) for i in range(2)]
+    with started(job(tmp_path, trace, small_config(storage=None), ONE_AT_A_TIME)) as replay:
+        go(replay)
+        assert replay.counts.ended == 2
+        assert replay.counts.wrong.total() == 0
+        assert hits(replay)[0] == (length - 1) // 64 * 64
+
+
+def test_prompts_longer_than_a_step_are_computed_in_chunks(tmp_path: Path) -> None:
+    options = ReplayOptions(prefill_tokens_max=300)
+    with started(job(tmp_path, [request(0, [1, 2, 3])], small_config(storage=None), options)) as replay:
+        go(replay)
+        assert replay.times.calls[Call.SHARE].calls == 6
+
+
+def test_every_nth_request_is_replayed_and_the_tokens_are_as_in_the_whole_trace(tmp_path: Path) -> None:
+    trace = [request(0, [1, 2], tail=100, output=200), request(1, [5]), request(2, [1, 3, 4], output=5)]
+    config = small_config(storage=None)
+    for share, ended in ((0, 2), (1, 1)):
+        options = ReplayOptions(running_max=1, waiting_max=1, share=share, share_of=2)
+        with started(job(tmp_path, trace, config, options)) as replay:
+            go(replay)
+            assert replay.counts.ended == ended
+            assert hits(replay)[0] == (768 if share == 0 else 0)
+
+
+class Clock:
+    """A clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_with_a_speed_up_requests_arrive_at_their_time(tmp_path: Path) -> None:
+    one = job(tmp_path, [request(0, [1], at_ms=0), request(1, [2], at_ms=8000)], small_config(storage=None))
+    ready, clock = start(one), Clock()
+    with started(one) as other:  # closed by the context: only its cache is used
+        ready.close()
+        replay = Replay(other.cache, iter(one.requests_of_trace()), ReplayOptions(speed_up=4), clock=clock)
+        for _ in range(100):
+            replay.step()
+        assert (replay.counts.ended, replay.unfinished, replay.finished) == (1, 0, False)
+        clock.now_s = 1.99
+        replay.step()
+        assert replay.unfinished == 0
+        clock.now_s = 2.5
+        for _ in range(100):
+            replay.step()
+        assert replay.finished and replay.counts.ended == 2
+        assert replay.counts.late_s == pytest.approx(0.5)
+
+
+def test_a_full_queue_delays_the_trace(tmp_path: Path) -> None:
+    options = ReplayOptions(running_max=1, waiting_max=3)
+    with started(job(tmp_path, rounds(20, 1), small_config(storage=None), options)) as replay:
+        replay.step()
+        assert replay.unfinished == 3
+        go(replay)
+        assert replay.counts.ended == 20
+
+
+def test_run_replays_everything_and_reports_the_end(tmp_path: Path) -> None:
+    with started(job(tmp_path, rounds(3, 3), small_config())) as replay:
+        *_, last = replay.run()
+        assert last.requests == 9
+        assert (last.waiting, last.running, last.wrong_bytes) == (0, 0, 0)
+        assert replay.series.samples[-1] == last
+        assert replay.cache.controller.idle
+
+
+def test_a_replay_that_is_left_gives_everything_back(tmp_path: Path) -> None:
+    with started(job(tmp_path, rounds(20, 1), small_config(), ReplayOptions(prefill_tokens_max=64))) as replay:
+        samples = replay.run()
+        next(samples)
+        assert replay.unfinished > 0
+        samples.close()
+    assert replay.unfinished == 0
+    assert replay.cache.device.allocator.used_pages == replay.cache.tree.device_evictable_pages
+
+
+def test_a_bad_line_ends_the_replay_with_its_number(tmp_path: Path) -> None:
+    one = job(tmp_path, rounds(2, 1), small_config(storage=None))
+    assert one.trace is not None
+    with one.trace.open("a") as lines:
+        lines.write("no request\n")
+    with started(one) as replay, pytest.raises(InvalidInput, match="line 3"):
+        go(replay)
+
+
+def test_what_cannot_start_leaves_nothing_running(tmp_path: Path) -> None:
+    config = small_config(storage=None)
+    with pytest.raises(InvalidInput, match="unknown model"):
+        start(ReplayJob(config=config, preset="gpt-9"))
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        start(ReplayJob(config=config, trace=tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="not known"):
+        start(ReplayJob(config=small_config(storage="nowhere")))
+
+
+@pytest.mark.parametrize("name", ["running_max", "waiting_max", "prefill_tokens_max", "share_of", "speed_up"])
+def test_bounds_of_nothing_are_refused(name: str) -> None:
+    with pytest.raises(InvalidInput, match=name):
+        ReplayOptions(**{name: 0})
+
+
+def test_requests_account_for_all_time_of_the_scheduler(tmp_path: Path) -> None:
+    with started(job(tmp_path, rounds(4, 3), small_config())) as replay:
+        go(replay)
+        total_ns = sum(entry.cost.cpu_ns for entry in replay.times.calls.values())
+        assert replay.times.request_cpu.latency().total_us * 1000 == pytest.approx(total_ns, rel=1e-6)
+        assert replay.times.calls[Call.FINISH].calls == 12 + replay.counts.preempted
+
+
+# Negative controls: each tier is made to lie, and the replay must say so.
+
+
+@pytest.mark.parametrize("backend", ["FlippingBackend", "SwappingBackend"])
+def test_bytes_that_storage_got_wrong_under_a_valid_seal_are_found(tmp_path: Path, backend: str) -> None:
+    config = small_config(storage=f"tests.replay.lying:{backend}", device=2048, host=4096)
+    with started(job(tmp_path, rounds(8, 2), config, ONE_AT_A_TIME)) as replay:
+        go(replay)
+        assert hits(replay)[2] > 0
+        assert replay.counts.wrong["storage"] > 0
+        assert replay.counts.wrong["device"] == replay.counts.wrong["host"] == 0
+
+
+def test_one_wrong_byte_on_l2_is_one_wrong_byte_in_the_report(tmp_path: Path) -> None:
+    one = job(tmp_path, rounds(4, 2), small_config(storage=None, device=2048), ONE_AT_A_TIME)
+    with started(one) as replay:
+        while replay.counts.ended < 4:
+            replay.step()
+            assert replay.cache.drain(20)
+        key = replay.cache.tree  # every page of L2 that is in use now may come back
+        assert key.host_pages == 4 * 16
+        page = int(replay.cache.match_prefix(prompt_key(one)).node.host[0])  # type: ignore[index]
+        replay.cache.host.frame(page)[HEADER_BYTES + 5] ^= 1
+        go(replay)
+        assert replay.counts.wrong["host"] == 1
+        # It is read once more when the request ends.
+        assert replay.counts.wrong["own"] == 1
+
+
+def prompt_key(one: ReplayJob) -> RadixKey:
+    """The first prompt of a job's trace."""
+    from hicache.replay.tokens import TokenSource  # noqa: PLC0415
+
+    return RadixKey.of(TokenSource().take(next(one.requests_of_trace())).prompt)
+
+
+def test_one_wrong_byte_on_l1_is_found_when_the_prompt_comes_again_and_when_it_ends(tmp_path: Path) -> None:
+    one = job(tmp_path, rounds(1, 2), small_config(storage=None), ONE_AT_A_TIME)
+    with started(one) as replay:
+        while replay.counts.ended < 1:
+            replay.step()
+        page = int(replay.cache.match_prefix(prompt_key(one)).device_pages[3])
+        replay.cache.device.layer_blocks(2)[1][page, 9] ^= 1
+        go(replay)
+        assert replay.counts.wrong["device"] == 1
+        assert replay.counts.wrong["own"] == 1
+
+
+def test_the_geometry_of_a_page_is_that_of_the_model(tmp_path: Path) -> None:
+    with started(job(tmp_path, rounds(1, 1), small_config(storage=None))) as replay:
+        assert replay.cache.device.geometry == KVGeometry(layers=4, heads=1, head_dim=8, page_size=64)

@@ -1,0 +1,88 @@
+"""Tokens from hash ids: equal blocks are equal, and the next turn contains the last output."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hicache.keys import TOKEN_ID_MAX
+from hicache.replay.tokens import TokenSource, drawn
+from tests.replay.world import request
+
+
+def test_equal_blocks_have_equal_tokens_and_others_have_others() -> None:
+    source = TokenSource()
+    one, two = source.take(request(0, [1, 2])), source.take(request(1, [1, 3]))
+    assert np.array_equal(one.prompt[:512], two.prompt[:512])
+    assert not np.array_equal(one.prompt[512:], two.prompt[512:])
+
+
+def test_prompt_and_output_are_as_long_as_the_trace_says() -> None:
+    taken = TokenSource().take(request(0, [1, 2], tail=100, output=33))
+    assert (len(taken.prompt), len(taken.output)) == (612, 33)
+    assert len(TokenSource().take(request(0, [1], output=0)).output) == 0
+
+
+def test_outputs_are_different_for_each_request_and_unlike_any_block() -> None:
+    source = TokenSource()
+    taken = [source.take(request(i, [i], output=512)) for i in range(20)]
+    streams = {bytes(part.tobytes()) for one in taken for part in (one.prompt, one.output)}
+    assert len(streams) == 40
+
+
+def test_tokens_are_ids_that_a_key_takes() -> None:
+    tokens = drawn(1, np.arange(200, dtype=np.uint64), 512)
+    assert tokens.dtype == np.uint32
+    assert int(tokens.max()) <= TOKEN_ID_MAX
+    assert len(np.unique(tokens)) > 0.99 * tokens.size
+
+
+@pytest.mark.parametrize("output", [30, 412, 2000])
+def test_the_next_turn_begins_with_the_last_prompt_and_its_output(output: int) -> None:
+    source = TokenSource()
+    first = source.take(request(0, [1, 2, 3], tail=100, output=output))
+    history = np.concatenate((first.prompt, first.output))
+    blocks = 2 + -(-(100 + output + 50) // 512)
+    second = source.take(request(1, [1, 2, *range(10, 10 + blocks - 2)]))
+    assert np.array_equal(second.prompt[: len(history)], history)
+    assert second.seen_tokens == len(history)
+
+
+def test_every_later_prompt_with_these_blocks_has_the_same_tokens() -> None:
+    source = TokenSource()
+    source.take(request(0, [1, 2, 3], tail=100, output=30))
+    second = source.take(request(1, [1, 2, 10, 11]))
+    third = source.take(request(2, [1, 2, 10, 12]))
+    assert np.array_equal(second.prompt[:1536], third.prompt[:1536])
+    assert third.seen_tokens == 1536
+
+
+def test_a_prompt_too_short_for_the_last_output_does_not_continue_it() -> None:
+    source = TokenSource()
+    first = source.take(request(0, [1, 2, 3], tail=100, output=600))
+    second = source.take(request(1, [1, 2, 10]))
+    assert not np.array_equal(second.prompt[1024:1124], first.prompt[1024:])
+    assert second.seen_tokens == 1024
+
+
+def test_a_prompt_behind_a_block_that_others_had_first_does_not_continue_anybody() -> None:
+    """The block of a system prompt is followed by many prompts; their outputs are their own."""
+    source = TokenSource()
+    source.take(request(0, [1, 2]))
+    first = source.take(request(1, [1, 3], tail=10, output=10))
+    second = source.take(request(2, [1, 4]))
+    assert not np.array_equal(second.prompt[512:522], first.prompt[512:])
+    assert second.seen_tokens == 512
+
+
+def test_a_repeated_prompt_is_seen_as_a_whole() -> None:
+    source = TokenSource()
+    assert source.take(request(0, [1, 2], tail=7)).seen_tokens == 0
+    assert source.take(request(1, [1, 2], tail=7)).seen_tokens == 519
+
+
+def test_tokens_do_not_depend_on_the_run() -> None:
+    """The same in every process and every version: two engines share pages only if they agree on them."""
+    taken = TokenSource().take(request(0, [46], output=2))
+    again = TokenSource().take(request(0, [46], output=2))
+    assert np.array_equal(taken.prompt, again.prompt) and np.array_equal(taken.output, again.output)

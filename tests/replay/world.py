@@ -1,0 +1,66 @@
+"""Small traces, and replays of them that a test drives step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hicache.config import HiCacheConfig, load_config
+from hicache.replay.job import ReplayJob, start
+from hicache.replay.runner import Replay, ReplayOptions
+from hicache.replay.trace import BLOCK_TOKENS, TraceRequest, write_trace
+
+WAIT_S = 20.0
+
+
+def request(index: int, hash_ids: Sequence[int], *, tail: int = 0, output: int = 20, at_ms: int = 0) -> TraceRequest:
+    """A request whose last block holds `tail` tokens (0: all 512)."""
+    missing = BLOCK_TOKENS - tail if tail else 0
+    return TraceRequest(index, at_ms, len(hash_ids) * BLOCK_TOKENS - missing, output, tuple(hash_ids))
+
+
+def rounds(prompts: int, times: int, *, blocks: int = 2, output: int = 20) -> list[TraceRequest]:
+    """`prompts` different prompts, one after the other, all of it `times` times."""
+    ids = [tuple(range(number * blocks, (number + 1) * blocks)) for number in range(prompts)]
+    return [request(i, ids[i % prompts], output=output, at_ms=i) for i in range(prompts * times)]
+
+
+def small_config(
+    *, storage: str | None = "memory", device: int = 4096, host: int = 8192, **entries: str
+) -> HiCacheConfig:
+    """Tiers of so many tokens; `entries` are dotted names with two underscores for each dot."""
+    overrides = {"payoff.mode": "always", "page_size": "64", "device.tokens": str(device), "host.tokens": str(host)}
+    overrides |= {} if storage is None else {"storage.type": storage}
+    overrides |= {name.replace("__", "."): value for name, value in entries.items()}
+    return load_config(None, environ={}, overrides=overrides)
+
+
+def job(
+    directory: Path, trace: Iterable[TraceRequest], config: HiCacheConfig, options: ReplayOptions | None = None
+) -> ReplayJob:
+    """A job on a trace that is written to `directory`."""
+    path = directory / "trace.jsonl"
+    write_trace(path, trace)
+    return ReplayJob(config=config, trace=path, options=options or ReplayOptions())
+
+
+@contextmanager
+def started(one: ReplayJob) -> Iterator[Replay]:
+    """A replay that ends with everything closed and its books in order."""
+    replay = start(one)
+    try:
+        yield replay
+    finally:
+        replay.close()
+        replay.cache.check()
+
+
+def go(replay: Replay) -> Replay:
+    """Replay all of it, with the invariants checked at each step and every copy and store awaited."""
+    while not replay.finished:
+        replay.step()
+        replay.check()
+        assert replay.cache.drain(WAIT_S)
+    replay.sample()
+    return replay
