@@ -103,6 +103,7 @@ class Request:
     arrival_s: float
     sampling: Sampling = GREEDY
     session_id: str | None = None
+    priority: int = 0
     first_token_s: float | None = None
     kv: RequestKV | None = None
     row: int | None = None

@@ -48,6 +48,8 @@ from .sampling import GREEDY, Sampling, pick
 # How often `run_until_done` looks whether storage or a copy has come on while there is nothing to compute. Shorter
 # burns the core that storage workers need, longer adds to the time to first token.
 IDLE_WAIT_S = 0.0005
+# A check visits every node, some microseconds each.
+CHECK_EVERY_S = 1.0
 
 
 class Schedule(enum.StrEnum):
@@ -63,7 +65,9 @@ class EngineOptions:
 
     `prefill_tokens_max` bounds the prompt tokens of one step: larger ends prefills sooner, smaller lets running
     requests get their next token sooner. `waiting_max` bounds the queue; beyond it `submit` refuses. `longest_prefix`
-    has the bounds of that schedule.
+    has the bounds of that schedule. `check_when_idle` verifies all invariants after a step that had nothing to compute,
+    at most once per `CHECK_EVERY_S`: a walk over the whole tree, for those who would rather stop than serve from broken
+    books.
     """
 
     running_max: int = 8
@@ -71,6 +75,7 @@ class EngineOptions:
     waiting_max: int = 4096
     schedule: Schedule = Schedule.FCFS
     longest_prefix: ScheduleOptions = field(default_factory=ScheduleOptions)
+    check_when_idle: bool = False
 
     def __post_init__(self) -> None:
         for name in ("running_max", "prefill_tokens_max", "waiting_max"):
@@ -110,6 +115,7 @@ class Engine:
         self._crowded = False  # after a preemption nobody is admitted until a request has ended
         self._preempted = False  # this step has taken L1 from a request
         self._worked = False  # the last step computed something
+        self._next_check_s = 0.0
         self._submitted = self._steps = 0
         self._finished: Counter[FinishReason] = Counter()
         self._counts: Counter[str] = Counter()
@@ -125,9 +131,11 @@ class Engine:
         ignore_eos: bool = False,
         sampling: Sampling = GREEDY,
         session_id: str | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue a request and let storage start on its prefix; the request id. Does not block.
 
+        `priority` is for the eviction policy of that name: what the request uses stays longer than what has less.
         With a `session_id` it is the next turn of that session of the engine's SessionCache. Raises InvalidInput for an
         empty prompt, a token outside the vocabulary, no token to generate or a session without a SessionCache,
         CapacityError for a prompt that never fits into L1 or the context and for a full queue, SessionError as
@@ -149,7 +157,7 @@ class Engine:
         rid = f"request-{self._submitted}"
         request = Request(
             rid, self._submitted, tokens, len(tokens), max_new_tokens, ignore_eos, key.seed, self._clock(), sampling,
-            session_id,
+            session_id, priority,
         )  # fmt: skip
         self._join_session(request)
         self._submitted += 1
@@ -203,10 +211,16 @@ class Engine:
     def rest(self) -> None:
         """Sleep `IDLE_WAIT_S` if the last step had nothing to compute; call it between steps.
 
+        Raises InvariantError if `check_when_idle` finds the books broken.
+
         A loop that spins instead keeps the interpreter's lock, and the threads that read from storage wait for it.
         """
-        if not self._worked:
-            time.sleep(IDLE_WAIT_S)
+        if self._worked:
+            return
+        if self.options.check_when_idle and time.monotonic() >= self._next_check_s:
+            self.check()
+            self._next_check_s = time.monotonic() + CHECK_EVERY_S
+        time.sleep(IDLE_WAIT_S)
 
     @property
     def waiting(self) -> int:
@@ -242,7 +256,9 @@ class Engine:
             if not self.cache.check_prefetch_progress(request.rid):
                 continue
             try:
-                kv = self.cache.begin_request(request.rid, request.key(len(request.tokens)))
+                kv = self.cache.begin_request(
+                    request.rid, request.key(len(request.tokens)), priority=request.priority
+                )
             except TransferError as error:
                 self._end(request, FinishReason.FAILED, error)
                 continue

@@ -10,8 +10,9 @@ import pytest
 
 from hicache.backends.memory import MemoryBackend
 from hicache.engine import Engine, EngineOptions, FinishReason
-from hicache.errors import CapacityError, InvalidInput, TransferError
+from hicache.errors import CapacityError, InvalidInput, InvariantError, TransferError
 from hicache.frame import FrameCodec
+from hicache.keys import RadixKey
 from hicache.tiers import Transfer
 from hicache.tiers.copy_cpu import CpuCopyEngine, CpuTransfer
 from hicache.types import PageIds
@@ -330,3 +331,33 @@ def test_statistics_add_up() -> None:
         assert totals.computed_tokens + sum(totals.hit_tokens.values()) == 3 * 40
         assert totals.hit_tokens["device"] == sum(record.device_hit_tokens for record in records) == 64
         assert totals.output_tokens == 15 and (totals.waiting, totals.running) == (0, 0)
+
+
+def test_an_idle_engine_verifies_its_books_if_asked_to() -> None:
+    for check, found in ((True, True), (False, False)):
+        with make_engine(CHECKPOINT, options=EngineOptions(check_when_idle=check)) as engine:
+            generate(engine, random_tokens(40, seed=31))
+            settle(engine)
+            tree = tiers(engine).tree
+            tree.node_count += 1
+            try:
+                engine.step()
+                engine.rest()
+                assert not found
+            except InvariantError:
+                assert found
+            tree.node_count -= 1
+
+
+def test_what_a_request_of_high_priority_used_stays_longer() -> None:
+    with make_engine(CHECKPOINT, eviction_policy="priority") as engine:
+        important, other = random_tokens(40, seed=32), random_tokens(40, seed=33)
+        engine.submit(important, 1, priority=3)
+        engine.run_until_done()
+        engine.submit(other, 1)
+        engine.run_until_done()
+        settle(engine)
+        pages = len(tiers(engine).match_prefix(RadixKey.of(other)).device_pages)
+        engine.cache.evict(pages)
+        assert engine.cache.peek(RadixKey.of(important)).device_pages > 0
+        assert engine.cache.peek(RadixKey.of(other)).device_pages == 0

@@ -94,6 +94,7 @@ def make_engine(  # noqa: PLR0913 - the parts that tests exchange
     copies: Callable[[KVPool, HostPool], CopyEngine] = create_copy_engine,
     options: EngineOptions | None = None,
     payoff: PayoffOptions | None = None,
+    eviction_policy: str = "lru",
     around: Callable[[HiRadixCache], TreeCache] = lambda cache: cache,
 ) -> Engine:
     """An engine whose cache takes every hit, however short and slow; what it embeds is `around` that cache."""
@@ -104,7 +105,7 @@ def make_engine(  # noqa: PLR0913 - the parts that tests exchange
     controller = HiCacheController(host, copies(pool, host), None if backend is None else backend(codec))
     thresholds = CacheOptions(
         load_back_threshold_tokens=1, prefetch_threshold_tokens=1, prefetch_timeout_base_s=WAIT_S,
-        prefetch_host_share=1, payoff=payoff or PayoffOptions(always=True),
+        prefetch_host_share=1, payoff=payoff or PayoffOptions(always=True), eviction_policy=eviction_policy,
     )  # fmt: skip
     rows = RequestToTokenPool(options.running_max, -(-checkpoint.config.context_tokens // TILE) * TILE)
     model = LlamaModel(checkpoint.config, checkpoint.tensors, pool, rows)
