@@ -135,12 +135,7 @@ class Residency:
     def lock(self, node: Node) -> None:
         """Keep `node` and its ancestors on the tiers they are on until `unlock`."""
         while node.parent is not None:
-            if node.lock_ref == 0 and node.device is not None:
-                count = len(node.device)
-                self.device_evictable_pages -= count
-                self.device_protected_pages += count
-            self._count_host(node, -1)
-            node.lock_ref += 1
+            self._lock_alone(node)
             node = node.parent
 
     def unlock(self, node: Node) -> None:
@@ -168,13 +163,16 @@ class Residency:
                 if node.parent is None:
                     return
                 raise InvariantError(f"move_lock: not below {node!r}")
-            if below.lock_ref == 0 and below.device is not None:
-                count = len(below.device)
-                self.device_evictable_pages -= count
-                self.device_protected_pages += count
-            self._count_host(below, -1)
-            below.lock_ref += 1
+            self._lock_alone(below)
             below = below.parent
+
+    def _lock_alone(self, node: Node) -> None:
+        if node.lock_ref == 0 and node.device is not None:
+            count = len(node.device)
+            self.device_evictable_pages -= count
+            self.device_protected_pages += count
+        self._count_host(node, -1)
+        node.lock_ref += 1
 
     def hold_host(self, node: Node) -> None:
         """Keep the L2 pages of `node` and its ancestors until `release_host`. They may leave L1 meanwhile."""
