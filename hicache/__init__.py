@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChunkCache",
+    "EventStream",
     "HiCacheConfig",
     "HiCacheController",
     "HiCacheError",
@@ -19,19 +21,28 @@ __all__ = [
     "KVGeometry",
     "KVLayout",
     "Namespace",
+    "PrefixIndex",
     "RadixKey",
+    "SessionCache",
+    "TorchRankGroup",
+    "TreeCache",
     "__version__",
+    "create_cache",
+    "load_config",
 ]
 
 if TYPE_CHECKING:
-    from .cache import HiRadixCache
-    from .config import HiCacheConfig
-    from .controller import HiCacheController
+    from .cache import ChunkCache, HiRadixCache, SessionCache, TreeCache, create_cache
+    from .config import HiCacheConfig, load_config
+    from .controller import HiCacheController, TorchRankGroup
     from .errors import HiCacheError
+    from .events import EventStream, PrefixIndex
     from .geometry import KVGeometry, KVLayout
     from .keys import Namespace, RadixKey
 
 _HOME = {
+    "ChunkCache": "cache",
+    "EventStream": "events",
     "HiCacheConfig": "config",
     "HiCacheController": "controller",
     "HiCacheError": "errors",
@@ -39,7 +50,13 @@ _HOME = {
     "KVGeometry": "geometry",
     "KVLayout": "geometry",
     "Namespace": "keys",
+    "PrefixIndex": "events",
     "RadixKey": "keys",
+    "SessionCache": "cache",
+    "TorchRankGroup": "controller",
+    "TreeCache": "cache",
+    "create_cache": "cache",
+    "load_config": "config",
 }
 
 
