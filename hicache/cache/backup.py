@@ -105,7 +105,7 @@ class Backup:
     def save(self, victim: Node) -> Fate:
         """What becomes of an L1 victim that is not on L2: under write_back, or pinned, it is copied there first."""
         if self._halted or not (victim.pin_ref or self._policy is WritePolicy.WRITE_BACK):
-            return Fate.DROP
+            return Fate.KEEP if victim.pin_ref else Fate.DROP
         path: list[Node] = []
         node = victim
         while node.parent is not None and node.host is None:

@@ -1,0 +1,86 @@
+"""After a copy of the device has failed: pages of the tree may be unfilled, and nobody may be given them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hicache.cache import CacheOptions
+from hicache.errors import TransferError
+from hicache.tiers import Transfer
+from hicache.tiers.copy_cpu import CpuCopyEngine
+from hicache.types import PageIds
+from tests.cache.world import World, prompt
+
+# Three pages: a shorter prefix is computed although L2 has it.
+OPTIONS = CacheOptions(prefetch_threshold_tokens=4, load_back_threshold_tokens=12)
+
+
+class _BrokenLoads(CpuCopyEngine):
+    """Loads that fail on the device."""
+
+    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
+        return super().load(host_pages + np.int32(1_000_000), device_pages)
+
+
+@pytest.fixture
+def world() -> World:
+    """A world whose L2 holds a prompt and whose loads fail."""
+    world = World(copies=_BrokenLoads, options=OPTIONS)
+    world.serve("first", prompt(1, 2, 3, 4))
+    world.settle()
+    world.cache.evict(100)
+    return world
+
+
+def test_a_request_that_began_before_a_load_failed_hears_of_it_at_its_forward(world: World) -> None:
+    aborted = world.cache.begin_request("aborted", prompt(1, 2, 3, 4))
+    load = world.cache.start_loading()
+    assert aborted is not None and load is not None
+    world.cache.cache_finished_req(aborted, None)
+    request = world.cache.begin_request("late", prompt(1, 2, 3, 4))
+    assert request is not None and request.shared_pages == 4, "the pages count as being on L1"
+    world.settle()
+    transfer = world.cache.start_loading()
+    assert transfer is not None
+    with pytest.raises(TransferError):
+        transfer.wait_layer(0)
+    world.cache.cache_finished_req(request, None)
+    assert world.cache.start_loading() is None
+    world.close()
+
+
+def test_a_running_request_keeps_its_own_pages_once_a_load_has_failed(world: World) -> None:
+    running = world.begin("running", prompt(1, 2, 9))
+    assert running is not None and running.shared_pages == 0, "the prefix on L2 is too short to load"
+    loading = world.cache.begin_request("loading", prompt(1, 2, 3, 4))
+    transfer = world.cache.start_loading()
+    assert loading is not None and transfer is not None
+    with pytest.raises(TransferError):
+        transfer.wait_layer(0)
+    world.cache.cache_finished_req(loading, None)
+    world.settle()
+    world.cache.cache_unfinished_req(running, prompt(1, 2, 9))
+    world.compare(prompt(1, 2, 9), running.pages[:3])
+    world.cache.cache_finished_req(running, prompt(1, 2, 9))
+    world.close()
+
+
+class _BrokenBackups(CpuCopyEngine):
+    """Copies to L2 that fail on the device."""
+
+    def backup(self, device_pages: PageIds, host_pages: PageIds) -> Transfer:
+        return super().backup(device_pages + np.int32(1_000_000), host_pages)
+
+
+def test_a_pinned_prefix_that_could_not_be_copied_stays_on_l1() -> None:
+    world = World(copies=_BrokenBackups, options=OPTIONS)
+    world.serve("first", prompt(1, 2))
+    pin = world.cache.pin(prompt(1, 2), ttl_s=60)
+    world.settle()
+    assert world.cache.evict(100).freed_pages == 0
+    world.cache.check()
+    assert pin is not None and world.cache.tree.pinned_pages == 2
+    pin.release()
+    assert world.cache.evict(100).freed_pages == 2
+    world.close()
