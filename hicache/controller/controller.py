@@ -48,7 +48,7 @@ from .progress import (
 from .ranks import RankGroup
 from .statistics import ControllerStatistics, QueueStatistics
 from .storage_workers import StorageWorkers
-from .worker import WorkerGroup
+from .worker import WorkerFactory, WorkerGroup
 
 # No prefetch is worth waiting longer for, whatever its length.
 PREFETCH_S_MAX = 60.0
@@ -74,7 +74,7 @@ class HiCacheController:
         ranks: RankGroup | None = None,
         stores_pages: bool = True,
         figures: int = 0,
-        workers: type[WorkerGroup[Any]] = WorkerGroup,
+        workers: WorkerFactory = WorkerGroup,
         clock: Callable[[], float] = now,
     ) -> None:
         self.options = options or ControllerOptions()

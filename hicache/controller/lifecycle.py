@@ -1,52 +1,62 @@
 """Which backend is in use: opening another one and closing the old one, off the scheduler thread.
 
 Opening a store may create directories, sweep an index or connect to a server, and closing one may wait; both happen on
-a thread of their own. Until the new store is open there is none, which costs hits and nothing else. An attempt that
-fails is repeated with growing pauses.
+a supervised worker of their own, which is started when first needed. Until the new store is open there is none, which
+costs hits and nothing else. An attempt that fails is repeated with growing pauses.
 
-Locking design: everything but `_run` is called by the scheduler thread, which owns all fields. The thread gets its
-orders and gives its results through one `SimpleQueue` each.
+Locking design: every method is called by the scheduler thread, which owns all fields. The worker writes the order that
+it was given and hands it back through one `SimpleQueue`.
 """
 
 from __future__ import annotations
 
-import logging
 import queue
-import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..backends.base import StorageBackend
 from .storage import StorageJobs
-
-logger = logging.getLogger(__name__)
+from .worker import WorkerFactory, WorkerGroup
 
 OpenBackend = Callable[[], StorageBackend]
 
 # An attempt to open a store is repeated after 0.1, 0.2, 0.4 ... 30 s.
 REOPEN_S_MIN = 0.1
 REOPEN_S_MAX = 30.0
+# A large store is swept when it is opened. What takes longer hangs, and must not keep the next store from being opened.
+ORDER_DEADLINE_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class _Order:
+    """Open a store, which is then `backend` (None: it could not be opened); or close `backend`."""
+
+    open_backend: OpenBackend | None
+    backend: StorageBackend | None = None
 
 
 class BackendLifecycle:
     """Invariant: a backend is closed once, after its last operation was acknowledged, or never if one does not end.
 
-    `adopt` makes the jobs of a backend. `clock` is monotonic, in seconds.
+    `adopt` makes the jobs of a backend, `workers` the group that opens and closes. `clock` is monotonic, in seconds.
     """
 
-    def __init__(self, adopt: Callable[[StorageBackend], StorageJobs], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, adopt: Callable[[StorageBackend], StorageJobs], workers: WorkerFactory, clock: Callable[[], float]
+    ) -> None:
         self.jobs: StorageJobs | None = None
         self.open_failures = 0
         self.wanted = self.opened = 0  # the number of the backend that is wanted, and of the one that is open
         self._adopt = adopt
+        self._workers = workers
         self._clock = clock
         self._retired: list[StorageJobs] = []
         self._opening: OpenBackend | None = None  # what is wanted instead of `jobs`
         self._attempt_under_way = False
         self._retry_at = 0.0
         self._retry_s = REOPEN_S_MIN
-        self._orders: queue.SimpleQueue[OpenBackend | StorageBackend | None] = queue.SimpleQueue()
-        self._opened: queue.SimpleQueue[tuple[OpenBackend, StorageBackend | None]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._carried_out: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        self._worker: WorkerGroup[_Order] | None = None
 
     @property
     def opening(self) -> bool:
@@ -70,67 +80,65 @@ class BackendLifecycle:
 
     def advance(self) -> None:
         """Take over what was opened, try again what was not, close what is idle. Cheap if there is nothing to do."""
-        if self._opening is not None:
+        if self._worker is not None:
+            self._worker.supervise()
             self._take_opened()
         if self._opening is not None and not self._attempt_under_way and self._clock() >= self._retry_at:
             self._attempt_under_way = True
-            self._order(self._opening)
-        if self._retired:
-            for jobs in [jobs for jobs in self._retired if jobs.in_flight == 0]:
-                self._retired.remove(jobs)
-                self._order(jobs.backend)
+            self._submit(_Order(self._opening))
+        for jobs in [jobs for jobs in self._retired if jobs.in_flight == 0]:
+            self._retired.remove(jobs)
+            self._submit(_Order(None, jobs.backend))
 
     def close(self, timeout_s: float, *, workers_ended: bool) -> bool:
-        """End the thread, and close all backends unless a worker is still in a call of one; blocks.
+        """End the worker, and close all backends unless a worker is still in a call of one; blocks.
 
         False if something is left behind.
         """
         self._opening = None
-        thread_ended = True
-        if self._thread is not None:
-            self._orders.put(None)
-            self._thread.join(timeout_s)
-            thread_ended = not self._thread.is_alive()
-        while not self._opened.empty():
-            _, backend = self._opened.get_nowait()
-            if backend is not None:
-                backend.close()
+        ended = self._worker is None or self._worker.close(timeout_s)
+        for order in self._drain():
+            if order.open_backend is not None and order.backend is not None:
+                order.backend.close()
         if workers_ended:
             for jobs in [*self._retired, *([self.jobs] if self.jobs is not None else [])]:
                 jobs.backend.close()
-        return thread_ended and workers_ended
+        return ended and workers_ended
 
     def _take_opened(self) -> None:
-        for _ in range(self._opened.qsize()):
-            wanted, backend = self._opened.get_nowait()
+        for order in self._drain():
+            if order.open_backend is None:
+                continue
             self._attempt_under_way = False
-            if backend is None:
+            if order.backend is None:
                 self.open_failures += 1
                 self._retry_at = self._clock() + self._retry_s
                 self._retry_s = min(2 * self._retry_s, REOPEN_S_MAX)
-            elif wanted is self._opening:
-                self.jobs = self._adopt(backend)
+            elif order.open_backend is self._opening:
+                self.jobs = self._adopt(order.backend)
                 self.opened = self.wanted
                 self._opening = None
             else:
-                self._order(backend)  # another one is wanted by now
+                self._submit(_Order(None, order.backend))  # another one is wanted by now
 
-    def _order(self, order: OpenBackend | StorageBackend) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="hicache-open", daemon=True)
-            self._thread.start()
-        self._orders.put(order)
+    def _drain(self) -> list[_Order]:
+        return [self._carried_out.get_nowait() for _ in range(self._carried_out.qsize())]
 
-    def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            backend: StorageBackend | None = None
-            try:
-                if isinstance(order, StorageBackend):
-                    order.close()
-                    continue
-                backend = order()
-            except Exception:
-                # The thread must outlive a store that cannot be opened now; it is asked to try again.
-                logger.exception("a storage backend could not be opened or closed")
-            if not isinstance(order, StorageBackend):
-                self._opened.put((order, backend))
+    def _submit(self, order: _Order) -> None:
+        if self._worker is None:
+            self._worker = self._workers(
+                "open", 1, handle=_carry_out, fail=_fail, acknowledge=self._carried_out.put,
+                deadline_s=ORDER_DEADLINE_S,
+            )  # fmt: skip
+        self._worker.submit(order)
+
+
+def _carry_out(order: _Order, beat: Callable[[], None]) -> None:
+    if order.open_backend is not None:
+        order.backend = order.open_backend()
+    elif order.backend is not None:
+        order.backend.close()
+
+
+def _fail(order: _Order) -> None:
+    """Nothing to mark: an order to open that has failed has no backend."""

@@ -16,7 +16,7 @@ from .lifecycle import BackendLifecycle
 from .operations import BackupOperation, PrefetchOperation
 from .options import ControllerOptions
 from .storage import StorageJobs
-from .worker import WorkerGroup
+from .worker import WorkerFactory, WorkerGroup
 
 # Dead and stuck workers are looked for this often; a poll in between costs one clock reading.
 SUPERVISE_EVERY_S = 0.1
@@ -33,7 +33,7 @@ class StorageWorkers:
         backend: StorageBackend | None,
         host: HostPool,
         options: ControllerOptions,
-        workers: type[WorkerGroup[Any]],
+        workers: WorkerFactory,
         clock: Callable[[], float],
     ) -> None:
         self.groups: list[WorkerGroup[Any]] = []
@@ -42,7 +42,7 @@ class StorageWorkers:
         self._clock = clock
         self._next_supervision = 0.0
         self._finished: queue.SimpleQueue[PrefetchOperation | BackupOperation] = queue.SimpleQueue()
-        self.lifecycle = BackendLifecycle(self._jobs_for, clock)
+        self.lifecycle = BackendLifecycle(self._jobs_for, workers, clock)
         if backend is not None:
             self.lifecycle.start(backend)
             self._start(workers)
@@ -57,7 +57,7 @@ class StorageWorkers:
             clock=self._clock,
         )
 
-    def _start(self, workers: type[WorkerGroup[Any]]) -> None:
+    def _start(self, workers: WorkerFactory) -> None:
         deadline_s = self._options.storage_deadline_s
         self.lookups = workers(
             "prefetch", 1, handle=_look_up, fail=_fail_prefetch, acknowledge=self._finished.put, deadline_s=deadline_s,

@@ -18,7 +18,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from .operations import now
 
@@ -190,3 +190,7 @@ class WorkerGroup(Generic[Job]):
             return False
         self._threads.append(thread)
         return True
+
+
+# Called as the class is; a simulation gives one that starts no threads.
+WorkerFactory: TypeAlias = Callable[..., WorkerGroup[Any]]

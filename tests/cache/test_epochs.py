@@ -170,6 +170,23 @@ def test_a_store_that_does_not_open_costs_hits_only_and_is_tried_again() -> None
     world.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_opening_that_ends_its_thread_is_tried_again() -> None:
+    stores = Stores()
+    ends: list[BaseException] = [SystemExit()]
+
+    def open_storage(epoch: int) -> StorageBackend:
+        if ends:
+            raise ends.pop()
+        return stores.open(epoch)
+
+    world = World(backend=stores.open(0), open_storage=open_storage)
+    world.cache.update_weights(1)
+    until_open(world)
+    assert world.cache.statistics().controller.open_failures == 1
+    world.close()
+
+
 def test_only_the_newest_of_several_updates_counts() -> None:
     stores = Stores()
     world = world_of(stores)
