@@ -39,7 +39,7 @@ def check_tree(tree: RadixTree) -> None:
             host_runs.append(node.host)
             if node.device is None and not node.lock_ref and not node.host_ref:
                 host_evictable += len(node.host)
-    _require(nodes == tree.node_count, f"{nodes} nodes, but {tree.node_count} are counted")
+    _require(nodes == tree.node_count, "{} nodes, but {} are counted", nodes, tree.node_count)
     _require(evictable == tree.device_evictable_pages, "device_evictable_pages is not the sum over the nodes")
     _require(protected == tree.device_protected_pages, "device_protected_pages is not the sum over the nodes")
     _require(pinned == tree.pinned_pages, "pinned_pages is not the sum over the nodes")
@@ -48,47 +48,48 @@ def check_tree(tree: RadixTree) -> None:
     for runs, tier in ((device_runs, "L1"), (host_runs, "L2")):
         if runs:
             ids = np.concatenate(runs)
-            _require(len(np.unique(ids)) == len(ids), f"two nodes hold the same {tier} page")
+            _require(len(np.unique(ids)) == len(ids), "two nodes hold the same {} page", tier)
 
 
-def _require(holds: bool, message: str) -> None:
+def _require(holds: bool, message: str, *parts: object) -> None:
+    """`parts` go into `message` only if it is needed: thousands of these pass for each that fails."""
     if not holds:
-        raise InvariantError(f"radix tree: {message}")
+        raise InvariantError(f"radix tree: {message.format(*parts)}")
 
 
 def _check_children(tree: RadixTree, node: Node) -> None:
     page_bytes = tree.page_bytes
     for first_page, child in node.children.items():
-        _require(child.parent is node, f"{child!r} does not point back to its parent")
-        _require(first_page == child.key[:page_bytes], f"{child!r} is filed under another page")
+        _require(child.parent is node, "{!r} does not point back to its parent", child)
+        _require(first_page == child.key[:page_bytes], "{!r} is filed under another page", child)
         if node.parent is not None:
-            _require(node.lock_ref >= child.lock_ref, f"{child!r} is locked more often than its parent")
-            _require(node.host_ref >= child.host_ref, f"{child!r} is held more often than its parent")
-            _require(node.pin_ref >= child.pin_ref, f"{child!r} is pinned more often than its parent")
+            _require(node.lock_ref >= child.lock_ref, "{!r} is locked more often than its parent", child)
+            _require(node.host_ref >= child.host_ref, "{!r} is held more often than its parent", child)
+            _require(node.pin_ref >= child.pin_ref, "{!r} is pinned more often than its parent", child)
     recent = node.recent_child
-    _require(recent is None or recent in node.children.values(), f"{node!r} looks first for a child it does not have")
+    _require(recent is None or recent in node.children.values(), "{!r} looks first for a child it does not have", node)
     on_device = sum(child.device is not None for child in node.children.values())
-    _require(node.device_children == on_device, f"{node!r} counts {node.device_children} children on L1")
+    _require(node.device_children == on_device, "{!r} counts {} children on L1", node, node.device_children)
 
 
 def _check_node(tree: RadixTree, node: Node) -> None:
     page_bytes = tree.page_bytes
     pages = len(node.key) // page_bytes
-    _require(pages > 0 and len(node.key) % page_bytes == 0, f"{node!r} is not whole pages")
-    _require(node.device is not None or node.host is not None, f"{node!r} is on no tier")
+    _require(pages > 0 and len(node.key) % page_bytes == 0, "{!r} is not whole pages", node)
+    _require(node.device is not None or node.host is not None, "{!r} is on no tier", node)
     parent = node.parent
     assert parent is not None
     for name, own, above in (("L1", node.device, parent.device), ("L2", node.host, parent.host)):
         if own is not None:
-            _require(len(own) == pages, f"{node!r} has {len(own)} {name} pages for {pages} pages of tokens")
-            _require(parent.parent is None or above is not None, f"{node!r} is on {name}, its parent is not")
-    _require(node.page_keys is None or len(node.page_keys) == pages * PAGE_KEY_BYTES, f"{node!r}: wrong page keys")
-    _require(node.lock_ref >= 0 and node.host_ref >= node.pin_ref >= 0, f"{node!r}: impossible reference counts")
-    _require(node.created <= node.last_access, f"{node!r} was used before it was made")
+            _require(len(own) == pages, "{!r} has {} {} pages for {} pages of tokens", node, len(own), name, pages)
+            _require(parent.parent is None or above is not None, "{!r} is on {}, its parent is not", node, name)
+    _require(node.page_keys is None or len(node.page_keys) == pages * PAGE_KEY_BYTES, "{!r}: wrong page keys", node)
+    _require(node.lock_ref >= 0 and node.host_ref >= node.pin_ref >= 0, "{!r}: impossible reference counts", node)
+    _require(node.created <= node.last_access, "{!r} was used before it was made", node)
 
 
 def _check_queues(node: Node, device_queue: set[int], host_queue: set[int]) -> None:
-    _require(bool(node.device_entry) == (node.id in device_queue), f"{node!r}: L1 queue mark is wrong")
-    _require(bool(node.host_entry) == (node.id in host_queue), f"{node!r}: L2 queue mark is wrong")
-    _require(not may_leave_device(node) or node.id in device_queue, f"{node!r} may leave L1 but is not queued")
-    _require(not may_leave_host(node) or node.id in host_queue, f"{node!r} may leave L2 but is not queued")
+    _require(bool(node.device_entry) == (node.id in device_queue), "{!r}: L1 queue mark is wrong", node)
+    _require(bool(node.host_entry) == (node.id in host_queue), "{!r}: L2 queue mark is wrong", node)
+    _require(not may_leave_device(node) or node.id in device_queue, "{!r} may leave L1 but is not queued", node)
+    _require(not may_leave_host(node) or node.id in host_queue, "{!r} may leave L2 but is not queued", node)
