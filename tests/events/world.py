@@ -6,12 +6,9 @@ import random
 
 from hicache.cache.recorder import EventRecorder
 from hicache.events import EventStream, Medium, PrefixIndex
-from hicache.keys import page_keys
+from hicache.keys import TOKEN_BYTES, page_keys
 from hicache.radix import Node, RadixTree
-from hicache.radix.policies import LRUPolicy
-from hicache.tiers import PageAllocator
-from tests.radix.oracle import Oracle
-from tests.radix.test_tree_oracle import Machine
+from tests.radix.machine import Machine
 
 # For each page on a medium, by its key: the key of the page before it, the seed, the tokens.
 Pages = dict[bytes, tuple[bytes | None, bytes, bytes]]
@@ -21,30 +18,8 @@ class RecordedMachine(Machine):
     """The operations of the tree's oracle test, on a tree that records its events."""
 
     def __init__(self, page_size: int, random_numbers: random.Random, stream: EventStream) -> None:
-        super().__init__(page_size, random_numbers)
         self.recorder = EventRecorder(stream)
-        self.tree = RadixTree(page_size, LRUPolicy(), observer=self.recorder)
-
-    def prefetch(self) -> None:
-        """Pages from storage arrive behind what is on L2, under their true keys."""
-        key = self.prompt()
-        found = self.tree.match(key)
-        pages = self.pages_of(key)
-        missing = len(pages) - found.pages
-        ids = self.host.alloc(missing) if missing and found.host_node is found.node else None
-        if ids is None:
-            return
-        keys = page_keys(key.tokens, self.page_size, key.seed)
-        assert len(self.tree.insert_host(key, found.pages, ids, keys[found.pages :]).unused) == 0
-        for offset, page in enumerate(ids.tolist()):
-            self.oracle.host[(key.seed, pages[: found.pages + offset + 1])] = page
-
-    def acknowledge_store(self) -> None:
-        """Storage has acknowledged a node on L2."""
-        node = self.tree.match(self.prompt()).node
-        if node.host is not None and not node.stored:
-            node.stored = True
-            self.recorder.stored(Medium.STORAGE, self.tree, node)
+        super().__init__(page_size, random_numbers, scale=4, observer=self.recorder, position_bytes=TOKEN_BYTES)
 
     def lose_store(self) -> None:
         """Storage turns out not to have a node."""
@@ -52,22 +27,21 @@ class RecordedMachine(Machine):
         if node.stored:
             self.recorder.removed(Medium.STORAGE, self.tree, node)
             node.stored = False
+            self.set_stored(node, False)
 
     def reset(self) -> None:
         """The tree is emptied at once, as for an update of the weights. Rare."""
         if self.random.random() < 0.9:
             return
-        self.locks.clear()
-        self.oracle = Oracle()
-        self.device, self.host = PageAllocator(96, first=1), PageAllocator(160)
-        self.tree = RadixTree(self.page_size, LRUPolicy(), observer=self.recorder)
+        self.restart()
         self.recorder.cleared(self.tree)
 
     def step(self) -> None:
         """One random operation."""
         operations = [
-            self.match, self.insert, self.insert, self.backup, self.load_back, self.prefetch, self.lock, self.unlock,
-            self.evict_device, self.evict_host, self.acknowledge_store, self.lose_store, self.reset,
+            self.match, self.insert, self.insert, self.backup, self.finish_copy, self.load_back, self.prefetch,
+            self.finish_prefetch, self.lock, self.unlock, self.evict_device, self.evict_host, self.acknowledge_store,
+            self.lose_store, self.reset,
         ]  # fmt: skip
         self.random.choice(operations)()
         self.check()

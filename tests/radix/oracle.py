@@ -1,48 +1,132 @@
-"""A radix tree the slow way: a plain dictionary of prefixes, one entry per cached page."""
+"""A radix tree the slow way: one entry per page and nothing else, so nothing can be split or counted wrongly."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
-Prefix = tuple[bytes, ...]
+Pages = tuple[bytes, ...]
 
 
-@dataclass
+class Page:
+    """One page below its prefix, and all that the tree keeps about it. It exists while it is on a tier."""
+
+    __slots__ = ("children", "copying", "device", "hits", "holds", "host", "locks", "parent", "pins", "priority",
+                 "stored")  # fmt: skip
+
+    def __init__(self, parent: Page | None, hits: int = 1, priority: int = 0) -> None:
+        self.parent = parent
+        self.children: dict[bytes, Page] = {}
+        self.device: int | None = None
+        self.host: int | None = None
+        self.hits = hits
+        self.priority = priority
+        self.locks = self.holds = self.pins = 0
+        self.copying = self.stored = False
+
+    def state(self) -> tuple[object, ...]:
+        """All but where it is, in the order of `test_tree_oracle`."""
+        return (self.hits, self.priority, self.locks, self.holds, self.pins, self.copying, self.stored)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is on L2, as roots are."""
+        return self.host is not None or self.parent is None
+
+
 class Oracle:
-    """`device[prefix]` and `host[prefix]` are the page ids that hold the last page of that prefix."""
+    """What is cached under each seed."""
 
-    device: dict[tuple[bytes, Prefix], int] = field(default_factory=dict)
-    host: dict[tuple[bytes, Prefix], int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.roots: dict[bytes, Page] = {}
 
-    def match(self, seed: bytes, pages: Prefix) -> tuple[list[int], int]:
-        """L1 pages of the longest cached prefix, and how many pages behind them are on L2 only."""
-        on_device: list[int] = []
-        host_hit = 0
-        for end in range(1, len(pages) + 1):
-            place = (seed, pages[:end])
-            if place in self.device:
-                on_device.append(self.device[place])
-            elif place in self.host:
-                host_hit += 1
-            else:
+    def path(self, seed: bytes, pages: Pages) -> list[Page]:
+        """The cached leading pages."""
+        found: list[Page] = []
+        page = self.roots.get(seed)
+        for content in pages:
+            page = None if page is None else page.children.get(content)
+            if page is None:
                 break
-        return on_device, host_hit
+            found.append(page)
+        return found
 
-    def insert(self, seed: bytes, pages: Prefix, ids: list[int]) -> int:
-        """Add L1 pages; returns how many were there already."""
+    def all(self) -> Iterator[Page]:
+        """Every page."""
+        stack = [child for root in self.roots.values() for child in root.children.values()]
+        while stack:
+            page = stack.pop()
+            stack.extend(page.children.values())
+            yield page
+
+    def insert(self, seed: bytes, pages: Pages, ids: list[int], priority: int, start: int) -> int:
+        """Add L1 pages behind the first `start`; returns how many were there already."""
         present = 0
-        for end in range(1, len(pages) + 1):
-            place = (seed, pages[:end])
-            if place in self.device:
-                present += 1
+        known = self.path(seed, pages)
+        for page, number in zip(known[start:], ids, strict=False):
+            page.hits += 1
+            page.priority = max(page.priority, priority)
+            if page.device is None:
+                page.device = number
             else:
-                self.device[place] = ids[end - 1]
+                present += 1
+        page = known[-1] if known else self.roots.setdefault(seed, Page(None))
+        for position in range(len(known), len(pages)):
+            page.children[pages[position]] = page = Page(page, 1, priority)
+            page.device = ids[position - start]
         return present
 
-    def drop_device(self, ids: set[int]) -> None:
-        """These pages left L1."""
-        self.device = {place: page for place, page in self.device.items() if page not in ids}
+    def insert_host(self, seed: bytes, pages: Pages, start: int, ids: list[int]) -> list[int]:
+        """Add pages from storage behind the first `start`, each if the one before it is on L2; the others' ids."""
+        unused: list[int] = []
+        known = self.path(seed, pages)
+        before = self.roots.setdefault(seed, Page(None)) if start == 0 else known[start - 1]
+        for number in range(start, len(pages)):
+            if number < len(known):
+                page = known[number]
+            elif before.on_host:
+                page = before.children[pages[number]] = Page(before, 0)
+            else:
+                return unused + ids[number - start :]
+            if page.host is None and not page.copying and before.on_host:
+                page.host, page.stored = ids[number - start], True
+            else:
+                unused.append(ids[number - start])
+            before = page
+        return unused
 
-    def drop_host(self, ids: set[int]) -> None:
-        """These pages left L2."""
-        self.host = {place: page for place, page in self.host.items() if page not in ids}
+    def accept(self, pages: Sequence[Page], ids: list[int]) -> list[int]:
+        """A copy of adjacent pages to L2 has arrived; the ids of those whose prefix is not there."""
+        unused: list[int] = []
+        for page, number in zip(pages, ids, strict=True):
+            page.copying = False
+            if page.host is None and page.parent is not None and page.parent.on_host:
+                page.host = number
+            else:
+                unused.append(number)
+        return unused
+
+    def leave_device(self, ids: set[int]) -> list[Page]:
+        """These pages left L1; which they were."""
+        left = [page for page in self.all() if page.device in ids]
+        for page in left:
+            page.device = None
+        self._forget()
+        return left
+
+    def leave_host(self, ids: set[int]) -> list[Page]:
+        """These pages left L2; which they were."""
+        left = [page for page in self.all() if page.host in ids]
+        for page in left:
+            page.host = None
+        self._forget()
+        return left
+
+    def _forget(self) -> None:
+        """Remove what is on no tier. Children were listed after their parents, so they go before them."""
+        for page in reversed(list(self.all())):
+            if page.device is None and page.host is None:
+                assert not page.children, "a page left although one behind it stays"
+                assert not (page.locks or page.holds or page.pins), "a page left although somebody needs it"
+                assert page.parent is not None
+                siblings = page.parent.children
+                del siblings[next(content for content, other in siblings.items() if other is page)]

@@ -1,0 +1,420 @@
+"""Random operations on a tree and on the oracle, compared after each."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, RadixKey, page_keys, token_bytes
+from hicache.radix import (
+    CUT_PAGES_MIN,
+    POLICIES,
+    RUN_PAGES_MAX,
+    Fate,
+    Node,
+    RadixTree,
+    TreeObserver,
+    check_tree,
+    dump_tree,
+    make_policy,
+    may_leave_device,
+)
+from hicache.tiers import PageAllocator
+from hicache.types import PageIds
+from tests.radix.oracle import Oracle, Page, Pages
+
+SEEDS_OF_KEYS = (b"", bytes(31) + b"\x01")
+# A victim is cut unless a piece would be too small, so an eviction takes at most this many pages too many.
+EXCESS_PAGES_MAX = 2 * CUT_PAGES_MIN - 1
+
+
+class Reference(NamedTuple):
+    """Somebody who needs `node`, and so all pages of its path."""
+
+    node: Node
+    path: list[Page]
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy to L2 under way; `pages` of the path are the node's own."""
+
+    of: Reference
+    pages: list[Page]
+    host_pages: PageIds
+    evicts: bool
+
+
+@dataclass(eq=False)
+class Arrival:
+    """Pages on their way from storage, behind `anchor`."""
+
+    key: RadixKey
+    start: int
+    host_pages: PageIds
+    anchor: Reference
+
+
+@dataclass
+class Requests:
+    """Who needs what, so that it can be undone."""
+
+    locks: list[Reference] = field(default_factory=list)
+    holds: list[Reference] = field(default_factory=list)
+    pins: list[Reference] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
+
+
+class Machine:
+    """See the module's docstring. Policy, form of keys and length of runs are drawn, unless they are given.
+
+    `scale` is how much larger pools and prompts are than small ones, which are the fastest to check.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        numbers: random.Random,
+        *,
+        scale: int = 1,
+        observer: TreeObserver | None = None,
+        position_bytes: int | None = None,
+    ) -> None:
+        self.random = numbers
+        self.page_size = page_size
+        self.scale = scale
+        self.observer = observer
+        self.position_bytes = position_bytes or numbers.choice([TOKEN_BYTES, TOKEN_BYTES, BIGRAM_BYTES])
+        self.long = numbers.random() < 0.1  # runs that eviction cuts
+        self.policy = numbers.choice(list(POLICIES))
+        self.run_pages_max = RUN_PAGES_MAX if self.long else numbers.choice([4, RUN_PAGES_MAX])
+        page_tokens = page_size * self.position_bytes // TOKEN_BYTES
+        self.contents = [token_bytes([7 * page + i % 2 for i in range(page_tokens)]) for page in range(3)]
+        self.restart()
+
+    def restart(self) -> None:
+        """An empty tree and empty pools, with nobody who needs anything."""
+        scale = 6 if self.long else self.scale
+        self.tree = RadixTree(
+            self.page_size, make_policy(self.policy), run_pages_max=self.run_pages_max,
+            position_bytes=self.position_bytes, observer=self.observer,
+        )  # fmt: skip
+        self.oracle = Oracle()
+        self.device = PageAllocator(24 * scale, first=1)
+        self.host = PageAllocator(36 * scale)
+        self.who = Requests()
+
+    def prompt(self) -> RadixKey:
+        """Few different pages, so that prefixes collide; sometimes with a partial page at the end."""
+        pages = self.random.choices(range(3), (6, 3, 1), k=self.random.randint(1, 10 * self.scale))
+        if self.long and self.random.random() < 0.8:
+            pages = pages[:1] * 40 + pages[:5]
+        tail = self.contents[0][: self.random.randrange(self.page_size) * self.position_bytes]
+        tokens = b"".join(self.contents[page] for page in pages) + tail
+        return RadixKey(tokens, self.random.choice(SEEDS_OF_KEYS), self.position_bytes)
+
+    def pages_of(self, key: RadixKey) -> Pages:
+        size = self.tree.page_bytes
+        return tuple(key.tokens[i : i + size] for i in range(0, len(key.tokens) - size + 1, size))
+
+    def keys_of(self, key: RadixKey) -> list[bytes]:
+        return page_keys(key.tokens, self.tree.page_bytes // TOKEN_BYTES, key.seed)
+
+    def path_of(self, node: Node) -> list[Page]:
+        """The oracle's pages from the start of the prompt to the end of `node`."""
+        runs: list[bytes] = []
+        while node.parent is not None:
+            runs.append(node.key)
+            node = node.parent
+        key = RadixKey(b"".join(reversed(runs)), node.page_keys or b"", self.position_bytes)
+        return self.oracle.path(key.seed, self.pages_of(key))
+
+    # Lookups
+
+    def match(self) -> None:
+        key = self.prompt()
+        path = self.oracle.path(key.seed, self.pages_of(key))
+        found = self.tree.match(key)
+        device = [page.device for page in path if page.device is not None]
+        assert found.device_pages.tolist() == device
+        assert (found.host_hit_pages, found.pages) == (len(path) - len(device), len(path))
+        assert len(self.path_of(found.host_node)) == sum(page.host is not None for page in path)
+
+    def peek(self) -> None:
+        """Says what a match would find, and changes nothing at all."""
+        key = self.prompt()
+        before = dump_tree(self.tree, tokens=True)
+        seen = self.tree.peek(key)
+        assert dump_tree(self.tree, tokens=True) == before
+        found = self.tree.match(key)
+        assert seen == (len(found.device_pages), found.host_hit_pages)
+
+    def hash_pages(self) -> None:
+        key = self.prompt()
+        found = self.tree.match(key)
+        keys = self.keys_of(key)[: found.pages]
+        own = self.tree.page_keys(found.node) if found.pages else []
+        assert own == keys[len(keys) - len(own) :]
+
+    def use(self) -> None:
+        node, priority = self.tree.match(self.prompt()).node, self.random.randrange(3)
+        self.tree.use(node, priority)
+        for page in self.path_of(node):
+            page.hits += 1
+            page.priority = max(page.priority, priority)
+
+    # Pages
+
+    def insert(self) -> None:
+        key = self.prompt()
+        pages = self.pages_of(key)
+        self.evict_device(max(0, len(pages) - self.device.free_pages))
+        below, start = None, 0
+        if self.random.random() < 0.5:  # as a request does that goes on where it has shared its pages
+            found = self.tree.match(key)
+            below, start = found.device_node, len(found.device_pages)
+        ids = self.device.alloc(len(pages) - start)
+        if ids is None:
+            return
+        priority = self.random.randrange(3)
+        inserted = self.tree.insert(key, ids, priority=priority, below=below, start_page=start)
+        assert inserted.present_pages == self.oracle.insert(key.seed, pages, ids.tolist(), priority, start)
+        self.device.free(ids[: inserted.present_pages])
+
+    def load_back(self) -> None:
+        found = self.tree.match(self.prompt())
+        ids = self.device.alloc(found.host_hit_pages) if found.host_hit_pages else None
+        if ids is None:
+            return
+        done = 0
+        for node in reversed(list(self.tree.span(found.node, found.host_hit_pages))):
+            run = self.tree.pages(node)
+            self.tree.set_device(node, ids[done : done + run].copy())
+            done += run
+        for page, number in zip(self.path_of(found.node)[len(found.device_pages) :], ids.tolist(), strict=True):
+            page.device = number
+
+    def backup(self) -> None:
+        """Start copying what a path lacks on L2."""
+        self.start_copies(self.tree.match(self.prompt()).device_node, evicts=False)
+
+    def start_copies(self, node: Node, *, evicts: bool) -> bool:
+        """Root first, all or none; False if L2 has no room."""
+        path: list[Node] = []
+        part = node
+        while part.parent is not None and part.host is None:
+            if not part.backup_pending:
+                path.append(part)
+            part = part.parent
+        ids = self.host.alloc(sum(map(self.tree.pages, path)))
+        if ids is None:
+            return False
+        done = 0
+        for part in reversed(path):
+            count = self.tree.pages(part)
+            reference = self._lock(part)
+            own = reference.path[-count:]
+            self.who.copies.append(Copy(reference, own, ids[done : done + count], evicts and part is node))
+            part.backup_pending = True
+            for page in own:
+                page.copying = True
+            done += count
+        return True
+
+    def finish_copy(self) -> None:
+        """A copy has arrived, not always in order; what was to leave L1 for it leaves, if nobody needs it by now."""
+        copies = self.who.copies
+        if not copies:
+            return
+        copy = copies.pop(0 if self.random.random() < 0.7 else self.random.randrange(len(copies)))
+        unused = self.tree.accept_backup(copy.of.node, copy.host_pages)
+        assert unused.tolist() == self.oracle.accept(copy.pages, copy.host_pages.tolist())
+        self.host.free(unused)
+        self._unlock(copy.of)
+        for part in list(self.tree.span(copy.of.node, len(copy.host_pages))) if copy.evicts else []:
+            if may_leave_device(part) and part.host is not None:
+                self._left_device(self.tree.leave_device(part))
+
+    def prefetch(self) -> None:
+        """Start reading what L2 lacks of a prompt; the anchor is held."""
+        key = self.prompt()
+        found = self.tree.match(key)
+        missing = len(self.pages_of(key)) - found.pages
+        ids = self.host.alloc(missing) if missing and found.host_node is found.node else None
+        if ids is not None:
+            self.who.arrivals.append(Arrival(key, found.pages, ids, self._hold(found.node)))
+
+    def finish_prefetch(self) -> None:
+        """All or some of the pages have arrived."""
+        if not self.who.arrivals:
+            return
+        arrival = self.who.arrivals.pop(self.random.randrange(len(self.who.arrivals)))
+        key, start, ids = arrival.key, arrival.start, arrival.host_pages
+        count = self.random.choice([len(ids), self.random.randint(0, len(ids))])
+        keys = self.keys_of(key)[start : start + count]
+        unused = self.tree.insert_host(key, start, ids[:count], keys).unused
+        pages = self.pages_of(key)[: start + count]
+        assert unused.tolist() == self.oracle.insert_host(key.seed, pages, start, ids[:count].tolist())
+        self.host.free(unused)
+        self.host.free(ids[count:])
+        self._release(arrival.anchor)
+
+    def acknowledge_store(self) -> None:
+        """Storage has acknowledged a node on L2."""
+        node = self.tree.match(self.prompt()).node
+        if node.host is not None and not node.stored:
+            self.tree.set_stored(node)
+            self.set_stored(node, True)
+
+    def set_stored(self, node: Node, stored: bool) -> None:
+        """Tell the oracle."""
+        for page in self.path_of(node)[-self.tree.pages(node) :]:
+            page.stored = stored
+
+    # Who needs what
+
+    def lock(self) -> None:
+        self.who.locks.append(self._lock(self.tree.match(self.prompt()).node))
+
+    def unlock(self) -> None:
+        if self.who.locks:
+            self._unlock(self._any(self.who.locks))
+
+    def hold(self) -> None:
+        self.who.holds.append(self._hold(self.tree.match(self.prompt()).host_node))
+
+    def release(self) -> None:
+        if self.who.holds:
+            self._release(self._any(self.who.holds))
+
+    def pin(self) -> None:
+        node = self.tree.match(self.prompt()).node
+        self.tree.pin(node)
+        self.who.pins.append(Reference(node, self.path_of(node)))
+        for page in self.who.pins[-1].path:
+            page.pins += 1
+            page.holds += 1
+
+    def unpin(self) -> None:
+        if self.who.pins:
+            reference = self._any(self.who.pins)
+            self.tree.unpin(reference.node)
+            for page in reference.path:
+                page.pins -= 1
+                page.holds -= 1
+
+    def _any(self, references: list[Reference]) -> Reference:
+        return references.pop(self.random.randrange(len(references)))
+
+    def _lock(self, node: Node) -> Reference:
+        self.tree.lock(node)
+        reference = Reference(node, self.path_of(node))
+        for page in reference.path:
+            page.locks += 1
+        return reference
+
+    def _unlock(self, reference: Reference) -> None:
+        self.tree.unlock(reference.node)
+        for page in reference.path:
+            page.locks -= 1
+
+    def _hold(self, node: Node) -> Reference:
+        self.tree.hold_host(node)
+        reference = Reference(node, self.path_of(node))
+        for page in reference.path:
+            page.holds += 1
+        return reference
+
+    def _release(self, reference: Reference) -> None:
+        self.tree.release_host(reference.node)
+        for page in reference.path:
+            page.holds -= 1
+
+    # Eviction
+
+    def evict_device(self, pages: int | None = None) -> None:
+        wanted = self.random.randint(1, 20) if pages is None else pages
+        evictable, copies = self.tree.device_evictable_pages, len(self.who.copies)
+        saves = self.random.random() < 0.5
+        evicted = self.tree.evict_device(wanted, self.save if saves else None)
+        saving = sum(len(copy.host_pages) for copy in self.who.copies[copies:] if copy.evicts)
+        assert evicted.saving_pages == saving
+        gone = len(evicted.pages) + saving
+        assert gone <= wanted + EXCESS_PAGES_MAX
+        assert saves or self.who.pins or gone >= min(wanted, evictable)
+        self._left_device(evicted.pages)
+
+    def save(self, victim: Node) -> Fate:
+        """Any fate that may befall a victim without a copy on L2."""
+        assert victim.host is None and victim.lock_ref == 0
+        fate = self.random.choice(list(Fate))
+        if fate is Fate.SAVING and self.start_copies(victim, evicts=True):
+            return Fate.SAVING
+        return Fate.KEEP if fate is Fate.KEEP or victim.pin_ref else Fate.DROP
+
+    def _left_device(self, freed: PageIds) -> None:
+        self.device.free(freed)
+        left = self.oracle.leave_device(set(freed.tolist()))
+        assert len(left) == len(freed)
+        assert not any(page.locks for page in left)
+
+    def evict_host(self, pages: int | None = None) -> None:
+        wanted = self.random.randint(1, 20) if pages is None else pages
+        evictable = self.tree.host_evictable_pages
+        freed = self.tree.evict_host(wanted)
+        assert min(wanted, evictable) <= len(freed) <= wanted + EXCESS_PAGES_MAX
+        self.host.free(freed)
+        left = self.oracle.leave_host(set(freed.tolist()))
+        assert len(left) == len(freed)
+        assert not any(page.locks or page.holds or page.device is not None for page in left)
+
+    # Comparing
+
+    def check(self) -> None:
+        """The tree's own invariants, then each page against the oracle's, then the pools."""
+        check_tree(self.tree)
+        self.device.check()
+        self.host.check()
+        stack = [(child, self.oracle.roots[root.page_keys or b""]) for root in self.tree.roots()
+                 for child in root.children.values()]  # fmt: skip
+        compared = 0
+        size = self.tree.page_bytes
+        while stack:
+            node, page = stack.pop()
+            state = (node.hit_count, node.priority, node.lock_ref, node.host_ref, node.pin_ref, node.backup_pending,
+                     node.stored)  # fmt: skip
+            count = self.tree.pages(node)
+            nowhere = [None] * count
+            device = nowhere if node.device is None else node.device.tolist()
+            host = nowhere if node.host is None else node.host.tolist()
+            for number in range(count):
+                page = page.children[node.key[number * size : (number + 1) * size]]
+                assert (page.device, page.host) == (device[number], host[number])
+                assert page.state() == state
+            compared += count
+            stack += [(child, page) for child in node.children.values()]
+        assert compared == sum(1 for _ in self.oracle.all())
+        lent = sum(len(copy.host_pages) for copy in self.who.copies)
+        lent += sum(len(arrival.host_pages) for arrival in self.who.arrivals)
+        assert self.tree.device_pages_total == self.device.used_pages
+        assert self.tree.host_pages + lent == self.host.used_pages
+
+    def empty(self) -> None:
+        """Undo and end all; then everything can leave."""
+        while self.who.copies:
+            self.finish_copy()
+        while self.who.arrivals:
+            self.finish_prefetch()
+        for references, undo in (
+            (self.who.locks, self.unlock), (self.who.holds, self.release), (self.who.pins, self.unpin),
+        ):  # fmt: skip
+            while references:
+                undo()
+        self.check()
+        self._left_device(self.tree.evict_device(self.device.capacity).pages)
+        self.evict_host(self.host.capacity)
+        self.check()
+        assert self.tree.node_count == 0
+        assert self.tree.roots() == []
