@@ -1,0 +1,148 @@
+"""What must hold beyond `HiRadixCache.check()`: the bytes behind the pages of the tree, and the books at the end."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hicache.cache import HiRadixCache, Pin
+from hicache.events import Batch, EventReader, Medium, PrefixIndex
+from hicache.keys import TOKEN_BYTES, RadixKey, page_keys
+from hicache.radix import Node, RadixTree
+from tests.simulation.memory import Finding, SimulatedDevicePool, SimulatedHostPool
+from tests.stamps import Stamps
+
+# Few at a time, so that the index is mostly somewhere in the middle of a step.
+EVENTS_PER_READ = 1000
+
+
+class Auditor:
+    """Compares what the trees name with what lies there. Mutates nothing but its own notes."""
+
+    def __init__(
+        self, cache: HiRadixCache, device: SimulatedDevicePool, host: SimulatedHostPool, stamps: Stamps
+    ) -> None:
+        self.pins: list[tuple[Pin, RadixKey]] = []
+        self._cache, self._device, self._host, self._stamps = cache, device, host, stamps
+        self._keys: dict[tuple[bytes, bytes], list[bytes]] = {}
+        self._epochs: dict[RadixTree, int] = {}
+
+    def memory(self) -> None:
+        """At every moment: free pages hold poison, and a page that a tree shows on L2 is complete and right.
+
+        In retired trees too: what is being stored under their epoch must stay what it is.
+        """
+        self._device.guard.require_poison()
+        self._host.guard.require_poison()
+        for tree in self._cache._trees.all():
+            # A tree is looked at after the step that made it, so before the next epoch.
+            epoch = self._epochs.setdefault(tree, self._cache.weights_epoch)
+            pages: list[int] = []
+            keys: list[bytes] = []
+            for node, node_keys in self._nodes(tree):
+                if node.host is not None:
+                    pages += node.host.tolist()
+                    keys += node_keys
+            self._compare("L2", self._host.blocks, pages, keys, epoch)
+
+    def pinned(self) -> None:
+        """What is pinned is in the tree."""
+        for pin, key in self.pins:
+            if pin.active and sum(self._cache.tree.peek(key)) < pin.pages:
+                raise Finding("pin", f"of {pin.pages} pinned pages {self._cache.tree.peek(key)} are left")
+
+    def device(self) -> None:
+        """A page that the tree shows on L1 is right. REQUIRES: no load is under way, and the device has not failed."""
+        pages: list[int] = []
+        keys: list[bytes] = []
+        for node, node_keys in self._nodes(self._cache.tree):
+            if node.device is not None:
+                pages += node.device.tolist()
+                keys += node_keys
+        self._compare("L1", self._device.blocks, pages, keys, self._cache.weights_epoch)
+
+    def at_rest(self) -> None:
+        """Nothing is lent, locked or held. REQUIRES: no request runs, nothing is pinned, and nothing is under way."""
+        cache = self._cache
+        if len(cache._trees.all()) > 1:
+            raise Finding("left behind", "an old tree is kept, although nothing refers to it")
+        for node in cache.tree.nodes():
+            if node.lock_ref or node.host_ref or node.pin_ref or node.backup_pending or node.store_pending:
+                raise Finding("left behind", f"{node!r} is locked, held or waits for a copy, but nothing is under way")
+        queues = cache.statistics().controller.queues
+        if queues.device_pages_lent or queues.host_pages_lent or queues.prefetch or queues.reads or queues.backup:
+            raise Finding("left behind", f"queues and loans are not empty: {queues}")
+        if cache.saving_pages or cache.tree.device_protected_pages:
+            raise Finding("left behind", f"{cache.saving_pages} pages are being saved, although nothing is under way")
+        tiers = (
+            (cache.device.allocator, cache.tree.device_evictable_pages),
+            (cache.host.allocator, cache.tree.host_pages),
+        )
+        for allocator, pages in tiers:
+            if allocator.used_pages != pages:
+                raise Finding("left behind", f"{allocator.used_pages} pages in use, {pages} of them of the tree")
+
+    def emptied(self) -> None:
+        """Whatever was cached can leave, and then every page is free. REQUIRES: as `at_rest`. Empties the cache."""
+        cache = self._cache
+        cache.device.allocator.free(cache.tree.evict_device(cache.device.pages).pages)
+        cache.host.free(cache.tree.evict_host(cache.host.pages))
+        cache.check()
+        if cache.tree.node_count or cache.device.allocator.used_pages or cache.host.allocator.used_pages:
+            raise Finding("left behind", f"{cache.tree.node_count} nodes cannot be evicted")
+
+    def _nodes(self, tree: RadixTree) -> list[tuple[Node, list[bytes]]]:
+        """All nodes but the roots with their page keys, made apart from those the tree keeps."""
+        found: list[tuple[Node, list[bytes]]] = []
+        page_tokens = tree.page_bytes // TOKEN_BYTES
+        stack = [(child, root.page_keys or b"") for root in tree.roots() for child in root.children.values()]
+        while stack:
+            node, prior = stack.pop()
+            keys = self._keys.get((prior, node.key))
+            if keys is None:
+                keys = self._keys[prior, node.key] = page_keys(node.key, page_tokens, prior)
+            found.append((node, keys))
+            stack += [(child, keys[-1]) for child in node.children.values()]
+        return found
+
+    def _compare(self, tier: str, blocks: np.ndarray, pages: list[int], keys: list[bytes], epoch: int) -> None:
+        if not pages:
+            return
+        rows = self._stamps.rows(keys, epoch)
+        wrong = (blocks[:, :, pages] != self._stamps.table[:, :, rows]).any(axis=(0, 1, 3))
+        if wrong.any():
+            raise Finding(
+                "wrong bytes",
+                f"{tier} pages {np.array(pages)[wrong].tolist()} do not hold what a tree of epoch {epoch} says",
+            )
+
+
+class Follower:
+    """A second index of the tree, kept by KV events alone."""
+
+    def __init__(self, cache: HiRadixCache, reader: EventReader) -> None:
+        self._cache = cache
+        self._reader = reader
+        self._index = PrefixIndex()
+
+    def compare(self) -> bool:
+        """Read all events; then the index says what the tree says. False if it waits for a snapshot after a gap."""
+        while not (isinstance(entry := self._reader.drain(EVENTS_PER_READ), Batch) and not entry.events):
+            self._index.apply(entry)
+        if not self._index.in_sync:
+            return False
+        self._index.check()
+        tree = self._cache.tree
+        for medium in Medium:
+            known = self._index.keys(medium)
+            there = {key for node in tree.nodes() if _is_on(node, medium) for key in tree.page_keys(node)}
+            if known != there:
+                raise Finding(
+                    "events", f"{len(known - there)} pages too many, {len(there - known)} too few on {medium}"
+                )
+        return True
+
+
+def _is_on(node: Node, medium: Medium) -> bool:
+    if medium is Medium.STORAGE:
+        return node.stored
+    return (node.device if medium is Medium.DEVICE else node.host) is not None

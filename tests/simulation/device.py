@@ -1,0 +1,155 @@
+"""A copy engine on nobody's thread: its copies advance block by block when the schedule says so."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from hicache.errors import TransferError
+from hicache.tiers import CopyEngine, Transfer
+from hicache.types import PageIds
+from tests.simulation.memory import JUNK, SimulatedDevicePool, SimulatedHostPool
+
+
+class SimulatedTransfer(Transfer):
+    """A copy of `_steps` pieces: each block of each layer, the pages of a block in one or two pieces."""
+
+    def __init__(self, engine: SimulatedCopyEngine, load: bool, source: PageIds, target: PageIds) -> None:
+        self.load = load
+        self.source, self.target = source, target
+        self.layers_done = 0
+        self._engine = engine
+        self._error: TransferError | None = None
+        self._began_s: float | None = None
+        self._seconds: float | None = None
+        self._pieces = self._plan()
+
+    def _plan(self) -> Iterator[tuple[int, int, slice]]:
+        layers, blocks = self._engine.device_blocks.shape[:2]
+        for layer in range(layers):
+            for block in range(blocks):
+                cut = self._engine.random.randint(0, len(self.target))
+                if cut:
+                    yield layer, block, slice(0, cut)
+                if cut < len(self.target):
+                    yield layer, block, slice(cut, None)
+            self.layers_done = layer + 1
+
+    @property
+    def error(self) -> TransferError | None:
+        return self._error
+
+    @property
+    def seconds(self) -> float | None:
+        return self._seconds
+
+    @property
+    def ended(self) -> bool:
+        """As `done`, without giving the device time."""
+        return self._error is not None or self.layers_done == self._engine.device_blocks.shape[0]
+
+    def done(self) -> bool:
+        self._engine.glance()
+        return self.ended
+
+    def wait(self, timeout_s: float) -> bool:
+        while not self.ended:
+            self._engine.advance(self.load)
+        return True
+
+    def wait_layer(self, layer: int) -> None:
+        while self.layers_done <= layer and not self.ended:
+            self._engine.advance(self.load)
+        if self._error is not None:
+            raise self._error
+
+    def advance(self) -> None:
+        """Copy the next piece."""
+        if self._began_s is None:
+            self._began_s = self._engine.clock()
+        piece = next(self._pieces, None)
+        if piece is not None:
+            layer, block, part = piece
+            source, target = self._engine.device_blocks, self._engine.host_blocks
+            if self.load:
+                source, target = target, source
+            target[layer, block, self.target[part]] = source[layer, block, self.source[part]]
+        if self.ended:
+            self._seconds = self._engine.clock() - self._began_s
+
+    def fail(self, error: TransferError) -> None:
+        """End the copy halfway, with rubbish in the layers of the target that nobody was told of."""
+        target = self._engine.device_blocks if self.load else self._engine.host_blocks
+        target[self.layers_done :, :, self.target[-1]] = JUNK
+        self._error = error
+
+
+class SimulatedCopyEngine(CopyEngine):
+    """Copies in order per direction. `fail_rate` is per piece; after a failed copy all later ones fail, as on a stream
+    device."""
+
+    def __init__(
+        self, device: SimulatedDevicePool, host: SimulatedHostPool, numbers: random.Random, fail_rate: float,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        super().__init__(device, host)
+        self.random = numbers
+        self.clock = clock
+        self.device_blocks, self.host_blocks = device.blocks, host.blocks
+        self._fail_rate = fail_rate
+        self._queues: dict[bool, deque[SimulatedTransfer]] = {False: deque(), True: deque()}
+        self._failure: TransferError | None = None
+
+    def backup(self, device_pages: PageIds, host_pages: PageIds) -> SimulatedTransfer:
+        self._require_pairs(device_pages, host_pages)
+        return self._submit(False, device_pages, host_pages)
+
+    def load(self, host_pages: PageIds, device_pages: PageIds) -> SimulatedTransfer:
+        self._require_pairs(device_pages, host_pages)
+        return self._submit(True, host_pages, device_pages)
+
+    def _submit(self, load: bool, source: PageIds, target: PageIds) -> SimulatedTransfer:
+        if self.random.random() < self._fail_rate:
+            self._failure = TransferError("the simulated device failed at the start of a copy")
+            raise RuntimeError("no memory left for staging")
+        transfer = SimulatedTransfer(self, load, np.array(source), np.array(target))
+        self._queues[load].append(transfer)
+        return transfer
+
+    def glance(self) -> None:
+        """Time passes on the device between two looks at it."""
+        if self.random.random() < 0.5:
+            self.advance(self.random.random() < 0.5)
+
+    def advance(self, load: bool) -> None:
+        """Copy the next piece of one direction."""
+        queue = self._queues[load]
+        if not queue:
+            return
+        transfer = queue[0]
+        if self._failure is None and self.random.random() < self._fail_rate:
+            self._failure = TransferError("the simulated device failed")
+        if self._failure is not None:
+            transfer.fail(self._failure)
+        else:
+            transfer.advance()
+        if transfer.ended:
+            queue.popleft()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a copy has failed, so that nobody can vouch for what the device holds."""
+        return self._failure is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy is under way."""
+        return bool(self._queues[False] or self._queues[True])
+
+    def close(self, timeout_s: float) -> bool:
+        while self.busy:
+            self.advance(self.random.random() < 0.5)
+        return True

@@ -1,0 +1,315 @@
+"""The engine of a simulation: requests, and all else that an engine asks of its cache. Each method is one action."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hicache.errors import TransferError
+from hicache.keys import RadixKey, namespace_seed
+from hicache.tiers import Transfer
+from hicache.types import NO_PAGES
+from tests.simulation.memory import JUNK, Finding
+from tests.simulation.setting import Parts, Running, Waiting
+from tests.simulation.world import World
+
+RUNNING_MAX = 4
+TALKS_MAX = 6
+PINS_MAX = 3
+
+
+class Engine(World):
+    """See the module's docstring."""
+
+    def __init__(self, seed: int, parts: Parts) -> None:
+        super().__init__(seed, parts)
+        self.verified_pages = 0  # each of them in all layers
+        self.waiting: list[Waiting] = []
+        self.running: list[Running] = []
+        self._talks: list[tuple[list[int], bytes]] = []  # prompts that later ones continue or repeat
+        self._arrivals = 0
+        self._early: Transfer | None = None  # what the next forward has to wait for besides
+
+    # Requests
+
+    def arrive(self) -> None:
+        if len(self.waiting) >= RUNNING_MAX:
+            return
+        tokens, seed = self._prompt()
+        waiting = Waiting(f"r{self._arrivals}", tokens, seed)
+        self._arrivals += 1
+        self.waiting.append(waiting)
+        if self.random.random() < 0.9:
+            self._prefetch(waiting)
+
+    def _prefetch(self, waiting: Waiting) -> None:
+        self.cache.prefetch_from_storage(waiting.rid, self.key(waiting.tokens, waiting.seed))
+
+    def _prompt(self) -> tuple[list[int], bytes]:
+        """An old conversation again, one turn more of it, or up to some point and then otherwise; or a new one."""
+        numbers = self.random
+        tokens: list[int] = []
+        seed = namespace_seed(cache_salt="tenant") if numbers.random() < 0.2 else b""
+        if self._talks and numbers.random() < 0.85:
+            tokens, seed = numbers.choice([numbers.choice(self._talks), self._talks[-1], self._demoted()])
+            if numbers.random() < 0.6:
+                return tokens, seed
+            tokens = tokens[: numbers.choice([len(tokens), numbers.randint(1, len(tokens))])]
+        return self._new_talk(tokens, seed)
+
+    def _demoted(self) -> tuple[list[int], bytes]:
+        """The conversation that is most on L2 alone: pools this small seldom bring one up by chance."""
+        return max(self._talks, key=lambda talk: self.cache.tree.peek(self.key(*talk)).host_pages)
+
+    def _new_talk(self, tokens: list[int], seed: bytes) -> tuple[list[int], bytes]:
+        longest = self.setting.prompt_tokens_max
+        more = self.random.randint(2, max(2, longest - len(tokens)))
+        tokens = (tokens + [self.random.randrange(4) for _ in range(more)])[:longest]
+        self._talks.append((tokens, seed))
+        del self._talks[:-TALKS_MAX]
+        return tokens, seed
+
+    def _some_prefix(self) -> RadixKey | None:
+        """The key of a part of a conversation."""
+        if not self._talks:
+            return None
+        tokens, seed = self.random.choice(self._talks)
+        return self.key(tokens[: self.random.randint(2, len(tokens))], seed)
+
+    def admit(self) -> None:
+        if not self.waiting or len(self.running) >= RUNNING_MAX:
+            return
+        waiting = self.random.choice(self.waiting)
+        if not self.cache.check_prefetch_progress(waiting.rid) and self.random.random() < 0.98:
+            return
+        try:
+            request = self.cache.begin_request(
+                waiting.rid, self.key(waiting.tokens, waiting.seed), priority=self.random.randrange(3),
+                load_pages_max=self.random.randint(0, 8) if self.random.random() < 0.1 else None,
+            )  # fmt: skip
+        except TransferError:
+            self.waiting.remove(waiting)
+            self.cache.abort_prefetch(waiting.rid)
+            return
+        if request is None:
+            return
+        self.waiting.remove(waiting)
+        running = Running(
+            request, waiting.tokens.copy(), waiting.seed, self.epoch, request.cached_tokens, NO_PAGES
+        )  # fmt: skip
+        if request.shared_pages * self.cache.page_size != request.cached_tokens:
+            raise Finding("books", f"{request.shared_pages} shared pages, but {request.cached_tokens} tokens of hits")
+        self._name_pages(running)
+        self.running.append(running)
+        if request.load is not None and self.random.random() < 0.2:
+            self._end(running, None)  # the client is gone, before the load was started
+
+    def load_early(self) -> None:
+        """A step whose forward is not run at once: meanwhile requests of it may be aborted, and others begin."""
+        self._early = self._early or self.cache.start_loading()
+
+    def forward(self) -> None:
+        """Compute a chunk of every running request, reading what it has and writing what is new, layer by layer."""
+        began_s = self.clock()
+        transfers = [transfer for transfer in (self._early, self.cache.start_loading()) if transfer is not None]
+        self._early = None
+        for running in self.running:
+            missing = self._positions(running) - running.computed
+            running.chunk = self.random.randint(1, missing) if missing else 0
+        try:
+            for layer in range(self.device.geometry.layers):
+                self._wait(transfers, layer)
+                self._compute(layer)
+        except TransferError:
+            for running in [running for running in self.running if running.fresh]:
+                self._end(running, None)
+            return
+        for running in self.running:
+            running.computed += running.chunk
+            running.fresh = False
+        if not transfers:
+            self.cache.record_prefill(sum(running.chunk for running in self.running), self.clock() - began_s)
+        self.share()
+
+    def _wait(self, transfers: list[Transfer], layer: int) -> None:
+        """The scheduler is busy with a layer: others go on."""
+        self.alone = True
+        try:
+            for transfer in transfers if self.parts.waits_for_layers else ():
+                transfer.wait_layer(layer)
+            if self.random.random() < 0.2:
+                self.work()
+        finally:
+            self.alone = False
+
+    def _compute(self, layer: int) -> None:
+        """Read and compare all KV of one layer that attention reads, then write the chunk's."""
+        page_size, table, blocks = self.cache.page_size, self.stamps.table[layer], self.device.blocks[layer]
+        for running in self.running:
+            pages, whole = running.request.pages, running.computed // page_size
+            wrong = blocks[:, pages[:whole]] != table[:, running.rows[:whole]]
+            if wrong.any():
+                raise Finding(
+                    "wrong bytes",
+                    f"{running.request.rid} read wrong KV in layer {layer}, pages of the prompt "
+                    f"{np.flatnonzero(wrong.any(axis=(0, 2))).tolist()}",
+                )
+            self.verified_pages += whole if layer == 0 else 0
+        for running in self.running:
+            pages, done = running.request.pages, running.computed + running.chunk
+            first, whole = running.computed // page_size, done // page_size
+            blocks[:, pages[first:whole]] = table[:, running.rows[first:whole]]
+            if done % page_size and running.chunk:
+                blocks[:, pages[whole]] = JUNK  # half a page is nobody else's business
+
+    def share(self) -> None:
+        """Chunked prefill: the tree gets what is computed."""
+        for running in self.running:
+            if running.fresh or not running.computed or self.random.random() < 0.4:
+                continue
+            pages = running.request.pages
+            self.cache.cache_unfinished_req(running.request, self._computed_key(running))
+            # Pages of the tree in place of its own may still be on their way from L2.
+            running.fresh = running.request.pages is not pages
+
+    def decode(self) -> None:
+        running = self._pick_computed()
+        if running is None:
+            return
+        if self.cache.extend(running.request, len(running.tokens) + 1):
+            running.tokens.append(self.random.randrange(4))
+            self._name_pages(running)
+        elif self.random.random() < 0.5:
+            self._preempt(running)
+
+    def _preempt(self, running: Running) -> None:
+        """Back to the queue, as an engine does that is out of memory; the prompt has grown by the output."""
+        self._end(running, self._computed_key(running))
+        waiting = Waiting(running.request.rid, running.tokens[: self.setting.prompt_tokens_max], running.seed)
+        self.waiting.append(waiting)
+        self._prefetch(waiting)
+
+    def finish(self) -> None:
+        running = self._pick_computed()
+        if running is not None:
+            self._end(running, self._computed_key(running))
+
+    def abort_running(self) -> None:
+        fresh = [running for running in self.running if running.fresh]
+        candidates = fresh if fresh and self.random.random() < 0.5 else self.running
+        if candidates:
+            self._end(self.random.choice(candidates), None)
+
+    def abort_waiting(self) -> None:
+        if self.waiting:
+            waiting = self.waiting.pop(self.random.randrange(len(self.waiting)))
+            self.cache.abort_prefetch(waiting.rid)
+
+    def _end(self, running: Running, key: RadixKey | None) -> None:
+        self.running.remove(running)
+        self.cache.cache_finished_req(running.request, key)
+
+    def _pick_computed(self) -> Running | None:
+        done = [each for each in self.running if each.computed == self._positions(each) and not each.fresh]
+        return self.random.choice(done) if done else None
+
+    def _positions(self, running: Running) -> int:
+        return len(running.tokens) - self.setting.bigram
+
+    def _computed_key(self, running: Running) -> RadixKey:
+        return self.key(running.tokens[: running.computed + self.setting.bigram], running.seed)
+
+    def _name_pages(self, running: Running) -> None:
+        running.rows = self.stamps.rows(self.page_keys(self.key(running.tokens, running.seed)), running.epoch)
+
+    # Other calls
+
+    def match(self) -> None:
+        """A look at a part of a conversation, which may split a node."""
+        key = self._some_prefix()
+        if key is not None:
+            seen = self.cache.tree.peek(key)
+            found = self.cache.match_prefix(key)
+            if seen != (len(found.device_pages), found.host_hit_pages):
+                raise Finding("books", f"peek said {seen}, match finds {found}")
+
+    def insert(self) -> None:
+        """Pages that were computed elsewhere, handed to the tree as a whole."""
+        key = self.key(*self._prompt())
+        keys = self.page_keys(key)
+        pages = self.cache.alloc_pages(len(keys))
+        if pages is None:
+            return
+        rows = self.stamps.rows(keys, self.epoch)
+        self.device.blocks[:, :, pages] = self.stamps.table[:, :, rows]
+        inserted = self.cache.insert(key, pages, priority=self.random.randrange(3))
+        self.cache.free_pages(pages[: inserted.present_pages])
+
+    def evict(self) -> None:
+        pages, free = self.setting.device_pages, self.device.allocator.free_pages
+        wanted = self.random.choice([pages, self.random.randint(1, pages)])
+        eviction = self.cache.evict(wanted)
+        freed = self.device.allocator.free_pages - free
+        promised = eviction.freed_pages + eviction.saving_pages + eviction.short_pages
+        if freed != eviction.freed_pages or promised < wanted or eviction.saving_pages > self.cache.saving_pages:
+            raise Finding("books", f"{wanted} pages wanted, {freed} freed, {eviction}")
+
+    def pin(self) -> None:
+        self.auditor.pins = [(pin, key) for pin, key in self.auditor.pins if pin.active]
+        key = self._some_prefix()
+        if key is not None and len(self.auditor.pins) < PINS_MAX:
+            pin = self.cache.pin(key, self.random.choice([0.01, 0.3, 5.0, 1000.0]))
+            if pin is not None:
+                self.auditor.pins.append((pin, key))
+
+    def unpin(self) -> None:
+        if self.auditor.pins:
+            self.random.choice(self.auditor.pins)[0].release()
+
+    def poll(self) -> None:
+        due = [pin for pin, _ in self.auditor.pins if pin.expires_at <= self.time_s]
+        self.cache.poll()
+        if any(pin.active for pin in due):
+            raise Finding("pin", "a pin whose time is over has not ended")
+
+    def clear(self) -> None:
+        self.cache.clear()
+        self._require_empty()
+
+    def update_weights(self) -> None:
+        """From here on a page of the old weights has wrong bytes."""
+        self.epoch += self.random.choice([1, 1, 3])
+        self.cache.update_weights(self.epoch)
+        self._require_empty()
+
+    def _require_empty(self) -> None:
+        if self.cache.tree.node_count or any(pin.active for pin, _ in self.auditor.pins):
+            raise Finding("left behind", "the cache was emptied and still shows something")
+
+    def follow(self) -> None:
+        """A router catches up with the events, and then knows the tree."""
+        if self.follower is not None:
+            self.follower.compare()
+
+    # The world
+
+    def copy(self) -> None:
+        for _ in range(self.random.randint(1, 24)):
+            self.copies.advance(self.random.random() < 0.5)
+
+    def work(self) -> None:
+        """A worker takes a job."""
+        ready = [group for group in self.workers if group.ready]
+        if ready:
+            self.random.choice(ready).work()
+
+    def wait_a_while(self) -> None:
+        self.time_s += self.random.choice([0.001, 0.01, 0.03, 0.1, 0.1, 0.3, 4.0])
+
+    def others_store(self) -> None:
+        """Another engine, perhaps of newer weights, stores a conversation that is likely to be asked for here."""
+        tokens, seed = self._prompt() if self.random.random() < 0.3 else self._new_talk([], b"")
+        epoch = self.epoch + (self.random.random() < 0.1)
+        self.stores.of(epoch).of_another_engine(self.page_keys(self.key(tokens, seed)))
+
+    def meddle(self) -> None:
+        self.stores.of(self.epoch).meddle()

@@ -1,0 +1,90 @@
+"""Memory that tells when somebody writes where he must not: free pages hold poison from the moment they are freed."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hicache.frame import HEADER_BYTES
+from hicache.geometry import KVGeometry
+from hicache.tiers import HostPool, KVPool
+from hicache.tiers.allocator import PageAllocator
+from hicache.types import Bytes2D, PageIds
+
+POISON = 0xDB  # what a free page holds
+JUNK = 0xEE  # what nobody may rely on: unfinished pages, buffers of a read that was no hit
+
+
+class Finding(BaseException):
+    """What a simulation has found. Not an Exception: the handlers of workers must not take it for a failed job.
+
+    `kind` is a short class of findings, to tell a planted bug's symptom from an accident.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+class GuardedAllocator(PageAllocator):
+    """Poisons what it takes back, and finds poison that was written over.
+
+    `blocks` is uint8 `[..., page, bytes]` over the memory of all pages.
+    """
+
+    def __init__(self, capacity: int, *, first: int, tier: str, blocks: Bytes2D) -> None:
+        super().__init__(capacity, first=first)
+        self._tier = tier
+        self._blocks = blocks
+        blocks[...] = POISON
+
+    def alloc(self, count: int) -> PageIds | None:
+        pages = super().alloc(count)
+        if pages is not None and count:
+            self._require_poison(pages)
+        return pages
+
+    def free(self, pages: PageIds) -> None:
+        super().free(pages)
+        if len(pages):
+            self._blocks[..., pages, :] = POISON
+
+    def require_poison(self) -> None:
+        """Raises Finding if a free page was written to."""
+        self._require_poison(self._stack[: self._ready])
+
+    def _require_poison(self, pages: PageIds) -> None:
+        clean = self._blocks[..., pages, :] == POISON
+        if not clean.all():
+            changed = ~clean.reshape(-1, *clean.shape[-2:]).all(axis=(0, 2))
+            raise Finding("late write", f"{self._tier} pages {pages[changed].tolist()} were written while free")
+
+
+class SimulatedDevicePool(KVPool):
+    """L1 in one piece, `blocks` uint8 `[layers, blocks of a layer, pages + 1, bytes]`, with a guarded allocator."""
+
+    def __init__(self, geometry: KVGeometry, pages: int) -> None:
+        self.blocks = np.zeros(
+            (geometry.layers, geometry.blocks_per_layer, pages + 1, geometry.block_bytes), dtype=np.uint8
+        )
+        super().__init__(geometry, pages)
+        self.allocator = self.guard = GuardedAllocator(pages, first=1, tier="L1", blocks=self.blocks)
+
+    def _create_buffers(self) -> None:
+        pass  # `blocks` is all there is
+
+    def layer_tensors(self, layer: int) -> list[torch.Tensor]:
+        shape = (-1, self.geometry.heads, self.geometry.head_dim)
+        return [torch.from_numpy(block).view(self.dtype).view(shape) for block in self.blocks[layer]]
+
+
+class SimulatedHostPool(HostPool):
+    """L2 with a guarded allocator. `blocks` shows the payloads in the shape of L1, `[layers, blocks, page, bytes]`."""
+
+    def __init__(self, geometry: KVGeometry, pages: int) -> None:
+        super().__init__(geometry, pages)
+        end = HEADER_BYTES + geometry.payload_bytes
+        shape = (pages, geometry.layers, geometry.blocks_per_layer, geometry.block_bytes)
+        self.blocks = self.buffer[:, HEADER_BYTES:end].reshape(shape).transpose(1, 2, 0, 3)
+        assert np.shares_memory(self.blocks, self.buffer)
+        self.allocator = self.guard = GuardedAllocator(pages, first=0, tier="L2", blocks=self.buffer[:, :end])

@@ -1,0 +1,51 @@
+"""Thousands of seeds in which nothing may go wrong (see `simulation`). TEST_SEED=n replays one of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.seeds import seeds
+from tests.simulation.memory import Finding
+from tests.simulation.simulation import Simulation
+
+SEEDS = 2000
+BLOCK = 100  # seeds in one test
+
+
+def blocks() -> list[list[int]]:
+    """The seeds of this run in pieces, one test each."""
+    all_seeds = seeds(SEEDS)
+    return [all_seeds[first : first + BLOCK] for first in range(0, len(all_seeds), BLOCK)]
+
+
+def simulate(seed: int) -> Simulation:
+    """Run one seed; the message of a failure says how to run it again and what came before."""
+    simulation = Simulation(seed)
+    try:
+        simulation.run()
+    except Finding as finding:
+        steps = "\n    ".join(simulation.trace)
+        raise AssertionError(
+            f"TEST_SEED={seed} replays this.\n{finding}\n{simulation.setting}\nlast steps:\n    {steps}"
+        ) from finding
+    return simulation
+
+
+@pytest.mark.parametrize("block", blocks(), ids=lambda block: f"seeds-{block[0]}-{block[-1]}")
+def test_every_page_is_right_and_the_books_balance_in(block: list[int]) -> None:
+    verified, hits = 0, Counter[str]()
+    for seed in block:
+        simulation = simulate(seed)
+        verified += simulation.verified_pages
+        hits.update(simulation.cache.statistics().hit_tokens)
+    # A block that served nothing from some tier would prove nothing about it.
+    assert len(block) < BLOCK or (verified and hits["device"] and hits["host"] and hits["storage"])
+
+
+def test_a_seed_runs_the_same_way_twice() -> None:
+    first, second = simulate(7), simulate(7)
+    assert first.trace == second.trace
+    assert first.verified_pages == second.verified_pages
+    assert first.cache.statistics() == second.cache.statistics()

@@ -1,0 +1,85 @@
+"""The parts of one simulation: memory, devices, workers, storage and time of its own, and the cache over them."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from typing import Any
+
+from hicache.cache import Figures, HiRadixCache
+from hicache.events import EventStream
+from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, Namespace, RadixKey
+from hicache.keys import page_keys as chained_keys
+from tests.simulation.audit import Auditor, Follower
+from tests.simulation.memory import SimulatedDevicePool, SimulatedHostPool
+from tests.simulation.setting import Parts, Setting, prompt_key
+from tests.simulation.storage import Stores
+from tests.simulation.workers import Died, SimulatedWorkers
+from tests.stamps import Stamps
+
+
+class World(ABC):
+    """See the module's docstring. Everything depends on the seed alone."""
+
+    def __init__(self, seed: int, parts: Parts) -> None:
+        self.random = random.Random(seed)
+        self.time_s = 1000.0
+        self.alone = False  # the scheduler is inside a call: others may go on, but it cannot
+        self.epoch = 0
+        self.setting = setting = Setting.draw(self.random)
+        self.parts = parts
+        self.fault_rate = setting.fault_rate
+        self.workers: list[SimulatedWorkers[Any]] = []
+        self.stamps = Stamps(setting.geometry)
+        self.device = SimulatedDevicePool(setting.geometry, setting.device_pages)
+        self.host = SimulatedHostPool(setting.geometry, setting.host_pages)
+        self.copies = parts.copies(self.device, self.host, self.random, setting.device_fail_rate, self.clock)
+        namespace = Namespace(model="simulation", geometry=setting.geometry)
+        self.stores = Stores(namespace, setting.storage_pages or 1, self)
+        has_storage = setting.storage_pages is not None
+        self.controller = parts.controller(
+            self.host, self.copies, self.stores.open_now(0) if has_storage else None, setting.controller,
+            figures=len(Figures()), workers=self._make_workers, clock=self.clock,
+        )  # fmt: skip
+        self.cache = HiRadixCache(
+            self.device, self.host, self.controller, setting.cache,
+            position_bytes=BIGRAM_BYTES if setting.bigram else TOKEN_BYTES,
+            open_storage=self.stores.open if has_storage else None,
+        )  # fmt: skip
+        self.auditor = Auditor(self.cache, self.device, self.host, self.stamps)
+        self.follower: Follower | None = None
+        if setting.events_bytes is not None:
+            stream = EventStream(setting.events_bytes)
+            self.cache.record_events(stream)
+            self.follower = Follower(self.cache, stream.subscribe())
+        parts.after(self.cache)
+
+    def _make_workers(self, name: str, count: int, **arguments: Any) -> SimulatedWorkers[Any]:
+        group = self.parts.workers(name, count, schedule=self, **arguments)
+        self.workers.append(group)
+        return group
+
+    def key(self, tokens: list[int], seed: bytes) -> RadixKey:
+        """The key of a prompt, as this cache's engine makes it."""
+        return prompt_key(tokens, seed, self.setting.bigram)
+
+    def page_keys(self, key: RadixKey) -> list[bytes]:
+        """Its page keys, made apart from those the cache makes."""
+        return chained_keys(key.tokens, self.cache.tree.page_bytes // TOKEN_BYTES, key.seed) if key.tokens else []
+
+    # For workers and storage
+
+    def clock(self) -> float:
+        """Simulated monotonic seconds; a little passes with every look."""
+        self.time_s += 1e-5
+        return self.time_s
+
+    def mishap(self) -> BaseException | None:
+        """What goes wrong in a worker now."""
+        if self.random.random() >= self.setting.fault_rate / 2:
+            return None
+        return self.random.choice([Died(), ValueError("a bug in a driver")])
+
+    @abstractmethod
+    def elsewhere(self) -> None:
+        """Called in the middle of a worker's job: whatever else happens until it goes on."""
