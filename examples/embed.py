@@ -47,6 +47,8 @@ def serve(cache: TreeCache, rid: str, prompt: list[int], tenant: str) -> Request
 
 def main() -> None:
     """Serve two prompts of two tenants twice."""
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python examples/embed.py DIRECTORY")
     config = HiCacheConfig.model_validate({
         "page_size": GEOMETRY.page_size,
         "device": {"tokens": 2048},

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from hicache.errors import HiCacheError
 from hicache.events import Medium, PrefixIndex
 from hicache.events.subscriber import EventFollower
 from hicache.keys import RadixKey, page_keys
@@ -59,4 +60,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except HiCacheError as error:
+        raise SystemExit(str(error)) from error
+    except KeyboardInterrupt:
+        pass  # how one ends it

@@ -49,3 +49,36 @@ def test_following_events_shows_what_an_engine_holds(repository: Path) -> None:
         ).stdout  # fmt: skip
     last = "4 pages on the device, 0 on the host, 0 of them in storage; 32 tokens of the prompt on the device"
     assert shown.splitlines()[-1] == last
+
+
+def run_example(repository: Path, name: str, *arguments: str) -> list[str]:
+    """The lines that an example prints. Warnings are errors, as in the tests."""
+    command = [sys.executable, "-W", "error", str(repository / "examples" / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout.splitlines()
+
+
+def test_a_conversation_goes_on_to_the_last_token_until_the_weights_change(repository: Path) -> None:
+    shown = run_example(repository, "conversation.py")
+    assert [line for line in shown if "of prompt" in line] == [
+        "warm-up: 200 tokens of prompt, 0 of them cached",
+        "turn-1: 245 tokens of prompt, 192 of them cached",
+        "turn-2: 295 tokens of prompt, 274 of them cached",  # 245 and 29 of the answer: no whole pages
+        "again: 245 tokens of prompt, 240 of them cached",
+        "new weights: 245 tokens of prompt, 0 of them cached",
+    ]
+    assert "pinned: 12 pages; after L1 was emptied, on the host: 17 of 18 pages" in shown
+    assert "pin: ended, sessions: 0" in shown
+
+
+def test_slots_are_drawn_on_the_cache_which_evicts_for_them(repository: Path) -> None:
+    cached = [int(line.split()[2]) for line in run_example(repository, "token_slots.py")]
+    assert cached == [0, 48, 0, 0, 0, 0]
+
+
+def test_ranks_find_the_same(repository: Path, tmp_path: Path) -> None:
+    for first in ("0 tokens from the device, 0 from storage", "0 tokens from the device, 496 from storage"):
+        shown = run_example(repository, "ranks.py", str(tmp_path))
+        for rank in ("rank 0", "rank 1"):
+            found = [line.split(": ")[1] for line in shown if line.startswith(rank)]
+            assert found == [first, "496 tokens from the device, 0 from storage"]
+        assert all("L1 of 128 pages" in line for line in shown)

@@ -1,0 +1,102 @@
+"""A conversation with all that an engine can ask of the cache besides plain requests. No model: KV is only stamped.
+
+    python examples/conversation.py
+
+A system prompt is pinned, two turns of a session go on to the last token, KV events say what is where, the tree is
+shown as text, and new weights put everything out of reach. docs/embedding.md explains each step.
+"""
+
+from __future__ import annotations
+
+import time
+
+from hicache import HiCacheConfig, KVGeometry, Namespace, RadixKey
+from hicache.cache import RequestKV, SessionCache, create_tiered_cache
+from hicache.events import EventStream, Medium, PrefixIndex
+from hicache.keys import page_keys
+from hicache.radix import pretty_print
+from hicache.tiers import token_slots
+
+PAGE_SIZE = 16
+GEOMETRY = KVGeometry(layers=4, heads=2, head_dim=16, page_size=PAGE_SIZE, dtype="float32")
+CONFIG = HiCacheConfig.model_validate({
+    "page_size": PAGE_SIZE,
+    "device": {"tokens": 1024},
+    "eviction_policy": "slru",
+    "write_policy": "write_through_selective",
+})  # fmt: skip
+EVENTS_BYTES = 1 << 20
+WAIT_S = 10.0
+
+
+def compute(cache: SessionCache, request: RequestKV, begin: int, end: int) -> None:
+    """Stands for the forward: writes KV of the tokens `begin` to `end` into their rows of the pool."""
+    rows = token_slots(request.pages, PAGE_SIZE)[begin:end]
+    for layer in range(GEOMETRY.layers):
+        for tensor in cache.device.layer_tensors(layer):  # [rows, heads, head_dim]
+            tensor[rows] = end
+
+
+def turn(cache: SessionCache, rid: str, session_id: str | None, prompt: list[int], output: list[int]) -> RadixKey:
+    """One request: prefill of what is not cached, decode of `output`; returns the key of all tokens that have KV."""
+    if session_id is not None:
+        cache.join_session(rid, session_id)
+    key = RadixKey.of(prompt, cache_salt="alice")
+    request = cache.begin_request(rid, key)
+    if request is None:
+        raise SystemExit("L1 has no room; a scheduler would try again in its next step")
+    cached = request.cached_tokens
+    transfer = cache.start_loading()
+    if transfer is not None:
+        for layer in range(GEOMETRY.layers):
+            transfer.wait_layer(layer)  # a forward does so right before it reads the layer
+    begin_s = time.perf_counter()
+    compute(cache, request, cached, len(prompt))
+    if transfer is None:
+        cache.record_prefill(len(prompt) - cached, time.perf_counter() - begin_s)
+    cache.cache_unfinished_req(request, key)  # from now on others can use the prompt
+    print(f"{rid}: {len(prompt)} tokens of prompt, {cached} of them cached")
+    # The last token that is sampled is not computed, so it has no KV: the next turn computes it.
+    for count in range(1, len(output)):
+        if not cache.extend(request, len(prompt) + count):
+            raise SystemExit("L1 is full; a scheduler would end or preempt a request")
+        compute(cache, request, len(prompt) + count - 1, len(prompt) + count)
+    key = key.extended(output[:-1]) if len(output) > 1 else key
+    cache.cache_finished_req(request, key)
+    cache.poll()  # once per step
+    return key
+
+
+def main() -> None:
+    """Talk twice, evict, look, and change the weights."""
+    system, question, answer = list(range(200)), list(range(1000, 1045)), list(range(2000, 2030))
+    more = list(range(3000, 3020))
+    inner = create_tiered_cache(CONFIG, Namespace(model="stamp", geometry=GEOMETRY))
+    stream, index = EventStream(EVENTS_BYTES), PrefixIndex()
+    inner.record_events(stream)  # before the first request
+    reader = stream.subscribe()
+    with SessionCache(inner, ttl_s=600) as cache:
+        turn(cache, "warm-up", None, system, answer[:1])
+        pin = inner.pin(RadixKey.of(system, cache_salt="alice"), ttl_s=3600)
+        assert pin is not None, "pins would take more than pin_host_share of L2"
+        cache.open_session("alice")
+        turn(cache, "turn-1", "alice", system + question, answer)
+        last = turn(cache, "turn-2", "alice", system + question + answer + more, answer[:1])
+        cache.close_session("alice")
+        cache.drain(WAIT_S)
+        cache.evict(inner.device.allocator.capacity)  # all that may leave L1 does
+        cache.drain(WAIT_S)
+        index.apply(reader.drain(1_000_000))
+        keys = page_keys(last.tokens, PAGE_SIZE, last.seed)
+        print(f"pinned: {pin.pages} pages; after L1 was emptied, on the host: "
+              f"{index.prefix_pages(keys, Medium.HOST)} of {len(keys)} pages")  # fmt: skip
+        print(pretty_print(inner.tree))
+        turn(cache, "again", None, system + question, answer[:1])
+        cache.update_weights(1)
+        turn(cache, "new weights", None, system + question, answer[:1])
+        print(f"pin: {'active' if pin.active else 'ended'}, sessions: {cache.session_statistics().open}")
+        cache.check()
+
+
+if __name__ == "__main__":
+    main()

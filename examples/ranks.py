@@ -1,0 +1,94 @@
+"""Two ranks of tensor parallelism, each a process with its own shard, that decide alike.
+
+    python examples/ranks.py DIRECTORY
+
+The ranks have pools of different sizes and stores of their own; in the second run the stores of both are asked. Each
+prints what it found, which is the same.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+from typing import cast
+
+import torch.distributed as dist
+
+from hicache import HiCacheConfig, KVGeometry, Namespace, RadixKey
+from hicache.cache import TreeCache, create_cache
+from hicache.controller import TorchRankGroup
+from hicache.controller.ranks import Reducer
+from hicache.errors import RankError
+
+SIZE = 2
+DEADLINE_S = 30.0
+GEOMETRY = KVGeometry(layers=4, heads=1, head_dim=16, page_size=16, dtype="float32")
+PROMPT = list(range(500))
+REST_S = 0.0005
+
+
+def serve(cache: TreeCache, rid: str) -> str:
+    """One request. Every rank makes the same calls in the same order, so it takes the same number of steps."""
+    key = RadixKey.of(PROMPT)
+    cache.prefetch_from_storage(rid, key)
+    while not cache.check_prefetch_progress(rid):
+        cache.poll()
+        time.sleep(REST_S)
+    request = cache.begin_request(rid, key)
+    if request is None:
+        raise SystemExit("L1 has no room")
+    transfer = cache.start_loading()
+    for layer in range(GEOMETRY.layers):
+        if transfer is not None:
+            transfer.wait_layer(layer)
+        for block in cache.device.layer_blocks(layer):
+            block[request.pages[request.shared_pages :]] = 1.0
+    found = f"{request.device_hit_tokens} tokens from the device, {request.storage_hit_tokens} from storage"
+    cache.cache_finished_req(request, key)
+    cache.poll()
+    return found
+
+
+def rank_main(rank: int, folder: str) -> None:
+    """What each process does."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=SIZE)
+    # A group of its own: the engine's collectives and those of the cache must not be mixed up.
+    group = TorchRankGroup(cast(Reducer, dist.new_group(backend="gloo")), deadline_s=DEADLINE_S)
+    config = HiCacheConfig.model_validate({
+        "page_size": GEOMETRY.page_size,
+        "device": {"tokens": 2048 + 512 * rank},  # the smaller one counts
+        "prefetch": {"threshold_tokens": 64},
+        "storage": {"type": "file", "options": {"path": f"{folder}/rank-{rank}", "capacity": "64MiB"}},
+    })  # fmt: skip
+    namespace = Namespace(model="stamp", geometry=GEOMETRY, tp_rank=rank, tp_size=SIZE)
+    try:
+        with create_cache(config, namespace, ranks=group) as cache:
+            for visit in range(2):
+                found = serve(cache, f"visit-{visit}")
+                print(f"rank {rank} of {SIZE}, L1 of {cache.device.allocator.capacity} pages: {found}", flush=True)
+    except RankError as error:
+        raise SystemExit(f"rank {rank}: {error}") from error  # there is no way back: end, and start all ranks anew
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start the ranks and wait for them."""
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python examples/ranks.py DIRECTORY")
+    folder = Path(sys.argv[1]).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rendezvous").unlink(missing_ok=True)
+    context = multiprocessing.get_context("spawn")
+    children = [context.Process(target=rank_main, args=(rank, str(folder))) for rank in range(SIZE)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    if any(child.exitcode for child in children):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
