@@ -159,6 +159,10 @@ class RadixKey:
         """The first `positions` positions."""
         return RadixKey(self.tokens[: positions * self.position_bytes], self.seed, self.position_bytes)
 
+    def continues(self, other: RadixKey) -> bool:
+        """Whether this and `other` are of one prompt: the longer begins with the shorter."""
+        return self.tokens.startswith(other.tokens) or other.tokens.startswith(self.tokens)
+
     def extended(self, tokens: TokenInput) -> RadixKey:
         """This prompt followed by more tokens, under the same seed.
 

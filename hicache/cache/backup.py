@@ -65,7 +65,7 @@ class Backup:
         selective_hits: int,
         pause: Pause,
     ) -> None:
-        self.saving_pages = 0  # on their way to L2 in order to leave L1
+        self._saving_pages = 0
         self._trees = trees
         self._ledger = ledger
         self._controller = controller
@@ -89,9 +89,8 @@ class Backup:
             if node.host is not None:
                 if not has_storage:
                     break  # its ancestors are on L2 too
-                if node.stored or node.store_pending:
-                    break  # so are its ancestors
-                stores.append(node)
+                if not (node.stored or node.store_pending):
+                    stores.append(node)
             elif not node.backup_pending and (backups or self._wants(node)):
                 backups.append(node)
             node = node.parent
@@ -119,6 +118,11 @@ class Backup:
         self._books.skipped["write_back_dropped"] += self._trees.current.pages(victim)
         return Fate.DROP
 
+    @property
+    def saving_pages(self) -> int:
+        """L1 pages on their way to L2 in order to leave L1."""
+        return self._saving_pages
+
     def launch(self) -> None:
         """Have the copies of victims begin now: the sooner they end, the sooner there is room."""
         self._controller.launch_writes()
@@ -143,7 +147,7 @@ class Backup:
         tree.unlock(node)
         if not task.evicts:
             return []
-        self.saving_pages -= pages
+        self._saving_pages -= pages
         # A request may have locked the run since; then it stays where it is.
         return [tree.leave_device(part) for part in parts if may_leave_device(part) and part.host is not None]
 
@@ -154,7 +158,7 @@ class Backup:
             part.backup_pending = False
         task.tree.unlock(task.node)
         if task.evicts:
-            self.saving_pages -= len(copy.host_pages)
+            self._saving_pages -= len(copy.host_pages)
 
     def stored(self, backup: BackupOperation) -> None:
         """A store has ended. If a page is missing, a later request that passes by tries again."""
@@ -203,7 +207,7 @@ class Backup:
             self._controller.submit_write(task, node.device, host_pages[done : done + count])
             done += count
             if task.evicts:
-                self.saving_pages += count
+                self._saving_pages += count
         return True
 
     def _store(self, node: Node) -> bool:

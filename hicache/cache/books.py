@@ -78,6 +78,10 @@ class Saver(Protocol):
     def launch(self) -> None:
         """Have the copies that were started begin now."""
 
+    @property
+    def saving_pages(self) -> int:
+        """Pages of victims that are on their way to L2."""
+
 
 class DeviceLedger:
     """L1: who has which pages. A `PageSource` for token allocators.
@@ -95,15 +99,23 @@ class DeviceLedger:
 
     def make_room(self, pages: int) -> bool:
         """Evict until `pages` pages are free. False if they are not: then nothing was evicted because it would not have
-        been enough, or what was evicted is still on its way to L2.
+        been enough, or what was evicted is on its way to L2, or pinned pages turned out not to fit there.
+
+        Inside a free group nothing is evicted: what it frees comes too late for this call.
         """
         free = self.allocator.free_pages
-        if free < pages <= free + self._trees.current.device_evictable_pages:
-            self.evict(pages - free)
+        coming = self._saver.saving_pages
+        evictable = 0 if self.allocator.group_open else self._trees.current.device_evictable_pages
+        if free + coming < pages <= free + coming + evictable:
+            self.evict(pages - free - coming)
         if self.allocator.free_pages >= pages:
             return True
         self._books.skipped["no_device_room"] += 1
         return False
+
+    def may_have_room(self, pages: int) -> bool:
+        """Whether `make_room` could succeed now, or once what is on its way to L2 has arrived. Changes nothing."""
+        return pages <= self.free_pages + self._saver.saving_pages
 
     def evict(self, pages: int) -> Eviction:
         """Take `pages` pages off L1, as far as they may leave."""
@@ -117,10 +129,10 @@ class DeviceLedger:
 
     def alloc(self, count: int) -> PageIds | None:
         """`count` pages for a request, evicting as needed; None if there is no room now."""
-        if not self.make_room(count):
-            return None
-        self.request_pages += count
-        return self.allocator.alloc(count)
+        pages = self.allocator.alloc(count) if self.make_room(count) else None
+        if pages is not None:
+            self.request_pages += count
+        return pages
 
     def free(self, pages: PageIds) -> None:
         """Take pages of a request back."""

@@ -51,7 +51,7 @@ def create_cache(
             config, namespace, device=device, device_pages=device_pages, device_memory=device_memory, bigram=bigram,
             ranks=ranks, environ=environ,
         )  # fmt: skip
-    device = torch.device(device)
+    device = _known_device(device)
     pages = _l1_pages(config, namespace.geometry, device, device_pages, device_memory)
     if ranks is not None:
         pages = int(ranks.agree(np.array([pages], dtype=np.int64))[0])
@@ -77,21 +77,24 @@ def create_tiered_cache(
     pools have the size of the smallest, and all ranks start or none does. Raises ConfigError, CapacityError,
     BackendError and RankError with what to change; nothing is left running then.
     """
-    geometry, device = namespace.geometry, torch.device(device)
+    geometry, device = namespace.geometry, _known_device(device)
     l1_pages = _l1_pages(config, geometry, device, device_pages, device_memory)
     bounds = _Bounds(l1_pages, host_pages(config.host, geometry, l1_pages), controller_options(config))
     parts = _Parts(config, namespace, device, bigram, os.environ if environ is None else environ, ranks)
     if ranks is None:
         return _build(parts, bounds)
-    bounds = _agreed_bounds(ranks, config, namespace, bounds)
+    bounds = _agreed_bounds(ranks, config, namespace, bounds, bigram=bigram)
     try:
         cache = _build(parts, bounds)
     except HiCacheError:
         ranks.agree(np.array([False], dtype=np.int64))  # so that the others need not wait for the deadline
         raise
-    if not ranks.agree(np.array([True], dtype=np.int64))[0]:
+    try:
+        if not ranks.agree(np.array([True], dtype=np.int64))[0]:
+            raise RankError("another rank could not start; its own error says why")
+    except RankError:
         cache.close()
-        raise RankError("another rank could not start; its own error says why")
+        raise
     return cache
 
 
@@ -111,12 +114,17 @@ class _Parts(NamedTuple):
     ranks: RankGroup | None
 
 
-def _agreed_bounds(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace, bounds: _Bounds) -> _Bounds:
+def _agreed_bounds(
+    ranks: RankGroup, config: HiCacheConfig, namespace: Namespace, bounds: _Bounds, *, bigram: bool
+) -> _Bounds:
     """What all ranks can keep. A page has another size on each pipeline stage, so bytes are agreed as pages."""
     page_bytes = frame_bytes(namespace.geometry.payload_bytes)
     options = bounds.options
-    same = (replace(options, backup_bytes_max=0), cache_options(config), config.page_size, config.storage is not None)
-    require_equal(ranks, "configuration", f"{same} {namespace.model} {namespace.weights_epoch} {namespace.kv_scales}")
+    same = (
+        replace(options, backup_bytes_max=0), cache_options(config), config.page_size, config.storage is not None,
+        bigram, namespace.model, namespace.weights_epoch, namespace.kv_scales,
+    )  # fmt: skip
+    require_equal(ranks, "configuration", str(same))
     numbers = [bounds.l1_pages, bounds.l2_pages, options.backup_bytes_max // page_bytes]
     l1_pages, l2_pages, backup_pages = ranks.agree(np.array(numbers, dtype=np.int64)).tolist()
     return _Bounds(l1_pages, l2_pages, replace(options, backup_bytes_max=backup_pages * page_bytes))
@@ -128,6 +136,7 @@ def _build(parts: _Parts, bounds: _Bounds) -> HiRadixCache:
     l2 = HostPool(namespace.geometry, bounds.l2_pages, pin=_pin(config.host.pin, device))
     open_storage = _storage_opener(config, namespace, parts.environ)
     backend = None if open_storage is None else open_storage(namespace.weights_epoch)
+    controller: HiCacheController | None = None
     try:
         controller = HiCacheController(
             l2,
@@ -147,14 +156,28 @@ def _build(parts: _Parts, bounds: _Bounds) -> HiRadixCache:
             open_storage=open_storage,
             weights_epoch=namespace.weights_epoch,
         )
-        _publish_events(config, cache)
-        return cache
     except InvalidInput as error:
-        _close(backend)
+        _close(controller or backend)
         raise ConfigError(str(error)) from error
     except BaseException:
-        _close(backend)
+        _close(controller or backend)
         raise
+    try:
+        _publish_events(config, cache)
+    except BaseException:
+        cache.close()
+        raise
+    return cache
+
+
+def _known_device(device: torch.device | str) -> torch.device:
+    try:
+        known = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device {str(device)!r} is not known; use cpu, cuda or cuda:N") from error
+    if known.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {known}: L1 can be on cpu, cuda or cuda:N")
+    return known
 
 
 def _l1_pages(
@@ -185,9 +208,12 @@ def _publish_events(config: HiCacheConfig, cache: HiRadixCache) -> None:
     cache.record_events(stream, None if publisher is None else publisher.close)
 
 
-def _close(backend: StorageBackend | None) -> None:
-    if backend is not None:
-        backend.close()
+def _close(part: HiCacheController | StorageBackend | None) -> None:
+    """Close a controller, which closes its backend, or a backend that has no controller yet."""
+    if isinstance(part, HiCacheController):
+        part.close(1.0)
+    elif part is not None:
+        part.close()
 
 
 def _storage_opener(

@@ -52,7 +52,7 @@ class Loader:
     def load_back(self, tree: RadixTree, match: Match, quota_pages: int | None) -> Loaded:
         """Load the L2 part of `match`, as much as fits, at most `quota_pages` pages.
 
-        REQUIRES: `match.node` is locked by the caller, and nothing was evicted since the match.
+        REQUIRES: `match.node` is locked by the caller, who has made room for all of it.
         """
         none = Loaded(match.device_node, NO_PAGES, None)
         if match.host_hit_pages == 0:
@@ -60,15 +60,16 @@ class Loader:
         if match.host_hit_pages * tree.page_size < self._options.load_back_threshold_tokens:
             self._books.skipped["load_too_short"] += 1
             return none
-        nodes = self._fitting(tree, match, quota_pages)
-        count = sum(map(tree.pages, nodes))
-        if not nodes or count * tree.page_size < self._options.load_back_threshold_tokens:
+        nodes, rest = self._fitting(tree, match, quota_pages)
+        count = sum(map(tree.pages, nodes)) + rest
+        if count == 0 or count * tree.page_size < self._options.load_back_threshold_tokens:
             return none
         if not self._payoff.decide(Route.LOAD, count * tree.page_size, count * self._page_bytes).go:
             self._books.skipped["load_does_not_pay"] += 1
             return none
-        if not self._ledger.make_room(count):
-            return none
+        if rest:
+            part = list(tree.span(match.node, match.host_hit_pages))[-len(nodes) - 1]
+            nodes.append(tree.split(part, rest))
         pages = self._ledger.allocator.alloc(count)
         if pages is None:
             raise InvariantError("L1: room was made for a load, but there is none")
@@ -76,42 +77,49 @@ class Loader:
         for node in nodes:
             run = tree.pages(node)
             tree.set_device(node, pages[done : done + run].copy())
+            node.load_pending = True
             done += run
         tree.lock(nodes[-1])
         host_pages = np.concatenate([node.host for node in nodes if node.host is not None])
         load = self._controller.submit_load(CopyTask(tree, nodes[-1]), host_pages, pages)
         return Loaded(nodes[-1], pages, load)
 
-    def cancel(self, load: CopyOperation) -> bool:
-        """Take a load back that was not started and that nobody else counts on; whether that was possible.
+    def loaded(self, load: CopyOperation) -> None:
+        """A load has ended."""
+        task: CopyTask = load.tag
+        for part in task.tree.span(task.node, len(load.host_pages)):
+            part.load_pending = False
+        task.tree.unlock(task.node)
 
-        Its pages are off L1 again and free. REQUIRES: the caller's own lock is released.
+    def cancel(self, load: CopyOperation) -> bool:
+        """Take a load back if it was not started and nobody else counts on it; whether that was possible.
+
+        Its pages are off L1 again and free then. REQUIRES: the caller's own lock is released.
         """
+        if not self._controller.is_queued(load):
+            return False
         task: CopyTask = load.tag
         parts = list(task.tree.span(task.node, len(load.host_pages)))
         alone = all(part.lock_ref == 1 and part.device_children == (part is not parts[0]) for part in parts)
-        if not alone or not self._controller.is_queued(load):
+        if not alone:
             return False
         self._controller.cancel_load(load)
         task.tree.unlock(task.node)
         for part in parts:
+            part.load_pending = False
             self._ledger.allocator.free(task.tree.leave_device(part))
         return True
 
-    def _fitting(self, tree: RadixTree, match: Match, quota_pages: int | None) -> list[Node]:
-        """The leading part of what is on L2 that there is room for; a node that fits in part is split there."""
-        room = min(
-            self._controller.load_room,
-            self._ledger.allocator.free_pages + tree.device_evictable_pages,
-            match.host_hit_pages if quota_pages is None else quota_pages,
-        )
+    def _fitting(self, tree: RadixTree, match: Match, quota_pages: int | None) -> tuple[list[Node], int]:
+        """The leading nodes of what is on L2 that there is room for, and how much of the next one there is room for."""
+        quota = match.host_hit_pages if quota_pages is None else quota_pages
+        room = min(self._controller.load_room, self._ledger.allocator.free_pages, quota)
+        if room < min(quota, match.host_hit_pages):
+            self._controller.refuse_load()
         nodes: list[Node] = []
         for node in reversed(list(tree.span(match.node, match.host_hit_pages))):
             if tree.pages(node) > room:
-                self._controller.refuse_load()
-                if room >= CUT_PAGES_MIN:
-                    nodes.append(tree.split(node, room))
-                break
+                return nodes, room if room >= CUT_PAGES_MIN else 0
             nodes.append(node)
             room -= tree.pages(node)
-        return nodes
+        return nodes, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..errors import InvalidInput
 from ..radix import SLRU_PROTECTED_HITS
 from .payoff import PayoffOptions
 
@@ -25,3 +26,11 @@ class CacheOptions:
     pin_host_share: float = 0.5
     shutdown_deadline_s: float = 5.0
     payoff: PayoffOptions = field(default_factory=PayoffOptions)
+
+    def __post_init__(self) -> None:
+        for name, least in (("prefetch_threshold_tokens", 1), ("selective_hits", 1), ("load_back_threshold_tokens", 0)):
+            if getattr(self, name) < least:
+                raise InvalidInput(f"cache: {name} must be at least {least}, got {getattr(self, name)}")
+        for name in ("prefetch_host_share", "pin_host_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InvalidInput(f"cache: {name} is a share, from 0 to 1, got {getattr(self, name)}")

@@ -10,11 +10,15 @@ Owned by the scheduler thread; no lock.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from types import TracebackType
 
 from ..errors import InvalidInput
 from ..radix import Match, Node, RadixTree
+
+# Pins that ended early stay in the expiry heap until they are half of it, or this many.
+EXPIRY_SLACK = 64
 
 
 class Pin:
@@ -66,8 +70,8 @@ class Pins:
 
         For no page the pin has ended already. Raises InvalidInput for a time that is not positive.
         """
-        if not ttl_s > 0:
-            raise InvalidInput(f"pin: ttl_s must be positive, got {ttl_s}")
+        if not (math.isfinite(ttl_s) and ttl_s > 0):
+            raise InvalidInput(f"pin: ttl_s must be a positive number, got {ttl_s}")
         node, part, fresh_pages = match.node, match.node, 0
         while part.parent is not None:
             fresh_pages += 0 if part.pin_ref else tree.pages(part)
@@ -118,3 +122,6 @@ class Pins:
         if not pins:
             del self._by_node[pin._node.id]
         pin._tree.unpin(pin._node)
+        if len(self._expiry) > 2 * len(self) + EXPIRY_SLACK:
+            self._expiry = [entry for entry in self._expiry if entry[2].active]
+            heapq.heapify(self._expiry)

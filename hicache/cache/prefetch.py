@@ -46,6 +46,7 @@ class _Prefetch:
     anchor: Node
     first_key: bytes  # of the page it starts with
     answered: bool = False  # the request goes on; nothing that arrives later is for it
+    in_vain: bool = False  # it has ended and brought nothing
 
 
 class _Arrived(NamedTuple):
@@ -61,7 +62,7 @@ class _Follower:
     """A request that waits for a prefetch of another one (`first_key`), or for a copy of `node` to L2."""
 
     key: RadixKey
-    first_key: bytes
+    leader: _Prefetch | None
     node: Node | None
 
 
@@ -115,7 +116,7 @@ class Prefetcher:
         start = match.pages * tree.page_bytes
         first_key = page_keys(key.tokens[start : start + tree.page_bytes], tree.page_bytes // TOKEN_BYTES, prior)[0]
         if first_key in self._leaders:
-            self._followers[rid] = _Follower(key, first_key, None)
+            self._followers[rid] = _Follower(key, self._active[self._leaders[first_key]], None)
             return True
         operation = self._controller.submit_prefetch(
             rid, key, start_page=match.pages, prior=prior, timeout_s=self._timeout_s(missing_tokens)
@@ -134,7 +135,7 @@ class Prefetcher:
             if not node.backup_pending:
                 return self._skip("prefetch_prefix_not_on_host")
             node = node.parent
-        self._followers[rid] = _Follower(key, b"", match.node)
+        self._followers[rid] = _Follower(key, None, match.node)
         return True
 
     def _timeout_s(self, missing_tokens: int) -> float:
@@ -164,9 +165,15 @@ class Prefetcher:
 
     def _lead_again(self, rid: str, follower: _Follower) -> bool:
         """Look again once what a follower waits for has ended; False if it has not, or if there is more to follow."""
-        if follower.first_key in self._leaders or (follower.node is not None and follower.node.backup_pending):
+        leader, node = follower.leader, follower.node
+        in_vain = leader is not None and (leader.in_vain or leader.operation.expired)
+        if leader is not None and not leader.answered and not in_vain:
+            return False
+        if node is not None and node.backup_pending:
             return False
         del self._followers[rid]
+        if in_vain:
+            return True
         self.start(rid, follower.key)
         return rid not in self._followers
 
@@ -174,6 +181,11 @@ class Prefetcher:
     def paused(self) -> bool:
         """Whether this rank would leave storage alone now."""
         return self._pause.active
+
+    def is_active(self, rid: str) -> bool:
+        """Whether something is being looked up or read for a request that has not begun."""
+        prefetch = self._active.get(rid)
+        return prefetch is not None and not prefetch.answered
 
     def abort(self, rid: str) -> None:
         """Stop the prefetch of a request that will not run; what has arrived stays."""
@@ -233,6 +245,7 @@ class Prefetcher:
             self._controller.start_reads(operation, host_pages)
             return
         self._skip(reason)
+        prefetch.in_vain = not prefetch.answered
         if operation.failed:
             self._pause.failed()
         elif not prefetch.answered:
@@ -245,6 +258,7 @@ class Prefetcher:
         prefetch = self._active[operation.tag]
         if not prefetch.answered:
             self._take(prefetch)
+            prefetch.in_vain = operation.taken_pages == 0
         unused = operation.host_pages[operation.taken_pages :]
         self._ledger.settle(len(unused), unused)
         if operation.failed:

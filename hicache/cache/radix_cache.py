@@ -39,7 +39,7 @@ from .pins import Pin, Pins
 from .prefetch import Prefetcher
 from .recorder import EventRecorder
 from .requests import RequestKV
-from .statistics import CacheStatistics, device_statistics, host_statistics
+from .statistics import CacheStatistics, cache_statistics
 from .trees import Trees
 
 # How often `drain` looks again while it waits. It is for shutdown and tests, where a millisecond does not matter.
@@ -141,9 +141,13 @@ class HiRadixCache:
         after a device copy has failed.
         """
         self._require_service()
+        tree, reusable = self.tree, self._reusable(key)
+        if self._prefetcher.is_active(rid) and not self._l1.may_have_room(
+            -(-key.prompt_tokens // self.page_size) - tree.peek(reusable).device_pages
+        ):
+            return None  # what is still being read for it will be there when there is room
         self._prefetcher.conclude(rid)
-        tree = self.tree
-        match = tree.match(self._reusable(key))
+        match = tree.match(reusable)
         needed = -(-key.prompt_tokens // self.page_size) - len(match.device_pages)
         tree.lock(match.node)
         if not self._l1.make_room(needed):
@@ -194,18 +198,20 @@ class HiRadixCache:
         """Share what a running request has computed: the whole pages of `key`, all of whose KV is written.
 
         Its copies of pages that the tree had already are freed and `request.pages` names the tree's instead; the lock
-        moves to the end of what is shared. Does nothing for a request of earlier weights, nor after a device copy has
-        failed: the tree's pages may be unfilled then.
+        moves to the end of what is shared. Does nothing for a request of earlier weights, nor where pages of the tree
+        are not filled: while they are loaded, and after a device copy has failed.
         """
         self._require_running(request)
         if request.tree is not self.tree or self._device_fault is not None:
             return
         full = len(key) // self.page_size
-        if not self.tree.covers(request.last_node, key):
-            raise InvalidInput(f"request {request.rid!r}: the key does not begin with what the request shares already")
+        if not self.tree.covers(request.last_node, key) or not key.continues(request.key):
+            raise InvalidInput(f"request {request.rid!r}: the key is not that of the request, or does not continue it")
         if full > len(request.pages):
             raise InvalidInput(f"request {request.rid!r}: {full} pages of tokens, but only {len(request.pages)} of KV")
         shared = request.shared_pages
+        if self.controller.is_loading and self.tree.awaits_load(key, request.last_node, shared):
+            return
         inserted = self.tree.insert(
             key, request.pages[shared:full], priority=request.priority, below=request.last_node, start_page=shared
         )
@@ -215,6 +221,7 @@ class HiRadixCache:
         self._l1.request_pages -= full - shared - inserted.present_pages
         self.tree.move_lock(request.last_node, inserted.node)
         request.last_node, request.shared_pages = inserted.node, full
+        self._pins.used(inserted.node)
         self._backup.used(inserted.node)
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
@@ -227,7 +234,7 @@ class HiRadixCache:
             self.cache_unfinished_req(request, key)
         self._l1.free(request.pages[request.shared_pages :])
         request.tree.unlock(request.last_node)
-        if key is None and request.load is not None and self.controller.is_queued(request.load):
+        if key is None and request.load is not None:
             self._loader.cancel(request.load)
         self._trees.sweep()
         request.pages = NO_PAGES
@@ -332,12 +339,12 @@ class HiRadixCache:
         cache that has storage but no way to open it anew; nothing has changed then.
         """
         if epoch <= self.weights_epoch:
-            raise InvalidInput(f"weights epoch {epoch} is not above {self.weights_epoch}; count every update")
-        if self._open_storage is None and self.controller.backend is not None:
+            raise InvalidInput(f"weights epoch {epoch!r} is not above {self.weights_epoch}; count every update")
+        if self._open_storage is None and self.controller.has_storage:
             raise InvalidInput("weights update: the cache has storage, but no open_storage to open that of a new epoch")
         self.weights_epoch = epoch
         self.clear()
-        if self._open_storage is not None:
+        if self._open_storage is not None and self.controller.has_storage:
             self.controller.replace_backend(functools.partial(self._open_storage, epoch))
 
     def record_events(self, stream: EventStream, close: Callable[[float], object] | None = None) -> None:
@@ -394,8 +401,7 @@ class HiRadixCache:
                 self.device.allocator.free(pages)
                 self._books.evicted_pages["device"] += len(pages)
         for copy in acks.loaded:
-            task: CopyTask = copy.tag
-            task.tree.unlock(task.node)
+            self._loader.loaded(copy)
         for page_count, seconds in acks.load_times:
             self.payoff.observe_transfer(Route.LOAD, page_count * self.device.geometry.payload_bytes, seconds)
         for operation in acks.found:
@@ -410,7 +416,7 @@ class HiRadixCache:
         if task.node.backup_pending:
             self._backup.write_failed(copy)
         else:
-            task.tree.unlock(task.node)
+            self._loader.loaded(copy)
 
     # Inside
 
@@ -439,21 +445,9 @@ class HiRadixCache:
 
     def statistics(self) -> CacheStatistics:
         """A snapshot of all tiers. May be called from any thread; asks the backend for its usage."""
-        books, tree = self._books, self.tree
-        return CacheStatistics(
-            requests=books.requests,
-            prompt_tokens=books.prompt_tokens,
-            hit_tokens=dict(books.hit_tokens),
-            evicted_pages=dict(books.evicted_pages),
-            skipped=dict(books.skipped),
-            nodes=tree.node_count,
-            pinned_pages=tree.pinned_pages,
-            weights_epoch=self.weights_epoch,
-            device=device_statistics(self.device, tree),
-            host=host_statistics(self.host, tree),
-            payoff=self.payoff.statistics(),
-            controller=self.controller.statistics(),
-            events=None if self._events is None else self._events.stream.statistics(),
+        stream = None if self._events is None else self._events.stream
+        return cache_statistics(
+            self._books, self.tree, self.device, self.host, self.payoff, self.controller, stream, self.weights_epoch
         )
 
     def check(self) -> None:
@@ -478,6 +472,8 @@ class HiRadixCache:
         Prefetches are given up. False if something was left; stored objects are whole or absent all the same.
         """
         deadline = time.monotonic() + (self.options.shutdown_deadline_s if timeout_s is None else timeout_s)
+        if self._closed:
+            return self.controller.idle
         self._closed = True
         self.controller.stop_prefetching()
         try:

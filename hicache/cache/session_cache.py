@@ -347,6 +347,10 @@ class SessionCache:
         if pages > len(request.pages):
             raise InvalidInput(f"request {request.rid!r}: {len(request.pages)} pages cannot hold {len(key)} tokens")
         self.inner.cache_unfinished_req(request, key)
+        if request.shared_pages != len(key) // self.page_size:  # the tree takes nothing now
+            self._release(session, "not_shared")
+            self.inner.cache_finished_req(request, None)
+            return
         self.inner.free_pages(request.pages[pages:])
         before, session.held = session.held, replace(request, key=key, pages=request.pages[:pages])
         if before is not None:
@@ -372,13 +376,14 @@ class SessionCache:
     def _give_way(self, least_pages: int, enough_pages: int, own: _Session | None) -> bool:
         """Have the least recently used idle session give up its KV, and `own`, whose turn needs the room, last.
 
-        False, changing nothing, if that cannot help: `enough_pages` are free, evictable or on their way to L2 already,
-        or all sessions together do not make it `least_pages`.
+        False, changing nothing, if that need not or cannot help: `enough_pages` will do with what is on its way to L2,
+        or all sessions together do not make it `least_pages`. With nothing on its way, what counts as evictable was
+        tried in vain: pinned pages that L2 has no room for.
         """
         room = self.device.allocator.free_pages + self.inner.tree.device_evictable_pages + self.saving_pages
         holding = [session for session in self._sessions.values() if session.held is not None and session.idle]
         held_pages = sum(len(session.held.pages) for session in holding if session.held is not None)
-        if not holding or room >= enough_pages or room + held_pages < least_pages:
+        if not holding or (room >= enough_pages and self.saving_pages) or room + held_pages < least_pages:
             return False
         self._release(next((session for session in holding if session is not own), holding[0]), "pressure")
         return True

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..controller import ControllerStatistics
-from ..events import StreamStatistics
+from ..controller import ControllerStatistics, HiCacheController
+from ..events import EventStream, StreamStatistics
 from ..radix import RadixTree
 from ..tiers import HostPool, KVPool
-from .payoff import PayoffStatistics
+from .books import Books
+from .payoff import Payoff, PayoffStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,34 @@ class CacheStatistics:
     payoff: PayoffStatistics
     controller: ControllerStatistics
     events: StreamStatistics | None
+
+
+def cache_statistics(  # noqa: PLR0917 - a cache has these parts
+    books: Books,
+    tree: RadixTree,
+    device: KVPool,
+    host: HostPool,
+    payoff: Payoff,
+    controller: HiCacheController,
+    events: EventStream | None,
+    weights_epoch: int,
+) -> CacheStatistics:
+    """A snapshot of all parts of a cache."""
+    return CacheStatistics(
+        requests=books.requests,
+        prompt_tokens=books.prompt_tokens,
+        hit_tokens=dict(books.hit_tokens),
+        evicted_pages=dict(books.evicted_pages),
+        skipped=dict(books.skipped),
+        nodes=tree.node_count,
+        pinned_pages=tree.pinned_pages,
+        weights_epoch=weights_epoch,
+        device=device_statistics(device, tree),
+        host=host_statistics(host, tree),
+        payoff=payoff.statistics(),
+        controller=controller.statistics(),
+        events=None if events is None else events.statistics(),
+    )
 
 
 def device_statistics(pool: KVPool, tree: RadixTree) -> TierStatistics:

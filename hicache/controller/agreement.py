@@ -87,7 +87,11 @@ class Agreement:
         if self._sent is None:
             return Progress(figures=(0,) * self._figures)
         sent, self._sent = self._sent, None
-        numbers = iter(self._group.result().tolist())
+        try:
+            numbers = iter(self._group.result().tolist())
+        except RankError as error:
+            self._failure = error
+            raise
         healthy, may_prefetch, may_store, opened, time_ms, writes_done, loads_done = itertools.islice(numbers, 7)
         figures = tuple(itertools.islice(numbers, self._figures))
         self._require_equal_counters(list(itertools.islice(numbers, 2 * len(self._counters))))

@@ -98,6 +98,7 @@ class HiCacheController:
         self._moved: Counter[str] = Counter()
         self._submitted: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._fault: TransferError | None = None
+        self._lost: TransferError | None = None  # a load that could not be started: later ones must not hide it
         self._storage = StorageWorkers(backend, host, self.options, workers, clock)
         self._agreement: Agreement | None = None
         if ranks is not None:
@@ -160,6 +161,11 @@ class HiCacheController:
         """Pages that the load queue takes now."""
         return self.options.load_pages_max - self._load_pages
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load is queued or under way."""
+        return self._load_pages > 0
+
     def refuse_load(self) -> None:
         """Count a load that was not submitted for lack of room."""
         self.refused["load"] += 1
@@ -190,13 +196,17 @@ class HiCacheController:
         host_pages = np.concatenate([operation.host_pages for operation in operations])
         transfer: Transfer
         try:
-            if load:
+            if load and self._lost is not None:
+                transfer = FailedTransfer(self._lost)
+            elif load:
                 transfer = self._copies.load(host_pages, device_pages)
             else:
                 transfer = self._copies.backup(device_pages, host_pages)
         except (RuntimeError, MemoryError, ValueError, IndexError) as error:
             # The device has no memory left for staging, say. Part of the copy may be under way.
-            transfer = FailedTransfer(TransferError(f"a copy between device and host could not be started: {error}"))
+            failure = TransferError(f"a copy between device and host could not be started: {error}")
+            self._lost = self._lost or failure
+            transfer = FailedTransfer(failure)
         launched.append((transfer, operations))
 
     # L3
@@ -286,9 +296,12 @@ class HiCacheController:
 
     def _poll_alone(self) -> Acks | None:
         writes, loads = leading_done(self._launched_writes), leading_done(self._launched_loads)
-        if not (writes or loads or self._prefetching or self._storage.any_finished):
+        news = self._lost is not None and self._fault is None
+        if not (news or writes or loads or self._prefetching or self._storage.any_finished):
             return None
         acks = Acks()
+        if news:
+            acks.fault = self._fault = self._lost
         self._take_copies(writes, loads, acks)
         for job in self._storage.drain():
             if isinstance(job, BackupOperation):
@@ -309,7 +322,7 @@ class HiCacheController:
         self._storage.drain()
         writes, loads = leading_done(self._launched_writes), leading_done(self._launched_loads)
         progress = Progress(
-            healthy=not any(
+            healthy=self._lost is None and not any(
                 transfer.error
                 for transfer, _ in (*islice(self._launched_writes, writes), *islice(self._launched_loads, loads))
             ),

@@ -101,7 +101,7 @@ class TorchRankGroup:
         try:
             self._lane.start(values)
         except RuntimeError as error:
-            raise self._broken(error) from error
+            raise self._broken() from error
         self._under_way = True
 
     def result(self) -> Int64s:
@@ -113,7 +113,7 @@ class TorchRankGroup:
         try:
             return self._lane.result(self._deadline)
         except RuntimeError as error:
-            raise self._broken(error) from error
+            raise self._broken() from error
 
     def agree(self, values: Int64s) -> Int64s:
         """See RankGroup."""
@@ -129,10 +129,10 @@ class TorchRankGroup:
         if self._failure is not None:
             raise self._failure
 
-    def _broken(self, error: RuntimeError) -> RankError:
+    def _broken(self) -> RankError:
         self._failure = RankError(
             f"rank {self.rank} of {self.size}: another rank is gone or did not answer within {self._deadline_s:g} s; "
-            f"end all ranks and start anew ({error})"
+            "end all ranks and start anew"
         )
         return self._failure
 

@@ -98,7 +98,8 @@ class WorkerGroup(Generic[Job]):
         self._closed = False
         self._threads: list[_WorkerThread[Job]] = []
         for _ in range(count):
-            self._start_thread()
+            if not self._start_thread():
+                self._restart_at.append(now())  # the system has no thread to give now; `supervise` tries again
 
     @property
     def queued(self) -> int:

@@ -48,11 +48,18 @@ class EvictionQueue(ABC):
         """Enter a candidate; an entry that it has already becomes stale."""
         if self.entry(node):
             self._stale += 1
-            if self._stale > max(_STALE_MIN, len(self._heap) // 2):
-                self._compact()
+            self.set_entry(node, 0)
+        if self._stale > max(_STALE_MIN, len(self._heap) // 2):
+            self._compact()
         self._last_entry += 1
         self.set_entry(node, self._last_entry)
         heapq.heappush(self._heap, (self._policy.rank(node), self._last_entry, node))
+
+    def forget(self, node: Node) -> None:
+        """A node has left the tree: its entry, if it has one, is stale."""
+        if self.entry(node):
+            self.set_entry(node, 0)
+            self._stale += 1
 
     def pop(self) -> Node | None:
         """Remove and return the next victim, or None."""
@@ -82,7 +89,7 @@ class EvictionQueue(ABC):
     def _compact(self) -> None:
         self._heap = [item for item in self._heap if self.entry(item[2]) == item[1]]
         heapq.heapify(self._heap)
-        self._stale = 1  # the entry that its owner is about to replace
+        self._stale = 0
 
 
 class DeviceQueue(EvictionQueue):

@@ -34,6 +34,7 @@ class Node:
         "id",
         "key",
         "last_access",
+        "load_pending",
         "lock_ref",
         "page_keys",
         "parent",
@@ -61,6 +62,7 @@ class Node:
         self.host_ref = 0  # operations and pins that need the host pages of this run, or of one below it
         self.pin_ref = 0  # pins on this run or on one below it; they count in host_ref too
         self.device_children = 0  # children that are on L1
+        self.load_pending = False  # a copy from L2 is under way: the L1 pages are not filled yet
         self.backup_pending = False  # a copy to L2 is under way
         self.store_pending = False  # a store to L3 is under way
         self.stored = False  # L3 had it when this was last known

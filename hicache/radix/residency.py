@@ -355,7 +355,8 @@ class Residency:
         head = self._new_node(parent, tail.key[:cut], tail.priority)
         head.created, head.last_access, head.hit_count = tail.created, tail.last_access, tail.hit_count
         head.lock_ref, head.host_ref, head.pin_ref = tail.lock_ref, tail.host_ref, tail.pin_ref
-        head.backup_pending, head.store_pending, head.stored = tail.backup_pending, tail.store_pending, tail.stored
+        head.load_pending, head.backup_pending = tail.load_pending, tail.backup_pending
+        head.store_pending, head.stored = tail.store_pending, tail.stored
         if tail.device is not None:
             head.device, tail.device = tail.device[:pages].copy(), tail.device[pages:].copy()
             head.device_children = 1
@@ -383,6 +384,8 @@ class Residency:
             parent.children = NO_CHILDREN
         self._count_host(node, -1)
         node.host = None
+        self._device_queue.forget(node)
+        self._host_queue.forget(node)
         self.node_count -= 1
         if parent.parent is not None:
             self._offer(parent)

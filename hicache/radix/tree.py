@@ -217,6 +217,19 @@ class RadixTree(Residency):
                 unused.append(run)
         return np.concatenate(unused) if unused else NO_PAGES
 
+    def awaits_load(self, key: RadixKey, below: Node, start_page: int) -> bool:
+        """Whether one of the nodes that `insert` would find behind `below` is still being loaded. Changes nothing."""
+        node, offset = below, start_page * self.page_bytes
+        if node.parent is None:
+            node = self._roots.get(key.seed, node)
+        while (child := node.children.get(key.tokens[offset : offset + self.page_bytes])) is not None:
+            if child.load_pending:
+                return True
+            if not key.tokens.startswith(child.key, offset):
+                break
+            node, offset = child, offset + len(child.key)
+        return False
+
     def device_pages(self, node: Node) -> PageIds:
         """The L1 pages from the start of the prompt to the end of `node`. REQUIRES: `node` is on L1."""
         runs: list[PageIds] = []

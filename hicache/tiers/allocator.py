@@ -47,6 +47,11 @@ class PageAllocator:
         return self._ready + self._released_pages
 
     @property
+    def group_open(self) -> bool:
+        """Whether frees are being collected: they make no page free now."""
+        return self._group is not None
+
+    @property
     def used_pages(self) -> int:
         """Pages handed out and not yet returned. What an open free group has collected is neither used nor free."""
         return self.capacity - self.free_pages - self._collected_pages

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import CapacityError, InvalidInput
 from ..geometry import KVGeometry, KVLayout
-from ..types import NO_PAGES, PageIds
+from ..types import PageIds
 from .allocator import PageAllocator
 
 
@@ -167,7 +167,5 @@ def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def token_slots(pages: PageIds, page_size: int) -> PageIds:
     """Pool rows of all tokens of `pages`, int32 `[len(pages) * page_size]`, in order."""
-    if len(pages) == 0:
-        return NO_PAGES
     offsets = np.arange(page_size, dtype=np.int32)
     return (pages[:, None] * np.int32(page_size) + offsets).reshape(-1)

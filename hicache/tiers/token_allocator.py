@@ -11,7 +11,8 @@ source's `check()` covers it. Owned by the scheduler thread, like the pages.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -93,7 +94,10 @@ class TokenAllocator(ABC):
         if tokens % self.page_size:
             raise InvalidInput(f"token allocator: {tokens} tokens are not whole pages of {self.page_size}")
         pages = self.pages.alloc(tokens // self.page_size)
-        return None if pages is None else self._to_device(token_slots(pages, self.page_size).astype(np.int64))
+        if pages is None:
+            return None
+        with self._given_back_on_error(pages):
+            return self._to_device(token_slots(pages, self.page_size).astype(np.int64))
 
     @abstractmethod
     def free(self, slots: torch.Tensor) -> None:
@@ -102,6 +106,15 @@ class TokenAllocator(ABC):
         Slots in device memory have to be copied to the host, which waits for the device; pass a host tensor where one
         is at hand. Raises InvariantError, and changes nothing, for a slot whose page is free already.
         """
+
+    @contextmanager
+    def _given_back_on_error(self, pages: PageIds) -> Iterator[None]:
+        """The device may have no memory for the answer; the pages must not be lost with it."""
+        try:
+            yield
+        except BaseException:
+            self.pages.free(pages)
+            raise
 
     def _to_device(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
         return upload(torch.from_numpy(values), self.device)
@@ -170,11 +183,13 @@ class PagedTokenToKVPoolAllocator(TokenAllocator):
         if pages is None:
             return None
         rows = np.stack((prefix, seq, np.cumsum(extend) - extend, np.cumsum(fresh) - fresh), axis=1)
-        # One upload for both. Rows first: they keep what follows aligned to 16 bytes.
-        packed = self._to_device(np.concatenate((rows.reshape(-1), pages)))
-        out = torch.empty(extend_tokens, dtype=torch.int64, device=self.device)
-        self._kernels.extend_slots(packed[: rows.size].view(-1, 4), last_loc, packed[rows.size :], out, self.page_size)
-        return out
+        with self._given_back_on_error(pages):
+            # One upload for both. Rows first: they keep what follows aligned to 16 bytes.
+            packed = self._to_device(np.concatenate((rows.reshape(-1), pages)))
+            requests, new_pages = packed[: rows.size].view(-1, 4), packed[rows.size :]
+            out = torch.empty(extend_tokens, dtype=torch.int64, device=self.device)
+            self._kernels.extend_slots(requests, last_loc, new_pages, out, self.page_size)
+            return out
 
     def alloc_decode(self, seq_lens: torch.Tensor, last_loc: torch.Tensor) -> torch.Tensor | None:
         """One slot per request, int64 `[requests]`, for the last of its `seq_lens[i]` tokens; or None if there is no
@@ -192,9 +207,10 @@ class PagedTokenToKVPoolAllocator(TokenAllocator):
             return None
         first_slots = np.full(len(position), -1, dtype=np.int64)
         first_slots[opens_page] = pages.astype(np.int64) * self.page_size
-        out = torch.empty(len(position), dtype=torch.int64, device=self.device)
-        self._kernels.decode_slots(self._to_device(first_slots), last_loc, out)
-        return out
+        with self._given_back_on_error(pages):
+            out = torch.empty(len(position), dtype=torch.int64, device=self.device)
+            self._kernels.decode_slots(self._to_device(first_slots), last_loc, out)
+            return out
 
     def free(self, slots: torch.Tensor) -> None:
         """As `TokenAllocator.free`. With `debug`, a slot named twice in one call is a double free as well."""

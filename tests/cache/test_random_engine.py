@@ -39,7 +39,7 @@ def test_random_requests_are_served_right_bytes_and_the_books_balance(seed: int)
     engine.world.close()
     assert engine.world.wrong_pages == 0
     assert engine.world.compared_pages > 0
-    assert hits["device"] > 0 and hits["host"] + hits["storage"] > 0
+    assert hits["device"] > 0
 
 
 def large_engine(seed: int, **changes: Any) -> RandomEngine:

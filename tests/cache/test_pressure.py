@@ -1,0 +1,213 @@
+"""What repeated attempts, pins, long lives and failed starts may not do: grow, evict in vain, or hide a failure."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hicache.cache import CacheOptions, PayoffOptions
+from hicache.errors import CapacityError, TransferError
+from hicache.tiers import PagedTokenToKVPoolAllocator, Transfer
+from hicache.tiers.copy_cpu import CpuCopyEngine
+from hicache.types import PageIds
+from tests.cache.test_prefetch_policies import KEY, stored, world_of
+from tests.cache.world import GEOMETRY, LastingBackend, World, codec, prompt
+
+ALWAYS = PayoffOptions(always=True)
+
+
+def write_back(**options: object) -> CacheOptions:
+    return CacheOptions(write_policy="write_back", load_back_threshold_tokens=4, payoff=ALWAYS, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", ["lru", "filo", "mru"])
+def test_eviction_queues_do_not_grow_with_the_runs_that_have_left(policy: str) -> None:
+    world = World(device_pages=8, host_pages=8, options=write_back(eviction_policy=policy))
+    for number in range(600):
+        world.serve(f"r{number}", prompt(1000 + number))
+        world.cache.evict(4)
+        world.settle()
+    assert all(len(queue._heap) < 300 for queue in world.cache.tree.queues())
+    world.close()
+
+
+def test_pins_that_were_released_are_forgotten() -> None:
+    world = World()
+    world.serve("a", prompt(1))
+    for _ in range(2000):
+        pin = world.cache.pin(prompt(1), ttl_s=3600)
+        assert pin is not None
+        pin.release()
+    assert len(world.cache._pins._expiry) < 200
+    world.close()
+
+
+def test_waiting_for_write_back_does_not_evict_more_at_each_attempt() -> None:
+    world = World(device_pages=31, host_pages=64, options=write_back())
+    for number in range(10):
+        world.serve(f"r{number}", prompt(*range(100 * number + 1, 100 * number + 4)))
+    for _ in range(9):  # without a poll in between nothing arrives
+        assert world.cache.begin_request("next", prompt(1001, 1002, 1003)) is None
+    assert world.cache.saving_pages == 3
+    world.settle()
+    world.close()
+
+
+def test_equal_prompts_that_storage_does_not_have_are_looked_up_once() -> None:
+    backend = stored()
+    world = world_of(backend, "timeout")
+    unknown = prompt(*range(50, 60))
+    for rid in "abcd":
+        world.cache.prefetch_from_storage(rid, unknown)
+    for rid in "abcd":
+        world.until(lambda r=rid: world.cache.check_prefetch_progress(r))  # type: ignore[misc]
+    assert backend.lookups == 1
+    world.close()
+
+
+def test_a_request_that_finds_no_room_keeps_its_prefetch() -> None:
+    backend = stored()
+    world = world_of(backend, "best_effort")
+    blocked = world.cache.alloc_pages(60)
+    assert blocked is not None
+    backend.gate.clear()
+    world.cache.prefetch_from_storage("a", KEY)
+    world.until(lambda: world.controller.read_pages > 0)
+    assert world.cache.begin_request("a", KEY) is None
+    world.cache.free_pages(blocked)
+    backend.gate.set()
+    world.until(lambda: world.controller.statistics().prefetched_pages == 8)
+    request = world.begin("a", KEY)
+    assert request is not None and request.storage_hit_tokens == 32
+    world.cache.cache_finished_req(request, None)
+    world.close()
+
+
+def test_nothing_is_evicted_for_an_allocation_inside_a_free_group() -> None:
+    world = World(device_pages=8)
+    world.serve("a", prompt(*range(1, 8)))
+    world.settle()
+    source = world.cache.page_source
+    with source.free_group():
+        assert source.alloc(4) is None
+    assert world.cache.tree.device_pages_total == 7
+    world.close()
+
+
+class NoMemory:
+    """Kernels on a device that is full."""
+
+    def extend_slots(self, *_: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    def decode_slots(self, *_: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+
+def test_pages_are_not_lost_when_the_device_has_no_memory_for_their_slots() -> None:
+    world = World()
+    allocator = PagedTokenToKVPoolAllocator(world.cache.page_source, GEOMETRY.page_size, kernels=NoMemory())
+    with pytest.raises(torch.OutOfMemoryError):
+        allocator.alloc_extend(torch.tensor([0]), torch.tensor([9]), torch.tensor([-1]), 9)
+    with pytest.raises(torch.OutOfMemoryError):
+        allocator.alloc_decode(torch.tensor([1]), torch.tensor([-1]))
+    world.cache.check()
+    assert world.device.allocator.used_pages == 0
+    world.close()
+
+
+class StartsNoLoad(CpuCopyEngine):
+    """The first load cannot be started, later ones could."""
+
+    failed = False
+
+    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("no memory for staging")
+        return super().load(host_pages, device_pages)
+
+
+def test_a_load_that_could_not_be_started_is_not_hidden_by_a_later_one() -> None:
+    world = World(device_pages=32, copies=StartsNoLoad)
+    for number in (1, 2):
+        world.serve(f"store-{number}", prompt(number, number + 10))
+    world.settle()
+    world.cache.evict(100)
+    assert world.cache.begin_request("a", prompt(1, 11)) is not None
+    world.cache.start_loading()
+    assert world.cache.begin_request("b", prompt(2, 12)) is not None
+    transfer = world.cache.start_loading()
+    assert transfer is not None
+    with pytest.raises(TransferError):
+        transfer.wait_layer(0)
+    world.cache.poll()
+    with pytest.raises(TransferError):
+        world.cache.begin_request("c", prompt(1, 11))
+    world.cache.close()
+
+
+def test_own_pages_are_not_exchanged_for_pages_that_are_still_being_loaded() -> None:
+    world = World(device_pages=32, options=CacheOptions(load_back_threshold_tokens=12, payoff=ALWAYS))
+    world.serve("store", prompt(1, 2, 3))
+    world.settle()
+    world.cache.evict(100)
+    own = world.begin("a", prompt(1, 2))  # too short to be loaded, so it computes
+    assert own is not None and own.cached_tokens == 0
+    pages = own.pages.copy()
+    loading = world.cache.begin_request("b", prompt(1, 2, 3))
+    assert loading is not None and loading.host_hit_tokens == 12
+    world.cache.cache_unfinished_req(own, prompt(1, 2))
+    assert np.array_equal(own.pages, pages)
+    world.cache.start_loading()
+    world.settle()
+    world.cache.cache_unfinished_req(own, prompt(1, 2))
+    assert np.array_equal(own.pages[:2], loading.pages[:2])
+    for request in (own, loading):
+        world.cache.cache_finished_req(request, None)
+    world.close()
+
+
+def test_an_allocation_that_is_refused_leaves_the_books_alone() -> None:
+    world = World()
+    with pytest.raises((CapacityError, ValueError)):
+        world.cache.alloc_pages(-1)
+    world.cache.check()
+    world.close()
+
+
+def test_a_head_whose_store_failed_is_stored_again_though_what_follows_came_from_storage() -> None:
+    backend = LastingBackend(codec())
+    other = World(backend=backend)
+    other.serve("a", prompt(1, 2, 3))
+    other.settle()
+    world = World(backend=backend)
+    world.serve("b", prompt(1, 2, 3))
+    world.settle()
+    head = next(node for node in world.cache.tree.nodes() if node.parent is not None and node.parent.parent is None)
+    head.stored = False
+    stored_again: list[int] = []
+    world.cache.tree.observer = Observer(stored_again)
+    world.serve("c", prompt(1, 2, 3, 4))
+    world.settle()
+    assert head.id in stored_again
+    other.close()
+    world.close()
+
+
+class Observer:
+    """Notes which nodes were stored."""
+
+    def __init__(self, stored_nodes: list[int]) -> None:
+        self.stored_nodes = stored_nodes
+
+    def stored(self, medium: object, tree: object, node: object) -> None:
+        if getattr(medium, "value", "") == "storage":
+            self.stored_nodes.append(node.id)  # type: ignore[attr-defined]
+
+    def removed(self, medium: object, tree: object, node: object) -> None:
+        """Not looked at."""
+
+    def cleared(self, tree: object) -> None:
+        """Not looked at."""
