@@ -48,7 +48,7 @@ def config() -> None:
     """Check a configuration, or list what can be configured."""
 
 
-@config.command()
+@config.command(short_help="Check a file, and print the effective configuration.")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as host.size=4GiB.")
 def check(file: Path, settings: tuple[str, ...]) -> None:

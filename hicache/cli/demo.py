@@ -26,6 +26,7 @@ from ..engine import BUNDLED_MODEL, Checkpoint, Engine, Sampling, create_engine,
 from ..errors import ConfigError, HiCacheError
 from ..metrics import serve_configured
 from .config import parse_settings
+from .console import OutputConsole
 from .demo_report import LiveTable, differences, tier_table, time_table
 from .demo_run import Answer, Runner
 from .demo_workload import Ask, Workload
@@ -78,7 +79,7 @@ def demo(metrics_port: int | None, restarted: bool, **options: Any) -> None:
     if restarted:
         answer_again(settings)
         return
-    console = Console()
+    console = OutputConsole()
     found = Demo(settings, console, metrics_port).run()
     if found:
         for line in found[:20]:

@@ -88,13 +88,13 @@ class LazyGroup(click.Group):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         """As click has it; --help and --version print here already."""
-        with _output_failures():
+        with output_failures():
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand. Errors that HiCache raises on purpose become a message and exit code 2, Ctrl-C 130."""
         try:
-            with _output_failures():
+            with output_failures():
                 return super().invoke(ctx)
         except HiCacheError as error:
             raise Failure(str(error)) from error
@@ -104,7 +104,7 @@ class LazyGroup(click.Group):
 
 
 @contextlib.contextmanager
-def _output_failures() -> Iterator[None]:
+def output_failures() -> Iterator[None]:
     """Turn output that cannot be written into a Failure. Everything else that fails with such an error is translated
     where it happens: storage raises a BackendError."""
     if sys.stdout is None:

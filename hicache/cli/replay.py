@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +17,19 @@ import click
 from rich.console import Console
 
 from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config
-from ..errors import ConfigError
+from ..errors import CapacityError, ConfigError, InvalidInput
 from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
 from ..replay.presets import PRESETS
 from ..replay.processes import start_engines
 from ..replay.report import html_report
+from ..replay.result import ReplayResult
 from ..replay.runner import ReplayOptions
 from ..replay.synthetic import synthetic_trace
 from ..replay.trace import read_trace, write_trace
 from .config import parse_settings
-from .replay_view import LiveView, print_summary, trace_facts
+from .console import OutputConsole
+from .main import Failure, output_failures
+from .replay_view import LiveView, counted, print_summary, trace_facts
 
 REPLAY_CONFIG = Path(__file__).with_name("replay.yaml")
 WRONG_BYTES_EXIT_CODE = 1
@@ -75,12 +78,11 @@ def replay(json_file: Path | None, html_file: Path | None, **given: Any) -> None
     512-token blocks); without it a synthetic one is made up. No model runs: pages are filled with bytes derived from
     their keys, and compared whenever they come back from a tier.
 
-    Ctrl-C ends the replay and prints the report so far. Exit code 1 if one byte was wrong.
+    Ctrl-C ends the replay and prints the report so far. Exit code 1 if one byte was wrong, 2 if no request ran.
     """
-    console = Console()
-    for file in (json_file, html_file):
-        if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"{file}: there is no directory {file.parent} to write it to")
+    console = OutputConsole()
+    reports = Reports(json_file, html_file)
+    reports.check()
     with _stop_signals() as stop, _temporary_directory(console) as temporary:
         jobs = Settings(**given).jobs(temporary)
         with start_engines(jobs) as engines, LiveView(console, jobs) as view:
@@ -89,18 +91,32 @@ def replay(json_file: Path | None, html_file: Path | None, **given: Any) -> None
                 if stop:
                     break
             result = engines.result(complete=not stop)
-        print_summary(console, result)
-        _write(json_file, result.to_json)
-        _write(html_file, lambda: html_report(result))
-        for file in (json_file, html_file):
-            if file is not None:
-                console.print(f"report: {file}", highlight=False, soft_wrap=True)
-    if result.wrong_bytes:
-        console.print(f"WRONG BYTES: {result.wrong_bytes:,} of {result.checked_bytes:,} compared", style="bold red")
-        sys.exit(WRONG_BYTES_EXIT_CODE)
+        _tell(console, result, reports)
     console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)
     if stop:
         sys.exit(128 + stop[0])
+
+
+def _tell(console: Console, result: ReplayResult, reports: Reports) -> None:
+    """Write the reports and print the summary, all that can be. Raises what the exit code says; WrongBytes first."""
+    problems = reports.write(result)
+    try:
+        with output_failures():
+            print_summary(console, result)
+            for file in reports.written:
+                console.print(f"report: {file}", highlight=False, soft_wrap=True)
+    finally:
+        if result.wrong_bytes:
+            wrong = f"WRONG BYTES: {result.wrong_bytes:,} of {result.checked_bytes:,} compared"
+            raise WrongBytes("\n  ".join([*problems, wrong]))
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+    if result.complete and result.requests.ended == 0:
+        setup = result.setup
+        raise CapacityError(
+            f"replay: no request ran: all {result.requests.too_long:,} are longer than L1 "
+            f"({setup.device_pages * setup.page_size:,} tokens); give more with --device-tokens"
+        )
 
 
 @click.group()
@@ -108,17 +124,20 @@ def trace() -> None:
     """Make up a request trace, or say what is in one."""
 
 
-@trace.command()
+@trace.command(short_help="Write a synthetic trace to a file.")
 @click.argument("file", type=_FILE)
 @click.option("--requests", type=click.IntRange(1), default=SYNTHETIC_REQUESTS, show_default=True, metavar="N")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Another seed, another trace.")
-def generate(file: Path, requests: int, seed: int) -> None:
+@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+def generate(file: Path, requests: int, seed: int, force: bool) -> None:
     """Write a synthetic trace to FILE: chats and agents with shared system prompts, and questions about documents."""
+    if file.exists() and not force:
+        raise InvalidInput(f"trace {file}: it is there already; replace it with --force")
     count = write_trace(file, synthetic_trace(requests, seed))
-    click.echo(f"{count} requests written to {file}")
+    click.echo(f"{counted(count, 'request')} written to {file}")
 
 
-@trace.command()
+@trace.command(short_help="Check a trace, and say how much can be reused.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--requests", type=click.IntRange(1), metavar="N", help="Only the first N requests.")
 def show(file: Path, requests: int | None) -> None:
@@ -182,13 +201,42 @@ def _variable(entry: str) -> str:
     return ENVIRON_PREFIX + entry.replace(".", "__").upper()
 
 
-def _write(file: Path | None, text: Callable[[], str]) -> None:
-    if file is None:
-        return
-    try:
-        file.write_text(text(), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
+class WrongBytes(Failure):
+    """A replay that found wrong bytes."""
+
+    exit_code = WRONG_BYTES_EXIT_CODE
+
+
+class Reports:
+    """The files of a replay's report. `written` are those of them that were."""
+
+    def __init__(self, json_file: Path | None, html_file: Path | None) -> None:
+        self._json_file = json_file
+        self._html_file = html_file
+        self.written: list[Path] = []
+
+    def check(self) -> None:
+        """Raises ConfigError for files that could not be written, or would be the same one."""
+        files = [file for file in (self._json_file, self._html_file) if file is not None]
+        for file in files:
+            if not file.parent.is_dir():
+                raise ConfigError(f"{file}: there is no directory {file.parent} to write it to")
+        if len(files) > len({file.resolve() for file in files}):
+            raise ConfigError(f"{files[0]}: --json and --report name the same file; give each its own")
+
+    def write(self, result: ReplayResult) -> list[str]:
+        """Write all that can be written; what cannot, in words."""
+        problems = []
+        texts = ((self._json_file, result.to_json), (self._html_file, lambda: html_report(result)))
+        for file, text in texts:
+            if file is None:
+                continue
+            try:
+                file.write_text(text(), encoding="utf-8")
+                self.written.append(file)
+            except OSError as error:
+                problems.append(f"{file}: cannot be written: {error.strerror}")
+        return problems
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from ..units import format_size
 
 # An eye takes in no more.
 REFRESH_PER_S = 8
+# Of a terminal: everything fits into so many columns.
+WIDTH = 80
 
 
 class LiveView:
@@ -58,20 +60,28 @@ class LiveView:
         sample = self._sample
         if sample is None:
             return f"{self._title}: starting"
-        table = Table()
-        for column in (*TIER_NAMES.values(), "computed", "L1 pages", "L2 pages", "stored", "waiting", "running"):
-            table.add_column(column, justify="right")
-        hits = [sample.hit_tokens.get(tier, 0) for tier in TIER_NAMES]
-        table.add_row(
-            *(f"{tokens:,}" for tokens in (*hits, sample.prompt_tokens - sum(hits))),
-            f"{sample.device_pages:,}", f"{sample.host_pages:,}", format_size(sample.storage_bytes),
-            str(sample.waiting), str(sample.running),
-        )  # fmt: skip
-        of = f" of {self._total:,}" if self._total else ""
+        done = f"{sample.requests:,} of {counted(self._total, 'request')}" if self._total else (
+            counted(sample.requests, "request"))  # fmt: skip
         wrong = f"[bold red]{sample.wrong_bytes:,} WRONG BYTES[/]" if sample.wrong_bytes else "0 wrong bytes"
-        head = f"{self._title}: {sample.requests:,}{of} requests in {sample.elapsed_s:.0f} s, {wrong}"
-        bar = ProgressBar(total=self._total, completed=sample.requests, width=80)
-        return Group(head, bar, table)
+        head = f"{self._title}: {done} in {sample.elapsed_s:.0f} s, {wrong}"
+        bar = ProgressBar(total=self._total, completed=sample.requests, width=WIDTH)
+        queue = f"{sample.waiting} waiting, {sample.running} running"
+        return Group(head, bar, queue, state_table(sample, self._console.width))
+
+
+def state_table(sample: Sample, width: int) -> Table:
+    """Tokens by source, and how full the tiers are; the latter only where `width` columns have room for it."""
+    hits = [sample.hit_tokens.get(tier, 0) for tier in TIER_NAMES]
+    columns = dict(zip(("from L1", "from L2", "from L3"), map(shortened, hits), strict=True))
+    columns["computed"] = shortened(sample.prompt_tokens - sum(hits))
+    if width >= WIDTH:
+        columns |= {"L1 pages": shortened(sample.device_pages), "L2 pages": shortened(sample.host_pages)}
+    columns["stored"] = format_size(sample.storage_bytes)
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="right")
+    table.add_row(*columns.values())
+    return table
 
 
 def print_summary(console: Console, result: ReplayResult) -> None:
@@ -79,7 +89,8 @@ def print_summary(console: Console, result: ReplayResult) -> None:
     requests, tokens = result.requests, result.tokens
     state = "" if result.complete else ", interrupted"
     console.print(
-        f"{requests.ended:,} requests, {tokens.prompt:,} prompt tokens in {result.elapsed_s:.1f} s{state}",
+        f"{counted(requests.ended, 'request')}, {counted(tokens.prompt, 'prompt token')} "
+        f"in {result.elapsed_s:.1f} s{state}",
         highlight=False,
     )
     left_out = {"too long for L1": requests.too_long, "unfinished": requests.unfinished,
@@ -111,7 +122,7 @@ def _source_table(result: ReplayResult) -> Table:
 
 def _counts_table(title: str, what: str, rows: Sequence[tuple[str, str]]) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column(what)
+    table.add_column(what, overflow="fold")
     table.add_column("", justify="right")
     for name, value in rows:
         table.add_row(name, value)
@@ -132,8 +143,27 @@ def _times_table(result: ReplayResult) -> Table:
     }
     for name, found in rows.items():
         values = (found.p50_us, found.p90_us, found.p99_us, found.p999_us, found.max_us)
-        table.add_row(name, f"{found.count:,}", *(f"{value / 1000:.3f}" for value in values))
+        table.add_row(name, f"{found.count:,}", *(milliseconds(value) for value in values))
     return table
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 request`, `2,000 requests`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def shortened(number: int) -> str:
+    """A count in at most eight characters up to a billion: `99,999`, `214.7 k`, `27.4 M`."""
+    if number < 100_000:
+        return f"{number:,}"
+    return f"{number / 1e3:.1f} k" if number < 1_000_000 else f"{number / 1e6:,.1f} M"
+
+
+def milliseconds(time_us: float) -> str:
+    """A time in ms with at most three places, and the fewer the longer it is: `0.012`, `12.35`, `1,234`."""
+    time_ms = time_us / 1000
+    places = 3 if time_ms < 10 else 2 if time_ms < 100 else 1 if time_ms < 1000 else 0
+    return f"{time_ms:,.{places}f}"
 
 
 def _share(part: int, whole: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from ..backends.base import BackendStatistics
 from ..cache import create_tiered_cache
 from ..config import HiCacheConfig
-from ..errors import InvalidInput
+from ..errors import ConfigError, InvalidInput
 from .presets import PRESETS
 from .result import CallTotal, ReplayResult, Requests, SchedulerTimes, Setup, TokenCounts, summed
 from .runner import Replay, ReplayOptions, moved_bytes
@@ -20,6 +21,8 @@ from .trace import TraceRequest, read_trace
 
 # A synthetic trace of this many requests fills and spills all three default tiers within a minute.
 SYNTHETIC_REQUESTS = 1000
+# Those whose copies the cache knows how to make; torch knows more.
+_DEVICES = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,8 @@ class ReplayJob:
     """What to replay. `trace` None: a synthetic one from `seed`, of `requests` requests (None: a default number).
 
     `processes` and `whole_trace_each` say what the others do, for the report; this one's part is in `options`.
+
+    Raises ConfigError for an unknown device, and for a configuration without the prefix cache.
     """
 
     config: HiCacheConfig
@@ -38,6 +43,12 @@ class ReplayJob:
     processes: int = 1
     whole_trace_each: bool = False
     options: ReplayOptions = field(default_factory=ReplayOptions)
+
+    def __post_init__(self) -> None:
+        if not _DEVICES.fullmatch(self.device):
+            raise ConfigError(f"replay: unknown device {self.device[:40]!r}; known: cpu, cuda, cuda:1, ...")
+        if not self.config.prefix_cache:
+            raise ConfigError("prefix_cache: false reuses no page, so a replay would have none to compare; leave it on")
 
     @property
     def request_count(self) -> int | None:

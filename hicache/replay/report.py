@@ -161,7 +161,7 @@ def _tiles(result: ReplayResult) -> str:
     hits = sum(tokens.hits.values())
     good = "bad" if result.wrong_bytes else "good"
     tiles = [
-        ("", f"{result.requests.ended:,}", "requests"),
+        ("", f"{result.requests.ended:,}", "request" if result.requests.ended == 1 else "requests"),
         ("", f"{tokens.prompt / 1e6:,.2f} M", "prompt tokens"),
         ("", _percent(hits, tokens.prompt), "found on a tier"),
         (good, f"{result.wrong_bytes:,}", f"wrong bytes of {format_size(result.checked_bytes)} compared"),

@@ -328,20 +328,25 @@ class Replay:
         batch = [request for request in self._running.values() if not request.prefilling]
         if not batch:
             return
-        starved = self.times.timed(Call.EXTEND, None, self._extend, batch)
+        at_border = [request for request in batch if not self._has_room(request)]
+        starved = self.times.timed(Call.EXTEND, None, self._extend, at_border) if at_border else []
         self._worked |= len(starved) < len(batch)
         for request in batch:
             if request not in starved:
                 request.kv_tokens += 1
                 if request.kv_tokens == request.end_tokens:
                     self._end(request)
-        # Whoever runs alone waits: the pages that are missing are under copy and come back.
-        if starved and len(self._running) > 1:
+        # Whoever runs alone waits, and so do all while pages leave L1: what is missing is under copy and comes back.
+        if starved and len(self._running) > 1 and not self.cache.saving_pages:
             self._preempt(max(self._running.values(), key=lambda request: request.sequence))
 
+    def _has_room(self, request: _Request) -> bool:
+        """Whether its pages hold the KV of its next token already."""
+        return len(request.held_kv().pages) * self.cache.page_size > request.kv_tokens
+
     def _extend(self, batch: list[_Request]) -> list[_Request]:
-        extend = self.cache.extend
-        return [r for r in batch if r.kv is not None and not extend(r.kv, r.kv_tokens + 1)]
+        """Give each of them room for its next token; those for which there is none."""
+        return [request for request in batch if not self.cache.extend(request.held_kv(), request.kv_tokens + 1)]
 
     def _fill(self, request: _Request) -> None:
         """Write the whole pages that are computed but not written yet."""

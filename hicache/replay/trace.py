@@ -9,8 +9,10 @@ own. Other fields are ignored. The format is that of the traces published with M
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,15 +66,27 @@ def read_trace(path: Path, requests_max: int | None = None) -> Iterator[TraceReq
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
-    """Write a trace, replacing the file; how many requests it has. Raises InvalidInput if it cannot be written."""
+    """Write a trace, replacing the file once all of it is written; how many requests it has.
+
+    Raises InvalidInput if it cannot be written; whatever is raised, the file is as before and no part of a trace stays.
+    """
+    # Where a link points to, so that the link stays one.
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        raise InvalidInput(f"trace {path}: cannot be written: it is there, and no regular file")
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
     count = 0
     try:
-        with path.open("w", encoding="ascii") as lines:
+        with partial.open("w", encoding="ascii") as lines:
             for request in requests:
                 lines.write(as_line(request) + "\n")
                 count += 1
+        partial.replace(target)
     except OSError as error:
         raise InvalidInput(f"trace {path}: cannot be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
     return count
 
 

@@ -47,6 +47,12 @@ def test_help_lists_every_command() -> None:
     assert all(f"  {name} " in result.stdout for name in COMMANDS)
 
 
+@pytest.mark.parametrize("group", ["config", "trace"])
+def test_no_line_of_a_group_is_cut(group: str) -> None:
+    shown = CliRunner().invoke(main, [group, "--help"], terminal_width=80).stdout
+    assert "Commands:" in shown and "..." not in shown.partition("Commands:")[2]
+
+
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_is_where_the_table_says(name: str) -> None:
     module, _, attribute = COMMANDS[name][0].partition(":")

@@ -129,6 +129,71 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_replay(repository
     assert "there is no directory" in output and "replaying" not in output
 
 
+def test_one_file_for_both_reports_is_refused_before_the_replay(repository: Path, tmp_path: Path) -> None:
+    code, output = hicache(
+        repository, "replay", "--report", str(tmp_path / "a"), "--json", str(tmp_path / "x" / ".." / "a")
+    )
+    assert code == 2 and "there is no directory" in output
+    code, output = hicache(repository, "replay", "--report", str(tmp_path / "a"), "--json", f"{tmp_path}/./a")
+    assert code == 2 and "same file" in output and "replaying" not in output
+
+
+@pytest.mark.parametrize("option", ["--json", "--report"])
+def test_one_report_that_cannot_be_written_does_not_cost_the_other(
+    repository: Path, tmp_path: Path, trace: Path, option: str
+) -> None:
+    other, file = "--report" if option == "--json" else "--json", tmp_path / "other"
+    code, output = hicache(repository, "replay", str(trace), *SMALL, option, "/dev/full", other, str(file))
+    assert code == 2, output
+    assert "hicache: /dev/full: cannot be written: No space left on device" in output
+    assert file.stat().st_size > 0
+    assert f"report: {file}" in output and "where prompt tokens came from" in output
+
+
+def test_wrong_bytes_are_exit_code_1_also_without_a_report_or_a_reader(repository: Path, trace: Path) -> None:
+    lying = ("replay", str(trace), *SMALL[:-2], "--set", "storage.type=tests.replay.lying:SwappingBackend")
+    code, output = hicache(repository, *lying, "--json", "/dev/full")
+    assert code == 1, output
+    assert "/dev/full: cannot be written" in output and "WRONG BYTES" in output
+    code, errors = without_reader(repository, *lying)
+    assert code == 1 and errors.startswith("hicache: WRONG BYTES") and errors.count("\n") == 1
+
+
+def without_reader(repository: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and standard error of a command whose output nobody reads after its first line."""
+    command = [sys.executable, "-m", "hicache", *arguments]
+    environ = {**os.environ, "PYTHONPATH": str(repository)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        return process.wait(TIMEOUT_S), process.stderr.read()
+
+
+def test_a_reader_that_leaves_is_one_line_and_exit_code_2(repository: Path, trace: Path) -> None:
+    code, errors = without_reader(repository, "replay", str(trace), *SMALL)
+    assert (code, errors) == (2, "hicache: cannot write to standard output: Broken pipe\n")
+
+
+def test_a_replay_in_which_nothing_ran_is_no_success(repository: Path, trace: Path) -> None:
+    code, output = hicache(repository, "replay", str(trace), "--device-tokens", "512", "--set", "storage.type=memory")
+    assert code == 2, output
+    last = output.splitlines()[-1]
+    assert last.startswith("hicache: replay: no request ran: all 24 are longer than L1 (512 tokens)")
+    assert "0 wrong bytes" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(("--device", "banana"), "unknown device 'banana'"),
+                            (("--set", "prefix_cache=false"), "prefix_cache: false reuses no page")],
+)  # fmt: skip
+def test_what_a_replay_cannot_do_is_one_line_and_exit_code_2(
+    repository: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    code, output = hicache(repository, "replay", *arguments)
+    assert code == 2 and said in output and output.count("\n") == 1
+
+
 def test_help_names_the_models_and_what_the_exit_code_means(repository: Path) -> None:
     code, output = hicache(repository, "replay", "--help")
     assert code == 0
@@ -144,6 +209,15 @@ def test_a_synthetic_trace_is_written_and_described(repository: Path, tmp_path: 
     code, output = hicache(repository, "trace", "show", str(path))
     assert code == 0
     assert "50 within" in output and "seen before" in output
+
+
+def test_a_trace_is_not_replaced_without_force(repository: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    path.write_text("precious")
+    code, output = hicache(repository, "trace", "generate", str(path), "--requests", "1")
+    assert code == 2 and "--force" in output and path.read_text() == "precious"
+    code, output = hicache(repository, "trace", "generate", str(path), "--requests", "1", "--force")
+    assert (code, output) == (0, f"1 request written to {path}\n")
 
 
 def settings(**changes: object) -> Settings:

@@ -238,6 +238,20 @@ def test_a_directory_that_is_no_store_is_left_alone(tmp_path: Path, command: str
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
+@pytest.mark.parametrize(
+    ("mode", "advice"), [(0o1777, "use a directory of its own, such as"), (0o770, "run chmod 700 on it")]
+)
+def test_the_advice_on_a_directory_that_others_may_write_fits_what_it_is(
+    tmp_path: Path, mode: int, advice: str
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(mode)
+    result = invoke("verify", shared)
+    assert result.exit_code == 2 and advice in result.stderr
+    assert ("chmod" in result.stderr) == (mode == 0o770)
+
+
 @pytest.mark.parametrize("answer", ["n\n", "\n", "maybe\n", "\x04"])
 def test_purge_asks_first_and_takes_no_for_an_answer(store: Store, answer: str) -> None:
     result = on_a_terminal("purge", store.root, answer=answer)

@@ -105,6 +105,33 @@ def test_requests_that_outgrow_l1_preempt_the_youngest_and_all_end(tmp_path: Pat
         assert replay.counts.wrong.total() == 0
 
 
+def test_nobody_is_preempted_while_evicted_pages_are_on_their_way_to_l2(tmp_path: Path) -> None:
+    """Four requests fill L1 with the pages that four earlier ones left, so that decoding has to write those back."""
+    trace = [request(i, [i], tail=320, output=200 if i >= 4 else 1) for i in range(8)]
+    config = small_config(storage=None, device=2048, write_policy="write_back")
+    waits = 0
+    with started(job(tmp_path, trace, config, ReplayOptions(running_max=4))) as replay:
+        while not replay.finished:
+            before = replay.counts.preempted
+            replay.step()
+            saving = replay.cache.saving_pages
+            waits += saving > 0
+            assert not (saving and replay.counts.preempted > before)
+            assert replay.cache.drain(20)
+        assert waits > 0
+        assert replay.counts.ended == 8
+        assert replay.counts.wrong.total() == 0
+
+
+@pytest.mark.parametrize(("length", "calls"), [(512, 1), (500, 1), (492, 0), (450, 0)])
+def test_room_is_asked_for_at_page_borders_alone(tmp_path: Path, length: int, calls: int) -> None:
+    trace = [TraceRequest(0, 0, length, 20, (1,))]
+    with started(job(tmp_path, trace, small_config(storage=None))) as replay:
+        go(replay)
+        assert replay.times.calls[Call.EXTEND].calls == calls
+        assert replay.counts.ended == 1
+
+
 def test_a_request_that_never_fits_is_left_out_and_counted(tmp_path: Path) -> None:
     trace = [request(0, range(9)), request(1, [100]), request(2, [101], output=4000)]
     with started(job(tmp_path, trace, small_config(storage=None, device=4096))) as replay:
@@ -216,6 +243,22 @@ def test_what_cannot_start_leaves_nothing_running(tmp_path: Path) -> None:
         start(ReplayJob(config=config, trace=tmp_path / "missing"))
     with pytest.raises(ConfigError, match="not known"):
         start(ReplayJob(config=small_config(storage="nowhere")))
+
+
+@pytest.mark.parametrize("device", ["banana", "meta", "mps", "cuda:", "cuda:-1", "CPU", "", "cpu\n"])
+def test_a_device_that_is_not_known_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match=r"unknown device .*known: cpu, cuda, cuda:1"):
+        ReplayJob(config=small_config(storage=None), device=device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:12"])
+def test_a_device_that_is_known_makes_a_job(device: str) -> None:
+    assert ReplayJob(config=small_config(storage=None), device=device).device == device
+
+
+def test_a_replay_without_the_cache_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="prefix_cache: false reuses no page"):
+        ReplayJob(config=small_config(storage=None, prefix_cache="false"))
 
 
 @pytest.mark.parametrize("name", ["running_max", "waiting_max", "prefill_tokens_max", "share_of", "speed_up"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,32 @@ def test_a_file_that_cannot_be_read_or_written_is_an_error_with_its_name(tmp_pat
         list(read_trace(tmp_path / "missing.jsonl"))
     with pytest.raises(InvalidInput, match="cannot be written"):
         write_trace(tmp_path / "no" / "folder.jsonl", [TraceRequest(0, 0, 1, 1, (0,))])
+
+
+def test_a_trace_that_ends_half_way_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(LINE + "\n")
+
+    def breaking() -> Iterator[TraceRequest]:
+        yield TraceRequest(0, 0, 1, 1, (0,))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_trace(path, breaking())
+    assert path.read_text() == LINE + "\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_to_a_trace_stays_one_and_what_is_no_file_stays_too(tmp_path: Path) -> None:
+    link, path = tmp_path / "link", tmp_path / "trace.jsonl"
+    link.symlink_to(path)
+    assert write_trace(link, [TraceRequest(0, 0, 1, 1, (0,))]) == 1
+    assert link.is_symlink() and len(list(read_trace(path))) == 1
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(InvalidInput, match="no regular file"):
+        write_trace(pipe, [])
+    assert pipe.is_fifo()
 
 
 def test_a_written_line_has_the_fields_of_the_format_in_order() -> None:

@@ -62,6 +62,9 @@ def _check_owner(path: str, fd: int, system: System) -> None:
     found = system.fstat(fd)
     if found.st_uid != os.geteuid():
         raise NotOurs(f"file store {path} belongs to user id {found.st_uid}; use a directory of your own")
+    if found.st_mode & stat.S_ISVTX and found.st_mode & _OTHERS_WRITE:
+        # Such as /tmp: closing it to others would break what they do there.
+        raise NotOurs(f"file store {path} is shared with others; use a directory of its own, such as {path}/hicache")
     if found.st_mode & _OTHERS_WRITE:
         raise NotOurs(f"file store {path} can be written by others; run chmod 700 on it")
     parent = system.lstat(os.path.dirname(path) or "/")
