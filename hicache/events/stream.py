@@ -95,7 +95,8 @@ class EventStream:
 
     def _drop(self) -> None:
         while self._held_bytes > self._capacity_bytes and self._oldest < self._next - 1:
-            number, self._oldest = self._oldest, self._oldest + 1  # before it is gone: a reader that misses it counts it
+            # Counted before it is gone: whoever misses it finds it in the count.
+            number, self._oldest = self._oldest, self._oldest + 1
             self._held_bytes -= self._events.pop(number).size_bytes
 
     def _forget(self, reader: EventReader) -> None:
