@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hicache.backends.base import StorageBackend
@@ -15,6 +15,7 @@ from tests.cache.world import GEOMETRY, World, codec, prompt
 from tests.stamps import Stamps
 
 STEPS = 150
+NO_POLICIES: Mapping[str, Any] = {}
 
 
 class StampedWorld(World):
@@ -54,6 +55,7 @@ def small_world(
     host_pages: int = 40,
     scale: int = 1,
     timeout_s: float = 0.005,
+    policies: Mapping[str, Any] = NO_POLICIES,
     **changes: Any,
 ) -> World:
     """A world whose every bound is hit all the time. `scale` multiplies them; `changes` are further arguments of
@@ -63,7 +65,7 @@ def small_world(
         device_pages=device_pages * scale, host_pages=host_pages * scale, backend=backend,
         options=CacheOptions(
             prefetch_threshold_tokens=8, load_back_threshold_tokens=4,
-            prefetch_timeout_base_s=timeout_s, prefetch_timeout_per_1024_tokens_s=0,
+            prefetch_timeout_base_s=timeout_s, prefetch_timeout_per_1024_tokens_s=0, **policies,
         ),
         controller_options=ControllerOptions(
             storage_batch_pages=2 * scale, write_pages_max=30 * scale, load_pages_max=20 * scale,
@@ -123,9 +125,21 @@ class RandomEngine:
     def pressure(self) -> None:
         self.world.cache.evict(self._scale * self.random.randint(1, 12))
 
+    def pin(self) -> None:
+        """Pin what is cached of some prompt for a moment, seldom; some pins are released before their time."""
+        if self.random.random() < 0.3:
+            pin = self.world.cache.pin(self.prompt(), ttl_s=0.02)
+            if pin is not None and self.random.random() < 0.3:
+                pin.release()
+
+    def clear(self) -> None:
+        """Empty the cache, seldom."""
+        if self.random.random() < 0.05:
+            self.world.cache.clear()
+
     def next_action(self) -> Callable[[], None]:
         actions = [self.arrive, self.arrive, self.admit, self.admit, self.share, self.finish, self.finish]
-        actions += [self.abort, self.pressure, self.world.step, self.world.step]
+        actions += [self.abort, self.pressure, self.pin, self.clear, self.world.step, self.world.step]
         return self.random.choice(actions)
 
     def act(self) -> None:

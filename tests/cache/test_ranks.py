@@ -10,8 +10,9 @@ import pytest
 from hicache.backends.base import StorageBackend
 from hicache.controller.ranks import RankGroup
 from hicache.errors import TransferError
+from hicache.radix import POLICIES
 from hicache.types import PageIds
-from tests.cache.random_engine import STEPS, RandomEngine, small_world
+from tests.cache.random_engine import NO_POLICIES, STEPS, RandomEngine, small_world
 from tests.cache.ranked import LONG_S, SHORT_S, UnevenCopies, UnreliableBackend, decisions
 from tests.cache.world import WAIT_S, World, memory_backend, prompt
 from tests.ranks import Exchange
@@ -27,6 +28,15 @@ def _switch_threads_often() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
+def policies(seed: int) -> dict[str, str]:
+    """Each seed has a combination of its own, the same on all ranks."""
+    return {
+        "write_policy": ("write_through", "write_through_selective", "write_back")[seed % 3],
+        "eviction_policy": tuple(POLICIES)[seed % len(POLICIES)],
+        "prefetch_policy": ("timeout", "best_effort", "wait_complete")[seed // 3 % 3],
+    }
+
+
 class Engines:
     """One random engine per rank, all drawing the same random numbers."""
 
@@ -38,6 +48,7 @@ class Engines:
         *,
         timeout_s: float = SHORT_S,
         mla: bool = False,
+        varied: bool = True,
     ) -> None:
         self.engines = [
             RandomEngine(
@@ -48,6 +59,7 @@ class Engines:
                     ranks=group,
                     copies=UnevenCopies,
                     stores_pages=not mla or rank == 0,
+                    policies=policies(seed) if varied else NO_POLICIES,
                 ),
             )
             for rank, (backend, group) in enumerate(zip(backends, groups, strict=True))
@@ -119,7 +131,7 @@ def test_ranks_that_hold_the_same_bytes_let_the_first_one_store_them(seed: int) 
     first = View(seed, None)
     backends = [first, View(seed + 1000, first)]
     for _ in range(2):
-        engines = Engines(seed, backends, Exchange(2).ranks(), timeout_s=LONG_S, mla=True)
+        engines = Engines(seed, backends, Exchange(2).ranks(), timeout_s=LONG_S, mla=True, varied=False)
         engines.run()
         hits = [engine.world.cache.statistics().hit_tokens["storage"] for engine in engines.engines]
         engines.close()
