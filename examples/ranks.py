@@ -2,8 +2,8 @@
 
     python examples/ranks.py DIRECTORY
 
-The ranks have pools of different sizes and stores of their own; in the second run the stores of both are asked. Each
-prints what it found, which is the same.
+The ranks have pools of different sizes and stores of their own; in the second run the stores of both are asked. What
+each of them found is printed, and is the same.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import time
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import cast
 
@@ -51,8 +52,8 @@ def serve(cache: TreeCache, rid: str) -> str:
     return found
 
 
-def rank_main(rank: int, folder: str) -> None:
-    """What each process does."""
+def rank_main(rank: int, folder: str, found: SimpleQueue[str]) -> None:
+    """What each process does; it puts a line for each visit into `found`."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=SIZE)
     # A group of its own: the engine's collectives and those of the cache must not be mixed up.
     group = TorchRankGroup(cast(Reducer, dist.new_group(backend="gloo")), deadline_s=DEADLINE_S)
@@ -66,8 +67,8 @@ def rank_main(rank: int, folder: str) -> None:
     try:
         with create_cache(config, namespace, ranks=group) as cache:
             for visit in range(2):
-                found = serve(cache, f"visit-{visit}")
-                print(f"rank {rank} of {SIZE}, L1 of {cache.device.allocator.capacity} pages: {found}", flush=True)
+                hits = serve(cache, f"visit-{visit}")
+                found.put(f"rank {rank} of {SIZE}, L1 of {cache.device.allocator.capacity} pages: {hits}")
     except RankError as error:
         raise SystemExit(f"rank {rank}: {error}") from error  # there is no way back: end, and start all ranks anew
     dist.destroy_process_group()
@@ -81,11 +82,14 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rendezvous").unlink(missing_ok=True)
     context = multiprocessing.get_context("spawn")
-    children = [context.Process(target=rank_main, args=(rank, str(folder))) for rank in range(SIZE)]
+    found = context.SimpleQueue()
+    children = [context.Process(target=rank_main, args=(rank, str(folder), found)) for rank in range(SIZE)]
     for child in children:
         child.start()
     for child in children:
         child.join()
+    while not found.empty():
+        print(found.get())
     if any(child.exitcode for child in children):
         raise SystemExit(1)
 
