@@ -10,7 +10,8 @@ Pages that are still being read stay lent until the read has really ended.
     timeout        it waits for a time that grows with the length of what it lacks
 
 A request whose next page is being fetched for another one, or whose prefix is still on its way to L2, waits for that
-instead, and then looks again: equal prompts that arrive together are read once.
+instead, and then looks again for what is still missing: equal prompts that arrive together are read once. If the other
+one's time ran out, or storage had nothing for it, the follower goes on without asking again.
 
 Called by the scheduler thread alone; no lock.
 """

@@ -15,6 +15,7 @@ nodes + lent to operations = capacity. Device pages of a copy belong to nodes, w
 from __future__ import annotations
 
 import functools
+import operator
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -138,9 +139,10 @@ class HiRadixCache:
         At least the last token is left to compute, since its logits are wanted. What it uses gets at least `priority`
         for the eviction policy of that name; at most `load_pages_max` pages are loaded back. None if L1 has no room
         now, even after evicting (with write_back, room may be on its way): nothing is held then. Raises TransferError
-        after a device copy has failed.
+        after a device copy has failed, TypeError for a priority that is no integer.
         """
         self._require_service()
+        priority = operator.index(priority)  # here, where nothing is held yet
         tree, reusable = self.tree, self._reusable(key)
         if self._prefetcher.is_active(rid) and not self._l1.may_have_room(
             -(-key.prompt_tokens // self.page_size) - tree.peek(reusable).device_pages

@@ -58,11 +58,6 @@ class BackendLifecycle:
         self._carried_out: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._worker: WorkerGroup[_Order] | None = None
 
-    @property
-    def opening(self) -> bool:
-        """Whether a backend is wanted that is not open yet."""
-        return self._opening is not None
-
     def start(self, backend: StorageBackend) -> None:
         """Use a backend that is open. REQUIRES: there was none."""
         self.jobs = self._adopt(backend)

@@ -91,8 +91,8 @@ def main() -> None:
         run_engine(task, seed, backend, SHORT_S, outcome)
         if outcome.error is not None:
             break
-        # The second engine serves the same prompts, and finds in storage what the first has left there.
-        backend.failures = 0.0
+        # The second engine serves the same prompts, and finds in storage what the first has left there, which differs.
+        backend.failures = backend.misses = 0.0
         run_engine(task, seed, backend, LONG_S, outcome)
     Path(task.folder, f"rank-{task.rank}.json").write_text(json.dumps(asdict(outcome)))
     dist.destroy_process_group()

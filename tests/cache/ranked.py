@@ -36,7 +36,7 @@ class UnreliableBackend(MemoryBackend):
     def __init__(self, seed: int, *, misses: float = 0.2, failures: float = 0.01) -> None:
         super().__init__(codec(), CAPACITY_PAGES * codec().frame_bytes)
         self._numbers = random.Random(seed)
-        self._misses = misses
+        self.misses = misses
         self.failures = failures
         self.set_pages = 0
 
@@ -54,13 +54,13 @@ class UnreliableBackend(MemoryBackend):
     def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
         self._delay()
         found = super().batch_exists(keys, deadline=deadline)
-        return self._numbers.randint(0, found) if self._happens(self._misses) else found
+        return self._numbers.randint(0, found) if self._happens(self.misses) else found
 
     def batch_get(
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
     ) -> list[GetOutcome]:  # fmt: skip
         self._delay()
-        if self._happens(self._misses):
+        if self._happens(self.misses):
             self.delete([self._numbers.choice(list(keys))], deadline=deadline)
         return super().batch_get(keys, frames, deadline=deadline)
 

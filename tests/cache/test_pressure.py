@@ -177,6 +177,15 @@ def test_an_allocation_that_is_refused_leaves_the_books_alone() -> None:
     world.close()
 
 
+def test_a_priority_that_is_no_number_is_refused_before_anything_is_held() -> None:
+    world = World()
+    with pytest.raises(TypeError):
+        world.cache.begin_request("a", prompt(1), priority="high")  # type: ignore[arg-type]
+    world.cache.check()
+    assert world.device.allocator.used_pages == 0
+    world.close()
+
+
 def test_a_head_whose_store_failed_is_stored_again_though_what_follows_came_from_storage() -> None:
     backend = LastingBackend(codec())
     other = World(backend=backend)

@@ -54,7 +54,7 @@ def outcome(folder: Path, rank: int) -> Outcome:
     return Outcome(**json.loads((folder / f"rank-{rank}.json").read_text()))
 
 
-@pytest.mark.parametrize(("size", "seeds"), [(2, [1, 2]), (4, [5])])
+@pytest.mark.parametrize(("size", "seeds"), [(2, [1, 2]), (4, [5, 6])])
 def test_processes_with_different_hits_speeds_pools_and_faults_decide_the_same(
     tmp_path: Path, processes: Processes, size: int, seeds: list[int]
 ) -> None:
