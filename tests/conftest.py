@@ -1,7 +1,8 @@
 """What all tests share: how long random tests run, and how a failure of one is replayed.
 
 `SOAK_FACTOR` (default 1) multiplies the number of examples of hypothesis and of `tests.seeds`; `make soak` sets it. A
-failing hypothesis test prints the decorator that replays it.
+failing hypothesis test prints the decorator that replays it. The usual length draws the same examples every time, so
+what passed once passes again; a longer run draws new ones.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ SOAK_FACTOR = int(os.environ.get("SOAK_FACTOR", "1"))
 settings.register_profile(
     "hicache",
     max_examples=100 * SOAK_FACTOR,
+    derandomize=SOAK_FACTOR == 1,
+    database=None,
     deadline=None,  # no test asserts a time
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],

@@ -164,6 +164,13 @@ def test_damaged_batches_raise_nothing_but_the_typed_error(data: st.DataObject) 
         pass
 
 
+@pytest.mark.parametrize("dialect", READABLE)
+def test_text_that_is_no_utf_8_is_the_typed_error(dialect: Dialect) -> None:
+    whole = BatchEncoder(dialect).encode([Removed(Medium.DEVICE, (bytes(32),))], 1.0)
+    with pytest.raises(InvalidInput, match="not a batch of events"):
+        decode_batch(whole.replace(b"GPU", b"G\x80U"))
+
+
 def test_the_worked_example_of_the_format_page_is_true(repository: Path) -> None:
     page = (repository / "docs/formats/kv_events.md").read_text()
     event = Stored(
