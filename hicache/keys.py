@@ -116,6 +116,58 @@ def page_keys(tokens: bytes, page_size: int, prior: bytes = b"") -> list[bytes]:
     return [key := sha256(key + page).digest() for page in pages]
 
 
+class PageChain:
+    """The page keys of a run of one whole page or more, hashed when first asked for, by whichever thread that is.
+
+    `tokens` and `page_size` are as in `page_keys`; `prior` too, or it is the chain of the run before this one. `keys`
+    are given where they are known.
+
+    No lock: each field is one reference, `_prior` names the key before the run at all times, and two threads that hash
+    at once find the same keys.
+    """
+
+    __slots__ = ("_keys", "_page_size", "_prior", "_tokens")
+
+    def __init__(
+        self, tokens: bytes, page_size: int, prior: bytes | PageChain, keys: list[bytes] | None = None
+    ) -> None:
+        self._tokens = tokens
+        self._page_size = page_size
+        self._prior = prior
+        self._keys = keys
+
+    @property
+    def pages(self) -> int:
+        """Pages of the run."""
+        return len(self._tokens) // (self._page_size * TOKEN_BYTES)
+
+    @property
+    def hashed(self) -> list[bytes] | None:
+        """The keys, None if nobody has asked for them yet."""
+        return self._keys
+
+    def keys(self) -> list[bytes]:
+        """The keys; not to be written to."""
+        missing: list[PageChain] = []
+        chain = self
+        while (keys := chain._keys) is None:
+            missing.append(chain)
+            prior = chain._prior
+            if isinstance(prior, bytes):
+                keys = [prior]
+                break
+            chain = prior
+        for chain in reversed(missing):
+            chain._prior = keys[-1]
+            chain._keys = keys = page_keys(chain._tokens, chain._page_size, keys[-1])
+        return keys
+
+    def prior_key(self) -> bytes:
+        """The key of the page before the run, or the seed, or empty."""
+        prior = self._prior
+        return prior if isinstance(prior, bytes) else prior.keys()[-1]
+
+
 @dataclass(frozen=True, slots=True)
 class RadixKey:
     """A prompt as the tree sees it: `tokens` (uint32 little endian) under `seed` (empty, or 32 bytes).

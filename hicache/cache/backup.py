@@ -48,7 +48,6 @@ class StoreTask(NamedTuple):
 
     tree: RadixTree
     node: Node
-    pages: int
 
 
 class Backup:
@@ -163,10 +162,7 @@ class Backup:
     def stored(self, backup: BackupOperation) -> None:
         """A store has ended. If a page is missing, a later request that passes by tries again."""
         task: StoreTask = backup.tag
-        for part in task.tree.span(task.node, task.pages):
-            part.store_pending = False
-            if backup.stored:
-                task.tree.set_stored(part)
+        task.tree.end_store(task.node, backup.chain, stored=backup.stored)
         if task.tree is self._trees.current:
             self._books.skipped["store_incomplete"] += not backup.stored
             # By what this rank saw of the store; whether all ranks may store is agreed from that.
@@ -222,11 +218,9 @@ class Backup:
         if not self._controller.may_store:
             self._books.skipped["store_paused"] += 1
             return False
-        tree, pages = self._trees.current, len(node.host)
-        parent = None if root else tree.last_key(node.parent)
-        task = StoreTask(tree, node, pages)
-        if not self._controller.submit_backup(task, tree.page_keys(node), node.host, parent):
+        if not self._controller.may_back_up(len(node.host)):
             return False
+        tree = self._trees.current
+        self._controller.submit_backup(StoreTask(tree, node), tree.begin_store(node), node.host, begins_prompt=root)
         tree.hold_host(node)
-        node.store_pending = True
         return True

@@ -21,7 +21,7 @@ with ranks in `poll` until the slowest has come as far, bounded by the deadline 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -29,7 +29,7 @@ import numpy as np
 
 from ..backends.base import StorageBackend
 from ..errors import InvariantError, TransferError
-from ..keys import RadixKey
+from ..keys import PageChain, RadixKey
 from ..tiers import CopyEngine, FailedTransfer, HostPool, Transfer
 from ..types import PageIds
 from .agreement import STORE_PLACES, Agreement
@@ -245,17 +245,21 @@ class HiCacheController:
         operation.jobs.in_flight -= 1
         self._prefetching.remove(operation)
 
-    def submit_backup(self, tag: Any, keys: Sequence[bytes], host_pages: PageIds, parent: bytes | None) -> bool:
-        """Store pages of one chain; False, counted, if the bytes in flight would pass the bound."""
-        jobs = self._storage.lifecycle.jobs
-        if jobs is None or not self.may_store:
+    def may_back_up(self, pages: int) -> bool:
+        """Whether `pages` more may be stored; a refusal because of the bytes in flight is counted."""
+        if self._storage.lifecycle.jobs is None or not self.may_store:
             return False
-        bytes_after = (self._backup_pages + len(host_pages)) * self.host.frame_bytes
+        bytes_after = (self._backup_pages + pages) * self.host.frame_bytes
         # One operation may pass alone, however large: it could never be stored otherwise.
-        if not self._within("backup", self._backup_pages == 0 or bytes_after <= self.options.backup_bytes_max):
-            return False
+        return self._within("backup", self._backup_pages == 0 or bytes_after <= self.options.backup_bytes_max)
+
+    def submit_backup(self, tag: Any, chain: PageChain, host_pages: PageIds, *, begins_prompt: bool) -> None:
+        """Store the pages of `chain`, root first of all with `begins_prompt`. REQUIRES: `may_back_up` said yes."""
+        jobs = self._storage.lifecycle.jobs
+        if jobs is None:
+            raise InvariantError("controller: a store was submitted, but no storage is open")
         self._backup_pages += len(host_pages)
-        operation = BackupOperation(tag, jobs, keys, host_pages, parent)
+        operation = BackupOperation(tag, jobs, chain, host_pages, begins_prompt)
         jobs.in_flight += 1
         self._submitted["stores"] += 1
         if self._agreement is not None:
@@ -264,7 +268,6 @@ class HiCacheController:
             self._storage.backups.submit(operation)
         else:
             self._storage.finish(operation)
-        return True
 
     # Acks
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..backends.base import SetOutcome
 from ..errors import TransferError
-from ..keys import RadixKey
+from ..keys import PageChain, RadixKey
 from ..types import NO_PAGES, PageIds
 
 if TYPE_CHECKING:
@@ -64,9 +63,9 @@ class BackupOperation:
 
     tag: Any
     jobs: StorageJobs
-    keys: Sequence[bytes]
+    chain: PageChain  # hashed by the backup worker
     host_pages: PageIds
-    parent: bytes | None  # page key before keys[0]
+    begins_prompt: bool  # there is no page before them
     outcomes: list[SetOutcome] = field(default_factory=list)  # backup worker: those of the leading pages
     is_complete: bool = False  # backup worker: all pages are in storage now
     stored_pages: int = 0  # backup worker: how many of them were not before

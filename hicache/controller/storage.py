@@ -103,19 +103,23 @@ class StorageJobs:
     def store(self, operation: BackupOperation, beat: Callable[[], None]) -> None:
         """Backup worker: store batch by batch, head first; a page that could not be stored ends the operation, and with
         it the operations behind it that continue its chain: nobody could reach their pages."""
+        if self._clock() >= self.stop_at:
+            return
         try:
             if self._head_is_stored(operation, beat):
                 self._store_batches(operation, beat)
         finally:
             outcomes = operation.outcomes
             operation.stored_pages = outcomes.count(SetOutcome.STORED)
-            operation.is_complete = len(outcomes) == len(operation.keys) and all(o.is_stored for o in outcomes)
+            operation.is_complete = len(outcomes) == operation.chain.pages and all(o.is_stored for o in outcomes)
             self._note_chain(operation)
 
     def _head_is_stored(self, operation: BackupOperation, beat: Callable[[], None]) -> bool:
         """Asks the backend only where a store of the head has failed here: somebody else may have stored it since."""
-        parent = operation.parent
-        if parent is None or parent not in self._broken_chains:
+        if operation.begins_prompt or not self._broken_chains:
+            return True
+        parent = operation.chain.prior_key()
+        if parent not in self._broken_chains:
             return True
         beat()
         if self.backend.batch_exists([parent], deadline=self._clock() + self._deadline_s) != 1:
@@ -124,17 +128,19 @@ class StorageJobs:
         return True
 
     def _note_chain(self, operation: BackupOperation) -> None:
+        last_key = operation.chain.keys()[-1]
         if operation.is_complete:
-            self._broken_chains.pop(operation.keys[-1], None)
+            self._broken_chains.pop(last_key, None)
             return
-        self._broken_chains[operation.keys[-1]] = None
+        self._broken_chains[last_key] = None
         while len(self._broken_chains) > _BROKEN_CHAINS_MAX:
             self._broken_chains.pop(next(iter(self._broken_chains)), None)
 
     def _store_batches(self, operation: BackupOperation, beat: Callable[[], None]) -> None:
-        batch, parent = self._batch_pages, operation.parent
+        batch, chain_keys = self._batch_pages, operation.chain.keys()
+        parent = None if operation.begins_prompt else operation.chain.prior_key()
         for start in range(0, len(operation.host_pages), batch):
-            keys = operation.keys[start : start + batch]
+            keys = chain_keys[start : start + batch]
             frames = self._host.frames(operation.host_pages[start : start + batch])
             beat()
             deadline = min(self.stop_at, self._clock() + self._deadline_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..keys import PageChain
 from ..types import PageIds
 
 
@@ -22,6 +23,7 @@ class Node:
 
     __slots__ = (
         "backup_pending",
+        "chain",
         "children",
         "created",
         "device",
@@ -53,7 +55,8 @@ class Node:
         self.recent_child: Node | None = None  # the one that was looked for last, where a lookup tries first
         self.device: PageIds | None = None
         self.host: PageIds | None = None
-        self.page_keys: bytes | None = None  # 32 bytes a page, made when storage first needs them
+        self.page_keys: bytes | None = None  # 32 bytes a page, known once storage has needed them
+        self.chain: PageChain | None = None  # of the run that is being stored and ends with this node
         self.created = created  # tick of the tree's clock
         self.last_access = created
         self.hit_count = 1  # requests that computed or reused this run

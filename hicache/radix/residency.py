@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import InvariantError
 from ..events.types import Medium
-from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, page_keys
+from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, page_keys
 from ..types import NO_PAGES, PageIds
 from .eviction import DeviceQueue, EvictionQueue, HostQueue
 from .node import NO_CHILDREN, Node, may_leave_host
@@ -129,6 +129,34 @@ class Residency:
         if node.page_keys is None:
             self.page_keys(node)
         return (node.page_keys or b"")[-PAGE_KEY_BYTES:]
+
+    def begin_store(self, node: Node) -> PageChain:
+        """Record that the pages of `node` are being stored; their keys, which the storage worker hashes.
+
+        A split leaves the chain with the tail, whose last key is that of the run.
+        """
+        parent = node.parent
+        if parent is None:
+            raise InvariantError("store: a root has no pages")
+        known = None if node.page_keys is None else self.page_keys(node)
+        chain_above = parent.chain if parent.page_keys is None else None
+        prior = self.last_key(parent) if chain_above is None else chain_above
+        node.chain = PageChain(node.key, self.page_bytes // TOKEN_BYTES, prior, known)
+        node.store_pending = True
+        return node.chain
+
+    def end_store(self, node: Node, chain: PageChain, *, stored: bool) -> None:
+        """Record that the store of a run that ends at `node` has ended. Its keys are kept if they were hashed."""
+        node.chain = None
+        keys, end = chain.hashed, chain.pages
+        for part in self.span(node, chain.pages):
+            begin = end - self.pages(part)
+            part.store_pending = False
+            if keys is not None and part.page_keys is None:
+                part.page_keys = b"".join(keys[begin:end])
+            if stored:
+                self.set_stored(part)
+            end = begin
 
     # Locks, holds, pins
 

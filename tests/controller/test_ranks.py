@@ -18,7 +18,7 @@ from hicache.controller.progress import PrefetchProgress, Progress, StoreProgres
 from hicache.controller.ranks import Int64s, TorchRankGroup, require_equal
 from hicache.controller.storage import StorageJobs
 from hicache.errors import InvariantError, RankError
-from hicache.keys import RadixKey
+from hicache.keys import PageChain, RadixKey
 from hicache.types import NO_PAGES
 from tests.ranks import Exchange, gloo_ranks
 
@@ -149,7 +149,7 @@ def prefetch() -> PrefetchOperation:
 
 
 def store() -> BackupOperation:
-    return BackupOperation(None, NO_JOBS, [], NO_PAGES, None)
+    return BackupOperation(None, NO_JOBS, PageChain(b"", 1, b""), NO_PAGES, begins_prompt=True)
 
 
 class Ranks:

@@ -7,7 +7,7 @@ import pytest
 
 from hicache.errors import InvalidInput, InvariantError
 from hicache.keys import RadixKey, page_keys
-from hicache.radix import RadixTree, check_tree
+from hicache.radix import Node, RadixTree, check_tree
 from hicache.radix.policies import LRUPolicy
 from hicache.types import PageIds
 
@@ -184,6 +184,59 @@ def test_page_keys_of_nodes_are_the_chain_of_the_whole_prompt() -> None:
     assert t.page_keys(node) == chain[2:]
     assert t.page_keys(node.parent) == chain[:2]
     assert t.last_key(node) == chain[-1]
+
+
+def on_host(t: RadixTree, key: RadixKey, first: int) -> Node:
+    """The node of `key`, whose last run is on both tiers."""
+    node = t.insert(key, np.arange(first, first + len(key) // 2, dtype=np.int32)).node
+    t.accept_backup(node, np.arange(first, first + t.pages(node), dtype=np.int32))
+    return node
+
+
+def test_a_store_hashes_its_pages_behind_those_of_the_store_above() -> None:
+    t = tree()
+    key = RadixKey.of([1, 2, 3, 4, 5, 6], extra_key="adapter")
+    chain = page_keys(key.tokens, 2, key.seed)
+    above = on_host(t, key.head(4), 10)
+    first = t.begin_store(above)
+    t.insert(key, ids(1, 2, 3))
+    below = t.match(key).node
+    second = t.begin_store(below)
+    assert first.hashed is None and second.hashed is None
+    assert second.keys() == chain[2:] and second.prior_key() == chain[1]
+    t.end_store(below, second, stored=False)
+    t.end_store(above, first, stored=True)
+    assert above.stored and not below.stored
+    assert (above.page_keys, below.page_keys) == (b"".join(chain[:2]), chain[2])
+    check_tree(t)
+
+
+def test_a_run_that_is_split_while_it_is_stored_keeps_its_keys_in_both_parts() -> None:
+    t = tree()
+    key = RadixKey.of([1, 2, 3, 4, 5, 6])
+    chain = page_keys(key.tokens, 2)
+    tail = on_host(t, key, 10)
+    store = t.begin_store(tail)
+    fork = RadixKey.of([1, 2, 9, 9])
+    head = t.match(fork).node
+    on_fork = t.begin_store(on_host(t, fork, 20))
+    assert on_fork.keys() == page_keys(fork.tokens, 2)[1:]
+    store.keys()
+    t.end_store(tail, store, stored=True)
+    assert (head.page_keys, tail.page_keys) == (chain[0], b"".join(chain[1:]))
+    assert head.stored and tail.stored and not (head.store_pending or tail.store_pending)
+    check_tree(t)
+
+
+def test_a_store_that_nobody_hashed_leaves_the_keys_to_be_found() -> None:
+    t = tree()
+    key = RadixKey.of([1, 2, 3, 4])
+    node = on_host(t, key, 10)
+    t.end_store(node, t.begin_store(node), stored=True)
+    assert node.page_keys is None
+    assert t.page_keys(node) == page_keys(key.tokens, 2)
+    again = t.begin_store(node)
+    assert again.hashed == page_keys(key.tokens, 2)
 
 
 def test_a_recomputed_tombstone_comes_back_to_l1() -> None:

@@ -1,0 +1,82 @@
+"""Chains of page keys that are hashed late, by whoever needs them first."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hicache.keys import PageChain, page_keys, token_bytes
+
+
+@pytest.fixture
+def _threads_take_turns_often() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+class ForgetsFirst(PageChain):
+    """The planted fault: it forgets the chain above before its own keys are there."""
+
+    __slots__ = ()
+
+    def keys(self) -> list[bytes]:
+        prior = self._prior
+        above, self._prior = (prior if isinstance(prior, bytes) else prior.keys()[-1]), b""
+        if self._keys is None:
+            self._keys = page_keys(self._tokens, self._page_size, above)
+        return self._keys
+
+
+def one_page_chains(kind: type[PageChain], count: int) -> list[PageChain]:
+    """The chains of a prompt of `count` pages of one token, each a run of its own."""
+    tokens = token_bytes(range(count))
+    chains = [kind(tokens[:4], 1, b"")]
+    for begin in range(4, 4 * count, 4):
+        chains.append(kind(tokens[begin : begin + 4], 1, chains[-1]))
+    return chains
+
+
+def wrong_rounds(kind: type[PageChain]) -> int:
+    """How often, of 50 times, four threads that hash one prompt at once find a wrong key."""
+    whole = page_keys(token_bytes(range(256)), 1)
+    asked = [255, 150, 254, 17, 255, 200]
+    wrong = 0
+    for _ in range(50):
+        chains = one_page_chains(kind, 256)
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda number, of=chains: of[number].keys(), asked))
+        wrong += found != [[whole[number]] for number in asked]
+    return wrong
+
+
+def test_chains_of_runs_are_the_chain_of_the_whole_prompt() -> None:
+    tokens, seed = token_bytes(range(600)), bytes(range(32))
+    whole = page_keys(tokens, 2, seed)
+    chains: list[PageChain] = []
+    for begin, end in itertools.pairwise([0, 1, 3, 100, 300]):
+        chains.append(PageChain(tokens[8 * begin : 8 * end], 2, chains[-1] if chains else seed))
+    assert [chain.pages for chain in chains] == [1, 2, 97, 200]
+    assert chains[2].keys() == whole[3:100]
+    assert chains[0].hashed == whole[:1] and chains[3].hashed is None
+    assert [chain.prior_key() for chain in chains] == [seed, whole[0], whole[2], whole[99]]
+    assert chains[3].keys() == whole[100:]
+
+
+def test_a_chain_of_more_runs_than_calls_may_nest_is_hashed() -> None:
+    assert one_page_chains(PageChain, 4000)[-1].keys() == page_keys(token_bytes(range(4000)), 1)[-1:]
+
+
+@pytest.mark.usefixtures("_threads_take_turns_often")
+def test_threads_that_hash_one_chain_at_once_find_the_same_keys() -> None:
+    assert wrong_rounds(PageChain) == 0
+
+
+@pytest.mark.usefixtures("_threads_take_turns_often")
+def test_a_chain_that_forgets_too_early_is_noticed() -> None:
+    assert wrong_rounds(ForgetsFirst) > 0
