@@ -25,22 +25,26 @@ from hicache.keys import Namespace, RadixKey, TokenInput, namespace_seed, page_k
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+@pytest.fixture(scope="module")
+def native(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The native helper, compiled for these tests."""
+    library = tmp_path_factory.mktemp("native") / LIBRARY
+    if not compile_narrow(repository, library):
+        pytest.skip("no C compiler here")
+    spec = importlib.util.spec_from_file_location("_narrow", library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.narrow
+
+
 @pytest.fixture(scope="module", params=["numpy", "native"], autouse=True)
-def narrow(request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Every test of this module runs without and with the native helper, which is compiled for it."""
-    helper = None
-    if request.param == "native":
-        library = tmp_path_factory.mktemp("native") / LIBRARY
-        if not compile_narrow(repository, library):
-            pytest.skip("no C compiler here")
-        spec = importlib.util.spec_from_file_location("_narrow", library)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        helper = module.narrow
+def _narrow(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test of this module runs without and with the native helper."""
+    helper = request.getfixturevalue("native") if request.param == "native" else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keys_module, "narrow", helper)
-        yield helper
+        yield
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**31 - 1), min_size=1, max_size=300))
@@ -62,14 +66,12 @@ def test_no_bit_above_the_range_gets_lost(bit: int, position: int) -> None:
         token_bytes(array.array("q", tokens.astype(np.int64).tolist()))
 
 
-def test_the_helper_refuses_what_is_no_contiguous_memory(narrow: Any) -> None:
-    if narrow is None:
-        pytest.skip("about the native helper alone")
+def test_the_helper_refuses_what_is_no_contiguous_memory(native: Any) -> None:
     with pytest.raises(BufferError):
-        narrow(memoryview(bytes(64))[::2])
+        native(memoryview(bytes(64))[::2])
     with pytest.raises(TypeError):
-        narrow(5)
-    assert narrow(b"") == b""
+        native(5)
+    assert native(b"") == b""
 
 
 def test_ids_in_the_other_byte_order_are_the_same_ids() -> None:

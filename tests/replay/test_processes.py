@@ -124,11 +124,11 @@ def test_a_process_that_is_killed_is_an_error_and_ends_the_others(tmp_path: Path
 def test_a_process_ends_by_itself_when_its_parent_is_gone(tmp_path: Path) -> None:
     job_line = _JOB.dump_json(file_job(tmp_path, times=1000)).decode()
     parent = (
-        "import subprocess, sys, time\n"
+        "import subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-m', 'hicache.replay.processes'], stdin=subprocess.PIPE,\n"
         "                         stdout=subprocess.PIPE, text=True, start_new_session=True)\n"
         "child.stdin.write(sys.stdin.readline()); child.stdin.flush()\n"
-        "child.stdout.readline(); print(child.pid, flush=True); time.sleep(600)\n"
+        "child.stdout.readline(); print(child.pid, flush=True); sys.stdin.read()\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
