@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from .options import CacheOptions
 from .payoff import Figures, PayoffOptions
 from .radix_cache import HiRadixCache
 
+Cache = TypeVar("Cache")
+
 
 def create_cache(
     config: HiCacheConfig,
@@ -51,11 +54,17 @@ def create_cache(
             config, namespace, device=device, device_pages=device_pages, device_memory=device_memory, bigram=bigram,
             ranks=ranks, environ=environ,
         )  # fmt: skip
-    device = _known_device(device)
-    pages = _l1_pages(config, namespace.geometry, device, device_pages, device_memory)
+    known = _known_device(device)
+    pages = _l1_pages(config, namespace.geometry, known, device_pages, device_memory)
     if ranks is not None:
+        _require_same(ranks, config, namespace, bigram=bigram)
         pages = int(ranks.agree(np.array([pages], dtype=np.int64))[0])
-    return ChunkCache(_create_l1(config, namespace.geometry, device, pages), weights_epoch=namespace.weights_epoch)
+    return _all_or_none(
+        ranks,
+        lambda _: ChunkCache(
+            _create_l1(config, namespace.geometry, known, pages), weights_epoch=namespace.weights_epoch
+        ),
+    )
 
 
 def create_tiered_cache(
@@ -81,21 +90,30 @@ def create_tiered_cache(
     l1_pages = _l1_pages(config, geometry, device, device_pages, device_memory)
     bounds = _Bounds(l1_pages, host_pages(config.host, geometry, l1_pages), controller_options(config))
     parts = _Parts(config, namespace, device, bigram, os.environ if environ is None else environ, ranks)
-    if ranks is None:
-        return _build(parts, bounds)
-    bounds = _agreed_bounds(ranks, config, namespace, bounds, bigram=bigram)
-    try:
-        cache = _build(parts, bounds)
-    except HiCacheError:
-        ranks.agree(np.array([False], dtype=np.int64))  # so that the others need not wait for the deadline
-        raise
-    try:
-        if not ranks.agree(np.array([True], dtype=np.int64))[0]:
+    if ranks is not None:
+        _require_same(ranks, config, namespace, bigram=bigram)
+        bounds = _agreed_bounds(ranks, namespace, bounds)
+    return _all_or_none(ranks, lambda undo: _build(parts, bounds, undo))
+
+
+def _all_or_none(ranks: RankGroup | None, build: Callable[[ExitStack], Cache]) -> Cache:
+    """What `build` makes, if all ranks make theirs. What it has entered into the stack is undone otherwise.
+
+    The other ranks are told before that, since closing a part may end the rank group, and they need not wait for the
+    deadline then.
+    """
+    with ExitStack() as undo:
+        try:
+            cache = build(undo)
+        except HiCacheError:
+            if ranks is not None:
+                with suppress(RankError):  # the error of this rank says more
+                    ranks.agree(np.array([False], dtype=np.int64))
+            raise
+        if ranks is not None and not ranks.agree(np.array([True], dtype=np.int64))[0]:
             raise RankError("another rank could not start; its own error says why")
-    except RankError:
-        cache.close()
-        raise
-    return cache
+        undo.pop_all()
+        return cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,29 +132,33 @@ class _Parts(NamedTuple):
     ranks: RankGroup | None
 
 
-def _agreed_bounds(
-    ranks: RankGroup, config: HiCacheConfig, namespace: Namespace, bounds: _Bounds, *, bigram: bool
-) -> _Bounds:
+def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace, *, bigram: bool) -> None:
+    """Raises RankError on all ranks if they would not decide alike."""
+    same = (
+        config.prefix_cache, replace(controller_options(config), backup_bytes_max=0), cache_options(config),
+        config.page_size, config.storage is not None, bigram, namespace.model, namespace.weights_epoch,
+        namespace.kv_scales,
+    )  # fmt: skip
+    require_equal(ranks, "configuration", str(same))
+
+
+def _agreed_bounds(ranks: RankGroup, namespace: Namespace, bounds: _Bounds) -> _Bounds:
     """What all ranks can keep. A page has another size on each pipeline stage, so bytes are agreed as pages."""
     page_bytes = frame_bytes(namespace.geometry.payload_bytes)
     options = bounds.options
-    same = (
-        replace(options, backup_bytes_max=0), cache_options(config), config.page_size, config.storage is not None,
-        bigram, namespace.model, namespace.weights_epoch, namespace.kv_scales,
-    )  # fmt: skip
-    require_equal(ranks, "configuration", str(same))
     numbers = [bounds.l1_pages, bounds.l2_pages, options.backup_bytes_max // page_bytes]
     l1_pages, l2_pages, backup_pages = ranks.agree(np.array(numbers, dtype=np.int64)).tolist()
     return _Bounds(l1_pages, l2_pages, replace(options, backup_bytes_max=backup_pages * page_bytes))
 
 
-def _build(parts: _Parts, bounds: _Bounds) -> HiRadixCache:
+def _build(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRadixCache:
     config, namespace, device = parts.config, parts.namespace, parts.device
     l1 = _create_l1(config, namespace.geometry, device, bounds.l1_pages)
     l2 = HostPool(namespace.geometry, bounds.l2_pages, pin=_pin(config.host.pin, device))
     open_storage = _storage_opener(config, namespace, parts.environ)
     backend = None if open_storage is None else open_storage(namespace.weights_epoch)
-    controller: HiCacheController | None = None
+    if backend is not None:
+        undo.callback(backend.close)
     try:
         controller = HiCacheController(
             l2,
@@ -147,6 +169,8 @@ def _build(parts: _Parts, bounds: _Bounds) -> HiRadixCache:
             stores_pages=namespace.writes,
             figures=len(Figures()),
         )
+        undo.pop_all()  # the controller closes its backend
+        undo.callback(controller.close, 1.0)
         cache = HiRadixCache(
             l1,
             l2,
@@ -157,16 +181,12 @@ def _build(parts: _Parts, bounds: _Bounds) -> HiRadixCache:
             weights_epoch=namespace.weights_epoch,
         )
     except InvalidInput as error:
-        _close(controller or backend)
         raise ConfigError(str(error)) from error
-    except BaseException:
-        _close(controller or backend)
-        raise
-    try:
+    undo.pop_all()
+    undo.callback(cache.close)
+    # All ranks have the same tree, and one address.
+    if parts.ranks is None or parts.ranks.rank == 0:
         _publish_events(config, cache)
-    except BaseException:
-        cache.close()
-        raise
     return cache
 
 
@@ -206,14 +226,6 @@ def _publish_events(config: HiCacheConfig, cache: HiRadixCache) -> None:
     stream = EventStream(config.events.buffer)
     publisher = create_publisher(config, stream)
     cache.record_events(stream, None if publisher is None else publisher.close)
-
-
-def _close(part: HiCacheController | StorageBackend | None) -> None:
-    """Close a controller, which closes its backend, or a backend that has no controller yet."""
-    if isinstance(part, HiCacheController):
-        part.close(1.0)
-    elif part is not None:
-        part.close()
 
 
 def _storage_opener(

@@ -52,7 +52,7 @@ class BackendLifecycle:
         self._clock = clock
         self._retired: list[StorageJobs] = []
         self._opening: OpenBackend | None = None  # what is wanted instead of `jobs`
-        self._attempt_under_way = False
+        self._attempt: OpenBackend | None = None  # under way for what is wanted
         self._retry_at = 0.0
         self._retry_s = REOPEN_S_MIN
         self._carried_out: queue.SimpleQueue[_Order] = queue.SimpleQueue()
@@ -70,7 +70,8 @@ class BackendLifecycle:
             self._retired.append(self.jobs)
             self.jobs = None
         self.wanted += 1
-        self._opening, self._retry_at, self._retry_s = open_backend, 0.0, REOPEN_S_MIN
+        self._opening, self._attempt = open_backend, None
+        self._retry_at, self._retry_s = 0.0, REOPEN_S_MIN
         self.advance()
 
     def advance(self) -> None:
@@ -78,8 +79,8 @@ class BackendLifecycle:
         if self._worker is not None:
             self._worker.supervise()
             self._take_opened()
-        if self._opening is not None and not self._attempt_under_way and self._clock() >= self._retry_at:
-            self._attempt_under_way = True
+        if self._opening is not None and self._attempt is None and self._clock() >= self._retry_at:
+            self._attempt = self._opening
             self._submit(_Order(self._opening))
         for jobs in [jobs for jobs in self._retired if jobs.in_flight == 0]:
             self._retired.remove(jobs)
@@ -104,17 +105,19 @@ class BackendLifecycle:
         for order in self._drain():
             if order.open_backend is None:
                 continue
-            self._attempt_under_way = False
+            self.open_failures += order.backend is None
+            if order.open_backend is not self._opening:  # another one is wanted by now
+                if order.backend is not None:
+                    self._submit(_Order(None, order.backend))
+                continue
+            self._attempt = None
             if order.backend is None:
-                self.open_failures += 1
                 self._retry_at = self._clock() + self._retry_s
                 self._retry_s = min(2 * self._retry_s, REOPEN_S_MAX)
-            elif order.open_backend is self._opening:
+            else:
                 self.jobs = self._adopt(order.backend)
                 self.opened = self.wanted
                 self._opening = None
-            else:
-                self._submit(_Order(None, order.backend))  # another one is wanted by now
 
     def _drain(self) -> list[_Order]:
         return [self._carried_out.get_nowait() for _ in range(self._carried_out.qsize())]

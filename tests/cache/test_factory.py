@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hicache.cache import HiRadixCache, create_tiered_cache
+from hicache.cache import ChunkCache, HiRadixCache, TreeCache, create_cache, create_tiered_cache
 from hicache.config import HiCacheConfig
 from hicache.errors import CapacityError, ConfigError, InvalidInput, NotOurs, RankError
 from hicache.frame import FrameHeader, TagKind
 from hicache.geometry import KVGeometry
 from hicache.keys import Namespace, RadixKey
+from hicache.tiers import KVPool, create_device_pool
 from hicache.tiers.memory import DeviceMemory
 from tests.ranks import gloo_ranks
 
@@ -109,13 +114,15 @@ def test_a_store_too_small_for_one_page_is_refused(tmp_path: Path) -> None:
 DEADLINE_S = 60.0
 
 
-def started(*rank_configs: HiCacheConfig) -> list[HiRadixCache | BaseException]:
-    """What `create_tiered_cache` gave or raised on each rank, all started at once."""
+def started(
+    *rank_configs: HiCacheConfig, create: Callable[..., TreeCache] = create_tiered_cache
+) -> list[TreeCache | BaseException]:
+    """What `create` gave or raised on each rank, all started at once."""
     groups = gloo_ranks(len(rank_configs), deadline_s=DEADLINE_S)
     size = len(groups)
     with ThreadPoolExecutor(size) as pool:
         starts = [
-            pool.submit(create_tiered_cache, chosen, replace(NAMESPACE, tp_rank=group.rank, tp_size=size), ranks=group)
+            pool.submit(create, chosen, replace(NAMESPACE, tp_rank=group.rank, tp_size=size), ranks=group)
             for chosen, group in zip(rank_configs, groups, strict=True)
         ]
     return [start.exception() or start.result() for start in starts]
@@ -136,6 +143,47 @@ def test_ranks_with_different_pools_use_as_much_as_the_smallest_has() -> None:
 def test_ranks_that_would_decide_by_different_thresholds_do_not_start() -> None:
     for error in started(config(), config(load_back_threshold_tokens=99)):
         assert isinstance(error, RankError)
+
+
+def test_caches_without_reuse_start_on_all_ranks_or_on_none() -> None:
+    caches = started(
+        config(prefix_cache=False, device={"tokens": 80}), config(prefix_cache=False, device={"tokens": 64}),
+        create=create_cache,
+    )  # fmt: skip
+    assert [cache.device.pages for cache in caches if isinstance(cache, ChunkCache)] == [16, 16]
+    for error in started(config(prefix_cache=False), config(), create=create_cache):
+        assert isinstance(error, RankError) and "differ" in str(error)
+
+
+def test_a_rank_without_memory_for_l1_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    created = itertools.count()
+
+    def short_of_memory(*arguments: Any, **options: Any) -> KVPool:
+        if next(created) == 1:
+            raise CapacityError("no memory for L1")
+        return create_device_pool(*arguments, **options)
+
+    monkeypatch.setattr("hicache.cache.factory.create_device_pool", short_of_memory)
+    errors = started(config(prefix_cache=False), config(prefix_cache=False), create=create_cache)
+    assert {type(error) for error in errors} == {RankError, CapacityError}
+    assert any("another rank could not start" in str(error) for error in errors)
+
+
+def test_ranks_publish_once_and_an_address_in_use_is_its_own_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        events = {"endpoint": f"tcp://127.0.0.1:{taken.getsockname()[1]}"}
+        first, second = started(config(events=events), config(events=events))
+    assert isinstance(first, ConfigError) and "cannot listen" in str(first)
+    assert isinstance(second, RankError) and "another rank could not start" in str(second)
+    caches = started(config(events=events), config(events=events))
+    assert all(isinstance(cache, HiRadixCache) for cache in caches)
+    streams = [cache.statistics().events for cache in caches if isinstance(cache, HiRadixCache)]
+    assert streams[0] is not None and streams[1] is None
+    for cache in caches:
+        assert isinstance(cache, HiRadixCache)
+        cache.close()
 
 
 def test_if_one_rank_cannot_start_none_does_and_none_waits_for_it() -> None:

@@ -1,0 +1,101 @@
+"""Opening another backend: what hangs or fails keeps nothing that is wanted later from being opened."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+from hicache.backends.base import StorageBackend
+from hicache.controller.lifecycle import BackendLifecycle
+from hicache.controller.storage import StorageJobs
+from hicache.controller.worker import WorkerGroup
+
+WAIT_S = 20.0
+
+
+class Backend:
+    """A backend that can be closed."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Jobs:
+    """As far as the lifecycle looks at them."""
+
+    def __init__(self, backend: StorageBackend) -> None:
+        self.backend = backend
+        self.in_flight = 0
+
+    def retire(self) -> None:
+        pass
+
+
+def impatient(*arguments: Any, **options: Any) -> WorkerGroup[Any]:
+    """Workers that count as stuck after 0.1 s."""
+    return WorkerGroup[Any](*arguments, **{**options, "deadline_s": -1.9})
+
+
+def lifecycle(backend: Backend, clock: Callable[[], float] = time.monotonic) -> BackendLifecycle:
+    life = BackendLifecycle(cast("Callable[[StorageBackend], StorageJobs]", Jobs), impatient, clock)
+    life.start(cast(StorageBackend, backend))
+    return life
+
+
+def advance_until(life: BackendLifecycle, condition: Callable[[], bool]) -> None:
+    deadline, pause = time.monotonic() + WAIT_S, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        life.advance()
+        pause.wait(0.001)
+
+
+def opener(backend: Backend, gate: threading.Event | None = None) -> Callable[[], StorageBackend]:
+    """Opens `backend` once `gate` is set."""
+
+    def open_backend() -> StorageBackend:
+        if gate is not None:
+            gate.wait(WAIT_S)
+        return cast(StorageBackend, backend)
+
+    return open_backend
+
+
+def test_an_opening_that_hangs_does_not_keep_the_next_from_being_opened() -> None:
+    first, hanging, wanted = Backend(), Backend(), Backend()
+    life, gate = lifecycle(first), threading.Event()
+    life.replace(opener(hanging, gate))
+    life.replace(opener(wanted))
+    advance_until(life, lambda: life.jobs is not None)
+    assert life.jobs is not None and life.jobs.backend is cast(StorageBackend, wanted)
+    assert life.opened == life.wanted == 3
+    gate.set()
+    advance_until(life, hanging.closed.is_set)  # nobody wants it any more
+    assert life.jobs.backend is cast(StorageBackend, wanted) and not wanted.closed.is_set()
+    assert life.close(WAIT_S, workers_ended=True) and wanted.closed.is_set() and first.closed.is_set()
+
+
+def test_an_earlier_opening_that_fails_late_does_not_delay_the_one_that_is_wanted() -> None:
+    gate = threading.Event()
+
+    def fails_late() -> StorageBackend:
+        gate.wait(WAIT_S)
+        raise OSError("the directory is gone")
+
+    def fails() -> StorageBackend:
+        raise OSError("not yet")
+
+    life = lifecycle(Backend(), clock=lambda: 0.0)  # time stands still, so nothing is tried twice
+    life.replace(fails_late)
+    life.replace(fails)
+    advance_until(life, lambda: life.open_failures == 1)
+    pause = (life._retry_at, life._retry_s)
+    gate.set()
+    advance_until(life, lambda: life.open_failures == 2)
+    assert (life._retry_at, life._retry_s) == pause
+    assert life.close(WAIT_S, workers_ended=True)
