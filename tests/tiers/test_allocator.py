@@ -101,8 +101,8 @@ def test_a_double_free_or_a_foreign_page_is_found_and_changes_nothing(wrong: lis
 class Trusting(PageAllocator):
     """Looks for no double free."""
 
-    def _require_used_once(self, pages: PageIds) -> None:
-        pass
+    def _mark_free(self, pages: PageIds) -> None:
+        self._marks[pages] = 0
 
 
 @ORDERS
@@ -246,7 +246,7 @@ def test_a_damaged_free_list_does_not_pass_the_check(damage: str) -> None:
     if damage == "stack":
         allocator._stack[0] = allocator._stack[1]
     elif damage == "marks":
-        allocator._used[5] = True
+        allocator._marks[5] = -1
     elif damage == "count":
         allocator._released_pages += 1
     else:
