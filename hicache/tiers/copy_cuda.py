@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -158,42 +159,61 @@ class CudaCopyEngine(CopyEngine):
 
     def backup(self, device_pages: PageIds, host_pages: PageIds) -> Transfer:
         self._require_pairs(device_pages, host_pages)
-        payload = self.device.geometry.payload_bytes
-        chunk = max(1, self._staging_bytes_max // payload)
         # Staging is allocated on the copy's own stream, whose allocator reuses it in stream order once it is dropped.
         with self._runtime.use(self._backup_stream):
             begin = self._runtime.record()
-            for start in range(0, len(device_pages), chunk):
-                index = self._index(device_pages[start : start + chunk])
-                staging = torch.empty((len(index), payload), dtype=torch.uint8, device=self.device.device)
-                self._gather(index, staging)
-                for row, page in enumerate(host_pages[start : start + chunk].tolist()):
-                    self.host.tensor[page, HEADER_BYTES : HEADER_BYTES + payload].copy_(staging[row], non_blocking=True)
+            backup_piece = partial(self._backup_piece, device_pages, host_pages)
+            self._in_pieces(len(device_pages), self.device.geometry.payload_bytes, backup_piece)
             events = [self._runtime.record()]
         return self._remember("backup", EventTransfer(self._runtime, begin, events))
 
     def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
         self._require_pairs(device_pages, host_pages)
-        chunk = max(1, self._staging_bytes_max // self.device.geometry.layer_bytes)
         pages = host_pages.tolist()
         events: list[DeviceEvent] = []
         with self._runtime.use(self._load_stream):
             begin = self._runtime.record()
             index = self._index(device_pages)
             for layer in range(self.device.geometry.layers):
-                for start in range(0, len(pages), chunk):
-                    self._load_pieces(layer, pages[start : start + chunk], index[start : start + chunk])
+                load_piece = partial(self._load_piece, layer, pages, index)
+                self._in_pieces(len(pages), self.device.geometry.layer_bytes, load_piece)
                 events.append(self._runtime.record())
         return self._remember("load", EventTransfer(self._runtime, begin, events))
 
-    def _load_pieces(self, layer: int, pages: list[int], index: torch.Tensor) -> None:
+    def _in_pieces(self, pages: int, page_bytes: int, copy: Callable[[slice], None]) -> None:
+        """Copy pages in pieces that staging has room for; in smaller ones, and from there on, where the device has not.
+
+        A piece that was begun in vain is copied again as a whole.
+        """
+        start, rows = 0, max(1, min(pages, self._staging_bytes_max // page_bytes))
+        while start < pages:
+            try:
+                copy(slice(start, start + rows))
+            except torch.OutOfMemoryError:
+                if rows == 1:
+                    raise
+                rows //= 2
+            else:
+                start += rows
+
+    def _backup_piece(self, device_pages: PageIds, host_pages: PageIds, piece: slice) -> None:
+        """Whole pages, gathered in staging, each then copied to its frame."""
+        payload = self.device.geometry.payload_bytes
+        index = self._index(device_pages[piece])
+        staging = torch.empty((len(index), payload), dtype=torch.uint8, device=self.device.device)
+        self._gather(index, staging)
+        for row, page in enumerate(host_pages[piece].tolist()):
+            self.host.tensor[page, HEADER_BYTES : HEADER_BYTES + payload].copy_(staging[row], non_blocking=True)
+
+    def _load_piece(self, layer: int, host_pages: list[int], index: torch.Tensor, piece: slice) -> None:
         """One layer of some pages: each is one contiguous piece of its frame, gathered in staging, then scattered."""
         layer_bytes = self.device.geometry.layer_bytes
         start = self.host.block_slice(layer, 0).start
+        pages = host_pages[piece]
         staging = torch.empty((len(pages), layer_bytes), dtype=torch.uint8, device=self.device.device)
         for row, page in enumerate(pages):
             staging[row].copy_(self.host.tensor[page, start : start + layer_bytes], non_blocking=True)
-        self._scatter(layer, index, staging)
+        self._scatter(layer, index[piece], staging)
 
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s

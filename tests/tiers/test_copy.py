@@ -118,6 +118,43 @@ def test_staging_larger_than_its_bound_goes_in_pieces() -> None:
     copies.close(10)
 
 
+class ShortOfMemory(CudaCopyEngine):
+    """Has memory for staging of `rows_max` pages."""
+
+    rows_max = 2
+
+    def _gather(self, index: torch.Tensor, staging: torch.Tensor) -> None:
+        self._require_memory(len(index))
+        super()._gather(index, staging)
+
+    def _scatter(self, layer: int, index: torch.Tensor, staging: torch.Tensor) -> None:
+        self._require_memory(len(index))
+        super()._scatter(layer, index, staging)
+
+    def _require_memory(self, rows: int) -> None:
+        if rows > self.rows_max:
+            raise torch.OutOfMemoryError("no memory left for staging")
+
+
+def test_a_device_short_of_memory_for_staging_copies_in_smaller_pieces() -> None:
+    device, host = create_device_pool(MHA, 7), HostPool(MHA, 7)
+    fill(device, 4)
+    copies = ShortOfMemory(device, host, InlineRuntime())
+    copies.backup(ids(1, 2, 3, 4, 5, 6, 7), ids(6, 5, 4, 3, 2, 1, 0)).wait(10)
+    before = [[block.clone() for block in device.layer_blocks(layer)] for layer in range(MHA.layers)]
+    for layer in range(MHA.layers):
+        for block in device.layer_blocks(layer):
+            block.zero_()
+    copies.load(ids(0, 1, 2, 3, 4, 5, 6), ids(7, 6, 5, 4, 3, 2, 1)).wait(10)
+    for layer in range(MHA.layers):
+        for block, expected in zip(device.layer_blocks(layer), before[layer], strict=True):
+            assert torch.equal(block[1:], expected[1:])
+    copies.rows_max = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        copies.backup(ids(1, 2), ids(0, 1))
+    copies.close(10)
+
+
 class FaultyEvent(InlineEvent):
     """What an event of a device that has failed does."""
 
