@@ -11,6 +11,7 @@ Invariant, verified by `check()`: used pages of L1 = pages held by requests.
 
 from __future__ import annotations
 
+import operator
 from types import TracebackType
 
 import numpy as np
@@ -71,10 +72,10 @@ class ChunkCache:
     def begin_request(
         self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
     ) -> RequestKV | None:
-        """Own pages for all of `key`; None if L1 has no room now. Raises InvalidInput once closed."""
+        """Own pages for all of `key`; None if L1 has no room now. Raises as every cache does."""
         if self._closed:
             raise InvalidInput("the cache is closed; build a new one")
-        request = RequestKV(rid, key, NO_PAGES, 0, self._tree, self._nothing.node, priority)
+        request = RequestKV(rid, key, NO_PAGES, 0, self._tree, self._nothing.node, operator.index(priority))
         if not self.extend(request, key.prompt_tokens):
             return None
         self._books.requests += 1
@@ -87,7 +88,7 @@ class ChunkCache:
 
     def extend(self, request: RequestKV, tokens: int) -> bool:
         """Make room for `tokens` tokens of KV in all; False if L1 is full (then nothing changed)."""
-        self._require_running(request)
+        request.require_running()
         missing = -(-tokens // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
@@ -101,14 +102,14 @@ class ChunkCache:
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
         """Share nothing: the request goes on with its pages. Raises InvalidInput as every cache does."""
-        self._require_running(request)
+        request.require_running()
         full = len(key) // self.page_size
         if key.seed != request.key.seed or full > len(request.pages):
             raise InvalidInput(f"request {request.rid!r}: {len(request.pages)} pages of KV are not of this key")
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
         """End a request and free all its pages."""
-        self._require_running(request)
+        request.require_running()
         if key is not None:
             self.cache_unfinished_req(request, key)
         self.device.allocator.free(request.pages)
@@ -188,7 +189,3 @@ class ChunkCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _require_running(self, request: RequestKV) -> None:
-        if request.ended:
-            raise InvalidInput(f"request {request.rid!r} has ended; its pages belong to others now")

@@ -6,7 +6,7 @@
 
 An implementation has every name with this signature (a test compares them) and derives from nothing here, so that a
 name it lacks is an error of the type checker and not an empty method. All calls come from the scheduler's thread; none
-does storage I/O, none raises for a storage reason, and only `drain` and `close` block.
+does storage I/O, none raises for a storage reason, and only `drain` and `close` block, and with ranks `poll` may.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class TreeCache(Protocol):
 
         KV of the first `cached_tokens` tokens is there, or being loaded; at least the last token is left to compute.
         `priority` counts for the eviction policy of that name; at most `load_pages_max` pages are loaded back. None if
-        L1 has no room now. Raises TransferError after a device copy has failed, InvalidInput once closed.
+        L1 has no room now. Raises TransferError after a device copy has failed, InvalidInput once closed, TypeError for
+        a priority that is no integer.
         """
 
     def start_loading(self) -> Transfer | None:
@@ -111,7 +112,7 @@ class TreeCache(Protocol):
     def poll(self) -> bool:
         """Take in what has ended since the last step and start what is queued; once per step.
 
-        Returns whether anything ended.
+        Returns whether anything ended. With ranks it may wait for the slowest one, and raises RankError.
         """
 
     def statistics(self) -> CacheStatistics:

@@ -189,7 +189,7 @@ class HiRadixCache:
         missing = -(-tokens // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
-        self._require_running(request)
+        request.require_running()
         pages = self._l1.alloc(missing)
         if pages is None:
             return False
@@ -203,7 +203,7 @@ class HiRadixCache:
         moves to the end of what is shared. Does nothing for a request of earlier weights, nor where pages of the tree
         are not filled: while they are loaded, and after a device copy has failed.
         """
-        self._require_running(request)
+        request.require_running()
         if request.tree is not self.tree or self._device_fault is not None:
             return
         full = len(key) // self.page_size
@@ -231,7 +231,7 @@ class HiRadixCache:
 
         A load that was submitted for an aborted request, and not started, is taken back.
         """
-        self._require_running(request)
+        request.require_running()
         if key is not None:
             self.cache_unfinished_req(request, key)
         self._l1.free(request.pages[request.shared_pages :])
@@ -432,10 +432,6 @@ class HiRadixCache:
         if self._closed:
             raise InvalidInput("the cache is closed; build a new one")
 
-    def _require_running(self, request: RequestKV) -> None:
-        if request.ended:
-            raise InvalidInput(f"request {request.rid!r} has ended; its pages belong to others now")
-
     def _count_hits(self, request: RequestKV, device_pages: int, loaded_pages: int) -> None:
         from_storage = min(loaded_pages, self._prefetcher.take_arrived(request.rid))
         request.device_hit_tokens = device_pages * self.page_size
@@ -482,7 +478,6 @@ class HiRadixCache:
             self.drain(deadline - time.monotonic())
         except RankError:
             pass  # the others are gone; what is under way here ends all the same
-        self.controller.leave_ranks()
         ended = self.controller.close(max(0.0, deadline - time.monotonic()))
         self.poll()
         if self._close_events is not None:

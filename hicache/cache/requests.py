@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..controller import CopyOperation
+from ..errors import InvalidInput
 from ..keys import RadixKey
 from ..radix import Node, RadixTree
 from ..types import PageIds
@@ -30,6 +31,11 @@ class RequestKV:
     host_hit_tokens: int = 0
     storage_hit_tokens: int = 0
     ended: bool = False
+
+    def require_running(self) -> None:
+        """Raises InvalidInput once it has ended."""
+        if self.ended:
+            raise InvalidInput(f"request {self.rid!r} has ended; its pages belong to others now")
 
     @property
     def cached_tokens(self) -> int:

@@ -67,7 +67,7 @@ class SessionStatistics:
 
     `held_pages` are kept between turns, those shared with the tree included; `own_pages` are the partial ones among
     them. `continued_turns` went on where the turn before had ended and `tail_tokens` are what that saved over the tree.
-    `released` counts by reason (pressure, diverged, expired, closed, dropped) how often KV was given up.
+    `released` counts by reason (pressure, diverged, expired, closed, dropped, not_shared) how often KV was given up.
     """
 
     open: int
@@ -374,19 +374,28 @@ class SessionCache:
         self._touch(session)
 
     def _give_way(self, least_pages: int, enough_pages: int, own: _Session | None) -> bool:
-        """Have the least recently used idle session give up its KV, and `own`, whose turn needs the room, last.
+        """Have the least recently used idle sessions give up their KV until there may be room for `least_pages`, and
+        `own`, whose turn needs the room, last; at least one of them.
 
         False, changing nothing, if that need not or cannot help: `enough_pages` will do with what is on its way to L2,
         or all sessions together do not make it `least_pages`. With nothing on its way, what counts as evictable was
         tried in vain: pinned pages that L2 has no room for.
         """
-        room = self.device.allocator.free_pages + self.inner.tree.device_evictable_pages + self.saving_pages
+        room = self._room_pages
         holding = [session for session in self._sessions.values() if session.held is not None and session.idle]
         held_pages = sum(len(session.held.pages) for session in holding if session.held is not None)
         if not holding or (room >= enough_pages and self.saving_pages) or room + held_pages < least_pages:
             return False
-        self._release(next((session for session in holding if session is not own), holding[0]), "pressure")
+        for session in sorted(holding, key=lambda session: session is own):
+            self._release(session, "pressure")
+            if self._room_pages >= least_pages:
+                break
         return True
+
+    @property
+    def _room_pages(self) -> int:
+        """L1 pages that are free, may be evicted, or are on their way to L2."""
+        return self.device.allocator.free_pages + self.inner.tree.device_evictable_pages + self.saving_pages
 
     def _release(self, session: _Session, reason: str) -> None:
         if session.held is not None:

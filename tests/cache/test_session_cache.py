@@ -574,6 +574,21 @@ def test_idle_sessions_give_their_kv_up_least_recently_used_first() -> None:
     talks.close()
 
 
+def test_a_request_that_needs_the_room_of_many_sessions_tries_once_before_and_once_after() -> None:
+    talks = opened(*"abcdefgh", talks=Talks(World(device_pages=24)))
+    for number, session_id in enumerate("abcdefgh"):
+        talks.turn(session_id, tokens(10, first=100 * number + 1))  # 3 pages each
+    talks.settle()
+    refused = talks.inner.statistics().skipped["no_device_room"]
+    other = talks.begin(tokens(18 * PAGE, first=900))
+    assert other is not None
+    state = talks.cache.session_statistics()
+    assert talks.inner.statistics().skipped["no_device_room"] == refused + 1
+    assert (state.released, state.holding) == ({"pressure": 6}, 2)
+    talks.finish(other)
+    talks.close()
+
+
 def test_a_request_that_needs_more_room_as_it_grows_gets_it_from_idle_sessions() -> None:
     talks = opened("a", talks=Talks(World(device_pages=6)))
     talks.turn("a", tokens(10))
