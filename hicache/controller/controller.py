@@ -7,7 +7,8 @@
     reads -> acks.prefetched         L3 -> L2 reads                  pages (the caller's share of L2)
     backup -> acks.stored            L2 -> L3 writes                 bytes; the newest store is dropped, counted
 
-Copies are merged: all that was submitted since the last step becomes one launch per direction. Every submitted
+Copies are merged: all that was submitted to one direction since the last launch becomes one, once per step, and for
+writes also when an eviction waits for them. Every submitted
 operation is acknowledged exactly once, by `poll`; until then its pages are lent to it and must not be freed.
 
 With ranks (see `agreement`), `poll` acknowledges what has ended on every rank, one step later, so that all of them
@@ -34,7 +35,7 @@ from ..tiers import CopyEngine, FailedTransfer, HostPool, Transfer
 from ..types import PageIds
 from .agreement import STORE_PLACES, Agreement
 from .lifecycle import OpenBackend
-from .operations import Acks, BackupOperation, CopyOperation, PrefetchOperation, PrefetchState, now
+from .operations import Acks, BackupOperation, CopyOperation, Launch, PrefetchOperation, PrefetchState, now
 from .options import ControllerOptions
 from .progress import (
     PREFETCH_GRACE_S,
@@ -90,15 +91,15 @@ class HiCacheController:
         self._copies = copies
         self._writes: list[CopyOperation] = []
         self._loads: list[CopyOperation] = []
-        self._launched_writes: deque[tuple[Transfer, list[CopyOperation]]] = deque()
-        self._launched_loads: deque[tuple[Transfer, list[CopyOperation]]] = deque()
+        self._launched_writes: deque[Launch] = deque()
+        self._launched_loads: deque[Launch] = deque()
         self._write_pages = self._load_pages = self._read_pages = self._backup_pages = 0
         self._prefetching: list[PrefetchOperation] = []
         self._storing: deque[BackupOperation] = deque()  # with ranks: those that are not agreed on yet
         self._moved: Counter[str] = Counter()
         self._submitted: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._fault: TransferError | None = None
-        self._lost: TransferError | None = None  # a load that could not be started: later ones must not hide it
+        self._lost: TransferError | None = None  # a copy that could not be started: no later load may hide it
         self._storage = StorageWorkers(backend, host, self.options, workers, clock)
         self._agreement: Agreement | None = None
         if ranks is not None:
@@ -177,23 +178,21 @@ class HiCacheController:
         Loads run in order, so its layer i comes after all earlier loads.
         """
         self._launch(self._loads, self._launched_loads, load=True)
-        return self._launched_loads[-1][0] if self._launched_loads else None
+        return self._launched_loads[-1].transfer if self._launched_loads else None
 
     def launch_writes(self) -> None:
         """Start all queued writes as one copy."""
         self._launch(self._writes, self._launched_writes, load=False)
 
-    def _launch(
-        self, queued: list[CopyOperation], launched: deque[tuple[Transfer, list[CopyOperation]]], *, load: bool
-    ) -> None:
+    def _launch(self, queued: list[CopyOperation], launched: deque[Launch], *, load: bool) -> None:
         if not queued:
             return
         if self._copies is None:
             raise InvariantError("controller: a copy was submitted, but there is no L1")
         operations = queued.copy()
         queued.clear()
-        device_pages = np.concatenate([operation.device_pages for operation in operations])
-        host_pages = np.concatenate([operation.host_pages for operation in operations])
+        device_pages = _joined([operation.device_pages for operation in operations])
+        host_pages = _joined([operation.host_pages for operation in operations])
         transfer: Transfer
         try:
             if load and self._lost is not None:
@@ -207,7 +206,7 @@ class HiCacheController:
             failure = TransferError(f"a copy between device and host could not be started: {error}")
             self._lost = self._lost or failure
             transfer = FailedTransfer(failure)
-        launched.append((transfer, operations))
+        launched.append(Launch(transfer, operations, len(device_pages)))
 
     # L3
 
@@ -326,8 +325,8 @@ class HiCacheController:
         writes, loads = leading_done(self._launched_writes), leading_done(self._launched_loads)
         progress = Progress(
             healthy=self._lost is None and not any(
-                transfer.error
-                for transfer, _ in (*islice(self._launched_writes, writes), *islice(self._launched_loads, loads))
+                launch.transfer.error
+                for launch in (*islice(self._launched_writes, writes), *islice(self._launched_loads, loads))
             ),
             may_prefetch=may_prefetch,
             may_store=may_store,
@@ -345,7 +344,7 @@ class HiCacheController:
         self._submitted["free host pages"] = self.host.allocator.free_pages
         self._agreement.start(progress, self._submitted)
 
-    def leave_ranks(self) -> None:
+    def _leave_ranks(self) -> None:
         """From now on this rank acknowledges by itself; for shutdown. What has ended is not lost."""
         if self._agreement is None:
             return
@@ -357,34 +356,26 @@ class HiCacheController:
         self._storing.clear()
 
     def _take_copies(self, writes_done: int, loads_done: int, acks: Acks) -> None:
-        self._write_pages -= self._collect(self._launched_writes, writes_done, acks.written, acks)
-        acks.load_times = [
-            (sum(len(operation.host_pages) for operation in operations), transfer.seconds)
-            for transfer, operations in islice(self._launched_loads, loads_done)
-            if transfer.seconds is not None
-        ]
-        self._load_pages -= self._collect(self._launched_loads, loads_done, acks.loaded, acks)
-        self._moved["written"] += sum(len(operation.host_pages) for operation in acks.written)
-        self._moved["loaded"] += sum(len(operation.host_pages) for operation in acks.loaded)
+        for _ in range(writes_done):
+            launch = self._launched_writes.popleft()
+            self._write_pages -= launch.pages
+            self._collect(launch, acks.written, "written", acks)
+        for _ in range(loads_done):
+            launch = self._launched_loads.popleft()
+            self._load_pages -= launch.pages
+            if (seconds := launch.transfer.seconds) is not None:
+                acks.load_times.append((launch.pages, seconds))
+            self._collect(launch, acks.loaded, "loaded", acks)
 
-    def _collect(
-        self,
-        launched: deque[tuple[Transfer, list[CopyOperation]]],
-        done_count: int,
-        done: list[CopyOperation],
-        acks: Acks,
-    ) -> int:
-        pages = 0
-        for _ in range(done_count):
-            transfer, operations = launched.popleft()
-            pages += sum(len(operation.device_pages) for operation in operations)
-            if transfer.error is not None and self._fault is None:
-                acks.fault = self._fault = transfer.error
-            if self._fault is None:
-                done.extend(operations)
-            else:
-                acks.failed_copies.extend(operations)
-        return pages
+    def _collect(self, launch: Launch, done: list[CopyOperation], way: str, acks: Acks) -> None:
+        """Acknowledge a launch that has ended: as `done`, unless it or one before it has failed."""
+        if launch.transfer.error is not None and self._fault is None:
+            acks.fault = self._fault = launch.transfer.error
+        if self._fault is None:
+            done.extend(launch.operations)
+            self._moved[way] += launch.pages
+        else:
+            acks.failed_copies.extend(launch.operations)
 
     def _take_prefetch(self, progress: PrefetchProgress, acks: Acks) -> None:
         job = progress.operation
@@ -468,10 +459,15 @@ class HiCacheController:
         object is whole or absent all the same.
         """
         deadline = self.clock() + timeout_s
-        self.leave_ranks()
+        self._leave_ranks()
         self._storage.stop_prefetching()
         self._storage.stop_storing_at(deadline)
         self.launch_writes()
         self.launch_loads()
         copies_ended = self._copies is None or self._copies.close(timeout_s)
         return self._storage.close(deadline) and copies_ended
+
+
+def _joined(runs: list[PageIds]) -> PageIds:
+    """All pages in order. Nobody writes to a run, so a single one needs no copy."""
+    return runs[0] if len(runs) == 1 else np.concatenate(runs)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..backends.base import SetOutcome
 from ..errors import TransferError
 from ..keys import PageChain, RadixKey
+from ..tiers import Transfer
 from ..types import NO_PAGES, PageIds
 
 if TYPE_CHECKING:
@@ -80,6 +81,14 @@ class CopyOperation:
     tag: Any
     device_pages: PageIds
     host_pages: PageIds
+
+
+class Launch(NamedTuple):
+    """Copies of one direction that run as one; `pages` are those of all."""
+
+    transfer: Transfer
+    operations: list[CopyOperation]
+    pages: int
 
 
 @dataclass(slots=True, eq=False)

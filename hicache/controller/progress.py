@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..tiers import Transfer
-from .operations import BackupOperation, CopyOperation, PrefetchOperation, PrefetchState
+from .operations import BackupOperation, Launch, PrefetchOperation, PrefetchState
 
 # Backends start no page after the deadline but finish what they read; without this, a request would go on a moment
 # before its last batch of up to a hundred pages arrives.
@@ -48,11 +47,11 @@ class Progress:
     stores: Sequence[tuple[BackupOperation, StoreProgress]] = ()
 
 
-def leading_done(launched: Iterable[tuple[Transfer, list[CopyOperation]]]) -> int:
+def leading_done(launched: Iterable[Launch]) -> int:
     """How many merged copies have ended, well or not, before the first that runs."""
     done = 0
-    for transfer, _ in launched:
-        if not transfer.done():
+    for launch in launched:
+        if not launch.transfer.done():
             break
         done += 1
     return done

@@ -127,10 +127,10 @@ class Request:
         return self.kv
 
     def key(self, tokens: int) -> RadixKey:
-        """The cache key of the first `tokens` tokens. Kept, because a waiting request is asked for it in every step."""
-        if self._key is None or len(self._key) != tokens:
-            self._key = RadixKey(token_bytes(self.tokens[:tokens]), self.seed)
-        return self._key
+        """The cache key of the first `tokens` tokens. That of all of them is kept: it is asked for in every step."""
+        if self._key is None or len(self._key) != len(self.tokens):
+            self._key = RadixKey(token_bytes(self.tokens), self.seed)
+        return self._key if tokens == len(self._key) else self._key.head(tokens)
 
     def record(self, reason: FinishReason, error: HiCacheError | None, finish_s: float) -> RequestRecord:
         """The final record."""

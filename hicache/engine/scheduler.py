@@ -22,7 +22,7 @@ import enum
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -157,7 +157,7 @@ class Engine:
         rid = f"request-{self._submitted}"
         request = Request(
             rid, self._submitted, tokens, len(tokens), max_new_tokens, ignore_eos, key.seed, self._clock(), sampling,
-            session_id, priority,
+            session_id, priority, _key=key,
         )  # fmt: skip
         self._join_session(request)
         self._submitted += 1
@@ -253,8 +253,6 @@ class Engine:
         for request in self._queue():
             if len(self._running) >= self.options.running_max or budget <= 0:
                 break
-            if not self.cache.check_prefetch_progress(request.rid):
-                continue
             try:
                 kv = self.cache.begin_request(
                     request.rid, request.key(len(request.tokens)), priority=request.priority
@@ -269,11 +267,13 @@ class Engine:
             budget -= self._chunk(request, budget, chunks)
         return admitted
 
-    def _queue(self) -> list[Request]:
-        """The waiting requests in the order to begin them; those that had better wait for another are left out."""
+    def _queue(self) -> Iterable[Request]:
+        """The waiting requests in the order to begin them; those that had better wait, for storage or another, are left
+        out.
+        """
+        ready = (request for request in self._waiting.copy() if self.cache.check_prefetch_progress(request.rid))
         if self.options.schedule is Schedule.FCFS or isinstance(self.cache, ChunkCache):
-            return self._waiting.copy()
-        ready = [request for request in self._waiting if self.cache.check_prefetch_progress(request.rid)]
+            return ready
         return longest_prefix_first(
             [Candidate(request, request.key(len(request.tokens)), request.arrival_s) for request in ready],
             self.cache.peek,
