@@ -1,4 +1,4 @@
-"""All benchmarks: `python -m benchmarks [--peer DIR]`, under ten minutes on two cores."""
+"""All benchmarks: `python -m benchmarks [--peer DIR]`."""
 
 from __future__ import annotations
 

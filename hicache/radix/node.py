@@ -55,7 +55,7 @@ class Node:
         self.recent_child: Node | None = None  # the one that was looked for last, where a lookup tries first
         self.device: PageIds | None = None
         self.host: PageIds | None = None
-        self.page_keys: bytes | None = None  # 32 bytes a page, known once storage has needed them
+        self.page_keys: bytes | None = None  # 32 bytes a page, known once storage or a KV event has needed them
         self.chain: PageChain | None = None  # of the run that is being stored and ends with this node
         self.created = created  # tick of the tree's clock
         self.last_access = created
