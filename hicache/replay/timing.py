@@ -128,14 +128,16 @@ class Cost:
         self.elapsed_ns += other.elapsed_ns
 
 
-def empty_call() -> Cost:
+def empty_call(
+    *, cpu: Callable[[], int] = time.thread_time_ns, elapsed: Callable[[], int] = time.perf_counter_ns
+) -> Cost:
     """What `SchedulerClock.timed` would find for a call that does nothing: the median of some hundred."""
-    cpu, elapsed = [], []
+    costs_cpu, costs_elapsed = [], []
     for _ in range(301):
-        elapsed_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-        cpu.append(time.thread_time_ns() - cpu_ns)
-        elapsed.append(time.perf_counter_ns() - elapsed_ns)
-    return Cost(statistics.median(cpu), statistics.median(elapsed))
+        elapsed_ns, cpu_ns = elapsed(), cpu()
+        costs_cpu.append(cpu() - cpu_ns)
+        costs_elapsed.append(elapsed() - elapsed_ns)
+    return Cost(statistics.median(costs_cpu), statistics.median(costs_elapsed))
 
 
 @dataclass(slots=True)
@@ -147,28 +149,32 @@ class CallCost:
 
 
 class SchedulerClock:
-    """See the module's docstring.
+    """See the module's docstring. `cpu` and `elapsed` are its two clocks, in nanoseconds.
 
     Invariant: after `end_step`, what was charged to requests that have ended, to those in play and to nobody adds up to
     the sum over `calls`.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, cpu: Callable[[], int] = time.thread_time_ns, elapsed: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
         self.calls = {call: CallCost() for call in Call}
         self.step_cpu, self.step_elapsed = Histogram(), Histogram()
         self.request_cpu, self.request_elapsed = Histogram(), Histogram()
         self._step = Cost()  # of this step
         self._shared = Cost()  # of this step, for all in play
-        self._empty = empty_call()
+        self._cpu, self._elapsed = cpu, elapsed
+        self._empty = empty_call(cpu=cpu, elapsed=elapsed)
         self._per_request = Cost()  # what each request in play since the start would have been charged of shared calls
 
     def timed(self, call: Call, account: Cost | None, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call `function`; charge it to the request's `account`, or (None) to all in play."""
-        elapsed_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
+        cpu, elapsed = self._cpu, self._elapsed
+        elapsed_ns, cpu_ns = elapsed(), cpu()
         try:
             return function(*args, **kwargs)
         finally:
-            cpu_ns, elapsed_ns = time.thread_time_ns() - cpu_ns, time.perf_counter_ns() - elapsed_ns
+            cpu_ns, elapsed_ns = cpu() - cpu_ns, elapsed() - elapsed_ns
             cost = Cost(max(0.0, cpu_ns - self._empty.cpu_ns), max(0.0, elapsed_ns - self._empty.elapsed_ns))
             entry = self.calls[call]
             entry.calls += 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-
 import pytest
 
 from hicache.replay.timing import Call, Cost, Histogram, SchedulerClock, empty_call, merged_latency, upper_bound
@@ -49,73 +47,117 @@ def test_parts_merged_are_as_if_counted_together() -> None:
     assert merged.total_us == pytest.approx(expected.total_us)
 
 
-def busy() -> int:
-    return statistics.median(range(3000)).__int__()
+class Times:
+    """Both clocks of a thread, which go on only when somebody works, or by `look_ns` when one of them is read."""
+
+    def __init__(self, look_ns: int = 0) -> None:
+        self.look_ns = look_ns
+        self.cpu_ns = self.elapsed_ns = 0
+
+    def work(self, cpu_ns: int, waiting_ns: int = 0) -> int:
+        """What the cache does in a call: so much work, and so much waiting besides."""
+        self.cpu_ns += cpu_ns
+        self.elapsed_ns += cpu_ns + waiting_ns
+        return cpu_ns
+
+    def cpu(self) -> int:
+        self.work(self.look_ns)
+        return self.cpu_ns
+
+    def elapsed(self) -> int:
+        self.work(self.look_ns)
+        return self.elapsed_ns
+
+    def clock(self) -> SchedulerClock:
+        return SchedulerClock(cpu=self.cpu, elapsed=self.elapsed)
 
 
 def test_a_call_is_charged_to_its_request_and_returns_what_it_returns() -> None:
-    clock = SchedulerClock()
+    times = Times()
+    clock = times.clock()
     account = clock.arrived()
-    assert clock.timed(Call.BEGIN, account, busy) == busy()
-    assert account.cpu_ns > 0 and account.elapsed_ns > 0
+    assert clock.timed(Call.BEGIN, account, times.work, 500, waiting_ns=70) == 500
+    assert account == Cost(500, 570)
     assert clock.calls[Call.BEGIN].calls == 1
+    assert clock.calls[Call.BEGIN].cost == Cost(500, 570)
 
 
 def test_a_call_that_fails_is_charged_too() -> None:
-    clock = SchedulerClock()
+    times = Times()
+    clock = times.clock()
     account = clock.arrived()
     with pytest.raises(ZeroDivisionError):
-        clock.timed(Call.BEGIN, account, lambda: 1 // 0)
-    assert account.elapsed_ns > 0
+        clock.timed(Call.BEGIN, account, lambda: times.work(500, 70) // 0)
+    assert account == Cost(500, 570)
 
 
 def test_requests_add_up_to_the_scheduler_with_shared_calls_divided_among_those_in_play() -> None:
-    clock = SchedulerClock()
+    times = Times()
+    clock = times.clock()
     early = [clock.arrived(), clock.arrived()]
-    clock.timed(Call.POLL, None, busy)
+    clock.timed(Call.POLL, None, times.work, 600, 20)
     clock.end_step(2, worked=True)
     late = clock.arrived()
-    clock.timed(Call.POLL, None, busy)
-    clock.timed(Call.BEGIN, late, busy)
+    clock.timed(Call.POLL, None, times.work, 900, 30)
+    clock.timed(Call.BEGIN, late, times.work, 5000)
     clock.end_step(3, worked=True)
-    for account in (*early, late):
+    of_request = [600 / 2 + 900 / 3, 600 / 2 + 900 / 3, 900 / 3 + 5000]
+    ended_ns = 0.0
+    for account, cpu_ns in zip((*early, late), of_request, strict=True):
         clock.ended(account)
-    total_ns = sum(entry.cost.cpu_ns for entry in clock.calls.values())
-    assert clock.request_cpu.latency().total_us * 1000 == pytest.approx(total_ns)
-    assert clock.step_cpu.latency().total_us * 1000 == pytest.approx(total_ns)
+        ended_ns += cpu_ns
+        assert clock.request_cpu.latency().total_us == ended_ns / 1000
+    assert clock.request_elapsed.latency().total_us == clock.step_elapsed.latency().total_us == 6.55
+    assert clock.request_cpu.latency().total_us == clock.step_cpu.latency().total_us == 6.5
+    assert sum(entry.cost.cpu_ns for entry in clock.calls.values()) == 6500
+    assert clock.step_cpu.latency().max_us == 5.9
 
 
 def test_a_request_is_not_charged_for_steps_before_it_arrived() -> None:
-    clock = SchedulerClock()
-    clock.timed(Call.POLL, None, busy)
+    times = Times()
+    clock = times.clock()
+    clock.timed(Call.POLL, None, times.work, 600)
     clock.end_step(1, worked=True)
     clock.ended(clock.arrived())
-    assert clock.request_cpu.latency().total_us == pytest.approx(0, abs=1e-6)
+    assert clock.request_cpu.latency().total_us == 0
+    assert clock.request_elapsed.latency().total_us == 0
 
 
 def test_a_step_without_work_is_no_step_but_its_time_is_charged() -> None:
-    clock = SchedulerClock()
+    times = Times()
+    clock = times.clock()
     account = clock.arrived()
-    clock.timed(Call.POLL, None, busy)
+    clock.timed(Call.POLL, None, times.work, 600, 20)
     clock.end_step(1, worked=False)
     clock.ended(account)
     assert clock.step_cpu.latency().count == 0
-    assert clock.request_cpu.latency().total_us > 0
+    assert clock.request_cpu.latency().total_us == 0.6
+    assert clock.request_elapsed.latency().total_us == 0.62
 
 
 def test_timing_itself_is_charged_to_nobody() -> None:
-    clock = SchedulerClock()
+    times = Times(look_ns=3)
+    # Between the two looks at the inner clock is one of them, between those at the outer one are three.
+    assert empty_call(cpu=times.cpu, elapsed=times.elapsed) == Cost(3, 9)
+    clock = times.clock()
     account = clock.arrived()
     for _ in range(500):
-        clock.timed(Call.EXTEND, account, int)
-    empty = empty_call()
-    assert empty.cpu_ns > 0 and empty.elapsed_ns > 0
-    assert account.cpu_ns >= 0
+        clock.timed(Call.EXTEND, account, times.work, 100, 10)
+    assert account == Cost(500 * 100, 500 * 110)
     clock._empty = Cost()  # negative control: without the subtraction
     charged = clock.arrived()
     for _ in range(500):
-        clock.timed(Call.EXTEND, charged, int)
-    assert charged.cpu_ns > account.cpu_ns
+        clock.timed(Call.EXTEND, charged, times.work, 100, 10)
+    assert charged == Cost(500 * 103, 500 * 119)
+
+
+def test_a_call_that_was_timed_faster_than_an_empty_one_costs_nothing() -> None:
+    times = Times(look_ns=3)
+    clock = times.clock()
+    times.look_ns = 1
+    account = clock.arrived()
+    clock.timed(Call.EXTEND, account, times.work, 0)
+    assert account == Cost(0, 0)
 
 
 def test_costs_add_up() -> None:
