@@ -114,17 +114,19 @@ def test_a_stuck_thread_that_dies_still_acknowledges_its_job() -> None:
 
 
 def test_a_store_that_hangs_does_not_eat_threads() -> None:
-    harness = Harness(deadline_s=-1.9)
-    gate = threading.Event()
+    harness = Harness(deadline_s=-3.0)  # with the grace period below nothing: stuck as soon as it has a job
+    gate, entered = threading.Event(), threading.Semaphore(0)
 
     def hang() -> None:
+        entered.release()
         gate.wait(WAIT_S)
 
     for _ in range(20):
         harness.group.submit(hang)
     harness.supervise_until(lambda: harness.group.stuck_threads == 4)
-    ended = time.monotonic() + 0.3
-    harness.supervise_until(lambda: time.monotonic() > ended)
+    assert all(entered.acquire(timeout=WAIT_S) for _ in range(5))  # the last substitute hangs too
+    for _ in range(100):
+        harness.group.supervise()
     assert len(harness.group._threads) == 5
     gate.set()
     for _ in range(20):
