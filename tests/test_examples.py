@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -41,14 +43,31 @@ def test_following_events_shows_what_an_engine_holds(repository: Path) -> None:
     options = PublisherOptions("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
     with EventPublisher(stream, options) as publisher:
         assert publisher.replay_endpoint is not None
-        shown = subprocess.run(
-            [sys.executable, str(repository / "examples" / "follow_events.py"), publisher.endpoint,
-             publisher.replay_endpoint, "--seconds", "2", "--page-size", "16", "--tenant", "alice", "--prompt",
-             *map(str, range(40))],
-            capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
-        ).stdout  # fmt: skip
-    last = "4 pages on the device, 0 on the host, 0 of them in storage; 32 tokens of the prompt on the device"
-    assert shown.splitlines()[-1] == last
+        command = [
+            sys.executable, str(repository / "examples" / "follow_events.py"), publisher.endpoint,
+            publisher.replay_endpoint, "--seconds", str(2 * TIMEOUT_S), "--page-size", "16", "--tenant", "alice",
+            "--prompt", *map(str, range(40)),
+        ]  # fmt: skip
+        last = "4 pages on the device, 0 on the host, 0 of them in storage; 32 tokens of the prompt on the device"
+        code, shown = read_until(last, command)
+    assert shown[-1:] == [last]
+    assert code == -signal.SIGTERM, "it ended by itself"
+
+
+def read_until(last: str, command: list[str]) -> tuple[int, list[str]]:
+    """Run a program until it has printed the line `last`, for TIMEOUT_S at most; its exit code and its lines."""
+    shown: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        limit = threading.Timer(TIMEOUT_S, process.kill)  # which ends what we read, too
+        limit.start()
+        try:
+            assert process.stdout is not None
+            while last not in shown and (line := process.stdout.readline()):
+                shown.append(line.rstrip("\n"))
+        finally:
+            limit.cancel()
+            process.terminate()
+    return process.returncode, shown
 
 
 def run_example(repository: Path, name: str, *arguments: str) -> list[str]:
