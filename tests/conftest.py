@@ -8,6 +8,8 @@ what passed once passes again; a longer run draws new ones.
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,12 @@ def repository() -> Path:
 def soak_factor() -> int:
     """How many times their usual length random tests should have."""
     return SOAK_FACTOR
+
+
+@pytest.fixture
+def threads_switch_often() -> Iterator[None]:
+    """Have the interpreter switch threads every few instructions, which brings races out."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)

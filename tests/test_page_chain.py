@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hicache.keys import PageChain, page_keys, token_bytes
-
-
-@pytest.fixture
-def _threads_take_turns_often() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 class ForgetsFirst(PageChain):
@@ -72,11 +62,11 @@ def test_a_chain_of_more_runs_than_calls_may_nest_is_hashed() -> None:
     assert one_page_chains(PageChain, 4000)[-1].keys() == page_keys(token_bytes(range(4000)), 1)[-1:]
 
 
-@pytest.mark.usefixtures("_threads_take_turns_often")
+@pytest.mark.usefixtures("threads_switch_often")
 def test_threads_that_hash_one_chain_at_once_find_the_same_keys() -> None:
     assert wrong_rounds(PageChain) == 0
 
 
-@pytest.mark.usefixtures("_threads_take_turns_often")
+@pytest.mark.usefixtures("threads_switch_often")
 def test_a_chain_that_forgets_too_early_is_noticed() -> None:
     assert wrong_rounds(ForgetsFirst) > 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,18 +15,11 @@ from tests.cache.random_engine import RandomEngine, small_world
 from tests.cache.world import World, codec, memory_backend, prompt
 from tests.seeds import rng, seeds
 
+pytestmark = pytest.mark.usefixtures("threads_switch_often")
+
 # 20 seeds of these make the 100,000 pages that a change has to be served right; SOAK_FACTOR=100 makes ten million.
 PAGES_PER_SEED = 5_000
 SCALE = 6  # prompts of up to 60 pages
-
-
-@pytest.fixture(autouse=True)
-def _switch_threads_often() -> Iterator[None]:
-    """Have the interpreter switch threads every few instructions, which brings races out."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("seed", seeds(30))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -18,14 +17,8 @@ from tests.cache.world import WAIT_S, World, memory_backend, prompt
 from tests.ranks import Exchange
 from tests.seeds import rng, seeds
 
-
-@pytest.fixture(autouse=True)
-def _switch_threads_often() -> Iterator[None]:
-    """Have the interpreter switch threads every few instructions, so that ends fall at every point of a step."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
+# So that ends fall at every point of a step.
+pytestmark = pytest.mark.usefixtures("threads_switch_often")
 
 
 def policies(seed: int) -> dict[str, str]:

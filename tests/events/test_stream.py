@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -131,15 +129,7 @@ def test_an_event_weighs_its_tokens_and_keys() -> None:
     assert STORED.size_bytes == SIZE + len(STORED.tokens)
 
 
-@pytest.fixture
-def tiny_switch_interval() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("tiny_switch_interval")
+@pytest.mark.usefixtures("threads_switch_often")
 def test_a_reader_on_another_thread_sees_each_event_once_or_a_gap(soak_factor: int) -> None:
     """The producer never waits, so the reader is overtaken again and again; what it gets is consistent all the same."""
     events = 30_000 * soak_factor
