@@ -23,6 +23,7 @@ from hicache.geometry import KVGeometry
 from hicache.keys import TOKEN_BYTES, Namespace, RadixKey, page_keys
 from hicache.tiers import CopyEngine, HostPool, KVPool, create_copy_engine, create_device_pool
 from hicache.types import PageIds
+from tests.waiting import wait_for
 
 GEOMETRY = KVGeometry(layers=2, heads=1, head_dim=4, page_size=4, dtype="float32")
 NAMESPACE = Namespace(model="test", geometry=GEOMETRY)
@@ -140,10 +141,7 @@ class World:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Step until `condition` holds."""
-        deadline = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < deadline, "waited too long"
-            self.step()
+        wait_for(condition, self.step, timeout_s=WAIT_S, pause_s=0)
 
     def step(self) -> None:
         """One scheduler step with nothing else to do."""

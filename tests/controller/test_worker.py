@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
 
 from hicache.controller.worker import WorkerGroup
+from tests.waiting import wait_for
 
 WAIT_S = 20.0
 
@@ -26,10 +26,7 @@ class Harness:
         )  # fmt: skip
 
     def supervise_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < deadline, "waited too long"
-            self.group.supervise()
+        wait_for(condition, self.group.supervise, timeout_s=WAIT_S)
 
 
 def fail() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,11 @@ from hicache.events.wire import Dialect, decode_batch
 from hicache.keys import page_keys, token_bytes
 from tests.events.world import RecordedMachine, pages_of_index, pages_of_tree
 from tests.seeds import rng, seeds
+from tests.waiting import wait_for
 
 TIMEOUT_S = 30.0
 LARGE_BYTES = 1 << 30
 LOOPBACK = "tcp://127.0.0.1:*"
-
-
-def wait_for(condition: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> None:
-    """Until `condition` holds; `meanwhile` is called again and again and should take a moment."""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s, "timed out"
-        meanwhile()
-        pause.wait(0.001)
 
 
 def published(stream: EventStream, **options: Any) -> EventPublisher:
