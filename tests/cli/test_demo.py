@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
@@ -15,22 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from hicache.cli.demo import DEMO_CONFIG
 from hicache.cli.demo_report import differences
 from hicache.cli.demo_run import Answer
+from tests.cli.processes import finish, hicache, start
 
-TIMEOUT_S = 170
-
-
-def start(repository: Path, *arguments: str) -> subprocess.Popen[str]:
-    environ = {**os.environ, "PYTHONPATH": str(repository), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "hicache", "demo", "--max-new-tokens", "8", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        process.kill()
-    return process.returncode, output
+DEMO = ("demo", "--max-new-tokens", "8")
 
 
 def hits(output: str, tier: str) -> int:
@@ -43,7 +27,7 @@ def test_the_demo_hits_every_tier_with_equal_tokens_and_a_second_one_starts_from
     repository: Path, tmp_path: Path
 ) -> None:
     store = f"storage.options.path={tmp_path / 'pages'}"
-    process = start(repository, "--verify", "--metrics-port", "0", "--set", store)
+    process = start(repository, *DEMO, "--verify", "--metrics-port", "0", "--set", store)
     assert process.stdout is not None
     address = process.stdout.readline().split()[1]
     with urllib.request.urlopen(address, timeout=30) as response:
@@ -55,18 +39,16 @@ def test_the_demo_hits_every_tier_with_equal_tokens_and_a_second_one_starts_from
     for tier in ("L1 device", "L2 host", "L3 storage"):
         assert hits(output, tier) > 0, output
     first = hits(output, "L3 storage")
-    code, output = finish(start(repository, "--set", store))
+    code, output = hicache(repository, *DEMO, "--set", store)
     assert code == 0, output
     assert hits(output, "L3 storage") > first, "the second demo found no more in storage than the first"
 
 
 def test_zeroed_kv_changes_the_tokens_and_the_demo_says_so(repository: Path, tmp_path: Path) -> None:
     """Negative control of the comparison: KV that is wrong, but passes every check, is found by its tokens."""
-    code, output = finish(
-        start(
-            repository, "--set", "storage.type=tests.cli.zeroing:ZeroingBackend",
-            "--set", f"storage.options.path={tmp_path / 'pages'}",
-        )
+    code, output = hicache(
+        repository, *DEMO, "--set", "storage.type=tests.cli.zeroing:ZeroingBackend",
+        "--set", f"storage.options.path={tmp_path / 'pages'}",
     )  # fmt: skip
     assert code == 1, output
     assert "TOKENS DIFFER" in output.splitlines()[-1]
@@ -83,7 +65,7 @@ def test_differences_name_the_first_token_the_prompt_and_the_bytes() -> None:
 def test_a_demo_without_storage_is_refused(repository: Path, tmp_path: Path) -> None:
     config = tmp_path / "no-storage.yaml"
     config.write_text("device: {tokens: 4096}\n", encoding="utf-8")
-    code, output = finish(start(repository, "-c", str(config)))
+    code, output = hicache(repository, *DEMO, "-c", str(config))
     assert code == 2
     assert "storage" in output
 

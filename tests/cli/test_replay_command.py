@@ -17,31 +17,13 @@ from hicache.errors import ConfigError
 from hicache.replay.result import result_of_json
 from hicache.replay.synthetic import synthetic_trace
 from hicache.replay.trace import read_trace, write_trace
+from tests.cli.processes import TIMEOUT_S, finish, hicache, start
 from tests.replay.test_report import FIGURES, Page
 from tests.replay.world import rounds
 
-TIMEOUT_S = 120
 # A few seconds on two cores, with all tiers in use.
 SMALL = ("--device-tokens", "2048", "--host-tokens", "4096", "--running-max", "1", "--waiting-max", "1",
          "--prefill-rate", "100000", "--set", "storage.options.free_space_floor=0")  # fmt: skip
-
-
-def start(repository: Path, *arguments: str) -> subprocess.Popen[str]:
-    environ = {**os.environ, "PYTHONPATH": str(repository), "COLUMNS": "160", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "hicache", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
-
-
-def hicache(repository: Path, *arguments: str) -> tuple[int, str]:
-    return finish(start(repository, *arguments))
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        process.kill()
-    return process.returncode, output
 
 
 @pytest.fixture

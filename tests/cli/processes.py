@@ -1,0 +1,31 @@
+"""The command as a user runs it: a process of its own, with one output for all that it says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TIMEOUT_S = 170
+
+
+def start(repository: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A command that runs, from the sources in `repository`, with lines too wide to be broken."""
+    environ = {**os.environ, "PYTHONPATH": str(repository), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "hicache", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for its end; its exit code and what it has said since it was last read. Kills it after TIMEOUT_S."""
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def hicache(repository: Path, *arguments: str) -> tuple[int, str]:
+    """Run a command to its end."""
+    return finish(start(repository, *arguments))
