@@ -8,8 +8,7 @@ long as the schedule likes, whatever happens meanwhile; jobs that overlap end in
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from hicache.controller.worker import RESTART_BACKOFF_S_MIN, STUCK_GRACE_S, SUBSTITUTES_MAX, WorkerGroup
 
@@ -36,18 +35,8 @@ class Schedule(Protocol):
 class SimulatedWorkers(WorkerGroup[Job]):
     """The interface and the rules of `WorkerGroup`, without its threads. `work` runs one job."""
 
-    def __init__(
-        self,
-        name: str,
-        count: int,
-        *,
-        handle: Callable[[Job, Callable[[], None]], None],
-        fail: Callable[[Job], None],
-        acknowledge: Callable[[Job], None],
-        deadline_s: float,
-        schedule: Schedule,
-    ) -> None:
-        super().__init__(name, 0, handle=handle, fail=fail, acknowledge=acknowledge, deadline_s=deadline_s)
+    def __init__(self, name: str, count: int, *, schedule: Schedule, **rest: Any) -> None:
+        super().__init__(name, 0, **rest)
         self._schedule = schedule
         self._waiting: deque[Job] = deque()
         self._seats = count  # workers that wait for a job
