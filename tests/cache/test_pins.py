@@ -9,6 +9,16 @@ from hicache.errors import InvalidInput
 from tests.cache.world import ShiftedClock, World, prompt
 
 
+def pinned_world() -> tuple[World, Pin, ShiftedClock]:
+    """A cache that has served two pages, a pin of a minute on them, and the cache's clock."""
+    clock = ShiftedClock()
+    world = World(clock=clock)
+    world.serve("a", prompt(1, 2))
+    pin = world.cache.pin(prompt(1, 2), ttl_s=60)
+    assert pin is not None
+    return world, pin, clock
+
+
 def is_active(pin: Pin) -> bool:
     return pin.active
 
@@ -22,11 +32,9 @@ def evict_all(world: World) -> None:
 
 
 def test_a_pinned_prefix_is_demoted_and_never_dropped() -> None:
-    world = World()
-    world.serve("a", prompt(1, 2))
+    world, pin, _ = pinned_world()
+    assert pin.pages == 2
     world.serve("b", prompt(3, 4))
-    pin = world.cache.pin(prompt(1, 2), ttl_s=60)
-    assert pin is not None and pin.pages == 2
     world.settle()
     evict_all(world)
     assert world.serve("c", prompt(1, 2)).host_hit_tokens == 8
@@ -70,11 +78,7 @@ def test_a_pinned_page_that_l2_has_no_room_for_stays_on_l1() -> None:
 
 
 def test_a_pin_ends_when_its_time_is_over() -> None:
-    clock = ShiftedClock()
-    world = World(clock=clock)
-    world.serve("a", prompt(1, 2))
-    pin = world.cache.pin(prompt(1, 2), ttl_s=60)
-    assert pin is not None
+    world, pin, clock = pinned_world()
     clock.shift_s = 59
     world.cache.poll()
     assert is_active(pin)
@@ -88,11 +92,7 @@ def test_a_pin_ends_when_its_time_is_over() -> None:
 
 
 def test_a_request_that_uses_the_whole_prefix_starts_its_time_anew() -> None:
-    clock = ShiftedClock()
-    world = World(clock=clock)
-    world.serve("a", prompt(1, 2))
-    pin = world.cache.pin(prompt(1, 2), ttl_s=60)
-    assert pin is not None
+    world, pin, clock = pinned_world()
     clock.shift_s = 50
     world.serve("b", prompt(1, 2, 3))
     clock.shift_s = 100
@@ -105,11 +105,7 @@ def test_a_request_that_uses_the_whole_prefix_starts_its_time_anew() -> None:
 
 
 def test_a_request_that_uses_only_a_part_of_the_prefix_does_not() -> None:
-    clock = ShiftedClock()
-    world = World(clock=clock)
-    world.serve("a", prompt(1, 2))
-    pin = world.cache.pin(prompt(1, 2), ttl_s=60)
-    assert pin is not None
+    world, pin, clock = pinned_world()
     clock.shift_s = 50
     world.serve("b", prompt(1, 3))
     clock.shift_s = 61
@@ -160,9 +156,7 @@ def test_a_time_that_is_not_positive_is_refused() -> None:
 
 
 def test_clearing_the_cache_ends_pins() -> None:
-    world = World()
-    world.serve("a", prompt(1, 2))
-    pin = world.cache.pin(prompt(1, 2), ttl_s=60)
+    world, pin, _ = pinned_world()
     world.cache.clear()
-    assert pin is not None and not pin.active
+    assert not is_active(pin)
     world.close()
