@@ -162,6 +162,11 @@ class PageChain:
             chain._keys = keys = page_keys(chain._tokens, chain._page_size, keys[-1])
         return keys
 
+    def head(self, pages: int) -> PageChain:
+        """The chain of the first `pages` pages."""
+        keys = None if self._keys is None else self._keys[:pages]
+        return PageChain(self._tokens[: pages * self._page_size * TOKEN_BYTES], self._page_size, self._prior, keys)
+
     def prior_key(self) -> bytes:
         """The key of the page before the run, or the seed, or empty."""
         prior = self._prior
@@ -212,8 +217,10 @@ class RadixKey:
         return RadixKey(self.tokens[: positions * self.position_bytes], self.seed, self.position_bytes)
 
     def continues(self, other: RadixKey) -> bool:
-        """Whether this and `other` are of one prompt: the longer begins with the shorter."""
-        return self.tokens.startswith(other.tokens) or other.tokens.startswith(self.tokens)
+        """Whether this and `other` are of one prompt: one seed, and the longer begins with the shorter."""
+        return self.seed == other.seed and (
+            self.tokens.startswith(other.tokens) or other.tokens.startswith(self.tokens)
+        )
 
     def extended(self, tokens: TokenInput) -> RadixKey:
         """This prompt followed by more tokens, under the same seed.

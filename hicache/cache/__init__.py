@@ -1,14 +1,12 @@
 """What an engine embeds: the interface `TreeCache`, its three implementations, and `create_cache` that builds one."""
 
-from .backup import WritePolicy
 from .books import Eviction
 from .chunk_cache import ChunkCache
 from .factory import create_cache, create_tiered_cache
 from .interface import TreeCache
-from .options import CacheOptions
+from .options import CacheOptions, PrefetchPolicy, WritePolicy
 from .payoff import Decision, Figures, Payoff, PayoffOptions, PayoffStatistics, Route
 from .pins import Pin
-from .prefetch import PrefetchPolicy
 from .radix_cache import HiRadixCache
 from .requests import RequestKV
 from .schedule import Candidate, Order, ScheduleOptions, longest_prefix_first

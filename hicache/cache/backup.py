@@ -15,7 +15,6 @@ Called by the scheduler thread alone; no lock.
 
 from __future__ import annotations
 
-import enum
 from typing import NamedTuple
 
 from ..controller import BackupOperation, CopyOperation, HiCacheController
@@ -23,16 +22,9 @@ from ..errors import InvariantError
 from ..radix import Fate, Node, RadixTree, may_leave_device
 from ..types import PageIds
 from .books import Books, HostLedger
+from .options import WritePolicy
 from .pause import Pause
 from .trees import Trees
-
-
-class WritePolicy(enum.Enum):
-    """When a run of pages gets its copy on L2; see the module's docstring."""
-
-    WRITE_THROUGH = "write_through"
-    WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    WRITE_BACK = "write_back"
 
 
 class CopyTask(NamedTuple):

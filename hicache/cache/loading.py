@@ -60,16 +60,15 @@ class Loader:
         if match.host_hit_pages * tree.page_size < self._options.load_back_threshold_tokens:
             self._books.skipped["load_too_short"] += 1
             return none
-        nodes, rest = self._fitting(tree, match, quota_pages)
+        nodes, cut, rest = self._fitting(tree, match, quota_pages)
         count = sum(map(tree.pages, nodes)) + rest
         if count == 0 or count * tree.page_size < self._options.load_back_threshold_tokens:
             return none
         if not self._payoff.decide(Route.LOAD, count * tree.page_size, count * self._page_bytes).go:
             self._books.skipped["load_does_not_pay"] += 1
             return none
-        if rest:
-            part = list(tree.span(match.node, match.host_hit_pages))[-len(nodes) - 1]
-            nodes.append(tree.split(part, rest))
+        if cut is not None:
+            nodes.append(tree.split(cut, rest))
         pages = self._ledger.allocator.alloc(count)
         if pages is None:
             raise InvariantError("L1: room was made for a load, but there is none")
@@ -91,27 +90,26 @@ class Loader:
             part.load_pending = False
         task.tree.unlock(task.node)
 
-    def cancel(self, load: CopyOperation) -> bool:
-        """Take a load back if it was not started and nobody else counts on it; whether that was possible.
+    def cancel(self, load: CopyOperation) -> None:
+        """Take a load back if it was not started and nobody else counts on it.
 
         Its pages are off L1 again and free then. REQUIRES: the caller's own lock is released.
         """
         if not self._controller.is_queued(load):
-            return False
+            return
         task: CopyTask = load.tag
         parts = list(task.tree.span(task.node, len(load.host_pages)))
         alone = all(part.lock_ref == 1 and part.device_children == (part is not parts[0]) for part in parts)
         if not alone:
-            return False
+            return
         self._controller.cancel_load(load)
         task.tree.unlock(task.node)
         for part in parts:
             part.load_pending = False
             self._ledger.allocator.free(task.tree.leave_device(part))
-        return True
 
-    def _fitting(self, tree: RadixTree, match: Match, quota_pages: int | None) -> tuple[list[Node], int]:
-        """The leading nodes of what is on L2 that there is room for, and how much of the next one there is room for."""
+    def _fitting(self, tree: RadixTree, match: Match, quota_pages: int | None) -> tuple[list[Node], Node | None, int]:
+        """The leading nodes on L2 that there is room for; the next one if a part of it fits, and how much."""
         quota = match.host_hit_pages if quota_pages is None else quota_pages
         room = min(self._controller.load_room, self._ledger.allocator.free_pages, quota)
         if room < min(quota, match.host_hit_pages):
@@ -119,7 +117,7 @@ class Loader:
         nodes: list[Node] = []
         for node in reversed(list(tree.span(match.node, match.host_hit_pages))):
             if tree.pages(node) > room:
-                return nodes, room if room >= CUT_PAGES_MIN else 0
+                return (nodes, node, room) if room >= CUT_PAGES_MIN else (nodes, None, 0)
             nodes.append(node)
             room -= tree.pages(node)
-        return nodes, 0
+        return nodes, None, 0

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from ..errors import InvalidInput
 from ..radix import SLRU_PROTECTED_HITS
 from .payoff import PayoffOptions
+
+
+class WritePolicy(enum.Enum):
+    """When a run of pages gets its copy on L2; see `hicache.cache.backup`."""
+
+    WRITE_THROUGH = "write_through"
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    WRITE_BACK = "write_back"
+
+
+class PrefetchPolicy(enum.Enum):
+    """How long a request waits for what storage has; see `hicache.cache.prefetch`."""
+
+    BEST_EFFORT = "best_effort"
+    WAIT_COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +45,10 @@ class CacheOptions:
     payoff: PayoffOptions = field(default_factory=PayoffOptions)
 
     def __post_init__(self) -> None:
+        for name, kind in (("write_policy", WritePolicy), ("prefetch_policy", PrefetchPolicy)):
+            known = [policy.value for policy in kind]
+            if getattr(self, name) not in known:
+                raise InvalidInput(f"cache: {name} is one of {', '.join(known)}, got {getattr(self, name)!r}")
         for name, least in (("prefetch_threshold_tokens", 1), ("selective_hits", 1), ("load_back_threshold_tokens", 0)):
             if getattr(self, name) < least:
                 raise InvalidInput(f"cache: {name} must be at least {least}, got {getattr(self, name)}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 from ..errors import InvalidInput
@@ -21,16 +22,38 @@ from ..radix import Match, Node, RadixTree
 EXPIRY_SLACK = 64
 
 
+@dataclass(slots=True)
+class _Prefix:
+    """The pinned path to one node: when a request last used all of it, and how many pins are on it."""
+
+    used_s: float = -math.inf
+    pins: int = 0
+
+
 class Pin:
     """A handle, and a context manager that releases it. `pages` are the pages of the prefix, 0 once it has ended."""
 
-    def __init__(self, release: Callable[[Pin], None], tree: RadixTree, node: Node, pages: int, ttl_s: float) -> None:
-        self.pages = pages
+    def __init__(
+        self,
+        release: Callable[[Pin], None],
+        tree: RadixTree,
+        match: Match,
+        prefix: _Prefix,
+        made_s: float,
+        ttl_s: float,
+    ) -> None:
+        self.pages = match.pages
         self.ttl_s = ttl_s
-        self.expires_at = 0.0
         self._release = release
         self._tree = tree
-        self._node = node
+        self._node = match.node
+        self._prefix = prefix
+        self._made_s = made_s
+
+    @property
+    def expires_at(self) -> float:
+        """When it ends by itself, by the clock of the cache, unless a request uses the whole prefix before."""
+        return max(self._made_s, self._prefix.used_s) + self.ttl_s
 
     @property
     def active(self) -> bool:
@@ -57,13 +80,14 @@ class Pins:
     def __init__(self, clock: Callable[[], float], pages_max: int) -> None:
         self._clock = clock
         self._pages_max = pages_max
-        self._by_node: dict[int, list[Pin]] = {}  # the deepest node of each; splits keep that object
+        self._prefixes: dict[int, _Prefix] = {}  # by the id of their deepest node, an object that splits keep
+        self._active = 0
         # Lazy: a pin that was refreshed is put back with its new time when its old one comes up.
         self._expiry: list[tuple[float, int, Pin]] = []
         self._made = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_node.values()))
+        return self._active
 
     def add(self, tree: RadixTree, match: Match, ttl_s: float) -> Pin | None:
         """Pin what was matched for `ttl_s` seconds; None if that would be too many pages.
@@ -78,32 +102,33 @@ class Pins:
             part = part.parent
         if tree.pinned_pages + fresh_pages > self._pages_max:
             return None
-        pin = Pin(self._release, tree, node, match.pages, ttl_s)
+        prefix = self._prefixes.get(node.id) or _Prefix()
+        pin = Pin(self._release, tree, match, prefix, self._clock(), ttl_s)
         if match.pages:
             tree.pin(node)
-            self._by_node.setdefault(node.id, []).append(pin)
-            pin.expires_at = self._clock() + ttl_s
+            self._prefixes[node.id] = prefix
+            prefix.pins += 1
+            self._active += 1
             self._made += 1
             heapq.heappush(self._expiry, (pin.expires_at, self._made, pin))
         return pin
 
     def used(self, node: Node) -> None:
         """A request has used the path to `node`: pins that end on it start anew."""
-        if not self._by_node:
+        if not self._prefixes:
             return
-        expires_from = self._clock()
+        now_s = self._clock()
         while node.parent is not None:
-            if node.pin_ref:
-                for pin in self._by_node.get(node.id, ()):
-                    pin.expires_at = expires_from + pin.ttl_s
+            if node.pin_ref and (prefix := self._prefixes.get(node.id)) is not None:
+                prefix.used_s = now_s
             node = node.parent
 
     def expire(self) -> None:
         """End the pins whose time is over."""
         heap = self._expiry
         while heap and heap[0][0] <= self._clock():
-            _, number, pin = heap[0]
-            if pin.active and pin.expires_at > heap[0][0]:
+            expires_s, number, pin = heap[0]
+            if pin.active and pin.expires_at > expires_s:
                 heapq.heapreplace(heap, (pin.expires_at, number, pin))
                 continue
             heapq.heappop(heap)
@@ -111,16 +136,15 @@ class Pins:
 
     def clear(self) -> None:
         """End all pins."""
-        for pins in list(self._by_node.values()):
-            for pin in list(pins):
-                pin.release()
+        for _, _, pin in self._expiry.copy():
+            pin.release()
 
     def _release(self, pin: Pin) -> None:
         pin.pages = 0
-        pins = self._by_node[pin._node.id]
-        pins.remove(pin)
-        if not pins:
-            del self._by_node[pin._node.id]
+        self._active -= 1
+        pin._prefix.pins -= 1
+        if not pin._prefix.pins:
+            del self._prefixes[pin._node.id]
         pin._tree.unpin(pin._node)
         if len(self._expiry) > 2 * len(self) + EXPIRY_SLACK:
             self._expiry = [entry for entry in self._expiry if entry[2].active]

@@ -18,26 +18,25 @@ Called by the scheduler thread alone; no lock.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..controller import PREFETCH_S_MAX, HiCacheController, PrefetchOperation, PrefetchState
-from ..keys import TOKEN_BYTES, RadixKey, page_keys
+from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
 from .books import Books, HostLedger
-from .options import CacheOptions
+from .options import CacheOptions, PrefetchPolicy
 from .pause import Pause
 from .payoff import Payoff, Route
 from .trees import Trees
 
 
-class PrefetchPolicy(enum.Enum):
-    """How long a request waits for what storage has; see the module's docstring."""
+class FirstPage(NamedTuple):
+    """Which page a prefetch starts with: its tokens below a node, 0 for the root of a seed."""
 
-    BEST_EFFORT = "best_effort"
-    WAIT_COMPLETE = "wait_complete"
-    TIMEOUT = "timeout"
+    seed: bytes
+    node_id: int
+    tokens: bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +44,7 @@ class _Prefetch:
     operation: PrefetchOperation
     tree: RadixTree
     anchor: Node
-    first_key: bytes  # of the page it starts with
+    first_page: FirstPage
     answered: bool = False  # the request goes on; nothing that arrives later is for it
     in_vain: bool = False  # it has ended and brought nothing
 
@@ -60,7 +59,7 @@ class _Arrived(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Follower:
-    """A request that waits for a prefetch of another one (`first_key`), or for a copy of `node` to L2."""
+    """A request that waits for the prefetch of another one (`leader`), or for a copy of `node` to L2."""
 
     key: RadixKey
     leader: _Prefetch | None
@@ -70,7 +69,7 @@ class _Follower:
 class Prefetcher:
     """At most one prefetch per request id at a time.
 
-    Invariant: `_leaders` names the unanswered prefetches by the key of the page they start with, one each.
+    Invariant: `_leaders` has the unanswered prefetches by the page they start with, one each.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Prefetcher:
         self._policy = PrefetchPolicy(options.prefetch_policy)
         self._books = books
         self._active: dict[str, _Prefetch] = {}
-        self._leaders: dict[bytes, str] = {}
+        self._leaders: dict[FirstPage, _Prefetch] = {}
         self._followers: dict[str, _Follower] = {}
         self._arrived: dict[str, _Arrived] = {}
         self._arrived_pages = 0
@@ -100,12 +99,12 @@ class Prefetcher:
         self._pause = pause
 
     def start(self, rid: str, key: RadixKey) -> bool:
-        """Look for what L1 and L2 lack of `key` (whole pages). False if it is not worth it or not possible now."""
+        """Look for what L1 and L2 lack of the whole pages of `key`. False if it is not worth it or not possible now."""
         if not self._controller.has_storage or rid in self._active or rid in self._followers:
             return False
         tree, options = self._trees.current, self._options
         match = tree.match(key)
-        missing_tokens = len(key) - match.pages * tree.page_size
+        missing_tokens = (len(key) // tree.page_size - match.pages) * tree.page_size
         if missing_tokens < options.prefetch_threshold_tokens:
             return self._skip("prefetch_too_short")
         if not self._controller.may_prefetch:
@@ -113,20 +112,21 @@ class Prefetcher:
         if match.host_node is not match.node:
             # A page on L2 must have its parent there.
             return self._follow_backup(rid, key, match)
-        prior = tree.last_key(match.node)
         start = match.pages * tree.page_bytes
-        first_key = page_keys(key.tokens[start : start + tree.page_bytes], tree.page_bytes // TOKEN_BYTES, prior)[0]
-        if first_key in self._leaders:
-            self._followers[rid] = _Follower(key, self._active[self._leaders[first_key]], None)
+        first_page = FirstPage(
+            key.seed, match.node.id if match.pages else 0, key.tokens[start : start + tree.page_bytes]
+        )  # fmt: skip
+        leader = self._leaders.get(first_page)
+        if leader is not None:
+            self._followers[rid] = _Follower(key, leader, None)
             return True
         operation = self._controller.submit_prefetch(
-            rid, key, start_page=match.pages, prior=prior, timeout_s=self._timeout_s(missing_tokens)
+            rid, key, start_page=match.pages, prior=tree.prior(match.node), timeout_s=self._timeout_s(missing_tokens)
         )
         if operation is None:
             return False
         tree.hold_host(match.node)
-        self._active[rid] = _Prefetch(operation, tree, match.node, first_key)
-        self._leaders[first_key] = rid
+        self._active[rid] = self._leaders[first_page] = _Prefetch(operation, tree, match.node, first_page)
         return True
 
     def _follow_backup(self, rid: str, key: RadixKey, match: Match) -> bool:
@@ -280,7 +280,7 @@ class Prefetcher:
     def _close(self, prefetch: _Prefetch) -> None:
         prefetch.operation.cancelled = True
         prefetch.answered = True
-        del self._leaders[prefetch.first_key]
+        del self._leaders[prefetch.first_page]
 
     def _take(self, prefetch: _Prefetch) -> None:
         """Put the pages that are read and verified into the tree."""

@@ -30,10 +30,10 @@ from ..keys import TOKEN_BYTES, RadixKey
 from ..radix import RUN_PAGES_MAX, Inserted, Match, Peek, RadixTree, make_policy
 from ..tiers import FailedTransfer, HostPool, KVPool, PageSource, Transfer
 from ..types import NO_PAGES, PageIds
-from .backup import Backup, CopyTask, WritePolicy
+from .backup import Backup, CopyTask
 from .books import Books, DeviceLedger, Eviction, HostLedger
 from .loading import Loader
-from .options import CacheOptions
+from .options import CacheOptions, WritePolicy
 from .pause import Pause
 from .payoff import Figures, Payoff, Route
 from .pins import Pin, Pins
@@ -207,7 +207,7 @@ class HiRadixCache:
         if request.tree is not self.tree or self._device_fault is not None:
             return
         full = len(key) // self.page_size
-        if not self.tree.covers(request.last_node, key) or not key.continues(request.key):
+        if full < request.shared_pages or not key.continues(request.key):
             raise InvalidInput(f"request {request.rid!r}: the key is not that of the request, or does not continue it")
         if full > len(request.pages):
             raise InvalidInput(f"request {request.rid!r}: {full} pages of tokens, but only {len(request.pages)} of KV")
@@ -223,6 +223,8 @@ class HiRadixCache:
         self._l1.request_pages -= full - shared - inserted.present_pages
         self.tree.move_lock(request.last_node, inserted.node)
         request.last_node, request.shared_pages = inserted.node, full
+        if full * self.page_size > len(request.key):
+            request.key = key.head(full * self.page_size)
         self._pins.used(inserted.node)
         self._backup.used(inserted.node)
 
@@ -331,7 +333,7 @@ class HiRadixCache:
         self._pins.clear()
         self._trees.retire()
         if self._events is not None:
-            self._events.cleared(self.tree)
+            self._events.cleared()
 
     def update_weights(self, epoch: int) -> None:
         """The model has new weights: no page of an earlier epoch is served or stored from now on. Does not block.
@@ -424,7 +426,9 @@ class HiRadixCache:
 
     def _reusable(self, key: RadixKey) -> RadixKey:
         """The whole pages of `key` that may come from the cache: the last token of the prompt is always computed."""
-        return key.head((key.prompt_tokens - 1) // self.page_size * self.page_size)
+        reusable = (key.prompt_tokens - 1) // self.page_size * self.page_size
+        # Lookups take whole pages only, so what is left of a page need not be cut off, which copies the key.
+        return key if len(key) < reusable + self.page_size else key.head(reusable)
 
     def _require_service(self) -> None:
         if self._device_fault is not None:

@@ -29,11 +29,11 @@ class EventRecorder:
         """`node` is about to leave `medium`. With its last tier it leaves the tree, so storage as well."""
         keys = tuple(tree.page_keys(node))
         self.stream.put(Removed(medium, keys))
-        if node.stored and medium is not Medium.STORAGE and (node.device is None or node.host is None):
+        if node.stored and (node.device is None or node.host is None):
             self.stream.put(Removed(Medium.STORAGE, keys))
 
-    def cleared(self, tree: Residency) -> None:
-        """All nodes of `tree` are gone at once."""
+    def cleared(self) -> None:
+        """All nodes of the tree are gone at once."""
         self.stream.put(Cleared())
 
     def poll(self, tree: RadixTree) -> None:
@@ -54,12 +54,7 @@ def stored_event(medium: Medium, tree: Residency, node: Node) -> Stored:
 
 def snapshot(tree: RadixTree) -> Iterator[Stored]:
     """The events that make an empty index equal to `tree`, parents before children. Scheduler thread."""
-    stack = tree.roots()
-    while stack:
-        node = stack.pop()
-        stack.extend(node.children.values())
-        if node.parent is None:
-            continue
+    for node in tree.nodes():
         event = stored_event(Medium.DEVICE, tree, node)
         if node.device is not None:
             yield event

@@ -16,7 +16,8 @@ class RequestKV:
     """What a request holds of L1, and of `tree`, the tree that was in use when it began.
 
     `pages` are all its L1 pages in order. The first `shared_pages` belong to the tree and are locked by this request;
-    the others are its own. The hit counts say where the prefix of its prompt came from, in tokens.
+    the others are its own. `key` is its prompt, and later what it has shared if that is more. The hit counts say where
+    the prefix of its prompt came from, in tokens.
     """
 
     rid: str

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import InvariantError
-from ..radix import Fate, Node, RadixTree, check_tree
+from ..radix import RadixTree, check_tree
 from ..tiers import HostPool, PageAllocator
 
 
@@ -42,7 +42,7 @@ class Trees:
     def sweep(self) -> None:
         """Free what has become unused in retired trees. Costs nothing while there is none."""
         for tree in self._retired:
-            self._device.free(tree.evict_device(tree.device_pages_total, _drop).pages)
+            self._device.free(tree.evict_device(tree.device_pages_total).pages)
             self._host.free(tree.evict_host(tree.host_pages))
         if self._retired:
             self._retired = [tree for tree in self._retired if tree.node_count]
@@ -66,6 +66,3 @@ class Trees:
             if pool.used_pages != nodes + lent:
                 raise InvariantError(f"{tier}: {pool.used_pages} pages in use, {nodes} held by nodes and {lent} lent")
 
-
-def _drop(_: Node) -> Fate:
-    return Fate.DROP

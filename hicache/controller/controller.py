@@ -211,7 +211,7 @@ class HiCacheController:
     # L3
 
     def submit_prefetch(
-        self, tag: Any, key: RadixKey, *, start_page: int, prior: bytes, timeout_s: float
+        self, tag: Any, key: RadixKey, *, start_page: int, prior: bytes | PageChain, timeout_s: float
     ) -> PrefetchOperation | None:
         """Look up in storage how much of `key` from `start_page` on is there; None, counted, over the bound.
 
@@ -304,7 +304,8 @@ class HiCacheController:
         acks = Acks()
         if news:
             acks.fault = self._fault = self._lost
-        self._take_copies(writes, loads, acks)
+        if writes or loads:
+            self._take_copies(writes, loads, acks)
         for job in self._storage.drain():
             if isinstance(job, BackupOperation):
                 self._take_store(job, store_progress(job, elsewhere=not self.stores_pages), acks)

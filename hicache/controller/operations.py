@@ -37,7 +37,7 @@ class PrefetchOperation:
     jobs: StorageJobs
     key: RadixKey
     start_page: int  # pages before it are on L2 already
-    prior: bytes  # page key before `start_page`, or the seed
+    prior: bytes | PageChain  # page key before `start_page`, or the seed; or the chain that has it
     deadline: float  # monotonic; the I/O worker starts no batch after it
     state: PrefetchState = PrefetchState.LOOKING_UP  # scheduler
     cancelled: bool = False  # scheduler; workers stop at the next batch

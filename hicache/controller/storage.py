@@ -60,7 +60,7 @@ class StorageJobs:
         page_bytes = self._host.geometry.page_size * operation.key.position_bytes
         tokens = operation.key.tokens[operation.start_page * page_bytes :]
         batch_bytes = self._batch_pages * page_bytes
-        prior = operation.prior
+        prior = operation.prior if isinstance(operation.prior, bytes) else operation.prior.keys()[-1]
         for start in range(0, len(tokens) - page_bytes + 1, batch_bytes):
             if operation.cancelled or self.prefetching_stopped or self._clock() >= operation.deadline:
                 return

@@ -55,8 +55,8 @@ class Node:
         self.recent_child: Node | None = None  # the one that was looked for last, where a lookup tries first
         self.device: PageIds | None = None
         self.host: PageIds | None = None
-        self.page_keys: bytes | None = None  # 32 bytes a page, known once storage or a KV event has needed them
-        self.chain: PageChain | None = None  # of the run that is being stored and ends with this node
+        self.page_keys: bytes | None = None  # 32 bytes a page, once something has needed them; the seed of a root
+        self.chain: PageChain | None = None  # of a run that is being stored, as far as it goes down to here
         self.created = created  # tick of the tree's clock
         self.last_access = created
         self.hit_count = 1  # requests that computed or reused this run

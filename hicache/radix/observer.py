@@ -22,6 +22,3 @@ class TreeObserver(Protocol):
 
     def removed(self, medium: Medium, tree: Residency, node: Node) -> None:
         """`node` is about to leave `medium`; its children have left before."""
-
-    def cleared(self, tree: Residency) -> None:
-        """All nodes are gone at once."""

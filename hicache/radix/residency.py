@@ -21,8 +21,8 @@ from .node import NO_CHILDREN, Node, may_leave_host
 from .observer import TreeObserver
 from .policies import EvictionPolicy
 
-# A victim longer than what is needed is cut, so that one eviction does not throw away a whole conversation; but not
-# into pieces smaller than this, because every piece is a node that each later match has to pass.
+# A victim more than twice as long as what is needed is cut, so that one eviction does not throw away a whole
+# conversation; but not into pieces smaller than this, because every piece is a node that each later match has to pass.
 CUT_PAGES_MIN = 16
 
 
@@ -120,7 +120,8 @@ class Residency:
         for part in reversed(missing):
             part.page_keys = b"".join(page_keys(part.key, self.page_bytes // TOKEN_BYTES, self.last_key(part.parent)))
         keys = node.page_keys or b""
-        return [keys[i : i + PAGE_KEY_BYTES] for i in range(0, len(keys), PAGE_KEY_BYTES)]
+        pages: list[bytes] = np.frombuffer(keys, dtype=f"V{PAGE_KEY_BYTES}").tolist()
+        return pages
 
     def last_key(self, node: Node | None) -> bytes:
         """What the key of the page after `node` is chained from: its last page key; the seed for a root."""
@@ -130,28 +131,33 @@ class Residency:
             self.page_keys(node)
         return (node.page_keys or b"")[-PAGE_KEY_BYTES:]
 
-    def begin_store(self, node: Node) -> PageChain:
-        """Record that the pages of `node` are being stored; their keys, which the storage worker hashes.
+    def prior(self, node: Node) -> bytes | PageChain:
+        """As `last_key`, but hashes nothing: where the key is not known, the chain that has it."""
+        unknown: list[Node] = []
+        while node.page_keys is None and node.chain is None and node.parent is not None:
+            unknown.append(node)
+            node = node.parent
+        prior = node.chain if node.page_keys is None and node.chain is not None else self.last_key(node)
+        for part in reversed(unknown):
+            prior = PageChain(part.key, self.page_bytes // TOKEN_BYTES, prior)
+        return prior
 
-        A split leaves the chain with the tail, whose last key is that of the run.
-        """
+    def begin_store(self, node: Node) -> PageChain:
+        """Record that the pages of `node` are being stored; their keys, which the storage worker hashes."""
         parent = node.parent
         if parent is None:
             raise InvariantError("store: a root has no pages")
         known = None if node.page_keys is None else self.page_keys(node)
-        chain_above = parent.chain if parent.page_keys is None else None
-        prior = self.last_key(parent) if chain_above is None else chain_above
-        node.chain = PageChain(node.key, self.page_bytes // TOKEN_BYTES, prior, known)
+        node.chain = PageChain(node.key, self.page_bytes // TOKEN_BYTES, self.prior(parent), known)
         node.store_pending = True
         return node.chain
 
     def end_store(self, node: Node, chain: PageChain, *, stored: bool) -> None:
         """Record that the store of a run that ends at `node` has ended. Its keys are kept if they were hashed."""
-        node.chain = None
         keys, end = chain.hashed, chain.pages
         for part in self.span(node, chain.pages):
             begin = end - self.pages(part)
-            part.store_pending = False
+            part.store_pending, part.chain = False, None
             if keys is not None and part.page_keys is None:
                 part.page_keys = b"".join(keys[begin:end])
             if stored:
@@ -291,7 +297,7 @@ class Residency:
         return pages
 
     def evict_device(self, pages: int, save: Callable[[Node], Fate] | None = None) -> Evicted:
-        """Take `pages` pages off L1 if that many may leave, else fewer; rarely a few more.
+        """Take `pages` pages off L1 if that many may leave, else fewer; at most some twice as many.
 
         Leaves first, in the policy's order. What is on L2 stays there; for the rest `save` is asked what to do, and may
         start a copy but must leave the structure above the victim as it is. Without `save` it is dropped, unless it is
@@ -318,7 +324,7 @@ class Residency:
         return Evicted(np.concatenate(freed) if freed else NO_PAGES, saving_pages)
 
     def evict_host(self, pages: int) -> PageIds:
-        """Take `pages` pages off L2 if that many may leave, else fewer; the freed page ids, rarely a few more.
+        """Take `pages` pages off L2 if that many may leave, else fewer; the freed page ids, at most some twice as many.
 
         Only runs that are on no other tier leave, which removes them. Leaves first, in the policy's order.
         """
@@ -362,10 +368,10 @@ class Residency:
         parent.recent_child = child
 
     def _cut(self, victim: Node, pages: int) -> int:
-        """Split off the head of a victim that is much longer than `pages`; how many pages the victim has then."""
-        count = self.pages(victim)
-        head = count - max(pages, CUT_PAGES_MIN)
-        if head < CUT_PAGES_MIN:
+        """Split off the head of a victim if at least as much stays as is needed; how many pages the victim has then."""
+        count, needed = self.pages(victim), max(pages, CUT_PAGES_MIN)
+        head = count - needed
+        if head < needed:
             return count
         self.split(victim, head)
         return count - head
@@ -397,6 +403,9 @@ class Residency:
         del parent.children[tail.key[: self.page_bytes]]
         tail.key = tail.key[cut:]
         tail.parent = head
+        if tail.chain is not None:
+            # It may begin above `head`, in an earlier head of the same run.
+            head.chain = tail.chain.head(tail.chain.pages - self.pages(tail))
         self._file(parent, head)
         self._file(head, tail)
         return head

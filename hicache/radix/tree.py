@@ -240,21 +240,6 @@ class RadixTree(Residency):
             node = node.parent
         return _joined(runs[::-1])
 
-    def covers(self, node: Node, key: RadixKey) -> bool:
-        """Whether the whole path to the end of `node` is a prefix of `key`."""
-        path: list[Node] = []
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
-        if node.page_keys != key.seed:
-            return False
-        offset = 0
-        for part in reversed(path):
-            if not key.tokens.startswith(part.key, offset):
-                return False
-            offset += len(part.key)
-        return True
-
     # Inside
 
     def _require_fitting(self, key: RadixKey) -> None:

@@ -182,6 +182,25 @@ def test_cutting_a_prompt_below_what_is_shared_is_refused(world: World) -> None:
     world.cache.cache_finished_req(request, prompt(1, 2, 3))
 
 
+def test_a_key_that_goes_on_otherwise_than_what_was_shared_is_refused(world: World) -> None:
+    request = world.begin("a", prompt(1, 2, 3).head(9))
+    assert request is not None and world.cache.extend(request, 16)
+    world.cache.cache_unfinished_req(request, prompt(1, 2, 3))
+    with pytest.raises(InvalidInput):
+        world.cache.cache_unfinished_req(request, prompt(1, 2, 9))
+    world.cache.check()
+    # What has not made a whole page yet may still change.
+    world.cache.cache_unfinished_req(request, prompt(1, 2, 3).head(12).extended([77]))
+    world.cache.cache_finished_req(request, prompt(1, 2, 3))
+    assert world.cache.match_prefix(prompt(1, 2, 3)).pages == 3
+
+
+@pytest.mark.parametrize("policy", ["write_policy", "prefetch_policy"])
+def test_a_policy_that_nobody_knows_is_refused_by_name(policy: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{policy} is one of .*, got 'sometimes'"):
+        CacheOptions(**{policy: "sometimes"})  # type: ignore[arg-type]
+
+
 def test_an_engine_may_bring_pages_of_its_own(world: World) -> None:
     pages = world.cache.alloc_pages(2)
     assert pages is not None

@@ -34,7 +34,7 @@ class RecordedMachine(Machine):
         if self.random.random() < 0.9:
             return
         self.restart()
-        self.recorder.cleared(self.tree)
+        self.recorder.cleared()
 
     def step(self) -> None:
         """One random operation."""

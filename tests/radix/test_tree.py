@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hicache.errors import InvalidInput, InvariantError
-from hicache.keys import RadixKey, page_keys
+from hicache.keys import PageChain, RadixKey, page_keys
 from hicache.radix import Node, RadixTree, check_tree
 from hicache.radix.policies import LRUPolicy
 from hicache.types import PageIds
@@ -225,6 +225,49 @@ def test_a_run_that_is_split_while_it_is_stored_keeps_its_keys_in_both_parts() -
     t.end_store(tail, store, stored=True)
     assert (head.page_keys, tail.page_keys) == (chain[0], b"".join(chain[1:]))
     assert head.stored and tail.stored and not (head.store_pending or tail.store_pending)
+    check_tree(t)
+
+
+def test_a_run_that_is_split_twice_while_it_is_stored_gives_each_part_its_chain() -> None:
+    t = tree()
+    key = RadixKey.of(range(12), extra_key="adapter")
+    chain = page_keys(key.tokens, 2, key.seed)
+    tail = on_host(t, key, 10)
+    store = t.begin_store(tail)
+    late = t.match(key.head(8)).node
+    early = t.match(key.head(4)).node
+    assert [t.pages(node) for node in (early, late, tail)] == [2, 2, 2]
+    assert [node.page_keys for node in (early, late, tail)] == [None, None, None]
+    for node, pages in ((early, 2), (late, 4), (tail, 6)):
+        prior = t.prior(node)
+        assert isinstance(prior, PageChain) and prior.keys()[-1] == chain[pages - 1]
+    t.end_store(tail, store, stored=True)
+    assert [node.chain for node in (early, late, tail)] == [None, None, None]
+    store.keys()
+    check_tree(t)
+
+
+def test_what_a_key_is_chained_from_is_found_without_hashing() -> None:
+    t = tree()
+    key = RadixKey.of(range(8), extra_key="adapter")
+    chain = page_keys(key.tokens, 2, key.seed)
+    t.insert(key.head(4), ids(1, 2))
+    t.insert(key, ids(3, 4, 5, 6))
+    node = t.match(key).node
+    prior = t.prior(node)
+    assert isinstance(prior, PageChain) and prior.hashed is None
+    assert prior.keys()[-1] == chain[-1]
+    assert node.page_keys is None
+    assert t.last_key(node) == t.prior(node) == chain[-1]
+    assert t.prior(t.match(RadixKey.of([9], extra_key="adapter")).node) == key.seed
+
+
+@pytest.mark.parametrize(("needed", "left"), [(20, [20]), (21, []), (40, []), (8, [24])])
+def test_a_victim_is_cut_only_if_as_much_stays_as_is_needed(needed: int, left: list[int]) -> None:
+    t = tree()
+    t.insert(RadixKey.of(range(80)), np.arange(40, dtype=np.int32))
+    freed = len(t.evict_device(needed).pages)
+    assert freed == 40 - sum(left) and [t.pages(node) for node in t.nodes()] == left
     check_tree(t)
 
 

@@ -127,10 +127,9 @@ def _with_l1(cache: HiRadixCache) -> None:
 class _ForgetsCancelledPages(Loader):
     """The pages of a load that is taken back stay on L1 in the tree, although nobody fills them."""
 
-    def cancel(self, load: CopyOperation) -> bool:
+    def cancel(self, load: CopyOperation) -> None:
         self._controller.cancel_load(load)
         load.tag.tree.unlock(load.tag.node)
-        return True
 
 
 # Prefetch
