@@ -164,7 +164,7 @@ def _stored_event(event: _BlockStored) -> Stored:
     tokens = _token_bytes(event.token_ids)
     parent = None if event.parent_block_hash is None else _keys([event.parent_block_hash])[0]
     seed = event.extra_keys[0][0] if event.extra_keys and event.extra_keys[0] else b""
-    if seed and not isinstance(seed, bytes):
+    if not isinstance(seed, bytes):
         raise InvalidInput("KV events: the extra key of a first page is no seed")
     return Stored(_medium(event.medium), keys, parent, seed and _keys([seed])[0], tokens, event.block_size)
 

@@ -137,6 +137,7 @@ def test_an_event_without_a_medium_is_of_the_device() -> None:
         stored(parent_block_hash=b""), stored(token_ids=[1]), stored(token_ids=[1, 2, [3, 4], 5]),
         stored(token_ids=[-1, 2, 3, 4]), stored(token_ids=[2**32, 2, 3, 4]), stored(token_ids=[[1, 2, 3]] * 4),
         stored(medium="TAPE"), stored(extra_keys=[["salt"]]), stored(extra_keys=[[b"short"]]), stored(type="Other"),
+        *(stored(extra_keys=[[seed]]) for seed in (None, 0, "", False)),
         ["BlockStored"], ["BlockRemoved", 5], [], {}, 5, None,
     ],
 )  # fmt: skip
