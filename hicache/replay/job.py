@@ -78,14 +78,14 @@ def start(job: ReplayJob) -> Replay:
         raise
 
 
-def result_of(job: ReplayJob, replay: Replay, *, complete: bool) -> ReplayResult:
+def result_of(job: ReplayJob, replay: Replay) -> ReplayResult:
     """What it came to. REQUIRES: before `close`, which ends the storage that is asked for its counts."""
     state, counts = replay.cache.statistics(), replay.counts
     controller, backend = state.controller, state.controller.backend
     evicted = {tier: state.evicted_pages.get(tier, 0) for tier in ("device", "host")}
     return ReplayResult(
         setup=_setup(job, replay),
-        complete=complete,
+        complete=replay.complete,
         elapsed_s=replay.elapsed_s,
         requests=Requests(
             ended=counts.ended,

@@ -75,7 +75,7 @@ class InProcess(Engines):
 
     def result(self, *, complete: bool) -> ReplayResult:
         self._replay.check()
-        return result_of(self._job, self._replay, complete=complete)
+        return result_of(self._job, self._replay)
 
     def close(self) -> None:
         self._replay.close()

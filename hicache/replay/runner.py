@@ -137,6 +137,7 @@ class Replay:
     ) -> None:
         self.options = options or ReplayOptions()
         self.cache = cache
+        self.complete = False  # `run` went to its end
         self.times = SchedulerClock()
         self.counts = Counts(hits=Counter(dict.fromkeys(TIERS, 0)), wrong=Counter(dict.fromkeys(SOURCES, 0)))
         self.series = Series()
@@ -170,6 +171,7 @@ class Replay:
         while not self.cache.drain(SAMPLE_EVERY_S) and self._clock() < deadline_s:
             yield self.sample()
         yield self.sample()
+        self.complete = True
 
     def step(self) -> None:
         """Everything that an engine does between two forwards, and what stands for the forward."""

@@ -51,13 +51,23 @@ def test_what_left_l2_comes_from_storage(tmp_path: Path, storage: str) -> None:
     config = small_config(storage=storage, device=2048, host=4096, **options)
     with started(job(tmp_path, rounds(8, 2), config, ONE_AT_A_TIME)) as replay:
         go(replay)
-        result = result_of(job(tmp_path, rounds(8, 2), config), replay, complete=True)
+        result = result_of(job(tmp_path, rounds(8, 2), config), replay)
     assert result.tokens.hits["storage"] == 8 * 960
     assert result.tokens.computed == 8 * (1024 + 64)
     assert result.wrong_bytes == 0
     assert result.checked_bytes > 2 * 8 * 1024 * 128
     assert result.moved_bytes["storage_to_host"] > 0
     assert result.evicted_pages["device"] > 0 and result.evicted_pages["host"] > 0
+
+
+def test_a_replay_is_complete_if_it_went_to_its_end(tmp_path: Path) -> None:
+    one = job(tmp_path, rounds(1, 2), small_config(storage=None), ONE_AT_A_TIME)
+    with started(one) as replay:
+        samples = replay.run()
+        next(samples)
+        assert not result_of(one, replay).complete
+        list(samples)
+        assert result_of(one, replay).complete
 
 
 def test_the_next_turn_finds_the_pages_of_the_last_output(tmp_path: Path) -> None:
