@@ -16,7 +16,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config
+from ..config import HiCacheConfig, entry_of_variable, load_config
 from ..errors import CapacityError, ConfigError, InvalidInput
 from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
 from ..replay.presets import PRESETS
@@ -36,8 +36,8 @@ WRONG_BYTES_EXIT_CODE = 1
 # Computing takes this long by default: fast enough for 2,000 real requests in two minutes, slow enough that copies and
 # a local disk keep up with it.
 PREFILL_TOKENS_PER_S = 250_000
-# Where stored pages go is the user's choice if one of these is given.
-_STORE_ENTRIES = ("storage.type", "storage.options.path")
+# Where stored pages go, if anywhere, is the user's choice if one of these is given.
+_STORE_ENTRIES = frozenset({"storage", "storage.type", "storage.options.path"})
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" for name, preset in PRESETS.items())
@@ -189,16 +189,12 @@ class Settings:
         for name, value in (("device.tokens", self.device_tokens), ("host.tokens", self.host_tokens)):
             if value is not None:
                 overrides[name] = str(value)
-        chosen = any(entry in overrides or _variable(entry) in environ for entry in _STORE_ENTRIES)
+        given = {*overrides, *(".".join(entry_of_variable(variable) or ()) for variable in environ)}
         if self.store is not None:
             overrides |= {"storage.type": "file", "storage.options.path": str(self.store.resolve())}
-        elif self.config_file is None and not chosen:
+        elif self.config_file is None and not given & _STORE_ENTRIES:
             overrides["storage.options.path"] = str(temporary / "pages")
         return load_config(self.config_file or REPLAY_CONFIG, environ=environ, overrides=overrides)
-
-
-def _variable(entry: str) -> str:
-    return ENVIRON_PREFIX + entry.replace(".", "__").upper()
 
 
 class WrongBytes(Failure):

@@ -4,7 +4,7 @@
 once, `secret` reads the MAC key.
 """
 
-from .loading import ENVIRON_PREFIX, load_config
+from .loading import ENVIRON_PREFIX, entry_of_variable, load_config
 from .publishing import EventsConfig, MetricsConfig
 from .schema import (
     DeviceConfig,
@@ -33,6 +33,7 @@ __all__ = [
     "PrefetchConfig",
     "StorageConfig",
     "TransferConfig",
+    "entry_of_variable",
     "load_config",
     "read_mac_key",
 ]

@@ -99,6 +99,16 @@ def load_config(
     return config
 
 
+def entry_of_variable(variable: str) -> EntryPath | None:
+    """The entry that an environment variable gives, whether there is such an entry or not; None for other variables.
+
+    `HICACHE_HOST__SIZE` is `("host", "size")`, and so is `HICACHE_host__size`.
+    """
+    if not variable.startswith(ENVIRON_PREFIX):
+        return None
+    return tuple(variable.removeprefix(ENVIRON_PREFIX).lower().split("__"))
+
+
 class _Merge:
     """The entries so far: `tree` nested as pydantic takes it, `origins` by path for error messages.
 
@@ -338,10 +348,10 @@ def _flatten(
 def _environ_entries(environ: Mapping[str, str], problems: list[_Problem]) -> list[_Entry]:
     entries = []
     for variable in sorted(environ):
-        if not variable.startswith(ENVIRON_PREFIX):
+        path = entry_of_variable(variable)
+        if path is None:
             continue
         origin = f"variable {_shown(variable)}"
-        path = tuple(variable.removeprefix(ENVIRON_PREFIX).lower().split("__"))
         try:
             environ[variable].encode()
             variable.encode()

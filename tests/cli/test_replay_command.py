@@ -221,9 +221,21 @@ def test_stored_pages_go_to_a_temporary_directory_unless_somebody_says_where(tmp
     assert path_of(settings(store=tmp_path).config(temporary, {})) == str(tmp_path)
     chosen = settings(settings=("storage.options.path=/some/where",))
     assert path_of(chosen.config(temporary, {})) == "/some/where"
-    environ = {"HICACHE_STORAGE__OPTIONS__PATH": "/else/where"}
-    assert path_of(settings().config(temporary, environ)) == "/else/where"
+    for variable in ("HICACHE_STORAGE__OPTIONS__PATH", "HICACHE_storage__options__path"):
+        assert path_of(settings().config(temporary, {variable: "/else/where"})) == "/else/where"
     assert path_of(settings(config_file=REPLAY_CONFIG).config(temporary, {})) == "replay-data/pages"
+
+
+def test_other_entries_of_storage_leave_stored_pages_in_the_temporary_directory(tmp_path: Path) -> None:
+    environ = {"HICACHE_STORAGE__OPTIONS__CAPACITY": "2GiB", "PATH": "/bin"}
+    assert path_of(settings().config(tmp_path, environ)) == str(tmp_path / "pages")
+
+
+@pytest.mark.parametrize(("given", "environ"), [(("storage=null",), {}), ((), {"HICACHE_STORAGE": "null"})])
+def test_a_replay_without_storage_needs_no_place_for_it(
+    tmp_path: Path, given: tuple[str, ...], environ: dict[str, str]
+) -> None:
+    assert settings(settings=given).config(tmp_path, environ).storage is None
 
 
 def test_another_backend_needs_nothing_of_the_default_one(tmp_path: Path) -> None:
