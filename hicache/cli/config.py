@@ -15,6 +15,7 @@ from ..backends.registry import check_backend
 from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config, read_mac_key
 from ..config.entries import all_entries, format_value
 from ..errors import ConfigError
+from ..events.factory import check_events
 from ..units import counted
 
 REFUSED_EXIT_CODE = 1
@@ -54,7 +55,8 @@ def config() -> None:
 def check(file: Path, settings: tuple[str, ...]) -> None:
     """Check FILE together with HICACHE_* variables, and print the effective configuration as YAML.
 
-    Also looks for the storage backend and reads the MAC key file, but opens no store. Exit code 1 if it is refused.
+    Also looks for the storage backend, reads the key files and refuses to publish events to strangers, but opens no
+    store and listens nowhere. Exit code 1 if it is refused.
     """
     try:
         loaded = load_config(file, environ=os.environ, overrides=parse_settings(settings))
@@ -84,9 +86,9 @@ def schema(form: str | None) -> None:
 
 
 def check_surroundings(loaded: HiCacheConfig) -> None:
-    """Check what a configuration names outside of itself: its storage backend and its MAC key file.
+    """Check what a configuration names outside of itself: its storage backend, its key files and who may follow events.
 
-    Imports the module of the backend, and opens no store. Raises ConfigError.
+    Imports the module of the backend, opens no store and binds no endpoint. Raises ConfigError.
     """
     problems = []
     if loaded.storage is not None:
@@ -99,6 +101,10 @@ def check_surroundings(loaded: HiCacheConfig) -> None:
             read_mac_key(loaded.integrity.mac_key_file)
         except ConfigError as error:
             problems.append(f"integrity.mac_key_file: {error}")
+    try:
+        check_events(loaded)
+    except ConfigError as error:
+        problems.append(f"events: {str(error).removeprefix('events: ')}")
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
 

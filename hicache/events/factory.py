@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..config import HiCacheConfig
 from ..config.secret import read_private_file
 from ..errors import ConfigError
-from .security import CurveKeys
+from .security import CurveKeys, require_private
 from .stream import EventStream
 
 if TYPE_CHECKING:
@@ -16,6 +16,21 @@ if TYPE_CHECKING:
 
 # Some 1500 keys.
 _KEY_FILE_BYTES_MAX = 1 << 16
+
+
+def check_events(config: HiCacheConfig) -> CurveKeys | None:
+    """Check what the section `events` names outside of itself: the keys it says, None if it says none.
+
+    Reads the key files and binds nothing. Needs no extra. Raises ConfigError if a key cannot be read, or an endpoint is
+    none or open to strangers.
+    """
+    section = config.events
+    if section.endpoint is None:
+        return None
+    curve = _curve_keys(config)
+    for endpoint in filter(None, (section.endpoint, section.replay_endpoint)):
+        require_private(endpoint, curve)
+    return curve
 
 
 def create_publisher(config: HiCacheConfig, stream: EventStream, *, rank: int | None = None) -> EventPublisher | None:
@@ -27,6 +42,7 @@ def create_publisher(config: HiCacheConfig, stream: EventStream, *, rank: int | 
     section = config.events
     if section.endpoint is None:
         return None
+    curve = check_events(config)
     try:
         from .publisher import EventPublisher, PublisherOptions  # noqa: PLC0415
         from .wire import Dialect  # noqa: PLC0415
@@ -43,7 +59,7 @@ def create_publisher(config: HiCacheConfig, stream: EventStream, *, rank: int | 
         queued_batches_max=section.queued_batches_max,
         snapshot_interval_s=section.snapshot_interval,
     )
-    return EventPublisher(stream, options, _curve_keys(config))
+    return EventPublisher(stream, options, curve)
 
 
 def _curve_keys(config: HiCacheConfig) -> CurveKeys | None:

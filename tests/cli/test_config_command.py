@@ -75,6 +75,18 @@ def test_check_reads_the_mac_key_file(tmp_path: Path) -> None:
     assert invoke("check", str(file), "--set", "storage.type=memory").exit_code == 0
 
 
+def test_check_refuses_events_for_strangers_and_reads_their_keys(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("events: {endpoint: 'tcp://*:5557'}\n")
+    result = invoke("check", str(file))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "  events: endpoint 'tcp://*:5557' is open to others" in result.stderr
+    keys = (f"events.{name}={tmp_path / 'none'}" for name in ("curve_secret_key_file", "curve_client_keys_file"))
+    result = invoke("check", str(file), *(word for key in keys for word in ("--set", key)))
+    assert result.exit_code == 1 and "events: CURVE secret key file" in result.stderr
+    assert invoke("check", str(file), "--set", "events.endpoint=tcp://127.0.0.1:5557").exit_code == 0
+
+
 def test_check_refuses_a_tier_without_a_page(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("host: {tokens: 10}\n")
     result = invoke("check", str(tmp_path / "x.yaml"))

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError
 from hicache.events import EventStream
-from hicache.events.factory import create_publisher
+from hicache.events.factory import check_events, create_publisher
 
 
 def config(**section: object) -> HiCacheConfig:
@@ -65,6 +65,19 @@ def test_an_open_endpoint_without_keys_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("section", "message"),
+    [({"endpoint": "tcp://0.0.0.0:1"}, "open to others"), ({"endpoint": "udp://x"}, "is none"),
+     ({"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://*:2"}, "open to others"),
+     ({"endpoint": "tcp://127.0.0.1:1", "curve_secret_key_file": "/no/s", "curve_client_keys_file": "/no/c"},
+      "No such file")],
+)  # fmt: skip
+def test_the_check_refuses_what_the_start_refuses(section: dict[str, object], message: str) -> None:
+    for call in (lambda: check_events(config(**section)), lambda: create_publisher(config(**section), EventStream(1))):
+        with pytest.raises(ConfigError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
     [({"replay_endpoint": "tcp://127.0.0.1:5558"}, "nothing to replay"),
      ({"curve_secret_key_file": "x"}, "need each other"), ({"dialect": "json"}, "dialect"), ({"buffer": 0}, "buffer")],
 )  # fmt: skip
@@ -85,8 +98,12 @@ def test_without_the_extra_the_error_names_it() -> None:
     assert 'ConfigError: events need the package zmq: pip install "hicache[events]"' in result.stderr
 
 
-def test_recording_alone_needs_no_extra() -> None:
+def test_recording_and_checking_need_no_extra() -> None:
     code = (
-        "import sys; sys.modules['zmq'] = sys.modules['msgspec'] = None; import hicache.events, hicache.cache.recorder"
+        "import sys; sys.modules['zmq'] = sys.modules['msgspec'] = None\n"
+        "import hicache.events, hicache.cache.recorder\n"
+        "from hicache.config import HiCacheConfig\n"
+        "from hicache.events.factory import check_events\n"
+        "check_events(HiCacheConfig(events={'endpoint': 'tcp://127.0.0.1:1'}))\n"
     )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
