@@ -96,12 +96,15 @@ class Prefetcher:
         self._arrived_pages = 0
         self._payoff = payoff
         self._page_bytes = ledger.host.geometry.payload_bytes
+        self._pages_max = int(options.prefetch_host_share * ledger.host.pages)
         self._pause = pause
 
     def start(self, rid: str, key: RadixKey) -> bool:
         """Look for what L1 and L2 lack of the whole pages of `key`. False if it is not worth it or not possible now."""
         if not self._controller.has_storage or rid in self._active or rid in self._followers:
             return False
+        if self._pages_max == 0:
+            return self._skip("prefetch_host_share")
         tree, options = self._trees.current, self._options
         match = tree.match(key)
         missing_tokens = (len(key) // tree.page_size - match.pages) * tree.page_size
@@ -226,8 +229,7 @@ class Prefetcher:
         prefetch = self._active[operation.tag]
         page_size, threshold = prefetch.tree.page_size, self._options.prefetch_threshold_tokens
         held_pages = self._controller.read_pages + self._arrived_pages
-        allowance = int(self._options.prefetch_host_share * self._ledger.host.pages) - held_pages
-        pages = min(operation.hit_pages, allowance)
+        pages = min(operation.hit_pages, self._pages_max - held_pages)
         host_pages = None
         if prefetch.answered:
             reason = "prefetch_too_late"

@@ -81,8 +81,8 @@ class EventsConfig(Section):
     )
     queued_batches_max: Count = Field(
         default=1000, ge=1, le=65536,
-        description="Batches queued for one slow subscriber, of up to some 256 KiB each. Beyond that it misses some, "
-        "which is counted.",
+        description="Batches queued for one slow subscriber, each of up to some 256 KiB, and at most a node of the "
+        "tree more. Beyond that it misses some, which is counted.",
     )
     snapshot_interval: PositiveDuration = Field(
         default=10.0,

@@ -89,7 +89,8 @@ class HostConfig(Section):
     pin: Annotated[Literal["auto", "on", "off"], BeforeValidator(yaml_switch)] = Field(
         default="auto",
         description="Page-lock the host memory. Pinned copies run at bus speed and beside the computation; pinning "
-        "takes seconds per 100 GiB at start. `auto` pins if there is a CUDA device, `on` refuses to start without.",
+        "takes seconds per 100 GiB at start. `auto` pins if L1 is on a CUDA device, `on` refuses to start if it is "
+        "not.",
     )
 
     @model_validator(mode="before")

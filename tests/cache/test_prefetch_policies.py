@@ -215,6 +215,15 @@ def test_what_has_arrived_for_a_request_that_will_not_begin_may_leave() -> None:
     world.close()
 
 
+def test_a_share_without_a_page_asks_storage_for_nothing() -> None:
+    options = CacheOptions(prefetch_threshold_tokens=4, prefetch_host_share=0)
+    world = World(backend=stored(), options=options)
+    assert not world.cache.prefetch_from_storage("a", KEY)
+    assert world.cache.check_prefetch_progress("a")
+    assert world.cache.statistics().skipped["prefetch_host_share"] == 1
+    world.close()
+
+
 def test_what_waits_for_its_request_counts_against_the_share_of_prefetches() -> None:
     backend = stored()
     options = CacheOptions(prefetch_threshold_tokens=4, load_back_threshold_tokens=4, prefetch_host_share=0.25)
