@@ -219,7 +219,7 @@ def _payoff_metrics() -> CacheMetrics:
             yield from state.payoff.decisions.items()
 
     return (
-        MetricSpec("hicache_payoff_decisions_total", counter, "Hits fetched (or not: too_slow), by why.",
+        MetricSpec("hicache_payoff_decisions_total", counter, "Hits fetched (or not: too_slow, calibration), by why.",
                    ("route", "reason"), decisions),
         _spec("payoff_prefill_tokens_per_second", gauge, "Prefill speed that decisions use; absent if unknown.", "",
              lambda s: _known({"": s.payoff.figures.prefill_tokens_per_s})),

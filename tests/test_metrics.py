@@ -142,6 +142,12 @@ def test_a_client_that_never_asks_does_not_keep_others_waiting() -> None:
         assert scrape(server.port)
 
 
+def test_the_help_of_decisions_names_all_that_refuse() -> None:
+    texts = {spec.name: spec.help for spec in cache_metrics("file")}
+    refused = ", ".join(decision.value for decision in Decision if not decision.go)
+    assert f"(or not: {refused})" in texts["hicache_payoff_decisions_total"]
+
+
 def test_a_scrape_shows_decisions_by_route_and_reason_and_only_speeds_that_are_known() -> None:
     payoff = Payoff()
     with closing(World(payoff=payoff)) as world:
