@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import zmq
@@ -116,20 +117,20 @@ class EventPublisher:
         self._errors: Counter[str] = Counter()
         self._closing = threading.Event()
         self._close_deadline_s = 0.0
-        self._context = zmq.Context()
-        try:
+        with ExitStack() as undo:
+            self._context = zmq.Context()
+            undo.callback(self._context.destroy, linger=0)
             self._zap = self._bind_zap() if curve else None
             self._pub = self._bind(zmq.PUB, options.endpoint)
             self._router = self._bind(zmq.ROUTER, options.replay_endpoint) if options.replay_endpoint else None
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
-        # Where subscribers connect to, with the port that was taken.
-        self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.replay_endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT) if self._router else None
-        self._reader = stream.subscribe()
-        self._thread = threading.Thread(target=self._run, name="hicache-events", daemon=True)
-        self._thread.start()
+            # Where subscribers connect to, with the port that was taken.
+            self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
+            self.replay_endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT) if self._router else None
+            self._reader = stream.subscribe()
+            undo.callback(self._reader.close)
+            self._thread = threading.Thread(target=self._run, name="hicache-events", daemon=True)
+            self._thread.start()
+            undo.pop_all()  # all of it is the thread's now
 
     def statistics(self) -> PublisherStatistics:
         """A snapshot of the counters. Any thread; the numbers may be of neighbouring moments."""
@@ -259,8 +260,9 @@ class EventPublisher:
     def _send(self, events: Sequence[Event]) -> None:
         payload = self._encoder.encode(events, time.time())
         frames = (self._topic, _number(self._sequence), payload)
-        self._kept.append(payload)
-        self._kept_bytes += len(payload)
+        if self._router is not None:
+            self._kept.append(payload)
+            self._kept_bytes += len(payload)
         while self._kept_bytes > self._options.replay_bytes_max or len(self._kept) > REPLAY_BATCHES_MAX:
             self._kept_bytes -= len(self._kept.popleft())
         self._sequence += 1
