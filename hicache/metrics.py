@@ -280,12 +280,22 @@ def _controller_metrics() -> CacheMetrics:
 
 
 def _event_metrics() -> CacheMetrics:
-    counter = MetricKind.COUNTER
+    counter, gauge = MetricKind.COUNTER, MetricKind.GAUGE
     return (
         _spec("events_total", counter, "KV events recorded.", "",
               lambda s: {} if s.events is None else {"": s.events.events}),
         _spec("event_snapshots_total", counter, "Snapshots of the tree made for readers that missed events.", "",
               lambda s: {} if s.events is None else {"": s.events.snapshots}),
+        _spec("event_publisher_alive", gauge, "1 while the publisher of KV events runs.", "",
+              lambda s: {} if s.publisher is None else {"": s.publisher.alive}),
+        _spec("event_slow_batches_total", counter, "Batches that some subscriber did not get: it reads too slowly.", "",
+              lambda s: {} if s.publisher is None else {"": s.publisher.slow}),
+        _spec("event_gaps_total", counter, "Times that events were dropped before they were published.", "",
+              lambda s: {} if s.publisher is None else {"": s.publisher.gaps}),
+        _spec("event_refused_total", counter, "Keys of subscribers that are not on the list, and broken requests.", "",
+              lambda s: {} if s.publisher is None else {"": s.publisher.refused}),
+        _spec("event_publisher_errors_total", counter, "Unexpected errors of the publisher, by class.", "reason",
+              lambda s: {} if s.publisher is None else s.publisher.errors),
     )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from hicache.backends.base import BackendStatistics, GetOutcome, SetOutcome, Usage
 from hicache.cache import Decision, Figures, Payoff, Route
 from hicache.errors import ConfigError, InvalidInput
+from hicache.events import EventStream, PublisherStatistics
+from hicache.events.publisher import EventPublisher, PublisherOptions
 from hicache.metrics import (
     BackendSnapshot,
     MetricKind,
@@ -146,6 +148,47 @@ def test_the_help_of_decisions_names_all_that_refuse() -> None:
     texts = {spec.name: spec.help for spec in cache_metrics("file")}
     refused = ", ".join(decision.value for decision in Decision if not decision.go)
     assert f"(or not: {refused})" in texts["hicache_payoff_decisions_total"]
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """A publisher that has only its counters."""
+
+    counters: PublisherStatistics
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing runs."""
+
+    def statistics(self) -> PublisherStatistics:
+        return self.counters
+
+
+def test_a_scrape_shows_what_the_publisher_of_events_counts() -> None:
+    counters = PublisherStatistics(
+        alive=True, batches=9, events=90, bytes=900, slow=2, gaps=3, snapshots=4, replays=5, refused=6,
+        replay_batches=7, replay_bytes=70, errors={"ZMQError": 8},
+    )  # fmt: skip
+    with closing(World()) as world:
+        world.cache.record_events(EventStream(1 << 20), Counters(counters))
+        with serve_metrics(SnapshotCollector(world.cache.statistics, cache_metrics(""))) as server:
+            found = scrape(server.port)
+    assert found["hicache_event_publisher_alive", ()] == 1
+    assert found["hicache_event_slow_batches_total", ()] == 2
+    assert found["hicache_event_gaps_total", ()] == 3
+    assert found["hicache_event_refused_total", ()] == 6
+    assert found["hicache_event_publisher_errors_total", (("reason", "ZMQError"),)] == 8
+
+
+def test_a_cache_shows_its_publisher_and_ends_it() -> None:
+    stream = EventStream(1 << 20)
+    with closing(World()) as world, closing(EventPublisher(stream, PublisherOptions("tcp://127.0.0.1:*"))) as publisher:
+        assert world.cache.statistics().publisher is None
+        world.cache.record_events(stream, publisher)
+        running = world.cache.statistics().publisher
+        world.close()
+        ended = world.cache.statistics().publisher
+    assert running is not None and running.alive
+    assert ended is not None and not ended.alive
 
 
 def test_a_scrape_shows_decisions_by_route_and_reason_and_only_speeds_that_are_known() -> None:

@@ -225,7 +225,7 @@ def _publish_events(config: HiCacheConfig, cache: HiRadixCache) -> None:
         return
     stream = EventStream(config.events.buffer)
     publisher = create_publisher(config, stream)
-    cache.record_events(stream, None if publisher is None else publisher.close)
+    cache.record_events(stream, publisher)
 
 
 def _storage_opener(

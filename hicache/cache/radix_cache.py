@@ -25,7 +25,7 @@ import numpy as np
 from ..backends.base import StorageBackend
 from ..controller import Acks, CopyOperation, HiCacheController
 from ..errors import InvalidInput, InvariantError, RankError, TransferError
-from ..events import EventStream
+from ..events import EventStream, Publisher
 from ..keys import TOKEN_BYTES, RadixKey
 from ..radix import RUN_PAGES_MAX, Inserted, Match, Peek, RadixTree, make_policy
 from ..tiers import FailedTransfer, HostPool, KVPool, PageSource, Transfer
@@ -78,7 +78,7 @@ class HiRadixCache:
         self.payoff = payoff or Payoff(options.payoff)
         self._books = Books()
         self._events: EventRecorder | None = None
-        self._close_events: Callable[[float], object] | None = None
+        self._publisher: Publisher | None = None
         self._trees = Trees(self._new_tree, device.allocator, host)
         self._l2 = HostLedger(host, self._trees, self._books)
         self._backup = Backup(
@@ -351,16 +351,16 @@ class HiRadixCache:
         if self._open_storage is not None and self.controller.has_storage:
             self.controller.replace_backend(functools.partial(self._open_storage, epoch))
 
-    def record_events(self, stream: EventStream, close: Callable[[float], object] | None = None) -> None:
+    def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
         """Write what appears on and leaves each tier into `stream`.
 
-        `close` is called when the cache closes, with the seconds that are left. Raises InvalidInput if the cache is in
-        use already, since the stream would lack what came before.
+        `publisher` takes the stream elsewhere: it is closed with the cache, and `statistics` shows its counters. Raises
+        InvalidInput if the cache is in use already, since the stream would lack what came before.
         """
         if self.tree.node_count or self._events is not None:
             raise InvalidInput("events: record them from the start, before the first request, and into one stream")
         self._events = self.tree.observer = EventRecorder(stream)
-        self._close_events = close
+        self._publisher = publisher
 
     # Each step
 
@@ -449,8 +449,9 @@ class HiRadixCache:
         """A snapshot of all tiers. May be called from any thread; asks the backend for its usage."""
         stream = None if self._events is None else self._events.stream
         return cache_statistics(
-            self._books, self.tree, self.device, self.host, self.payoff, self.controller, stream, self.weights_epoch
-        )
+            self._books, self.tree, self.device, self.host, self.payoff, self.controller, stream, self._publisher,
+            self.weights_epoch,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raises InvariantError if a tree, a pool or the books are inconsistent. Visits every node."""
@@ -484,8 +485,8 @@ class HiRadixCache:
             pass  # the others are gone; what is under way here ends all the same
         ended = self.controller.close(max(0.0, deadline - time.monotonic()))
         self.poll()
-        if self._close_events is not None:
-            self._close_events(max(0.1, deadline - time.monotonic()))
+        if self._publisher is not None:
+            self._publisher.close(max(0.1, deadline - time.monotonic()))
         return ended
 
     def __enter__(self) -> HiRadixCache:

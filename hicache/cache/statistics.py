@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..controller import ControllerStatistics, HiCacheController
-from ..events import EventStream, StreamStatistics
+from ..events import EventStream, Publisher, PublisherStatistics, StreamStatistics
 from ..radix import RadixTree
 from ..tiers import HostPool, KVPool
 from .books import Books
@@ -31,6 +31,7 @@ class CacheStatistics:
     """`hit_tokens` by tier (device, host, storage), `evicted_pages` by tier (device, host).
 
     `skipped` counts by reason what the cache decided not to do or could not do: a slower request, never an error.
+    `events` and `publisher` are None where events are not recorded, or not published.
     """
 
     requests: int
@@ -46,9 +47,10 @@ class CacheStatistics:
     payoff: PayoffStatistics
     controller: ControllerStatistics
     events: StreamStatistics | None
+    publisher: PublisherStatistics | None = None
 
 
-def cache_statistics(  # noqa: PLR0917 - a cache has these parts
+def cache_statistics(  # noqa: PLR0913, PLR0917 - a cache has these parts
     books: Books,
     tree: RadixTree,
     device: KVPool,
@@ -56,6 +58,7 @@ def cache_statistics(  # noqa: PLR0917 - a cache has these parts
     payoff: Payoff,
     controller: HiCacheController,
     events: EventStream | None,
+    publisher: Publisher | None,
     weights_epoch: int,
 ) -> CacheStatistics:
     """A snapshot of all parts of a cache."""
@@ -73,6 +76,7 @@ def cache_statistics(  # noqa: PLR0917 - a cache has these parts
         payoff=payoff.statistics(),
         controller=controller.statistics(),
         events=None if events is None else events.statistics(),
+        publisher=None if publisher is None else publisher.statistics(),
     )
 
 

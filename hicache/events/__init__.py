@@ -6,7 +6,7 @@ and `subscriber` take them over a network in the form of docs/formats/kv_events.
 
 from .index import IndexStatistics, PrefixIndex
 from .stream import EventReader, EventStream, StreamStatistics
-from .types import Batch, Cleared, Event, Gap, Medium, Removed, Snapshot, Stored
+from .types import Batch, Cleared, Event, Gap, Medium, Publisher, PublisherStatistics, Removed, Snapshot, Stored
 
 __all__ = [
     "Batch",
@@ -18,6 +18,8 @@ __all__ = [
     "IndexStatistics",
     "Medium",
     "PrefixIndex",
+    "Publisher",
+    "PublisherStatistics",
     "Removed",
     "Snapshot",
     "Stored",

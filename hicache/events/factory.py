@@ -33,11 +33,11 @@ def check_events(config: HiCacheConfig) -> CurveKeys | None:
     return curve
 
 
-def create_publisher(config: HiCacheConfig, stream: EventStream, *, rank: int | None = None) -> EventPublisher | None:
+def create_publisher(config: HiCacheConfig, stream: EventStream) -> EventPublisher | None:
     """Publish `stream` as the section `events` says; None if it names no endpoint. Starts a thread.
 
-    `rank` is the engine's data-parallel rank, which consumers are told. Raises ConfigError if the extra `events` is not
-    installed, a key cannot be read, or an endpoint cannot be bound or is open to strangers.
+    Raises ConfigError if the extra `events` is not installed, a key cannot be read, or an endpoint cannot be bound or
+    is open to strangers.
     """
     section = config.events
     if section.endpoint is None:
@@ -54,7 +54,6 @@ def create_publisher(config: HiCacheConfig, stream: EventStream, *, rank: int | 
         topic=section.topic,
         dialect=Dialect(section.dialect),
         token_ids=section.token_ids,
-        rank=rank,
         replay_bytes_max=section.replay_buffer,
         queued_batches_max=section.queued_batches_max,
         snapshot_interval_s=section.snapshot_interval,

@@ -26,7 +26,7 @@ import zmq.utils.z85
 from ..errors import ConfigError
 from .security import CurveKeys, require_private
 from .stream import EventStream
-from .types import Batch, Cleared, Event, Gap
+from .types import Batch, Cleared, Event, Gap, PublisherStatistics
 from .wire import BatchEncoder, Dialect
 
 logger = logging.getLogger(__name__)
@@ -73,24 +73,6 @@ class PublisherOptions:
     replay_bytes_max: int = 64 << 20
     queued_batches_max: int = 1000
     snapshot_interval_s: float = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class PublisherStatistics:
-    """Counters since the start, and the replay buffer now. `slow` counts batches that some subscriber did not get."""
-
-    alive: bool
-    batches: int
-    events: int
-    bytes: int
-    slow: int
-    gaps: int
-    snapshots: int
-    replays: int
-    refused: int
-    replay_batches: int
-    replay_bytes: int
-    errors: dict[str, int]
 
 
 class EventPublisher:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from ..keys import PAGE_KEY_BYTES
 
@@ -106,3 +106,34 @@ class Snapshot:
 
     first: int
     events: tuple[Stored, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStatistics:
+    """Counters since the start, and the replay buffer now. `slow` counts batches that some subscriber did not get,
+    `gaps` how often events were dropped before they were published, `refused` keys that are not on the list and
+    requests that are none.
+    """
+
+    alive: bool
+    batches: int
+    events: int
+    bytes: int
+    slow: int
+    gaps: int
+    snapshots: int
+    replays: int
+    refused: int
+    replay_batches: int
+    replay_bytes: int
+    errors: dict[str, int]
+
+
+class Publisher(Protocol):
+    """Who takes a stream elsewhere, as the owner of the stream sees it; `hicache.events.publisher` has one."""
+
+    def close(self, timeout_s: float) -> object:
+        """Publish what is in the stream and end. Blocks for up to `timeout_s`."""
+
+    def statistics(self) -> PublisherStatistics:
+        """A snapshot of the counters. Any thread."""

@@ -33,7 +33,7 @@ def test_without_an_endpoint_nothing_is_published() -> None:
 def test_the_section_becomes_a_publisher() -> None:
     loopback = "tcp://127.0.0.1:*"
     section = config(endpoint=loopback, replay_endpoint=loopback, dialect="map", token_ids=False)
-    publisher = create_publisher(section, EventStream(1), rank=1)
+    publisher = create_publisher(section, EventStream(1))
     assert publisher is not None and publisher.replay_endpoint is not None
     with publisher:
         assert publisher.endpoint.startswith("tcp://127.0.0.1:") and publisher.statistics().alive
