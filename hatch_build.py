@@ -25,6 +25,7 @@ COMPILE_S_MAX = 120.0
 
 def compile_narrow(root: Path, library: Path) -> bool:
     """Make `library` from the C source under `root`; False, and no file, if that is not possible here."""
+    library.unlink(missing_ok=True)  # one of an earlier build would be imported
     if not sys.platform.startswith("linux") or os.environ.get("HICACHE_NATIVE") == "0":
         return False
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")

@@ -91,6 +91,17 @@ def test_without_a_compiler_the_wheel_is_pure(repository: Path, tmp_path: Path, 
     assert NATIVE not in zipfile.ZipFile(wheel).namelist()
 
 
+@pytest.mark.parametrize("variables", [{"CC": "no-such-compiler"}, {"HICACHE_NATIVE": "0"}], ids=str)
+def test_a_build_without_the_helper_leaves_none_of_an_earlier_one(
+    repository: Path, tmp_path: Path, variables: dict[str, str]
+) -> None:
+    library = tmp_path / "earlier.so"
+    library.touch()
+    code = f"from pathlib import Path; import hatch_build as h; print(h.compile_narrow(Path(), Path({str(library)!r})))"
+    assert _run(sys.executable, "-c", code, cwd=repository, **variables) == "False\n"
+    assert not library.exists()
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_with_a_compiler_the_wheel_carries_the_helper(wheel: Path) -> None:
     assert "-cp311-abi3-linux_" in wheel.name
