@@ -82,8 +82,13 @@ def format_size(size_bytes: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 page`, `2 pages`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """`1 page`, `2,000 pages`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def format_share(part: int, whole: int) -> str:
+    """`12.3 %`, or `-` of nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def exact_size(size_bytes: int) -> str:

@@ -12,6 +12,7 @@ from hicache.units import (
     counted,
     exact_duration,
     exact_size,
+    format_share,
     format_size,
     parse_duration,
     parse_size,
@@ -63,7 +64,11 @@ def test_the_examples_of_a_refused_duration_go_up_to_days() -> None:
 
 
 def test_a_count_agrees_with_its_noun() -> None:
-    assert [counted(number, "page") for number in (0, 1, 2)] == ["0 pages", "1 page", "2 pages"]
+    assert [counted(number, "page") for number in (0, 1, 2000)] == ["0 pages", "1 page", "2,000 pages"]
+
+
+def test_a_share_of_nothing_is_a_dash() -> None:
+    assert (format_share(1, 3), format_share(0, 0)) == ("33.3 %", "-")
 
 
 def test_a_size_for_people_has_the_largest_unit_that_keeps_it_above_one() -> None:

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from ..cache import CacheStatistics
 from ..engine import Engine
+from ..replay.result import TIER_NAMES
 from ..units import format_size
 from .demo_run import Answer
 
-TIERS = {"device": "L1 device", "host": "L2 host", "storage": "L3 storage"}
 # The table changes by the step; this often is enough for an eye.
 REFRESH_PER_S = 8
 
@@ -68,7 +68,7 @@ def tier_table(state: CacheStatistics) -> Table:
                      backend.evicted_pages))  # fmt: skip
     for tier, held, capacity, moved, page_bytes, evicted in rows:
         hits = state.hit_tokens.get(tier, 0)
-        table.add_row(TIERS[tier], f"{hits:,}", f"{held:,}", f"{capacity:,}", f"{moved:,}",
+        table.add_row(TIER_NAMES[tier], f"{hits:,}", f"{held:,}", f"{capacity:,}", f"{moved:,}",
                       format_size(moved * page_bytes), f"{evicted:,}")  # fmt: skip
     return table
 
@@ -92,7 +92,7 @@ def time_table(cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequ
             column, justify="left" if column == "prefix from" else "right", no_wrap=column == "prefix from"
         )
     groups = [("computed, no reuse", [a for a in cold if a.document])]
-    groups += [(name, [a for a in cached if a.document and a.tier == tier]) for tier, name in TIERS.items()]
+    groups += [(name, [a for a in cached if a.document and a.tier == tier]) for tier, name in TIER_NAMES.items()]
     groups.append(("L3, after a restart", [a for a in restarted if a.document and a.tier == "storage"]))
     reference = statistics.median(a.time_to_first_token_s for a in groups[0][1])
     for name, answers in groups:

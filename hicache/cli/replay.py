@@ -26,10 +26,11 @@ from ..replay.result import ReplayResult
 from ..replay.runner import ReplayOptions
 from ..replay.synthetic import synthetic_trace
 from ..replay.trace import read_trace, write_trace
+from ..units import counted
 from .config import parse_settings
 from .console import OutputConsole
 from .main import Failure, output_failures
-from .replay_view import LiveView, counted, print_summary, trace_facts
+from .replay_view import LiveView, print_summary, trace_facts
 
 REPLAY_CONFIG = Path(__file__).with_name("replay.yaml")
 WRONG_BYTES_EXIT_CODE = 1

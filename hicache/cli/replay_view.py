@@ -13,12 +13,12 @@ from rich.table import Table
 
 from ..errors import InvalidInput
 from ..replay.job import ReplayJob
-from ..replay.report import REASONS, TIER_NAMES, WAY_NAMES, flattened_drops
-from ..replay.result import ReplayResult, Sample
+from ..replay.report import REASONS, WAY_NAMES, flattened_drops
+from ..replay.result import TIER_NAMES, ReplayResult, Sample
 from ..replay.timing import Latency
 from ..replay.tokens import TokenSource
 from ..replay.trace import TraceRequest
-from ..units import format_size
+from ..units import counted, format_share, format_size
 
 # An eye takes in no more.
 REFRESH_PER_S = 8
@@ -113,10 +113,10 @@ def _source_table(result: ReplayResult) -> Table:
     tokens = result.tokens
     for tier, name in TIER_NAMES.items():
         hits = tokens.hits.get(tier, 0)
-        table.add_row(name, f"{hits:,}", _share(hits, tokens.prompt), f"{result.evicted_pages.get(tier, 0):,}")
-    table.add_row("computed", f"{tokens.computed:,}", _share(tokens.computed, tokens.prompt), "")
+        table.add_row(name, f"{hits:,}", format_share(hits, tokens.prompt), f"{result.evicted_pages.get(tier, 0):,}")
+    table.add_row("computed", f"{tokens.computed:,}", format_share(tokens.computed, tokens.prompt), "")
     table.add_row("[dim]seen before in the trace", f"[dim]{tokens.seen:,}",
-                  f"[dim]{_share(tokens.seen, tokens.prompt)}", "")  # fmt: skip
+                  f"[dim]{format_share(tokens.seen, tokens.prompt)}", "")  # fmt: skip
     return table
 
 
@@ -147,11 +147,6 @@ def _times_table(result: ReplayResult) -> Table:
     return table
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 request`, `2,000 requests`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def shortened(number: int) -> str:
     """A count in at most eight characters up to a billion: `99,999`, `214.7 k`, `27.4 M`."""
     if number < 100_000:
@@ -164,10 +159,6 @@ def milliseconds(time_us: float) -> str:
     time_ms = time_us / 1000
     places = 3 if time_ms < 10 else 2 if time_ms < 100 else 1 if time_ms < 1000 else 0
     return f"{time_ms:,.{places}f}"
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def trace_facts(requests: Iterable[TraceRequest]) -> Iterator[str]:
@@ -189,4 +180,4 @@ def trace_facts(requests: Iterable[TraceRequest]) -> Iterator[str]:
     for name, lengths in (("prompt tokens", prompts), ("output tokens", outputs)):
         yield (f"{name:19} {sum(lengths):,}, median {statistics.median(lengths):,.0f}, longest {max(lengths):,}")
     yield f"blocks of 512       {len(blocks):,} different ones"
-    yield f"seen before         {seen:,} prompt tokens, {100 * seen / sum(prompts):.1f} %"
+    yield f"seen before         {seen:,} prompt tokens, {format_share(seen, sum(prompts))}"

@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from ..units import format_size
+from ..units import format_share, format_size
 from .plots import Axis, Curve, bars, legend, linear_axis, lines, log_axis, stacked
-from .result import ReplayResult, Sample
+from .result import TIER_NAMES, ReplayResult, Sample
 from .timing import Latency
 
-TIER_NAMES: Mapping[str, str] = {"device": "L1 device", "host": "L2 host", "storage": "L3 storage"}
 WAY_NAMES: Mapping[str, str] = {
     "device_to_host": "L1 to L2", "host_to_device": "L2 to L1",
     "host_to_storage": "L2 to L3", "storage_to_host": "L3 to L2",
@@ -163,7 +162,7 @@ def _tiles(result: ReplayResult) -> str:
     tiles = [
         ("", f"{result.requests.ended:,}", "request" if result.requests.ended == 1 else "requests"),
         ("", f"{tokens.prompt / 1e6:,.2f} M", "prompt tokens"),
-        ("", _percent(hits, tokens.prompt), "found on a tier"),
+        ("", format_share(hits, tokens.prompt), "found on a tier"),
         (good, f"{result.wrong_bytes:,}", f"wrong bytes of {format_size(result.checked_bytes)} compared"),
         ("", f"{result.scheduler.request_cpu.p50_us / 1000:.2f} ms", "scheduler work per request, p50"),
         ("", f"{result.scheduler.request_cpu.p99_us / 1000:.2f} ms", "scheduler work per request, p99"),
@@ -188,7 +187,7 @@ def _sources(result: ReplayResult) -> str:
     rows += [("computed again after a preemption", tokens.recomputed)]
     return figure + _table(
         ("source", "tokens", "share"),
-        [(name, f"{count:,}", _percent(count, tokens.prompt)) for name, count in rows],
+        [(name, f"{count:,}", format_share(count, tokens.prompt)) for name, count in rows],
     )
 
 
@@ -196,15 +195,15 @@ def _occupancy(result: ReplayResult) -> str:
     setup, samples = result.setup, result.samples
     if not samples:
         return "<p>No sample was taken.</p>"
-    pages = {"L1 device": (setup.device_pages, [s.device_pages for s in samples]),
-             "L2 host": (setup.host_pages, [s.host_pages for s in samples])}  # fmt: skip
+    pages = {"device": (setup.device_pages, [s.device_pages for s in samples]),
+             "host": (setup.host_pages, [s.host_pages for s in samples])}  # fmt: skip
     curves = [
-        Curve(name, [100 * used / (capacity * setup.processes) for used in values], colour)
-        for colour, (name, (capacity, values)) in enumerate(pages.items())
+        Curve(TIER_NAMES[tier], [100 * used / (capacity * setup.processes) for used in values], colour)
+        for colour, (tier, (capacity, values)) in enumerate(pages.items())
     ]
     if setup.storage_capacity_bytes:
         values = [100 * sample.storage_bytes / setup.storage_capacity_bytes for sample in samples]
-        curves.append(Curve("L3 storage", values, 2))
+        curves.append(Curve(TIER_NAMES["storage"], values, 2))
     x = linear_axis(result.elapsed_s, "seconds since the start", _plain)
     y = Axis(0, 100, [(percent, f"{percent} %") for percent in range(0, 101, 25)], "of capacity in use")
     plot = lines(x, y, [sample.elapsed_s for sample in samples], curves, title="Occupancy of the tiers, over time")
@@ -302,10 +301,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     header = "".join(f"<th>{escape(name)}</th>" for name in head)
     lines_ = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{header}</tr></thead><tbody>{lines_}</tbody></table></div>'
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def _plain(value: float) -> str:

@@ -11,7 +11,9 @@ from pydantic import TypeAdapter
 
 from .timing import Latency, merged_latency
 
-TIERS = ("device", "host", "storage")
+# What people read for a tier.
+TIER_NAMES: Mapping[str, str] = {"device": "L1 device", "host": "L2 host", "storage": "L3 storage"}
+TIERS = tuple(TIER_NAMES)
 # Where bytes may be found wrong: in what a tier gave, or in a request's own pages when it ends.
 SOURCES = (*TIERS, "own")
 

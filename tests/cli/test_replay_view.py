@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from hicache.cli.replay_view import counted, milliseconds, print_summary, shortened, state_table
+from hicache.cli.replay_view import milliseconds, print_summary, shortened, state_table
 from hicache.replay.result import ReplayResult
 from hicache.replay.timing import Latency
 from tests.replay.test_result import example, latency, sample
@@ -67,4 +67,3 @@ def test_counts_and_times_are_as_exact_as_their_length_permits() -> None:
     assert [milliseconds(time_us) for time_us in (12, 12_345, 123_450, 1_234_000)] == [
         "0.012", "12.35", "123.5", "1,234",
     ]  # fmt: skip
-    assert (counted(1, "request"), counted(2000, "request")) == ("1 request", "2,000 requests")
