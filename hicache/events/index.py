@@ -20,12 +20,9 @@ from .types import Batch, Cleared, Event, Gap, Medium, Removed, Snapshot, Stored
 
 @dataclass(frozen=True, slots=True)
 class IndexStatistics:
-    """`pages` by medium; `applied` and `contradictions` count events since the index was made."""
+    """`pages` by medium."""
 
-    in_sync: bool
     pages: dict[Medium, int]
-    applied: int
-    contradictions: int
 
 
 class _Page:
@@ -44,7 +41,6 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._pages: dict[bytes, _Page] = {}
         self._in_sync = True
-        self._applied = 0
         self._contradictions = 0
 
     # Following
@@ -70,7 +66,6 @@ class PrefixIndex:
                 self._store(event)
             else:
                 self._remove(event)
-            self._applied += 1
 
     def lose(self) -> None:
         """Forget everything, because events were missed; a snapshot or a `Cleared` starts it over."""
@@ -147,8 +142,7 @@ class PrefixIndex:
     def statistics(self) -> IndexStatistics:
         """What the index holds, counted over all pages."""
         counts = Counter(medium for page in self._pages.values() for medium in page.media)
-        pages = {medium: counts[medium] for medium in Medium}
-        return IndexStatistics(self._in_sync, pages, self._applied, self._contradictions)
+        return IndexStatistics({medium: counts[medium] for medium in Medium})
 
     def check(self) -> None:
         """Raises InvariantError if an invariant of the module does not hold."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -140,16 +139,6 @@ class ReplayResult:
 
 
 _RESULT = TypeAdapter(ReplayResult)
-
-
-def result_of_json(text: str | bytes) -> ReplayResult:
-    """The result in a JSON report. Raises pydantic's ValidationError, a ValueError, for anything else."""
-    return _RESULT.validate_json(text, strict=True)
-
-
-def result_schema() -> dict[str, Any]:
-    """The JSON schema of the report."""
-    return _RESULT.json_schema(mode="serialization")
 
 
 def merged(results: Sequence[ReplayResult]) -> ReplayResult:

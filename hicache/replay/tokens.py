@@ -95,7 +95,6 @@ def drawn(domain: int, numbers: Words, length: int) -> Tokens:
 
 def mixed(values: Words) -> Words:
     """A bijection of uint64 that spreads near numbers far apart: the finisher of SplitMix64 (Steele et al., 2014)."""
-    with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
