@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..backends.base import BackendStatistics
-from ..cache import create_tiered_cache
+from ..cache import CacheStatistics, create_tiered_cache
 from ..config import HiCacheConfig
 from ..errors import ConfigError, InvalidInput
 from .presets import PRESETS
@@ -84,7 +84,7 @@ def result_of(job: ReplayJob, replay: Replay) -> ReplayResult:
     controller, backend = state.controller, state.controller.backend
     evicted = {tier: state.evicted_pages.get(tier, 0) for tier in ("device", "host")}
     return ReplayResult(
-        setup=_setup(job, replay),
+        setup=_setup(job, replay, state),
         complete=replay.complete,
         elapsed_s=replay.elapsed_s,
         requests=Requests(
@@ -120,9 +120,9 @@ def _backend_errors(backend: BackendStatistics | None) -> dict[str, int]:
     return {} if backend is None else {f"storage:{kind}": count for kind, count in backend.errors.items()}
 
 
-def _setup(job: ReplayJob, replay: Replay) -> Setup:
+def _setup(job: ReplayJob, replay: Replay, state: CacheStatistics) -> Setup:
     cache, storage = replay.cache, job.config.storage
-    usage = cache.statistics().controller.usage
+    usage = state.controller.usage
     return Setup(
         trace=f"synthetic, seed {job.seed}" if job.trace is None else job.trace.name,
         model=job.preset,
