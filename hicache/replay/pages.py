@@ -9,7 +9,7 @@ copied is found in each of its words, at the price of one xor per word.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,13 @@ Seeds: TypeAlias = npt.NDArray[np.int64]
 def page_seeds(keys: Sequence[bytes]) -> Seeds:
     """The seeds of pages from their keys."""
     return np.frombuffer(b"".join(key[:WORD_BYTES] for key in keys), np.int64)
+
+
+class Expected(NamedTuple):
+    """Pages and their seeds on the pool's device, as `PageBytes.expected` puts them there."""
+
+    rows: torch.Tensor  # int64 [pages]
+    words: torch.Tensor  # int64 [pages, 1]
 
 
 class PageBytes:
@@ -55,24 +62,25 @@ class PageBytes:
         """Write `pages` as a forward would. On a stream device this queues work on the current stream."""
         if len(pages) == 0:
             return
-        rows, words = self._on_device(pages, seeds)
+        rows, words = self.expected(pages, seeds)
         for blocks, constants in zip(self._blocks, self._constants, strict=True):
             for block, constant in zip(blocks, constants, strict=True):
                 block.index_copy_(0, rows, words ^ constant)
 
-    def wrong_bytes(self, layer: int, pages: PageIds, seeds: Seeds) -> npt.NDArray[np.int64]:
-        """How many bytes of `layer` differ in each page, int64 `[len(pages)]`. Waits for the device."""
-        wrong = np.zeros(len(pages), np.int64)
-        if len(pages) == 0:
+    def expected(self, pages: PageIds, seeds: Seeds) -> Expected:
+        """What `wrong_bytes` compares with, converted and brought to the device once for all layers."""
+        rows = torch.from_numpy(pages.astype(np.int64)).to(self._device)
+        return Expected(rows, torch.from_numpy(seeds.reshape(-1, 1).copy()).to(self._device))
+
+    def wrong_bytes(self, layer: int, pages: Expected) -> npt.NDArray[np.int64]:
+        """How many bytes of `layer` differ in each page, int64 `[pages]`. Waits for the device."""
+        rows, words = pages
+        wrong = np.zeros(len(rows), np.int64)
+        if len(rows) == 0:
             return wrong
-        rows, words = self._on_device(pages, seeds)
         for block, constant in zip(self._blocks[layer], self._constants[layer], strict=True):
             found, expected = block.index_select(0, rows), words ^ constant
             if not torch.equal(found, expected):
                 differ = found.view(torch.uint8) != expected.view(torch.uint8)
                 wrong += differ.sum(dim=1).cpu().numpy()
         return wrong
-
-    def _on_device(self, pages: PageIds, seeds: Seeds) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = torch.from_numpy(pages.astype(np.int64)).to(self._device)
-        return rows, torch.from_numpy(seeds.reshape(-1, 1).copy()).to(self._device)

@@ -74,8 +74,9 @@ class Requests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """`prompt` tokens of requests that began; `seen` of them had occurred before in the trace, which is what a cache
-    without limits could have had; `hits` by tier; `computed` is the rest, `recomputed` what preemptions cost."""
+    """`prompt` and `output` tokens of requests that began, the whole output also of those that did not end; `seen` of
+    the prompt tokens had occurred before in the trace, which is what a cache without limits could have had; `hits` by
+    tier; `computed` is the rest, `recomputed` what preemptions cost."""
 
     prompt: int
     output: int

@@ -101,6 +101,10 @@ class _Request:
         return self.kv
 
     @property
+    def output_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES - self.prompt_tokens
+
+    @property
     def prefilling(self) -> bool:
         return self.kv_tokens < self.prefill_end
 
@@ -236,7 +240,6 @@ class Replay:
             f"request-{traced.index}", traced.index, data, traced.input_length, tokens.seen_tokens, end_tokens,
             page_seeds(keys), self.times.arrived(), prefill_end=traced.input_length,
         )  # fmt: skip
-        self.counts.output_tokens += traced.output_length
         self._waiting.append(request)
         self._prefetch(request)
 
@@ -279,6 +282,7 @@ class Replay:
         computed = request.prefill_end - kv.cached_tokens
         if request.preemptions == 0:
             self.counts.prompt_tokens += request.prompt_tokens
+            self.counts.output_tokens += request.output_tokens
             self.counts.seen_tokens += request.seen_tokens
             self.counts.computed_tokens += computed
             hits = (kv.device_hit_tokens, kv.host_hit_tokens, kv.storage_hit_tokens)
@@ -295,10 +299,11 @@ class Replay:
         pages: PageIds = np.concatenate([r.held_kv().pages[: r.held_kv().shared_pages] for r in admitted] or [_NONE])
         seeds = np.concatenate([r.seeds[: r.held_kv().shared_pages] for r in admitted] or [_NO_SEEDS])
         wrong = np.zeros(len(pages), np.int64)
+        expected = self._bytes.expected(pages, seeds)
         for layer in range(self._bytes.layers):
             if transfer is not None:
                 transfer.wait_layer(layer)
-            wrong += self._bytes.wrong_bytes(layer, pages, seeds)
+            wrong += self._bytes.wrong_bytes(layer, expected)
         self.counts.checked_bytes += len(pages) * self._bytes.page_bytes
         if not wrong.any():
             return
@@ -381,10 +386,10 @@ class Replay:
         """Write what the decode has computed, read everything once more, and hand it to the cache."""
         kv = request.held_kv()
         self._fill(request)
-        pages, seeds = kv.pages[: request.filled_pages], request.seeds[: request.filled_pages]
+        expected = self._bytes.expected(kv.pages[: request.filled_pages], request.seeds[: request.filled_pages])
         for layer in range(self._bytes.layers):
-            self.counts.wrong["own"] += int(self._bytes.wrong_bytes(layer, pages, seeds).sum())
-        self.counts.checked_bytes += len(pages) * self._bytes.page_bytes
+            self.counts.wrong["own"] += int(self._bytes.wrong_bytes(layer, expected).sum())
+        self.counts.checked_bytes += request.filled_pages * self._bytes.page_bytes
         key = request.key(request.kv_tokens)
         self.times.timed(Call.FINISH, request.account, self.cache.cache_finished_req, kv, key)
         request.kv = None

@@ -42,9 +42,9 @@ class Filled:
 
     def wrong(self) -> list[int]:
         """Wrong bytes by page, over all layers."""
-        total = np.zeros(PAGES, np.int64)
+        total, expected = np.zeros(PAGES, np.int64), self.bytes.expected(self.pages, self.seeds)
         for layer in range(self.pool.geometry.layers):
-            total += self.bytes.wrong_bytes(layer, self.pages, self.seeds)
+            total += self.bytes.wrong_bytes(layer, expected)
         return [int(count) for count in total]
 
 
@@ -61,6 +61,10 @@ def test_only_the_pages_asked_for_are_written(filled: Filled) -> None:
     assert not filled.block(0)[0].any()
     filled.bytes.fill(ids(), filled.seeds[:0])
     assert filled.wrong() == [0] * PAGES
+
+
+def test_no_pages_have_no_wrong_bytes(filled: Filled) -> None:
+    assert filled.bytes.wrong_bytes(0, filled.bytes.expected(ids(), filled.seeds[:0])).shape == (0,)
 
 
 def test_one_flipped_bit_is_one_wrong_byte(filled: Filled) -> None:

@@ -60,6 +60,16 @@ def test_what_left_l2_comes_from_storage(tmp_path: Path, storage: str) -> None:
     assert result.evicted_pages["device"] > 0 and result.evicted_pages["host"] > 0
 
 
+def test_only_requests_that_began_are_counted_and_each_once(tmp_path: Path) -> None:
+    options = ReplayOptions(running_max=1, waiting_max=4)
+    with started(job(tmp_path, rounds(4, 1), small_config(storage=None), options)) as replay:
+        replay.step()
+        assert replay.unfinished == 4
+        assert (replay.counts.prompt_tokens, replay.counts.output_tokens) == (1024, 20)
+        go(replay)
+        assert (replay.counts.prompt_tokens, replay.counts.output_tokens) == (4096, 80)
+
+
 def test_a_replay_is_complete_if_it_went_to_its_end(tmp_path: Path) -> None:
     one = job(tmp_path, rounds(1, 2), small_config(storage=None), ONE_AT_A_TIME)
     with started(one) as replay:
@@ -110,6 +120,7 @@ def test_requests_that_outgrow_l1_preempt_the_youngest_and_all_end(tmp_path: Pat
     with started(job(tmp_path, trace, small_config(storage=None, device=2048))) as replay:
         go(replay)
         assert replay.counts.preempted > 0
+        assert replay.counts.output_tokens == sum(one.output_length for one in trace)
         assert replay.counts.ended == 6
         assert replay.counts.recomputed_tokens > 0
         assert replay.counts.wrong.total() == 0
