@@ -1,11 +1,16 @@
-"""Results of benchmarks as rows, and rows as a plain table."""
+"""Runs of benchmarks in turns, their results as rows, and rows as a plain table."""
 
 from __future__ import annotations
 
+import gc
+import statistics
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TextIO, TypeAlias
+
+Sides: TypeAlias = "list[Callable[[], object]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,33 @@ class Row:
     reference: str | None = None
     ratio: float | None = None
     goal: float | None = None
+
+
+def alternate(runs: int, sides: Sides, before: Callable[[], object] | None = None) -> list[list[float]]:
+    """Seconds of each run of each side, taking turns, `before` untimed ahead of each turn; the collector is off."""
+    times: list[list[float]] = [[] for _ in sides]
+    gc.disable()
+    for _ in range(runs):
+        if before is not None:
+            before()
+        for side, taken in zip(sides, times, strict=True):
+            begin = time.perf_counter()
+            side()
+            taken.append(time.perf_counter() - begin)
+    gc.enable()
+    return times
+
+
+def row(what: str, times: list[list[float]], goal: float | None = 1.0, *, limit_us: float | None = None) -> Row:
+    """Seconds of runs, ours first, the reference second if there is one: the best of each, the median in brackets.
+
+    A ratio above 1 means that we are slower. With `limit_us` that is the reference, and the ratio is the median's.
+    """
+    text = [f"{min(t) * 1e6:.1f} us ({statistics.median(t) * 1e6:.1f})" for t in times]
+    if limit_us is not None:
+        return Row(what, text[0], f"{limit_us:.0f} us", statistics.median(times[0]) * 1e6 / limit_us, goal)
+    ratio = min(times[0]) / min(times[1]) if len(times) > 1 else None
+    return Row(what, text[0], text[1] if len(times) > 1 else None, ratio, goal)
 
 
 def print_table(title: str, rows: Iterable[Row], *, file: TextIO | None = None) -> None:

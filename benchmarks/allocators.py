@@ -17,8 +17,7 @@ import torch
 
 from hicache.tiers import PageAllocator, PagedTokenToKVPoolAllocator
 
-from ._table import Row, print_table
-from .tree import alternate, row
+from ._table import Row, alternate, print_table, row
 
 PAGE = 64
 POOL_PAGES = 32_768

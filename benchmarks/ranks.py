@@ -107,6 +107,7 @@ def rows_of(size: int) -> list[Row]:
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=measure, args=(rank, size, folder, sender), daemon=True)
             process.start()
+            sender.close()  # the child has its own, so a child that dies ends its pipe
             receivers.append(receiver)
             processes.append(process)
         results = [receiver.recv() for receiver in receivers]

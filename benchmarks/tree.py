@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import argparse
 import array
-import gc
 import random
-import statistics
-import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +27,7 @@ from hicache.keys import RadixKey, page_keys, token_bytes
 from hicache.radix import POLICIES, RadixTree
 
 from ._native import NativeTree, load_bindings
-from ._table import Row, print_table
+from ._table import Row, Sides, alternate, print_table, row
 
 PAGE_SIZES = (16, 64)
 PROMPT = 32_768
@@ -41,34 +38,10 @@ EVENT_BYTES = 32 << 20
 # Each page is one call of OpenSSL from Python; for small pages the call costs more than the hash.
 PAGE_KEY_GOALS = {16: None, 64: 1.4}
 
-Sides: TypeAlias = "list[Callable[[], object]]"
-
 
 def tokens(count: int, seed: int) -> array.array[int]:
     """Random token ids as an engine holds them."""
     return array.array("q", np.random.default_rng(seed).integers(0, 128_000, count).tolist())
-
-
-def alternate(runs: int, sides: Sides, before: Callable[[], object] | None = None) -> list[list[float]]:
-    """Seconds of each run of each side, taking turns, `before` untimed ahead of each turn; the collector is off."""
-    times: list[list[float]] = [[] for _ in sides]
-    gc.disable()
-    for _ in range(runs):
-        if before is not None:
-            before()
-        for side, taken in zip(sides, times, strict=True):
-            begin = time.perf_counter()
-            side()
-            taken.append(time.perf_counter() - begin)
-    gc.enable()
-    return times
-
-
-def row(what: str, times: list[list[float]], goal: float | None = 1.0) -> Row:
-    """Ours first, the reference second if there is one. A ratio above 1 means that we are slower."""
-    text = [f"{min(t) * 1e6:.1f} us ({statistics.median(t) * 1e6:.1f})" for t in times]
-    ratio = min(times[0]) / min(times[1]) if len(times) > 1 else None
-    return Row(what, text[0], text[1] if len(times) > 1 else None, ratio, goal)
 
 
 class Pair:
