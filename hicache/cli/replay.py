@@ -91,7 +91,7 @@ def replay(json_file: Path | None, html_file: Path | None, **given: Any) -> None
                 view.show(sample)
                 if stop:
                     break
-            result = engines.result(complete=not stop)
+            result = engines.result()
         _tell(console, result, reports)
     console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)
     if stop:

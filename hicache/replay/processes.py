@@ -42,8 +42,8 @@ class Engines(ABC):
         """Replay; the state of all engines from time to time. May be left before its end. Raises HiCacheError."""
 
     @abstractmethod
-    def result(self, *, complete: bool) -> ReplayResult:
-        """What it came to, whether `run` went to its end (`complete`) or was left. Raises HiCacheError."""
+    def result(self) -> ReplayResult:
+        """What it came to, whether `run` went to its end or was left. Raises HiCacheError."""
 
     @abstractmethod
     def close(self) -> None:
@@ -73,7 +73,7 @@ class InProcess(Engines):
     def run(self) -> Iterator[Sample]:
         return self._replay.run()
 
-    def result(self, *, complete: bool) -> ReplayResult:
+    def result(self) -> ReplayResult:
         self._replay.check()
         return result_of(self._job, self._replay)
 
@@ -177,7 +177,7 @@ class Children(Engines):
             if samples:
                 yield summed_sample(samples)
 
-    def result(self, *, complete: bool) -> ReplayResult:
+    def result(self) -> ReplayResult:
         deadline_s = time.monotonic() + ANSWER_S_MAX
         for child in self._children:
             child.end_input()
@@ -210,13 +210,11 @@ def main() -> None:
     job = _JOB.validate_json(sys.stdin.buffer.readline())
     try:
         with InProcess(job) as engines:
-            complete = True
             for sample in engines.run():
                 _say(Message(sample=sample))
                 if _input_ended():
-                    complete = False
                     break
-            _say(Message(result=engines.result(complete=complete)))
+            _say(Message(result=engines.result()))
     except BrokenPipeError:
         # The parent is gone. What is still in the buffer must not fail once more at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
