@@ -11,8 +11,7 @@ from hicache.backends.base import StorageBackend
 from hicache.controller.lifecycle import BackendLifecycle
 from hicache.controller.storage import StorageJobs
 from hicache.controller.worker import WorkerGroup
-
-WAIT_S = 20.0
+from tests.waiting import WAIT_S, wait_for
 
 
 class Backend:
@@ -47,14 +46,6 @@ def lifecycle(backend: Backend, clock: Callable[[], float] = time.monotonic) -> 
     return life
 
 
-def advance_until(life: BackendLifecycle, condition: Callable[[], bool]) -> None:
-    deadline, pause = time.monotonic() + WAIT_S, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        life.advance()
-        pause.wait(0.001)
-
-
 def opener(backend: Backend, gate: threading.Event | None = None) -> Callable[[], StorageBackend]:
     """Opens `backend` once `gate` is set."""
 
@@ -71,11 +62,11 @@ def test_an_opening_that_hangs_does_not_keep_the_next_from_being_opened() -> Non
     life, gate = lifecycle(first), threading.Event()
     life.replace(opener(hanging, gate))
     life.replace(opener(wanted))
-    advance_until(life, lambda: life.jobs is not None)
+    wait_for(lambda: life.jobs is not None, life.advance)
     assert life.jobs is not None and life.jobs.backend is cast(StorageBackend, wanted)
     assert life.opened == life.wanted == 3
     gate.set()
-    advance_until(life, hanging.closed.is_set)  # nobody wants it any more
+    wait_for(hanging.closed.is_set, life.advance)  # nobody wants it any more
     assert life.jobs.backend is cast(StorageBackend, wanted) and not wanted.closed.is_set()
     assert life.close(WAIT_S, workers_ended=True) and wanted.closed.is_set() and first.closed.is_set()
 
@@ -93,9 +84,9 @@ def test_an_earlier_opening_that_fails_late_does_not_delay_the_one_that_is_wante
     life = lifecycle(Backend(), clock=lambda: 0.0)  # time stands still, so nothing is tried twice
     life.replace(fails_late)
     life.replace(fails)
-    advance_until(life, lambda: life.open_failures == 1)
+    wait_for(lambda: life.open_failures == 1, life.advance)
     pause = (life._retry_at, life._retry_s)
     gate.set()
-    advance_until(life, lambda: life.open_failures == 2)
+    wait_for(lambda: life.open_failures == 2, life.advance)
     assert (life._retry_at, life._retry_s) == pause
     assert life.close(WAIT_S, workers_ended=True)

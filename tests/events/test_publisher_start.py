@@ -10,7 +10,8 @@ import pytest
 
 from hicache.events import Cleared, EventStream
 from hicache.events.publisher import EventPublisher, PublisherOptions
-from tests.events.test_publisher import LOOPBACK, published, removed, wait_for
+from tests.events.test_publisher import LOOPBACK, published, removed
+from tests.waiting import wait_for
 
 # More than a process can address, so that no thread can start.
 ENDLESS_STACK_BYTES = 1 << 47

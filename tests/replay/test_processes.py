@@ -58,7 +58,7 @@ def test_two_processes_share_a_store_and_their_results_are_one(tmp_path: Path) -
     jobs = [replace(one, options=replace(one.options, share=share, share_of=2)) for share in (0, 1)]
     with start_engines(jobs) as engines:
         *_, last = engines.run()
-        result = engines.result(complete=True)
+        result = engines.result()
     assert isinstance(engines, Children)
     assert result.requests.ended == last.requests == 36
     assert result.wrong_bytes == 0
@@ -73,10 +73,10 @@ def test_an_engine_finds_what_another_process_has_stored(tmp_path: Path) -> None
     one = file_job(tmp_path, times=1)
     with start_engines([one]) as engines:
         list(engines.run())
-        assert engines.result(complete=True).tokens.hits["storage"] == 0
+        assert engines.result().tokens.hits["storage"] == 0
     with Children([one]) as engines:
         list(engines.run())
-        result = engines.result(complete=True)
+        result = engines.result()
     assert result.tokens.hits["storage"] > 4 * 960
     assert result.wrong_bytes == 0
 
@@ -86,7 +86,7 @@ def test_a_replay_that_is_left_has_a_result_of_all_processes(tmp_path: Path) -> 
     with Children([one, one]) as engines:
         pids = [child.process.pid for child in engines._children]
         sample = next(sample for sample in engines.run() if sample.requests > 2)
-        result = engines.result(complete=False)
+        result = engines.result()
     assert not result.complete
     assert sample.requests <= result.requests.ended < 16_000
     assert result.wrong_bytes == 0
@@ -144,7 +144,7 @@ def test_one_job_runs_in_this_process(tmp_path: Path) -> None:
     with start_engines([one]) as engines:
         assert isinstance(engines, InProcess)
         list(engines.run())
-        assert engines.result(complete=True).requests.ended == 1
+        assert engines.result().requests.ended == 1
 
 
 def test_jobs_survive_their_way_to_another_process(tmp_path: Path) -> None:
