@@ -138,19 +138,21 @@ class FrameCodec:
         self._constant = struct.pack("<HBB8sQ", FORMAT_VERSION, self.tag_kind, 0, key_id, payload_bytes)
         self._covered = slice(_NONCE.start, HEADER_BYTES + payload_bytes)
 
-    def seal(self, key: bytes, frame: memoryview, *, parent: bytes | None = None) -> None:
-        """Write the header of an unsealed frame; leave one that is sealed for `key` alone.
+    def seal(self, key: bytes, frame: memoryview, *, parent: bytes | None = None) -> memoryview:
+        """The stored form of the page in `frame`: what a backend writes, a multiple of 4096 bytes and at most as long.
 
-        `parent` is the key of the page before this one, None for the first page of a chain. Mutates the first 256 bytes
-        of `frame`. REQUIRES: the payload is complete and nobody writes it meanwhile.
+        Writes the header of an unsealed frame and leaves one that is sealed for `key` alone. `parent` is the key of the
+        page before this one, None for the first page of a chain. Mutates the first 256 bytes of `frame`; what is
+        returned may be `frame` itself. REQUIRES: the payload is complete and nobody writes it meanwhile.
         """
         fixed = self._constant + key + (parent or NO_PARENT) + self.namespace
         if frame[:8] == MAGIC and frame[_FIXED] == fixed:
-            return
+            return frame
         nonce = _NO_NONCE if self._cipher is None else os.urandom(12)
         frame[:HEADER_BYTES] = (bytes(24) + nonce + fixed).ljust(HEADER_BYTES, b"\0")
         frame[_TAG] = self._tag(nonce, frame)
         frame[: len(MAGIC)] = MAGIC  # last, so that an interrupted seal leaves an unsealed frame
+        return frame
 
     def is_sealed(self, key: bytes, frame: memoryview) -> bool:
         """Whether `frame` says that it is the page `key` of this namespace; proves nothing, costs a microsecond."""
@@ -159,6 +161,22 @@ class FrameCodec:
     def stream(self) -> TagStream | None:
         """For `check`, where a frame arrives in pieces; None where its tag has to be computed over the whole."""
         return TagStream(self._covered) if self.tag_kind is TagKind.XXH3_128 else None
+
+    def fits(self, stored_bytes: int) -> bool:
+        """Whether an object of so many bytes may be a page. What does not fit is damage, and is never read."""
+        return stored_bytes == self.frame_bytes
+
+    def accept(
+        self, key: bytes, frame: memoryview, stored_bytes: int, arrived: TagStream | None = None
+    ) -> Damage | None:
+        """None if the stored form of the page `key` lies in the first bytes of `frame`, else what is wrong with it.
+
+        After None the frame holds the page as it was given to `seal`; after damage its bytes mean nothing. `arrived`,
+        if given, comes from `stream` and has taken in exactly those bytes.
+        """
+        if not self.fits(stored_bytes):
+            return Damage.LENGTH
+        return self.check(key, frame, arrived)
 
     def check(self, key: bytes, frame: memoryview, arrived: TagStream | None = None) -> Damage | None:
         """None if `frame` provably is the page `key` of this namespace, else what is wrong with it. Mutates nothing.

@@ -6,8 +6,14 @@ sees no page of another one. Backends seal what they store and check what they r
 while the bytes are warm, and remove what fails the check.
 
 Deadlines are points on `time.monotonic()`. A verb starts no new page after its deadline and reports what it did not do
-as ERROR (a lookup: as not stored). Storage trouble is an outcome, never an exception; what may be raised is
-InvalidInput for arguments that break this contract and BackendError from a constructor or from `close`.
+as ERROR (a lookup: as not stored). Storage trouble is an outcome, never an exception, and each trouble is counted in
+`BackendStatistics.errors`, lookups' too: a guard tells a store that has nothing from one that is down by these counts.
+What may be raised is InvalidInput for arguments that break this contract and BackendError from a constructor or from
+`close`. A backend tries each request once (a pooled connection that the server has closed meanwhile is no try):
+repeating is the guard's business, which has one budget for it.
+
+What a backend stores is what `codec.seal` returns, and what it has read goes through `codec.accept`: the stored form
+may be shorter than the frame, its length is compared by `codec.fits` before a byte is read.
 
 Locking design: all verbs may be called from any threads at once and may block up to the deadline; none is called on an
 engine's scheduler thread. `close` waits for the calls that are under way; verbs after it report ERROR.
@@ -17,9 +23,9 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from ..frame import FrameCodec
 
@@ -69,29 +75,6 @@ class BackendStatistics:
     written_bytes: int
 
 
-class Tally:
-    """Counts behind `BackendStatistics`. Not locked: each backend adds under its own lock, once per batch."""
-
-    def __init__(self) -> None:
-        self.gets: Counter[GetOutcome] = Counter()
-        self.sets: Counter[SetOutcome] = Counter()
-        self.corrupt: Counter[str] = Counter()
-        self.errors: Counter[str] = Counter()
-        self.evicted_pages = 0
-
-    def statistics(self, frame_bytes: int) -> BackendStatistics:
-        """A snapshot; bytes moved are whole frames."""
-        return BackendStatistics(
-            gets=dict(self.gets),
-            sets=dict(self.sets),
-            corrupt=dict(self.corrupt),
-            errors=dict(self.errors),
-            evicted_pages=self.evicted_pages,
-            read_bytes=self.gets[GetOutcome.HIT] * frame_bytes,
-            written_bytes=self.sets[SetOutcome.STORED] * frame_bytes,
-        )
-
-
 class StorageBackend(ABC):
     """One L3 store, seen from one namespace. See the module's docstring for what holds for every verb."""
 
@@ -131,7 +114,10 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def usage(self) -> Usage:
-        """What is stored now, by all processes that share the store."""
+        """What is stored now, by all processes that share the store. May block: a server counts by listing.
+
+        In trouble: what was found last, and a counted error.
+        """
 
     @abstractmethod
     def statistics(self) -> BackendStatistics:
@@ -140,3 +126,32 @@ class StorageBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait for the calls under way, then release files, sockets and threads. May be called twice."""
+
+
+@runtime_checkable
+class MemoryRegistration(Protocol):
+    """A backend that moves registered memory faster (RDMA). Found with `leaves`."""
+
+    def register_memory(self, memory: memoryview) -> None:
+        """Make `memory`, from which frames will come, known to the network. Called before the first verb; may block.
+
+        Other frames still work, at the price of a copy. Raises BackendError.
+        """
+
+
+@runtime_checkable
+class Composite(Protocol):
+    """A backend that passes its verbs on to others."""
+
+    @property
+    def parts(self) -> Sequence[StorageBackend]:
+        """The backends behind it, in the order in which they are read."""
+
+
+def leaves(backend: StorageBackend) -> Iterator[StorageBackend]:
+    """The backends at the bottom of `backend`: itself, unless it is a Composite."""
+    if isinstance(backend, Composite):
+        for part in backend.parts:
+            yield from leaves(part)
+    else:
+        yield backend

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from ..errors import InvalidInput, InvariantError
 from ..frame import FrameCodec
-from ..keys import PAGE_KEY_BYTES
-from .base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Tally, Usage
+from .base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
+from .calls import Tally, check_batch, check_keys
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class MemoryBackend(StorageBackend):
 
     def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See StorageBackend."""
-        _check_keys(keys)
+        check_keys(keys)
         with self._lock:
             if self._closed or time.monotonic() >= deadline:
                 return 0
@@ -57,7 +57,7 @@ class MemoryBackend(StorageBackend):
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
     ) -> list[GetOutcome]:
         """See StorageBackend."""
-        self._check_batch(keys, frames)
+        check_batch(self.codec, keys, frames)
         return [self._get(key, frame, deadline) for key, frame in zip(keys, frames, strict=True)]
 
     def _get(self, key: bytes, frame: memoryview, deadline: float) -> GetOutcome:
@@ -71,9 +71,10 @@ class MemoryBackend(StorageBackend):
         if page is None:
             return GetOutcome.MISS
         damage: str | None = "size"
-        if len(page.frame) == self.codec.frame_bytes:
-            frame[:] = page.frame
-            damage = self.codec.check(key, frame)
+        stored_bytes = len(page.frame)
+        if self.codec.fits(stored_bytes):
+            frame[:stored_bytes] = page.frame
+            damage = self.codec.accept(key, frame, stored_bytes)
         if damage is not None:
             self._tally.corrupt[str(damage)] += 1
             self._drop(key)
@@ -85,7 +86,7 @@ class MemoryBackend(StorageBackend):
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See StorageBackend. Turns away the tail of a batch that does not fit; its head stays."""
-        self._check_batch(keys, frames)
+        check_batch(self.codec, keys, frames)
         outcomes: list[SetOutcome] = []
         for key, frame in zip(keys, frames, strict=True):
             with self._lock:
@@ -104,8 +105,8 @@ class MemoryBackend(StorageBackend):
             return SetOutcome.PRESENT
         if full or not self._make_room(parent):
             return SetOutcome.REJECTED
-        self.codec.seal(key, frame, parent=parent)
-        self._pages[key] = _Page(bytes(frame), parent, self._tick())
+        stored = self.codec.seal(key, frame, parent=parent)
+        self._pages[key] = _Page(bytes(stored), parent, self._tick())
         if parent is not None:
             self._children.setdefault(parent, set()).add(key)
         return SetOutcome.STORED
@@ -140,17 +141,9 @@ class MemoryBackend(StorageBackend):
             return False
         return True
 
-    def _check_batch(self, keys: Sequence[bytes], frames: Sequence[memoryview]) -> None:
-        if len(keys) != len(frames):
-            raise InvalidInput(f"memory backend: {len(keys)} keys but {len(frames)} frames")
-        _check_keys(keys)
-        for frame in frames:
-            if frame.nbytes != self.codec.frame_bytes or frame.readonly or not frame.c_contiguous:
-                raise InvalidInput(f"memory backend: a frame must be {self.codec.frame_bytes} writable bytes")
-
     def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See StorageBackend."""
-        _check_keys(keys)
+        check_keys(keys)
         with self._lock:
             if not self._may_start(deadline):
                 return 0
@@ -196,9 +189,3 @@ class MemoryBackend(StorageBackend):
         with self._lock:
             page = self._pages.get(key)
             self._pages[key] = _Page(frame, page.parent if page else None, self._tick())
-
-
-def _check_keys(keys: Sequence[bytes]) -> None:
-    for key in keys:
-        if len(key) != PAGE_KEY_BYTES:
-            raise InvalidInput(f"memory backend: a key must be {PAGE_KEY_BYTES} bytes, got {len(key)}")

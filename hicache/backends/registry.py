@@ -11,44 +11,44 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeAlias, cast, get_origin, get_type_hints
 
 from ..errors import ConfigError, InvalidInput
 from ..frame import FrameCodec
 from .base import StorageBackend
+from .raw import RawStore
 
 ENTRY_POINT_GROUP = "hicache.backends"
 
 Factory: TypeAlias = Callable[..., StorageBackend]
 
 
-def _memory(codec: FrameCodec, *, capacity_bytes: int | None = None) -> StorageBackend:
-    from .memory import MemoryBackend  # noqa: PLC0415 - a backend is imported when it is asked for
-
-    return MemoryBackend(codec, capacity_bytes)
-
-
-def _file(
-    codec: FrameCodec,
-    *,
-    path: str,
-    capacity_bytes: int | None = None,
-    free_space_floor_bytes: int = 0,
-    io_threads: int | None = None,
-    direct_io: bool = False,
-    sync: bool = False,
-) -> StorageBackend:
-    from .file import FileBackend, FileBackendOptions  # noqa: PLC0415
-
-    threads = {} if io_threads is None else {"io_threads": io_threads}
-    options = FileBackendOptions(
-        path, capacity_bytes, free_space_floor_bytes, direct_io=direct_io, sync=sync, **threads
-    )
-    return FileBackend(codec, options)
+# Where the factories of the built-in backends are. A backend is imported when it is asked for.
+_BUILT_IN: Mapping[str, str] = {
+    "memory": "hicache.backends.memory:MemoryBackend",
+    "file": "hicache.backends.file:open_file_backend",
+}
+# Where what opens a built-in store for its operator is: a function of the same options that returns a RawStore.
+_RAW: Mapping[str, str] = {}
 
 
-_BUILT_IN: Mapping[str, Factory] = {"memory": _memory, "file": _file}
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """A backend that can be opened: its type, and what its factory and its guard take.
+
+    `guard` holds keyword options of `GuardOptions`; None opens it without a guard, for tests and for measuring.
+    """
+
+    type: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    guard: Mapping[str, object] | None = field(default_factory=dict)
+
+
+def open_spec(spec: BackendSpec, codec: FrameCodec) -> StorageBackend:
+    """Open what `spec` describes. Blocks and raises as `open_backend`."""
+    return open_backend(spec.type, codec, spec.options)
 
 
 def open_backend(type_name: str, codec: FrameCodec, options: Mapping[str, object]) -> StorageBackend:
@@ -78,6 +78,21 @@ def check_backend(type_name: str, options: Mapping[str, object]) -> Factory:
     return factory
 
 
+def open_raw(spec: BackendSpec) -> RawStore:
+    """The store of `spec` as its operator sees it. Blocks as the backend's constructor does.
+
+    Raises ConfigError for a backend that has no such view, or refuses its options; BackendError as the backend does.
+    """
+    place = _RAW.get(spec.type)
+    if place is None:
+        raise ConfigError(f"backend {spec.type}: cannot be listed; {', '.join(sorted(_RAW)) or 'none'} can")
+    factory = cast(Callable[..., RawStore], _load(spec.type, EntryPoint(spec.type, place, ENTRY_POINT_GROUP)))
+    try:
+        return factory(**spec.options)
+    except (InvalidInput, TypeError) as error:
+        raise ConfigError(f"backend {spec.type}: {error}") from error
+
+
 def backend_names() -> list[str]:
     """All names that `open_backend` knows on this machine, but for `module:Class`."""
     return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
@@ -86,7 +101,7 @@ def backend_names() -> list[str]:
 def _factory(type_name: str) -> Factory:
     built_in = _BUILT_IN.get(type_name)
     if built_in is not None:
-        return built_in
+        return _load(type_name, EntryPoint(type_name, built_in, ENTRY_POINT_GROUP))
     points = entry_points(group=ENTRY_POINT_GROUP, name=type_name)
     if points:
         return _load(type_name, next(iter(points)))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..backends.base import StorageBackend
-from ..backends.registry import open_backend
+from ..backends.registry import BackendSpec, open_spec
 from ..config import HiCacheConfig
 from ..controller import ControllerOptions, HiCacheController, RankGroup
 from ..controller.ranks import require_equal
@@ -236,6 +236,7 @@ def _storage_opener(
     if storage is None:
         return None
     mac_key = config.integrity.mac_key(environ)
+    spec = BackendSpec(storage.type, storage.backend_options(), storage.guard.guard_options())
 
     def open_storage(epoch: int) -> StorageBackend:
         codec = FrameCodec(
@@ -244,7 +245,7 @@ def _storage_opener(
             tag=TagKind[config.integrity.tag.upper()],
             mac_key=mac_key,
         )
-        return open_backend(storage.type, codec, storage.backend_options())
+        return open_spec(spec, codec)
 
     return open_storage
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, JsonValue, Tag
 
 from ..units import GIB, Count, PositiveSize, Size
+from .guard import GuardConfig
 from .section import FileSystemPath, Section
 
 
@@ -51,6 +52,7 @@ class FileStorage(Section):
         "point of the group `hicache.backends`, or `module:Class`.",
     )
     options: FileStorageOptions = Field(description="Options of the backend; what there is depends on `type`.")
+    guard: GuardConfig = GuardConfig()
 
     def backend_options(self) -> dict[str, object]:
         """Keyword options as the `file` backend takes them: plain numbers, unit in the name."""
@@ -70,6 +72,7 @@ class PluginStorage(Section):
 
     type: str = Field(min_length=1, max_length=256, description="As above.")
     options: dict[str, JsonValue] = Field(default={}, description="Passed to the backend as they are.")
+    guard: GuardConfig = GuardConfig()
 
     def backend_options(self) -> dict[str, object]:
         """Keyword options for the backend: those of the configuration, unchanged."""

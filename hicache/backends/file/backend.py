@@ -6,8 +6,8 @@ A `batch_get` touches files only; that pages were used is noted in memory and wr
 kill may lose the recency of the last second. The format of the store is in docs/formats/file_store.md.
 
 Locking design: pages are read and written by the threads of a `WorkerPool` and by the caller, each page by one of them;
-outcomes are slots of a list that only that thread writes. `_state` guards `_calls`, `_closed`, `_tally` and `_uses`,
-and is held for a few instructions only. Transactions are taken with `_state` free. `room` is used in transactions only.
+outcomes are slots of a list that only that thread writes. `_state` guards `_uses` and is held for a few instructions
+only. Transactions are taken with `_state` free. `room` is used in transactions only.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 
 from ...errors import InvalidInput
 from ...frame import FrameCodec
-from ...keys import PAGE_KEY_BYTES
-from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Tally, Usage
+from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
+from ..calls import Calls, check_batch, check_keys
 from .batches import SETTLE_S, Leftovers, Parts, Reads, Writes, class_of
 from .index import Index
 from .pages import PageFiles, System, error_name, page_name, remove_page
@@ -100,10 +100,8 @@ class FileBackend(StorageBackend):
             )
         self.options = options
         self._namespace_hex = codec.namespace.hex()
-        self._tally = Tally()
-        self._state = threading.Condition()
-        self._calls = 0
-        self._closed = False
+        self._calls = Calls(codec)
+        self._state = threading.Lock()
         self._close_lock = threading.Lock()
         self._uses: dict[bytes, int] = {}
         self._uses_since = math.inf
@@ -122,29 +120,14 @@ class FileBackend(StorageBackend):
             self._store,
             files,
             Room(options.capacity_bytes, options.free_space_floor_bytes),
-            WorkerPool(options.io_threads, "hicache-file", lambda: self._count_errors(["internal"])),
+            WorkerPool(options.io_threads, "hicache-file", lambda: self._calls.count(errors=["internal"])),
             Leftovers(),
         )
         errors: list[str] = []
         with self._settle(time.monotonic() + _CLOSE_S) as index:
             if index is not None:
                 self._parts.room.fit(self._store, index, errors)
-        self._count_errors(errors)
-
-    @contextlib.contextmanager
-    def _call(self) -> Iterator[bool]:
-        """Counts a verb in and out; False if the backend is closed."""
-        with self._state:
-            is_open = not self._closed
-            self._calls += is_open
-        try:
-            yield is_open
-        finally:
-            if is_open:
-                with self._state:
-                    self._calls -= 1
-                    if not self._calls:
-                        self._state.notify_all()
+        self._calls.count(errors=errors)
 
     @contextlib.contextmanager
     def _settle(self, deadline: float) -> Iterator[Index | None]:
@@ -156,27 +139,14 @@ class FileBackend(StorageBackend):
                 self._parts.leftovers.sweep(self._store, index)
                 yield index
         except (OSError, sqlite3.Error) as error:
-            self._count_errors([class_of(error)])
+            self._calls.count(errors=[class_of(error)])
             if not started:
                 yield None
 
-    def _count_errors(self, names: Sequence[str]) -> None:
-        with self._state:
-            self._tally.errors.update(names)
-
-    def _check_batch(self, keys: Sequence[bytes], frames: Sequence[memoryview]) -> None:
-        if len(keys) != len(frames):
-            raise InvalidInput(f"file backend: {len(keys)} keys but {len(frames)} frames")
-        _check_keys(keys)
-        size = self.codec.frame_bytes
-        for frame in frames:
-            if frame.nbytes != size or frame.itemsize != 1 or not frame.c_contiguous or frame.readonly:
-                raise InvalidInput(f"file backend: a frame must be {size} contiguous writable bytes")
-
     def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See StorageBackend. One stat per key; the file system alone decides."""
-        _check_keys(keys)
-        with self._call() as is_open:
+        check_keys(keys)
+        with self._calls.enter() as is_open:
             if not is_open:
                 return 0
             present, namespace_hex = self._parts.files.present, self._namespace_hex
@@ -187,7 +157,7 @@ class FileBackend(StorageBackend):
                     if not present(page_name(namespace_hex, key)):
                         return position
                 except OSError as error:
-                    self._count_errors([error_name(error)])
+                    self._calls.count(errors=[error_name(error)])
                     return position
             return len(keys)
 
@@ -195,32 +165,17 @@ class FileBackend(StorageBackend):
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
     ) -> list[GetOutcome]:
         """See StorageBackend. Needs no lock of the store but to remove a damaged page."""
-        self._check_batch(keys, frames)
-        with self._call() as is_open:
+        check_batch(self.codec, keys, frames)
+        with self._calls.enter() as is_open:
             if not is_open:
-                return self._refused_gets(len(keys))
+                return self._calls.refuse_gets(len(keys))
             batch = Reads(self._parts, keys, frames, deadline)
             try:
                 batch.run()
             finally:
-                with self._state:
-                    self._tally.gets.update(batch.outcomes)
-                    self._tally.errors.update(batch.errors)
-                    self._tally.corrupt.update(batch.corrupt)
+                self._calls.count(gets=batch.outcomes, errors=batch.errors, corrupt=batch.corrupt)
             self._note_uses([k for k, outcome in zip(keys, batch.outcomes, strict=True) if outcome is GetOutcome.HIT])
         return batch.outcomes
-
-    def _refused_gets(self, count: int) -> list[GetOutcome]:
-        with self._state:
-            self._tally.gets[GetOutcome.ERROR] += count
-            self._tally.errors["closed"] += count
-        return [GetOutcome.ERROR] * count
-
-    def _refused_sets(self, count: int) -> list[SetOutcome]:
-        with self._state:
-            self._tally.sets[SetOutcome.ERROR] += count
-            self._tally.errors["closed"] += count
-        return [SetOutcome.ERROR] * count
 
     def _note_uses(self, keys: Sequence[bytes]) -> None:
         if not keys:
@@ -240,7 +195,7 @@ class FileBackend(StorageBackend):
         except TimeoutError:
             pass  # another process holds the store; the next batch tries again
         except (OSError, sqlite3.Error) as error:
-            self._count_errors([class_of(error)])
+            self._calls.count(errors=[class_of(error)])
         with self._state:
             while len(self._uses) > _USES_MAX:
                 del self._uses[next(iter(self._uses))]
@@ -255,19 +210,17 @@ class FileBackend(StorageBackend):
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See StorageBackend. Two transactions per batch; pages appear together at its end, head first."""
-        self._check_batch(keys, frames)
+        check_batch(self.codec, keys, frames)
         if parent is not None:
-            _check_keys([parent])
-        with self._call() as is_open:
+            check_keys([parent])
+        with self._calls.enter() as is_open:
             if not is_open:
-                return self._refused_sets(len(keys))
+                return self._calls.refuse_sets(len(keys))
             batch = Writes(self._parts, keys, frames, parent, deadline)
             try:
                 batch.run(self._write_uses)
             finally:
-                with self._state:
-                    self._tally.sets.update(batch.outcomes)
-                    self._tally.errors.update(batch.errors)
+                self._calls.count(sets=batch.outcomes, errors=batch.errors)
             self._note_uses(
                 [k for k, outcome in zip(keys, batch.outcomes, strict=True) if outcome is SetOutcome.PRESENT]
             )
@@ -275,9 +228,9 @@ class FileBackend(StorageBackend):
 
     def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See StorageBackend. One transaction for all of them."""
-        _check_keys(keys)
+        check_keys(keys)
         removed = 0
-        with self._call() as is_open:
+        with self._calls.enter() as is_open:
             if not is_open or not keys or time.monotonic() >= deadline:
                 return 0
             with self._settle(deadline) as index:
@@ -292,14 +245,14 @@ class FileBackend(StorageBackend):
             if there:
                 remove_page(self._store.system, self._store.root_fd, name)
         except OSError as error:
-            self._count_errors([error_name(error)])
+            self._calls.count(errors=[error_name(error)])
             return False
         index.drop(self.codec.namespace, key)
         return there
 
     def usage(self) -> Usage:
         """See StorageBackend. Pages and bytes of all namespaces in the root, since they share the capacity."""
-        with self._call() as is_open:
+        with self._calls.enter() as is_open:
             if is_open:
                 with self._settle(time.monotonic() + SETTLE_S) as index:
                     if index is not None:
@@ -309,20 +262,17 @@ class FileBackend(StorageBackend):
 
     def statistics(self) -> BackendStatistics:
         """See StorageBackend. `errors["direct_io_refused"]` says that the file system has no direct I/O."""
-        with self._state:
-            self._tally.evicted_pages = self._parts.room.evicted_pages
-            if self._parts.files.direct_refused:
-                self._tally.errors["direct_io_refused"] = self._parts.files.direct_refused
-            return self._tally.statistics(self.codec.frame_bytes)
+        found = self._calls.statistics()
+        errors = dict(found.errors)
+        if self._parts.files.direct_refused:
+            errors["direct_io_refused"] = self._parts.files.direct_refused
+        return replace(found, errors=errors, evicted_pages=self._parts.room.evicted_pages)
 
     def close(self) -> None:
         """See StorageBackend. Also writes the recency that waits in memory."""
         with self._close_lock:
-            with self._state:
-                if self._closed:
-                    return
-                self._closed = True
-                self._state.wait_for(lambda: not self._calls)
+            if not self._calls.close():
+                return
             self._parts.pool.close()
             with self._settle(time.monotonic() + _CLOSE_S) as index:
                 if index is not None:
@@ -333,9 +283,3 @@ class FileBackend(StorageBackend):
         """Raise InvariantError if the index contradicts itself. For tests: reads all rows under the store's lock."""
         with self._store.transaction(time.monotonic() + _CLOSE_S) as index:
             index.check()
-
-
-def _check_keys(keys: Sequence[bytes]) -> None:
-    for key in keys:
-        if len(key) != PAGE_KEY_BYTES:
-            raise InvalidInput(f"file backend: a key must be {PAGE_KEY_BYTES} bytes, got {len(key)}")

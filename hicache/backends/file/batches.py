@@ -103,7 +103,7 @@ class Reads:
         try:
             stream = parts.codec.stream()
             found = parts.files.read(page_name(parts.namespace_hex, key), frame, stream)
-            damage = parts.codec.check(key, frame, stream)
+            damage = parts.codec.accept(key, frame, parts.codec.frame_bytes, stream)
             if damage is not None:
                 raise Damaged(damage.value, found)
         except FileNotFoundError:
@@ -236,9 +236,9 @@ class Writes:
             return
         parts, frame = self._parts, self._frames[position]
         temporary = f"{TMP_DIR}/{parts.store.owner}.{parts.serial()}"
-        parts.codec.seal(self._keys[position], frame, parent=self._parents[position])
+        stored = parts.codec.seal(self._keys[position], frame, parent=self._parents[position])
         try:
-            parts.files.write(temporary, frame)
+            parts.files.write(temporary, stored)
         except LeftBehind as left:
             parts.leftovers.temporaries.add(temporary)
             self._turn_away([position], left.cause)
