@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 
 from ..backends.registry import check_backend
 from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config, read_mac_key
-from ..config.entries import all_entries, format_value
+from ..config.entries import EntryInfo, all_entries, format_value
 from ..errors import ConfigError
 from ..events.factory import check_events
 from ..units import counted
@@ -35,12 +36,10 @@ Sizes are written `200GiB`, `64MB` or as bytes; durations `5s`, `250ms`, `2h`, `
 impossible or given twice is refused, with the nearest valid name, and so is a variable with the prefix
 `{ENVIRON_PREFIX}` that matches no entry. The one exception is the variable that `integrity.mac_key_env` names.
 
+"""
+_MARKDOWN_TABLE = """
 | Entry | Accepts | Default | Meaning |
 |---|---|---|---|
-"""
-_MARKDOWN_TAIL = """
-The entries `storage.options.*` are those of the `file` backend; other backends have their own. What is required there
-is required if there is a `storage` section at all.
 """
 
 
@@ -80,8 +79,8 @@ def schema(form: str | None) -> None:
         click.echo(json.dumps(HiCacheConfig.model_json_schema(), indent=2))
     else:
         for entry in all_entries():
-            default = "required" if entry.default is None else entry.default
-            click.echo(f"{click.style(entry.name, bold=True)}: {entry.accepts} [{default}]")
+            only_for = f" (with type {entry.only_for})" if entry.only_for else ""
+            click.echo(f"{click.style(entry.name, bold=True)}: {entry.accepts} [{_default(entry)}]{only_for}")
             click.echo(click.wrap_text(entry.description, 100, "    ", "    "))
 
 
@@ -144,8 +143,17 @@ def _plain(section: BaseModel) -> dict[str, Any]:
 
 def markdown() -> str:
     """The text of docs/configuration.md."""
-    rows = []
-    for entry in all_entries():
-        default = "required" if entry.default is None else entry.default
-        rows.append(f"| `{entry.name}` | {entry.accepts} | {default} | {entry.description} |\n")
-    return _MARKDOWN_HEAD + "".join(rows) + _MARKDOWN_TAIL
+    entries = all_entries()
+    text = _MARKDOWN_HEAD + _table([entry for entry in entries if entry.only_for is None])
+    for kind in dict.fromkeys(entry.only_for for entry in entries if entry.only_for is not None):
+        text += f"\n## Storage of type `{kind}`\n" + _table([entry for entry in entries if entry.only_for == kind])
+    return text
+
+
+def _table(entries: Sequence[EntryInfo]) -> str:
+    rows = (f"| `{e.name}` | {e.accepts} | {_default(e)} | {e.description} |\n" for e in entries)
+    return _MARKDOWN_TABLE + "".join(rows)
+
+
+def _default(entry: EntryInfo) -> str:
+    return "required" if entry.default is None else entry.default

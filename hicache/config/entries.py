@@ -6,7 +6,7 @@ import functools
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Union
 
@@ -15,33 +15,41 @@ from pydantic.fields import FieldInfo
 
 from ..units import Unit, exact_duration, exact_size
 from .schema import HiCacheConfig
-from .storage import FileStorage
+from .storage import STORAGE_SECTIONS, PluginStorage
 
 _BOUND_SHOWN_MAX = 65536
-# Accepts any name; the schema shows the only one it knows the options of.
-_TYPE_DESCRIPTION = FileStorage.model_fields["type"].description
+_STORAGE, _OPTIONS = "storage", "options"
 
 
 @dataclass(frozen=True, slots=True)
 class EntryInfo:
-    """One entry: its dotted name, what may stand there, its default as text (None: it must be given)."""
+    """One entry: its dotted name, what may stand there, its default as text (None: it must be given).
+
+    `only_for` is the type of storage whose option it is, None for an entry that is always there.
+    """
 
     name: str
     accepts: str
     default: str | None
     description: str
+    only_for: str | None = None
 
 
 @functools.cache
 def all_entries() -> tuple[EntryInfo, ...]:
-    """Every entry in the order of the schema. `storage` is shown with the options of the `file` backend."""
-    return tuple(_walk(HiCacheConfig, ""))
+    """Every entry in the order of the schema, then the options of each built-in storage backend."""
+    options = (
+        replace(entry, only_for=kind)
+        for kind, section in STORAGE_SECTIONS.items()
+        for entry in _walk(_options_of(section), f"{_STORAGE}.{_OPTIONS}.")
+    )
+    return (*_walk(HiCacheConfig, ""), *options)
 
 
 @functools.cache
 def entry_names() -> tuple[str, ...]:
     """The dotted names of all entries and sections."""
-    leaves = [entry.name for entry in all_entries()]
+    leaves = tuple(dict.fromkeys(entry.name for entry in all_entries()))
     sections = {name.rpartition(".")[0] for name in leaves} - {""}
     return (*leaves, *sorted(sections))
 
@@ -69,15 +77,26 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section class behind an annotation, None for a plain entry."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
+    if typing.get_origin(annotation) in (list, tuple, dict):
+        return None  # several sections, which have no names to be listed under
     for part in typing.get_args(annotation):
         if (found := section_of(part)) is not None:
             return found
     return None
 
 
+def _options_of(section: type[BaseModel]) -> type[BaseModel]:
+    options = section_of(section.model_fields[_OPTIONS].annotation)
+    assert options is not None
+    return options
+
+
 def _walk(section: type[BaseModel], prefix: str) -> Iterator[EntryInfo]:
     for name, field in section.model_fields.items():
-        below = FileStorage if name == "storage" else section_of(field.annotation)
+        if section is PluginStorage and name == _OPTIONS:
+            continue
+        # Each built-in backend has options of its own; what all of them have is what a plug-in has besides.
+        below = PluginStorage if name == _STORAGE else section_of(field.annotation)
         if below is not None:
             yield from _walk(below, f"{prefix}{name}.")
             continue
@@ -106,8 +125,10 @@ def _accepts(field: FieldInfo) -> str:
     unit = _unit(annotation)
     if unit is not None:
         return "size" if unit is Unit.BYTES else "duration"
+    if typing.get_origin(_base(annotation)) is list:
+        return "list"
     choices = _literals(annotation)
-    if choices and field.description != _TYPE_DESCRIPTION:
+    if choices:
         return ", ".join(f"`{choice}`" for choice in choices)
     words = {int: "integer", float: "number", bool: "`true`, `false`", Path: "path"}.get(_base(annotation), "text")
     bounds = {name: getattr(part, name) for part in _metadata(annotation) for name in ("ge", "gt", "le", "lt")

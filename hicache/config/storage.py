@@ -47,11 +47,8 @@ class FileStorageOptions(Section):
 class FileStorage(Section):
     """Storage in local files."""
 
-    type: Literal["file"] = Field(
-        description="Which backend: `file`, `memory` (this process only, for tests), the name of an installed entry "
-        "point of the group `hicache.backends`, or `module:Class`.",
-    )
-    options: FileStorageOptions = Field(description="Options of the backend; what there is depends on `type`.")
+    type: Literal["file"]
+    options: FileStorageOptions
     guard: GuardConfig = GuardConfig()
 
     def backend_options(self) -> dict[str, object]:
@@ -70,7 +67,11 @@ class FileStorage(Section):
 class PluginStorage(Section):
     """Storage in any other backend, which checks its options itself when it is opened."""
 
-    type: str = Field(min_length=1, max_length=256, description="As above.")
+    type: str = Field(
+        min_length=1, max_length=256,
+        description="Which backend: one of those whose options are listed below, `memory` (this process only, for "
+        "tests), the name of an installed entry point of the group `hicache.backends`, or `module:Class`.",
+    )
     options: dict[str, JsonValue] = Field(default={}, description="Passed to the backend as they are.")
     guard: GuardConfig = GuardConfig()
 
@@ -79,9 +80,13 @@ class PluginStorage(Section):
         return dict(self.options)
 
 
+# The backends whose options are known here.
+STORAGE_SECTIONS: dict[str, type[Section]] = {"file": FileStorage}
+
+
 def _storage_kind(value: Any) -> str:
     kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    return "file" if kind == "file" else "plugin"
+    return kind if isinstance(kind, str) and kind in STORAGE_SECTIONS else "plugin"
 
 
 StorageConfig: TypeAlias = FileStorage | PluginStorage
