@@ -12,8 +12,8 @@ from hicache.backends.testing import (
     NAMESPACE,
     PAYLOAD_BYTES,
     STORED,
-    BackendContract,
     OpenStore,
+    SoleBackendContract,
     Store,
     load,
     make_keys,
@@ -37,7 +37,7 @@ def small(capacity_pages: int) -> tuple[MemoryBackend, Store]:
     return store.backend, store
 
 
-class TestMemoryBackend(BackendContract):
+class TestMemoryBackend(SoleBackendContract):
     @pytest.fixture
     def open_store(self) -> OpenStore:
         return open_memory

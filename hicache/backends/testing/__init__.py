@@ -1,0 +1,67 @@
+"""What every storage backend has to pass, ours or another package's. It needs pytest and hypothesis.
+
+`BackendContract` is the suite, `RawContract` the one of a store as its operator sees it; both are subclassed in a test
+module. The rest is what tests of a backend need besides. `python -m pytest -p hicache.backends.testing.table` prints
+which backend passes which test.
+"""
+
+from .contract import SoleBackendContract
+from .fixtures import ContractFixtures
+from .machine import BackendMachine, run_machine
+from .pages import (
+    CORRUPT,
+    GET_ERROR,
+    HIT,
+    MISS,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    PAYLOAD_BYTES,
+    PRESENT,
+    SET_ERROR,
+    STORED,
+    OpenStore,
+    Store,
+    churn,
+    empty_frames,
+    exists,
+    full_frames,
+    holds,
+    in_threads,
+    load,
+    make_keys,
+    payload_of,
+    soon,
+    store_chain,
+)
+from .sharing import BackendContract
+
+__all__ = [
+    "CORRUPT",
+    "GET_ERROR",
+    "HIT",
+    "MISS",
+    "NAMESPACE",
+    "OTHER_NAMESPACE",
+    "PAYLOAD_BYTES",
+    "PRESENT",
+    "SET_ERROR",
+    "STORED",
+    "BackendContract",
+    "BackendMachine",
+    "ContractFixtures",
+    "OpenStore",
+    "SoleBackendContract",
+    "Store",
+    "churn",
+    "empty_frames",
+    "exists",
+    "full_frames",
+    "holds",
+    "in_threads",
+    "load",
+    "make_keys",
+    "payload_of",
+    "run_machine",
+    "soon",
+    "store_chain",
+]

@@ -1,0 +1,163 @@
+"""Contract tests at the bounds: large and odd pages, long batches, short deadlines, frames that others need back."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ...frame import HEADER_BYTES, FrameCodec
+from .fixtures import ContractFixtures
+from .pages import (
+    CORRUPT,
+    GET_ERROR,
+    HIT,
+    MISS,
+    NAMESPACE,
+    PRESENT,
+    SET_ERROR,
+    STORED,
+    OpenStore,
+    Store,
+    empty_frames,
+    exists,
+    full_frames,
+    holds,
+    load,
+    make_keys,
+    payload_of,
+    soon,
+    store_chain,
+)
+
+# More than any part of a backend holds at once: a pipeline, a page of a listing, a pool of connections.
+MANY_PAGES = 300
+_CANARY = b"\xa5" * 512
+
+
+class BoundsContract(ContractFixtures):
+    """A part of `SoleBackendContract`."""
+
+    @pytest.mark.parametrize("payload_bytes", [1, 3840, 3841, 100_003, (1 << 20) + 1])
+    def test_pages_of_any_size_come_back(self, open_store: OpenStore, payload_bytes: int) -> None:
+        """A frame of 3840 bytes of payload is full to the last byte; one byte more takes a block more."""
+        store = open_store(FrameCodec(NAMESPACE, payload_bytes))
+        keys = make_keys(3)
+        assert store_chain(store, keys) == [STORED] * 3
+        assert load(store, keys) == [HIT] * 3
+        store.backend.close()
+
+    def test_a_long_batch_is_stored_found_read_and_deleted(self, store: Store) -> None:
+        keys = make_keys(MANY_PAGES)
+        assert store_chain(store, keys) == [STORED] * MANY_PAGES
+        assert exists(store, keys) == MANY_PAGES
+        assert load(store, keys) == [HIT] * MANY_PAGES
+        assert store.backend.usage().pages == MANY_PAGES
+        assert store.backend.delete(keys, deadline=soon()) == MANY_PAGES
+        assert (exists(store, keys), store.backend.usage().pages) == (0, 0)
+
+    def test_the_stored_head_of_a_long_batch_is_found_exactly(self, store: Store) -> None:
+        keys, done = make_keys(MANY_PAGES), 0
+        for length in (1, 2, 17, 64, 150, MANY_PAGES - 1):
+            assert store_chain(store, keys[done:length], keys[done - 1] if done else None) == [STORED] * (length - done)
+            done = length
+            assert exists(store, keys) == length
+
+    def test_deleting_twice_counts_once(self, store: Store) -> None:
+        keys = make_keys(3)
+        store_chain(store, keys)
+        assert store.backend.delete([keys[2], keys[2]], deadline=soon()) == 1
+        assert store.backend.delete([keys[2]], deadline=soon()) == 0
+        assert load(store, keys) == [HIT, HIT, MISS]
+
+    def test_storing_leaves_the_payloads_as_they_are(self, store: Store) -> None:
+        codec, keys = store.backend.codec, make_keys(3)
+        frames = full_frames(codec, keys)
+        for expected in ([STORED] * 3, [PRESENT] * 3):
+            assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == expected
+            assert all(holds(codec, key, frame) for key, frame in zip(keys, frames, strict=True))
+
+    def test_a_page_that_was_read_can_be_stored_as_it_is(self, store: Store) -> None:
+        """What a second level does with the pages of the first one."""
+        codec, keys = store.backend.codec, make_keys(3)
+        store_chain(store, keys)
+        frames = empty_frames(codec, 3)
+        assert store.backend.batch_get(keys, frames, deadline=soon()) == [HIT] * 3
+        store.backend.delete(keys, deadline=soon())
+        assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [STORED] * 3
+        assert load(store, keys) == [HIT] * 3
+
+    @pytest.mark.parametrize("longer_by", [0, 1, 4096, 100_000])
+    def test_nothing_is_written_beside_a_frame(self, store: Store, longer_by: int) -> None:
+        """Frames are slices of one pool: whatever an object's length, the neighbours' bytes stay."""
+        codec, keys = store.backend.codec, make_keys(3)
+        store_chain(store, keys)
+        raw = store.read(keys[1])
+        assert raw is not None
+        store.write(keys[1], raw + bytes(longer_by))
+        step = codec.frame_bytes + len(_CANARY)
+        pool = bytearray((bytes(codec.frame_bytes) + _CANARY) * 3)
+        frames = [memoryview(pool)[at * step : at * step + codec.frame_bytes] for at in range(3)]
+        assert store.backend.batch_get(keys, frames, deadline=soon()) == [HIT, CORRUPT if longer_by else HIT, HIT]
+        assert [bytes(pool[(at + 1) * step - len(_CANARY) : (at + 1) * step]) for at in range(3)] == [_CANARY] * 3
+
+    @pytest.mark.parametrize("left_ms", [0.05, 0.5, 2, 10])
+    def test_a_read_that_ran_out_of_time_leaves_the_frames_alone(self, open_store: OpenStore, left_ms: float) -> None:
+        codec = FrameCodec(NAMESPACE, 100_000)
+        store = open_store(codec)
+        keys = make_keys(60)
+        store_chain(store, keys)
+        frames = empty_frames(codec, len(keys))
+        outcomes = store.backend.batch_get(keys, frames, deadline=time.monotonic() + left_ms / 1000)
+        assert set(outcomes) <= {HIT, GET_ERROR}
+        hits = [at for at, outcome in enumerate(outcomes) if outcome is HIT]
+        assert all(holds(codec, keys[at], frames[at]) for at in hits)
+        for frame in frames:
+            frame[:] = b"\xee" * codec.frame_bytes
+        # Whatever was still under way has come in when another read of as many pages is through.
+        assert load(store, keys) == [HIT] * len(keys)
+        assert all(frame == b"\xee" * codec.frame_bytes for frame in frames)
+        store.backend.close()
+
+    @pytest.mark.parametrize("left_ms", [0.05, 0.5, 2, 10])
+    def test_a_store_that_ran_out_of_time_reads_the_frames_no_more(self, open_store: OpenStore, left_ms: float) -> None:
+        """What is in the frames after the return never gets into the store: each page is the right one or none."""
+        codec = FrameCodec(NAMESPACE, 100_000)
+        store = open_store(codec)
+        keys = make_keys(60)
+        frames = full_frames(codec, keys)
+        outcomes = store.backend.batch_set(keys, frames, parent=None, deadline=time.monotonic() + left_ms / 1000)
+        for frame in frames:
+            frame[:] = b"\xee" * codec.frame_bytes
+        assert set(outcomes) <= {STORED, SET_ERROR}
+        found = load(store, keys)
+        assert set(found) <= {HIT, MISS} and store.backend.statistics().corrupt == {}
+        assert all(found[at] is HIT for at, outcome in enumerate(outcomes) if outcome is STORED)
+        assert set(store_chain(store, keys)) <= {STORED, PRESENT}
+        assert load(store, keys) == [HIT] * len(keys)
+        store.backend.close()
+
+    def test_what_was_not_done_in_time_is_counted_as_trouble(self, store: Store) -> None:
+        keys = make_keys(3)
+        frames = full_frames(store.backend.codec, keys)
+        past = time.monotonic() - 1.0
+        assert store.backend.batch_get(keys, frames, deadline=past) == [GET_ERROR] * 3
+        after_get = sum(store.backend.statistics().errors.values())
+        assert store.backend.batch_set(keys, frames, parent=None, deadline=past) == [SET_ERROR] * 3
+        found = store.backend.statistics()
+        assert 0 < after_get < sum(found.errors.values())
+        assert (found.gets[GET_ERROR], found.sets[SET_ERROR]) == (3, 3)
+
+    def test_a_miss_is_no_trouble(self, store: Store) -> None:
+        """The control of the test above: what is not there is told apart from what could not be asked."""
+        keys = make_keys(3)
+        assert load(store, keys) == [MISS] * 3
+        assert exists(store, keys) == 0
+        assert store.backend.delete(keys, deadline=soon()) == 0
+        assert dict(store.backend.statistics().errors) == {}
+
+    def test_a_payload_is_stored_behind_its_header(self, store: Store) -> None:
+        (key,) = make_keys(1)
+        store_chain(store, [key])
+        raw = store.read(key) or b""
+        assert raw[HEADER_BYTES : HEADER_BYTES + store.backend.codec.payload_bytes] == payload_of(key)

@@ -1,0 +1,120 @@
+"""A hypothesis state machine that does the same to a backend and to the memory backend, which is assumed to be perfect,
+and compares every answer. It needs the package hypothesis.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from ...frame import HEADER_BYTES, FrameCodec
+from ..memory import MemoryBackend
+from .pages import NAMESPACE, PAYLOAD_BYTES, OpenStore, Store, exists, load, make_keys, soon, store_chain
+
+_CHAINS = {name: make_keys(6, name) for name in ("left", "right")}
+_STEPS = 25
+
+_chains = st.sampled_from(sorted(_CHAINS))
+_firsts = st.integers(0, 5)
+_counts = st.integers(1, 6)
+
+
+class BackendMachine(RuleBasedStateMachine):
+    """Stores, reads, looks up, deletes, damages and reopens. Each walk leaves an empty store to the next one.
+
+    Invariant: the store holds the same bytes under the same keys as the model.
+    """
+
+    def __init__(self, open_store: OpenStore, *, reopens: bool) -> None:
+        super().__init__()
+        self._codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
+        self._open_store = open_store
+        self._reopens = reopens
+        self._store = open_store(self._codec)
+        memory = MemoryBackend(self._codec)
+        self._model = Store(memory, memory.peek, memory.poke)
+
+    @rule(chain=_chains, first=_firsts, count=_counts)
+    def store(self, chain: str, first: int, count: int) -> None:
+        """A run of a chain, behind the page before it."""
+        keys, parent = _CHAINS[chain][first : first + count], _CHAINS[chain][first - 1] if first else None
+        assert store_chain(self._store, keys, parent) == store_chain(self._model, keys, parent)
+
+    @rule(chain=_chains, first=_firsts, count=_counts)
+    def read(self, chain: str, first: int, count: int) -> None:
+        """A run of a chain; hits are compared byte by byte."""
+        keys = _CHAINS[chain][first : first + count]
+        assert load(self._store, keys) == load(self._model, keys)
+
+    @rule(chain=_chains, first=_firsts)
+    def look_up(self, chain: str, first: int) -> None:
+        """How much of a chain is there, from somewhere on."""
+        assert exists(self._store, _CHAINS[chain][first:]) == exists(self._model, _CHAINS[chain][first:])
+
+    @rule(chain=_chains, positions=st.lists(_firsts, max_size=6))
+    def delete(self, chain: str, positions: list[int]) -> None:
+        """Any pages of a chain, some of them twice."""
+        keys = [_CHAINS[chain][position] for position in positions]
+        found = self._store.backend.delete(keys, deadline=soon())
+        assert found == self._model.backend.delete(keys, deadline=soon())
+
+    @rule(chain=_chains, first=_firsts, offset=st.integers(0, HEADER_BYTES + PAYLOAD_BYTES - 1), bit=st.integers(0, 7))
+    def flip_a_bit(self, chain: str, first: int, offset: int, bit: int) -> None:
+        """Damage a page, to be found by whoever reads it next. A header's unused bytes are compared by nobody."""
+        raw = self._store.read(_CHAINS[chain][first])
+        assert raw == self._model.read(_CHAINS[chain][first])
+        if raw is None:
+            return
+        damaged = bytearray(raw)
+        damaged[offset] ^= 1 << bit
+        for side in (self._store, self._model):
+            side.write(_CHAINS[chain][first], bytes(damaged))
+
+    @rule(chain=_chains, first=_firsts, length=st.integers(0, 3 * (HEADER_BYTES + PAYLOAD_BYTES)))
+    def resize_and_read(self, chain: str, first: int, length: int) -> None:
+        """Cut or lengthen a page and read it at once: a store may see by the size alone that it is none."""
+        raw = self._store.read(_CHAINS[chain][first])
+        if raw is None:
+            return
+        for side in (self._store, self._model):
+            side.write(_CHAINS[chain][first], raw[:length].ljust(length, b"\0"))
+        assert load(self._store, [_CHAINS[chain][first]]) == load(self._model, [_CHAINS[chain][first]])
+        assert self._store.read(_CHAINS[chain][first]) == self._model.read(_CHAINS[chain][first])
+
+    @rule()
+    def use(self) -> None:
+        """What is used."""
+        found, model = self._store.backend.usage(), self._model.backend.usage()
+        assert (found.pages, found.bytes) == (model.pages, model.bytes)
+
+    @precondition(lambda self: self._reopens)
+    @rule()
+    def reopen(self) -> None:
+        """Close the backend and open the store again."""
+        self._store.backend.close()
+        self._store = self._open_store(self._codec)
+
+    def teardown(self) -> None:
+        """Leave an empty store to the next walk."""
+        for keys in _CHAINS.values():
+            self._store.backend.delete(keys, deadline=soon())
+        self._store.backend.close()
+
+
+def run_machine(open_store: OpenStore, *, examples: int, reopens: bool) -> None:
+    """Walk `examples` times, SOAK_FACTOR times as often if that is set; the same walks each time if it is not.
+
+    `reopens` is for stores that outlive a backend. Raises AssertionError with the shortest walk that goes wrong.
+    """
+    class Walk(BackendMachine):
+        def __init__(self) -> None:
+            super().__init__(open_store, reopens=reopens)
+
+    factor = int(os.environ.get("SOAK_FACTOR", "1"))
+    run_state_machine_as_test(Walk, settings=settings(
+        max_examples=examples * factor, stateful_step_count=_STEPS, derandomize=factor == 1, database=None,
+        deadline=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+    ))  # fmt: skip

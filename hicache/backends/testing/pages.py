@@ -1,0 +1,121 @@
+"""What the tests of stores share: pages whose right bytes follow from their keys, and verbs that check them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ...frame import HEADER_BYTES, FrameCodec
+from ..base import GetOutcome, SetOutcome, StorageBackend
+
+PAYLOAD_BYTES = 5000
+NAMESPACE = hashlib.sha256(b"a namespace").digest()
+OTHER_NAMESPACE = hashlib.sha256(b"another namespace").digest()
+HIT, MISS, CORRUPT, GET_ERROR = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT, GetOutcome.ERROR
+STORED, PRESENT, SET_ERROR = SetOutcome.STORED, SetOutcome.PRESENT, SetOutcome.ERROR
+# Longer than anything takes that a test waits for.
+WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A backend and the side door to what it stores."""
+
+    backend: StorageBackend
+    read: Callable[[bytes], bytes | None]
+    write: Callable[[bytes, bytes], None]
+
+
+OpenStore: TypeAlias = Callable[[FrameCodec], Store]
+
+
+def soon(seconds: float = WAIT_S) -> float:
+    """A deadline far enough for anything a test does."""
+    return time.monotonic() + seconds
+
+
+def make_keys(count: int, name: str = "page") -> list[bytes]:
+    """Keys of a chain."""
+    return [hashlib.sha256(f"{name} {number}".encode()).digest() for number in range(count)]
+
+
+def payload_of(key: bytes, payload_bytes: int = PAYLOAD_BYTES) -> bytes:
+    """The one right payload of a key, so that a wrong page is seen."""
+    return hashlib.shake_128(key).digest(payload_bytes)
+
+
+def full_frames(codec: FrameCodec, keys: Sequence[bytes]) -> list[memoryview]:
+    """Unsealed frames that hold the payloads of `keys`."""
+    frames = empty_frames(codec, len(keys))
+    for key, frame in zip(keys, frames, strict=True):
+        frame[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes] = payload_of(key, codec.payload_bytes)
+    return frames
+
+
+def empty_frames(codec: FrameCodec, count: int) -> list[memoryview]:
+    """Frames of zeros."""
+    return [memoryview(bytearray(codec.frame_bytes)) for _ in range(count)]
+
+
+def holds(codec: FrameCodec, key: bytes, frame: memoryview) -> bool:
+    """True if `frame` holds the right payload of `key`."""
+    return frame[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes] == payload_of(key, codec.payload_bytes)
+
+
+def store_chain(store: Store, keys: Sequence[bytes], parent: bytes | None = None) -> list[SetOutcome]:
+    """Store the pages of `keys` as one batch."""
+    frames = full_frames(store.backend.codec, keys)
+    return store.backend.batch_set(keys, frames, parent=parent, deadline=soon())
+
+
+def load(store: Store, keys: Sequence[bytes]) -> list[GetOutcome]:
+    """Read pages and assert that each hit is the right page."""
+    frames = empty_frames(store.backend.codec, len(keys))
+    outcomes = store.backend.batch_get(keys, frames, deadline=soon())
+    for key, frame, outcome in zip(keys, frames, outcomes, strict=True):
+        assert outcome is not HIT or holds(store.backend.codec, key, frame), "a wrong page was served"
+    return outcomes
+
+
+def exists(store: Store, keys: Sequence[bytes]) -> int:
+    """How many of `keys` are there, up to the first that is not."""
+    return store.backend.batch_exists(keys, deadline=soon())
+
+
+def churn(store: Store, keys: Sequence[bytes], dice: random.Random, rounds: int) -> None:
+    """Store, read and delete runs of `keys` at random; a hit with wrong bytes fails in `load`."""
+    for _ in range(rounds):
+        first = dice.randrange(len(keys))
+        some = keys[first : first + dice.randrange(1, 6)]
+        action = dice.randrange(10)
+        if action < 4:
+            assert set(store_chain(store, some)) <= {STORED, PRESENT}
+        elif action < 9:
+            assert set(load(store, some)) <= {HIT, MISS}
+        else:
+            store.backend.delete(some, deadline=soon())
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Run `work(0 .. count - 1)` at once, and raise what the first of them to fail raised."""
+    failures: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "a thread hangs"
+    if failures:
+        raise failures[0]
