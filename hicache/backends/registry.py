@@ -31,7 +31,9 @@ _BUILT_IN: Mapping[str, str] = {
     "file": "hicache.backends.file:open_file_backend",
 }
 # Where what opens a built-in store for its operator is: a function of the same options that returns a RawStore.
-_RAW: Mapping[str, str] = {}
+_RAW: Mapping[str, str] = {
+    "file": "hicache.backends.file.raw:open_raw",
+}
 
 
 @dataclass(frozen=True, slots=True)

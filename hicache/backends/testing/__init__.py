@@ -33,6 +33,7 @@ from .pages import (
     soon,
     store_chain,
 )
+from .raw import OpenRaw, RawContract, by_key, sealed
 from .sharing import BackendContract
 
 __all__ = [
@@ -49,9 +50,12 @@ __all__ = [
     "BackendContract",
     "BackendMachine",
     "ContractFixtures",
+    "OpenRaw",
     "OpenStore",
+    "RawContract",
     "SoleBackendContract",
     "Store",
+    "by_key",
     "churn",
     "empty_frames",
     "exists",
@@ -62,6 +66,7 @@ __all__ = [
     "make_keys",
     "payload_of",
     "run_machine",
+    "sealed",
     "soon",
     "store_chain",
 ]

@@ -1,0 +1,215 @@
+"""A file store as its operator sees it: pages of every namespace, read without changing anything, written like an
+engine does.
+
+Looking takes a `View`. The first write or removal opens the store as an engine does, which brings files and index
+together, but leaves damaged files where they are: they are for `verify` to count.
+
+Locking design: belongs to one thread; the store's lock orders it with engines and tools.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from os import PathLike
+
+from ...errors import BackendError, BackendUnavailable
+from ..raw import RawStore, StoredPage
+from .backend import FileBackendOptions
+from .index import Index
+from .pages import FULL_ERRNOS, READ_FLAGS, TMP_DIR, PageFiles, page_name, remove_page
+from .room import Room
+from .store import Store, now_us
+from .view import View, places
+
+_WAIT_S = 30.0
+# Pages removed in one transaction: engines wait for the store no longer than that takes.
+_REMOVE_CHUNK = 256
+
+
+def open_raw(
+    *,
+    path: str | PathLike[str],
+    capacity_bytes: int | None = None,
+    free_space_floor_bytes: int = 0,
+    io_threads: int | None = None,
+    direct_io: bool = False,
+    sync: bool = False,
+) -> FileRaw:
+    """The store that the file backend opens with the same options. Raises as `FileRaw`."""
+    threads = {} if io_threads is None else {"io_threads": io_threads}
+    return FileRaw(FileBackendOptions(
+        path, capacity_bytes, free_space_floor_bytes, direct_io=direct_io, sync=sync, **threads
+    ))  # fmt: skip
+
+
+def make_store(path: str | PathLike[str]) -> None:
+    """Make an empty store at `path`, unless one is there. Raises NotOurs and BackendUnavailable."""
+    Store(path, create=True, keep_damaged=True).close()
+
+
+class FileRaw(RawStore):
+    """See the module's docstring. `used_s` is from the index, which engines bring up to date about every second.
+
+    Raises NotOurs and BackendUnavailable from the constructor: the store must exist.
+    """
+
+    def __init__(self, options: FileBackendOptions) -> None:
+        self._options = options
+        self._room = Room(options.capacity_bytes, options.free_space_floor_bytes)
+        self._serial = 0
+        self._store: Store | None = None
+        self._view: View | None = View(options.path)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except BackendError:
+            raise
+        except (OSError, sqlite3.Error) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise BackendUnavailable(
+                f"file store {self._options.path}: {reason}; check disk and permissions"
+            ) from error
+
+    def _looking(self) -> View:
+        if self._view is None:
+            raise BackendUnavailable(f"file store {self._options.path}: is closed; open it again")
+        return self._view
+
+    def _writing(self) -> Store:
+        view = self._looking()
+        if self._store is None:
+            self._store = Store(view.path, create=False, keep_damaged=True)
+        return self._store
+
+    def pages(self, namespace: str = "") -> Iterator[StoredPage]:
+        """See RawStore. Holds the rows of the index meanwhile: some 300 bytes a page."""
+        with self._translated():
+            view = self._looking()
+            rows = view.index_rows()
+            for place in places(view.system, view.root_fd):
+                if place.key is None or not place.namespace.hex().startswith(namespace):
+                    continue
+                found = _regular(view, place.name)
+                if found is None:
+                    continue
+                row = rows.get((place.namespace, place.key))
+                # A row that does not fit its file is stale; the file's own time counts then.
+                used_us = row.last_use if row is not None and row.size == found.st_size else found.st_mtime_ns // 1000
+                yield StoredPage(place.namespace, place.key, found.st_size, used_us / 1e6)
+
+    def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
+        """See RawStore. Follows no link."""
+        with self._translated():
+            view = self._looking()
+            name = page_name(page.namespace.hex(), page.key)
+            if _regular(view, name) is None:
+                return None
+            try:
+                fd = view.system.open(name, READ_FLAGS, dir_fd=view.root_fd)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            try:
+                size = min(bytes_max, view.system.fstat(fd).st_size)
+                data = memoryview(bytearray(size))
+                done = 0
+                while done < size and (count := view.system.preadv(fd, data[done:], done)):
+                    done += count
+                return bytes(data[:done])
+            finally:
+                view.system.close(fd)
+
+    def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
+        """See RawStore. Evicts as an engine would; the page keeps its `used_s`."""
+        with self._translated():
+            store = self._writing()
+            name = page_name(page.namespace.hex(), page.key)
+            if _lies_there(store, name):
+                return False
+            self._serial += 1
+            writer = f"{store.owner}.{self._serial}"
+            used_us = now_us() if page.used_s is None else int(page.used_s * 1e6)
+            with store.transaction(time.monotonic() + _WAIT_S) as index:
+                index.reserve(page.namespace, [page.key], [parent], writer, len(data), used_us)
+                if self._room.fit(store, index, []):
+                    index.release_all(writer)
+                    return False
+            try:
+                return self._write_reserved(store, name, data, writer)
+            except BaseException:
+                with store.transaction(time.monotonic() + _WAIT_S) as index:
+                    index.release_all(writer)
+                raise
+
+    def _write_reserved(self, store: Store, name: str, data: bytes, writer: str) -> bool:
+        files = PageFiles(
+            store.root_fd, len(data), system=store.system, direct_io=self._options.direct_io, sync=self._options.sync
+        )
+        temporary = f"{TMP_DIR}/{writer}"
+        frame = memoryview(bytearray(data))
+        try:
+            files.write(temporary, frame)
+        except OSError as error:
+            if error.errno not in FULL_ERRNOS:
+                raise
+            with store.transaction(time.monotonic() + _WAIT_S) as index:
+                index.release_all(writer)
+            return False
+        with store.transaction(time.monotonic() + _WAIT_S) as index:
+            if _lies_there(store, name):
+                remove_page(store.system, store.root_fd, temporary)
+                index.release_all(writer)
+                return False
+            files.publish(temporary, name)
+            index.publish(writer)
+        return True
+
+    def remove(self, pages: Sequence[StoredPage]) -> int:
+        """See RawStore. In transactions of some hundred pages, so that engines may go on."""
+        removed = 0
+        with self._translated():
+            store = self._writing()
+            for first in range(0, len(pages), _REMOVE_CHUNK):
+                with store.transaction(time.monotonic() + _WAIT_S) as index:
+                    removed += sum(_remove(store, index, page) for page in pages[first : first + _REMOVE_CHUNK])
+        return removed
+
+    def close(self) -> None:
+        """See RawStore."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        if self._view is not None:
+            self._view.close()
+            self._view = None
+
+
+def _regular(view: View, name: str) -> os.stat_result | None:
+    try:
+        found = view.system.lstat(name, dir_fd=view.root_fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
+
+
+def _lies_there(store: Store, name: str) -> bool:
+    try:
+        store.system.lstat(name, dir_fd=store.root_fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _remove(store: Store, index: Index, page: StoredPage) -> bool:
+    name = page_name(page.namespace.hex(), page.key)
+    there = _lies_there(store, name)
+    if there:
+        remove_page(store.system, store.root_fd, name)
+    index.drop(page.namespace, page.key)
+    return there

@@ -1,0 +1,161 @@
+"""The contract of raw stores: what `hicache ls`, `copy` and `purge` rely on, whatever the store is."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import pytest
+
+from ...frame import FrameCodec
+from ..raw import RawStore, StoredPage
+from .fixtures import ContractFixtures
+from .pages import (
+    HIT,
+    MISS,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    PAYLOAD_BYTES,
+    PRESENT,
+    OpenStore,
+    Store,
+    exists,
+    full_frames,
+    load,
+    make_keys,
+    store_chain,
+)
+
+OpenRaw: TypeAlias = Callable[[], RawStore]
+# How far a store's clock may be from ours, with what it rounds away.
+_CLOCK_S = 120.0
+
+
+def sealed(codec: FrameCodec, keys: Sequence[bytes], parent: bytes | None = None) -> list[bytes]:
+    """The stored forms of a chain."""
+    parents = [parent, *keys[:-1]]
+    frames = full_frames(codec, keys)
+    return [bytes(codec.seal(k, frame, parent=p)) for k, frame, p in zip(keys, frames, parents, strict=True)]
+
+
+def by_key(pages: Iterator[StoredPage]) -> dict[bytes, StoredPage]:
+    """Pages of one namespace by their keys, each seen once."""
+    found = list(pages)
+    keyed = {page.key: page for page in found}
+    assert len(keyed) == len(found), "a page was listed twice"
+    return keyed
+
+
+class RawContract(ContractFixtures):
+    """Subclass it and give it the fixtures `open_store` and `open_raw`, which open the same store."""
+
+    @pytest.fixture
+    @abstractmethod
+    def open_raw(self) -> OpenRaw:
+        """Opens the store of this test as its operator sees it. Called when a backend has opened it before."""
+
+    @pytest.fixture
+    def raw(self, store: Store, open_raw: OpenRaw) -> Iterator[RawStore]:
+        assert not store.backend.usage().pages, "the store must be empty at first"
+        raw = open_raw()
+        yield raw
+        raw.close()
+
+    def test_an_empty_store_has_no_pages(self, raw: RawStore) -> None:
+        assert list(raw.pages()) == []
+        assert raw.remove([]) == 0
+
+    def test_all_pages_of_all_namespaces_are_listed(self, store: Store, open_store: OpenStore, raw: RawStore) -> None:
+        other = open_store(FrameCodec(OTHER_NAMESPACE, 2 * PAYLOAD_BYTES))
+        ours, theirs = make_keys(5), make_keys(3)
+        store_chain(store, ours)
+        store_chain(other, theirs)
+        listed = list(raw.pages())
+        assert sorted((page.namespace, page.key, page.bytes) for page in listed) == sorted(
+            [(NAMESPACE, key, store.backend.codec.frame_bytes) for key in ours]
+            + [(OTHER_NAMESPACE, key, other.backend.codec.frame_bytes) for key in theirs]
+        )
+        now = time.time()
+        assert all(page.used_s is None or abs(page.used_s - now) < _CLOCK_S for page in listed)
+        other.backend.close()
+
+    @pytest.mark.parametrize("digits", [1, 2, 7, 64])
+    def test_a_listing_can_be_of_some_namespaces(
+        self, store: Store, open_store: OpenStore, raw: RawStore, digits: int
+    ) -> None:
+        other = open_store(FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
+        keys = make_keys(2)
+        store_chain(store, keys)
+        store_chain(other, keys)
+        prefix = NAMESPACE.hex()[:digits]
+        expected = {digest for digest in (NAMESPACE, OTHER_NAMESPACE) if digest.hex().startswith(prefix)}
+        assert {page.namespace for page in raw.pages(prefix)} == expected
+        other.backend.close()
+
+    def test_pages_are_read_as_they_lie_there(self, store: Store, raw: RawStore) -> None:
+        keys = make_keys(3)
+        store_chain(store, keys)
+        for key, page in by_key(raw.pages()).items():
+            whole = store.read(key)
+            assert whole is not None and len(whole) == page.bytes
+            assert raw.read(page, page.bytes) == raw.read(page, 10 * page.bytes) == whole
+            assert raw.read(page, 256) == whole[:256]
+
+    def test_damaged_pages_are_listed_and_read_too(self, store: Store, raw: RawStore) -> None:
+        keys = make_keys(2)
+        store_chain(store, keys)
+        store.write(keys[1], b"no page")
+        page = by_key(raw.pages())[keys[1]]
+        assert (page.bytes, raw.read(page, 256)) == (7, b"no page")
+
+    def test_what_is_gone_reads_as_none_and_is_not_removed_again(self, store: Store, raw: RawStore) -> None:
+        store_chain(store, make_keys(3))
+        pages = list(raw.pages())
+        assert raw.remove(pages[:1]) == 1
+        assert raw.read(pages[0], 256) is None
+        assert raw.remove(pages) == 2
+        assert list(raw.pages()) == []
+
+    def test_removed_pages_are_misses(self, store: Store, raw: RawStore) -> None:
+        keys = make_keys(4)
+        store_chain(store, keys)
+        listed = by_key(raw.pages())
+        assert raw.remove([listed[keys[2]], listed[keys[3]]]) == 2
+        assert load(store, keys) == [HIT, HIT, MISS, MISS]
+        assert store.backend.usage().pages == 2
+
+    def test_pages_can_be_removed_while_they_are_listed(self, store: Store, raw: RawStore) -> None:
+        store_chain(store, make_keys(40))
+        assert sum(raw.remove([page]) for page in raw.pages()) == 40
+        assert list(raw.pages()) == []
+
+    def test_written_pages_are_hits(self, store: Store, raw: RawStore) -> None:
+        keys, codec = make_keys(3), store.backend.codec
+        for key, data, parent in zip(keys, sealed(codec, keys), [None, *keys[:-1]], strict=True):
+            assert raw.write(StoredPage(codec.namespace, key, len(data), time.time()), data, parent)
+        assert (exists(store, keys), load(store, keys)) == (3, [HIT] * 3)
+        assert store.backend.usage().pages == 3
+        assert store_chain(store, keys) == [PRESENT] * 3
+
+    def test_what_is_there_is_not_written_over(self, store: Store, raw: RawStore) -> None:
+        (key,) = make_keys(1)
+        store_chain(store, [key])
+        (page,) = raw.pages()
+        before = store.read(key)
+        assert not raw.write(page, bytes(page.bytes), None)
+        assert store.read(key) == before
+
+    def test_a_page_can_be_written_to_a_namespace_that_nobody_has_open(self, raw: RawStore) -> None:
+        codec = FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES)
+        (key,) = make_keys(1)
+        (data,) = sealed(codec, [key])
+        assert raw.write(StoredPage(OTHER_NAMESPACE, key, len(data), None), data, None)
+        (page,) = raw.pages(OTHER_NAMESPACE.hex())
+        assert (page.key, raw.read(page, page.bytes)) == (key, data)
+        assert raw.remove([page]) == 1
+
+    def test_closing_twice_is_fine(self, raw: RawStore) -> None:
+        raw.close()
+        raw.close()

@@ -1,0 +1,149 @@
+"""The file store as its operator sees it, against the contract of raw stores, and what is its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.file.raw import FileRaw, make_store, open_raw
+from hicache.backends.raw import StoredPage
+from hicache.backends.registry import BackendSpec
+from hicache.backends.registry import open_raw as open_raw_of
+from hicache.backends.testing import (
+    HIT,
+    NAMESPACE,
+    OpenRaw,
+    OpenStore,
+    RawContract,
+    by_key,
+    exists,
+    load,
+    make_keys,
+    sealed,
+    store_chain,
+)
+from hicache.errors import BackendUnavailable, ConfigError, NotOurs
+
+from ._files import CODEC, PAGE, check, open_file, page_path, reserved_bytes, temporary_files
+
+KEYS = make_keys(6)
+DATA = sealed(CODEC, KEYS)
+
+
+def place(number: int, used_s: float | None = None) -> StoredPage:
+    return StoredPage(NAMESPACE, KEYS[number], PAGE, used_s)
+
+
+class TestFileRaw(RawContract):
+    @pytest.fixture
+    def open_store(self, tmp_path: Path) -> OpenStore:
+        return lambda codec: open_file(tmp_path / "store", codec)
+
+    @pytest.fixture
+    def open_raw(self, tmp_path: Path) -> OpenRaw:
+        return lambda: open_raw(path=tmp_path / "store")
+
+
+def test_looking_changes_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    store = open_file(root)
+    store_chain(store, KEYS)
+    store.backend.close()
+    before = _snapshot(root)
+    raw = open_raw(path=root)
+    assert len([raw.read(page, PAGE) for page in raw.pages()]) == 6
+    raw.close()
+    assert _snapshot(root) == before
+
+
+def _snapshot(root: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in root.rglob("*")}
+
+
+def test_the_capacity_is_kept_by_dropping_the_oldest_tail(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    store = open_file(root, capacity_bytes=4 * PAGE)
+    old = make_keys(3, "old")
+    store_chain(store, old)
+    raw = open_raw(path=root, capacity_bytes=4 * PAGE)
+    later_s = time.time() + 60
+    assert [raw.write(place(n, later_s), DATA[n], KEYS[n - 1] if n else None) for n in range(3)] == [True] * 3
+    assert (exists(store, old), load(store, KEYS[:3])) == (1, [HIT] * 3)
+    check(store, root)
+    raw.close()
+    store.backend.close()
+
+
+def test_without_room_a_page_is_turned_away_whole(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    make_store(root)
+    raw = open_raw(path=root, capacity_bytes=PAGE - 1)
+    assert not raw.write(place(0), DATA[0], None)
+    raw.close()
+    assert (reserved_bytes(root), temporary_files(root), page_path(root, CODEC, KEYS[0]).exists()) == (0, [], False)
+
+
+def test_a_written_page_keeps_the_time_of_its_last_use(tmp_path: Path) -> None:
+    make_store(tmp_path / "store")
+    raw = open_raw(path=tmp_path / "store")
+    then_s = time.time() - 86_400
+    raw.write(place(0, then_s), DATA[0], None)
+    (page,) = raw.pages()
+    assert page.used_s == pytest.approx(then_s, abs=1e-5)
+    raw.close()
+
+
+def test_a_link_in_place_of_a_page_is_neither_listed_nor_followed(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    store = open_file(root)
+    store_chain(store, KEYS[:2])
+    (tmp_path / "secret").write_text("secret")
+    page_path(root, CODEC, KEYS[1]).unlink()
+    page_path(root, CODEC, KEYS[1]).symlink_to(tmp_path / "secret")
+    raw = open_raw(path=root)
+    assert set(by_key(raw.pages())) == {KEYS[0]}
+    assert raw.read(place(1), 100) is None
+    raw.close()
+    store.backend.close()
+
+
+def test_a_store_that_cannot_be_used_is_said_so(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    make_store(root)
+    (root / "lock").unlink()
+    (root / "lock").mkdir()
+    raw = open_raw(path=root)
+    assert list(raw.pages()) == []
+    with pytest.raises(BackendUnavailable, match="check disk"):
+        raw.remove([place(0)])
+    raw.close()
+
+
+@pytest.mark.parametrize("use", [lambda raw: list(raw.pages()), lambda raw: raw.remove([place(0)])])
+def test_a_closed_store_says_so(tmp_path: Path, use: Callable[[FileRaw], object]) -> None:
+    make_store(tmp_path / "store")
+    raw = open_raw(path=tmp_path / "store")
+    raw.close()
+    with pytest.raises(BackendUnavailable, match="is closed"):
+        use(raw)
+
+
+def test_it_is_opened_by_the_options_of_its_backend(tmp_path: Path) -> None:
+    make_store(tmp_path / "store")
+    options = {"path": tmp_path / "store", "capacity_bytes": PAGE, "io_threads": 1}
+    open_raw_of(BackendSpec("file", options)).close()
+    with pytest.raises(ConfigError, match="io_threads"):
+        open_raw_of(BackendSpec("file", {**options, "io_threads": 0}))
+    with pytest.raises(ConfigError, match="cannot be listed"):
+        open_raw_of(BackendSpec("memory", {}))
+
+
+def test_what_is_no_store_is_refused_and_left(tmp_path: Path) -> None:
+    with pytest.raises(NotOurs):
+        open_raw(path=tmp_path)
+    with pytest.raises(BackendUnavailable):
+        open_raw(path=tmp_path / "none")
+    assert list(tmp_path.iterdir()) == []
