@@ -38,7 +38,7 @@ def run() -> list[Row]:
     for payload in (2 << 20, 8 << 20):
         for name, codec in (
             ("XXH3-128", FrameCodec(bytes(32), payload, tag=TagKind.XXH3_128)),
-            ("AES-256-GMAC", FrameCodec(bytes(32), payload, mac_key=MAC_KEY)),
+            ("AES-256-GMAC", FrameCodec(bytes(32), payload, mac_keys=[MAC_KEY])),
         ):
             count = COLD_BYTES // payload
             memory = np.ones((count, codec.frame_bytes), dtype=np.uint8)

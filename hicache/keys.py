@@ -32,7 +32,7 @@ BIGRAM_BYTES = 2 * TOKEN_BYTES
 # Engines keep token ids in int32 tensors, so an id beyond this range is a mistake and not a bigger vocabulary.
 TOKEN_ID_MAX = 2**31 - 1
 # Part of every namespace digest: a change of the frame or of the key scheme puts old pages out of reach.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _PACKED = np.dtype("<u4")
 _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hicache.cli.config import effective_yaml
-from hicache.config import FileStorage, HiCacheConfig, HostConfig, PluginStorage, load_config, read_mac_key
+from hicache.config import FileStorage, HiCacheConfig, HostConfig, PluginStorage, load_config, read_key_file
 from hicache.config.entries import all_entries, entry_names
 from hicache.config.schema import EVICTION_POLICIES
 from hicache.errors import ConfigError
@@ -305,53 +305,53 @@ def _key_file(path: Path, content: bytes, mode: int = 0o600) -> Path:
 def test_a_key_file_holds_raw_bytes_or_hexadecimal_digits(tmp_path: Path, content: bytes) -> None:
     path = _key_file(tmp_path / "key", content)
     config = HiCacheConfig.model_validate({"integrity": {"mac_key_file": str(path)}})
-    assert config.integrity.mac_key() == bytes.fromhex(HEX_KEY)
+    assert config.integrity.mac_keys() == (bytes.fromhex(HEX_KEY),)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o602])
 def test_a_key_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ConfigError, match="chmod 600"):
-        read_mac_key(_key_file(tmp_path / "key", HEX_KEY.encode(), mode))
+        read_key_file(_key_file(tmp_path / "key", HEX_KEY.encode(), mode), "MAC key file")
 
 
 @pytest.mark.parametrize("content", [b"", b"short", HEX_KEY.encode()[:-1], b"g" * 64, b"\0" * 33, b"a" * 4096])
 def test_a_key_file_without_a_key_is_refused_and_not_quoted(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ConfigError, match="holds neither") as caught:
-        read_mac_key(_key_file(tmp_path / "key", content))
+        read_key_file(_key_file(tmp_path / "key", content), "MAC key file")
     assert len(content) < 4 or content.decode() not in str(caught.value)
 
 
 def test_a_key_file_that_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo", 0o600)
     with pytest.raises(ConfigError, match="not a regular file"):
-        read_mac_key(tmp_path / "fifo")
+        read_key_file(tmp_path / "fifo", "MAC key file")
     with pytest.raises(ConfigError, match="not a regular file"):
-        read_mac_key(tmp_path)
+        read_key_file(tmp_path, "MAC key file")
     with pytest.raises(ConfigError, match="No such file"):
-        read_mac_key(tmp_path / "none")
+        read_key_file(tmp_path / "none", "MAC key file")
 
 
 def test_a_key_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
     path = _key_file(tmp_path / "key", HEX_KEY.encode())
     if os.geteuid() != 0:
-        assert read_mac_key(path)  # only root can give files away; that ours is accepted is all to be seen
+        assert read_key_file(path, "MAC key file")  # only root can give files away
         return
     os.chown(path, 12345, -1)
     with pytest.raises(ConfigError, match="belongs to user 12345"):
-        read_mac_key(path)
+        read_key_file(path, "MAC key file")
 
 
 def test_a_key_comes_from_the_named_variable_which_is_then_no_typo(load: Load) -> None:
     config = load("integrity: {mac_key_env: HICACHE_KEY}", {"KEY": HEX_KEY})
-    assert config.integrity.mac_key({"HICACHE_KEY": HEX_KEY}) == bytes.fromhex(HEX_KEY)
+    assert config.integrity.mac_keys({"HICACHE_KEY": HEX_KEY}) == (bytes.fromhex(HEX_KEY),)
     with pytest.raises(ConfigError, match="HICACHE_KEY: is not set"):
-        config.integrity.mac_key({})
+        config.integrity.mac_keys({})
     with pytest.raises(ConfigError, match="does not hold 64"):
-        config.integrity.mac_key({"HICACHE_KEY": "\udcff"})
+        config.integrity.mac_keys({"HICACHE_KEY": "\udcff"})
 
 
 def test_without_a_key_there_is_none() -> None:
-    assert HiCacheConfig().integrity.mac_key({}) is None
+    assert HiCacheConfig().integrity.mac_keys({}) == ()
 
 
 # Anything at all

@@ -22,9 +22,9 @@ def sealed(codec: FrameCodec, key: bytes = KEY, parent: bytes | None = None) -> 
     return frame
 
 
-@pytest.fixture(params=[None, MAC], ids=["checksum", "mac"])
+@pytest.fixture(params=[[], [MAC]], ids=["checksum", "mac"])
 def codec(request: pytest.FixtureRequest) -> FrameCodec:
-    return FrameCodec(NAMESPACE, PAYLOAD, mac_key=request.param)
+    return FrameCodec(NAMESPACE, PAYLOAD, mac_keys=request.param)
 
 
 def test_a_frame_is_padded_to_whole_blocks() -> None:
@@ -65,20 +65,40 @@ def test_without_a_tag_a_changed_payload_goes_through() -> None:
 def test_a_page_is_bound_to_its_key_and_namespace(codec: FrameCodec) -> None:
     frame = sealed(codec)
     assert codec.check(b"x" * 32, frame) is Damage.PAGE_KEY
-    mac = MAC if codec.tag_kind is TagKind.AES_256_GMAC else None
-    assert FrameCodec(b"o" * 32, PAYLOAD, mac_key=mac).check(KEY, frame) is Damage.NAMESPACE
-    assert FrameCodec(NAMESPACE, PAYLOAD - 1, mac_key=mac).check(KEY, frame) is Damage.LENGTH
+    mac = [MAC] if codec.tag_kind is TagKind.AES_256_GMAC else []
+    assert FrameCodec(b"o" * 32, PAYLOAD, mac_keys=mac).check(KEY, frame) is Damage.NAMESPACE
+    assert FrameCodec(NAMESPACE, PAYLOAD - 1, mac_keys=mac).check(KEY, frame) is Damage.LENGTH
 
 
 def test_a_forger_without_the_key_is_not_believed() -> None:
-    keyed = FrameCodec(NAMESPACE, PAYLOAD, mac_key=MAC)
+    keyed = FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[MAC])
     assert keyed.check(KEY, sealed(FrameCodec(NAMESPACE, PAYLOAD))) is Damage.TAG_KIND
-    assert keyed.check(KEY, sealed(FrameCodec(NAMESPACE, PAYLOAD, mac_key=b"o" * 32))) is Damage.MAC_KEY
+    assert keyed.check(KEY, sealed(FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[b"o" * 32]))) is Damage.MAC_KEY
     assert FrameCodec(NAMESPACE, PAYLOAD).check(KEY, sealed(keyed)) is Damage.TAG_KIND
 
 
+def test_while_keys_are_changed_pages_of_both_are_believed_and_the_first_one_seals() -> None:
+    new, old = bytes(range(32)), MAC
+    before, between, after = (FrameCodec(NAMESPACE, PAYLOAD, mac_keys=keys) for keys in ([old], [new, old], [new]))
+    assert between.check(KEY, sealed(before)) is None
+    assert after.check(KEY, sealed(between)) is None
+    assert after.check(KEY, sealed(before)) is Damage.MAC_KEY
+    assert before.check(KEY, sealed(between)) is Damage.MAC_KEY
+    frame = sealed(before)
+    between.seal(KEY, frame)
+    assert after.check(KEY, frame) is None, "a page of the old key that is stored again gets the new one"
+
+
+def test_a_tag_of_one_key_under_the_name_of_another_is_not_believed() -> None:
+    new, old = bytes(range(32)), MAC
+    codec = FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[new, old])
+    frame = sealed(FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[old]))
+    frame[40:48] = sealed(codec)[40:48]
+    assert codec.check(KEY, frame) is Damage.TAG
+
+
 def test_two_seals_of_one_page_never_share_a_nonce() -> None:
-    codec = FrameCodec(NAMESPACE, PAYLOAD, mac_key=MAC)
+    codec = FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[MAC])
     assert bytes(sealed(codec)[24:36]) != bytes(sealed(codec)[24:36])
 
 
@@ -100,12 +120,45 @@ def test_a_header_can_be_read_without_believing_it(codec: FrameCodec) -> None:
     assert FrameHeader.parse(bytes(HEADER_BYTES)) is None
 
 
+def test_the_card_tells_people_whose_page_it_is_and_is_no_part_of_its_identity() -> None:
+    frame = sealed(FrameCodec(NAMESPACE, PAYLOAD, weights_epoch=2**64 - 1, label="a model"))
+    header = FrameHeader.parse(frame)
+    assert header is not None and (header.weights_epoch, header.label) == (2**64 - 1, "a model")
+    assert FrameCodec(NAMESPACE, PAYLOAD, weights_epoch=3, label="the same").check(KEY, frame) is None
+    frame[160] ^= 1
+    assert FrameCodec(NAMESPACE, PAYLOAD).check(KEY, frame) is Damage.TAG
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [("x" * 40, "x" * 32), ("\u00e9" * 20, "\u00e9" * 16), ("a" + "\u20ac" * 11, "a" + "\u20ac" * 10), ("", ""),
+     ("\x1b[2J\n", "?[2J?"), ("half \ud800", "half ?")],
+)  # fmt: skip
+def test_a_label_is_cut_to_whole_printable_characters(given: str, shown: str) -> None:
+    header = FrameHeader.parse(sealed(FrameCodec(NAMESPACE, PAYLOAD, label=given)))
+    assert header is not None and header.label == shown
+
+
+def test_a_label_from_a_stranger_is_shown_without_control_characters() -> None:
+    frame = sealed(FrameCodec(NAMESPACE, PAYLOAD))
+    frame[168:174] = b"\x1b[2J\xff\n"
+    header = FrameHeader.parse(frame)
+    assert header is not None and header.label.isprintable()
+
+
 def test_a_codec_that_cannot_work_is_refused() -> None:
     with pytest.raises(InvalidInput):
         FrameCodec(b"short", PAYLOAD)
     with pytest.raises(InvalidInput):
         FrameCodec(NAMESPACE, 0)
     with pytest.raises(InvalidInput):
-        FrameCodec(NAMESPACE, PAYLOAD, mac_key=b"short")
+        FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[b"short"])
     with pytest.raises(InvalidInput):
-        FrameCodec(NAMESPACE, PAYLOAD, tag=TagKind.AES_256_GMAC)
+        FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[MAC, b"b" * 32, b"c" * 32])
+    with pytest.raises(InvalidInput):
+        FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[MAC], encryption_keys=[MAC])
+    with pytest.raises(InvalidInput):
+        FrameCodec(NAMESPACE, PAYLOAD, weights_epoch=-1)
+    for kind in (TagKind.AES_256_GMAC, TagKind.AES_256_GCM):
+        with pytest.raises(InvalidInput):
+            FrameCodec(NAMESPACE, PAYLOAD, tag=kind)

@@ -19,8 +19,8 @@ from ..controller.ranks import require_equal
 from ..errors import ConfigError, HiCacheError, InvalidInput, RankError
 from ..events import EventStream
 from ..events.factory import create_publisher
-from ..frame import FrameCodec, TagKind, frame_bytes
-from ..geometry import KVGeometry
+from ..frame import Compression, FrameCodec, TagKind, frame_bytes
+from ..geometry import DTYPE_BYTES, KVGeometry
 from ..keys import BIGRAM_BYTES, TOKEN_BYTES, Namespace
 from ..tiers import HostPool, KVPool, create_copy_engine, create_device_pool
 from ..tiers.memory import DeviceMemory, host_pages
@@ -32,6 +32,8 @@ from .payoff import Figures, PayoffOptions
 from .radix_cache import HiRadixCache
 
 Cache = TypeVar("Cache")
+# The elements that byte planes are for: float16 and bfloat16.
+_PLANES_ELEMENT_BYTES = 2
 
 
 def create_cache(
@@ -231,11 +233,13 @@ def _publish_events(config: HiCacheConfig, cache: HiRadixCache) -> None:
 def _storage_opener(
     config: HiCacheConfig, namespace: Namespace, environ: Mapping[str, str]
 ) -> Callable[[int], StorageBackend] | None:
-    """What opens the configured store for a weights epoch; None without storage. The MAC key is read once, here."""
+    """What opens the configured store for a weights epoch; None without storage. Keys are read once, here."""
     storage = config.storage
     if storage is None:
         return None
-    mac_key = config.integrity.mac_key(environ)
+    mac_keys = config.integrity.mac_keys(environ)
+    encryption_keys = config.storage_format.encryption_keys(environ)
+    compression = _compression(config, namespace.geometry)
     spec = BackendSpec(storage.type, storage.backend_options(), storage.guard.guard_options())
 
     def open_storage(epoch: int) -> StorageBackend:
@@ -243,11 +247,22 @@ def _storage_opener(
             replace(namespace, weights_epoch=epoch).digest,
             namespace.geometry.payload_bytes,
             tag=TagKind[config.integrity.tag.upper()],
-            mac_key=mac_key,
+            mac_keys=mac_keys,
+            encryption_keys=encryption_keys,
+            compression=compression,
+            weights_epoch=epoch,
+            label=namespace.model,
         )
         return open_spec(spec, codec)
 
     return open_storage
+
+
+def _compression(config: HiCacheConfig, geometry: KVGeometry) -> Compression | None:
+    chosen = config.storage_format
+    if chosen.compression == "none":
+        return None
+    return Compression(chosen.compression_level, byte_planes=DTYPE_BYTES[geometry.dtype] == _PLANES_ELEMENT_BYTES)
 
 
 def controller_options(config: HiCacheConfig) -> ControllerOptions:

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 from ..backends.registry import check_backend
-from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config, read_mac_key
+from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config, read_key
 from ..config.entries import EntryInfo, all_entries, format_value
 from ..errors import ConfigError
 from ..events.factory import check_events
@@ -34,7 +34,8 @@ One of several alternatives (`size`, `tokens`, `ratio`) replaces the others of a
 
 Sizes are written `200GiB`, `64MB` or as bytes; durations `5s`, `250ms`, `2h`, `7d` or as seconds. What is unknown,
 impossible or given twice is refused, with the nearest valid name, and so is a variable with the prefix
-`{ENVIRON_PREFIX}` that matches no entry. The one exception is the variable that `integrity.mac_key_env` names.
+`{ENVIRON_PREFIX}` that matches no entry. The exceptions are variables that
+`integrity.mac_key_env` and its like name.
 
 """
 _MARKDOWN_TABLE = """
@@ -95,11 +96,13 @@ def check_surroundings(loaded: HiCacheConfig) -> None:
             check_backend(loaded.storage.type, loaded.storage.backend_options())
         except ConfigError as error:
             problems.append(f"storage: {error}")
-    if loaded.integrity.mac_key_file is not None:
-        try:
-            read_mac_key(loaded.integrity.mac_key_file)
-        except ConfigError as error:
-            problems.append(f"integrity.mac_key_file: {error}")
+    for entry, place in (*loaded.integrity.key_sources(), *loaded.storage_format.key_sources()):
+        # Who checks a file need not have the variables of who will run with it.
+        if isinstance(place, Path):
+            try:
+                read_key((entry, place), {})
+            except ConfigError as error:
+                problems.append(f"{entry}: {error}")
     try:
         check_events(loaded)
     except ConfigError as error:

@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from ..backends.file.pages import NOT_REGULAR
-from ..backends.file.tools import PageReport, ScrubProgress, inspect_page, purge_store, verify_store
-from ..config import read_mac_key
+from ..backends.file.tools import PageKeys, PageReport, ScrubProgress, inspect_page, purge_store, verify_store
+from ..config import read_key_file
 from ..errors import InvalidInput
 from ..frame import Damage
 from ..units import counted, format_size, parse_duration, parse_size
@@ -24,10 +24,11 @@ DAMAGE_EXIT_CODE = 1
 # Without a terminal, a line this often shows a log's reader that a scrub of hours is alive.
 PLAIN_INTERVAL_S = 10.0
 
-# Found with a MAC key, and nothing against the pages themselves: other engines may use them.
+# Found with a key, and nothing against the pages themselves: other engines may use them.
 _MISFITS = {
-    "mac_key": "sealed with another key than the one given",
-    "tag_kind": "not sealed with a MAC key at all, so the one given proves nothing",
+    "mac_key": "sealed with another MAC key than those given",
+    "encryption_key": "encrypted with another key than those given",
+    "tag_kind": "sealed by other means than the given keys are for, so those prove nothing",
 }
 
 
@@ -48,24 +49,33 @@ class _Quantity(click.ParamType):  # type: ignore[type-arg]  # older clicks cann
 _SIZE = _Quantity("size", parse_size)
 _DURATION = _Quantity("duration", parse_duration)
 _STORE = click.argument("store", metavar="DIR", type=click.Path(path_type=Path))
-_MAC_KEY = click.option(
-    "--mac-key-file",
+_MAC_KEYS = click.option(
+    "--mac-key-file", "mac_key_files",
     type=click.Path(path_type=Path),
-    help="Key the pages were stored with. Without it, keyed pages are checked as far as their headers go.",
-)
+    multiple=True,
+    help="Key the pages were sealed with; twice while keys are being changed. Without it, keyed pages are checked as "
+    "far as their headers go.",
+)  # fmt: skip
+_ENCRYPTION_KEYS = click.option(
+    "--encryption-key-file", "encryption_key_files",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="The same for encrypted pages.",
+)  # fmt: skip
 
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@_MAC_KEY
-def inspect(path: Path, mac_key_file: Path | None) -> None:
+@_MAC_KEYS
+@_ENCRYPTION_KEYS
+def inspect(path: Path, mac_key_files: tuple[Path, ...], encryption_key_files: tuple[Path, ...]) -> None:
     """Show the header of the stored page PATH, and whether the page is sound.
 
-    Exit code 1 if it is damaged, is no page, or does not fit the MAC key that was given.
+    Exit code 1 if it is damaged, is no page, or does not fit the keys that were given.
     """
     if path.is_dir() and not path.is_symlink():
         raise InvalidInput(f"{path} is a directory; name a page file in it")
-    report = inspect_page(path, mac_key=_key(mac_key_file))
+    report = inspect_page(path, keys=_keys(mac_key_files, encryption_key_files))
     for name, value in _report_lines(report):
         click.echo(f"{name + ':':<12} {value}")
     if report.damage is not None or report.misfit is not None:
@@ -76,14 +86,21 @@ def inspect(path: Path, mac_key_file: Path | None) -> None:
 @_STORE
 @click.option("--rate", type=_SIZE, help="Bytes to read per second, such as 200MiB, to leave the disk to others.")
 @click.option("--remove", is_flag=True, help="Remove what is damaged. A removed page is a miss, nothing worse.")
-@_MAC_KEY
-def verify(store: Path, rate: int | None, remove: bool, mac_key_file: Path | None) -> None:
+@_MAC_KEYS
+@_ENCRYPTION_KEYS
+def verify(
+    store: Path,
+    rate: int | None,
+    remove: bool,
+    mac_key_files: tuple[Path, ...],
+    encryption_key_files: tuple[Path, ...],
+) -> None:
     """Read every page of the file store DIR and report damage. Engines may use the store meanwhile.
 
     Changes nothing without --remove. Exit code 1 if damage was found, also if it was removed, or if pages do not fit
-    the MAC key that was given; those are never removed.
+    the keys that were given; those are never removed.
     """
-    steps = verify_store(store, mac_key=_key(mac_key_file), rate_bytes_per_s=rate, remove=remove)
+    steps = verify_store(store, keys=_keys(mac_key_files, encryption_key_files), rate_bytes_per_s=rate, remove=remove)
     last = _with_bar(steps) if sys.stderr.isatty() else _with_lines(steps)
     click.echo(_verdict(last))
     if last.damaged or last.misfits:
@@ -122,8 +139,11 @@ def _agreed(question: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _key(mac_key_file: Path | None) -> bytes | None:
-    return None if mac_key_file is None else read_mac_key(mac_key_file)
+def _keys(mac_files: tuple[Path, ...], encryption_files: tuple[Path, ...]) -> PageKeys:
+    return PageKeys(
+        tuple(read_key_file(path, "MAC key file") for path in mac_files),
+        tuple(read_key_file(path, "encryption key file") for path in encryption_files),
+    )
 
 
 def _amount(pages: int, size_bytes: int) -> str:
@@ -149,10 +169,12 @@ def _report_lines(report: PageReport) -> Iterator[tuple[str, str]]:
         return
     yield "version", str(report.version)
     yield "tag", str(report.tag_kind)
-    yield "payload", f"{report.payload_bytes} bytes"
+    stored = "" if report.form == "plain" else f", stored as {report.form} in {report.stored_bytes}"
+    yield "payload", f"{report.payload_bytes} bytes{stored}"
     yield "key", str(report.page_key)
     yield "parent", report.parent_key or "none: the first page of a chain"
     yield "namespace", str(report.namespace)
+    yield "model", f"{report.label or 'not named'}, weights epoch {report.weights_epoch}"
 
 
 def _verdict(last: ScrubProgress) -> str:
@@ -163,7 +185,8 @@ def _verdict(last: ScrubProgress) -> str:
     if last.removed:
         lines.append(f"removed {last.removed}")
     if last.unverifiable:
-        lines.append(f"{last.unverifiable} could not be proved: no tag, or a MAC key is needed (--mac-key-file)")
+        how = "no tag, or a key is needed (--mac-key-file, --encryption-key-file)"
+        lines.append(f"{last.unverifiable} could not be proved: {how}")
     return "\n".join(lines)
 
 

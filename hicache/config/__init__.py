@@ -1,21 +1,21 @@
 """Configuration: one schema for every use, read from a YAML file, `HICACHE_*` variables and flags.
 
 `schema` says what there is, `loading` brings the sources together and reports everything that is wrong with them at
-once, `secret` reads the MAC key.
+once, `secret` reads keys.
 """
 
+from .integrity import IntegrityConfig, KeySource, StorageFormatConfig, read_key
 from .loading import ENVIRON_PREFIX, entry_of_variable, load_config
 from .publishing import EventsConfig, MetricsConfig
 from .schema import (
     DeviceConfig,
     HiCacheConfig,
     HostConfig,
-    IntegrityConfig,
     PayoffConfig,
     PrefetchConfig,
     TransferConfig,
 )
-from .secret import read_mac_key
+from .secret import read_key_file
 from .storage import FileStorage, FileStorageOptions, PluginStorage, StorageConfig
 
 __all__ = [
@@ -27,13 +27,16 @@ __all__ = [
     "HiCacheConfig",
     "HostConfig",
     "IntegrityConfig",
+    "KeySource",
     "MetricsConfig",
     "PayoffConfig",
     "PluginStorage",
     "PrefetchConfig",
     "StorageConfig",
+    "StorageFormatConfig",
     "TransferConfig",
     "entry_of_variable",
     "load_config",
-    "read_mac_key",
+    "read_key",
+    "read_key_file",
 ]

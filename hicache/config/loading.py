@@ -5,7 +5,7 @@ are collected through all steps, so that one error lists everything that is wron
 
 A variable or flag value is read like a YAML scalar (`5`, `true`, `null`), anything else is text. Variables nest with
 two underscores: `HICACHE_HOST__SIZE=4GiB`. A variable with the prefix that matches no entry is refused as a typo, but
-for the one that `integrity.mac_key_env` names.
+for those that hold keys: the ones named by `integrity.mac_key_env` and its like.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ FILE_BYTES_MAX = 1 << 20
 # How alike (0 to 1) two names must be for one to be a typo of the other; below 0.7 suggestions look random.
 _LIKENESS_MIN = 0.7
 _STORAGE_TYPE, _STORAGE_OPTIONS = ("storage", "type"), ("storage", "options")
+# Entries that name a variable with a key in it.
+_KEY_VARIABLES = {
+    section: tuple(name for names in groups for name in names if name.endswith("_env"))
+    for (section,), groups in ALTERNATIVES.items()
+}
 
 # What pydantic's kinds of error mean, with what their context holds.
 _PLAIN = {
@@ -85,7 +90,7 @@ def load_config(
     merge.add(_environ_entries(environ, merge.problems))
     merge.add([_Entry(tuple(name.split(".")), _scalar(text), f"flag --set {_shown(name)}")
                for name, text in overrides.items()])  # fmt: skip
-    merge.drop_key_variable()
+    merge.drop_key_variables()
     config: HiCacheConfig | None = None
     try:
         config = HiCacheConfig.model_validate(merge.tree)
@@ -128,7 +133,7 @@ class _Merge:
 
     def _displace(self, given: Mapping[EntryPath, Any]) -> None:
         """Remove what the new source replaces by other means: an alternative, or the options of another backend."""
-        for section, names in ALTERNATIVES.items():
+        for section, names in ((section, names) for section, groups in ALTERNATIVES.items() for names in groups):
             if any(given.get((*section, name)) is not None for name in names):
                 for name in names:
                     self._remove((*section, name))
@@ -160,12 +165,15 @@ class _Merge:
         node[entry.path[-1]] = entry.value
         self.origins[entry.path] = entry.origin
 
-    def drop_key_variable(self) -> None:
-        """Forget the variable that `integrity.mac_key_env` names: it is the key and no entry."""
-        section = self.tree.get("integrity")
-        name = section.get("mac_key_env") if isinstance(section, dict) else None
+    def drop_key_variables(self) -> None:
+        """Forget the variables that entries like `integrity.mac_key_env` name: they are keys and no entries."""
+        names = set()
+        for section, entries in _KEY_VARIABLES.items():
+            node = self.tree.get(section)
+            if isinstance(node, dict):
+                names |= {f"variable {node[entry]}" for entry in entries if entry in node}
         for path, origin in list(self.origins.items()):
-            if origin == f"variable {name}":
+            if origin in names:
                 self._remove(path)
                 self._prune(path[:-1])
 

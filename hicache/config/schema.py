@@ -8,7 +8,6 @@ generated from the descriptions here.
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -16,9 +15,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..geometry import PAGE_SIZE_MAX
 from ..units import GIB, Count, Duration, Number, PositiveDuration, PositiveSize, refuse_bool
+from .integrity import IntegrityConfig, StorageFormatConfig
 from .publishing import EventsConfig, MetricsConfig
-from .secret import mac_key_from_environ, read_mac_key
-from .section import ALTERNATIVES, FileSystemPath, Section, Tokens, yaml_switch
+from .section import ALTERNATIVES, Section, Tokens, yaml_switch
 from .storage import AnyStorage
 
 # As in hicache.radix.policies, which this layer does not see; a test keeps them equal.
@@ -66,7 +65,7 @@ class DeviceConfig(Section):
     @property
     def is_given(self) -> bool:
         """Whether the configuration sizes L1, so that the engine need not."""
-        return any(getattr(self, name) is not None for name in ALTERNATIVES[("device",)])
+        return any(getattr(self, name) is not None for name in ALTERNATIVES[("device",)][0])
 
 
 class HostConfig(Section):
@@ -213,42 +212,6 @@ class TransferConfig(Section):
     )
 
 
-class IntegrityConfig(Section):
-    """How a stored page proves that it is the page asked for."""
-
-    tag: Literal["xxh3_128", "none"] = Field(
-        default="xxh3_128",
-        description="Checksum of every page. `none` saves the checksum and serves whatever the store returns: only for "
-        "measuring. With a MAC key the tag is AES-256-GMAC, whatever stands here.",
-    )
-    mac_key_file: FileSystemPath | None = Field(
-        default=None,
-        description="File with the MAC key: 64 hexadecimal digits or 32 raw bytes, mode 0600. With a key, whoever can "
-        "write the store cannot make a page that is believed. Every engine that shares the store needs the same key.",
-    )
-    mac_key_env: str | None = Field(
-        default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$",
-        description="Name of the environment variable that holds the MAC key as 64 hexadecimal digits. A file is "
-        "safer: child processes inherit variables.",
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> IntegrityConfig:
-        self.refuse_two_of("integrity")
-        return self
-
-    def mac_key(self, environ: Mapping[str, str] | None = None) -> bytes | None:
-        """The 32 key bytes, or None if no key is configured. Reads the file, or `environ` (default: `os.environ`).
-
-        Raises ConfigError if a key is configured but cannot be had.
-        """
-        if self.mac_key_file is not None:
-            return read_mac_key(self.mac_key_file)
-        if self.mac_key_env is not None:
-            return mac_key_from_environ(self.mac_key_env, os.environ if environ is None else environ)
-        return None
-
-
 class HiCacheConfig(Section):
     """Everything that can be configured. The defaults run an engine with L1 and L2 and without storage."""
 
@@ -299,6 +262,15 @@ class HiCacheConfig(Section):
     payoff: PayoffConfig = PayoffConfig()
     transfer: TransferConfig = TransferConfig()
     integrity: IntegrityConfig = IntegrityConfig()
+    storage_format: StorageFormatConfig = StorageFormatConfig()
     storage: AnyStorage | None = Field(default=None, description="The storage tier (L3). Without it there is none.")
     metrics: MetricsConfig = MetricsConfig()
     events: EventsConfig = EventsConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> HiCacheConfig:
+        if [*self.integrity.key_sources()] and [*self.storage_format.key_sources()]:
+            raise ValueError(
+                "integrity and storage_format: give a MAC key or an encryption key; encryption proves the page too"
+            )
+        return self

@@ -1,6 +1,6 @@
-"""The MAC key: 32 bytes that make a stored page provable, from a file or from the environment.
+"""Keys of 32 bytes that make stored pages provable or secret, from a file or from the environment.
 
-The key lives outside the data directory, so that whoever can write pages cannot also sign them.
+A key lives outside the data directory, so that whoever can write pages cannot also sign them, or read them.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
-MAC_KEY_BYTES = 32
+KEY_BYTES = 32
 _HOW_TO_MAKE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
-def read_mac_key(path: Path) -> bytes:
+def read_key_file(path: Path, what: str) -> bytes:
     """The key in `path`: 64 hexadecimal digits (white space around them is ignored), or 32 raw bytes.
+    Errors call the file `what`.
 
     Blocks on the file system; refuses what is no regular file before reading from it. Raises ConfigError if the file
     cannot be read, belongs to another user than this one or root, is open to group or others, or holds no key.
     """
-    what = "MAC key file"
     data = read_private_file(path, what, 1024)
-    key = data if len(data) == MAC_KEY_BYTES else _from_hex(data)
+    key = data if len(data) == KEY_BYTES else _from_hex(data)
     if key is None:
         raise ConfigError(f"{_named(path, what)}: holds neither 64 hexadecimal digits nor 32 bytes; {_HOW_TO_MAKE}")
     return key
@@ -62,19 +62,22 @@ def _require_private(state: os.stat_result, where: str) -> None:
         raise ConfigError(f"{where}: belongs to user {state.st_uid}, neither you nor root: chown it")
 
 
-def mac_key_from_environ(name: str, environ: Mapping[str, str]) -> bytes:
-    """The key in variable `name`, 64 hexadecimal digits. Raises ConfigError if it is unset or holds no key."""
+def key_from_environ(name: str, environ: Mapping[str, str], what: str, entry: str) -> bytes:
+    """The key in variable `name`, 64 hexadecimal digits; errors call it `what`, and `entry` what named the variable.
+
+    Raises ConfigError if it is unset or holds no key.
+    """
     value = environ.get(name)
     if value is None:
-        raise ConfigError(f"MAC key variable {name}: is not set; unset integrity.mac_key_env to run without a key")
+        raise ConfigError(f"{what} variable {name}: is not set; unset {entry} to run without that key")
     key = _from_hex(value.encode(errors="replace"))
     if key is None:
-        raise ConfigError(f"MAC key variable {name}: does not hold 64 hexadecimal digits")
+        raise ConfigError(f"{what} variable {name}: does not hold 64 hexadecimal digits")
     return key
 
 
 def _from_hex(data: bytes) -> bytes | None:
     text = data.strip()
-    if len(text) != 2 * MAC_KEY_BYTES or text.strip(b"0123456789abcdefABCDEF"):
+    if len(text) != 2 * KEY_BYTES or text.strip(b"0123456789abcdefABCDEF"):
         return None
     return bytes.fromhex(text.decode("ascii"))

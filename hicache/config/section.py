@@ -11,10 +11,14 @@ from ..units import refuse_bool
 
 # Entries that say the same thing in different ways: at most one of each group may be given, and one given by a
 # stronger source (a flag, say) takes the place of another given by a weaker one (the file).
-ALTERNATIVES: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("device",): ("size", "tokens", "memory_fraction"),
-    ("host",): ("size", "tokens", "ratio"),
-    ("integrity",): ("mac_key_file", "mac_key_env"),
+ALTERNATIVES: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
+    ("device",): (("size", "tokens", "memory_fraction"),),
+    ("host",): (("size", "tokens", "ratio"),),
+    ("integrity",): (("mac_key_file", "mac_key_env"), ("previous_mac_key_file", "previous_mac_key_env")),
+    ("storage_format",): (
+        ("encryption_key_file", "encryption_key_env"),
+        ("previous_encryption_key_file", "previous_encryption_key_env"),
+    ),
 }
 
 
@@ -39,7 +43,8 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     def refuse_two_of(self, section: str) -> None:
-        names = ALTERNATIVES[(section,)]
-        given = [name for name in names if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"give at most one of {', '.join(names)}; there are {' and '.join(given)}")
+        """Raises ValueError if two entries of this section say the same thing in different ways."""
+        for names in ALTERNATIVES[(section,)]:
+            given = [name for name in names if getattr(self, name) is not None]
+            if len(given) > 1:
+                raise ValueError(f"give at most one of {', '.join(names)}; there are {' and '.join(given)}")

@@ -30,7 +30,7 @@ from ._files import CODEC, PAGE, open_file
 MAC_KEY = b"k" * 32
 CODECS = {
     "xxh3": CODEC,
-    "gmac": FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_key=MAC_KEY),
+    "gmac": FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[MAC_KEY]),
 }
 CLEAN_READS = 20_000
 PAYLOAD_FLIPS = 400
@@ -75,11 +75,11 @@ def test_random_flips_in_the_payload_are_found(tmp_path: Path, name: str, seed: 
     store.backend.close()
 
 
-@pytest.mark.parametrize("mac_key", [None, MAC_KEY], ids=["xxh3", "gmac"])
-def test_a_page_that_is_read_in_pieces_is_checked_whole(tmp_path: Path, mac_key: bytes | None) -> None:
+@pytest.mark.parametrize("mac_keys", [[], [MAC_KEY]], ids=["xxh3", "gmac"])
+def test_a_page_that_is_read_in_pieces_is_checked_whole(tmp_path: Path, mac_keys: list[bytes]) -> None:
     """Large pages are hashed piece by piece while they are read; a flip on either side of an edge is found."""
     mib = 1 << 20
-    codec = FrameCodec(NAMESPACE, 3 * mib + 77, mac_key=mac_key)
+    codec = FrameCodec(NAMESPACE, 3 * mib + 77, mac_keys=mac_keys)
     store = open_file(tmp_path / "s", codec)
     (key,) = make_keys(1)
     store_chain(store, [key])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.file.tools import inspect_page, purge_store, verify_store
+from hicache.backends.file.tools import PageKeys, inspect_page, purge_store, verify_store
 from hicache.backends.testing import (
     HIT,
     MISS,
@@ -48,30 +48,30 @@ def test_inspect_reads_a_page_from_its_file_alone(tmp_path: Path) -> None:
 
 
 def test_inspect_of_a_keyed_page_needs_the_key(tmp_path: Path) -> None:
-    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_key=b"k" * 32)
+    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[b"k" * 32])
     store = open_file(tmp_path / "s", codec)
     (key,) = make_keys(1)
     store_chain(store, [key])
     path = page_path(tmp_path / "s", codec, key)
     assert inspect_page(path).note == "unverifiable: MAC key needed"
     assert not inspect_page(path).verified
-    assert inspect_page(path, mac_key=b"k" * 32).verified
-    other = inspect_page(path, mac_key=b"x" * 32)
+    assert inspect_page(path, keys=PageKeys(mac=(b"k" * 32,))).verified
+    other = inspect_page(path, keys=PageKeys(mac=(b"x" * 32,)))
     assert (other.damage, other.verified, other.misfit) == (None, False, "mac_key")
-    assert other.note == "sealed with another MAC key than the one given"
+    assert other.note == "sealed with another key than those given"
     with pytest.raises(InvalidInput):
-        inspect_page(path, mac_key=b"short")
+        inspect_page(path, keys=PageKeys(mac=(b"short",)))
     store.backend.close()
 
 
 def test_a_scrub_with_the_wrong_key_removes_nothing(tmp_path: Path) -> None:
-    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_key=b"k" * 32)
+    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[b"k" * 32])
     store = open_file(tmp_path / "s", codec)
     store_chain(store, make_keys(3))
-    *_, last = verify_store(tmp_path / "s", mac_key=b"x" * 32, remove=True)
+    *_, last = verify_store(tmp_path / "s", keys=PageKeys(mac=(b"x" * 32,)), remove=True)
     assert (last.pages, last.unverifiable, last.removed) == (3, 0, 0)
     assert (last.damaged, last.misfits) == ({}, {"mac_key": 3})
-    *_, last = verify_store(tmp_path / "s", mac_key=b"k" * 32)
+    *_, last = verify_store(tmp_path / "s", keys=PageKeys(mac=(b"k" * 32,)))
     assert (last.pages, last.unverifiable) == (3, 0)
     store.backend.close()
 
@@ -81,11 +81,11 @@ def test_with_a_key_a_page_with_a_mere_checksum_is_no_proof_and_stays(tmp_path: 
     store = open_file(root)
     keys = make_keys(3)
     store_chain(store, keys)
-    report = inspect_page(page_path(root, CODEC, keys[0]), mac_key=b"k" * 32)
+    report = inspect_page(page_path(root, CODEC, keys[0]), keys=PageKeys(mac=(b"k" * 32,)))
     assert (report.damage, report.verified, report.misfit) == (None, False, "tag_kind")
     path = page_path(root, CODEC, keys[1])
     path.write_bytes(path.read_bytes()[:1000] + b"\xff" + path.read_bytes()[1001:])
-    *_, last = verify_store(root, mac_key=b"k" * 32, remove=True)
+    *_, last = verify_store(root, keys=PageKeys(mac=(b"k" * 32,)), remove=True)
     assert (last.damaged, last.misfits, last.removed, disk_usage(root)[0]) == ({"tag": 1}, {"tag_kind": 2}, 1, 2)
     store.backend.close()
 
@@ -153,12 +153,12 @@ def test_a_scrub_counts_by_reason_and_removes_when_told(tmp_path: Path) -> None:
 
 
 def test_a_scrub_without_the_key_says_what_it_could_not_verify(tmp_path: Path) -> None:
-    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_key=b"k" * 32)
+    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[b"k" * 32])
     store = open_file(tmp_path / "s", codec)
     store_chain(store, make_keys(3))
     *_, last = verify_store(tmp_path / "s")
     assert (last.unverifiable, last.damaged) == (3, {})
-    *_, last = verify_store(tmp_path / "s", mac_key=b"k" * 32)
+    *_, last = verify_store(tmp_path / "s", keys=PageKeys(mac=(b"k" * 32,)))
     assert (last.unverifiable, last.damaged) == (0, {})
     store.backend.close()
 

@@ -46,8 +46,8 @@ class Store:
         return sum(1 for key in self.keys for _ in self.root.rglob(key.hex()))
 
 
-def make_store(root: Path, mac_key: bytes | None = None) -> Store:
-    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_key=mac_key)
+def make_store(root: Path, *mac_keys: bytes) -> Store:
+    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=mac_keys, weights_epoch=7, label="a model")
     keys = page_keys(token_bytes(range(16 * PAGES)), 16)
     frames = [memoryview(bytearray(codec.frame_bytes)) for _ in keys]
     options = FileBackendOptions(path=root, capacity_bytes=1 << 30, free_space_floor_bytes=0)
@@ -98,12 +98,13 @@ def test_inspect_shows_the_header_of_a_sound_page(store: Store) -> None:
     assert {name: value.strip() for name, value in lines.items()} == {
         "page": "sound",
         "file": "4.0 KiB (4096 bytes)",
-        "version": "1",
+        "version": "2",
         "tag": "XXH3_128",
         "payload": "3000 bytes",
         "key": store.keys[1].hex(),
         "parent": store.keys[0].hex(),
         "namespace": NAMESPACE.hex(),
+        "model": "a model, weights epoch 7",
     }
 
 
@@ -196,8 +197,8 @@ def test_verify_reports_a_wrong_length_and_leaves_the_file(store: Store) -> None
 def test_pages_that_do_not_fit_the_key_are_said_to_and_stay(tmp_path: Path, store: Store, mac_key_file: Path) -> None:
     keyed = make_store(tmp_path / "keyed", MAC_KEY[::-1])
     for found, words, page in (
-        (keyed, "4 pages are sealed with another key", "not proved: sealed with another MAC key than the one given"),
-        (store, "4 pages are not sealed with a MAC key", "not proved: its tag is no MAC"),
+        (keyed, "4 pages are sealed with another MAC key", "not proved: sealed with another key than those given"),
+        (store, "4 pages are sealed by other means", "not proved: its tag is no MAC"),
     ):
         result = invoke("verify", found.root, "--remove", "--mac-key-file", mac_key_file)
         assert result.exit_code == 1 and "none damaged" in result.stdout and words in result.stdout

@@ -21,7 +21,7 @@ import stat
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ...frame import TagStream
+from ...frame import Damage, TagStream
 
 TMP_DIR = "tmp"
 DIR_MODE = 0o700
@@ -39,7 +39,7 @@ _NOT_A_FILE_ERRNOS = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV})
 _PIECE_BYTES = 1 << 20
 
 NOT_REGULAR = "not_regular"
-SIZE = "size"
+SIZE = Damage.SIZE.value
 
 Identity: TypeAlias = tuple[int, int, int]
 

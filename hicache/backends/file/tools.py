@@ -19,11 +19,11 @@ from ...errors import BackendError, BackendUnavailable, InvalidInput
 from ...keys import PAGE_KEY_BYTES
 from .index import Index, PageRow
 from .pages import NOT_REGULAR, System, identity, is_hex, page_name, remove_damaged, remove_page
-from .report import PageReport, inspect_page, report_on
+from .report import NO_KEYS, PageKeys, PageReport, inspect_page, report_on
 from .store import Store
 from .view import Place, View, places
 
-__all__ = ["PageReport", "PurgeResult", "ScrubProgress", "inspect_page", "purge_store", "verify_store"]
+__all__ = ["PageKeys", "PageReport", "PurgeResult", "ScrubProgress", "inspect_page", "purge_store", "verify_store"]
 
 UNREADABLE = "unreadable"
 _TOOL_WAIT_S = 30.0
@@ -36,8 +36,9 @@ class ScrubProgress:
     """How far `verify_store` has come.
 
     `damaged` counts by reason what is no sound page. `misfits` counts, by reason, pages with which nothing is wrong but
-    that an engine with the given MAC key would refuse: `mac_key`, sealed with another key; `tag_kind`, no MAC at all.
-    `unverifiable` are the pages that nothing could be proved about without a MAC key, or at all.
+    that an engine with the given keys would refuse: `mac_key` and `encryption_key`, sealed with another key;
+    `tag_kind`, by other means than the given keys are for. `unverifiable` are the pages that nothing could be proved
+    about without a key, or at all.
     """
 
     pages: int = 0
@@ -76,14 +77,14 @@ class PurgeResult:
 def verify_store(
     root: str | os.PathLike[str],
     *,
-    mac_key: bytes | None = None,
+    keys: PageKeys = NO_KEYS,
     rate_bytes_per_s: float | None = None,
     remove: bool = False,
 ) -> Iterator[ScrubProgress]:
     """Check whatever lies in a page's place, in every namespace; one progress per place, the last one is the result.
 
     Changes nothing, unless `remove` says that damaged pages are to be removed; those that were stored again meanwhile
-    stay, and so do pages that only do not fit the MAC key. Reads at most `rate_bytes_per_s` on average, by sleeping
+    stay, and so do pages that only do not fit the keys. Reads at most `rate_bytes_per_s` on average, by sleeping
     between pages. Engines may use the store meanwhile. Raises as `Store` does, BackendUnavailable, and InvalidInput for
     a rate that is not positive.
     """
@@ -91,7 +92,7 @@ def verify_store(
         raise InvalidInput(f"verify: the rate must be positive, got {rate_bytes_per_s!r} bytes per second")
     opened = Store(root, create=False, keep_damaged=True) if remove else View(root)
     try:
-        yield from _scrub(opened, mac_key, rate_bytes_per_s)
+        yield from _scrub(opened, keys, rate_bytes_per_s)
     except BackendError:
         raise
     except (OSError, sqlite3.Error) as error:
@@ -105,13 +106,13 @@ def _unavailable(path: str, error: Exception) -> BackendUnavailable:
     return BackendUnavailable(f"file store {path}: {reason}; check disk and permissions")
 
 
-def _scrub(opened: Store | View, mac_key: bytes | None, rate: float | None) -> Iterator[ScrubProgress]:
+def _scrub(opened: Store | View, keys: PageKeys, rate: float | None) -> Iterator[ScrubProgress]:
     system, root_fd = opened.system, opened.root_fd
     started = time.monotonic()
     progress = ScrubProgress(pages_total=sum(1 for _ in places(system, root_fd)))
     yield progress
     for place in places(system, root_fd):
-        report = _report(system, root_fd, place, mac_key)
+        report = _report(system, root_fd, place, keys)
         if report is None:
             continue  # evicted since the list was made
         removed = report.damage is not None and isinstance(opened, Store) and _remove(opened, place, report)
@@ -121,13 +122,13 @@ def _scrub(opened: Store | View, mac_key: bytes | None, rate: float | None) -> I
             time.sleep(max(0.0, started + progress.bytes / rate - time.monotonic()))
 
 
-def _report(system: System, root_fd: int, place: Place, mac_key: bytes | None) -> PageReport | None:
+def _report(system: System, root_fd: int, place: Place, keys: PageKeys) -> PageReport | None:
     """What lies at a place; None if nothing does any more."""
     try:
         if place.key is None:
             found = system.lstat(place.name, dir_fd=root_fd)
             return PageReport(place.name, found.st_size, NOT_REGULAR, False, found=identity(found))
-        return report_on(place.name, mac_key, system, dir_fd=root_fd)
+        return report_on(place.name, keys, system, dir_fd=root_fd)
     except FileNotFoundError:
         return None
     except BackendUnavailable as error:

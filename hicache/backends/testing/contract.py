@@ -203,12 +203,12 @@ class SoleBackendContract(BoundsContract):
         store.backend.close()
 
     def test_a_keyed_reader_believes_only_pages_made_with_its_key(self, open_store: OpenStore) -> None:
-        keyed = open_store(FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_key=b"k" * 32))
+        keyed = open_store(FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[b"k" * 32]))
         keys = make_keys(3)
         store_chain(keyed, keys)
         assert load(keyed, keys) == [HIT] * 3
         for number, codec in enumerate([
-            FrameCodec(NAMESPACE, PAYLOAD_BYTES), FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_key=b"x" * 32),
+            FrameCodec(NAMESPACE, PAYLOAD_BYTES), FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[b"x" * 32]),
         ]):  # fmt: skip
             (frame,) = full_frames(codec, [keys[number]])
             codec.seal(keys[number], frame)

@@ -1,0 +1,51 @@
+"""The frame: one page in the form in which it lies in host memory, in a file, under a Redis key or in an S3 object.
+
+    [ header 256 bytes | payload | zero padding up to a multiple of 4096 ]
+
+A frame is either unsealed (its magic is zero) or sealed for exactly the payload it holds. Whoever writes a payload
+unseals the frame first. The grammar is in docs/formats/frame.md.
+
+A reader builds the header it expects and compares: nothing in a stored header steers a length, an address or an
+allocation. The tag covers the header behind it and the payload as stored, so a page is bound to its key and its
+namespace.
+
+    codec         FrameCodec: seals pages into their stored form and proves what comes back
+    header        the 256 bytes, and why a page is refused
+    keyring       the keys of tags and ciphers, two at a time so that they can be changed
+    compression   payloads made shorter by zstd
+    scratch       memory for stored forms that are not the frame itself
+"""
+
+from .codec import FrameCodec, TagStream, unseal
+from .compression import Compression
+from .header import (
+    FRAME_ALIGN,
+    HEADER_BYTES,
+    LABEL_BYTES,
+    MAGIC,
+    NO_PARENT,
+    Damage,
+    Form,
+    FrameHeader,
+    TagKind,
+    frame_bytes,
+)
+from .keyring import FRAME_KEY_BYTES
+
+__all__ = [
+    "FRAME_ALIGN",
+    "FRAME_KEY_BYTES",
+    "HEADER_BYTES",
+    "LABEL_BYTES",
+    "MAGIC",
+    "NO_PARENT",
+    "Compression",
+    "Damage",
+    "Form",
+    "FrameCodec",
+    "FrameHeader",
+    "TagKind",
+    "TagStream",
+    "frame_bytes",
+    "unseal",
+]

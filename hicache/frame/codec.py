@@ -1,0 +1,354 @@
+"""Pages into their stored form, and proof of what comes back.
+
+A page is stored as it lies in its frame, unless the codec compresses or encrypts: then its stored form is made in
+another buffer and the frame stays plain. What is read back lies in the frame until it is proved, and is undone there.
+
+Locking design: a codec holds nothing that changes but its buffers, and those are one borrower's each (see `scratch`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+from collections.abc import Sequence
+
+import xxhash
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from ..errors import InvalidInput
+from ..keys import FORMAT_VERSION, PAGE_KEY_BYTES
+from .compression import Compression, compress, expand, is_available, join_planes, require_zstandard, split_planes
+from .header import (
+    CARD,
+    COVERED_FROM,
+    FIXED,
+    FORM,
+    FORMS,
+    FRAME_ALIGN,
+    HEADER_BYTES,
+    KEY_ID,
+    LENGTH_AND_KEY,
+    MAGIC,
+    NAMESPACE,
+    NO_NONCE,
+    NO_PARENT,
+    NONCE,
+    NONCE_BYTES,
+    PARENT,
+    STORED,
+    TAG,
+    VERSION_AND_KIND,
+    Damage,
+    Form,
+    FrameHeader,
+    TagKind,
+    encode_card,
+    frame_bytes,
+    pack_fixed,
+    pack_start,
+)
+from .keyring import NO_KEY_ID, key_table
+from .scratch import Scratch
+
+_NO_TAG = bytes(16)
+
+
+class TagStream:
+    """The tag of a page that arrives piece by piece: hashing each piece while it is in the cache of the processor is a
+    tenth faster than going over an 8 MiB frame a second time. For one frame and one thread."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+        self._hashed = COVERED_FROM
+        self._stop: int | None = None
+
+    def add(self, frame: memoryview, start: int, end: int) -> None:
+        """Take in the bytes `start` to `end` of the frame. REQUIRES: each piece begins where the last one ended."""
+        if self._stop is None:
+            if end < HEADER_BYTES:
+                return
+            # What the header says is compared later; a wrong length hashes other bytes, and never beyond those read.
+            self._stop = HEADER_BYTES + int.from_bytes(frame[STORED], "little")
+        stop = min(end, self._stop)
+        if stop > self._hashed:
+            self._state.update(frame[self._hashed : stop])
+            self._hashed = stop
+
+    def digest(self) -> bytes:
+        """The tag of all that was taken in."""
+        return self._state.digest()
+
+
+class FrameCodec:
+    """Seals and checks the pages of one namespace. Thread-safe.
+
+    Tags: XXH3-128, or what `tag` says. With `mac_keys` (of 32 bytes; the first seals, a second one is believed too)
+    pages carry AES-256-GMAC (NIST SP 800-38D) under a fresh random nonce and nothing weaker is believed. With
+    `encryption_keys` in their place they are encrypted by AES-256-GCM, and only encrypted ones are believed.
+
+    `compression` shortens what is stored where that saves a block; every codec reads pages compressed or not.
+    `weights_epoch` and `label` are for people who look at a store, and are proved but not compared.
+
+    Raises InvalidInput for keys of another length or number, a payload without bytes, and a tag that has no key;
+    ConfigError for a compression that is not installed.
+    """
+
+    def __init__(
+        self,
+        namespace: bytes,
+        payload_bytes: int,
+        *,
+        tag: TagKind = TagKind.XXH3_128,
+        mac_keys: Sequence[bytes] = (),
+        encryption_keys: Sequence[bytes] = (),
+        compression: Compression | None = None,
+        weights_epoch: int = 0,
+        label: str = "",
+    ) -> None:
+        if len(namespace) != PAGE_KEY_BYTES:
+            raise InvalidInput(f"frame: the namespace digest must be {PAGE_KEY_BYTES} bytes, got {len(namespace)}")
+        if payload_bytes < 1:
+            raise InvalidInput(f"frame: a payload of {payload_bytes} bytes cannot hold a page")
+        if compression is not None:
+            require_zstandard()
+        self.namespace = namespace
+        self.payload_bytes = payload_bytes
+        self.frame_bytes = frame_bytes(payload_bytes)
+        self.tag_kind, keys = _tag_and_keys(tag, mac_keys, encryption_keys)
+        self._key_id = next(iter(keys), NO_KEY_ID)
+        self._ciphers = {name: AESGCM(key) for name, key in keys.items()}
+        self._algorithms = {name: algorithms.AES256(key) for name, key in keys.items()}
+        self._known_ids = frozenset(keys) or frozenset({NO_KEY_ID})
+        self._encrypts = self.tag_kind is TagKind.AES_256_GCM
+        self._compression = compression
+        self._card = encode_card(weights_epoch, label)
+        self._version_and_kind = struct.pack("<HB", FORMAT_VERSION, self.tag_kind)
+        self._length = payload_bytes.to_bytes(8, "little")
+        self._scratch = Scratch(self.frame_bytes)
+
+    @property
+    def transforms(self) -> bool:
+        """Whether what is stored may be other bytes than the frame."""
+        return self._encrypts or self._compression is not None
+
+    def seal(self, key: bytes, frame: memoryview, *, parent: bytes | None = None) -> memoryview:
+        """The stored form of the page in `frame`: what a backend writes, a multiple of 4096 bytes and at most as long.
+
+        Usually `frame` itself: then its header is written, unless it is sealed for `key` already. A compressed or
+        encrypted form lies in a buffer of its own, which lives as long as the view, and `frame` stays as it is.
+        `parent` is the key of the page before this one, None for the first page of a chain.
+        REQUIRES: the payload is complete, and nobody writes it until the stored form has been written.
+        """
+        plain = self._fixed(Form(0), key, parent, self.payload_bytes)
+        if not self._encrypts and frame[:8] == MAGIC and frame[FIXED] == plain:
+            return frame
+        form, body = Form(0), frame[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]
+        if self._compression is not None:
+            form, body = self._shortened(body, self._compression)
+        if not form and not self._encrypts:
+            self._write_header(frame, plain, self.payload_bytes)
+            return frame
+        return self._transformed(body, self._fixed(form, key, parent, len(body)))
+
+    def _fixed(self, form: Form, key: bytes, parent: bytes | None, stored_bytes: int) -> bytes:
+        start = pack_start(self.tag_kind, form, self._key_id, self.payload_bytes)
+        return pack_fixed(start, key, parent or NO_PARENT, self.namespace, stored_bytes, self._card)
+
+    def _shortened(self, payload: memoryview, compression: Compression) -> tuple[Form, memoryview]:
+        """The payload compressed, or as it is if that saves no block."""
+        form, source = Form.ZSTD, payload
+        if compression.byte_planes and not self.payload_bytes % 2:
+            form |= Form.BYTE_PLANES
+            source = self._scratch.take()[: self.payload_bytes]
+            split_planes(payload, source)
+        packed = compress(source, compression.level)
+        if frame_bytes(len(packed)) >= self.frame_bytes:
+            return Form(0), payload
+        return form, memoryview(packed)
+
+    def _transformed(self, body: memoryview, fixed: bytes) -> memoryview:
+        """The stored form with `body`, encrypted if need be, in a buffer of its own."""
+        end = HEADER_BYTES + len(body)
+        stored = self._scratch.take()[: frame_bytes(len(body))]
+        stored[end:] = bytes(len(stored) - end)
+        if not self._encrypts:
+            stored[HEADER_BYTES:end] = body
+            self._write_header(stored, fixed, len(body))
+            return stored
+        nonce = os.urandom(NONCE_BYTES)
+        stored[:HEADER_BYTES] = (MAGIC + _NO_TAG + nonce + fixed).ljust(HEADER_BYTES, b"\0")
+        encryptor = Cipher(self._algorithms[self._key_id], modes.GCM(nonce)).encryptor()
+        encryptor.authenticate_additional_data(stored[COVERED_FROM:HEADER_BYTES])
+        encryptor.update_into(body, stored[HEADER_BYTES:end])
+        encryptor.finalize()
+        stored[TAG] = encryptor.tag
+        return stored
+
+    def _write_header(self, frame: memoryview, fixed: bytes, stored_bytes: int) -> None:
+        nonce = NO_NONCE if self.tag_kind is not TagKind.AES_256_GMAC else os.urandom(NONCE_BYTES)
+        frame[:HEADER_BYTES] = (bytes(TAG.stop) + nonce + fixed).ljust(HEADER_BYTES, b"\0")
+        frame[TAG] = self._tag(self._key_id, nonce, frame[COVERED_FROM : HEADER_BYTES + stored_bytes])
+        frame[: len(MAGIC)] = MAGIC  # last, so that an interrupted seal leaves an unsealed frame
+
+    def is_sealed(self, key: bytes, frame: memoryview) -> bool:
+        """Whether `frame` says that it is the page `key` of this namespace; proves nothing, costs a microsecond."""
+        return frame[:8] == MAGIC and frame[56:88] == key and frame[NAMESPACE] == self.namespace
+
+    def stream(self) -> TagStream | None:
+        """For `accept` and `check`, where a page arrives in pieces; None where its tag is computed over the whole."""
+        return TagStream() if self.tag_kind is TagKind.XXH3_128 else None
+
+    def fits(self, stored_bytes: int) -> bool:
+        """Whether an object of so many bytes may be a page. What does not fit is damage, and is never read."""
+        return HEADER_BYTES < stored_bytes <= self.frame_bytes and not stored_bytes % FRAME_ALIGN
+
+    def accept(
+        self, key: bytes, frame: memoryview, stored_bytes: int, arrived: TagStream | None = None
+    ) -> Damage | None:
+        """None if the stored form of the page `key` lies in the first bytes of `frame`, else what is wrong with it.
+
+        After None the frame holds the page as it was given to `seal`; after damage its bytes mean nothing. A frame that
+        was compressed or encrypted is proved now and carries no tag any more: the next `seal` makes one. `arrived`, if
+        given, comes from `stream` and has taken in exactly those bytes. REQUIRES: nobody else uses `frame` meanwhile.
+        """
+        if not self.fits(stored_bytes):
+            return Damage.SIZE
+        header = bytes(frame[:HEADER_BYTES])
+        damage = self._refusal(header, key, stored_bytes)
+        if damage is not None:
+            return damage
+        body = frame[HEADER_BYTES : HEADER_BYTES + int.from_bytes(header[STORED], "little")]
+        form = header[FORM]
+        if not self._encrypts:
+            if not self._is_proved(header, frame, len(body), arrived):
+                return Damage.TAG
+            if not form:
+                return None
+            body = self._copied(body)
+        else:
+            target = self._scratch.take()[: len(body)] if form else body
+            if not self._decrypt(header, body, target):
+                return Damage.TAG
+            body = target
+        if form and not self._expand(Form(form), body, frame[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]):
+            return Damage.COMPRESSION
+        frame[:HEADER_BYTES] = self._proved_header(header, key)
+        return None
+
+    def _copied(self, body: memoryview) -> memoryview:
+        copy = self._scratch.take()[: len(body)]
+        copy[:] = body
+        return copy
+
+    def _expand(self, form: Form, body: memoryview, payload: memoryview) -> bool:
+        if not form & Form.BYTE_PLANES:
+            return expand(body, payload)
+        planes = self._scratch.take()[: self.payload_bytes]
+        if self.payload_bytes % 2 or not expand(body, planes):
+            return False
+        join_planes(planes, payload)
+        return True
+
+    def _proved_header(self, header: bytes, key: bytes) -> bytes:
+        """The header of a plain page without a tag."""
+        start = pack_start(TagKind.NONE, Form(0), NO_KEY_ID, self.payload_bytes)
+        fixed = pack_fixed(start, key, header[PARENT], self.namespace, self.payload_bytes, header[CARD])
+        return (MAGIC + _NO_TAG + NO_NONCE + fixed).ljust(HEADER_BYTES, b"\0")
+
+    def check(self, key: bytes, stored: memoryview, arrived: TagStream | None = None) -> Damage | None:
+        """None if `stored`, all of it, provably is the page `key` of this namespace, else what is wrong with it.
+
+        As `accept`, but mutates nothing, and tells nothing of a compressed page but that it is what was stored.
+        """
+        if not self.fits(len(stored)):
+            return Damage.SIZE
+        header = bytes(stored[:HEADER_BYTES])
+        damage = self._refusal(header, key, len(stored))
+        if damage is not None:
+            return damage
+        body = stored[HEADER_BYTES : HEADER_BYTES + int.from_bytes(header[STORED], "little")]
+        if self._encrypts:
+            return None if self._decrypt(header, body, self._scratch.take()[: len(body)]) else Damage.TAG
+        return None if self._is_proved(header, stored, len(body), arrived) else Damage.TAG
+
+    def _refusal(self, header: bytes, key: bytes, stored_bytes: int) -> Damage | None:
+        """What is wrong with a header, before any other byte is looked at."""
+        if (
+            header[VERSION_AND_KIND] != self._version_and_kind
+            or header[KEY_ID] not in self._known_ids
+            or header[LENGTH_AND_KEY] != self._length + key
+            or header[NAMESPACE] != self.namespace
+            or header[FORM] not in FORMS
+            or not header.startswith(MAGIC)
+        ):
+            return self._first_difference(header, key)
+        stored = int.from_bytes(header[STORED], "little")
+        if stored > self.payload_bytes or not stored or (not header[FORM] and stored != self.payload_bytes):
+            return Damage.LENGTH
+        if frame_bytes(stored) != stored_bytes:
+            return Damage.SIZE
+        return Damage.NO_ZSTD if header[FORM] and not is_available() else None
+
+    def _is_proved(self, header: bytes, frame: memoryview, body_bytes: int, arrived: TagStream | None) -> bool:
+        if self.tag_kind is TagKind.NONE:
+            return True
+        if arrived is not None:
+            return hmac.compare_digest(header[TAG], arrived.digest())
+        tag = self._tag(header[KEY_ID], header[NONCE], frame[COVERED_FROM : HEADER_BYTES + body_bytes])
+        return hmac.compare_digest(header[TAG], tag)
+
+    def _tag(self, key_id: bytes, nonce: bytes, covered: memoryview) -> bytes:
+        if self.tag_kind is TagKind.AES_256_GMAC:
+            return self._ciphers[key_id].encrypt(nonce, b"", covered)
+        return _NO_TAG if self.tag_kind is TagKind.NONE else xxhash.xxh3_128_digest(covered)
+
+    def _decrypt(self, header: bytes, body: memoryview, target: memoryview) -> bool:
+        """Decrypt `body` into `target`, which may be `body` itself; False if it is not what was encrypted."""
+        algorithm = self._algorithms[header[KEY_ID]]
+        decryptor = Cipher(algorithm, modes.GCM(header[NONCE], header[TAG])).decryptor()
+        decryptor.authenticate_additional_data(header[COVERED_FROM:])
+        decryptor.update_into(body, target)
+        try:
+            decryptor.finalize()
+        except InvalidTag:
+            return False
+        return True
+
+    def _first_difference(self, header: bytes, key: bytes) -> Damage:
+        found = FrameHeader.parse(header)
+        if found is None:
+            return Damage.NOT_A_FRAME
+        for damage, differs in (
+            (Damage.VERSION, found.version != FORMAT_VERSION),
+            (Damage.TAG_KIND, found.tag_kind != self.tag_kind),
+            (Damage.ENCRYPTION_KEY if self._encrypts else Damage.MAC_KEY, found.key_id not in self._known_ids),
+            (Damage.LENGTH, found.payload_bytes != self.payload_bytes),
+            (Damage.PAGE_KEY, found.page_key != key),
+            (Damage.NAMESPACE, found.namespace != self.namespace),
+        ):
+            if differs:
+                return damage
+        return Damage.HEADER
+
+
+def _tag_and_keys(
+    tag: TagKind, mac_keys: Sequence[bytes], encryption_keys: Sequence[bytes]
+) -> tuple[TagKind, dict[bytes, bytes]]:
+    """How pages are proved, and the keys for it by their ids."""
+    if mac_keys and encryption_keys:
+        raise InvalidInput("frame: give MAC keys or encryption keys; encryption proves the page too")
+    if encryption_keys:
+        return TagKind.AES_256_GCM, dict(key_table(TagKind.AES_256_GCM, encryption_keys))
+    if mac_keys:
+        return TagKind.AES_256_GMAC, dict(key_table(TagKind.AES_256_GMAC, mac_keys))
+    if tag in (TagKind.AES_256_GMAC, TagKind.AES_256_GCM):
+        raise InvalidInput(f"frame: {tag.name} needs a key")
+    return tag, {}
+
+
+def unseal(frame: memoryview) -> None:
+    """Mark the payload of `frame` as new: the next `seal` computes its tag again."""
+    frame[:8] = bytes(8)

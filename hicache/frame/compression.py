@@ -1,0 +1,115 @@
+"""Payloads made shorter by zstd (https://facebook.github.io/zstd, RFC 8878), and back.
+
+KV in 16-bit floats compresses badly as it lies there: the bytes that vary little (sign and exponent) alternate with
+noise. Taken apart into two planes they shrink further, and expand faster; benchmarks/tags.py measures by how much.
+
+What is read is never trusted with memory: a zstd frame must say the exact length of the page and a window within the
+bound, and is expanded into a buffer of that length.
+
+Locking design: zstd's contexts belong to one thread each (`threading.local`). zstd works without the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import ConfigError, InvalidInput
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+# Beyond, a level costs a core per 50 MB/s and wins a percent; and the window of what is written stays within the bound.
+LEVEL_MAX = 12
+# What a reader grants a page for its window; levels up to 12 write at most 4 MiB.
+WINDOW_BYTES_MAX = 8 << 20
+_contexts = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How payloads are compressed: the zstd level, and whether 16-bit elements are taken apart into byte planes first.
+
+    Level 1 is fastest. Planes pay for float16 and bfloat16, and cost for anything else. Raises InvalidInput.
+    """
+
+    level: int = 1
+    byte_planes: bool = True
+
+    def __post_init__(self) -> None:
+        if type(self.level) is not int or not 1 <= self.level <= LEVEL_MAX:
+            raise InvalidInput(f"compression: the level must lie between 1 and {LEVEL_MAX}, got {self.level!r}")
+
+
+def is_available() -> bool:
+    """Whether the package `zstandard` is installed."""
+    return _zstandard() is not None
+
+
+def require_zstandard() -> None:
+    """Raises ConfigError if the package is missing."""
+    if not is_available():
+        raise ConfigError('compression: the package zstandard is missing; pip install "hicache[compression]"')
+
+
+def compress(payload: memoryview, level: int) -> bytes:
+    """`payload` as one zstd frame that says its length. REQUIRES: `require_zstandard`."""
+    compressors = vars(_contexts).setdefault("compressors", {})
+    if level not in compressors:
+        compressors[level] = importlib.import_module("zstandard").ZstdCompressor(level=level)
+    packed: bytes = compressors[level].compress(payload)
+    return packed
+
+
+def expand(packed: memoryview, payload: memoryview) -> bool:
+    """Fill `payload` from the zstd frame in `packed`; False if that is not exactly such a frame.
+
+    Takes no more memory than the window bound. REQUIRES: `is_available`; the two do not overlap.
+    """
+    zstandard: Any = _zstandard()
+    try:
+        found = zstandard.get_frame_parameters(packed)
+        if found.content_size != len(payload) or found.window_size > max(WINDOW_BYTES_MAX, len(payload)):
+            return False
+        if not hasattr(_contexts, "expander"):
+            _contexts.expander = zstandard.ZstdDecompressor()
+        with _contexts.expander.stream_reader(packed, closefd=False) as reader:
+            return bool(reader.readinto(payload) == len(payload))
+    except zstandard.ZstdError:
+        return False
+
+
+def split_planes(payload: memoryview, planes: memoryview) -> None:
+    """Write all first bytes of the 16-bit elements of `payload` and then all second bytes to `planes`."""
+    elements = np.frombuffer(payload, dtype="<u2")
+    first, second = _halves(planes)
+    # Numpy casts and shifts whole words faster than it copies every second byte.
+    np.copyto(first, elements, casting="unsafe")
+    np.copyto(second, elements >> 8, casting="unsafe")
+
+
+def join_planes(planes: memoryview, payload: memoryview) -> None:
+    """The way back."""
+    elements = np.frombuffer(payload, dtype="<u2")
+    first, second = _halves(planes)
+    np.copyto(elements, second)
+    np.left_shift(elements, 8, out=elements)
+    np.bitwise_or(elements, first, out=elements)
+
+
+def _halves(planes: memoryview) -> tuple[Any, Any]:
+    both = np.frombuffer(planes, dtype=np.uint8)
+    return both[: both.size // 2], both[both.size // 2 :]
+
+
+@functools.cache
+def _zstandard() -> ModuleType | None:
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError:
+        return None
