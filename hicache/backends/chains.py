@@ -1,0 +1,171 @@
+"""Which stored page hangs on which: the order in which pages can go, tails first, and come, heads first.
+
+A store that is only listed knows keys and sizes; which page comes before which is in the pages' headers. `Chains` holds
+both for the tools of the operator and for limits that a store does not keep by itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..errors import InvariantError
+from ..frame import HEADER_BYTES, NO_PARENT, FrameHeader
+from .raw import RawStore, StoredPage
+
+PageId: TypeAlias = tuple[bytes, bytes]
+
+
+@dataclass(slots=True)
+class _Link:
+    page: StoredPage
+    parent: PageId | None
+
+
+def read_header(raw: RawStore, page: StoredPage) -> FrameHeader | None:
+    """What a page says of itself; None if it is gone or its header is not that of this page. Blocks as `raw.read`."""
+    data = raw.read(page, HEADER_BYTES)
+    header = None if data is None else FrameHeader.parse(data)
+    if header is None or header.page_key != page.key or header.namespace != page.namespace:
+        return None
+    return header
+
+
+def parent_in(header: FrameHeader) -> bytes | None:
+    """The key of the page before this one, None at the start of a chain."""
+    return None if header.parent_key == NO_PARENT else header.parent_key
+
+
+class Chains:
+    """Pages and what they hang on; some 600 bytes of memory each. For one thread.
+
+    Invariant: `_children` counts, for each page that a known page hangs on (itself known or not), the known pages that
+    hang on it; a page never hangs on itself.
+    """
+
+    def __init__(self) -> None:
+        self._links: dict[PageId, _Link] = {}
+        self._children: dict[PageId, int] = {}
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def __contains__(self, where: PageId) -> bool:
+        return where in self._links
+
+    def add(self, page: StoredPage, parent: bytes | None) -> None:
+        """A page that is stored, in place of what was known of it."""
+        where = (page.namespace, page.key)
+        self.discard(where)
+        above = None if parent is None or parent == page.key else (page.namespace, parent)
+        self._links[where] = _Link(page, above)
+        self.bytes += page.bytes
+        if above is not None:
+            self._children[above] = self._children.get(above, 0) + 1
+
+    def renew(self, page: StoredPage) -> bool:
+        """Note size and last use of a page as listed now, the later of both uses; False if the page is not known."""
+        link = self._links.get((page.namespace, page.key))
+        if link is None:
+            return False
+        self.bytes += page.bytes - link.page.bytes
+        used_s = max(filter(None, (page.used_s, link.page.used_s)), default=None)
+        link.page = StoredPage(page.namespace, page.key, page.bytes, used_s)
+        return True
+
+    def discard(self, where: PageId) -> bool:
+        """Forget a page; False if it was not known."""
+        link = self._links.pop(where, None)
+        if link is None:
+            return False
+        self.bytes -= link.page.bytes
+        if link.parent is not None:
+            self._children[link.parent] -= 1
+            if not self._children[link.parent]:
+                del self._children[link.parent]
+        return True
+
+    def keep(self, where: set[PageId]) -> None:
+        """Forget all pages but these."""
+        for gone in [known for known in self._links if known not in where]:
+            self.discard(gone)
+
+    def heads(self) -> int:
+        """Pages that begin a chain."""
+        return sum(link.parent is None for link in self._links.values())
+
+    def orphans(self) -> int:
+        """Pages whose parent is not known: no lookup reaches them until that is stored again."""
+        return sum(link.parent is not None and link.parent not in self._links for link in self._links.values())
+
+    def tails(self) -> int:
+        """Pages on which none hangs."""
+        return sum(where not in self._children for where in self._links)
+
+    def tails_first(self) -> Iterator[StoredPage]:
+        """All pages in the order of eviction: always the least recently used of those on which none hangs any more.
+
+        Changes nothing; REQUIRES that nothing changes meanwhile. Pages that hang on each other in a circle, which no
+        engine makes, come last.
+        """
+        children = dict(self._children)
+        order = [(_used(link.page), where) for where, link in self._links.items() if where not in children]
+        heapq.heapify(order)
+        done: set[PageId] = set()
+        while order:
+            _, where = heapq.heappop(order)
+            link = self._links[where]
+            done.add(where)
+            yield link.page
+            above = link.parent
+            if above is None:
+                continue
+            children[above] -= 1
+            if not children[above] and above in self._links:
+                heapq.heappush(order, (_used(self._links[above].page), above))
+        yield from (link.page for where, link in self._links.items() if where not in done)
+
+    def heads_first(self) -> Iterator[tuple[StoredPage, bytes | None]]:
+        """All pages with the keys of their parents, each behind its parent, the chain that was used last at first.
+
+        Changes nothing; REQUIRES that nothing changes meanwhile. Stopped anywhere, what was given are whole prefixes.
+        """
+        newest: dict[PageId, float] = {}
+        below: dict[PageId, list[PageId]] = {}
+        roots: list[PageId] = []
+        for page in self.tails_first():
+            where = (page.namespace, page.key)
+            newest[where] = max(newest.get(where, 0.0), _used(page))
+            above = self._links[where].parent
+            if above is None or above not in self._links:
+                roots.append(where)
+            else:
+                newest[above] = max(newest.get(above, 0.0), newest[where])
+                below.setdefault(above, []).append(where)
+        roots.sort(key=newest.__getitem__)
+        done: set[PageId] = set()
+        while roots:
+            where = roots.pop()
+            link = self._links[where]
+            done.add(where)
+            yield link.page, None if link.parent is None else link.parent[1]
+            roots += sorted(below.get(where, ()), key=newest.__getitem__)
+        for where, link in self._links.items():
+            if where not in done:
+                yield link.page, None if link.parent is None else link.parent[1]
+
+    def check(self) -> None:
+        """Raise InvariantError if a sum or a count contradicts the pages."""
+        counts: dict[PageId, int] = {}
+        for link in self._links.values():
+            if link.parent is not None:
+                counts[link.parent] = counts.get(link.parent, 0) + 1
+        if counts != self._children or self.bytes != sum(link.page.bytes for link in self._links.values()):
+            raise InvariantError("chains: the counts and the pages disagree")
+
+
+def _used(page: StoredPage) -> float:
+    return page.used_s or 0.0
