@@ -25,12 +25,12 @@ from ...errors import InvalidInput
 from ...frame import FrameCodec
 from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
 from ..calls import Calls, check_batch, check_keys
+from ..workers import WorkerPool
 from .batches import SETTLE_S, Leftovers, Parts, Reads, Writes, class_of
 from .index import Index
 from .pages import PageFiles, System, error_name, page_name, remove_page
 from .room import Room
 from .store import Store, now_us
-from .workers import WorkerPool
 
 IO_THREADS_MAX = 64
 # Recency is written when this many pages wait or the oldest one waits this long, and never more are kept.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ...frame import FrameCodec
 from ..base import GetOutcome, SetOutcome
+from ..workers import WorkerPool
 from .index import Index
 from .pages import (
     FULL_ERRNOS,
@@ -28,7 +29,6 @@ from .pages import (
 )
 from .room import Room
 from .store import Store, now_us
-from .workers import WorkerPool
 
 # What was written or found damaged is put in order even if the deadline has passed: within this time at most.
 SETTLE_S = 0.25
