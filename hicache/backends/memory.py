@@ -5,6 +5,7 @@ Locking design: one lock around every verb; a copy of a page is the longest thin
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from ..errors import InvalidInput, InvariantError
 from ..frame import FrameCodec
-from .base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
+from .base import BackendStatistics, EvictionListener, GetOutcome, SetOutcome, StorageBackend, Usage
 from .calls import Tally, check_batch, check_keys
 
 
@@ -21,6 +22,25 @@ class _Page:
     frame: bytes
     parent: bytes | None
     last_use: int  # a count of uses, not a time: larger is later
+
+
+@dataclass(frozen=True, slots=True)
+class _EvictedBytes:
+    """An EvictedPage whose bytes simply live on."""
+
+    stored: bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """See EvictedPage."""
+        return len(self.stored)
+
+    def read(self, frame: memoryview) -> None:
+        """See EvictedPage."""
+        frame[: len(self.stored)] = self.stored
+
+    def close(self) -> None:
+        """See EvictedPage. The last reference frees the bytes."""
 
 
 class MemoryBackend(StorageBackend):
@@ -41,6 +61,11 @@ class MemoryBackend(StorageBackend):
         self._clock = 0
         self._closed = False
         self._tally = Tally()
+        self._listener: EvictionListener | None = None
+
+    def on_eviction(self, listener: EvictionListener) -> None:
+        """See EvictionSource."""
+        self._listener = listener
 
     def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See StorageBackend."""
@@ -119,7 +144,10 @@ class MemoryBackend(StorageBackend):
             leaves = [key for key in self._pages if key not in self._children and key != parent]
             if not leaves:
                 return False
-            self._drop(min(leaves, key=lambda key: self._pages[key].last_use))
+            oldest = min(leaves, key=lambda key: self._pages[key].last_use)
+            if self._listener is not None:
+                self._listener(oldest, functools.partial(_EvictedBytes, self._pages[oldest].frame))
+            self._drop(oldest)
             self._tally.evicted_pages += 1
         return True
 

@@ -23,11 +23,12 @@ from os import PathLike
 
 from ...errors import InvalidInput
 from ...frame import FrameCodec
-from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
+from ..base import BackendStatistics, EvictionListener, GetOutcome, SetOutcome, StorageBackend, Usage
 from ..calls import Calls, check_batch, check_keys
 from ..workers import WorkerPool
 from .batches import SETTLE_S, Leftovers, Parts, Reads, Writes, class_of
-from .index import Index
+from .evicted import EvictedFile
+from .index import Index, PageRow
 from .pages import PageFiles, System, error_name, page_name, remove_page
 from .room import Room
 from .store import Store, now_us
@@ -142,6 +143,17 @@ class FileBackend(StorageBackend):
             self._calls.count(errors=[class_of(error)])
             if not started:
                 yield None
+
+    def on_eviction(self, listener: EvictionListener) -> None:
+        """See EvictionSource. Pages of other namespaces, which are evicted as well, are not told of."""
+        namespace, namespace_hex, store = self.codec.namespace, self._namespace_hex, self._store
+
+        def evicting(page: PageRow) -> None:
+            if page.namespace == namespace:
+                name = page_name(namespace_hex, page.key)
+                listener(page.key, lambda: EvictedFile(store.system, store.root_fd, name))
+
+        self._parts.room.evicting = evicting
 
     def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See StorageBackend. One stat per key; the file system alone decides."""

@@ -9,9 +9,10 @@ REQUIRES for all of it: a transaction of the store.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from .index import Index
+from .index import Index, PageRow
 from .pages import error_name, page_name, remove_page
 from .reconcile import reap
 from .store import Store, now_us
@@ -27,11 +28,13 @@ _FAILURES_MAX = 3
 
 @dataclass(slots=True)
 class Room:
-    """The limits of one store, in bytes; None and 0 stand for no limit."""
+    """The limits of one store, in bytes; None and 0 stand for no limit. `evicting` hears of each page before its file
+    goes, None if nobody wants to."""
 
     capacity_bytes: int | None
     free_space_floor_bytes: int
     evicted_pages: int = 0
+    evicting: Callable[[PageRow], None] | None = None
 
     def fit(self, store: Store, index: Index, errors: list[str]) -> int:
         """Evict until both limits hold; bytes by which they still do not, 0 on success.
@@ -68,6 +71,8 @@ class Room:
             page = index.oldest_leaf()
             if page is None:
                 return
+            if self.evicting is not None:
+                self.evicting(page)
             try:
                 remove_page(store.system, store.root_fd, page_name(page.namespace.hex(), page.key))
             except IsADirectoryError:
