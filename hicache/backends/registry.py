@@ -10,12 +10,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeAlias, cast, get_origin, get_type_hints
 
-from ..errors import ConfigError, InvalidInput
+from ..errors import BackendError, ConfigError, InvalidInput
 from ..frame import FrameCodec
 from .base import StorageBackend
 from .raw import RawStore
@@ -29,11 +29,19 @@ Factory: TypeAlias = Callable[..., StorageBackend]
 _BUILT_IN: Mapping[str, str] = {
     "memory": "hicache.backends.memory:MemoryBackend",
     "file": "hicache.backends.file:open_file_backend",
+    "levels": "hicache.backends.compose:open_levels",
+    "mirror": "hicache.backends.compose:open_mirror",
+    "sharded": "hicache.backends.compose:open_sharded",
 }
 # Where what opens a built-in store for its operator is: a function of the same options that returns a RawStore.
 _RAW: Mapping[str, str] = {
     "file": "hicache.backends.file.raw:open_raw",
 }
+# The built-in backends that are made of others, and the option that lists those.
+_PARTS_OPTION: Mapping[str, str] = {"levels": "levels", "mirror": "parts", "sharded": "parts"}
+_PART_ENTRIES = ("name", "type", "options", "guard", "optional")
+# Each part costs threads and, in a sharded set, a share of every lookup; more are a slip of the hand.
+PARTS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,54 @@ class BackendSpec:
     type: str
     options: Mapping[str, object] = field(default_factory=dict)
     guard: Mapping[str, object] | None = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """One part of a composition. `optional`: the composition opens without it, and takes it in when it can be opened.
+    """
+
+    name: str
+    backend: BackendSpec
+    optional: bool = False
+
+
+def part_specs(type_name: str, options: Mapping[str, object]) -> list[PartSpec]:
+    """The parts that a built-in composition is configured with; none for any other backend. Opens nothing.
+
+    A part is a mapping with `type` and, if need be, `name`, `options`, `guard` and `optional`. One without a name is
+    called like its type, a second one of that type `<type>-2`. Raises ConfigError.
+    """
+    option = _PARTS_OPTION.get(type_name)
+    if option is None:
+        return []
+    listed = options.get(option)
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or not 2 <= len(listed) <= PARTS_MAX:
+        raise ConfigError(f"backend {type_name}: {option} must list 2 to {PARTS_MAX} backends")
+    found: dict[str, PartSpec] = {}
+    for number, entry in enumerate(listed):
+        part = _part_spec(f"backend {type_name}: {option}.{number}", entry, found)
+        if part.name in found:
+            raise ConfigError(f"backend {type_name}: two of its {option} are named {part.name!r}; rename one of them")
+        found[part.name] = part
+    return list(found.values())
+
+
+def _part_spec(where: str, entry: object, others: Mapping[str, object]) -> PartSpec:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
+        raise ConfigError(f"{where}: must be a backend, with its type and options")
+    for unknown in set(entry) - set(_PART_ENTRIES):
+        raise ConfigError(f"{where}: unknown entry {unknown!r}; a part has {', '.join(_PART_ENTRIES)}")
+    kind, options, guard = entry["type"], entry.get("options", {}), entry.get("guard", {})
+    if not isinstance(options, Mapping) or not (guard is None or isinstance(guard, Mapping)):
+        raise ConfigError(f"{where}: options and guard must be sections")
+    name, optional = entry.get("name"), entry.get("optional", False)
+    if name is None:
+        number = 1 + sum(taken == kind or taken.startswith(f"{kind}-") for taken in others)
+        name = kind if number == 1 else f"{kind}-{number}"
+    if not isinstance(name, str) or not name or not isinstance(optional, bool):
+        raise ConfigError(f"{where}: name must be text, optional true or false")
+    return PartSpec(name, BackendSpec(kind, options, guard), optional)
 
 
 def open_spec(spec: BackendSpec, codec: FrameCodec) -> StorageBackend:
@@ -72,11 +128,17 @@ def open_backend(type_name: str, codec: FrameCodec, options: Mapping[str, object
 def check_backend(type_name: str, options: Mapping[str, object]) -> Factory:
     """The factory of `type_name`, found to be one and to take `options`. Imports it, and opens nothing.
 
-    Raises ConfigError for a name nobody knows, for what makes no StorageBackend, and for options it does not take.
+    Raises ConfigError for a name nobody knows, for what makes no StorageBackend, and for options it does not take; in
+    all this, parts of a composition are looked at as well.
     """
     factory = _factory(type_name)
     _check_result(type_name, factory)
     _check_options(type_name, factory, options)
+    for part in part_specs(type_name, options):
+        try:
+            check_backend(part.backend.type, part.backend.options)
+        except ConfigError as error:
+            raise ConfigError(f"backend {type_name}, part {part.name}: {error}") from error
     return factory
 
 
@@ -93,6 +155,27 @@ def open_raw(spec: BackendSpec) -> RawStore:
         return factory(**spec.options)
     except (InvalidInput, TypeError) as error:
         raise ConfigError(f"backend {spec.type}: {error}") from error
+
+
+def open_raws(spec: BackendSpec) -> list[tuple[str, RawStore]]:
+    """The raw stores of a backend: one, or those of all parts of a composition, each under the name of its part (of a
+    part inside a part: `outer/inner`). Opens all or none; blocks and raises as `open_raw`, also for parts that are
+    optional, and for memory, which has no raw store.
+    """
+    parts = part_specs(spec.type, spec.options)
+    if not parts:
+        return [(spec.type, open_raw(spec))]
+    opened: list[tuple[str, RawStore]] = []
+    try:
+        for part in parts:
+            nested = part.backend.type in _PARTS_OPTION
+            found = open_raws(part.backend)
+            opened += [(f"{part.name}/{name}" if nested else part.name, raw) for name, raw in found]
+    except (ConfigError, BackendError):
+        for _, raw in opened:
+            raw.close()
+        raise
+    return opened
 
 
 def backend_names() -> list[str]:

@@ -1,0 +1,187 @@
+"""What all compositions have in common: parts, each opened and closed once, and totals over them.
+
+`ComposedBackend` is the base of them all. `CopyingBackend` is the base of those that keep the same page on several
+parts: it moves pages between them in the background and removes them from all.
+
+Locking design: the fields are set by the constructor and hold objects that lock themselves. `close` may run in several
+threads; the first one closes the parts, and the others return at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...errors import BackendError
+from ...frame import FrameCodec
+from ..base import BackendStatistics, StorageBackend, Usage
+from ..calls import Calls, check_keys
+from ..registry import PartSpec, open_spec
+from .copier import Copier, CopyStatistics
+from .late import LatePart
+from .merge import held_positions
+
+_log = logging.getLogger(__name__)
+
+# Closing a composition writes what waits to be copied for this long at most. An engine has 5 s for its whole shutdown.
+CLOSE_COPIES_S = 2.0
+# What `errors` counts when a part raises instead of answering, which no guarded one does.
+INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a composition under its name."""
+
+    name: str
+    backend: StorageBackend
+
+
+def open_parts(codec: FrameCodec, specs: Sequence[PartSpec]) -> list[Part]:
+    """Open all parts, or none: if one fails, those before it are closed. One that is optional may come later.
+
+    Blocks and raises as `open_spec`.
+    """
+    opened: list[Part] = []
+    try:
+        for spec in specs:
+            opened.append(Part(spec.name, _open_part(codec, spec)))
+    except BaseException:
+        close_parts(opened)
+        raise
+    return opened
+
+
+def close_parts(parts: Sequence[Part]) -> None:
+    """Close parts of which no composition came. Raises nothing: the error that matters is the one under way."""
+    for part in parts:
+        with contextlib.suppress(BackendError):
+            part.backend.close()
+
+
+def _open_part(codec: FrameCodec, spec: PartSpec) -> StorageBackend:
+    if spec.optional:
+        return LatePart(codec, spec.name, lambda: open_spec(spec.backend, codec))
+    return open_spec(spec.backend, codec)
+
+
+class ComposedBackend(StorageBackend):
+    """A backend made of others, which it owns. A Composite.
+
+    Its statistics count what its own callers saw: a page that three parts were asked for counts once. `corrupt` counts
+    pages that no part had whole, under the one reason `every_copy`; each part's own statistics have the reasons.
+    `errors` and `evicted_pages` are the sums over the parts, which is where things fail.
+    """
+
+    def __init__(self, codec: FrameCodec, parts: Sequence[Part]) -> None:
+        super().__init__(codec)
+        self._parts = tuple(part.backend for part in parts)
+        self._names = tuple(part.name for part in parts)
+        self._calls = Calls(codec)
+
+    @property
+    def parts(self) -> Sequence[StorageBackend]:
+        """See Composite."""
+        return self._parts
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the parts, in the order of `parts`."""
+        return self._names
+
+    @abstractmethod
+    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend. Removes the pages from all parts; a page on several of them counts once."""
+
+    def statistics(self) -> BackendStatistics:
+        """See StorageBackend, and this class."""
+        own = self._calls.statistics()
+        errors, evicted = Counter(own.errors), own.evicted_pages
+        for part in self._parts:
+            found = part.statistics()
+            errors.update(found.errors)
+            evicted += found.evicted_pages
+        return replace(own, errors=dict(errors), evicted_pages=evicted)
+
+    def close(self) -> None:
+        """See StorageBackend. Closes every part, also if one of them raises; raises the first such BackendError."""
+        if not self._calls.close():
+            return
+        self._before_parts_close()
+        failures: list[BackendError] = []
+        for name, part in zip(self._names, self._parts, strict=True):
+            try:
+                part.close()
+            except BackendError as error:
+                _log.warning("storage part %s failed to close: %s", name, error)
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    @abstractmethod
+    def _before_parts_close(self) -> None:
+        """End what still uses the parts. No verb is under way any more."""
+
+
+class CopyingBackend(ComposedBackend):
+    """A composition in which a page may be on several parts. Each part has a copier that brings it pages, of which
+    `copy_bytes_max` bytes may wait. Raises InvalidInput for less than one page."""
+
+    def __init__(self, codec: FrameCodec, parts: Sequence[Part], copy_bytes_max: int) -> None:
+        super().__init__(codec, parts)
+        self._copiers: list[Copier] = []
+        try:
+            for part in parts:
+                self._copiers.append(Copier(part.backend, part.name, copy_bytes_max))
+        except BaseException:
+            self._before_parts_close()
+            raise
+
+    def copies(self) -> dict[str, CopyStatistics]:
+        """By part: what was copied to it in the background, and what was not."""
+        return {name: copier.statistics() for name, copier in zip(self._names, self._copiers, strict=True)}
+
+    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See ComposedBackend. Looks first which pages are on which part: the counts of parts alone do not tell how
+        many different pages they speak of."""
+        check_keys(keys)
+        with self._calls.enter() as is_open, contextlib.ExitStack() as doors:
+            if not is_open or time.monotonic() >= deadline:
+                self._calls.count(errors=["deadline" if is_open else "closed"])
+                return 0
+            for copier in self._copiers:
+                doors.enter_context(copier.forgetting(keys, deadline))
+            unseen = list(dict.fromkeys(keys))
+            found = 0
+            for part in self._parts[:-1]:
+                held = set(held_positions(part, unseen, deadline))
+                found += len(held)
+                unseen = [key for position, key in enumerate(unseen) if position not in held]
+            gone = frozenset(unseen)
+            seen = [key for key in dict.fromkeys(keys) if key not in gone]
+            for part in self._parts[:-1]:
+                part.delete(keys, deadline=deadline)
+            self._parts[-1].delete(seen, deadline=deadline)
+            return found + self._parts[-1].delete(unseen, deadline=deadline)
+
+    def usage(self) -> Usage:
+        """See StorageBackend. That of the fullest part, so at least so many different pages: those on several parts
+        count once. What each part holds is its own usage."""
+        return max((part.usage() for part in self._parts), key=lambda usage: usage.pages)
+
+    def check(self) -> None:
+        """Raise InvariantError if the copiers contradict themselves. REQUIRES: no verb is under way."""
+        for copier in self._copiers:
+            copier.check()
+
+    def _before_parts_close(self) -> None:
+        stop_at = time.monotonic() + CLOSE_COPIES_S
+        for copier in self._copiers:
+            copier.stop(stop_at)
+        for copier in self._copiers:
+            copier.close()

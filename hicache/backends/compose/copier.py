@@ -1,0 +1,290 @@
+"""Copies of pages on their way to one part of a composition, in the background and within a bound of bytes.
+
+A verb must not use its frames after it has returned, so what is to be copied is staged: taken over into frames of the
+copier's own, as many as its bound allows. What finds none free is dropped and counted: copies are made to be read
+sooner, and nothing is lost with them. A page that is evicted above is staged as an open page, and read in the thread
+here.
+
+Invariants, tested by `check`: a key is in `_keys` as long as it is staged, queued or written, so no page is staged
+twice; as many frames are lent as there are keys.
+
+Locking design: one condition guards all fields and is held for a few instructions, never while bytes are copied or a
+backend is called. Any thread submits, one thread of the copier's own writes. `forgetting` closes the door for
+submissions that were seen before or during a deletion, waits for what is being written, and takes no other lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ...errors import InvalidInput, InvariantError
+from ...frame import HEADER_BYTES, FrameHeader
+from ...keys import PAGE_KEY_BYTES
+from ..base import EvictedPage, SetOutcome, StorageBackend
+
+_log = logging.getLogger(__name__)
+
+# As much as one call writes: enough for a request that costs a round trip, little enough for a close that waits for it.
+_CALL_BYTES_MAX = 32 << 20
+# What one call may take. A store that is slower than this for 32 MiB does not gain from more.
+_CALL_S = 5.0
+# How late a call may return that holds its deadline.
+_GRACE_S = 1.0
+_NO_PARENT = bytes(PAGE_KEY_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStatistics:
+    """Pages that were copied to one part, were there already, were refused by it or failed, and were dropped here
+    because the bound was reached, the page deleted or the copier closed; and those that wait, in pages."""
+
+    copied: int
+    present: int
+    failed: int
+    dropped: int
+    waiting: int
+
+
+@dataclass(slots=True)
+class _Copy:
+    key: bytes
+    frame: memoryview
+    parent: bytes | None
+    evicted: EvictedPage | None = None  # where the bytes still are; its parent is known once they are read
+
+
+def parent_of(frame: memoryview) -> bytes | None:
+    """The key of the page before the one in a sealed frame, as its header says; None at the start of a chain."""
+    header = FrameHeader.parse(frame[:HEADER_BYTES])
+    return None if header is None or header.parent_key == _NO_PARENT else header.parent_key
+
+
+class Copier:
+    """Writes copies to `part`, of which `bytes_max` bytes may wait. Thread-safe; `name` is the part's.
+
+    REQUIRES: the part is closed after the copier. Raises InvalidInput for less than one page.
+    """
+
+    def __init__(self, part: StorageBackend, name: str, bytes_max: int) -> None:
+        self._part = part
+        self._codec = part.codec
+        self._frames_max = bytes_max // part.codec.frame_bytes
+        if not self._frames_max:
+            raise InvalidInput(
+                f"copies: {bytes_max} bytes hold no page of {part.codec.frame_bytes} bytes; raise cascade_bytes_max"
+            )
+        self._call_pages = max(1, _CALL_BYTES_MAX // part.codec.frame_bytes)
+        self._state = threading.Condition()
+        self._frames = 0  # made so far; they are kept, since touching new memory costs more than copying into old
+        self._free: list[memoryview] = []
+        self._queue: deque[_Copy] = deque()
+        self._keys: set[bytes] = set()
+        self._writing: frozenset[bytes] = frozenset()
+        self._epoch = 0  # of deletions; a submission that saw an older one is refused
+        self._deleting = 0
+        self._closing = False
+        self._stop_at = 0.0
+        self._copied = self._present = self._failed = self._dropped = 0
+        self._thread = threading.Thread(target=self._serve, name=f"hicache-copy-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def epoch(self) -> int:
+        """Changes with each deletion. Read it before the pages, and give it to `submit`."""
+        return self._epoch
+
+    def submit(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], parents: Sequence[bytes | None], epoch: int
+    ) -> None:
+        """Stage pages, head first, and have them written; what does not fit is dropped. Blocks for copying memory only.
+
+        REQUIRES: each frame holds its page until this returns, and `epoch` is from before the frames were filled.
+        """
+        for position, key in enumerate(keys):
+            staged = self._take(key, epoch)
+            if staged is None:
+                continue
+            staged[:] = frames[position]
+            self._put(_Copy(key, staged, parents[position]), epoch)
+
+    def take_evicted(self, key: bytes, open_page: Callable[[], EvictedPage]) -> None:
+        """An EvictionListener: keep the page of `key` open, and have it read and written."""
+        epoch = self._epoch
+        staged = self._take(key, epoch)
+        if staged is None:
+            return
+        try:
+            page = open_page()
+        except OSError:
+            self._finish([_Copy(key, staged, None)], failed=1)
+            return
+        self._put(_Copy(key, staged, None, page), epoch)
+
+    def _take(self, key: bytes, epoch: int) -> memoryview | None:
+        """A frame for the page, None if it is on its way already or may not be copied now, which is counted."""
+        with self._state:
+            if key in self._keys:
+                return None
+            made = None
+            if self._may_enter(epoch):
+                if self._free:
+                    made = self._free.pop()
+                elif self._frames < self._frames_max:
+                    self._frames += 1
+                    # Aligned to pages of memory, as direct I/O asks for; the mapping lives as long as its view.
+                    made = memoryview(mmap.mmap(-1, self._codec.frame_bytes))
+            if made is None:
+                self._dropped += 1
+            else:
+                self._keys.add(key)
+            return made
+
+    def _may_enter(self, epoch: int) -> bool:
+        return not self._closing and not self._deleting and epoch == self._epoch
+
+    def _put(self, copy: _Copy, epoch: int) -> None:
+        with self._state:
+            if self._may_enter(epoch):
+                self._queue.append(copy)
+                self._state.notify_all()
+                return
+        self._drop([copy])
+
+    def _drop(self, copies: Sequence[_Copy]) -> None:
+        for copy in copies:
+            if copy.evicted is not None:
+                copy.evicted.close()
+                copy.evicted = None
+        self._finish(copies, dropped=len(copies))
+
+    def _finish(
+        self, copies: Sequence[_Copy], *, copied: int = 0, present: int = 0, failed: int = 0, dropped: int = 0
+    ) -> None:
+        """Take frames back, and count what became of their pages."""
+        with self._state:
+            for copy in copies:
+                self._keys.discard(copy.key)
+                self._free.append(copy.frame)
+            self._writing -= {copy.key for copy in copies}
+            self._state.notify_all()
+            self._copied += copied
+            self._present += present
+            self._failed += failed
+            self._dropped += dropped
+
+    @contextlib.contextmanager
+    def forgetting(self, keys: Sequence[bytes], deadline: float) -> Iterator[None]:
+        """While this block deletes `keys` from the parts: no copy of them waits, is written, or comes in later from a
+        verb that has read them before. Waits for the copy under way, up to `deadline`."""
+        gone = frozenset(keys)
+        with self._state:
+            self._deleting += 1
+            dropped = [copy for copy in self._queue if copy.key in gone]
+            self._queue = deque(copy for copy in self._queue if copy.key not in gone)
+        self._drop(dropped)
+        try:
+            with self._state:
+                wait_s = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+                self._state.wait_for(lambda: not self._writing & gone, wait_s)
+            yield
+        finally:
+            with self._state:
+                self._deleting -= 1
+                self._epoch += 1
+
+    def statistics(self) -> CopyStatistics:
+        """A snapshot. Does not block."""
+        with self._state:
+            return CopyStatistics(self._copied, self._present, self._failed, self._dropped, len(self._keys))
+
+    def _serve(self) -> None:
+        while (batch := self._next()) is not None:
+            counts = {"failed": len(batch)}
+            try:
+                counts = self._copy(batch)
+            except Exception:  # a bug costs these copies and not the thread
+                _log.exception("copying pages in the background failed unexpectedly")
+            finally:
+                self._finish(batch, **counts)
+
+    def _next(self) -> list[_Copy] | None:
+        """The pages to write next, one run of a chain; None when there are no more and none will come."""
+        with self._state:
+            self._state.wait_for(lambda: bool(self._queue) or self._closing)
+            if self._closing and (not self._queue or time.monotonic() >= self._stop_at):
+                return None
+            batch = [self._queue.popleft()]
+            while self._queue and len(batch) < self._call_pages and self._continues(batch[-1], self._queue[0]):
+                batch.append(self._queue.popleft())
+            self._writing = frozenset(copy.key for copy in batch)
+            return batch
+
+    @staticmethod
+    def _continues(last: _Copy, following: _Copy) -> bool:
+        return last.evicted is None and following.evicted is None and following.parent == last.key
+
+    def _copy(self, batch: Sequence[_Copy]) -> dict[str, int]:
+        for copy in batch:
+            if copy.evicted is not None and not self._read_evicted(copy, copy.evicted):
+                return {"failed": len(batch)}  # an evicted page is a batch of its own
+        keys, frames = [copy.key for copy in batch], [copy.frame for copy in batch]
+        outcomes = self._part.batch_set(
+            keys, frames, parent=batch[0].parent, deadline=time.monotonic() + _CALL_S
+        )
+        copied, present = outcomes.count(SetOutcome.STORED), outcomes.count(SetOutcome.PRESENT)
+        return {"copied": copied, "present": present, "failed": len(batch) - copied - present}
+
+    def _read_evicted(self, copy: _Copy, page: EvictedPage) -> bool:
+        """Fill the frame, and learn the page's parent; False if it is not provably the page."""
+        stored_bytes = page.stored_bytes
+        try:
+            if not self._codec.fits(stored_bytes):
+                return False
+            page.read(copy.frame)
+        except OSError:
+            return False
+        finally:
+            copy.evicted = None
+            page.close()
+        if self._codec.accept(copy.key, copy.frame, stored_bytes) is not None:
+            return False
+        copy.parent = parent_of(copy.frame)
+        return True
+
+    def stop(self, stop_at: float) -> None:
+        """Take nothing more, and write what waits until `stop_at` (monotonic). Does not wait; for `close`."""
+        with self._state:
+            self._closing = True
+            self._stop_at = stop_at
+            self._state.notify_all()
+
+    def close(self) -> None:
+        """Wait until the thread has ended, which may take a call of the part after `stop`; drop what is left.
+
+        A part that holds no deadline is waited for no longer than that. It keeps the frames it was given.
+        """
+        self._thread.join(max(0.0, self._stop_at - time.monotonic()) + _CALL_S + _GRACE_S)
+        with self._state:
+            left = list(self._queue)
+            self._queue.clear()
+        self._drop(left)
+        with self._state:
+            self._free.clear()
+
+    def check(self) -> None:
+        """Raise InvariantError if frames and keys disagree. REQUIRES: no submission is under way."""
+        with self._state:
+            lent = self._frames - len(self._free)
+            known = {copy.key for copy in self._queue} | self._writing
+            if lent != len(self._keys) or known != self._keys or self._frames > self._frames_max:
+                raise InvariantError(
+                    f"copies: {lent} frames lent, {len(self._keys)} keys, {len(known)} queued or written, "
+                    f"{self._frames} of {self._frames_max} frames made"
+                )

@@ -1,0 +1,133 @@
+"""A part that may be missing when its composition is opened: it is opened as soon as it can be.
+
+Locking design: `_inner` is set once, by the constructor or by the opening thread, under `_state`, and read without a
+lock. `_state` guards `_closed`; it is not held while the part is opened, so `close` does not wait for a server.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ...errors import BackendError
+from ...frame import FrameCodec
+from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
+from ..calls import Calls, check_batch, check_keys
+
+_log = logging.getLogger(__name__)
+
+# A part that cannot be opened is tried again after 0.5, 1, 2 ... 30 s.
+RETRY_S_MIN = 0.5
+RETRY_S_MAX = 30.0
+_NOT_OPEN = "not_open"
+
+
+class LatePart(StorageBackend):
+    """The backend that `open_part` opens; until it can be opened, a store where every call is an error.
+
+    A Composite of that one backend. `open_part` is called in the constructor and then, until it raises no BackendError
+    any more, in a thread. Memory of a part that comes late is not registered. Raises what else `open_part` raises.
+    """
+
+    def __init__(self, codec: FrameCodec, name: str, open_part: Callable[[], StorageBackend]) -> None:
+        super().__init__(codec)
+        self._name = name
+        self._open_part = open_part
+        self._calls = Calls(codec)
+        self._state = threading.Condition()
+        self._closed = False
+        self._inner: StorageBackend | None = None
+        self._thread: threading.Thread | None = None
+        if not self._try():
+            self._thread = threading.Thread(target=self._keep_trying, name=f"hicache-open-{name}", daemon=True)
+            self._thread.start()
+
+    @property
+    def parts(self) -> Sequence[StorageBackend]:
+        """See Composite."""
+        return [] if self._inner is None else [self._inner]
+
+    def _try(self) -> bool:
+        try:
+            opened = self._open_part()
+        except BackendError as error:
+            _log.warning("storage part %s cannot be opened yet: %s", self._name, error)
+            return False
+        with self._state:
+            if not self._closed:
+                self._inner = opened
+                return True
+        opened.close()
+        return True
+
+    def _keep_trying(self) -> None:
+        pause_s = RETRY_S_MIN
+        try:
+            while not self._wait_closed(pause_s) and not self._try():
+                pause_s = min(2 * pause_s, RETRY_S_MAX)
+        except Exception:  # the thread ends, and with it the hope for this part; its calls go on failing visibly
+            self._calls.count(errors=["internal"])
+            _log.exception("opening storage part %s failed unexpectedly", self._name)
+
+    def _wait_closed(self, timeout_s: float) -> bool:
+        with self._state:
+            return self._state.wait_for(lambda: self._closed, timeout_s)
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend."""
+        if self._inner is not None:
+            return self._inner.batch_exists(keys, deadline=deadline)
+        check_keys(keys)
+        self._calls.count(errors=[_NOT_OPEN])
+        return 0
+
+    def batch_get(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+    ) -> list[GetOutcome]:
+        """See StorageBackend."""
+        if self._inner is not None:
+            return self._inner.batch_get(keys, frames, deadline=deadline)
+        check_batch(self.codec, keys, frames)
+        return self._calls.refuse_gets(len(keys), _NOT_OPEN)
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """See StorageBackend."""
+        if self._inner is not None:
+            return self._inner.batch_set(keys, frames, parent=parent, deadline=deadline)
+        check_batch(self.codec, keys, frames)
+        return self._calls.refuse_sets(len(keys), _NOT_OPEN)
+
+    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend."""
+        if self._inner is not None:
+            return self._inner.delete(keys, deadline=deadline)
+        check_keys(keys)
+        self._calls.count(errors=[_NOT_OPEN])
+        return 0
+
+    def usage(self) -> Usage:
+        """See StorageBackend. Nothing, as long as the part is not open."""
+        if self._inner is not None:
+            return self._inner.usage()
+        self._calls.count(errors=[_NOT_OPEN])
+        return Usage(0, 0, None)
+
+    def statistics(self) -> BackendStatistics:
+        """See StorageBackend. The part's own; `errors["not_open"]` says how often it was missed."""
+        own = self._calls.statistics()
+        if self._inner is None:
+            return own
+        found = self._inner.statistics()
+        return replace(found, errors={**own.errors, **found.errors})
+
+    def close(self) -> None:
+        """See StorageBackend. An attempt to open that is under way closes what it still opens."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        if self._inner is not None:
+            self._inner.close()

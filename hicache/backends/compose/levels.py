@@ -1,0 +1,203 @@
+"""Levels: a fast store in front of a large one, and so on downwards.
+
+Three ways of a page between levels:
+
+    fall      a page that a level turns away or fails to store is written to the next one, within the call
+    cascade   stored above -> copied below: at once (`through`), when the level above evicts it (`on_eviction`), or when
+              it has been read `selective_hits` times (`selective`)
+    promotion read from below -> copied to the levels above that did not have it whole
+
+Falling is part of the call; cascades and promotions are copies in the background (see `copier`), bounded in bytes and
+dropped beyond that: a dropped cascade costs a hit some day, a dropped promotion the same way once more. A level that
+fails is stepped over: pages are read from and written to the others, and it is asked again with the next call, which
+its guard answers at once as long as it is down. A page is on any number of levels.
+
+Locking design: `_uses` guards itself. Otherwise as `composed`.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ...errors import InvalidInput
+from ...frame import FrameCodec
+from ...units import MIB
+from ..base import EvictionSource, GetOutcome, SetOutcome, leaves
+from ..calls import check_batch, check_keys
+from .composed import CopyingBackend, Part
+from .copier import parent_of
+from .merge import chain_runs, merge_sets, merged_exists, merged_get
+
+# Keys whose reads are counted for `selective`. At some 150 bytes each they take 10 MiB.
+USES_KEYS_MAX = 65_536
+COPY_BYTES_MAX = 256 * MIB
+SELECTIVE_HITS = 2
+
+
+class CascadePolicy(enum.StrEnum):
+    """When a page that is stored on one level is copied to those below it."""
+
+    THROUGH = "through"
+    ON_EVICTION = "on_eviction"
+    SELECTIVE = "selective"
+
+
+@dataclass(frozen=True, slots=True)
+class LevelsOptions:
+    """How pages move between levels.
+
+    Behaviour: `promote` what was read from below; `cascade` downwards, and for `selective` after how many reads.
+    Performance: `cascade_bytes_max`, the bytes of copies that may wait for one level, cascades and promotions alike.
+
+    Raises InvalidInput for values that cannot work.
+    """
+
+    promote: bool = True
+    cascade: CascadePolicy = CascadePolicy.THROUGH
+    selective_hits: int = SELECTIVE_HITS
+    cascade_bytes_max: int = COPY_BYTES_MAX
+
+    def __post_init__(self) -> None:
+        if type(self.promote) is not bool:
+            raise InvalidInput(f"levels: promote must be true or false, got {self.promote!r}")
+        for name in ("selective_hits", "cascade_bytes_max"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InvalidInput(f"levels: {name} must be a positive whole number, got {value!r}")
+
+
+class LevelsBackend(CopyingBackend):
+    """Several backends read in order, written to the first. See the module's docstring, and ComposedBackend.
+
+    Thread-safe. Owns `levels`, of which there are at least two. Raises InvalidInput for less, and for a cascade on
+    eviction from a first level that does not tell what it evicts.
+    """
+
+    def __init__(self, codec: FrameCodec, levels: Sequence[Part], options: LevelsOptions) -> None:
+        if len(levels) < 2:
+            raise InvalidInput(f"levels: two or more are needed, got {len(levels)}")
+        super().__init__(codec, levels, options.cascade_bytes_max)
+        self.options = options
+        self._uses = _Uses(options.selective_hits)
+        if options.cascade is CascadePolicy.ON_EVICTION:
+            self._listen(levels[0].name)
+
+    def _listen(self, first_name: str) -> None:
+        sources = [
+            [leaf for leaf in leaves(part) if isinstance(leaf, EvictionSource)] for part in self._parts[:-1]
+        ]
+        if not sources[0]:
+            self._before_parts_close()
+            raise InvalidInput(
+                f"levels: {first_name} does not tell what it evicts; choose through or selective, not on_eviction"
+            )
+        for level, found in enumerate(sources):
+            for source in found:
+                source.on_eviction(self._copiers[level + 1].take_evicted)
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend. A prefix may go on from one level to another and back."""
+        check_keys(keys)
+        with self._calls.enter() as is_open:
+            return merged_exists(self._parts, keys, deadline) if is_open else 0
+
+    def batch_get(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+    ) -> list[GetOutcome]:
+        """See StorageBackend. Each level is asked for what those above it did not serve. CORRUPT if no level has the
+        page whole, ERROR if one that failed may have it."""
+        check_batch(self.codec, keys, frames)
+        with self._calls.enter() as is_open:
+            if not is_open:
+                return self._calls.refuse_gets(len(keys))
+            epochs = [copier.epoch for copier in self._copiers]
+            read = merged_get(self._parts, keys, frames, deadline)
+            corrupt = read.outcomes.count(GetOutcome.CORRUPT)
+            self._calls.count(gets=read.outcomes, corrupt=["every_copy"] * corrupt)
+            if self.options.promote:
+                for level in range(len(self._parts)):
+                    self._copy(level, read.found_below(level), keys, frames, epochs)
+            if self.options.cascade is CascadePolicy.SELECTIVE:
+                hits = [p for p, outcome in enumerate(read.outcomes) if outcome is GetOutcome.HIT]
+                due = self._uses.count((keys[p], p) for p in hits)
+                for level in range(1, len(self._parts)):
+                    self._copy(level, [p for p in due if read.served[p] < level], keys, frames, epochs)
+        return read.outcomes
+
+    def _copy(
+        self,
+        level: int,
+        positions: Sequence[int],
+        keys: Sequence[bytes],
+        frames: Sequence[memoryview],
+        epochs: Sequence[int],
+    ) -> None:
+        """Have pages that were just read copied to a level; their parents are in their frames."""
+        if positions:
+            chosen = [frames[p] for p in positions]
+            self._copiers[level].submit(
+                [keys[p] for p in positions], chosen, [parent_of(frame) for frame in chosen], epochs[level]
+            )
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """See StorageBackend. STORED if a page that the first level did not have is on any level now."""
+        check_batch(self.codec, keys, frames)
+        if parent is not None:
+            check_keys([parent])
+        with self._calls.enter() as is_open:
+            if not is_open:
+                return self._calls.refuse_sets(len(keys))
+            epochs = [copier.epoch for copier in self._copiers]
+            parents = [parent, *keys[:-1]]
+            outcomes = self._parts[0].batch_set(keys, frames, parent=parent, deadline=deadline)
+            stored_on = [0] * len(keys)
+            for level in range(1, len(self._parts)):
+                fallen = [p for p, outcome in enumerate(outcomes) if not outcome.is_stored]
+                for run in chain_runs(fallen):
+                    answers = self._parts[level].batch_set(
+                        keys[run], frames[run], parent=parents[run.start], deadline=deadline
+                    )
+                    for position, answer in enumerate(answers, run.start):
+                        outcomes[position] = merge_sets((outcomes[position], answer))
+                        stored_on[position] = level
+            self._calls.count(sets=outcomes)
+            if self.options.cascade is CascadePolicy.THROUGH:
+                new = [p for p, outcome in enumerate(outcomes) if outcome is SetOutcome.STORED]
+                for level in range(1, len(self._parts)):
+                    below = [p for p in new if stored_on[p] < level]
+                    self._copiers[level].submit(
+                        [keys[p] for p in below], [frames[p] for p in below], [parents[p] for p in below], epochs[level]
+                    )
+        return outcomes
+
+
+class _Uses:
+    """How often pages were read lately: the least recently read are forgotten first, beyond `USES_KEYS_MAX`.
+
+    Locking design: one lock, held for one batch's keys.
+    """
+
+    def __init__(self, due: int) -> None:
+        self._due = due
+        self._lock = threading.Lock()
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+
+    def count(self, read: Iterable[tuple[bytes, int]]) -> list[int]:
+        """Count a read of each key; the values that came with those which have reached the number due right now."""
+        reached = []
+        with self._lock:
+            for key, value in read:
+                uses = self._counts.get(key, 0) + 1
+                self._counts[key] = uses
+                self._counts.move_to_end(key)
+                if uses == self._due:
+                    reached.append(value)
+            while len(self._counts) > USES_KEYS_MAX:
+                self._counts.popitem(last=False)
+        return reached
