@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidInput, InvariantError
-from ..frame import FrameCodec
+from ..frame import Damage, FrameCodec
 from .base import BackendStatistics, EvictionListener, GetOutcome, SetOutcome, StorageBackend, Usage
 from .calls import Tally, check_batch, check_keys
 
 
 @dataclass(slots=True)
 class _Page:
-    frame: bytes
+    stored: bytes
     parent: bytes | None
     last_use: int  # a count of uses, not a time: larger is later
 
@@ -58,6 +58,7 @@ class MemoryBackend(StorageBackend):
         self._lock = threading.Lock()
         self._pages: dict[bytes, _Page] = {}
         self._children: dict[bytes, set[bytes]] = {}
+        self._bytes = 0
         self._clock = 0
         self._closed = False
         self._tally = Tally()
@@ -95,13 +96,16 @@ class MemoryBackend(StorageBackend):
         page = self._pages.get(key)
         if page is None:
             return GetOutcome.MISS
-        damage: str | None = "size"
-        stored_bytes = len(page.frame)
+        damage: Damage | None = Damage.SIZE
+        stored_bytes = len(page.stored)
         if self.codec.fits(stored_bytes):
-            frame[:stored_bytes] = page.frame
+            frame[:stored_bytes] = page.stored
             damage = self.codec.accept(key, frame, stored_bytes)
+        if damage is not None and damage.is_misfit:
+            self._tally.errors[damage.value] += 1
+            return GetOutcome.MISS
         if damage is not None:
-            self._tally.corrupt[str(damage)] += 1
+            self._tally.corrupt[damage.value] += 1
             self._drop(key)
             return GetOutcome.CORRUPT
         page.last_use = self._tick()
@@ -128,31 +132,36 @@ class MemoryBackend(StorageBackend):
         if key in self._pages:
             self._pages[key].last_use = self._tick()
             return SetOutcome.PRESENT
-        if full or not self._make_room(parent):
+        if full:
             return SetOutcome.REJECTED
-        stored = self.codec.seal(key, frame, parent=parent)
-        self._pages[key] = _Page(bytes(stored), parent, self._tick())
+        stored = bytes(self.codec.seal(key, frame, parent=parent))
+        if not self._make_room(len(stored), parent):
+            return SetOutcome.REJECTED
+        self._pages[key] = _Page(stored, parent, self._tick())
+        self._bytes += len(stored)
         if parent is not None:
             self._children.setdefault(parent, set()).add(key)
         return SetOutcome.STORED
 
-    def _make_room(self, parent: bytes | None) -> bool:
-        """Evict until one more page fits; never `parent`, which is about to get a child."""
+    def _make_room(self, need: int, parent: bytes | None) -> bool:
+        """Evict until `need` bytes more fit; never `parent`, which is about to get a child."""
         if self._capacity_bytes is None:
             return True
-        while (len(self._pages) + 1) * self.codec.frame_bytes > self._capacity_bytes:
+        while self._bytes + need > self._capacity_bytes:
             leaves = [key for key in self._pages if key not in self._children and key != parent]
             if not leaves:
                 return False
             oldest = min(leaves, key=lambda key: self._pages[key].last_use)
             if self._listener is not None:
-                self._listener(oldest, functools.partial(_EvictedBytes, self._pages[oldest].frame))
+                self._listener(oldest, functools.partial(_EvictedBytes, self._pages[oldest].stored))
             self._drop(oldest)
             self._tally.evicted_pages += 1
         return True
 
     def _drop(self, key: bytes) -> None:
-        parent = self._pages.pop(key).parent
+        page = self._pages.pop(key)
+        self._bytes -= len(page.stored)
+        parent = page.parent
         if parent is not None:
             siblings = self._children[parent]
             siblings.discard(key)
@@ -183,7 +192,7 @@ class MemoryBackend(StorageBackend):
     def usage(self) -> Usage:
         """See StorageBackend."""
         with self._lock:
-            return Usage(len(self._pages), len(self._pages) * self.codec.frame_bytes, self._capacity_bytes)
+            return Usage(len(self._pages), self._bytes, self._capacity_bytes)
 
     def statistics(self) -> BackendStatistics:
         """See StorageBackend."""
@@ -195,25 +204,29 @@ class MemoryBackend(StorageBackend):
         with self._lock:
             self._closed = True
             self._pages.clear()
+            self._bytes = 0
             self._children.clear()
 
     def check(self) -> None:
-        """Raise InvariantError if the links between pages contradict the pages, or the capacity is exceeded."""
+        """Raise InvariantError if links or sum contradict the pages, or the capacity is exceeded."""
         with self._lock:
             links = {(page.parent, key) for key, page in self._pages.items() if page.parent is not None}
             if links != {(parent, key) for parent, keys in self._children.items() for key in keys}:
                 raise InvariantError("memory backend: links and pages disagree")
-            if self._capacity_bytes is not None and len(self._pages) * self.codec.frame_bytes > self._capacity_bytes:
+            if self._bytes != sum(len(page.stored) for page in self._pages.values()):
+                raise InvariantError("memory backend: the sum of bytes is not that of the pages")
+            if self._capacity_bytes is not None and self._bytes > self._capacity_bytes:
                 raise InvariantError("memory backend: over its capacity")
 
     def peek(self, key: bytes) -> bytes | None:
-        """The stored frame as it is, unchecked; for tests."""
+        """The stored form as it is, unchecked; for tests."""
         with self._lock:
             page = self._pages.get(key)
-            return None if page is None else page.frame
+            return None if page is None else page.stored
 
-    def poke(self, key: bytes, frame: bytes) -> None:
-        """Put bytes in place of a stored frame, unchecked; for tests. A key that is not stored is added."""
+    def poke(self, key: bytes, stored: bytes) -> None:
+        """Put bytes in place of a stored form, unchecked; for tests. A key that is not stored is added."""
         with self._lock:
             page = self._pages.get(key)
-            self._pages[key] = _Page(frame, page.parent if page else None, self._tick())
+            self._bytes += len(stored) - (len(page.stored) if page else 0)
+            self._pages[key] = _Page(stored, page.parent if page else None, self._tick())

@@ -1,4 +1,4 @@
-"""The file backend: one frame per file, many processes on one directory, bounded by bytes and by free space.
+"""The file backend: one page per file, many processes on one directory, bounded by bytes and by free space.
 
 The life of a `batch_set`: look which pages are there (stat); reserve room for the others in one transaction, evicting
 where needed; write them to temporary files, several threads at once; give them their names in a second transaction.
@@ -110,7 +110,7 @@ class FileBackend(StorageBackend):
         self._usage = Usage(0, 0, options.capacity_bytes)
         files = PageFiles(
             self._store.root_fd,
-            codec.frame_bytes,
+            codec.fits,
             system=self._store.system,
             direct_io=options.direct_io,
             sync=options.sync,

@@ -23,6 +23,7 @@ from .pages import (
     LeftBehind,
     PageFiles,
     error_name,
+    length_of,
     page_name,
     remove_damaged,
     remove_page,
@@ -103,7 +104,12 @@ class Reads:
         try:
             stream = parts.codec.stream()
             found = parts.files.read(page_name(parts.namespace_hex, key), frame, stream)
-            damage = parts.codec.accept(key, frame, parts.codec.frame_bytes, stream)
+            damage = parts.codec.accept(key, frame, length_of(found), stream)
+            if damage is not None and damage.is_misfit:
+                # Nothing is wrong with the page: it stays for those who can read it.
+                self.outcomes[position] = GetOutcome.MISS
+                self.errors.append(damage.value)
+                return
             if damage is not None:
                 raise Damaged(damage.value, found)
         except FileNotFoundError:
@@ -157,6 +163,7 @@ class Writes:
         self._writer = f"{parts.store.owner}.{parts.serial()}"
         self._todo: list[int] = []
         self._temporaries: dict[int, str] = {}
+        self._lengths: dict[int, int] = {}
         self._full = False
         self.outcomes = [SetOutcome.ERROR] * len(keys)
         self.errors: list[str] = []
@@ -198,7 +205,10 @@ class Writes:
         return repeated
 
     def _reserve(self, before_reserving: Callable[[Index], None]) -> bool:
-        """Take room for as much of the head as fits, in one transaction; the rest is turned away."""
+        """Take room for as much of the head as fits, in one transaction; the rest is turned away.
+
+        A page takes room for its whole frame until it is stored: how short it gets is known only then.
+        """
         parts, size = self._parts, self._parts.codec.frame_bytes
         head = self._todo if parts.room.capacity_bytes is None else self._todo[: parts.room.capacity_bytes // size]
         try:
@@ -248,6 +258,7 @@ class Writes:
             # Where one page found no room the pages after it find none either, or leave a hole before them.
             self._full |= _says_full(error)
         else:
+            self._lengths[position] = len(stored)
             self._temporaries[position] = temporary
 
     def _publish(self) -> None:
@@ -272,6 +283,10 @@ class Writes:
                 failed = [self._keys[position] for position in self._todo if position not in published]
                 if failed:
                     index.release(parts.codec.namespace, failed, self._writer)
+                shorter = [position for position in named if self._lengths[position] != parts.codec.frame_bytes]
+                if shorter:
+                    lengths = {self._keys[position]: self._lengths[position] for position in shorter}
+                    index.resize(parts.codec.namespace, lengths, self._writer)
                 index.publish(self._writer)
         except (OSError, sqlite3.Error) as error:
             # The names are given but not accounted for: take them back, so that ERROR means that nothing is visible.
@@ -289,7 +304,10 @@ class Writes:
     def _make_room_for_the_index(self) -> None:
         """On a full disk give up the last pages written, or the rows of the others find no room, and leave no hole."""
         growth = _INDEX_GROWTH_BYTES + len(self._todo) * _INDEX_GROWTH_BYTES_PER_ROW
-        for position in sorted(self._temporaries)[-(growth // self._parts.codec.frame_bytes + _GIVEN_UP_PAGES) :]:
+        for number, position in enumerate(sorted(self._temporaries, reverse=True)):
+            if growth <= 0 and number >= _GIVEN_UP_PAGES:
+                break
+            growth -= self._lengths[position]
             self._reject(position)
         # A thread that was held up may have found the disk full at an early page. There is room for that one now.
         self._full = False

@@ -189,6 +189,18 @@ class Index:
         """Give back all room of a writer."""
         self._db.execute("DELETE FROM pages WHERE writer = ? AND writer != ''", (writer,))
 
+    def resize(self, namespace: bytes, lengths: Mapping[bytes, int], writer: str) -> None:
+        """Set what pages of a writer really take, once that is known."""
+        number = self._namespace(namespace)
+        reserved = "SELECT coalesce(sum(size), 0) FROM pages WHERE writer = ? AND writer != ''"
+        before = self._db.execute(reserved, (writer,)).fetchone()[0]
+        self._db.executemany(
+            "UPDATE pages SET size = ? WHERE namespace = ? AND key = ? AND writer = ? AND size != ?",
+            [(length, number, key, writer, length) for key, length in lengths.items()],
+        )
+        after = self._db.execute(reserved, (writer,)).fetchone()[0]
+        self._db.execute("UPDATE totals SET reserved = reserved + ?", (after - before,))
+
     def publish(self, writer: str) -> None:
         """Turn all reservations of a writer into stored pages; their files have their names by now."""
         # `writer != ''` lets SQLite use the index of reservations, which leaves out the many stored pages.

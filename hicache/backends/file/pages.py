@@ -1,11 +1,11 @@
 """Single pages as files: their names, and the system calls that read, write, publish and remove one of them.
 
 A page lives at `<namespace, 64 hex>/<first 2 hex of the key>/<key, 64 hex>` below the root of its store, and the file
-is exactly one frame. Every call goes through a `System`, so that a test can fail or kill at each of them, and is
-relative to the root's descriptor, so that a renamed or replaced root is never written by accident.
+is exactly one page in its stored form. Every call goes through a `System`, so that a test can fail or kill at each of
+them, and is relative to the root's descriptor, so that a renamed or replaced root is never written by accident.
 
 What is found in place of a page is never trusted: it is opened without following a link and without waiting (a FIFO
-would block), and has to be a regular file of the exact size.
+would block), and has to be a regular file of a size that a page can have.
 
 Locking design: `PageFiles` holds nothing that changes but `direct_io`, which only ever goes from True to False.
 `write` and `read` may run in any threads at once; `publish` and `remove` run under the store's lock (see `store`).
@@ -106,6 +106,11 @@ def identity(found: os.stat_result) -> Identity:
     return (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
+def length_of(found: Identity) -> int:
+    """The length of the file that was identified."""
+    return found[2]
+
+
 def error_name(error: OSError) -> str:
     """`ENOSPC`, `EIO`, ...: the class under which an error of the operating system is counted."""
     return errno.errorcode.get(error.errno or 0, type(error).__name__)
@@ -121,46 +126,50 @@ class Damaged(Exception):
 
 
 class PageFiles:
-    """Reads and writes the page files of one store; all of them are `frame_bytes` long.
+    """Reads and writes the page files of one store; `fits` says which lengths a page can have.
 
     `direct_io` asks for O_DIRECT and turns itself off where the file system refuses that; `direct_refused` counts the
     refusals, also those of single transfers from buffers that are not aligned.
     """
 
-    def __init__(self, root_fd: int, frame_bytes: int, *, system: System, direct_io: bool, sync: bool) -> None:
+    def __init__(
+        self, root_fd: int, fits: Callable[[int], bool], *, system: System, direct_io: bool, sync: bool
+    ) -> None:
         self._root_fd = root_fd
-        self._frame_bytes = frame_bytes
+        self._fits = fits
         self._system = system
         self._sync = sync
         self.direct_io = direct_io
         self.direct_refused = 0
 
     def present(self, name: str) -> bool:
-        """True if a regular file of the right size is there. Raises OSError but for a missing file."""
+        """True if a regular file of a fitting size is there. Raises OSError but for a missing file."""
         try:
             found = self._system.lstat(name, dir_fd=self._root_fd)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return found.st_size == self._frame_bytes and stat.S_ISREG(found.st_mode)
+        return self._fits(found.st_size) and stat.S_ISREG(found.st_mode)
 
     def read(self, name: str, frame: memoryview, stream: TagStream | None) -> Identity:
-        """Fill `frame` from the file, and `stream` with it. Raises FileNotFoundError, Damaged, or OSError."""
+        """Read the file into the first bytes of `frame`, and `stream`; the last part of what is returned is its length.
+
+        Raises FileNotFoundError, Damaged, or OSError. REQUIRES: no length that fits is over that of `frame`.
+        """
         system = self._system
         fd = self._open_to_read(name, self.direct_io)
         try:
             found = system.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
                 raise Damaged(NOT_REGULAR, identity(found))
-            if found.st_size != self._frame_bytes:
+            size = found.st_size
+            if not self._fits(size):
                 raise Damaged(SIZE, identity(found))
             # Through the page cache in pieces that are hashed while warm; the device itself likes large reads.
-            piece = self._frame_bytes if self.direct_io or stream is None else _PIECE_BYTES
+            piece = size if self.direct_io or stream is None else _PIECE_BYTES
             done = 0
-            while done < self._frame_bytes:
-                if done:
-                    count = system.preadv(fd, frame[done : done + piece], done)
-                else:
-                    count = self._moved(system.preadv, fd, frame[:piece])
+            while done < size:
+                part = frame[done : min(done + piece, size)]
+                count = system.preadv(fd, part, done) if done else self._moved(system.preadv, fd, part)
                 if count == 0:
                     raise Damaged(SIZE, identity(found))
                 if stream is not None:
@@ -196,8 +205,8 @@ class PageFiles:
             fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             return transfer(fd, frame, 0)
 
-    def write(self, temporary: str, frame: memoryview) -> None:
-        """Write `frame` to the new file `temporary`, and to the device if the store is synchronous.
+    def write(self, temporary: str, stored: memoryview) -> None:
+        """Write `stored` to the new file `temporary`, and to the device if the store is synchronous.
 
         On any OSError that is raised the file is gone again, or `LeftBehind` is raised with the error inside.
         """
@@ -205,7 +214,7 @@ class PageFiles:
         fd = self._create(temporary, self.direct_io)
         try:
             try:
-                self._write_all(fd, frame)
+                self._write_all(fd, stored)
                 if self._sync:
                     system.fdatasync(fd)
             finally:
@@ -229,10 +238,10 @@ class PageFiles:
             self._system.unlink(temporary, dir_fd=self._root_fd)
         return self._create(temporary, False)
 
-    def _write_all(self, fd: int, frame: memoryview) -> None:
-        done = self._moved(self._system.pwritev, fd, frame)
-        while done < self._frame_bytes:
-            count = self._system.pwritev(fd, frame[done:], done)
+    def _write_all(self, fd: int, stored: memoryview) -> None:
+        done = self._moved(self._system.pwritev, fd, stored)
+        while done < len(stored):
+            count = self._system.pwritev(fd, stored[done:], done)
             if count == 0:
                 raise OSError(errno.EIO, "the file system accepted no more bytes and gave no reason")
             done += count

@@ -148,8 +148,13 @@ class FileRaw(RawStore):
                 raise
 
     def _write_reserved(self, store: Store, name: str, data: bytes, writer: str) -> bool:
+        options = self._options
         files = PageFiles(
-            store.root_fd, len(data), system=store.system, direct_io=self._options.direct_io, sync=self._options.sync
+            store.root_fd,
+            lambda length: length == len(data),
+            system=store.system,
+            direct_io=options.direct_io,
+            sync=options.sync,
         )
         temporary = f"{TMP_DIR}/{writer}"
         frame = memoryview(bytearray(data))

@@ -11,8 +11,8 @@ import fcntl
 import os
 import stat
 
-from ...frame import HEADER_BYTES, NO_PARENT, FrameHeader, frame_bytes
-from ...keys import PAGE_KEY_BYTES
+from ...frame import FRAME_ALIGN, HEADER_BYTES, NO_PARENT, FrameHeader
+from ...keys import FORMAT_VERSION, PAGE_KEY_BYTES
 from .index import Index
 from .pages import READ_FLAGS, TMP_DIR, System, identity, is_hex, page_name, remove_damaged, remove_page
 
@@ -49,8 +49,11 @@ def reap(index: Index, system: System, root_fd: int, own: str) -> bool:
     writers = [writer for writer in index.writers() if writer.partition(".")[0] not in alive]
     for writer in writers:
         for namespace, key in index.reserved_keys(writer):
-            if not _is_file(system, root_fd, page_name(namespace.hex(), key)):
+            length = _file_length(system, root_fd, page_name(namespace.hex(), key))
+            if length is None:
                 index.release(namespace, [key], writer)
+            else:
+                index.resize(namespace, {key: length}, writer)
         index.publish(writer)
     return bool(dead or writers)
 
@@ -69,11 +72,12 @@ def _is_locked(system: System, tmp_fd: int, name: str) -> bool:
     return False
 
 
-def _is_file(system: System, root_fd: int, name: str) -> bool:
+def _file_length(system: System, root_fd: int, name: str) -> int | None:
     try:
-        return stat.S_ISREG(system.lstat(name, dir_fd=root_fd).st_mode)
+        found = system.lstat(name, dir_fd=root_fd)
     except FileNotFoundError:
-        return False
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def reconcile(index: Index, system: System, root_fd: int, *, keep_damaged: bool = False) -> None:
@@ -152,12 +156,17 @@ def _reconcile_page(
         header is None
         or header.page_key != key
         or header.namespace != namespace
-        or found.st_size != frame_bytes(header.payload_bytes)
+        or not _is_whole(header, found.st_size)
     ):
         return keep_damaged or not remove_damaged(system, root_fd, name, identity(found))
     parent = None if header.parent_key == NO_PARENT else header.parent_key
     index.add(namespace, key, parent, found.st_size, found.st_mtime_ns // 1000)
     return True
+
+
+def _is_whole(header: FrameHeader, size: int) -> bool:
+    """Whether a file of so many bytes may be all of its page; of another version only the alignment is known."""
+    return size == header.object_bytes if header.version == FORMAT_VERSION else not size % FRAME_ALIGN
 
 
 def _header(system: System, root_fd: int, name: str) -> FrameHeader | None:

@@ -1,0 +1,54 @@
+"""The codecs that pages may be stored by, for tests that hold for each of them."""
+
+from __future__ import annotations
+
+from hicache.frame import HEADER_BYTES, Compression, FrameCodec
+from hicache.frame.codec import FrameCodec as Codec
+from tests.seeds import rng
+
+NAMESPACE = b"n" * 32
+KEY = b"k" * 32
+MAC = b"secret key of thirty-two bytes!!"
+CIPHER = b"another secret of 32 bytes here!"
+PAYLOAD = 13_000
+
+
+def codecs(namespace: bytes = NAMESPACE, payload_bytes: int = PAYLOAD) -> dict[str, Codec]:
+    """By name, one of each mode."""
+    zstd = Compression()
+    return {
+        "xxh3": FrameCodec(namespace, payload_bytes),
+        "gmac": FrameCodec(namespace, payload_bytes, mac_keys=[MAC]),
+        "gcm": FrameCodec(namespace, payload_bytes, encryption_keys=[CIPHER]),
+        "zstd": FrameCodec(namespace, payload_bytes, compression=zstd),
+        "zstd without planes": FrameCodec(namespace, payload_bytes, compression=Compression(byte_planes=False)),
+        "zstd+gmac": FrameCodec(namespace, payload_bytes, mac_keys=[MAC], compression=zstd),
+        "zstd+gcm": FrameCodec(namespace, payload_bytes, encryption_keys=[CIPHER], compression=zstd),
+    }
+
+
+CODECS = codecs()
+
+
+def smooth_payload(seed: int = 1, payload_bytes: int = PAYLOAD) -> bytes:
+    """Bytes that a compressor likes: few high bytes, and every value of the low ones."""
+    dice = rng(seed)
+    return bytes(dice.randrange(256) if place % 2 == 0 else dice.randrange(3) for place in range(payload_bytes))
+
+
+def filled(codec: FrameCodec, payload: bytes) -> memoryview:
+    """An unsealed frame with a payload."""
+    frame = memoryview(bytearray(codec.frame_bytes))
+    frame[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
+    return frame
+
+
+def arrived(codec: FrameCodec, stored: bytes | bytearray | memoryview) -> memoryview:
+    """A frame in which a stored form has just arrived, with rubbish behind it."""
+    frame = memoryview(bytearray(b"\xee" * codec.frame_bytes))
+    frame[: len(stored)] = stored
+    return frame
+
+
+def payload_in(codec: FrameCodec, frame: memoryview) -> memoryview:
+    return frame[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes]

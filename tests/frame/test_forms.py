@@ -1,0 +1,460 @@
+"""Stored forms: compressed and encrypted pages come back as they were, or are refused."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import struct
+import subprocess
+import sys
+import tracemalloc
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.errors import InvalidInput
+from hicache.frame import (
+    FRAME_ALIGN,
+    HEADER_BYTES,
+    Compression,
+    Damage,
+    Form,
+    FrameCodec,
+    FrameHeader,
+    TagKind,
+    TagStream,
+    frame_bytes,
+)
+from hicache.frame.scratch import IDLE_MAX, Scratch
+from tests.seeds import rng, seeds
+
+from .modes import CIPHER, CODECS, KEY, MAC, NAMESPACE, PAYLOAD, arrived, filled, payload_in, smooth_payload
+
+MODES = pytest.mark.parametrize("name", CODECS)
+NOISE = rng(7).randbytes(PAYLOAD)
+SMOOTH = smooth_payload()
+
+
+def stored_page(codec: FrameCodec, payload: bytes = SMOOTH, key: bytes = KEY) -> bytes:
+    return bytes(codec.seal(key, filled(codec, payload), parent=b"p" * 32))
+
+
+def accept(codec: FrameCodec, stored: bytes | bytearray | memoryview, key: bytes = KEY) -> Damage | None:
+    return codec.accept(key, arrived(codec, stored), len(stored))
+
+
+# What comes back
+
+
+@MODES
+@pytest.mark.parametrize("payload", [SMOOTH, NOISE, bytes(PAYLOAD)], ids=["smooth", "noise", "zeros"])
+def test_a_page_comes_back_byte_for_byte(name: str, payload: bytes) -> None:
+    codec = CODECS[name]
+    stored = stored_page(codec, payload)
+    assert codec.fits(len(stored)) and codec.check(KEY, memoryview(stored)) is None
+    frame = arrived(codec, stored)
+    assert codec.accept(KEY, frame, len(stored)) is None
+    assert payload_in(codec, frame) == payload
+    assert codec.is_sealed(KEY, frame)
+
+
+@MODES
+@pytest.mark.parametrize("size", [1, 2, 4096 - HEADER_BYTES, 4097 - HEADER_BYTES, 8192 - HEADER_BYTES, 8193])
+def test_pages_of_any_size_come_back(name: str, size: int) -> None:
+    keys = {"mac_keys": [MAC]} if "gmac" in name else {"encryption_keys": [CIPHER]} if "gcm" in name else {}
+    codec = FrameCodec(NAMESPACE, size, compression=CODECS[name]._compression, **keys)  # type: ignore[arg-type]
+    for payload in (bytes(size), NOISE[:size]):
+        stored = stored_page(codec, payload)
+        frame = arrived(codec, stored)
+        assert codec.accept(KEY, frame, len(stored)) is None
+        assert payload_in(codec, frame) == payload
+
+
+@pytest.mark.parametrize("name", ["zstd", "zstd+gmac", "zstd+gcm"])
+def test_what_compresses_is_stored_in_fewer_blocks_and_what_does_not_is_stored_plain(name: str) -> None:
+    codec = CODECS[name]
+    short, long = stored_page(codec, SMOOTH), stored_page(codec, NOISE)
+    assert len(short) < codec.frame_bytes and not len(short) % FRAME_ALIGN
+    assert len(long) == codec.frame_bytes
+    header = FrameHeader.parse(short)
+    assert header is not None and header.object_bytes == len(short)
+    assert header.form == Form.ZSTD | Form.BYTE_PLANES and header.payload_bytes == PAYLOAD
+    assert short[HEADER_BYTES + header.stored_bytes :] == bytes(len(short) - HEADER_BYTES - header.stored_bytes)
+    plain = FrameHeader.parse(long)
+    assert plain is not None and (plain.form, plain.stored_bytes) == (0, PAYLOAD)
+
+
+def test_a_payload_of_odd_length_is_compressed_without_planes() -> None:
+    codec = FrameCodec(NAMESPACE, PAYLOAD - 1, compression=Compression())
+    stored = stored_page(codec, bytes(PAYLOAD - 1))
+    header = FrameHeader.parse(stored)
+    assert header is not None and header.form == Form.ZSTD
+    assert accept(codec, stored) is None
+
+
+@pytest.mark.parametrize("keys", [{}, {"mac_keys": [MAC]}, {"encryption_keys": [CIPHER]}], ids=["none", "mac", "gcm"])
+def test_a_reader_needs_no_configuration_to_read_compressed_pages(keys: dict[str, list[bytes]]) -> None:
+    writer = FrameCodec(NAMESPACE, PAYLOAD, compression=Compression(), **keys)  # type: ignore[arg-type]
+    reader = FrameCodec(NAMESPACE, PAYLOAD, **keys)  # type: ignore[arg-type]
+    for one, other in ((writer, reader), (reader, writer)):
+        frame = arrived(other, stored_page(one))
+        assert other.accept(KEY, frame, len(stored_page(one))) is None
+        assert payload_in(other, frame) == SMOOTH
+
+
+# What is kept where
+
+
+def test_a_plain_page_is_stored_from_its_frame_without_a_copy() -> None:
+    for name in ("xxh3", "gmac"):
+        codec = CODECS[name]
+        frame = filled(codec, SMOOTH)
+        assert codec.seal(KEY, frame) is frame
+    codec = CODECS["zstd"]
+    frame = filled(codec, NOISE)
+    assert codec.seal(KEY, frame) is frame
+
+
+@pytest.mark.parametrize("name", ["gcm", "zstd", "zstd+gmac", "zstd+gcm"])
+def test_the_frame_stays_plain_while_its_stored_form_is_another_one(name: str) -> None:
+    codec = CODECS[name]
+    frame = filled(codec, SMOOTH)
+    before = bytes(frame)
+    stored = codec.seal(KEY, frame)
+    assert bytes(frame) == before
+    assert SMOOTH[:64] not in bytes(stored)
+
+
+@pytest.mark.parametrize("name", ["gcm", "zstd+gcm"])
+def test_nothing_of_the_payload_can_be_read_from_an_encrypted_page(name: str) -> None:
+    payload = b"a prompt that nobody else may read; " * (PAYLOAD // 36)
+    codec = FrameCodec(NAMESPACE, len(payload), encryption_keys=[CIPHER], compression=CODECS[name]._compression)
+    assert b"nobody" not in stored_page(codec, payload)
+    assert b"nobody" in stored_page(FrameCodec(NAMESPACE, len(payload)), payload), "the control: plain pages show it"
+
+
+@pytest.mark.parametrize("name", ["gcm", "zstd", "zstd+gmac", "zstd+gcm"])
+def test_a_page_that_was_read_can_be_stored_again_by_any_codec(name: str) -> None:
+    """As when one level of a composition is filled from another one."""
+    codec = CODECS[name]
+    stored = stored_page(codec)
+    frame = arrived(codec, stored)
+    codec.accept(KEY, frame, len(stored))
+    header = FrameHeader.parse(frame)
+    assert header is not None and (header.tag_kind, header.form, header.parent_key) == (TagKind.NONE, 0, b"p" * 32)
+    for other in CODECS.values():
+        again = other.seal(KEY, memoryview(bytearray(frame)), parent=b"p" * 32)
+        assert accept(other, again) is None, "a header of a proved page is not taken for a seal"
+    assert CODECS["xxh3"].check(KEY, frame) is Damage.TAG_KIND
+
+
+def test_two_encryptions_of_one_page_differ_in_nonce_and_bytes() -> None:
+    codec = CODECS["gcm"]
+    one, other = stored_page(codec), stored_page(codec)
+    assert one[24:36] != other[24:36]
+    assert sum(a == b for a, b in zip(one[256:13_000], other[256:13_000], strict=True)) < PAYLOAD // 50
+
+
+def test_stored_forms_do_not_share_memory_while_they_are_held() -> None:
+    codec = CODECS["zstd+gcm"]
+    held = [codec.seal(KEY, filled(codec, smooth_payload(seed))) for seed in range(2 * IDLE_MAX)]
+    for seed, stored in enumerate(held):
+        frame = arrived(codec, stored)
+        assert codec.accept(KEY, frame, len(stored)) is None
+        assert payload_in(codec, frame) == smooth_payload(seed)
+
+
+def test_a_buffer_is_lent_again_only_when_no_part_of_it_is_held() -> None:
+    scratch = Scratch(8192)
+    whole = scratch.take()
+    part = whole[100:200]
+    part[:] = b"x" * 100
+    del whole
+    other = scratch.take()
+    other[:] = bytes(8192)
+    assert part == b"x" * 100
+    address = _address(part) - 100
+    assert address % FRAME_ALIGN == 0 and _address(other) != address
+    del part
+    assert _address(scratch.take()) == address
+
+
+def test_buffers_beyond_those_that_are_kept_are_given_back() -> None:
+    scratch = Scratch(1 << 20)
+    tracemalloc.start()
+    held = [scratch.take() for _ in range(3 * IDLE_MAX)]
+    del held
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < (IDLE_MAX + 1) << 20
+
+
+def _address(view: memoryview) -> int:
+    import numpy as np  # noqa: PLC0415
+
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+
+
+# What is refused
+
+
+@MODES
+def test_every_bit_of_header_and_stored_payload_is_covered(name: str) -> None:
+    codec = CODECS[name]
+    stored = bytearray(stored_page(codec))
+    header = FrameHeader.parse(memoryview(stored))
+    assert header is not None
+    for position in range(HEADER_BYTES + header.stored_bytes):
+        for bit in range(8) if position < HEADER_BYTES else (position % 8,):
+            stored[position] ^= 1 << bit
+            assert accept(codec, stored) is not None, f"bit {bit} of byte {position}"
+            assert codec.check(KEY, memoryview(stored)) is not None, f"bit {bit} of byte {position}"
+            stored[position] ^= 1 << bit
+    assert accept(codec, stored) is None
+
+
+@MODES
+def test_a_page_cut_or_grown_to_other_blocks_is_refused(name: str) -> None:
+    codec = CODECS[name]
+    stored = stored_page(codec)
+    for length in range(FRAME_ALIGN, codec.frame_bytes + 1, FRAME_ALIGN):
+        if length != len(stored):
+            assert accept(codec, stored.ljust(length, b"\0")[:length]) is Damage.SIZE
+    for length in (0, 1, HEADER_BYTES, FRAME_ALIGN - 1, FRAME_ALIGN + 1, codec.frame_bytes + FRAME_ALIGN):
+        assert not codec.fits(length)
+        frame = memoryview(bytearray(codec.frame_bytes))
+        assert codec.accept(KEY, frame, length) is Damage.SIZE
+
+
+@MODES
+def test_a_page_is_bound_to_its_key_and_namespace_in_every_form(name: str) -> None:
+    codec = CODECS[name]
+    stored = stored_page(codec)
+    assert accept(codec, stored, b"x" * 32) is Damage.PAGE_KEY
+    forged = stored[:56] + b"x" * 32 + stored[88:]
+    assert accept(codec, forged, b"x" * 32) is Damage.TAG
+
+
+def test_pages_that_are_not_encrypted_are_not_believed_by_a_reader_with_an_encryption_key() -> None:
+    reader = CODECS["gcm"]
+    for name in ("xxh3", "gmac", "zstd", "zstd+gmac"):
+        assert accept(reader, stored_page(CODECS[name])) is Damage.TAG_KIND
+    for name in ("xxh3", "gmac", "zstd"):
+        assert accept(CODECS[name], stored_page(reader)) is Damage.TAG_KIND
+    stranger = FrameCodec(NAMESPACE, PAYLOAD, encryption_keys=[b"o" * 32])
+    assert accept(reader, stored_page(stranger)) is Damage.ENCRYPTION_KEY
+
+
+def test_the_key_of_tags_is_not_taken_for_that_of_encryption() -> None:
+    mac, cipher = (FrameHeader.parse(stored_page(codec)) for codec in (
+        FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[MAC]), FrameCodec(NAMESPACE, PAYLOAD, encryption_keys=[MAC]),
+    ))  # fmt: skip
+    assert mac is not None and cipher is not None and mac.key_id != cipher.key_id
+
+
+def test_while_encryption_keys_are_changed_pages_of_both_are_read() -> None:
+    new, old = bytes(range(32)), CIPHER
+    before, between, after = (FrameCodec(NAMESPACE, PAYLOAD, encryption_keys=k) for k in ([old], [new, old], [new]))
+    assert accept(between, stored_page(before)) is None
+    assert accept(after, stored_page(between)) is None
+    assert accept(after, stored_page(before)) is Damage.ENCRYPTION_KEY
+
+
+def forged(codec: FrameCodec, body: bytes, *, form: int = Form.ZSTD, stored: int | None = None) -> bytes:
+    """A page with a right checksum around anything: what somebody makes who can write the store."""
+    page = bytearray(stored_page(FrameCodec(NAMESPACE, codec.payload_bytes), bytes(codec.payload_bytes)))
+    page[HEADER_BYTES:] = body
+    page[39] = form
+    page[152:160] = struct.pack("<Q", len(body) if stored is None else stored)
+    page += bytes(frame_bytes(len(body)) - len(page))
+    stream = TagStream()
+    stream.add(memoryview(page), 0, len(page))
+    page[8:24] = stream.digest()
+    return bytes(page)
+
+
+BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 28))
+
+
+@pytest.mark.parametrize(
+    ("body", "form", "damage"),
+    [
+        (zstandard.ZstdCompressor().compress(SMOOTH[:-1]), Form.ZSTD, Damage.COMPRESSION),
+        (zstandard.ZstdCompressor().compress(SMOOTH + b"x"), Form.ZSTD, Damage.COMPRESSION),
+        (zstandard.ZstdCompressor(write_content_size=False).compress(SMOOTH), Form.ZSTD, Damage.COMPRESSION),
+        (zstandard.ZstdCompressor().compress(SMOOTH)[:-5], Form.ZSTD, Damage.COMPRESSION),
+        (BOMB, Form.ZSTD, Damage.COMPRESSION),
+        (b"", Form.ZSTD, Damage.LENGTH),
+        (b"no zstd at all" * 50, Form.ZSTD, Damage.COMPRESSION),
+        (b"\x50\x2a\x4d\x18\x10\0\0\0" + bytes(16), Form.ZSTD, Damage.COMPRESSION),
+        (SMOOTH, Form.BYTE_PLANES, Damage.HEADER),
+        (SMOOTH, 4, Damage.HEADER),
+        (SMOOTH[:-1], 0, Damage.LENGTH),
+    ],
+    ids=["short", "long", "no size", "cut", "bomb", "empty", "text", "skippable", "planes alone", "form 4", "plain"],
+)  # fmt: skip
+def test_a_page_that_does_not_expand_to_its_payload_is_refused(body: bytes, form: int, damage: Damage) -> None:
+    codec = CODECS["xxh3"]
+    assert accept(codec, forged(codec, body, form=form)) is damage
+
+
+def test_the_forger_of_these_tests_can_forge() -> None:
+    """The control of the test above: a right zstd frame under a right checksum is read."""
+    codec = CODECS["xxh3"]
+    frame = arrived(codec, page := forged(codec, zstandard.ZstdCompressor().compress(SMOOTH)))
+    assert codec.accept(KEY, frame, len(page)) is None
+    assert payload_in(codec, frame) == SMOOTH
+    assert accept(CODECS["gmac"], page) is Damage.TAG_KIND
+
+
+@pytest.mark.parametrize("stored", [0, 1, PAYLOAD, PAYLOAD + 1, 2**32, 2**63, 2**64 - 1])
+def test_a_stored_length_that_lies_is_refused(stored: int) -> None:
+    codec = CODECS["xxh3"]
+    page = forged(codec, zstandard.ZstdCompressor().compress(SMOOTH), stored=stored)
+    assert accept(codec, page) in (Damage.LENGTH, Damage.SIZE, Damage.COMPRESSION, Damage.TAG)
+
+
+_PEAK = """
+import pickle, resource, sys
+import zstandard
+from hicache.frame import FrameCodec
+
+def peak_mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+payload_bytes, pages, bomb = pickle.load(sys.stdin.buffer)
+codec = FrameCodec(b"n" * 32, payload_bytes)
+frame = memoryview(bytearray(codec.frame_bytes))
+before = peak_mib()
+for page in pages:
+    frame[: len(page)] = page
+    print(codec.accept(b"k" * 32, frame, len(page)))
+print(peak_mib() - before)
+assert len(zstandard.ZstdDecompressor().decompress(bomb)) == 1 << 28
+print(peak_mib() - before)
+"""
+
+
+def test_no_page_makes_a_reader_take_memory() -> None:
+    """Bombs, announced and unannounced, and a window of a gigabyte. The control: expanding without the bounds."""
+    codec = FrameCodec(NAMESPACE, 100_000)
+    parameters = zstandard.ZstdCompressionParameters(window_log=30, write_content_size=True)
+    wide = zstandard.ZstdCompressor(compression_params=parameters).compressobj(size=100_000)
+    honest = zstandard.ZstdCompressor().compress(bytes(100_000))
+    bodies = [honest, BOMB, wide.compress(bytes(100_000)) + wide.flush(), honest + BOMB]
+    job = pickle.dumps((codec.payload_bytes, [forged(codec, body) for body in bodies], BOMB))
+    ended = subprocess.run([sys.executable, "-c", _PEAK], input=job, capture_output=True, check=True, timeout=60)
+    *damage, taken, control = ended.stdout.decode().split()
+    assert damage[:2] == ["None", "compression"]
+    assert int(taken) < 16
+    assert int(control) > 200
+
+
+@MODES
+@given(data=st.data())
+def test_any_bytes_are_a_page_or_damage(name: str, data: st.DataObject) -> None:
+    codec = CODECS[name]
+    page = bytearray(stored_page(codec))
+    for _ in range(data.draw(st.integers(0, 4))):
+        start = data.draw(st.integers(0, len(page) - 1) | st.integers(0, HEADER_BYTES - 1))
+        piece = data.draw(st.binary(max_size=40))
+        page[start : start + len(piece)] = piece
+    blocks = data.draw(st.integers(0, 4))
+    page = bytearray(data.draw(st.sampled_from([bytes(page), b"", bytes(len(page))])).ljust(blocks * FRAME_ALIGN))
+    if len(page) > codec.frame_bytes:
+        return
+    frame = arrived(codec, page)
+    damage = codec.accept(KEY, frame, len(page))
+    assert damage is None or isinstance(damage, Damage)
+    if damage is None:
+        assert payload_in(codec, frame) == SMOOTH
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+def test_any_zstd_like_bytes_under_a_right_checksum_are_a_page_or_damage(seed: int) -> None:
+    """Past the checksum, which nobody needs a key for, zstd itself meets what an attacker wrote."""
+    dice = rng(seed)
+    codec = CODECS["xxh3"]
+    good = zstandard.ZstdCompressor().compress(SMOOTH)
+    refused = 0
+    for _ in range(400):
+        body = bytearray(good)
+        for _ in range(dice.randrange(1, 4)):
+            body[dice.randrange(len(body) if dice.random() < 0.5 else 20)] = dice.randrange(256)
+        refused += accept(codec, forged(codec, bytes(body), form=dice.choice((1, 3)))) is not None
+    assert refused > 100
+
+
+@MODES
+def test_clean_pages_raise_no_alarm(name: str) -> None:
+    codec = CODECS[name]
+    for seed in range(200):
+        payload = rng(seed).randbytes(PAYLOAD // 3).ljust(PAYLOAD, bytes([seed]))
+        stored = stored_page(codec, payload)
+        frame = arrived(codec, stored)
+        assert codec.accept(KEY, frame, len(stored)) is None
+        assert payload_in(codec, frame) == payload
+
+
+def test_without_a_tag_a_changed_payload_goes_through_in_every_form() -> None:
+    """Negative control: what the tag is for."""
+    codec = FrameCodec(NAMESPACE, PAYLOAD, tag=TagKind.NONE)
+    stored = bytearray(stored_page(codec))
+    stored[HEADER_BYTES] ^= 1
+    assert accept(codec, stored) is None
+
+
+# Pieces
+
+
+@pytest.mark.parametrize("name", ["xxh3", "zstd"])
+@pytest.mark.parametrize("piece", [1, 100, 255, 256, 257, 4096, 1 << 20])
+def test_a_page_may_arrive_in_pieces_of_any_size(name: str, piece: int) -> None:
+    codec = CODECS[name]
+    for change in (None, 30, HEADER_BYTES + 5):
+        stored = bytearray(stored_page(codec))
+        if change is not None:
+            stored[change] ^= 1
+        frame, stream = arrived(codec, stored), codec.stream()
+        assert stream is not None
+        for start in range(0, len(stored), piece):
+            stream.add(frame, start, min(start + piece, len(stored)))
+        damage = codec.accept(KEY, frame, len(stored), stream)
+        assert damage is (None if change is None else Damage.TAG)
+
+
+# The package that may be missing
+
+_WITHOUT_ZSTANDARD = """
+import sys
+sys.modules["zstandard"] = None
+from hicache.errors import ConfigError
+from hicache.frame import Compression, Damage, FrameCodec
+stored = sys.stdin.buffer.read()
+codec = FrameCodec(b"n" * 32, int(sys.argv[1]))
+frame = memoryview(bytearray(codec.frame_bytes))
+frame[: len(stored)] = stored
+damage = codec.accept(b"k" * 32, frame, len(stored))
+assert damage is Damage.NO_ZSTD and damage.is_misfit, damage
+try:
+    FrameCodec(b"n" * 32, 1000, compression=Compression())
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_without_the_package_a_compressed_page_is_a_misfit_and_compressing_is_refused() -> None:
+    command = [sys.executable, "-c", _WITHOUT_ZSTANDARD, str(PAYLOAD)]
+    ended = subprocess.run(command, input=stored_page(CODECS["zstd"]), capture_output=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b'pip install "hicache[compression]"' in ended.stdout
+    assert not any(damage.is_misfit for damage in Damage if damage is not Damage.NO_ZSTD)
+
+
+@pytest.mark.parametrize("level", [0, -1, 13, 1.5, True])
+def test_a_level_that_does_not_exist_is_refused(level: int) -> None:
+    with pytest.raises(InvalidInput):
+        Compression(level)
