@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import pickle
+import json
 import struct
 import subprocess
 import sys
@@ -318,14 +318,15 @@ def test_a_stored_length_that_lies_is_refused(stored: int) -> None:
 
 
 _PEAK = """
-import pickle, resource, sys
+import json, resource, sys
 import zstandard
 from hicache.frame import FrameCodec
 
 def peak_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
-payload_bytes, pages, bomb = pickle.load(sys.stdin.buffer)
+payload_bytes, pages, bomb = json.load(sys.stdin)
+pages = [bytes.fromhex(page) for page in pages]
 codec = FrameCodec(b"n" * 32, payload_bytes)
 frame = memoryview(bytearray(codec.frame_bytes))
 before = peak_mib()
@@ -333,7 +334,7 @@ for page in pages:
     frame[: len(page)] = page
     print(codec.accept(b"k" * 32, frame, len(page)))
 print(peak_mib() - before)
-assert len(zstandard.ZstdDecompressor().decompress(bomb)) == 1 << 28
+assert len(zstandard.ZstdDecompressor().decompress(bytes.fromhex(bomb))) == 1 << 28
 print(peak_mib() - before)
 """
 
@@ -345,7 +346,8 @@ def test_no_page_makes_a_reader_take_memory() -> None:
     wide = zstandard.ZstdCompressor(compression_params=parameters).compressobj(size=100_000)
     honest = zstandard.ZstdCompressor().compress(bytes(100_000))
     bodies = [honest, BOMB, wide.compress(bytes(100_000)) + wide.flush(), honest + BOMB]
-    job = pickle.dumps((codec.payload_bytes, [forged(codec, body) for body in bodies], BOMB))
+    pages = [forged(codec, body).hex() for body in bodies]
+    job = json.dumps((codec.payload_bytes, pages, BOMB.hex())).encode()
     ended = subprocess.run([sys.executable, "-c", _PEAK], input=job, capture_output=True, check=True, timeout=60)
     *damage, taken, control = ended.stdout.decode().split()
     assert damage[:2] == ["None", "compression"]

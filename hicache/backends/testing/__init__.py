@@ -1,4 +1,4 @@
-"""What every storage backend has to pass, ours or another package's. It needs pytest and hypothesis.
+"""What every storage backend has to pass, ours or another package's. It needs pytest, hypothesis and zstandard.
 
 `BackendContract` is the suite, `RawContract` the one of a store as its operator sees it; both are subclassed in a test
 module. The rest is what tests of a backend need besides. `python -m pytest -p hicache.backends.testing.table` prints

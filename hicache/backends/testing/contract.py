@@ -28,6 +28,7 @@ import pytest
 from ...errors import InvalidInput
 from ...frame import HEADER_BYTES, FrameCodec, TagKind
 from .bounds import BoundsContract
+from .forms import FormsContract
 from .machine import run_machine
 from .pages import (
     CORRUPT,
@@ -56,7 +57,7 @@ from .pages import (
 )
 
 
-class SoleBackendContract(BoundsContract):
+class SoleBackendContract(BoundsContract, FormsContract):
     """What holds for every backend, also if nobody else can open its store. Subclass `BackendContract` if they can."""
 
     # Walks of the state machine; a subclass for a slow store may have fewer.
