@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Fixtures that are to be had everywhere.
+pytest_plugins = ["tests.servers"]
+
 SOAK_FACTOR = int(os.environ.get("SOAK_FACTOR", "1"))
 
 settings.register_profile(

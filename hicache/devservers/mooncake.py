@@ -1,0 +1,130 @@
+"""Mooncake Store: its master, and the client daemon that holds memory for engines which come and go."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..units import MIB
+from .base import DevServer, Storage
+from .packages import package_file
+from .ports import LOOPBACK
+from .system_libraries import MOONCAKE_LIBRARIES, library_path
+
+_PROBE_TIMEOUT_S = 0.5
+# A lease keeps a page from being evicted and removed after each question about it: ten seconds by default, too long for
+# tests that fill the store.
+_LEASE_MS = 500
+
+
+def _environ() -> dict[str, str]:
+    """Where the loader finds libraries that were unpacked without root. Raises ConfigError if some are nowhere."""
+    return library_path(MOONCAKE_LIBRARIES)
+
+
+def _listens(port: int) -> bool:
+    try:
+        with socket.create_connection((LOOPBACK, port), timeout=_PROBE_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
+
+
+class MooncakeMaster(DevServer):
+    """The master: knows which page is in whose memory, and holds none itself. A restart forgets everything.
+
+    `lease_ms` is how long a page stays after each question about it. `flags` are added to its command line.
+    """
+
+    name: ClassVar[str] = "mooncake master"
+    port_names: ClassVar[tuple[str, ...]] = ("port", "metrics")
+
+    def __init__(self, *, lease_ms: int = _LEASE_MS, flags: tuple[str, ...] = (), port: int | None = None) -> None:
+        super().__init__(port=port)
+        self._lease_ms = lease_ms
+        self._flags = flags
+
+    @property
+    def address(self) -> str:
+        """Where clients find it."""
+        return f"{LOOPBACK}:{self.port}"
+
+    @property
+    def metrics_address(self) -> str:
+        """Where its HTTP server with figures is."""
+        return f"{LOOPBACK}:{self.ports['metrics']}"
+
+    def command(self) -> list[str]:
+        return [
+            str(package_file("mooncake", "mooncake_master", extra="mooncake-cpu")),
+            f"--rpc_address={LOOPBACK}", f"--rpc_port={self.port}",
+            f"--metrics_host={LOOPBACK}", f"--metrics_port={self.ports['metrics']}",
+            f"--default_kv_lease_ttl={self._lease_ms}", "--logtostderr=true", *self._flags,
+        ]  # fmt: skip
+
+    def program_environ(self) -> dict[str, str]:
+        return _environ()
+
+    def litter(self) -> list[Path]:
+        return []
+
+    def serves(self) -> bool:
+        """Its HTTP server answers, which is started last, and clients can connect."""
+        try:
+            with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=_PROBE_TIMEOUT_S) as answer:
+                return answer.status == 200 and _listens(self.port)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def storage(self, **extra: Any) -> Storage:
+        return "mooncake", {"master": self.address, **extra}
+
+    def environ(self) -> dict[str, str]:
+        return {}
+
+
+class MooncakeClientDaemon(DevServer):
+    """A client of `master` in a process of its own, with `segment_bytes` of memory for pages.
+
+    Pages in it outlive the engines that use it. Some of its ports are its own choice and open on all interfaces: use it
+    on machines whose network is trusted.
+    """
+
+    name: ClassVar[str] = "mooncake client daemon"
+
+    def __init__(self, master: MooncakeMaster, *, segment_bytes: int = 512 * MIB, port: int | None = None) -> None:
+        super().__init__(port=port)
+        self._master = master
+        self._segment_bytes = segment_bytes
+
+    @property
+    def address(self) -> str:
+        """Where engines find it."""
+        return f"{LOOPBACK}:{self.port}"
+
+    def command(self) -> list[str]:
+        return [
+            str(package_file("mooncake", "mooncake_client", extra="mooncake-cpu")),
+            f"--host={LOOPBACK}", f"--port={self.port}", "--metadata_server=P2PHANDSHAKE", "--protocol=tcp",
+            f"--master_server_address={self._master.address}", f"--global_segment_size={self._segment_bytes}",
+            "--logtostderr=true",
+        ]  # fmt: skip
+
+    def program_environ(self) -> dict[str, str]:
+        return {"MC_STORE_CLIENT_SETUP_RETRIES": "1", **_environ()}
+
+    def litter(self) -> list[Path]:
+        return []
+
+    def serves(self) -> bool:
+        """It listens, which it does once the master has taken its memory."""
+        return _listens(self.port)
+
+    def storage(self, **extra: Any) -> Storage:
+        return "mooncake", {"master": self._master.address, "daemon": self.address, **extra}
+
+    def environ(self) -> dict[str, str]:
+        return {}

