@@ -55,7 +55,8 @@ $(VENV)/.demo-stamp: pyproject.toml constraints.txt hatch_build.py native/narrow
 # Has all that the demo needs as well.
 $(VENV)/.test-stamp: pyproject.toml constraints.txt hatch_build.py native/narrow.c | $(BIN)/python
 	@echo "installing the dependencies into $(VENV); torch takes a few minutes the first time"
-	$(PIP_INSTALL) -e ".[engine,redis,s3,daemon,events,dev]"
+	$(PIP_INSTALL) -e ".[engine,redis,s3,mooncake-cpu,daemon,events,compression,dev-servers,dev]"
+	$(BIN)/python -m hicache.devservers.install_libraries || echo "the tests of Mooncake will fail until then" >&2
 	touch $@ $(VENV)/.demo-stamp
 
 # Debian and Ubuntu ship Python without the part that makes environments, and a failed attempt leaves half of one.

@@ -8,11 +8,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..backends.system_libraries import MOONCAKE_LIBRARIES, library_path
 from ..units import MIB
 from .base import DevServer, Storage
 from .packages import package_file
 from .ports import LOOPBACK
-from .system_libraries import MOONCAKE_LIBRARIES, library_path
 
 _PROBE_TIMEOUT_S = 0.5
 # A lease keeps a page from being evicted and removed after each question about it: ten seconds by default, too long for
