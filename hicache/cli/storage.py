@@ -1,4 +1,4 @@
-"""`hicache inspect`, `verify` and `purge`: tools for file stores, for people and for cron.
+"""`hicache inspect`, `verify` and `purge`: tools for stores, for people and for cron.
 
 Exit codes: 0 for sound, 1 for damage found or an answer of "no", 2 for whatever stopped the command.
 """
@@ -6,23 +6,35 @@ Exit codes: 0 for sound, 1 for damage found or an answer of "no", 2 for whatever
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ..backends.file.pages import NOT_REGULAR
 from ..backends.file.tools import PageKeys, PageReport, ScrubProgress, inspect_page, purge_store, verify_store
-from ..config import read_key_file
+from ..backends.tools.removal import RemovalProgress, purge_raw
+from ..backends.tools.scrub import verify_raw
+from ..backends.tools.survey import survey
 from ..errors import InvalidInput
 from ..frame import Damage
-from ..units import counted, format_size, parse_duration, parse_size
-
-DAMAGE_EXIT_CODE = 1
-# Without a terminal, a line this often shows a log's reader that a scrub of hours is alive.
-PLAIN_INTERVAL_S = 10.0
+from ..units import counted, format_size
+from .progress import Told, follow
+from .stores import (
+    DAMAGE_EXIT_CODE,
+    DRY_RUN,
+    DURATION,
+    ENCRYPTION_KEYS,
+    MAC_KEYS,
+    NAMESPACE,
+    PART,
+    SIZE,
+    STORE,
+    StorePart,
+    amount,
+    page_keys,
+    parts_of,
+)
 
 # Found with a key, and nothing against the pages themselves: other engines may use them.
 _MISFITS = {
@@ -32,42 +44,11 @@ _MISFITS = {
 }
 
 
-class _Quantity(click.ParamType):  # type: ignore[type-arg]  # older clicks cannot be subscripted
-    """A size or a duration as text with its unit."""
-
-    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return self._parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-_SIZE = _Quantity("size", parse_size)
-_DURATION = _Quantity("duration", parse_duration)
-_STORE = click.argument("store", metavar="DIR", type=click.Path(path_type=Path))
-_MAC_KEYS = click.option(
-    "--mac-key-file", "mac_key_files",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    help="Key the pages were sealed with; twice while keys are being changed. Without it, keyed pages are checked as "
-    "far as their headers go.",
-)  # fmt: skip
-_ENCRYPTION_KEYS = click.option(
-    "--encryption-key-file", "encryption_key_files",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    help="The same for encrypted pages.",
-)  # fmt: skip
-
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@_MAC_KEYS
-@_ENCRYPTION_KEYS
+@MAC_KEYS
+@ENCRYPTION_KEYS
 def inspect(path: Path, mac_key_files: tuple[Path, ...], encryption_key_files: tuple[Path, ...]) -> None:
     """Show the header of the stored page PATH, and whether the page is sound.
 
@@ -75,7 +56,7 @@ def inspect(path: Path, mac_key_files: tuple[Path, ...], encryption_key_files: t
     """
     if path.is_dir() and not path.is_symlink():
         raise InvalidInput(f"{path} is a directory; name a page file in it")
-    report = inspect_page(path, keys=_keys(mac_key_files, encryption_key_files))
+    report = inspect_page(path, keys=page_keys(mac_key_files, encryption_key_files))
     for name, value in _report_lines(report):
         click.echo(f"{name + ':':<12} {value}")
     if report.damage is not None or report.misfit is not None:
@@ -83,71 +64,129 @@ def inspect(path: Path, mac_key_files: tuple[Path, ...], encryption_key_files: t
 
 
 @click.command()
-@_STORE
-@click.option("--rate", type=_SIZE, help="Bytes to read per second, such as 200MiB, to leave the disk to others.")
+@STORE
+@PART
+@click.option("--rate", type=SIZE, help="Bytes to read per second, such as 200MiB, to leave the store to others.")
 @click.option("--remove", is_flag=True, help="Remove what is damaged. A removed page is a miss, nothing worse.")
-@_MAC_KEYS
-@_ENCRYPTION_KEYS
+@MAC_KEYS
+@ENCRYPTION_KEYS
 def verify(
     store: Path,
+    part: str | None,
     rate: int | None,
     remove: bool,
     mac_key_files: tuple[Path, ...],
     encryption_key_files: tuple[Path, ...],
 ) -> None:
-    """Read every page of the file store DIR and report damage. Engines may use the store meanwhile.
+    """Read every page of STORE and report damage. Engines may use the store meanwhile.
 
-    Changes nothing without --remove. Exit code 1 if damage was found, also if it was removed, or if pages do not fit
-    the keys that were given; those are never removed.
+    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Changes
+    nothing without --remove. Exit code 1 if damage was found, also if it was removed, or if pages do not fit the keys
+    that were given; those are never removed.
     """
-    steps = verify_store(store, keys=_keys(mac_key_files, encryption_key_files), rate_bytes_per_s=rate, remove=remove)
-    last = _with_bar(steps) if sys.stderr.isatty() else _with_lines(steps)
-    click.echo(_verdict(last))
-    if last.damaged or last.misfits:
+    keys = page_keys(mac_key_files, encryption_key_files)
+    parts = parts_of(store, part)
+    bad = False
+    for one in parts:
+        last = _verified(one, keys, rate, remove)
+        if len(parts) > 1:
+            click.echo(f"{one.name}:")
+        click.echo(_verdict(last))
+        bad = bad or bool(last.damaged or last.misfits)
+    if bad:
         raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
 
 
-@click.command()
-@_STORE
-@click.option("--namespace", metavar="HEX", help="Only namespaces whose digest starts so; `inspect` shows a page's.")
-@click.option("--older-than", type=_DURATION, help="Only pages unused for this long, such as 7d.")
-@click.option("--dry-run", is_flag=True, help="Say what would be removed and remove nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
-def purge(store: Path, namespace: str | None, older_than: float | None, dry_run: bool, yes: bool) -> None:
-    """Remove pages from the file store DIR: all of them, or those of a namespace or an age.
+def _verified(part: StorePart, keys: PageKeys, rate: int | None, remove: bool) -> ScrubProgress:
+    # The file store's own scrub sees what is no page at all, and removes only what it has read.
+    if part.directory is not None:
+        steps = verify_store(part.directory, keys=keys, rate_bytes_per_s=rate, remove=remove)
+        return follow(steps, "checking", _tell_scrub)
+    with part.opened() as raw:
+        return follow(verify_raw(raw, keys=keys, rate_bytes_per_s=rate, remove=remove), "checking", _tell_scrub)
 
-    Engines may use the store meanwhile; what is removed is a miss for them.
+
+def _tell_scrub(step: ScrubProgress) -> Told:
+    found = f"{format_size(step.bytes)}, {sum(step.damaged.values())} damaged"
+    return Told(step.pages, step.pages_total, found)
+
+
+@click.command()
+@STORE
+@PART
+@NAMESPACE
+@click.option("--epoch", type=click.IntRange(min=0), help="Only namespaces of this weights epoch; `ls` shows them.")
+@click.option("--older-than", type=DURATION, help="Only pages unused for this long, such as 7d.")
+@DRY_RUN
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def purge(
+    *,
+    store: Path,
+    part: str | None,
+    namespace: str,
+    epoch: int | None,
+    older_than: float | None,
+    dry_run: bool,
+    yes: bool,
+) -> None:
+    """Remove pages from STORE: all of them, or those of a namespace, of a weights epoch, or of an age.
+
+    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Engines
+    may use it meanwhile; what is removed is a miss for them.
     """
-    namespace = None if namespace is None else namespace.lower()
-    if not (dry_run or yes or sys.stdin.isatty()):
-        raise click.UsageError("there is no terminal to ask on; pass --yes to remove pages without being asked")
+    require_consent(dry_run, yes)
+    chosen = [(one, prefix) for one in parts_of(store, part) for prefix in _prefixes(one, namespace, epoch)]
     if dry_run or not yes:
-        found = purge_store(store, namespace=namespace, older_than_s=older_than, dry_run=True)
-        click.echo(f"to remove: {_amount(found.pages, found.bytes)}")
-        if dry_run or not found.pages:
+        found = [_purged(one, prefix, older_than, dry_run=True) for one, prefix in chosen]
+        click.echo(f"to remove: {_sum(found)}")
+        if dry_run or not sum(pages for pages, _ in found):
             return
-        if not _agreed("Remove them? [y/N]: "):
+        if not agreed("Remove them? [y/N]: "):
             click.echo("nothing removed")
             raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
-    removed = purge_store(store, namespace=namespace, older_than_s=older_than, dry_run=False)
-    click.echo(f"removed {_amount(removed.pages, removed.bytes)}")
+    click.echo(f"removed {_sum([_purged(one, prefix, older_than, dry_run=False) for one, prefix in chosen])}")
 
 
-def _agreed(question: str) -> bool:
+def _prefixes(part: StorePart, namespace: str, epoch: int | None) -> list[str]:
+    """What to purge in a part: what begins with `namespace`, or the whole digests of those that are of `epoch`."""
+    if epoch is None:
+        return [namespace]
+    with part.opened() as raw:
+        found = follow(survey(raw, namespace), "looking", lambda seen: Told(seen.pages, None, format_size(seen.bytes)))
+    samples = {digest: one.sample for digest, one in found.namespaces.items()}
+    return [digest.hex() for digest, sample in samples.items() if sample is not None and sample.weights_epoch == epoch]
+
+
+def _purged(part: StorePart, prefix: str, older_than: float | None, *, dry_run: bool) -> tuple[int, int]:
+    """Pages and bytes that were removed, or would be."""
+    # The file store's own purge sees damaged files too, and takes the index's word for what is old page by page.
+    if part.directory is not None:
+        done = purge_store(part.directory, namespace=prefix or None, older_than_s=older_than, dry_run=dry_run)
+        return done.pages, done.bytes
+    with part.opened() as raw:
+        steps = purge_raw(raw, namespace=prefix, older_than_s=older_than, dry_run=dry_run)
+        last = follow(steps, "looking" if dry_run else "removing", _tell_removal)
+    return last.pages, last.bytes
+
+
+def _tell_removal(step: RemovalProgress) -> Told:
+    return Told(step.seen, step.total, amount(step.pages, step.bytes))
+
+
+def _sum(found: list[tuple[int, int]]) -> str:
+    return amount(sum(pages for pages, _ in found), sum(size for _, size in found))
+
+
+def require_consent(dry_run: bool, yes: bool) -> None:
+    """Raise UsageError if nobody could be asked and nobody has said yes."""
+    if not (dry_run or yes or sys.stdin.isatty()):
+        raise click.UsageError("there is no terminal to ask on; pass --yes to remove pages without being asked")
+
+
+def agreed(question: str) -> bool:
     """Ask on the terminal; what is not a clear yes is a no."""
     click.echo(question, nl=False, err=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def _keys(mac_files: tuple[Path, ...], encryption_files: tuple[Path, ...]) -> PageKeys:
-    return PageKeys(
-        tuple(read_key_file(path, "MAC key file") for path in mac_files),
-        tuple(read_key_file(path, "encryption key file") for path in encryption_files),
-    )
-
-
-def _amount(pages: int, size_bytes: int) -> str:
-    return f"{counted(pages, 'page')}, {format_size(size_bytes)}"
 
 
 def _state(report: PageReport) -> str:
@@ -178,7 +217,7 @@ def _report_lines(report: PageReport) -> Iterator[tuple[str, str]]:
 
 
 def _verdict(last: ScrubProgress) -> str:
-    lines = [f"checked {_amount(last.pages, last.bytes)}: {sum(last.damaged.values()) or 'none'} damaged"]
+    lines = [f"checked {amount(last.pages, last.bytes)}: {sum(last.damaged.values()) or 'none'} damaged"]
     lines += [f"  {reason}: {count}" for reason, count in sorted(last.damaged.items())]
     for reason, count in sorted(last.misfits.items()):
         lines.append(f"{counted(count, 'page')} {'is' if count == 1 else 'are'} {_MISFITS[reason]}")
@@ -188,30 +227,3 @@ def _verdict(last: ScrubProgress) -> str:
         how = "no tag, or a key is needed (--mac-key-file, --encryption-key-file)"
         lines.append(f"{last.unverifiable} could not be proved: {how}")
     return "\n".join(lines)
-
-
-def _with_lines(steps: Iterator[ScrubProgress]) -> ScrubProgress:
-    """Run through `steps` with a line on stderr now and then; the last step."""
-    last = next(steps)
-    told_s = time.monotonic()
-    for last in steps:
-        if time.monotonic() - told_s >= PLAIN_INTERVAL_S:
-            told_s = time.monotonic()
-            share = f"{last.pages} of {last.pages_total} pages"
-            click.echo(f"checked {share}, {format_size(last.bytes)}, {sum(last.damaged.values())} damaged", err=True)
-    return last
-
-
-def _with_bar(steps: Iterator[ScrubProgress]) -> ScrubProgress:
-    """Run through `steps` with a progress bar on the terminal; the last step."""
-    from rich.console import Console  # noqa: PLC0415  not worth its import time where there is no terminal
-    from rich.progress import Progress  # noqa: PLC0415
-
-    columns = Progress.get_default_columns()
-    with Progress(*columns, "{task.fields[found]}", console=Console(stderr=True)) as progress:
-        last = next(steps)
-        task = progress.add_task("checking", total=last.pages_total, found="")
-        for last in steps:
-            found = f"{format_size(last.bytes)}, {sum(last.damaged.values())} damaged"
-            progress.update(task, completed=last.pages, total=last.pages_total, found=found)
-    return last

@@ -1,0 +1,100 @@
+"""What is in a store: its namespaces, how old their pages are, and whether its chains are whole."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ...frame import FrameHeader
+from ..chains import Chains, parent_in, read_header
+from ..file.report import form_name, tag_name
+from ..raw import RawStore, StoredPage
+
+# Pages of a namespace whose headers are read to say what it is: all have the same model, but tags and forms may change.
+SAMPLES = 8
+# Upper ends of the classes of age, in seconds; what is older is the last class.
+AGE_BOUNDS_S = (3600.0, 86_400.0, 7 * 86_400.0, 30 * 86_400.0)
+
+
+@dataclass(slots=True)
+class NamespaceSurvey:
+    """What was found of one namespace. `oldest_s` and `newest_s` are Unix times of last uses, None if not known.
+
+    `sample` is the header of a page, None if none of those looked at was sound; `tags` and `forms` are of all of them.
+    """
+
+    namespace: bytes
+    pages: int = 0
+    bytes: int = 0
+    oldest_s: float | None = None
+    newest_s: float | None = None
+    sample: FrameHeader | None = None
+    tags: Counter[str] = field(default_factory=Counter)
+    forms: Counter[str] = field(default_factory=Counter)
+
+    def add(self, page: StoredPage) -> None:
+        """Count a page."""
+        self.pages += 1
+        self.bytes += page.bytes
+        if page.used_s is not None:
+            self.oldest_s = page.used_s if self.oldest_s is None else min(self.oldest_s, page.used_s)
+            self.newest_s = page.used_s if self.newest_s is None else max(self.newest_s, page.used_s)
+
+    def look(self, header: FrameHeader | None) -> None:
+        """Note what a page says of itself."""
+        if header is not None:
+            self.sample = self.sample or header
+            self.tags[tag_name(header)] += 1
+            self.forms[form_name(header)] += 1
+
+
+@dataclass(slots=True)
+class StoreSurvey:
+    """What was found in a store so far. `ages` counts bytes by class of age, the last class being the unknown ones;
+    `chains` is None if it was not asked for."""
+
+    taken_s: float
+    chains: Chains | None
+    namespaces: dict[bytes, NamespaceSurvey] = field(default_factory=dict)
+    ages: list[int] = field(default_factory=lambda: [0] * (len(AGE_BOUNDS_S) + 2))
+
+    @property
+    def pages(self) -> int:
+        """Pages of all namespaces."""
+        return sum(found.pages for found in self.namespaces.values())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all namespaces."""
+        return sum(found.bytes for found in self.namespaces.values())
+
+    def add(self, page: StoredPage) -> NamespaceSurvey:
+        """Count a page; its namespace."""
+        found = self.namespaces.setdefault(page.namespace, NamespaceSurvey(page.namespace))
+        found.add(page)
+        if page.used_s is None:
+            self.ages[-1] += page.bytes
+        else:
+            age_s = self.taken_s - page.used_s
+            self.ages[sum(age_s >= bound for bound in AGE_BOUNDS_S)] += page.bytes
+        return found
+
+
+def survey(raw: RawStore, namespace: str = "", *, with_chains: bool = False) -> Iterator[StoreSurvey]:
+    """Look at the pages of the namespaces whose digest starts with `namespace`; one and the same survey for each page.
+
+    Reads a few headers of each namespace, and with `with_chains` those of all pages, which takes a request for each on
+    a server and some 600 bytes of memory. A page whose header is damaged counts as an orphan's: it begins no chain.
+    """
+    found = StoreSurvey(time.time(), Chains() if with_chains else None)
+    yield found
+    for page in raw.pages(namespace):
+        its = found.add(page)
+        if found.chains is not None or its.pages <= SAMPLES:
+            header = read_header(raw, page)
+            its.look(header)
+            if found.chains is not None and header is not None:
+                found.chains.add(page, parent_in(header))
+        yield found

@@ -1,0 +1,248 @@
+"""`hicache ls` and `stat`: what is in a store, for people and, with `--json`, for programs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..backends.chains import parent_in, read_header
+from ..backends.raw import RawStore, StoredPage
+from ..backends.tools.survey import NamespaceSurvey, StoreSurvey, survey
+from ..errors import BackendError, ConfigError
+from ..units import counted, format_share, format_size
+from .main import USAGE_EXIT_CODE
+from .progress import Told, follow
+from .stores import NAMESPACE, PART, STORE, StorePart, amount, parts_of
+
+SHORT_HEX = 12
+_AGES = ("under 1 h", "under 1 d", "under 7 d", "under 30 d", "older", "unknown")
+_BAR_CHARACTERS = 30
+_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document, with whole digests and plain numbers.")
+
+
+@click.command()
+@STORE
+@PART
+@NAMESPACE
+@click.option("--pages", "with_pages", is_flag=True, help="List the pages instead of their namespaces.")
+@_JSON
+def ls(store: Path, part: str | None, namespace: str, with_pages: bool, as_json: bool) -> None:
+    """List the namespaces in STORE: whose pages they hold, how many, and when they were used.
+
+    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Changes
+    nothing; engines may use the store meanwhile. Exit code 2 if a part of it cannot be listed.
+    """
+    parts = parts_of(store, part)
+    documents: list[dict[str, Any]] = []
+    for one in parts:
+        with _reported(one, parts, documents), one.opened() as raw:
+            if with_pages:
+                documents += _list_pages(one, parts, raw, namespace, as_json)
+                continue
+            found = _look(raw, namespace, with_chains=False)
+            if as_json:
+                documents.append({"part": one.name, "namespaces": [_namespace_json(n) for n in _sorted(found)]})
+            else:
+                click.echo("\n".join(_ls_lines(one, parts, found)))
+    _finish(documents, as_json)
+
+
+@click.command()
+@STORE
+@PART
+@NAMESPACE
+@click.option("--chains", is_flag=True, help="Read every header, to count chains and pages that nothing leads to.")
+@_JSON
+def stat(store: Path, part: str | None, namespace: str, chains: bool, as_json: bool) -> None:
+    """Sum up STORE, part by part: pages, bytes, capacity, ages, namespaces.
+
+    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Changes
+    nothing; engines may use the store meanwhile. Exit code 2 if a part of it cannot be listed.
+    """
+    parts = parts_of(store, part)
+    documents: list[dict[str, Any]] = []
+    for one in parts:
+        with _reported(one, parts, documents), one.opened() as raw:
+            found = _look(raw, namespace, with_chains=chains)
+            if as_json:
+                documents.append(_stat_json(one, found))
+            else:
+                click.echo("\n".join(_stat_lines(one, found)))
+    _finish(documents, as_json)
+
+
+@contextlib.contextmanager
+def _reported(part: StorePart, parts: list[StorePart], documents: list[dict[str, Any]]) -> Iterator[None]:
+    """Tells of a part that cannot be listed and goes on with the others; a store of one part ends the command."""
+    try:
+        yield
+    except (BackendError, ConfigError) as error:
+        if len(parts) == 1:
+            raise
+        click.echo(f"hicache: part {part.name}: {error}", err=True)
+        documents.append({"part": part.name, "error": str(error)})
+
+
+def _finish(documents: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"parts": documents}, indent=2))
+    if any("error" in document for document in documents):
+        raise click.exceptions.Exit(USAGE_EXIT_CODE)
+
+
+def _look(raw: RawStore, namespace: str, *, with_chains: bool) -> StoreSurvey:
+    return follow(
+        survey(raw, namespace, with_chains=with_chains),
+        "looking",
+        lambda found: Told(found.pages, None, amount(found.pages, found.bytes)),
+    )
+
+
+def _sorted(found: StoreSurvey) -> list[NamespaceSurvey]:
+    """The largest first."""
+    return sorted(found.namespaces.values(), key=lambda one: (-one.bytes, one.namespace))
+
+
+def _ls_lines(part: StorePart, parts: list[StorePart], found: StoreSurvey) -> Iterator[str]:
+    if len(parts) > 1:
+        yield f"{part.name}: {counted(len(found.namespaces), 'namespace')}, {amount(found.pages, found.bytes)}"
+    elif not found.namespaces:
+        yield "no pages"
+    if found.namespaces:
+        yield from _namespace_table(found)
+
+
+def _namespace_table(found: StoreSurvey) -> Iterator[str]:
+    """Two lines for each namespace, so that a long name of a model fits into 80 columns."""
+    yield f"{'NAMESPACE':<{SHORT_HEX}}  {'PAGES':>10}  {'SIZE':>10}  {'EPOCH':>5}  {'USED':<16}  MODEL"
+    for one in _sorted(found):
+        sample = one.sample
+        epoch, label = ("?", "?") if sample is None else (str(sample.weights_epoch), sample.label or "-")
+        used = _used(one, found.taken_s)
+        short = one.namespace.hex()[:SHORT_HEX]
+        yield f"{short}  {one.pages:>10,}  {format_size(one.bytes):>10}  {epoch:>5}  {used:<16}  {label}"
+        yield f"{'':<{SHORT_HEX}}  {_details(one)}"
+
+
+def _details(one: NamespaceSurvey) -> str:
+    if one.sample is None:
+        return "no sound page among those looked at; see `hicache verify`"
+    payload = f"payload {format_size(one.sample.payload_bytes)}"
+    return f"{payload}, tag {_names(one.tags)}, form {_names(one.forms)}"
+
+
+def _names(counts: dict[str, int]) -> str:
+    return " and ".join(sorted(counts))
+
+
+def _used(one: NamespaceSurvey, now_s: float) -> str:
+    if one.newest_s is None or one.oldest_s is None:
+        return "unknown"
+    newest, oldest = (format_age(max(0.0, now_s - then_s)) for then_s in (one.newest_s, one.oldest_s))
+    return f"{newest} ago" if newest == oldest else f"{newest} to {oldest} ago"
+
+
+def format_age(seconds: float) -> str:
+    """An age in its largest whole unit: `45s`, `12m`, `3h`, `9d`."""
+    for unit, length_s in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if seconds >= length_s:
+            return f"{int(seconds // length_s)}{unit}"
+    return f"{int(seconds)}s"
+
+
+def _namespace_json(one: NamespaceSurvey) -> dict[str, Any]:
+    sample = one.sample
+    return {
+        "namespace": one.namespace.hex(),
+        "label": None if sample is None else sample.label,
+        "weights_epoch": None if sample is None else sample.weights_epoch,
+        "payload_bytes": None if sample is None else sample.payload_bytes,
+        "tags": sorted(one.tags),
+        "forms": sorted(one.forms),
+        "pages": one.pages,
+        "bytes": one.bytes,
+        "oldest_use": one.oldest_s,
+        "newest_use": one.newest_s,
+    }
+
+
+def _list_pages(
+    part: StorePart, parts: list[StorePart], raw: RawStore, namespace: str, as_json: bool
+) -> Iterable[dict[str, Any]]:
+    """The pages of one part: a document, or none if they were printed as they came."""
+    now_s = time.time()
+    if as_json:
+        return [{"part": part.name, "pages": [_page_json(raw, page) for page in raw.pages(namespace)]}]
+    if len(parts) > 1:
+        click.echo(f"{part.name}:")
+    click.echo(f"{'NAMESPACE':<{SHORT_HEX}}  {'PAGE':<16}  {'BEHIND':<16}  {'SIZE':>10}  USED")
+    for page in raw.pages(namespace):
+        header = read_header(raw, page)
+        parent = None if header is None else parent_in(header)
+        behind = "damaged" if header is None else "-" if parent is None else parent.hex()[:16]
+        used = "unknown" if page.used_s is None else f"{format_age(max(0.0, now_s - page.used_s))} ago"
+        places = f"{page.namespace.hex()[:SHORT_HEX]}  {page.key.hex()[:16]}  {behind:<16}"
+        click.echo(f"{places}  {format_size(page.bytes):>10}  {used}")
+    return []
+
+
+def _page_json(raw: RawStore, page: StoredPage) -> dict[str, Any]:
+    header = read_header(raw, page)
+    parent = None if header is None else parent_in(header)
+    return {
+        "namespace": page.namespace.hex(),
+        "key": page.key.hex(),
+        "parent": None if parent is None else parent.hex(),
+        "bytes": page.bytes,
+        "used": page.used_s,
+        "damaged": header is None,
+    }
+
+
+def _stat_json(part: StorePart, found: StoreSurvey) -> dict[str, Any]:
+    chains = found.chains
+    return {
+        "part": part.name,
+        "type": part.spec.type,
+        "pages": found.pages,
+        "bytes": found.bytes,
+        "capacity_bytes": part.capacity_bytes,
+        "bytes_by_age": dict(zip(_AGES, found.ages, strict=True)),
+        "namespaces": [_namespace_json(one) for one in _sorted(found)],
+        **({} if chains is None else {
+            "heads": chains.heads(), "tails": chains.tails(), "orphans": chains.orphans(),
+            "damaged": found.pages - len(chains),
+        }),
+    }  # fmt: skip
+
+
+def _stat_lines(part: StorePart, found: StoreSurvey) -> Iterator[str]:
+    named = part.name if part.name == part.spec.type else f"{part.name} ({part.spec.type})"
+    yield f"{named}: {counted(len(found.namespaces), 'namespace')}, {amount(found.pages, found.bytes)}"
+    capacity = part.capacity_bytes
+    if capacity is None:
+        yield "  capacity  none in the configuration"
+    else:
+        yield f"  capacity  {format_size(capacity)}, {format_share(found.bytes, capacity)} used"
+    if not found.pages:
+        return
+    if found.chains is not None:
+        chains = found.chains
+        yield f"  chains    {counted(chains.heads(), 'head')}, {counted(chains.tails(), 'tail')}"
+        orphans = f"{counted(chains.orphans(), 'page')} ({format_share(chains.orphans(), found.pages)})"
+        yield f"  orphans   {orphans} behind a page that is not stored"
+        if len(chains) < found.pages:
+            yield f"  damaged   {counted(found.pages - len(chains), 'page')} without a sound header"
+    yield "  bytes by last use"
+    for name, size in zip(_AGES, found.ages, strict=True):
+        if size or name != "unknown":
+            bar = "#" * round(_BAR_CHARACTERS * size / found.bytes)
+            yield f"    {name:<10}  {format_size(size):>10}  {format_share(size, found.bytes):>7}  {bar}".rstrip()
+    yield ""
+    yield from ("  " + line for line in _namespace_table(found))

@@ -1,0 +1,157 @@
+"""The stores that commands are given: a directory, or a configuration that names a store, maybe of several parts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..backends.file.tools import PageKeys
+from ..backends.raw import RawStore
+from ..backends.registry import BackendSpec, open_raw, part_specs
+from ..config import load_config, read_key_file
+from ..errors import ConfigError
+from ..units import counted, format_size, parse_duration, parse_size
+
+# Exit code for damage that was found, and for an answer of "no".
+DAMAGE_EXIT_CODE = 1
+_YAML = (".yaml", ".yml")
+
+
+class Quantity(click.ParamType):  # type: ignore[type-arg]  # older clicks cannot be subscripted
+    """A size or a duration as text with its unit."""
+
+    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class NamespacePrefix(click.ParamType):  # type: ignore[type-arg]  # older clicks cannot be subscripted
+    """The beginning of a namespace's digest, in lower case."""
+
+    name = "hex"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        text = str(value).lower()
+        if not 1 <= len(text) <= 64 or text.strip("0123456789abcdef"):
+            self.fail(f"{str(value)[:70]!r} is not 1 to 64 hexadecimal digits", param, ctx)
+        return text
+
+
+SIZE = Quantity("size", parse_size)
+DURATION = Quantity("duration", parse_duration)
+STORE = click.argument("store", metavar="STORE", type=click.Path(path_type=Path))
+PART = click.option("--part", metavar="NAME", help="Only this part of a store of several; `stat` shows their names.")
+NAMESPACE = click.option(
+    "--namespace", metavar="HEX", type=NamespacePrefix(), callback=lambda _context, _option, value: value or "",
+    help="Only namespaces whose digest starts so; `ls` shows them.",
+)  # fmt: skip
+DRY_RUN = click.option("--dry-run", is_flag=True, help="Say what would be done and do nothing.")
+MAC_KEYS = click.option(
+    "--mac-key-file", "mac_key_files",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Key the pages were sealed with; twice while keys are being changed. Without it, keyed pages are checked as "
+    "far as their headers go.",
+)  # fmt: skip
+ENCRYPTION_KEYS = click.option(
+    "--encryption-key-file", "encryption_key_files",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="The same for encrypted pages.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StorePart:
+    """A store that can be opened: all there is, or one part of a composition."""
+
+    name: str
+    spec: BackendSpec
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The limit that the configuration sets, None where it sets none."""
+        found = self.spec.options.get("capacity_bytes")
+        return found if isinstance(found, int) else None
+
+    @property
+    def directory(self) -> Path | None:
+        """Where a file store is; None for others."""
+        return Path(str(self.spec.options["path"])) if self.spec.type == "file" else None
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[RawStore]:
+        """The store as its operator sees it. Raises ConfigError and BackendError."""
+        raw = open_raw(self.spec)
+        try:
+            yield raw
+        finally:
+            raw.close()
+
+
+def parts_of(store: Path, part: str | None = None) -> list[StorePart]:
+    """The parts of what a command was given: a directory is a file store, `*.yaml` a configuration with `storage`.
+
+    Memory that is part of a composition is left out, as it is another process's. Opens nothing. Raises ConfigError.
+    """
+    if store.suffix in _YAML and not store.is_dir():
+        found = list(_parts_of_spec(None, _configured(store)))
+    else:
+        found = [StorePart("file", BackendSpec("file", {"path": store}))]
+    if len(found) > 1:
+        found = [one for one in found if one.spec.type != "memory"]
+    if part is None:
+        return found
+    chosen = [one for one in found if one.name == part]
+    if not chosen:
+        raise ConfigError(f"{store} has no part {part!r}; it has: {', '.join(one.name for one in found)}")
+    return chosen
+
+
+def only_part(store: Path, part: str | None, option: str) -> StorePart:
+    """The one part of a store. Raises ConfigError if there are several and `option` has not said which."""
+    found = parts_of(store, part)
+    if len(found) != 1:
+        names = ", ".join(one.name for one in found)
+        raise ConfigError(f"{store} has {counted(len(found), 'part')}: {names}; choose one with {option}")
+    return found[0]
+
+
+def _configured(path: Path) -> BackendSpec:
+    storage = load_config(path, environ=os.environ, overrides={}).storage
+    if storage is None:
+        raise ConfigError(f"{path}: has no section `storage`, so it names no store")
+    return BackendSpec(storage.type, storage.backend_options())
+
+
+def _parts_of_spec(name: str | None, spec: BackendSpec) -> Iterator[StorePart]:
+    parts = part_specs(spec.type, spec.options)
+    if not parts:
+        yield StorePart(name or spec.type, spec)
+    for part in parts:
+        yield from _parts_of_spec(part.name if name is None else f"{name}/{part.name}", part.backend)
+
+
+def page_keys(mac_key_files: tuple[Path, ...], encryption_key_files: tuple[Path, ...]) -> PageKeys:
+    """The keys in the files that a command was given. Raises ConfigError."""
+    return PageKeys(
+        tuple(read_key_file(path, "MAC key file") for path in mac_key_files),
+        tuple(read_key_file(path, "encryption key file") for path in encryption_key_files),
+    )
+
+
+def amount(pages: int, size_bytes: int) -> str:
+    """`4 pages, 16.0 KiB`."""
+    return f"{counted(pages, 'page')}, {format_size(size_bytes)}"
