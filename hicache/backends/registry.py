@@ -13,11 +13,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeAlias, cast, get_origin, get_type_hints
+from typing import Any, TypeAlias, cast, get_origin, get_type_hints
 
 from ..errors import BackendError, ConfigError, InvalidInput
 from ..frame import FrameCodec
-from .base import StorageBackend
+from .base import Composite, StorageBackend
+from .faults import FaultOptions, FaultyBackend
+from .guard import GuardedBackend, GuardOptions, guards_of
 from .raw import RawStore
 
 ENTRY_POINT_GROUP = "hicache.backends"
@@ -48,12 +50,14 @@ PARTS_MAX = 64
 class BackendSpec:
     """A backend that can be opened: its type, and what its factory and its guard take.
 
-    `guard` holds keyword options of `GuardOptions`; None opens it without a guard, for tests and for measuring.
+    `guard` holds keyword options of `GuardOptions`; None opens it without a guard, for tests and for measuring. `name`
+    is how it is called in metrics and messages, None for its type.
     """
 
     type: str
     options: Mapping[str, object] = field(default_factory=dict)
     guard: Mapping[str, object] | None = field(default_factory=dict)
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +109,26 @@ def _part_spec(where: str, entry: object, others: Mapping[str, object]) -> PartS
 
 
 def open_spec(spec: BackendSpec, codec: FrameCodec) -> StorageBackend:
-    """Open what `spec` describes. Blocks and raises as `open_backend`."""
-    return open_backend(spec.type, codec, spec.options)
+    """Open what `spec` describes, behind its guard. Blocks and raises as `open_backend`, also for the guard's options.
+
+    What is composed of several backends gets no guard of its own: each part has one.
+    """
+    options = None if spec.guard is None else _guard_options(spec)
+    backend = open_backend(spec.type, codec, spec.options)
+    if options is None or (isinstance(backend, Composite) and (len(backend.parts) > 1 or any(guards_of(backend)))):
+        return backend
+    if options.inject is not None:
+        backend = FaultyBackend(backend, FaultOptions(**cast(Any, options.inject)))
+    return GuardedBackend(backend, options, name=spec.name or spec.type)
+
+
+def _guard_options(spec: BackendSpec) -> GuardOptions:
+    try:
+        options = GuardOptions(**cast(Any, spec.guard))
+        FaultOptions(**cast(Any, options.inject or {}))
+    except (InvalidInput, TypeError) as error:
+        raise ConfigError(f"backend {spec.name or spec.type}: {error}") from error
+    return options
 
 
 def open_backend(type_name: str, codec: FrameCodec, options: Mapping[str, object]) -> StorageBackend:

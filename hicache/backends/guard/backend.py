@@ -1,0 +1,353 @@
+"""GuardedBackend: one wrapper in front of every leaf backend, so that a store's troubles stay its own.
+
+    deadline     a call that has none left is not made; one that hangs past it counts as failed while it still hangs
+    bytes        frames under way are bounded; who finds no room waits, at most until its deadline
+    breaker      a direction that fails is left alone, probed, and used again when it works
+    damage       a reader to whom everything is damaged is stopped before it has removed everything
+    retries      failed pages are tried once more, within a budget and the deadline
+    containment  what a backend raises, or answers against the contract, is counted, and its pages are ERROR
+
+Verbs that are not made return at once: 0 or ERROR. Nothing is abandoned here: a call that hangs keeps its thread and
+its frames until it returns, which is the caller's to bear (`controller.worker`).
+
+Locking design: verbs run on their callers' threads, several at once, with no lock held while the backend works. What
+they share is in `Traffic`. Probes and the sampling of usage run on threads of their own (`chore`), started when needed.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from ...errors import InvalidInput
+from ..base import BackendStatistics, Composite, GetOutcome, SetOutcome, StorageBackend, Usage
+from ..calls import check_batch, check_keys
+from .chore import Chore
+from .options import Direction, GuardOptions, Override
+from .probes import Prober
+from .sampler import UsageSampler
+from .traffic import Call, GuardStatistics, Refusal, Traffic, Verb, Verdict
+
+logger = logging.getLogger(__name__)
+Outcome = TypeVar("Outcome", GetOutcome, SetOutcome)
+
+# Before failed pages are tried again, between half of this and the whole: a moment for what was only a hiccup.
+_RETRY_PAUSE_S = 0.05
+# A call that was given less time than this and has used it up says nothing about the store.
+_SHORT_S = 0.1
+# How long `close` waits for the guard's own threads before it closes the backend all the same.
+_CLOSE_S = 3.0
+_NOTHING = BackendStatistics({}, {}, {}, {}, 0, 0, 0)
+
+
+class GuardedBackend(StorageBackend):
+    """See the module's docstring. A Composite of one part. `name` is how it is called in metrics and messages.
+
+    Raises InvalidInput as GuardOptions does. `clock` is that of deadlines, `jitter` draws from [0, 1); tests give
+    their own.
+    """
+
+    def __init__(
+        self,
+        inner: StorageBackend,
+        options: GuardOptions | None = None,
+        *,
+        name: str = "storage",
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        super().__init__(inner.codec)
+        self.name = name
+        self.options = options or GuardOptions()
+        self._inner = inner
+        self._clock = clock
+        self._jitter = jitter
+        self._traffic = Traffic(self.options, clock, jitter)
+        self._closing = threading.Event()
+        self._raised: Counter[str] = Counter()
+        self._last_usage: Usage | None = None
+        self._last_statistics = _NOTHING
+        timeout_s = self.options.probe_timeout_s
+        self._prober = Prober(inner, self._traffic, clock, self._contain, timeout_s)
+        self._probes = Chore(f"probe-{name}", self._prober.run, 3 * timeout_s + self.options.grace_s)
+        self._usage = UsageSampler(name, self._measure_usage)
+
+    @property
+    def parts(self) -> Sequence[StorageBackend]:
+        """The backend behind it."""
+        return (self._inner,)
+
+    # Verbs
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend. 0 where the call is not made."""
+        check_keys(keys)
+        call = self._enter(Verb.EXISTS, 1, 0, deadline) if keys else None
+        if call is None:
+            return 0
+        found, verdict = 0, Verdict(None)
+        try:
+            found, verdict = self._look_up(call, keys)
+            if verdict.ok is False and self._may_retry(call, 1):
+                found, verdict = self._look_up(call, keys)
+        finally:
+            self._leave(call, verdict)
+        return found
+
+    def batch_get(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+    ) -> list[GetOutcome]:
+        """See StorageBackend. While nothing speaks for what is stored, the head of a batch is read before the rest."""
+        check_batch(self.codec, keys, frames)
+        size_bytes = len(keys) * self.codec.frame_bytes
+        call = self._enter(Verb.GET, len(keys), size_bytes, deadline) if keys else None
+        if call is None:
+            return [GetOutcome.ERROR] * len(keys)
+        outcomes: list[GetOutcome] = []
+        verdict = Verdict(None)
+        try:
+            while len(outcomes) < len(keys):
+                start = len(outcomes)
+                head_pages = self._traffic.head_pages
+                # What follows a head without damage is read at once.
+                if head_pages is None or (start and GetOutcome.CORRUPT not in outcomes):
+                    head_pages = len(keys)
+                end = start + head_pages
+                read = self._get(call, keys[start:end], frames[start:end])
+                outcomes += read
+                if not self._traffic.read_pages(call, read):
+                    break
+            outcomes += [GetOutcome.ERROR] * (len(keys) - len(outcomes))
+            verdict = self._judge(call, outcomes.count(GetOutcome.ERROR), len(outcomes))
+        finally:
+            self._leave(call, verdict)
+        return outcomes
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """See StorageBackend."""
+        check_batch(self.codec, keys, frames)
+        size_bytes = len(keys) * self.codec.frame_bytes
+        call = self._enter(Verb.SET, len(keys), size_bytes, deadline) if keys else None
+        if call is None:
+            return [SetOutcome.ERROR] * len(keys)
+        outcomes = [SetOutcome.ERROR] * len(keys)
+        verdict = Verdict(None)
+        try:
+            outcomes = self._set(call, keys, frames, parent)
+            for start, end in list(_runs(outcomes, SetOutcome.ERROR)):
+                granted = self._may_retry(call, end - start)
+                if granted:
+                    again = slice(start, start + granted)
+                    before = keys[start - 1] if start else parent
+                    outcomes[again] = self._set(call, keys[again], frames[again], before)
+            failed = outcomes.count(SetOutcome.ERROR)
+            self._traffic.write_error_pages += failed
+            verdict = self._judge(call, failed, len(outcomes))
+        finally:
+            self._leave(call, verdict)
+        return outcomes
+
+    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend. 0 where the call is not made."""
+        check_keys(keys)
+        call = self._enter(Verb.DELETE, 1, 0, deadline) if keys else None
+        if call is None:
+            return 0
+        verdict = Verdict(None)  # none removed: there were none, or the store is down
+        try:
+            removed = self._contain(lambda: self._inner.delete(keys, deadline=deadline))
+            if type(removed) is int and 0 <= removed <= len(keys):
+                return removed
+            verdict = Verdict(False, "raised")
+            return 0
+        finally:
+            self._leave(call, verdict)
+
+    def usage(self) -> Usage:
+        """See StorageBackend. What was found last, if the backend raises or is left alone; blocks as it does."""
+        if self._traffic.may_pass(Direction.READ) or self._closing.is_set():
+            self._measure_usage()
+        return self._last_usage or Usage(0, 0, None)
+
+    def statistics(self) -> BackendStatistics:
+        """See StorageBackend. Those of the backend, and as errors the calls that were not made and what it raised."""
+        inner = self._inner_statistics()
+        errors = Counter(inner.errors)
+        for (_, refusal), calls in self._traffic.statistics().refused.items():
+            errors[f"guard_{refusal}"] += calls
+        for kind, times in dict(self._raised).items():
+            errors[f"raised_{kind}"] += times
+        return replace(inner, errors=dict(errors))
+
+    def close(self) -> None:
+        """See StorageBackend. Raises as the backend's own."""
+        self._closing.set()
+        self._traffic.close()
+        self._probes.close(_CLOSE_S)
+        self._usage.close(_CLOSE_S)
+        self._inner.close()
+
+    # What a guard adds
+
+    def may_pass(self, direction: Direction) -> bool:
+        """Whether a call of this direction would be made now. Does not block; for each step of a scheduler."""
+        passes = self._traffic.may_pass(direction)
+        if not passes:
+            self._probes.supervise()
+        return passes
+
+    def override(self, direction: Direction, mode: Override) -> None:
+        """Switch a direction on or off, or leave it to the breaker. Does not block."""
+        self._traffic.set_override(direction, mode)
+
+    def usage_sample(self) -> Usage | None:
+        """Usage as it was some seconds ago, None before it was first known. Does not block."""
+        return self._usage.sample()
+
+    def guard_statistics(self) -> GuardStatistics:
+        """What the guard itself has counted. Does not block."""
+        return self._traffic.statistics()
+
+    def check(self) -> None:
+        """Raises InvariantError if the guard's books do not add up."""
+        self._traffic.check()
+
+    # Inside
+
+    def _enter(self, verb: Verb, pages: int, size_bytes: int, deadline: float) -> Call | None:
+        call = self._traffic.enter(verb, pages, size_bytes, deadline)
+        self._tend()
+        return None if isinstance(call, Refusal) else call
+
+    def _leave(self, call: Call, verdict: Verdict) -> None:
+        self._traffic.leave(call, verdict)
+        self._tend()
+
+    def _tend(self) -> None:
+        """Have probes made that are due."""
+        if self._traffic.probe_at <= self._clock():
+            self._probes.wake()
+
+    def _look_up(self, call: Call, keys: Sequence[bytes]) -> tuple[int, Verdict]:
+        """A store that is down has nothing, as one that is empty has: only its count of errors tells them apart."""
+        errors_before = sum(self._inner_statistics().errors.values())
+        writes_before = self._traffic.write_error_pages
+        found = self._contain(lambda: self._inner.batch_exists(keys, deadline=call.deadline))
+        if type(found) is not int or not 0 <= found <= len(keys):
+            return 0, Verdict(False, "raised")
+        if found == len(keys) or sum(self._inner_statistics().errors.values()) == errors_before:
+            return found, Verdict(True)
+        if self._traffic.write_error_pages != writes_before or self._was_short(call):
+            return found, Verdict(None)  # the errors may be those of a write that ended meanwhile
+        return found, Verdict(False, "lookup")
+
+    def _get(self, call: Call, keys: Sequence[bytes], frames: Sequence[memoryview]) -> list[GetOutcome]:
+        """Read, and what failed once more."""
+
+        def read(positions: Sequence[int]) -> list[GetOutcome]:
+            some_keys, some_frames = [keys[i] for i in positions], [frames[i] for i in positions]
+            answer = self._contain(lambda: self._inner.batch_get(some_keys, some_frames, deadline=call.deadline))
+            return self._outcomes(answer, GetOutcome, len(positions))
+
+        outcomes = read(range(len(keys)))
+        failed = [i for i, outcome in enumerate(outcomes) if outcome is GetOutcome.ERROR]
+        granted = self._may_retry(call, len(failed)) if failed else 0
+        if granted:
+            for i, outcome in zip(failed, read(failed[:granted]), strict=False):
+                outcomes[i] = outcome
+        return outcomes
+
+    def _set(
+        self, call: Call, keys: Sequence[bytes], frames: Sequence[memoryview], parent: bytes | None
+    ) -> list[SetOutcome]:
+        answer = self._contain(
+            lambda: self._inner.batch_set(keys, frames, parent=parent, deadline=call.deadline)
+        )
+        return self._outcomes(answer, SetOutcome, len(keys))
+
+    def _outcomes(self, answer: object, kind: type[Outcome], pages: int) -> list[Outcome]:
+        """The answer, if it is one outcome per page; else all pages failed."""
+        if isinstance(answer, list) and len(answer) == pages and all(type(outcome) is kind for outcome in answer):
+            return answer
+        if answer is not None:
+            self._raised["WrongAnswer"] += 1
+        return [kind("error")] * pages
+
+    def _may_retry(self, call: Call, pages: int) -> int:
+        """How many pages to try again, after a short pause; 0 if the rest of the time would not do."""
+        time_s = self._clock()
+        pause_s = _RETRY_PAUSE_S * (0.5 + 0.5 * self._jitter())
+        # A second try is expected to take as long as the first.
+        if time_s + pause_s + max(time_s - call.began_s, 0.01) >= call.deadline:
+            return 0
+        granted = self._traffic.grant_retry(call, pages)
+        if granted:
+            self._closing.wait(pause_s)
+        return granted
+
+    def _judge(self, call: Call, failed: int, pages: int) -> Verdict:
+        """A call has failed if half of its pages have: fewer mean that the store works."""
+        if 2 * failed < pages:
+            return Verdict(True)
+        return Verdict(None) if self._was_short(call) else Verdict(False, "error")
+
+    def _was_short(self, call: Call) -> bool:
+        return call.deadline - call.began_s < _SHORT_S and self._clock() >= call.deadline
+
+    def _measure_usage(self) -> Usage | None:
+        usage = self._contain(self._inner.usage)
+        if isinstance(usage, Usage):
+            self._last_usage = usage
+            return usage
+        return None
+
+    def _inner_statistics(self) -> BackendStatistics:
+        found = self._contain(self._inner.statistics)
+        if isinstance(found, BackendStatistics):
+            self._last_statistics = found
+        return self._last_statistics
+
+    def _contain(self, call: Callable[[], object]) -> object:
+        """What a verb of the backend answers; None for an exception, which is counted. This is where the code of
+        others ends, and their exceptions with it."""
+        try:
+            return call()
+        except InvalidInput:
+            raise  # the arguments are wrong, which is for the caller to know
+        except Exception as error:
+            kind = type(error).__name__
+            self._raised[kind] += 1
+            if self._raised[kind] == 1:
+                logger.exception("storage %s: unexpected %s; counted from now on", self.name, kind)
+            return None
+
+
+def _runs(outcomes: Sequence[enum.StrEnum], wanted: enum.StrEnum) -> Iterator[tuple[int, int]]:
+    """The half-open intervals of positions where `outcomes` are `wanted`."""
+    start: int | None = None
+    for position, outcome in enumerate(outcomes):
+        if outcome is wanted and start is None:
+            start = position
+        elif outcome is not wanted and start is not None:
+            yield start, position
+            start = None
+    if start is not None:
+        yield start, len(outcomes)
+
+
+def guards_of(backend: StorageBackend) -> Iterator[GuardedBackend]:
+    """All guards in `backend`: itself, or those among its parts."""
+    if isinstance(backend, GuardedBackend):
+        yield backend
+    elif isinstance(backend, Composite):
+        for part in backend.parts:
+            yield from guards_of(part)

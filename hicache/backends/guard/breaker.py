@@ -1,0 +1,212 @@
+"""The circuit breaker of one direction: decides by what became of calls whether the next one is made.
+
+    CLOSED     calls are made. After a failed one the store is probed at once, so that an outage that begins with a
+               single call is known without further callers paying for it; enough failures in a row open it.
+    OPEN       no call is made. After a pause the store is probed: bad, the pause doubles; good, it is half-open.
+    HALF_OPEN  calls are made. The first that ends decides; if none comes, a second good probe closes.
+
+Failures are those of calls and of probes. A store that takes probes and fails real calls is found by the share of the
+latest calls, and its pauses grow, because only a good call makes them short again.
+
+Locking design: nothing here locks or looks at a clock; whoever owns a breaker does (`traffic`).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...errors import InvariantError
+from .options import GuardOptions, Override
+
+# The share of failures is taken over so many calls: enough that two bad ones among them mean nothing.
+WINDOW_CALLS = 20
+
+
+class BreakerState(enum.IntEnum):
+    """Ordered by how little passes; the number is what the metric shows."""
+
+    CLOSED = 0
+    HALF_OPEN = 1
+    OPEN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerStatistics:
+    """`state` is what holds, with the override applied; `reason` is why it opened last, empty if it never did."""
+
+    state: BreakerState
+    override: Override
+    reason: str
+    opens: int
+    good_probes: int
+    failed_probes: int
+
+
+class Breaker:
+    """See the module's docstring. Times are monotonic seconds, `jitter` draws from (0, 1], the share of a pause.
+
+    A call carries the round in which it was admitted, and so does a probe: what ends in a later round began before the
+    breaker opened, or before the operator spoke, and tells nothing about now.
+
+    Invariant: while the breaker decides and is not closed, a probe is planned or under way, so it cannot stay open for
+    good.
+    """
+
+    def __init__(self, options: GuardOptions, override: Override, jitter: Callable[[], float]) -> None:
+        self.override = override
+        self._options = options
+        self._jitter = jitter
+        self._state = BreakerState.CLOSED
+        self._reason = ""
+        self._opens = self._good_probes = self._failed_probes = 0
+        self._failures = 0  # in a row
+        self._recent: deque[bool] = deque(maxlen=WINDOW_CALLS)
+        self._backoff_s = options.backoff_min_s
+        self._probe_at = math.inf
+        self._probing = False
+        self._round = 0
+        self._thorough = False
+
+    @property
+    def state(self) -> BreakerState:
+        """What holds now."""
+        if self.override is Override.AUTO:
+            return self._state
+        return BreakerState.CLOSED if self.override is Override.ON else BreakerState.OPEN
+
+    def admit(self) -> int | None:
+        """The round of a call that may be made now; None for no."""
+        return None if self.state is BreakerState.OPEN else self._round
+
+    def is_current(self, admitted: int) -> bool:
+        """Whether the breaker has not opened since a call was admitted."""
+        return admitted == self._round
+
+    def record(self, admitted: int, ok: bool, reason: str, time_s: float) -> None:
+        """A call has ended well or not. `reason` says in a word what failed."""
+        if self.override is not Override.AUTO or admitted != self._round or self._state is BreakerState.OPEN:
+            return
+        if ok:
+            self._close()
+            self._recent.append(True)
+            self._backoff_s = self._options.backoff_min_s
+        elif self._state is BreakerState.HALF_OPEN:
+            self._open(reason, time_s)
+        else:
+            self._recent.append(False)
+            self._failed(reason, time_s)
+
+    def trip(self, reason: str, backoff_s: float, time_s: float) -> None:
+        """Open, for at least half of `backoff_s`, whatever was before; only a thorough probe heals it."""
+        if self.override is not Override.AUTO:
+            return
+        self._backoff_s = backoff_s
+        self._open(reason, time_s)
+        self._thorough = True
+
+    def set_override(self, override: Override) -> None:
+        """The operator's word. Back at AUTO the breaker is closed and knows of no failure."""
+        self.override = override
+        self._round += 1
+        self._probing = False
+        self._thorough = False
+        self._recent.clear()
+        self._backoff_s = self._options.backoff_min_s
+        self._close()
+
+    # Probes
+
+    @property
+    def probe_at(self) -> float:
+        """When the next probe is due; infinity for none."""
+        return math.inf if self._probing else self._probe_at
+
+    @property
+    def is_suspected(self) -> bool:
+        """Whether the next probe follows a failed call of a direction that is still closed."""
+        return self._state is BreakerState.CLOSED
+
+    @property
+    def thorough(self) -> bool:
+        """Whether a probe has to read back what it has written."""
+        return self._thorough
+
+    def begin_probe(self) -> int:
+        """A probe starts; its round."""
+        self._probing = True
+        self._probe_at = math.inf
+        return self._round
+
+    def probed(self, begun: int, ok: bool, reason: str, time_s: float) -> None:
+        """A probe has ended."""
+        self._good_probes += ok
+        self._failed_probes += not ok
+        if begun != self._round:
+            return  # opened anew since, which has planned a probe of its own
+        self._probing = False
+        if self._state is BreakerState.OPEN:
+            if not ok:
+                self._plan_probe(time_s)
+                return
+            if self._thorough:
+                self._thorough = False
+                self._backoff_s = self._options.backoff_min_s
+            self._state = BreakerState.HALF_OPEN
+            self._probe_at = time_s + self._options.backoff_min_s
+        elif ok:
+            self._close()
+        elif self._state is BreakerState.HALF_OPEN:
+            self._open(reason, time_s)
+        else:
+            self._failed(reason, time_s)
+
+    # State
+
+    def statistics(self) -> BreakerStatistics:
+        """A snapshot."""
+        return BreakerStatistics(
+            self.state, self.override, self._reason, self._opens, self._good_probes, self._failed_probes
+        )
+
+    def check(self) -> None:
+        """Raises InvariantError if the breaker could stay open for good."""
+        if self.override is not Override.AUTO:
+            return
+        if self._state is not BreakerState.CLOSED and self._probe_at == math.inf and not self._probing:
+            raise InvariantError(f"breaker: {self._state.name} and no probe is planned")
+        if self._failures >= self._options.failures:
+            raise InvariantError(f"breaker: {self._state.name} after {self._failures} failures in a row")
+
+    def _failed(self, reason: str, time_s: float) -> None:
+        self._failures += 1
+        bad = self._recent.count(False)
+        too_many = len(self._recent) == WINDOW_CALLS and bad >= self._options.failure_share * WINDOW_CALLS
+        if self._failures >= self._options.failures or too_many:
+            self._open(reason, time_s)
+        else:
+            self._probe_at = time_s
+
+    def _open(self, reason: str, time_s: float) -> None:
+        self._state = BreakerState.OPEN
+        self._reason = reason
+        self._opens += 1
+        self._round += 1
+        self._failures = 0
+        self._probing = False
+        self._recent.clear()
+        self._plan_probe(time_s)
+
+    def _plan_probe(self, time_s: float) -> None:
+        self._probe_at = time_s + self._backoff_s * self._jitter()
+        # A pause that was given by `trip` may be longer than the longest.
+        self._backoff_s = max(self._backoff_s, min(2 * self._backoff_s, self._options.backoff_max_s))
+
+    def _close(self) -> None:
+        self._state = BreakerState.CLOSED
+        self._failures = 0
+        if not self._probing:
+            self._probe_at = math.inf

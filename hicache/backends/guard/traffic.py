@@ -1,0 +1,300 @@
+"""The calls that pass a guard: which are made, which wait, which are refused, and what became of them.
+
+Locking design: one condition guards everything in here, breakers, budget, damage watch and histograms included. It is
+held for a few instructions, also by an engine's scheduler thread (`may_pass`), and never while a backend is called.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ...errors import InvariantError
+from ..base import GetOutcome
+from .breaker import Breaker, BreakerState, BreakerStatistics
+from .budget import RetryBudget
+from .damage import DamageWatch
+from .histogram import LatencyHistogram, LatencyStatistics
+from .options import Direction, GuardOptions, Override
+
+# A pause is between half of its length and the whole: many engines that lost one store must not return as one.
+_JITTER_MIN = 0.5
+
+
+class Verb(enum.StrEnum):
+    """What is asked of a backend."""
+
+    EXISTS = "exists"
+    GET = "get"
+    SET = "set"
+    DELETE = "delete"
+
+    @property
+    def direction(self) -> Direction:
+        """Which breaker decides about it."""
+        return Direction.READ if self in (Verb.EXISTS, Verb.GET) else Direction.WRITE
+
+
+class Refusal(enum.StrEnum):
+    """Why a call was not made."""
+
+    OPEN = "open"  # the breaker is open, or the operator has switched the direction off
+    BUSY = "busy"  # other calls had all the bytes that may be in flight, until the deadline
+    DEADLINE = "deadline"  # there was no time left when it came
+    CLOSED = "closed"  # the guard is closed
+
+
+class Verdict(NamedTuple):
+    """What a call says about the store: well, not well, or nothing (None). `reason` names a failure in a word."""
+
+    ok: bool | None
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call under way. Belongs to its thread, but for `overdue`."""
+
+    verb: Verb
+    pages: int
+    bytes: int
+    deadline: float
+    began_s: float
+    admitted: int  # the breaker's round
+    overdue: bool = False  # has hung past deadline and grace; counted as failed already
+
+
+@dataclass(frozen=True, slots=True)
+class GuardStatistics:
+    """Totals since the guard was made, and what is under way. `failures` counts calls and not pages."""
+
+    breakers: Mapping[Direction, BreakerStatistics]
+    refused: Mapping[tuple[Direction, Refusal], int]
+    failures: Mapping[tuple[Direction, str], int]
+    retried_calls: Mapping[Direction, int]
+    latency: Mapping[Verb, LatencyStatistics]
+    in_flight_calls: int
+    in_flight_bytes: int
+    overdue_calls: int
+
+
+@dataclass(slots=True, eq=False)
+class _Counts:
+    refused: Counter[tuple[Direction, Refusal]] = field(default_factory=Counter)
+    failures: Counter[tuple[Direction, str]] = field(default_factory=Counter)
+    retried_calls: Counter[Direction] = field(default_factory=Counter)
+
+
+class Traffic:
+    """See the module's docstring. `clock` is monotonic, in seconds; `jitter` draws from [0, 1).
+
+    Invariant: `in_flight_bytes` is the sum over the calls under way, and over `in_flight_bytes_max` only if one call
+    alone is.
+    """
+
+    def __init__(self, options: GuardOptions, clock: Callable[[], float], jitter: Callable[[], float]) -> None:
+        self._options = options
+        self._clock = clock
+        self._state = threading.Condition()
+        self._breakers = {
+            direction: Breaker(options, Override(override), lambda: _JITTER_MIN + (1 - _JITTER_MIN) * jitter())
+            for direction, override in ((Direction.READ, options.read), (Direction.WRITE, options.write))
+        }
+        self._damage = DamageWatch(options)
+        self._budget = RetryBudget(options.retry_share)
+        self._latency = {verb: LatencyHistogram() for verb in Verb}
+        self._counts = _Counts()
+        self._calls: set[Call] = set()
+        self._in_flight_bytes = 0
+        self._overdue_at = math.inf  # when the next of `_calls` will be overdue
+        self._waiting: deque[object] = deque()
+        self._closed = False
+        # Pages that could not be written, counted by callers: a hint, so an increment that is lost does no harm.
+        self.write_error_pages = 0
+
+    # Calls
+
+    def enter(self, verb: Verb, pages: int, size_bytes: int, deadline: float) -> Call | Refusal:
+        """Admit a call, or count why not. Waits until its bytes have room, in the order of arrival, at most until
+        `deadline`; calls without bytes do not wait. Whoever gets a Call ends it by `leave`."""
+        place = object()
+        with self._state:
+            refusal, waited = self._refusal(verb, deadline, Refusal.DEADLINE), False
+            while refusal is None and size_bytes and not self._has_room(size_bytes, place, waited):
+                if not waited:
+                    self._waiting.append(place)
+                    waited = True
+                # Woken also when a call hangs too long, which may open the breaker.
+                self._state.wait(max(0.0, min(deadline, self._overdue_at) - self._clock()))
+                refusal = self._refusal(verb, deadline, Refusal.BUSY)
+            if waited:
+                self._waiting.remove(place)
+                self._state.notify_all()
+            if refusal is not None:
+                self._counts.refused[verb.direction, refusal] += 1
+                return refusal
+            self._budget.earn(pages)
+            call = Call(verb, pages, size_bytes, deadline, self._clock(), self._admitted(verb.direction))
+            self._calls.add(call)
+            self._in_flight_bytes += size_bytes
+            self._overdue_at = min(self._overdue_at, deadline + self._options.grace_s)
+            return call
+
+    def leave(self, call: Call, verdict: Verdict) -> None:
+        """A call has returned."""
+        with self._state:
+            time_s = self._clock()
+            self._calls.remove(call)
+            self._in_flight_bytes -= call.bytes
+            self._latency[call.verb].observe(time_s - call.began_s)
+            if self._waiting:
+                self._state.notify_all()
+            if verdict.ok is not None and not call.overdue:
+                self._record(call, verdict, time_s)
+
+    def grant_retry(self, call: Call, pages: int) -> int:
+        """How many pages of a call may be tried again: none if the breaker has opened meanwhile, or there is no budget.
+        """
+        direction = call.verb.direction
+        with self._state:
+            if call.overdue or self._closed or not self._breakers[direction].is_current(call.admitted):
+                return 0
+            granted = self._budget.spend(pages)
+            self._counts.retried_calls[direction] += granted > 0
+            return granted
+
+    # Damage
+
+    @property
+    def head_pages(self) -> int | None:
+        """How many pages of a batch are to be read first; None for all."""
+        return self._damage.head_pages
+
+    def read_pages(self, call: Call, outcomes: Iterable[GetOutcome]) -> bool:
+        """Take in what was read. False if the rest of the batch is not to be read: the breaker has opened."""
+        breaker = self._breakers[Direction.READ]
+        with self._state:
+            if not breaker.is_current(call.admitted):
+                return False  # whatever it has found was there when the breaker opened
+            backoff_s = self._damage.saw(outcomes)
+            if backoff_s is None:
+                return True
+            for each in self._breakers.values():
+                each.trip("damage", backoff_s, self._clock())
+            self._state.notify_all()
+            return breaker.is_current(call.admitted)
+
+    # Probes
+
+    @property
+    def probe_at(self) -> float:
+        """When the next probe is due; infinity for none."""
+        return min(breaker.probe_at for breaker in self._breakers.values())
+
+    def begin_probe(self, direction: Direction) -> tuple[int, bool, bool] | None:
+        """The probe of a direction starts: its round, whether it follows a single failure, whether it is to read back
+        what it writes. None if none is due."""
+        breaker = self._breakers[direction]
+        with self._state:
+            if self._closed or breaker.probe_at > self._clock():
+                return None
+            suspected, thorough = breaker.is_suspected, breaker.thorough
+            return breaker.begin_probe(), suspected, thorough
+
+    def probed(self, direction: Direction, begun: int, verdict: Verdict) -> None:
+        """A probe has ended."""
+        with self._state:
+            self._breakers[direction].probed(begun, verdict.ok is True, verdict.reason, self._clock())
+            self._state.notify_all()
+
+    # State
+
+    def may_pass(self, direction: Direction) -> bool:
+        """Whether a call of this direction would be made now. Looks for hanging calls too. Does not block."""
+        if self._clock() >= self._overdue_at:
+            with self._state:
+                self._note_overdue()
+        return self._breakers[direction].state is not BreakerState.OPEN
+
+    def set_override(self, direction: Direction, override: Override) -> None:
+        """The operator's word about one direction."""
+        with self._state:
+            self._breakers[direction].set_override(override)
+            self._state.notify_all()
+
+    def statistics(self) -> GuardStatistics:
+        """A snapshot."""
+        with self._state:
+            self._note_overdue()
+            return GuardStatistics(
+                breakers={direction: breaker.statistics() for direction, breaker in self._breakers.items()},
+                refused=dict(self._counts.refused),
+                failures=dict(self._counts.failures),
+                retried_calls=dict(self._counts.retried_calls),
+                latency={verb: histogram.statistics() for verb, histogram in self._latency.items()},
+                in_flight_calls=len(self._calls),
+                in_flight_bytes=self._in_flight_bytes,
+                overdue_calls=sum(call.overdue for call in self._calls),
+            )
+
+    def close(self) -> None:
+        """Admit no call any more, and let none wait."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+
+    def check(self) -> None:
+        """Raises InvariantError if the books do not add up."""
+        with self._state:
+            for breaker in self._breakers.values():
+                breaker.check()
+            total = sum(call.bytes for call in self._calls)
+            alone = sum(call.bytes > 0 for call in self._calls) <= 1
+            if total != self._in_flight_bytes or (total > self._options.in_flight_bytes_max and not alone):
+                raise InvariantError(f"guard: {self._in_flight_bytes} bytes in flight, {total} counted")
+
+    # Inside, under the lock
+
+    def _refusal(self, verb: Verb, deadline: float, late: Refusal) -> Refusal | None:
+        self._note_overdue()
+        if self._closed:
+            return Refusal.CLOSED
+        if self._clock() >= deadline:
+            return late
+        return Refusal.OPEN if self._breakers[verb.direction].admit() is None else None
+
+    def _admitted(self, direction: Direction) -> int:
+        admitted = self._breakers[direction].admit()
+        if admitted is None:
+            raise InvariantError("guard: a call was to be admitted by an open breaker")
+        return admitted
+
+    def _has_room(self, size_bytes: int, place: object, waited: bool) -> bool:
+        if self._waiting and not (waited and self._waiting[0] is place):
+            return False
+        return self._in_flight_bytes == 0 or self._in_flight_bytes + size_bytes <= self._options.in_flight_bytes_max
+
+    def _record(self, call: Call, verdict: Verdict, time_s: float) -> None:
+        direction, ok = call.verb.direction, verdict.ok is True
+        if not ok:
+            self._counts.failures[direction, verdict.reason] += 1
+        breaker = self._breakers[direction]
+        breaker.record(call.admitted, ok, verdict.reason, time_s)
+        if breaker.state is BreakerState.OPEN and self._waiting:
+            self._state.notify_all()
+
+    def _note_overdue(self) -> None:
+        time_s = self._clock()
+        if time_s < self._overdue_at:
+            return
+        grace_s = self._options.grace_s
+        for call in self._calls:
+            if not call.overdue and time_s >= call.deadline + grace_s:
+                call.overdue = True
+                self._record(call, Verdict(False, "overdue"), time_s)
+        self._overdue_at = min((c.deadline + grace_s for c in self._calls if not c.overdue), default=math.inf)
