@@ -32,7 +32,7 @@ _IDLE = ControllerStatistics(
         write=0, load=0, prefetch=0, reads=0, backup=0, device_pages_lent=0, host_pages_lent=0
     ),
     written_pages=0, loaded_pages=0, prefetched_pages=0, stored_pages=0, refused={}, worker_errors={},
-    worker_restarts=0, workers_alive=0, workers_stuck=0, open_failures=0, backend=None, usage=None,
+    worker_restarts=0, workers_alive=0, workers_stuck=0, open_failures=0, backend=None, backends=(),
 )  # fmt: skip
 _UNDECIDED = Payoff().statistics()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# A store that is full, down or hanging should cost one request its time, and not every request: nothing is asked of it
-# for this long, twice as long after each further failure up to the maximum. The first success ends that.
+# A store that is full or hanging should cost one request its time, and not every request: nothing is asked of it for
+# this long, twice as long after each further failure up to the maximum. The first success ends that. An outage is the
+# business of the guard's breaker, which probes: a longer pause here would keep a store closed that has healed.
 PAUSE_S_MIN = 0.1
-PAUSE_S_MAX = 30.0
+PAUSE_S_MAX = 1.0
 
 
 class Pause:

@@ -14,7 +14,6 @@ nodes + lent to operations = capacity. Device pages of a copy belong to nodes, w
 
 from __future__ import annotations
 
-import functools
 import operator
 import time
 from collections.abc import Callable
@@ -41,6 +40,7 @@ from .prefetch import Prefetcher
 from .recorder import EventRecorder
 from .requests import RequestKV
 from .statistics import CacheStatistics, cache_statistics
+from .storage import StorageControl
 from .trees import Trees
 
 # How often `drain` looks again while it waits. It is for shutdown and tests, where a millisecond does not matter.
@@ -51,7 +51,8 @@ class HiRadixCache:
     """See the module's docstring. `create_cache` builds one from a configuration.
 
     `position_bytes` is 8 for an engine whose keys are bigrams (see `RadixKey`). `open_storage` opens the store of a
-    weights epoch, for `update_weights`; the controller's backend is that of `weights_epoch`.
+    weights epoch, for `update_weights`; the controller's backend is that of `weights_epoch`. `storage` detaches it,
+    attaches another, and switches its directions off and on.
     """
 
     def __init__(
@@ -73,7 +74,6 @@ class HiRadixCache:
         self.controller = controller
         self.weights_epoch = weights_epoch
         self._position_bytes = position_bytes
-        self._open_storage = open_storage
         self._policy = make_policy(options.eviction_policy, slru_protected_hits=options.slru_protected_hits)
         self.payoff = payoff or Payoff(options.payoff)
         self._books = Books()
@@ -101,6 +101,7 @@ class HiRadixCache:
             payoff=self.payoff,
             pause=Pause(controller.clock),
         )
+        self.storage = StorageControl(controller, self._trees, self._prefetcher, open_storage, weights_epoch)
         self._pins = Pins(controller.time_s, int(options.pin_host_share * host.pages))
         self._device_fault: TransferError | None = None
         self._untold_fault: TransferError | None = None  # the forward that has to learn of it is still to come
@@ -344,12 +345,10 @@ class HiRadixCache:
         """
         if epoch <= self.weights_epoch:
             raise InvalidInput(f"weights epoch {epoch!r} is not above {self.weights_epoch}; count every update")
-        if self._open_storage is None and self.controller.has_storage:
-            raise InvalidInput("weights update: the cache has storage, but no open_storage to open that of a new epoch")
+        self.storage.require_opener()
         self.weights_epoch = epoch
         self.clear()
-        if self._open_storage is not None and self.controller.has_storage:
-            self.controller.replace_backend(functools.partial(self._open_storage, epoch))
+        self.storage.use_epoch(epoch)
 
     def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
         """Write what appears on and leaves each tier into `stream`.
@@ -446,7 +445,7 @@ class HiRadixCache:
     # State
 
     def statistics(self) -> CacheStatistics:
-        """A snapshot of all tiers. May be called from any thread; asks the backend for its usage."""
+        """A snapshot of all tiers. May be called from any thread; may look at what storage holds."""
         stream = None if self._events is None else self._events.stream
         return cache_statistics(
             self._books, self.tree, self.device, self.host, self.payoff, self.controller, stream, self._publisher,

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.base import StorageBackend
+from ..backends.guard import Direction, Override, leaf_statistics
 from ..errors import InvariantError, TransferError
 from ..keys import PageChain, RadixKey
 from ..tiers import CopyEngine, FailedTransfer, HostPool, Transfer
@@ -118,15 +119,25 @@ class HiCacheController:
         return None if jobs is None else jobs.backend
 
     def replace_backend(self, open_backend: OpenBackend) -> None:
-        """Stop using the backend and have another one opened on a thread of its own. Does not block.
+        """Stop using the backend, if there is one, and have another opened on a thread of its own. Does not block.
 
-        What is under way with the old one ends as a miss, or as not stored. REQUIRES: there was a backend at the start;
-        with ranks, all call this in the same step.
+        What is under way with the old one ends as a miss, or as not stored. REQUIRES: with ranks, all call this in the
+        same step.
         """
-        if not self.has_storage:
-            raise InvariantError("controller: started without storage, so there are no workers for a backend")
-        self._storage.lifecycle.replace(open_backend)
+        self._storage.replace(open_backend)
+        self.has_storage = True
         self.may_prefetch = self.may_store = False
+
+    def detach_backend(self) -> None:
+        """Stop using the backend; it is closed once nothing of it is under way. As `replace_backend` otherwise."""
+        self._storage.lifecycle.detach()
+        self.has_storage = self.may_prefetch = self.may_store = False
+
+    def override_backend(self, direction: Direction, mode: Override) -> None:
+        """Switch a direction of storage on or off, or leave it to the breakers; holds for later backends too. Does not
+        block. One rank that has it off is enough to keep it off on all.
+        """
+        self._storage.lifecycle.override(direction, mode)
 
     # L1 <-> L2
 
@@ -318,9 +329,10 @@ class HiCacheController:
 
         Does not wait. REQUIRES, with ranks: one `report` after each `poll`, equally many on all. Raises RankError.
         """
+        may_prefetch = may_prefetch and self._storage.lifecycle.may_pass(Direction.READ)
+        may_store = may_store and self._storage.lifecycle.may_pass(Direction.WRITE)
         if self._agreement is None:
-            is_open = self._storage.lifecycle.jobs is not None
-            self.may_prefetch, self.may_store, self.figures = may_prefetch and is_open, may_store and is_open, figures
+            self.may_prefetch, self.may_store, self.figures = may_prefetch, may_store, figures
             return
         self._storage.drain()
         writes, loads = leading_done(self._launched_writes), leading_done(self._launched_loads)
@@ -399,7 +411,8 @@ class HiCacheController:
         store.jobs.in_flight -= 1
         self._backup_pages -= len(store.host_pages)
         self._moved["stored"] += store.stored_pages
-        store.stored = state is StoreProgress.STORED
+        # What went to a store that is not in use any more is not in the one that is.
+        store.stored = state is StoreProgress.STORED and not store.jobs.retired
         acks.stored.append(store)
 
     # State
@@ -422,7 +435,7 @@ class HiCacheController:
     def statistics(self) -> ControllerStatistics:
         """Depths now and totals since start. May be called from any thread.
 
-        Asks the backend for its usage, which may touch its index: not for the scheduler's every step.
+        Looks at the usage of storage, which may be asked for first: not for the scheduler's every step.
         """
         storage, backend = self._storage, self.backend
         return ControllerStatistics(
@@ -446,7 +459,7 @@ class HiCacheController:
             workers_stuck=sum(group.stuck_threads for group in storage.groups),
             open_failures=storage.lifecycle.open_failures,
             backend=None if backend is None else backend.statistics(),
-            usage=None if backend is None else backend.usage(),
+            backends=() if backend is None else leaf_statistics(backend),
         )
 
     def stop_prefetching(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..backends.base import StorageBackend
+from ..backends.guard import Direction, Override, guards_of, may_pass
 from .storage import StorageJobs
 from .worker import WorkerFactory, WorkerGroup
 
@@ -45,6 +46,7 @@ class BackendLifecycle:
         self, adopt: Callable[[StorageBackend], StorageJobs], workers: WorkerFactory, clock: Callable[[], float]
     ) -> None:
         self.jobs: StorageJobs | None = None
+        self._overrides: dict[Direction, Override] = {}
         self.open_failures = 0
         self.wanted = self.opened = 0  # the number of the backend that is wanted, and of the one that is open
         self._adopt = adopt
@@ -60,19 +62,29 @@ class BackendLifecycle:
 
     def start(self, backend: StorageBackend) -> None:
         """Use a backend that is open. REQUIRES: there was none."""
-        self.jobs = self._adopt(backend)
+        self._use(backend)
         self.wanted = self.opened = 1
 
     def replace(self, open_backend: OpenBackend) -> None:
         """Retire the backend in use and have another one opened. Does not block."""
-        if self.jobs is not None:
-            self.jobs.retire()
-            self._retired.append(self.jobs)
-            self.jobs = None
-        self.wanted += 1
-        self._opening, self._attempt = open_backend, None
-        self._retry_at, self._retry_s = 0.0, REOPEN_S_MIN
+        self._retire()
+        self._opening = open_backend
         self.advance()
+
+    def detach(self) -> None:
+        """Retire the backend in use, or the wish for one. Does not block."""
+        self._retire()
+        self.advance()
+
+    def may_pass(self, direction: Direction) -> bool:
+        """Whether there is a backend and its guard, if it has one, would let a call through now. Does not block."""
+        return self.jobs is not None and may_pass(self.jobs.backend, direction)
+
+    def override(self, direction: Direction, mode: Override) -> None:
+        """Switch a direction of this backend and of all later ones on or off, or leave it to their breakers."""
+        self._overrides[direction] = mode
+        if self.jobs is not None:
+            self._apply_overrides(self.jobs.backend)
 
     def advance(self) -> None:
         """Take over what was opened, try again what was not, close what is idle. Cheap if there is nothing to do."""
@@ -101,6 +113,24 @@ class BackendLifecycle:
                 jobs.backend.close()
         return ended and workers_ended
 
+    def _retire(self) -> None:
+        if self.jobs is not None:
+            self.jobs.retire()
+            self._retired.append(self.jobs)
+            self.jobs = None
+        self.wanted += 1
+        self._opening = self._attempt = None
+        self._retry_at, self._retry_s = 0.0, REOPEN_S_MIN
+
+    def _use(self, backend: StorageBackend) -> None:
+        self._apply_overrides(backend)
+        self.jobs = self._adopt(backend)
+
+    def _apply_overrides(self, backend: StorageBackend) -> None:
+        for guard in guards_of(backend):
+            for direction, mode in self._overrides.items():
+                guard.override(direction, mode)
+
     def _take_opened(self) -> None:
         for order in self._drain():
             if order.open_backend is None:
@@ -115,7 +145,7 @@ class BackendLifecycle:
                 self._retry_at = self._clock() + self._retry_s
                 self._retry_s = min(2 * self._retry_s, REOPEN_S_MAX)
             else:
-                self.jobs = self._adopt(order.backend)
+                self._use(order.backend)
                 self.opened = self.wanted
                 self._opening = None
 

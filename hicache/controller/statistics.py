@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..backends.base import BackendStatistics, Usage
+from ..backends.guard import LeafStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,10 @@ class QueueStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ControllerStatistics:
-    """Totals since start. `refused` counts operations turned away by a bound, by queue."""
+    """Totals since start. `refused` counts operations turned away by a bound, by queue.
+
+    `backend` is what storage as a whole counts, `backends` what each of its stores does; None and () without one.
+    """
 
     queues: QueueStatistics
     written_pages: int
@@ -36,4 +40,17 @@ class ControllerStatistics:
     workers_stuck: int
     open_failures: int
     backend: BackendStatistics | None
-    usage: Usage | None
+    backends: tuple[LeafStatistics, ...]
+
+    @property
+    def usage(self) -> Usage | None:
+        """What all stores hold together; None as long as that of one is not known, and without storage."""
+        usages = [leaf.usage for leaf in self.backends if leaf.usage is not None]
+        if not usages or len(usages) < len(self.backends):
+            return None
+        limits = [usage.capacity_bytes for usage in usages if usage.capacity_bytes is not None]
+        return Usage(
+            pages=sum(usage.pages for usage in usages),
+            bytes=sum(usage.bytes for usage in usages),
+            capacity_bytes=sum(limits) if len(limits) == len(usages) else None,
+        )

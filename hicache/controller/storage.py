@@ -38,6 +38,7 @@ class StorageJobs:
         deadline_s: float,
         clock: Callable[[], float],
     ) -> None:
+        self.retired = False  # scheduler
         self.prefetching_stopped = False
         self.stop_at = math.inf  # monotonic; no store starts after it
         self.in_flight = 0  # operations that are not acknowledged yet
@@ -51,7 +52,8 @@ class StorageJobs:
         self._broken_chains: dict[bytes, None] = {}
 
     def retire(self) -> None:
-        """Start nothing any more: the pages of this backend's namespace are out of date."""
+        """Start nothing any more: the pages of this backend's namespace are out of date, or nobody wants it."""
+        self.retired = True
         self.prefetching_stopped = True
         self.stop_at = -math.inf
 

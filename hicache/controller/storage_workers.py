@@ -12,7 +12,7 @@ from typing import Any
 
 from ..backends.base import StorageBackend
 from ..tiers import HostPool
-from .lifecycle import BackendLifecycle
+from .lifecycle import BackendLifecycle, OpenBackend
 from .operations import BackupOperation, PrefetchOperation
 from .options import ControllerOptions
 from .storage import StorageJobs
@@ -23,7 +23,8 @@ SUPERVISE_EVERY_S = 0.1
 
 
 class StorageWorkers:
-    """Started with an open `backend`, or without one: then there are no threads, and nothing may be submitted.
+    """Started with an open `backend`, or without one: then there are no threads until `replace`, and nothing may be
+    submitted.
 
     `workers` makes the groups, `clock` is monotonic, in seconds.
     """
@@ -41,11 +42,12 @@ class StorageWorkers:
         self._options = options
         self._clock = clock
         self._next_supervision = 0.0
+        self._workers = workers
         self._finished: queue.SimpleQueue[PrefetchOperation | BackupOperation] = queue.SimpleQueue()
         self.lifecycle = BackendLifecycle(self._jobs_for, workers, clock)
         if backend is not None:
             self.lifecycle.start(backend)
-            self._start(workers)
+            self._start()
 
     def _jobs_for(self, backend: StorageBackend) -> StorageJobs:
         options = self._options
@@ -57,7 +59,14 @@ class StorageWorkers:
             clock=self._clock,
         )
 
-    def _start(self, workers: WorkerFactory) -> None:
+    def replace(self, open_backend: OpenBackend) -> None:
+        """Have a backend opened in place of the one in use, if there is one. Does not block."""
+        if not self.groups:
+            self._start()
+        self.lifecycle.replace(open_backend)
+
+    def _start(self) -> None:
+        workers = self._workers
         deadline_s = self._options.storage_deadline_s
         self.lookups = workers(
             "prefetch", 1, handle=_look_up, fail=_fail_prefetch, acknowledge=self._finished.put, deadline_s=deadline_s,

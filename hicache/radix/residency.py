@@ -275,6 +275,14 @@ class Residency:
         if self.observer is not None:
             self.observer.stored(Medium.STORAGE, self, node)
 
+    def forget_stored(self) -> None:
+        """Record that L3 has nothing of what is in the tree: another store is to be used. Visits every node."""
+        for node in reversed(list(self.nodes())):
+            if node.stored:
+                node.stored = False
+                if self.observer is not None:
+                    self.observer.removed(Medium.STORAGE, self, node)
+
     def leave_device(self, node: Node) -> PageIds:
         """Take `node` off L1, and out of the tree if it is on no other tier; its L1 pages, which are free now.
 

@@ -1,10 +1,11 @@
 """The guard: what stands in front of every storage backend, so that its troubles stay its own."""
 
-from .backend import GuardedBackend, guards_of
+from .backend import GuardedBackend
 from .breaker import BreakerState, BreakerStatistics
 from .histogram import BOUNDS_S, LatencyStatistics
 from .options import Direction, GuardOptions, Override
 from .traffic import GuardStatistics, Refusal, Verb
+from .view import LeafStatistics, guards_of, leaf_statistics, may_pass
 
 __all__ = [
     "BOUNDS_S",
@@ -15,8 +16,11 @@ __all__ = [
     "GuardStatistics",
     "GuardedBackend",
     "LatencyStatistics",
+    "LeafStatistics",
     "Override",
     "Refusal",
     "Verb",
     "guards_of",
+    "leaf_statistics",
+    "may_pass",
 ]

@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ...errors import InvalidInput
-from ..base import BackendStatistics, Composite, GetOutcome, SetOutcome, StorageBackend, Usage
+from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
 from ..calls import check_batch, check_keys
 from .chore import Chore
 from .options import Direction, GuardOptions, Override
@@ -210,7 +210,7 @@ class GuardedBackend(StorageBackend):
         self._traffic.set_override(direction, mode)
 
     def usage_sample(self) -> Usage | None:
-        """Usage as it was some seconds ago, None before it was first known. Does not block."""
+        """Usage as it was a moment ago, None before it was first known. Does not wait for a store that is slow."""
         return self._usage.sample()
 
     def guard_statistics(self) -> GuardStatistics:
@@ -342,12 +342,3 @@ def _runs(outcomes: Sequence[enum.StrEnum], wanted: enum.StrEnum) -> Iterator[tu
             start = None
     if start is not None:
         yield start, len(outcomes)
-
-
-def guards_of(backend: StorageBackend) -> Iterator[GuardedBackend]:
-    """All guards in `backend`: itself, or those among its parts."""
-    if isinstance(backend, GuardedBackend):
-        yield backend
-    elif isinstance(backend, Composite):
-        for part in backend.parts:
-            yield from guards_of(part)

@@ -1,0 +1,87 @@
+"""Which storage a cache uses: none for a while, another one, or this one in one direction only. At run time, with work
+under way. Owned by the scheduler thread; no lock.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from ..backends.base import StorageBackend
+from ..backends.guard import Direction, Override
+from ..controller import HiCacheController
+from ..errors import InvalidInput
+from .prefetch import Prefetcher
+from .trees import Trees
+
+OpenStorage = Callable[[int], StorageBackend]
+
+
+class StorageControl:
+    """The operator's side of a cache's storage. No method blocks.
+
+    With ranks, all make the same call in the same step, but for `override`, where one that switches a direction off is
+    enough. `open_storage` opens the store of a weights epoch; without one, only `attach` with another brings it back.
+    """
+
+    def __init__(
+        self,
+        controller: HiCacheController,
+        trees: Trees,
+        prefetcher: Prefetcher,
+        open_storage: OpenStorage | None,
+        weights_epoch: int,
+    ) -> None:
+        self._controller = controller
+        self._trees = trees
+        self._prefetcher = prefetcher
+        self._open_storage = open_storage
+        self._epoch = weights_epoch
+
+    @property
+    def attached(self) -> bool:
+        """Whether the cache has storage, open or still being opened."""
+        return self._controller.has_storage
+
+    def detach(self) -> None:
+        """Use no storage from now on; does nothing without one.
+
+        Prefetches under way end with nothing, stores as not stored; the backend is closed once nobody works with it.
+        Visits every node of the tree, to forget that it was stored.
+        """
+        if not self.attached:
+            return
+        self._prefetcher.cancel_all()
+        self._trees.current.forget_stored()
+        self._controller.detach_backend()
+
+    def attach(self, open_storage: OpenStorage | None = None) -> None:
+        """Use the storage that `open_storage` opens for a weights epoch, now and for later epochs; None for the one
+        that the cache was built with. What was attached is detached.
+
+        It is opened on a thread of its own, and tried again if that fails; until then there is none. What is on L2 is
+        stored there when it is used next. Raises InvalidInput if there is nothing to open; nothing has changed then.
+        """
+        opener = open_storage or self._open_storage
+        if opener is None:
+            raise InvalidInput("storage: the cache was built without any; say how to open one")
+        self.detach()
+        self._open_storage = opener
+        self._controller.replace_backend(functools.partial(opener, self._epoch))
+
+    def override(self, direction: Direction, mode: Override) -> None:
+        """Switch reading or writing off, or on whatever happens, or leave it to the breaker (AUTO). Holds for later
+        stores too. Stores without a guard do not listen."""
+        self._controller.override_backend(direction, mode)
+
+    def require_opener(self) -> None:
+        """Raises InvalidInput if there is storage that cannot be opened for another epoch."""
+        if self._open_storage is None and self.attached:
+            raise InvalidInput("weights update: the cache has storage, but no open_storage to open that of a new epoch")
+
+    def use_epoch(self, epoch: int) -> None:
+        """Open the store of new weights, if there is storage now; one that is attached later is that of `epoch` too.
+        REQUIRES: `require_opener` has passed, and the tree is empty."""
+        self._epoch = epoch
+        if self.attached and self._open_storage is not None:
+            self._controller.replace_backend(functools.partial(self._open_storage, epoch))
