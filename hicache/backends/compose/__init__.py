@@ -11,6 +11,8 @@ from ..registry import part_specs
 from .composed import ComposedBackend, CopyingBackend, Part, close_parts, open_parts
 from .copier import CopyStatistics
 from .levels import COPY_BYTES_MAX, SELECTIVE_HITS, CascadePolicy, LevelsBackend, LevelsOptions
+from .mirror import MirrorBackend
+from .sharded import Placement, ShardedBackend
 
 __all__ = [
     "CascadePolicy",
@@ -19,8 +21,13 @@ __all__ = [
     "CopyingBackend",
     "LevelsBackend",
     "LevelsOptions",
+    "MirrorBackend",
     "Part",
+    "Placement",
+    "ShardedBackend",
     "open_levels",
+    "open_mirror",
+    "open_sharded",
 ]
 
 
@@ -43,4 +50,40 @@ def open_levels(
         return LevelsBackend(codec, parts, options)
     except BaseException:
         close_parts(parts)
+        raise
+
+
+def open_mirror(
+    codec: FrameCodec,
+    *,
+    parts: Sequence[Mapping[str, Any]],
+    write_quorum: int = 1,
+    repair_bytes_max: int = COPY_BYTES_MAX,
+) -> MirrorBackend:
+    """The factory behind the name `mirror`: at most `repair_bytes_max` bytes of copies wait for each of `parts`. See
+    MirrorBackend for the rest. Blocks and raises as opening each of them does."""
+    if type(repair_bytes_max) is not int or repair_bytes_max < 1:
+        raise InvalidInput(f"mirror: repair_bytes_max must be a positive whole number, got {repair_bytes_max!r}")
+    opened = open_parts(codec, part_specs("mirror", {"parts": parts}))
+    try:
+        return MirrorBackend(codec, opened, write_quorum=write_quorum, copy_bytes_max=repair_bytes_max)
+    except BaseException:
+        close_parts(opened)
+        raise
+
+
+def open_sharded(codec: FrameCodec, *, parts: Sequence[Mapping[str, Any]]) -> ShardedBackend:
+    """The factory behind the name `sharded`: each of `parts` needs a `name`, since that decides which pages it has.
+
+    Blocks and raises as opening each of them does.
+    """
+    specs = part_specs("sharded", {"parts": parts})
+    for part in parts:
+        if part.get("name") is None:
+            raise InvalidInput("sharded: every part needs a name of its own, which decides which pages it has")
+    opened = open_parts(codec, specs)
+    try:
+        return ShardedBackend(codec, opened)
+    except BaseException:
+        close_parts(opened)
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..base import GetOutcome, SetOutcome, StorageBackend
 
@@ -51,8 +52,17 @@ class MergedRead:
         return [position for position in self.lacking[part] if self.outcomes[position] is GetOutcome.HIT]
 
 
+class Reader(Protocol):
+    """What pages are read from: a backend, or something in front of one."""
+
+    def batch_get(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+    ) -> list[GetOutcome]:
+        """See StorageBackend."""
+
+
 def merged_get(
-    parts: Sequence[StorageBackend], keys: Sequence[bytes], frames: Sequence[memoryview], deadline: float
+    parts: Sequence[Reader], keys: Sequence[bytes], frames: Sequence[memoryview], deadline: float
 ) -> MergedRead:
     """Read each page from the first of `parts` that has it whole. Blocks as they do, one after the other."""
     merged = MergedRead([GetOutcome.MISS] * len(keys), [0] * len(keys))

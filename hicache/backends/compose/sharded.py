@@ -1,0 +1,203 @@
+"""A sharded set: each page on one of several parts, chosen by its key alone.
+
+The part of a page is found by rendezvous hashing (Thaler and Ravishankar, 1998): every part's name gives each key a
+number, and the part with the largest has the page. So a chain spreads evenly over all parts and is read from all of
+them at once; all engines that give the parts the same names agree; and a part that is added or removed moves only the
+pages that it wins or had. Those are misses until they are stored again. What a key says about its page's place must
+not depend on the batch it comes in, so runs of neighbours cannot be kept together.
+
+A lookup asks each part for its own keys of the prefix, in order. Each answers with the number before its first hole,
+and the first hole of the whole is the smallest of their positions: exact, in one call of each part.
+
+Parts that evict drop tails before heads if they know which page comes before which. The page before is mostly on
+another part, so each part is told the last page before it that is its own; that page's key is then also the parent in
+the header of the frame as stored. For the first page of a batch that is known if the batch before it was stored
+through this object, and not too many others since; otherwise the parent is passed on as it is, and counts as none.
+
+A part that is down makes its pages ERROR and the prefix end before the first of them; the others go on.
+
+Locking design: `_tails` guards itself. During a verb the threads of a WorkerPool and the caller call one part each, on
+frames that are that part's alone, and fill in the answers of their own positions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+import xxhash
+
+from ...errors import InvalidInput
+from ...frame import FrameCodec
+from ..base import GetOutcome, SetOutcome, Usage
+from ..calls import check_batch, check_keys
+from ..workers import WorkerPool
+from .composed import INTERNAL, ComposedBackend, Part
+
+# Chains whose last pages are remembered. At some 100 bytes and 8 for each part they take a few MiB.
+TAILS_MAX = 16_384
+
+
+class Placement:
+    """Which part has a page. Holds nothing that changes. REQUIRES: the names are different."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._seeds = [xxhash.xxh3_64_intdigest(name.encode()) for name in names]
+
+    def part_of(self, key: bytes) -> int:
+        """The number of the part whose name gives this key the largest hash."""
+        scores = [xxhash.xxh3_64_intdigest(key, seed) for seed in self._seeds]
+        return scores.index(max(scores))
+
+    def positions(self, keys: Sequence[bytes]) -> dict[int, list[int]]:
+        """Ascending positions of the keys of each part that has any."""
+        found: dict[int, list[int]] = {}
+        for position, key in enumerate(keys):
+            found.setdefault(self.part_of(key), []).append(position)
+        return found
+
+
+class ShardedBackend(ComposedBackend):
+    """Several backends with a share of the pages each. See the module's docstring, and ComposedBackend.
+
+    Thread-safe; owns `parts`, of which there are at least two. Their names decide which pages they have: a part that is
+    renamed is a new one. Raises InvalidInput for less, or for two of one name.
+    """
+
+    def __init__(self, codec: FrameCodec, parts: Sequence[Part]) -> None:
+        if len({part.name for part in parts}) != len(parts) or len(parts) < 2:
+            raise InvalidInput(f"sharded: two or more parts of different names are needed, got {len(parts)}")
+        super().__init__(codec, parts)
+        self.placement = Placement(self._names)
+        self._tails = _Tails()
+        # Two verbs at once find a thread each for every part but the one that they serve themselves.
+        self._pool = WorkerPool(
+            1 + 2 * (len(parts) - 1), "hicache-shard", lambda: self._calls.count(errors=[INTERNAL])
+        )
+
+    def _on_parts(self, keys: Sequence[bytes], work: Callable[[int, list[int]], None]) -> None:
+        """`work(part, positions)` for each part that has any of `keys`, at once; returns when all of them have."""
+        shares = list(self.placement.positions(keys).items())
+        self._pool.run(len(shares), lambda number: work(*shares[number]))
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend. One call of each part."""
+        check_keys(keys)
+        holes = [len(keys)]
+
+        def look(part: int, positions: list[int]) -> None:
+            hole = 0
+            try:
+                hole = self._parts[part].batch_exists([keys[p] for p in positions], deadline=deadline)
+            finally:
+                if hole < len(positions):
+                    holes.append(positions[hole])
+
+        with self._calls.enter() as is_open:
+            if not is_open:
+                return 0
+            self._on_parts(keys, look)
+        return min(holes)
+
+    def batch_get(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+    ) -> list[GetOutcome]:
+        """See StorageBackend. All parts at once."""
+        check_batch(self.codec, keys, frames)
+        with self._calls.enter() as is_open:
+            if not is_open:
+                return self._calls.refuse_gets(len(keys))
+            outcomes = [GetOutcome.ERROR] * len(keys)
+
+            def read(part: int, positions: list[int]) -> None:
+                answers = self._parts[part].batch_get(
+                    [keys[p] for p in positions], [frames[p] for p in positions], deadline=deadline
+                )
+                for position, answer in zip(positions, answers, strict=True):
+                    outcomes[position] = answer
+
+            self._on_parts(keys, read)
+            self._calls.count(gets=outcomes, corrupt=["every_copy"] * outcomes.count(GetOutcome.CORRUPT))
+        return outcomes
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """See StorageBackend. All parts at once, one call each."""
+        check_batch(self.codec, keys, frames)
+        if parent is not None:
+            check_keys([parent])
+        with self._calls.enter() as is_open:
+            if not is_open:
+                return self._calls.refuse_sets(len(keys))
+            outcomes = [SetOutcome.ERROR] * len(keys)
+            before = self._tails.before(parent)
+            lasts: dict[int, bytes] = {}
+
+            def store(part: int, positions: list[int]) -> None:
+                answers = self._parts[part].batch_set(
+                    [keys[p] for p in positions], [frames[p] for p in positions],
+                    parent=before.get(part, parent), deadline=deadline,
+                )  # fmt: skip
+                for position, answer in zip(positions, answers, strict=True):
+                    outcomes[position] = answer
+                lasts[part] = keys[positions[-1]]
+
+            self._on_parts(keys, store)
+            if keys:
+                self._tails.note(keys[-1], {**before, **lasts})
+            self._calls.count(sets=outcomes)
+        return outcomes
+
+    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See ComposedBackend. A page is asked for where it belongs, so one that another set of parts has left behind
+        elsewhere stays until it is evicted there."""
+        check_keys(keys)
+        removed: list[int] = []
+
+        def remove(part: int, positions: list[int]) -> None:
+            removed.append(self._parts[part].delete([keys[p] for p in positions], deadline=deadline))
+
+        with self._calls.enter() as is_open:
+            if not is_open:
+                self._calls.count(errors=["closed"])
+                return 0
+            self._on_parts(keys, remove)
+        return sum(removed)
+
+    def usage(self) -> Usage:
+        """See StorageBackend. The sum over the parts, with a capacity if all of them have one."""
+        found = [part.usage() for part in self._parts]
+        capacities = [usage.capacity_bytes for usage in found if usage.capacity_bytes is not None]
+        capacity = sum(capacities) if len(capacities) == len(found) else None
+        return Usage(sum(usage.pages for usage in found), sum(usage.bytes for usage in found), capacity)
+
+    def _before_parts_close(self) -> None:
+        self._pool.close()
+
+
+class _Tails:
+    """The last page of a chain on each part, by the last page of the chain. Beyond TAILS_MAX the oldest are forgotten.
+
+    Locking design: one lock, held for a few instructions. What is returned is never changed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lasts: OrderedDict[bytes, Mapping[int, bytes]] = OrderedDict()
+
+    def before(self, parent: bytes | None) -> Mapping[int, bytes]:
+        """By part, the last page up to `parent`; empty at the start of a chain or if that is not known."""
+        if parent is None:
+            return {}
+        with self._lock:
+            return self._lasts.get(parent, {})
+
+    def note(self, key: bytes, lasts: Mapping[int, bytes]) -> None:
+        """Remember the last pages of the chain that ends with `key`."""
+        with self._lock:
+            self._lasts[key] = lasts
+            self._lasts.move_to_end(key)
+            while len(self._lasts) > TAILS_MAX:
+                self._lasts.popitem(last=False)
