@@ -105,7 +105,7 @@ def _part_spec(where: str, entry: object, others: Mapping[str, object]) -> PartS
         name = kind if number == 1 else f"{kind}-{number}"
     if not isinstance(name, str) or not name or not isinstance(optional, bool):
         raise ConfigError(f"{where}: name must be text, optional true or false")
-    return PartSpec(name, BackendSpec(kind, options, guard), optional)
+    return PartSpec(name, BackendSpec(kind, options, guard, name), optional)
 
 
 def open_spec(spec: BackendSpec, codec: FrameCodec) -> StorageBackend:
