@@ -34,6 +34,7 @@ _BUILT_IN: Mapping[str, str] = {
     "levels": "hicache.backends.compose:open_levels",
     "mirror": "hicache.backends.compose:open_mirror",
     "sharded": "hicache.backends.compose:open_sharded",
+    "redis": "hicache.backends.redis:open_redis_backend",
 }
 # Where what opens a built-in store for its operator is: a function of the same options that returns a RawStore.
 _RAW: Mapping[str, str] = {

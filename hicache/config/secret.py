@@ -13,6 +13,7 @@ from pathlib import Path
 from ..errors import ConfigError
 
 KEY_BYTES = 32
+_SECRET_BYTES_MAX = 4096
 _HOW_TO_MAKE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
@@ -81,3 +82,24 @@ def _from_hex(data: bytes) -> bytes | None:
     if len(text) != 2 * KEY_BYTES or text.strip(b"0123456789abcdefABCDEF"):
         return None
     return bytes.fromhex(text.decode("ascii"))
+
+
+def read_secret(what: str, variable: str | None, path: Path | None, environ: Mapping[str, str]) -> str | None:
+    """A password from the environment variable `variable` or the private file `path`; None if neither is named.
+
+    Of a file the first line counts. Errors call it `what`. Blocks on the file system. Raises ConfigError if both are
+    named, the variable is unset, the file cannot be read or lets others in, or there is nothing in it.
+    """
+    if variable is not None and path is not None:
+        raise ConfigError(f"{what}: give a variable or a file, not both")
+    if variable is not None:
+        value = environ.get(variable)
+        if not value:
+            raise ConfigError(f"{what}: the environment variable {variable} is not set")
+        return value
+    if path is None:
+        return None
+    lines = read_private_file(path, f"{what} file", _SECRET_BYTES_MAX).decode(errors="replace").splitlines()
+    if not lines or not lines[0].strip():
+        raise ConfigError(f"{_named(path, f'{what} file')}: is empty; write the secret into its first line")
+    return lines[0].strip()

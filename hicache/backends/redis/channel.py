@@ -1,0 +1,285 @@
+"""One connection to a Redis server, on which the bodies of pages go straight from and into frames.
+
+It speaks RESP2 (https://redis.io/docs/latest/develop/reference/protocol-spec/). The `redis` package has opened the
+connection, with TLS, AUTH and SELECT; this module sends and reads from then on, because the package can receive into no
+buffer of a caller.
+
+A channel belongs to one call at a time and has no lock.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+from .errors import ErrorReply, Fault, Trouble, trouble_of
+
+Part: TypeAlias = bytes | memoryview
+Reply: TypeAlias = "bytes | int | ErrorReply | list[Reply] | None"
+
+# Read ahead of a page: enough for its header line, and so little that moving what came too much costs nothing.
+_PAGE_HEAD_BYTES = 32
+# Read ahead of short replies, and the longest line that is believed: a server's own lines are far shorter.
+_BUFFER_BYTES = 16 << 10
+# Of a body that is no page, this much is read away at a time; of a longer one nothing, the connection is given up.
+_DRAIN_BYTES = 256 << 10
+_DRAIN_MAX_BYTES = 64 << 20
+# Replies other than pages: a piece of SCAN is the longest, and nests two deep.
+REPLY_MAX_BYTES = 64 << 20
+_NESTING_MAX = 8
+_LENGTH_DIGITS_MAX = 20
+
+
+class OpenConnection(Protocol):
+    """What is needed of a connection of the `redis` package that is connected."""
+
+    _sock: socket.socket
+
+    def disconnect(self) -> None:
+        """Close the socket."""
+
+
+class Oversize(Exception):
+    """A body far too long for a page. The channel is closed; what was asked for behind it has to be asked for again."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.length = length
+
+
+class Channel:
+    """A connection. Blocks, for `timeout_s` without a byte or until the deadline of a call at most.
+
+    Invariant: a channel that is not `reusable` is never used again. It is reusable while no request is unanswered and
+    nothing has failed on it, so that no reply is ever taken for another request's.
+    Every method that moves bytes raises Trouble, after which the channel is broken.
+    """
+
+    def __init__(self, connection: OpenConnection, timeout_s: float) -> None:
+        self._connection = connection
+        self._sock = connection._sock
+        self._is_tls = isinstance(self._sock, ssl.SSLSocket)
+        self._timeout_s = timeout_s
+        self._armed_s = -1.0
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+        self._owed = 0
+        self._broken = False
+        self._poll = select.poll()
+        self._poll.register(self._sock, select.POLLIN)
+        self.answered = False  # whether a reply came since the channel was last taken from its pool
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another call may use it."""
+        return not self._broken and not self._owed and self._start == self._end
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing has come that nobody asked for; an idle server sends nothing but its farewell."""
+        return not self._poll.poll(0)
+
+    def close(self) -> None:
+        """Close it. May be called twice."""
+        self._broken = True
+        self._connection.disconnect()
+
+    def send(self, parts: Sequence[Part], replies: int, deadline: float) -> None:
+        """Send requests that will have `replies` replies. Copies no part."""
+        self._owed += replies
+        try:
+            if self._is_tls:
+                for part in parts:
+                    self._send_all(memoryview(part), deadline)
+            else:
+                self._send_gathered(parts, deadline)
+        except OSError as error:
+            raise self._broken_by(error, deadline) from error
+
+    def _send_all(self, part: memoryview, deadline: float) -> None:
+        while part:
+            self._arm(deadline)
+            part = part[self._sock.send(part) :]
+
+    def _send_gathered(self, parts: Sequence[Part], deadline: float) -> None:
+        left = [memoryview(part) for part in parts]
+        first = 0
+        while first < len(left):
+            self._arm(deadline)
+            sent = self._sock.sendmsg(left[first:] if first else left)
+            while first < len(left) and sent >= len(left[first]):
+                sent -= len(left[first])
+                first += 1
+            if sent:
+                left[first] = left[first][sent:]
+
+    def _arm(self, deadline: float) -> None:
+        """Let the next operation on the socket wait as long as it may."""
+        wait_s = deadline - time.monotonic()
+        if wait_s <= 0:
+            raise TimeoutError
+        wait_s = min(wait_s, self._timeout_s)
+        if wait_s != self._armed_s:
+            self._sock.settimeout(wait_s)
+            self._armed_s = wait_s
+
+    def _broken_by(self, error: OSError, deadline: float) -> Trouble:
+        self.close()
+        if isinstance(error, TimeoutError) and time.monotonic() >= deadline:
+            return Trouble(Fault.DEADLINE)
+        return trouble_of(error)
+
+    def _not_redis(self, what: str) -> Trouble:
+        self.close()
+        return Trouble(Fault.PROTOCOL, what)
+
+    def _receive(self, target: memoryview, deadline: float) -> int:
+        try:
+            self._arm(deadline)
+            count = self._sock.recv_into(target)
+        except OSError as error:
+            raise self._broken_by(error, deadline) from error
+        if not count:
+            self.close()
+            raise Trouble(Fault.LOST, "closed by the server")
+        return count
+
+    def _fill(self, ahead_bytes: int, deadline: float) -> None:
+        """Receive up to `ahead_bytes` behind what is buffered."""
+        if self._start:
+            self._buffer[: self._end - self._start] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, self._end - self._start
+        if self._end == _BUFFER_BYTES:
+            raise self._not_redis("an endless line")
+        self._end += self._receive(self._view[self._end : self._end + ahead_bytes], deadline)
+
+    def _line(self, ahead_bytes: int, deadline: float) -> bytes:
+        """The next line without its end."""
+        seen = self._start
+        while (end := self._buffer.find(b"\r\n", seen, self._end)) < 0:
+            # The end may have been cut between its two bytes.
+            waiting = max(self._end - self._start - 1, 0)
+            self._fill(ahead_bytes, deadline)
+            seen = self._start + waiting
+        line = bytes(self._view[self._start : end])
+        self._start = end + 2
+        self.answered = True
+        if not line:
+            raise self._not_redis("an empty line")
+        return line
+
+    def _length(self, line: bytes) -> int:
+        digits = line[1:]
+        if len(digits) > _LENGTH_DIGITS_MAX or not digits.removeprefix(b"-").isdigit():
+            raise self._not_redis("a length that is no number")
+        return int(digits)
+
+    def read_lines(self, count: int, deadline: float) -> list[bytes]:
+        """`count` replies that are one line each: `+OK`, `:1`, `$-1`, `-ERR ...`."""
+        lines: list[bytes] = []
+        while len(lines) < count:
+            end = self._buffer.rfind(b"\r\n", self._start, self._end)
+            if end < 0:
+                lines.append(self._line(_BUFFER_BYTES, deadline))
+                continue
+            wanted = count - len(lines)
+            found = bytes(self._view[self._start : end]).split(b"\r\n", wanted)[:wanted]
+            lines += found
+            self._start += sum(map(len, found)) + 2 * len(found)
+            self.answered = True
+        self._owed -= count
+        return lines
+
+    def read_page(
+        self, frame: memoryview, fits: Callable[[int], bool], deadline: float
+    ) -> int | ErrorReply | None:
+        """The reply to one GET: bytes of the value, which is in `frame` if `fits` says so; None if there is none.
+
+        The length is looked at before a byte of the value is read; a value that does not fit is read away in pieces.
+        Raises Oversize if that would take too long.
+        """
+        line = self._line(_PAGE_HEAD_BYTES, deadline)
+        if line.startswith(b"-"):
+            self._owed -= 1
+            return ErrorReply(line[1:])
+        if not line.startswith(b"$"):
+            raise self._not_redis("a reply that is no value")
+        length = self._length(line)
+        if length < 0:
+            self._owed -= 1
+            return None
+        if fits(length):
+            self._read_body(frame[:length], deadline)
+        else:
+            self._drain(length, deadline)
+        self._end_of_body(deadline)
+        self._owed -= 1
+        return length
+
+    def _read_body(self, body: memoryview, deadline: float) -> None:
+        got = min(self._end - self._start, len(body))
+        body[:got] = self._view[self._start : self._start + got]
+        self._start += got
+        while got < len(body):
+            got += self._receive(body[got:], deadline)
+
+    def _drain(self, length: int, deadline: float) -> None:
+        if length > _DRAIN_MAX_BYTES:
+            self.close()
+            raise Oversize(length)
+        sink = memoryview(bytearray(min(length, _DRAIN_BYTES)))
+        while length:
+            piece = sink[:length]
+            self._read_body(piece, deadline)
+            length -= len(piece)
+
+    def _end_of_body(self, deadline: float) -> None:
+        while self._end - self._start < 2:
+            self._fill(_PAGE_HEAD_BYTES, deadline)
+        if self._buffer[self._start : self._start + 2] != b"\r\n":
+            raise self._not_redis("a value longer than it says")
+        self._start += 2
+
+    def call(self, *arguments: bytes, deadline: float) -> Reply:
+        """Send one command and read its reply, whatever that is."""
+        self.send([command(*arguments)], 1, deadline)
+        return self.read_reply(deadline)
+
+    def read_reply(self, deadline: float) -> Reply:
+        """The next reply, whatever it is; values are copied. An error is returned, not raised."""
+        reply = self._reply(deadline, 0)
+        self._owed -= 1
+        return reply
+
+    def _reply(self, deadline: float, depth: int) -> Reply:
+        line = self._line(_BUFFER_BYTES, deadline)
+        kind = line[:1]
+        if kind == b"+":
+            return line[1:]
+        if kind == b"-":
+            return ErrorReply(line[1:])
+        if kind not in (b":", b"$", b"*"):
+            raise self._not_redis("a reply of no kind")
+        number = self._length(line)
+        if kind == b":":
+            return number
+        if number < 0:
+            return None
+        if number > REPLY_MAX_BYTES or depth > _NESTING_MAX:
+            raise self._not_redis("an endless reply")
+        if kind == b"*":
+            return [self._reply(deadline, depth + 1) for _ in range(number)]
+        value = bytearray(number)
+        self._read_body(memoryview(value), deadline)
+        self._end_of_body(deadline)
+        return bytes(value)
+
+
+def command(*arguments: bytes) -> bytes:
+    """One request."""
+    return b"*%d\r\n" % len(arguments) + b"".join([b"$%d\r\n%b\r\n" % (len(a), a) for a in arguments])

@@ -1,0 +1,181 @@
+"""What can go wrong with a Redis server, in one table: replies, sockets and the `redis` package's own exceptions.
+
+Inside this package trouble travels as a `Trouble`, which carries a `Fault`. The verbs turn it into outcomes and a count
+under the fault's name; constructors turn it into `BackendUnavailable` with the fault's advice.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ...errors import BackendUnavailable
+
+# Of what a server says, this much goes into a message.
+_DETAIL_CHARS_MAX = 120
+
+
+class Fault(enum.StrEnum):
+    """A class of trouble; the name under which it is counted."""
+
+    DEADLINE = "deadline"  # the caller's time was over
+    TIMEOUT = "timeout"  # not a byte came or went for `timeout_s`
+    REFUSED = "refused"
+    UNREACHABLE = "unreachable"
+    DNS = "dns"
+    TLS = "tls"
+    LOST = "connection_lost"
+    PROTOCOL = "protocol"
+    CREDENTIALS = "wrong_credentials"
+    PERMISSION = "no_permission"
+    CONNECTIONS = "too_many_connections"
+    OUT_OF_MEMORY = "out_of_memory"
+    READ_ONLY = "read_only"
+    CANNOT_PERSIST = "cannot_persist"
+    TOO_FEW_REPLICAS = "too_few_replicas"
+    LOADING = "loading"
+    BUSY = "busy"
+    PRIMARY_DOWN = "primary_down"
+    CLUSTER_DOWN = "cluster_down"
+    MOVED = "moved"
+    ASK = "ask"
+    NO_PRIMARY = "no_primary"
+    WRONG_TYPE = "wrong_type"
+    REPLY = "error_reply"
+
+
+# Of an error reply the first word counts.
+_REPLIES: Mapping[bytes, Fault] = {
+    b"OOM": Fault.OUT_OF_MEMORY,
+    b"READONLY": Fault.READ_ONLY,
+    b"MISCONF": Fault.CANNOT_PERSIST,
+    b"NOREPLICAS": Fault.TOO_FEW_REPLICAS,
+    b"LOADING": Fault.LOADING,
+    b"BUSY": Fault.BUSY,
+    b"MASTERDOWN": Fault.PRIMARY_DOWN,
+    b"CLUSTERDOWN": Fault.CLUSTER_DOWN,
+    b"TRYAGAIN": Fault.CLUSTER_DOWN,
+    b"MOVED": Fault.MOVED,
+    b"ASK": Fault.ASK,
+    b"WRONGTYPE": Fault.WRONG_TYPE,
+    b"NOAUTH": Fault.CREDENTIALS,
+    b"WRONGPASS": Fault.CREDENTIALS,
+    b"NOPERM": Fault.PERMISSION,
+}
+# Exceptions of the standard library, the special ones first.
+_EXCEPTIONS: tuple[tuple[type[BaseException], Fault], ...] = (
+    (socket.gaierror, Fault.DNS),
+    (ssl.SSLError, Fault.TLS),
+    (TimeoutError, Fault.TIMEOUT),
+    (ConnectionRefusedError, Fault.REFUSED),
+    (FileNotFoundError, Fault.UNREACHABLE),  # no such Unix socket
+    (PermissionError, Fault.UNREACHABLE),
+    (ConnectionError, Fault.LOST),
+    (OSError, Fault.UNREACHABLE),
+)
+# Exceptions of the `redis` package by name, as it is imported late; the special ones come first in their hierarchy.
+_PACKAGE_EXCEPTIONS: Mapping[str, Fault] = {
+    "AuthenticationError": Fault.CREDENTIALS,
+    "AuthenticationWrongNumberOfArgsError": Fault.CREDENTIALS,
+    "NoPermissionError": Fault.PERMISSION,
+    "BusyLoadingError": Fault.LOADING,
+    "MaxClientsError": Fault.CONNECTIONS,
+    "MaxConnectionsError": Fault.CONNECTIONS,
+    "MasterDownError": Fault.PRIMARY_DOWN,
+    "MasterNotFoundError": Fault.NO_PRIMARY,
+    "SlaveNotFoundError": Fault.NO_PRIMARY,
+    "InvalidResponse": Fault.PROTOCOL,
+    "TimeoutError": Fault.TIMEOUT,
+    "ResponseError": Fault.REPLY,
+    "ConnectionError": Fault.LOST,
+}
+_ADVICE: Mapping[Fault, str] = {
+    Fault.DEADLINE: "it did not answer in time; check that it is not stopped or overloaded",
+    Fault.TIMEOUT: "it did not answer in time; check address, firewall, and that it is not stopped or overloaded",
+    Fault.REFUSED: "nobody listens there; start the server or correct the address",
+    Fault.UNREACHABLE: "check the address (of a Unix socket: path and permissions) and the network",
+    Fault.DNS: "the host name is not known; correct it, or check the name service",
+    Fault.TLS: "no TLS connection; check rediss:// against redis://, tls_ca_file, and the name in the certificate",
+    Fault.LOST: "it closed the connection; check that it is a Redis server, and redis:// against rediss://",
+    Fault.PROTOCOL: "what answers is not a Redis server; correct the address",
+    Fault.CREDENTIALS: "correct `username` and the password in `password_env` or `password_file`",
+    Fault.PERMISSION: "its ACL forbids a command or the keys; docs/backends/redis.md lists what HiCache needs",
+    Fault.CONNECTIONS: "it has as many clients as it allows; raise its maxclients or lower `connections`",
+    Fault.LOADING: "it is still reading its data set; wait for it",
+    Fault.BUSY: "it runs a long script; end that",
+    Fault.PRIMARY_DOWN: "it is a replica without its primary; wait for the failover or repair the replication",
+    Fault.CLUSTER_DOWN: "the cluster does not serve all slots; look at CLUSTER INFO",
+    Fault.MOVED: "it is a node of a cluster; name its nodes under `cluster` instead",
+    Fault.NO_PRIMARY: "no sentinel knows a primary of that name; check `service` and the sentinels",
+}
+_NO_ADVICE = "look at the server's log"
+# Error replies without a code of their own, by their text.
+_TEXTS: tuple[tuple[bytes, Fault], ...] = (
+    (b"ERR max number of clients", Fault.CONNECTIONS),
+    (b"ERR invalid password", Fault.CREDENTIALS),
+    (b"ERR AUTH", Fault.CREDENTIALS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """An error that the server has sent in place of a result. The connection is as good as before."""
+
+    text: bytes
+
+    @property
+    def fault(self) -> Fault:
+        """The class of error."""
+        for start, fault in _TEXTS:
+            if self.text.startswith(start):
+                return fault
+        return _REPLIES.get(self.text.split(b" ", 1)[0], Fault.REPLY)
+
+    @property
+    def trouble(self) -> Trouble:
+        """The same as an exception."""
+        return Trouble(self.fault, self.text.decode(errors="replace"))
+
+
+class Trouble(Exception):
+    """A connection or a request failed. Never leaves this package."""
+
+    def __init__(self, fault: Fault, detail: str = "") -> None:
+        super().__init__(fault, detail)
+        self.fault = fault
+        self.detail = detail
+
+    def unavailable(self, where: str) -> BackendUnavailable:
+        """What a constructor raises: what was tried, what came of it, what to do."""
+        detail = f" ({self.detail[:_DETAIL_CHARS_MAX]})" if self.detail else ""
+        return BackendUnavailable(f"redis at {where}: {self.fault}{detail}: {_ADVICE.get(self.fault, _NO_ADVICE)}")
+
+
+def trouble_of(error: BaseException) -> Trouble:
+    """The trouble behind an exception of the standard library or the `redis` package.
+
+    The package wraps what the operating system said; that is looked for first, since it is more exact.
+    """
+    for cause in _chain(error):
+        for kind, fault in _EXCEPTIONS:
+            if isinstance(cause, kind):
+                return Trouble(fault, str(cause))
+    text = str(error)
+    reply = ErrorReply(text.encode()).fault
+    for kind in type(error).__mro__:
+        found = _PACKAGE_EXCEPTIONS.get(kind.__name__)
+        if found in (Fault.REPLY, Fault.LOST) and reply is not Fault.REPLY:
+            found = reply
+        if found is not None:
+            return Trouble(found, text)
+    return Trouble(Fault.REPLY, text)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__

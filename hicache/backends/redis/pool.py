@@ -1,0 +1,141 @@
+"""Idle connections, kept by server and purpose.
+
+Locking design: one condition per pool guards its fields and is held for a few instructions; connections are opened and
+closed without it. `Pools` has a lock for its dictionary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+import time
+from collections.abc import Iterator
+
+from .channel import Channel
+from .connect import Connector
+from .errors import Fault, Trouble
+from .options import Address
+
+
+class Purpose(enum.Enum):
+    """What a connection carries. Short questions have connections of their own: they need not wait behind bodies."""
+
+    BODIES = "bodies"
+    QUESTIONS = "questions"
+
+
+class Pool:
+    """Up to `limit` connections to one server for one purpose.
+
+    Invariant: `_out` connections are lent or being opened, and the idle ones are reusable: 0 <= _out <= limit, and
+    lent and idle ones are `limit` at most together.
+    """
+
+    def __init__(self, connector: Connector, address: Address, limit: int, read_only: bool) -> None:
+        self._connector = connector
+        self._address = address
+        self._limit = limit
+        self._read_only = read_only
+        self._state = threading.Condition()
+        self._idle: list[Channel] = []
+        self._out = 0
+        self._closed = False
+
+    @contextlib.contextmanager
+    def lease(self, deadline: float) -> Iterator[Channel]:
+        """A connection for the duration of the context. Waits for one, or opens one. Raises Trouble."""
+        channel = self._take(deadline)
+        try:
+            yield channel
+        finally:
+            self._give(channel)
+
+    def _take(self, deadline: float) -> Channel:
+        dead: list[Channel] = []
+        with self._state:
+            if not self._state.wait_for(lambda: self._out < self._limit, deadline_wait(deadline)):
+                raise Trouble(Fault.DEADLINE)
+            self._out += 1
+            channel = None
+            while self._idle and channel is None:
+                # What a server has closed, or has said unasked, since it was used last: not a connection any more.
+                candidate = self._idle.pop()
+                if candidate.is_quiet:
+                    channel = candidate
+                else:
+                    dead.append(candidate)
+        for candidate in dead:
+            candidate.close()
+        if channel is not None:
+            channel.answered = False
+            return channel
+        try:
+            channel = self._connector.open(self._address, deadline, read_only=self._read_only)
+        except BaseException:
+            self._free()
+            raise
+        channel.answered = True  # fresh: what fails on it is no matter of an idle connection
+        return channel
+
+    def _give(self, channel: Channel) -> None:
+        keep = False
+        if channel.reusable:
+            with self._state:
+                keep = not self._closed
+                if keep:
+                    self._idle.append(channel)
+        if not keep:
+            channel.close()
+        self._free()
+
+    def _free(self) -> None:
+        with self._state:
+            self._out -= 1
+            self._state.notify()
+
+    def close(self) -> None:
+        """Close the idle connections, and those that are lent when they come back."""
+        with self._state:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+
+
+class Pools:
+    """The pools of one backend, made when they are first asked for."""
+
+    def __init__(self, connector: Connector, limit: int) -> None:
+        self._connector = connector
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._pools: dict[tuple[Address, Purpose, bool], Pool] = {}
+
+    def lease(
+        self, address: Address, purpose: Purpose, deadline: float, *, read_only: bool = False
+    ) -> contextlib.AbstractContextManager[Channel]:
+        """A connection to `address`; see Pool.lease."""
+        with self._lock:
+            pool = self._pools.get((address, purpose, read_only))
+            if pool is None:
+                pool = Pool(self._connector, address, self._limit, read_only)
+                self._pools[(address, purpose, read_only)] = pool
+        return pool.lease(deadline)
+
+    def keep(self, addresses: set[Address]) -> None:
+        """Close the pools of all other servers: they have left."""
+        with self._lock:
+            gone = [self._pools.pop(key) for key in list(self._pools) if key[0] not in addresses]
+        for pool in gone:
+            pool.close()
+
+    def close(self) -> None:
+        """Close all pools."""
+        self.keep(set())
+
+
+def deadline_wait(deadline: float) -> float | None:
+    """Seconds that a lock may be waited for until `deadline`; None for ever."""
+    left_s = deadline - time.monotonic()
+    return None if left_s > threading.TIMEOUT_MAX else max(left_s, 0.0)

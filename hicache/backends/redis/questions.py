@@ -1,0 +1,214 @@
+"""Short requests about many pages at once: one send and one wait per server, however many keys.
+
+Locking design: a `Questions` belongs to one call. It holds connections to several servers at a time and takes them in
+the order of the servers' addresses, so that two calls never wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...frame import FrameCodec
+from ..workers import WorkerPool
+from .channel import Channel, Part, command
+from .errors import ErrorReply, Fault, Trouble
+from .options import RedisOptions
+from .pool import Pools, Purpose
+from .routing import Router, Server, redirect
+
+# Keys asked about in one go: bounds what a server has to buffer for us, and holds any batch of an engine.
+_KEYS_PER_SEND = 8192
+ASKING = command(b"ASKING")
+YES, NO = b":1", b":0"
+
+# Removes a page only if it is still what was read: of another type than a page, or of that length with that beginning.
+_REMOVE = b"""\
+local key, bytes, head = KEYS[1], tonumber(ARGV[1]), ARGV[2]
+if redis.call('TYPE', key).ok == 'string' then
+  if redis.call('STRLEN', key) ~= bytes then return 0 end
+  if #head > 0 and redis.call('GETRANGE', key, 0, #head - 1) ~= head then return 0 end
+end
+return redis.call('UNLINK', key)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the calls of one backend share. `head` is the beginning of each of its keys."""
+
+    codec: FrameCodec
+    options: RedisOptions
+    head: bytes
+    router: Router
+    pools: Pools
+    workers: WorkerPool
+
+    def names(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The keys under which pages are stored."""
+        head = self.head
+        return [head + key.hex().encode() for key in keys]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    server: Server
+    channel: Channel
+    positions: list[int]
+    asking: bool
+
+
+class Questions:
+    """One request with a one-line reply for each of some keys. After `ask`, `answers` and `errors` are final.
+
+    An answer is the reply's line, or None if there was none; then the trouble's class is in `errors`.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        names: Sequence[bytes],
+        request: Callable[[int], bytes],
+        *,
+        to_read: bool,
+        deadline: float,
+    ) -> None:
+        self._parts = parts
+        self._names = names
+        self._request = request
+        self._to_read = to_read
+        self._deadline = deadline
+        self._again: dict[Server | None, list[int]] = {}
+        self._asking: dict[Server | None, list[int]] = {}
+        self.answers: list[bytes | None] = [None] * len(names)
+        self.errors: list[str] = []
+
+    def ask(self, positions: Sequence[int]) -> None:
+        """Ask about `positions` of the names. Blocks; raises nothing for storage reasons."""
+        for start in range(0, len(positions), _KEYS_PER_SEND):
+            self._ask(positions[start : start + _KEYS_PER_SEND])
+
+    def _ask(self, positions: Sequence[int]) -> None:
+        if time.monotonic() >= self._deadline:
+            self._fail(positions, Trouble(Fault.DEADLINE))
+            return
+        try:
+            groups = self._parts.router.by_server(
+                positions, self._names, to_read=self._to_read, deadline=self._deadline
+            )
+        except Trouble as trouble:
+            self._fail(positions, trouble)
+            return
+        self._round(groups, is_asking=False, is_last=False)
+        for again, is_asking in ((self._again, False), (self._asking, True)):
+            self._round(dict(again), is_asking=is_asking, is_last=True)
+            again.clear()
+
+    def _round(self, groups: Mapping[Server | None, list[int]], *, is_asking: bool, is_last: bool) -> None:
+        sent: list[_Sent] = []
+        with contextlib.ExitStack() as leases:
+            for server, positions in sorted(groups.items(), key=lambda group: str(group[0])):
+                if server is None:
+                    self._fail(positions, Trouble(Fault.CLUSTER_DOWN, "no node has that slot"))
+                    continue
+                try:
+                    channel = leases.enter_context(self._parts.pools.lease(
+                        server.address, Purpose.QUESTIONS, self._deadline, read_only=server.read_only
+                    ))  # fmt: skip
+                except Trouble as trouble:
+                    self._fail(positions, trouble)
+                    continue
+                self._send(_Sent(server, channel, positions, is_asking), sent, is_last)
+            for job in sent:
+                self._receive(job, is_last)
+
+    def _send(self, job: _Sent, sent: list[_Sent], is_last: bool) -> None:
+        requests: list[Part] = [self._request(position) for position in job.positions]
+        replies = len(requests)
+        if job.asking:
+            requests = [part for request in requests for part in (ASKING, request)]
+        try:
+            job.channel.send([b"".join(requests)], replies * (1 + job.asking), self._deadline)
+        except Trouble as trouble:
+            self._lost(job, trouble, is_last)
+        else:
+            sent.append(job)
+
+    def _receive(self, job: _Sent, is_last: bool) -> None:
+        step = 1 + job.asking
+        try:
+            lines = job.channel.read_lines(len(job.positions) * step, self._deadline)
+        except Trouble as trouble:
+            self._lost(job, trouble, is_last)
+            return
+        for position, line in zip(job.positions, lines[step - 1 :: step], strict=True):
+            if line.startswith(b"-"):
+                self._refused(position, ErrorReply(line[1:]), job.server, is_last)
+            else:
+                self.answers[position] = line
+
+    def _lost(self, job: _Sent, trouble: Trouble, is_last: bool) -> None:
+        """A connection failed. One that the server had closed while it was idle was no try."""
+        if trouble.fault is Fault.LOST and not job.channel.answered and not is_last:
+            (self._asking if job.asking else self._again).setdefault(job.server, []).extend(job.positions)
+        else:
+            self._fail(job.positions, trouble)
+
+    def _refused(self, position: int, error: ErrorReply, server: Server, is_last: bool) -> None:
+        fault = error.fault
+        target = redirect(error, server.address) if fault in (Fault.MOVED, Fault.ASK) and not is_last else None
+        if target is None:
+            self._fail([position], error.trouble)
+            return
+        if fault is Fault.MOVED:
+            self._parts.router.note(fault)
+        groups = self._asking if fault is Fault.ASK else self._again
+        groups.setdefault(Server(target), []).append(position)
+
+    def _fail(self, positions: Sequence[int], trouble: Trouble) -> None:
+        self._parts.router.note(trouble.fault)
+        self.errors += [trouble.fault] * len(positions)
+
+
+def exists(
+    parts: Parts, names: Sequence[bytes], positions: Sequence[int], *, to_read: bool, refresh: bool, deadline: float
+) -> Questions:
+    """Ask which of the names are stored: YES or NO. `refresh` starts the life of those with a time to live anew."""
+    ttl_s = parts.options.ttl_s if refresh else None
+    if ttl_s is None:
+        request = _template(b"EXISTS", names)
+    else:
+        request = _template(b"PEXPIRE", names, b"%d" % round(ttl_s * 1000))
+    questions = Questions(parts, names, request, to_read=to_read, deadline=deadline)
+    questions.ask(positions)
+    return questions
+
+
+def unlink(parts: Parts, names: Sequence[bytes], positions: Sequence[int], deadline: float) -> Questions:
+    """Remove what is stored under the names: YES for each that was there."""
+    questions = Questions(parts, names, _template(b"UNLINK", names), to_read=False, deadline=deadline)
+    questions.ask(positions)
+    return questions
+
+
+def remove_damaged(parts: Parts, damaged: Sequence[tuple[bytes, int, bytes]], deadline: float) -> Questions:
+    """Remove pages, given by name, length (-1: not even a string) and first bytes, that are still these."""
+    names = [name for name, _, _ in damaged]
+
+    def request(position: int) -> bytes:
+        name, length, head = damaged[position]
+        return command(b"EVAL", _REMOVE, b"1", name, b"%d" % length, head)
+
+    questions = Questions(parts, names, request, to_read=False, deadline=deadline)
+    questions.ask(range(len(names)))
+    return questions
+
+
+def _template(verb: bytes, names: Sequence[bytes], *more: bytes) -> Callable[[int], bytes]:
+    """Requests `verb name more...`. All names of one backend are equally long, so only the name itself changes."""
+    if not names:
+        return lambda position: b""
+    before, after = command(verb, names[0], *more).split(names[0], 1)
+    return lambda position: before + names[position] + after

@@ -1,0 +1,177 @@
+"""Which server a page is on: one server, the primary that the sentinels name, or the nodes of a cluster.
+
+Locking design: `_routes` is replaced as a whole, never changed, so it is read without a lock; `_lock` guards `_stale`
+and is held for an assignment. Whoever finds the routes stale first asks for new ones, the others use the old ones.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .channel import Reply
+from .connect import Connector
+from .errors import ErrorReply, Fault, Trouble
+from .options import Address, RedisOptions
+from .pool import Pools, Purpose
+
+SLOTS = 16384
+# After one of these the server may not be the right one any more.
+_STALE = frozenset({
+    Fault.TIMEOUT, Fault.REFUSED, Fault.UNREACHABLE, Fault.DNS, Fault.LOST, Fault.READ_ONLY, Fault.PRIMARY_DOWN,
+    Fault.CLUSTER_DOWN, Fault.MOVED, Fault.NO_PRIMARY, Fault.LOADING,
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A primary and its replicas."""
+
+    primary: Address
+    replicas: tuple[Address, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a request goes. `read_only`: a cluster's replica, which serves only who says that this will do."""
+
+    address: Address
+    read_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The shards, and which one each hash slot is on. Without `slots` there is one shard for all."""
+
+    shards: tuple[Shard, ...]
+    slots: Sequence[Shard | None] = field(default=(), repr=False)
+
+    def addresses(self) -> set[Address]:
+        """All servers."""
+        return {address for shard in self.shards for address in (shard.primary, *shard.replicas)}
+
+
+class Router:
+    """Finds servers. Thread-safe; blocks where it has to ask sentinels or nodes, until the deadline at most.
+
+    Raises Trouble if nobody can be asked, from the constructor as well.
+    """
+
+    def __init__(self, options: RedisOptions, connector: Connector, pools: Pools, deadline: float) -> None:
+        from redis.crc import key_slot  # noqa: PLC0415 - an optional dependency, which the connector has found
+
+        self._key_slot = key_slot
+        self._options = options
+        self._connector = connector
+        self._pools = pools
+        self._lock = threading.Lock()
+        self._stale = False
+        self._routes = Routes(())
+        self._routes = self._find(deadline)
+
+    def note(self, fault: Fault) -> None:
+        """Learn that a server has failed so: the next call asks for the way again."""
+        if fault in _STALE:
+            with self._lock:
+                self._stale = True
+
+    def routes(self, deadline: float) -> Routes:
+        """The way as it is known now; asks if it is in doubt. Raises Trouble."""
+        with self._lock:
+            ask, self._stale = self._stale, False
+        if ask and self._options.mode != "single":
+            try:
+                self._routes = self._find(deadline)
+            except Trouble:
+                with self._lock:
+                    self._stale = True
+                raise
+            self._pools.keep(self._routes.addresses())
+        return self._routes
+
+    def by_server(
+        self, positions: Iterable[int], names: Sequence[bytes], *, to_read: bool, deadline: float
+    ) -> dict[Server | None, list[int]]:
+        """`positions` by the server that has `names[position]`, each list in their order; None: no server has it.
+
+        `to_read`: replicas will do, if the options say so. Raises Trouble.
+        """
+        routes = self.routes(deadline)
+        to_replica = to_read and self._options.read_from == "replica"
+        chosen: dict[Shard | None, Server | None] = {None: None}
+        groups: dict[Server | None, list[int]] = {}
+        for position in positions:
+            shard = routes.slots[self._key_slot(names[position])] if routes.slots else routes.shards[0]
+            if shard not in chosen:
+                chosen[shard] = self._server(shard, to_replica) if shard else None
+            groups.setdefault(chosen[shard], []).append(position)
+        return groups
+
+    def _server(self, shard: Shard, to_replica: bool) -> Server:
+        if to_replica and shard.replicas:
+            return Server(random.choice(shard.replicas), read_only=self._options.mode == "cluster")
+        return Server(shard.primary)
+
+    def _find(self, deadline: float) -> Routes:
+        options = self._options
+        if options.mode == "cluster":
+            return self._find_cluster(deadline)
+        if options.mode == "single":
+            return Routes((Shard(options.addresses[0], tuple(options.replicas)),))
+        primary = self._connector.find_primary(deadline)
+        replicas = self._connector.find_replicas(deadline) if options.read_from == "replica" else []
+        return Routes((Shard(primary, tuple(replicas)),))
+
+    def _find_cluster(self, deadline: float) -> Routes:
+        """Ask one node after the other, those that are known to serve first."""
+        known = list(self._routes.addresses())
+        random.shuffle(known)
+        trouble = Trouble(Fault.CLUSTER_DOWN)
+        for address in dict.fromkeys([*known, *self._options.addresses]):
+            try:
+                with self._pools.lease(address, Purpose.QUESTIONS, deadline) as channel:
+                    reply = channel.call(b"CLUSTER", b"SLOTS", deadline=deadline)
+                if isinstance(reply, ErrorReply):
+                    raise reply.trouble
+                return parse_slots(reply, address)
+            except Trouble as error:
+                trouble = error
+        raise trouble
+
+
+def parse_slots(reply: Reply, asked: Address) -> Routes:
+    """The routes in the reply to CLUSTER SLOTS. Raises Trouble for one that is malformed or names no node."""
+    slots: list[Shard | None] = [None] * SLOTS
+    shards: dict[Shard, None] = {}
+    for entry in reply if isinstance(reply, list) else []:
+        match entry:
+            case [int(first), int(last), *nodes] if nodes and 0 <= first <= last < SLOTS:
+                addresses = [_node(node, asked) for node in nodes]
+                shard = Shard(addresses[0], tuple(addresses[1:]))
+                shards[shard] = None
+                slots[first : last + 1] = [shard] * (last + 1 - first)
+            case _:
+                raise Trouble(Fault.PROTOCOL, "CLUSTER SLOTS has a reply of another form")
+    if not shards:
+        raise Trouble(Fault.CLUSTER_DOWN, "no slot is assigned")
+    return Routes(tuple(shards), slots)
+
+
+def _node(node: Reply, asked: Address) -> Address:
+    match node:
+        case [bytes(host), int(port), *_] if host not in (b"", b"?"):
+            return Address(host.decode(errors="replace"), port)
+        case [bytes() | None, int(port), *_]:
+            return Address(asked.host, port)  # it does not know its own name
+    raise Trouble(Fault.PROTOCOL, "CLUSTER SLOTS names a node in another form")
+
+
+def redirect(error: ErrorReply, asked: Address) -> Address | None:
+    """Where `MOVED slot host:port` and `ASK slot host:port` point to; None if they point nowhere."""
+    words = error.text.decode(errors="replace").split(" ")
+    host, _, port = words[-1].rpartition(":")
+    if len(words) != 3 or not (port.isascii() and port.isdigit()) or len(port) > 5:
+        return None
+    return Address(host.strip("[]") or asked.host, int(port))

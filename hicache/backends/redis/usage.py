@@ -1,0 +1,88 @@
+"""How much a store holds, at a bounded price: a small server is counted, a large one is sampled.
+
+Listing costs a server time that grows with everything in it, so at most `SAMPLE_KEYS` keys of each server are looked at
+(about a millisecond). Up to that many, the result is exact; beyond, the share of our pages among them is taken for the
+whole: SCAN walks in the order of the keys' hashes, so they are a fair sample, and the error is about one part in
+the square root of their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .channel import Channel, Reply, command
+from .errors import ErrorReply, Fault, Trouble
+
+SAMPLE_KEYS = 4096
+_SCAN_COUNT = b"1024"
+# So many lengths are asked for; pages of one model are all equally long.
+_LENGTHS_MAX = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one server holds of a store. `limit_bytes` is its maxmemory, None if there is none or it does not say."""
+
+    pages: int
+    bytes: int
+    limit_bytes: int | None
+
+
+def expect(reply: Reply, kind: type[int] | type[list[Reply]] | type[bytes]) -> Reply:
+    """`reply` if it is of that kind. Raises Trouble otherwise."""
+    if isinstance(reply, ErrorReply):
+        raise reply.trouble
+    if not isinstance(reply, kind):
+        raise Trouble(Fault.PROTOCOL, "a reply of another kind")
+    return reply
+
+
+def scan(channel: Channel, cursor: bytes, deadline: float, *more: bytes) -> tuple[bytes, list[bytes]]:
+    """One step of SCAN: the next cursor, b"0" at the end, and some keys. Raises Trouble."""
+    match channel.call(b"SCAN", cursor, *more, deadline=deadline):
+        case ErrorReply() as error:
+            raise error.trouble
+        case [bytes(following), list(found)]:
+            return following, [name for name in found if isinstance(name, bytes)]
+    raise Trouble(Fault.PROTOCOL, "SCAN has a reply of another form")
+
+
+def measure(channel: Channel, prefix: bytes, deadline: float) -> Held:
+    """Count or estimate the keys that start with `prefix`. Raises Trouble."""
+    total = expect(channel.call(b"DBSIZE", deadline=deadline), int)
+    seen: set[bytes] = set()
+    cursor = b"0"
+    while total and len(seen) < SAMPLE_KEYS:
+        cursor, found = scan(channel, cursor, deadline, b"COUNT", _SCAN_COUNT)
+        seen.update(found)
+        if cursor == b"0":
+            break
+    ours = [name for name in seen if name.startswith(prefix)]
+    share = 1.0 if cursor == b"0" or not isinstance(total, int) else max(1.0, total / len(seen))
+    pages = round(len(ours) * share)
+    lengths = _lengths(channel, ours[:_LENGTHS_MAX], deadline)
+    mean_bytes = sum(lengths) / len(lengths) if lengths else 0.0
+    return Held(pages, round(pages * mean_bytes), _limit(channel, deadline))
+
+
+def _lengths(channel: Channel, names: Sequence[bytes], deadline: float) -> list[int]:
+    if not names:
+        return []
+    channel.send([b"".join([command(b"STRLEN", name) for name in names])], len(names), deadline)
+    lines = channel.read_lines(len(names), deadline)
+    # What is no string is no page, and has no length.
+    return [int(line[1:]) for line in lines if line.startswith(b":")]
+
+
+def _limit(channel: Channel, deadline: float) -> int | None:
+    reply = channel.call(b"INFO", b"memory", deadline=deadline)
+    if isinstance(reply, ErrorReply):
+        return None  # managed servers may forbid it
+    text = expect(reply, bytes)
+    assert isinstance(text, bytes)
+    for line in text.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name == b"maxmemory" and value.isdigit():
+            return int(value) or None
+    return None

@@ -1,0 +1,57 @@
+"""What the tests of the Redis backend share: opening a store on a server, and its side door."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import redis
+
+from hicache.backends.redis import RedisBackend, open_redis_backend
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
+from hicache.devservers.redis import RedisLike
+from hicache.frame import FrameCodec
+
+CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
+PAGE = CODEC.frame_bytes
+_serial = itertools.count()
+
+
+def fresh_prefix() -> str:
+    """A key prefix that no other test of this session uses."""
+    return f"test{next(_serial)}:"
+
+
+def name_of(backend: RedisBackend, key: bytes) -> str:
+    """The key under which a page lies."""
+    return f"{backend.options.key_prefix}{backend.codec.namespace.hex()}:{key.hex()}"
+
+
+def open_on(client: Any, options: dict[str, Any], codec: FrameCodec = CODEC) -> Store:
+    """A store opened with `options`; `client`, of the `redis` package, is its side door."""
+    backend = open_redis_backend(codec, **options)
+
+    def write(key: bytes, value: bytes) -> None:
+        client.set(name_of(backend, key), value)
+
+    return Store(backend, lambda key: client.get(name_of(backend, key)), write)
+
+
+@contextlib.contextmanager
+def opened(server: RedisLike, codec: FrameCodec = CODEC, **options: Any) -> Iterator[tuple[RedisBackend, Store]]:
+    """A store on a server of the tests, and its backend; closed at the end."""
+    with server.client() as client:
+        store = open_on(client, server.storage(key_prefix=fresh_prefix(), **options)[1], codec)
+        assert isinstance(store.backend, RedisBackend)
+        try:
+            yield store.backend, store
+        finally:
+            store.backend.close()
+
+
+def unpatient_client(server: RedisLike) -> redis.Redis:
+    """A client of the `redis` package that answers in bytes."""
+    client: redis.Redis = server.client()
+    return client
