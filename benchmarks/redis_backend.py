@@ -63,7 +63,7 @@ class _Plain:
         self._socket.sendall(frame)
         self._socket.sendall(b"\r\n")
         self._receive(self._end)
-        assert self._end == b"+OK\r\n"
+        assert bytes(self._end) == b"+OK\r\n"
 
     def get(self, name: bytes, frame: memoryview) -> None:
         self._socket.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name))

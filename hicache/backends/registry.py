@@ -39,6 +39,7 @@ _BUILT_IN: Mapping[str, str] = {
 # Where what opens a built-in store for its operator is: a function of the same options that returns a RawStore.
 _RAW: Mapping[str, str] = {
     "file": "hicache.backends.file.raw:open_raw",
+    "redis": "hicache.backends.redis.raw:open_raw",
 }
 # The built-in backends that are made of others, and the option that lists those.
 _PARTS_OPTION: Mapping[str, str] = {"levels": "levels", "mirror": "parts", "sharded": "parts"}

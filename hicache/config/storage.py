@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, JsonValue, Tag
 
 from ..units import GIB, Count, PositiveSize, Size
 from .guard import GuardConfig
+from .redis_storage import RedisStorage
 from .section import FileSystemPath, Section
 
 
@@ -81,7 +82,7 @@ class PluginStorage(Section):
 
 
 # The backends whose options are known here.
-STORAGE_SECTIONS: dict[str, type[Section]] = {"file": FileStorage}
+STORAGE_SECTIONS: dict[str, type[Section]] = {"file": FileStorage, "redis": RedisStorage}
 
 
 def _storage_kind(value: Any) -> str:
@@ -89,7 +90,10 @@ def _storage_kind(value: Any) -> str:
     return kind if isinstance(kind, str) and kind in STORAGE_SECTIONS else "plugin"
 
 
-StorageConfig: TypeAlias = FileStorage | PluginStorage
+StorageConfig: TypeAlias = FileStorage | RedisStorage | PluginStorage
 AnyStorage: TypeAlias = Annotated[
-    Annotated[FileStorage, Tag("file")] | Annotated[PluginStorage, Tag("plugin")], Discriminator(_storage_kind)
+    Annotated[FileStorage, Tag("file")]
+    | Annotated[RedisStorage, Tag("redis")]
+    | Annotated[PluginStorage, Tag("plugin")],
+    Discriminator(_storage_kind),
 ]

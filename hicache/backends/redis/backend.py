@@ -187,7 +187,8 @@ class RedisBackend(StorageBackend):
             if is_open:
                 deadline = time.monotonic() + self.options.timeout_s
                 try:
-                    held = [self._measure(shard.primary, deadline) for shard in self._parts.router.routes(deadline).shards]
+                    shards = self._parts.router.routes(deadline).shards
+                    held = [self._measure(shard.primary, deadline) for shard in shards]
                 except Trouble as trouble:
                     self._parts.router.note(trouble.fault)
                     self._calls.count(errors=[trouble.fault])

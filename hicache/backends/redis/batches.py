@@ -218,8 +218,9 @@ class Reads(_Transfer):
 
     def _receive(self, channel: Channel, position: int) -> ErrorReply | None:
         frame, codec = self._frames[position], self._parts.codec
+        tag = codec.stream()
         try:
-            found = channel.read_page(frame, codec.fits, self._deadline)
+            found = channel.read_page(frame, codec.fits, tag, self._deadline)
         except Oversize as oversize:
             self._corrupt(position, "size", oversize.length)
             raise
@@ -232,7 +233,7 @@ class Reads(_Transfer):
         elif not codec.fits(found):
             self._corrupt(position, "size", found)
         else:
-            damage = codec.accept(self._keys[position], frame, found)
+            damage = codec.accept(self._keys[position], frame, found, tag)
             if damage is None:
                 self.outcomes[position] = GetOutcome.HIT
             else:

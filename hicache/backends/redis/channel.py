@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
+from ...frame import TagStream
 from .errors import ErrorReply, Fault, Trouble, trouble_of
 
 Part: TypeAlias = bytes | memoryview
@@ -25,6 +26,9 @@ Reply: TypeAlias = "bytes | int | ErrorReply | list[Reply] | None"
 _PAGE_HEAD_BYTES = 32
 # Read ahead of short replies, and the longest line that is believed: a server's own lines are far shorter.
 _BUFFER_BYTES = 16 << 10
+# A page is read and hashed so many bytes at a time: a part of a usual second-level cache, and enough that the calls
+# themselves do not count.
+_PIECE_BYTES = 256 << 10
 # Of a body that is no page, this much is read away at a time; of a longer one nothing, the connection is given up.
 _DRAIN_BYTES = 256 << 10
 _DRAIN_MAX_BYTES = 64 << 20
@@ -196,12 +200,12 @@ class Channel:
         return lines
 
     def read_page(
-        self, frame: memoryview, fits: Callable[[int], bool], deadline: float
+        self, frame: memoryview, fits: Callable[[int], bool], tag: TagStream | None, deadline: float
     ) -> int | ErrorReply | None:
         """The reply to one GET: bytes of the value, which is in `frame` if `fits` says so; None if there is none.
 
         The length is looked at before a byte of the value is read; a value that does not fit is read away in pieces.
-        Raises Oversize if that would take too long.
+        `tag` takes in what arrives in `frame`. Raises Oversize if reading away would take too long.
         """
         line = self._line(_PAGE_HEAD_BYTES, deadline)
         if line.startswith(b"-"):
@@ -214,12 +218,20 @@ class Channel:
             self._owed -= 1
             return None
         if fits(length):
-            self._read_body(frame[:length], deadline)
+            self._read_frame(frame[:length], tag, deadline)
         else:
             self._drain(length, deadline)
         self._end_of_body(deadline)
         self._owed -= 1
         return length
+
+    def _read_frame(self, body: memoryview, tag: TagStream | None, deadline: float) -> None:
+        """Read a page piece by piece, each small enough to be in the processor's cache when the tag looks at it."""
+        for start in range(0, len(body), _PIECE_BYTES):
+            end = min(start + _PIECE_BYTES, len(body))
+            self._read_body(body[start:end], deadline)
+            if tag is not None:
+                tag.add(body, start, end)
 
     def _read_body(self, body: memoryview, deadline: float) -> None:
         got = min(self._end - self._start, len(body))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from hicache.backends.testing import BackendContract, OpenStore
-from hicache.devservers import RedisCluster, RedisSentinel, RedisServer, ValkeyServer
+from hicache.devservers import ValkeyServer
 
 from .store import fresh_prefix, open_on
 

@@ -1,0 +1,171 @@
+"""A Redis store as its operator sees it: every page under the key prefix, of all namespaces.
+
+Listing goes by SCAN, which costs a server time for every key it has, in pieces of about a millisecond; a page that is
+there all the while is listed once. Pages are listed and removed on the primaries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ...errors import BackendUnavailable
+from ..raw import RawStore, StoredPage
+from .backend import open_router
+from .channel import REPLY_MAX_BYTES, Channel, command
+from .connect import Connector
+from .errors import ErrorReply, Fault, Trouble
+from .opening import redis_options
+from .options import Address, RedisOptions
+from .pool import Pools, Purpose
+from .routing import Server
+from .usage import scan
+
+_SCAN_COUNT = b"1000"
+# An operator's command has time, but a server that hangs must not hang it: for each piece of work.
+_WORK_S = 60.0
+_NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
+
+
+class RedisRawStore(RawStore):
+    """See RawStore. The constructor blocks and raises as RedisBackend's does."""
+
+    def __init__(self, options: RedisOptions) -> None:
+        self._options = options
+        self._prefix = options.key_prefix.encode()
+        connector = Connector(options)
+        self._pools = Pools(connector, options.connections)
+        try:
+            self._router = open_router(options, connector, self._pools)
+        except BaseException:
+            self._pools.close()
+            raise
+
+    def pages(self, namespace: str = "") -> Iterator[StoredPage]:
+        """See RawStore. Server by server, in no order of namespaces."""
+        pattern = self._prefix + namespace.encode() + b"*"
+        with self._unavailable():
+            shards = self._router.routes(time.monotonic() + _WORK_S).shards
+        for shard in shards:
+            seen: set[bytes] = set()
+            cursor: bytes | None = b"0"
+            while cursor is not None:
+                cursor, found = self._page_of_scan(shard.primary, cursor, pattern)
+                for page in found:
+                    name = page.namespace + page.key
+                    if name not in seen:
+                        seen.add(name)
+                        yield page
+
+    def _page_of_scan(
+        self, primary: Address, cursor: bytes, pattern: bytes
+    ) -> tuple[bytes | None, list[StoredPage]]:
+        """One step of SCAN and what there is to know about its pages; no cursor after the last step."""
+        deadline = time.monotonic() + _WORK_S
+        with self._unavailable(), self._pools.lease(primary, Purpose.QUESTIONS, deadline) as channel:
+            following, names = scan(channel, cursor, deadline, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
+            pages = self._look(channel, names, deadline)
+        return (None if following == b"0" else following), pages
+
+    def _look(self, channel: Channel, names: Sequence[bytes], deadline: float) -> list[StoredPage]:
+        matches = [(name, match) for name in names if (match := _NAME.fullmatch(name.removeprefix(self._prefix)))]
+        if not matches:
+            return []
+        requests = [
+            part
+            for name, _ in matches
+            for part in (command(b"STRLEN", name), command(b"OBJECT", b"IDLETIME", name), command(b"EXISTS", name))
+        ]
+        channel.send([b"".join(requests)], len(requests), deadline)
+        lines = channel.read_lines(len(requests), deadline)
+        now_s = time.time()
+        pages = []
+        for (_, match), size, idle, there in zip(matches, lines[::3], lines[1::3], lines[2::3], strict=True):
+            if there == b":1":
+                # What is no string lies in a page's place all the same; under an LFU policy nobody knows idle times.
+                length = int(size[1:]) if size.startswith(b":") else 0
+                used_s = now_s - int(idle[1:]) if idle.startswith(b":") else None
+                pages.append(StoredPage(
+                    bytes.fromhex(match[1].decode()), bytes.fromhex(match[2].decode()), length, used_s
+                ))  # fmt: skip
+        return pages
+
+    def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
+        """See RawStore. What is no string has no bytes. REQUIRES: `bytes_max` is not 0."""
+        name = self._name(page)
+        end = b"%d" % (min(bytes_max, REPLY_MAX_BYTES) - 1)
+        deadline = time.monotonic() + _WORK_S
+        with self._unavailable(), self._lease(name, deadline) as channel:
+            there = channel.call(b"EXISTS", name, deadline=deadline)
+            if isinstance(there, ErrorReply):
+                raise there.trouble
+            if not there:
+                return None
+            found = channel.call(b"GETRANGE", name, b"0", end, deadline=deadline)
+            if isinstance(found, ErrorReply):
+                if found.fault is Fault.WRONG_TYPE:
+                    return b""
+                raise found.trouble
+        return found if isinstance(found, bytes) else None
+
+    def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
+        """See RawStore. Redis keeps no chains, so `parent` stays where it is: in the header."""
+        name, ttl_s = self._name(page), self._options.ttl_s
+        more = () if ttl_s is None else (b"PX", b"%d" % round(ttl_s * 1000))
+        deadline = time.monotonic() + _WORK_S
+        with self._unavailable(), self._lease(name, deadline) as channel:
+            reply = channel.call(b"SET", name, data, b"NX", *more, deadline=deadline)
+            if isinstance(reply, ErrorReply) and reply.fault is not Fault.OUT_OF_MEMORY:
+                raise reply.trouble
+        return reply == b"OK"
+
+    def remove(self, pages: Sequence[StoredPage]) -> int:
+        """See RawStore. One round trip per server."""
+        deadline = time.monotonic() + _WORK_S
+        names = [self._name(page) for page in pages]
+        removed = 0
+        with self._unavailable():
+            groups = self._router.by_server(range(len(names)), names, to_read=False, deadline=deadline)
+            for server, positions in groups.items():
+                with self._pools.lease(self._known(server).address, Purpose.QUESTIONS, deadline) as channel:
+                    requests = [command(b"UNLINK", names[position]) for position in positions]
+                    channel.send([b"".join(requests)], len(requests), deadline)
+                    for line in channel.read_lines(len(requests), deadline):
+                        if line.startswith(b"-"):
+                            raise ErrorReply(line[1:]).trouble
+                        removed += line == b":1"
+        return removed
+
+    def close(self) -> None:
+        """See RawStore."""
+        self._pools.close()
+
+    def _name(self, page: StoredPage) -> bytes:
+        return self._prefix + f"{page.namespace.hex()}:{page.key.hex()}".encode()
+
+    def _lease(self, name: bytes, deadline: float) -> contextlib.AbstractContextManager[Channel]:
+        (server,) = self._router.by_server([0], [name], to_read=False, deadline=deadline)
+        return self._pools.lease(self._known(server).address, Purpose.QUESTIONS, deadline)
+
+    @staticmethod
+    def _known(server: Server | None) -> Server:
+        if server is None:
+            raise Trouble(Fault.CLUSTER_DOWN, "no node has that slot")
+        return server
+
+    @contextlib.contextmanager
+    def _unavailable(self) -> Iterator[None]:
+        try:
+            yield
+        except Trouble as trouble:
+            self._router.note(trouble.fault)
+            unavailable: BackendUnavailable = trouble.unavailable(self._options.where)
+            raise unavailable from trouble
+
+
+def open_raw(**options: Any) -> RedisRawStore:
+    """The store of the options of `redis_options`; raises as that and RedisBackend."""
+    return RedisRawStore(redis_options(**options))

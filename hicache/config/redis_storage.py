@@ -1,0 +1,137 @@
+"""The section `storage` of type `redis`: Redis or Valkey servers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ..units import KIB, Count, PositiveDuration, PositiveSize
+from .guard import GuardConfig
+from .section import FileSystemPath, Section
+
+_PLACES = ("url", "unix_socket", "cluster", "sentinels")
+_Servers = Annotated[list[str], Field(min_length=1, max_length=64)]
+
+
+class RedisStorageOptions(Section):
+    """Options of the `redis` backend: one string per page on Redis (6.2 or later) or Valkey servers. Exactly one of
+    `url`, `unix_socket`, `cluster` and `sentinels` says where."""
+
+    url: str | None = Field(
+        default=None,
+        description="A single server, `redis://host:6379/0`, or `rediss://` for TLS. Holds no credentials.",
+    )
+    unix_socket: FileSystemPath | None = Field(
+        default=None,
+        description="Path of the Unix socket of a server on this machine: about a third faster than TCP.",
+    )
+    cluster: _Servers | None = Field(
+        default=None, description="Some nodes of a cluster, each `host:port`; the others are found by asking them.",
+    )
+    sentinels: _Servers | None = Field(
+        default=None, description="The sentinels that know the primary, each `host:port`. Needs `service`.",
+    )
+    service: str | None = Field(
+        default=None, min_length=1, max_length=256, description="The name under which sentinels know the primary.",
+    )
+    replicas: list[str] = Field(
+        default=[], max_length=64,
+        description="Replicas of the server in `url`, each `host:port`, for `read_from: replica`. Sentinels and "
+        "clusters name their own.",
+    )
+    db: Count = Field(
+        default=0, ge=0, le=65535, description="Number of the database, if `url` does not say; a cluster has 0 alone.",
+    )
+    username: str | None = Field(
+        default=None, min_length=1, max_length=256, description="User of the server's ACL; not set: `default`.",
+    )
+    password_env: str | None = Field(
+        default=None, min_length=1, max_length=256,
+        description="Name of the environment variable that holds the password.",
+    )
+    password_file: FileSystemPath | None = Field(
+        default=None,
+        description="File whose first line is the password. It must be closed to other users (chmod 600).",
+    )
+    sentinel_username: str | None = Field(
+        default=None, min_length=1, max_length=256, description="As `username`, for the sentinels.",
+    )
+    sentinel_password_env: str | None = Field(
+        default=None, min_length=1, max_length=256, description="As `password_env`, for the sentinels.",
+    )
+    sentinel_password_file: FileSystemPath | None = Field(
+        default=None, description="As `password_file`, for the sentinels.",
+    )
+    tls: bool = Field(
+        default=False, description="Speak TLS with all servers. Costs most of the speed: openssl copies every byte.",
+    )
+    tls_ca_file: FileSystemPath | None = Field(
+        default=None, description="Certificates (PEM) of the authorities to believe; not set: those of the system.",
+    )
+    tls_cert_file: FileSystemPath | None = Field(
+        default=None, description="Our certificate (PEM), where servers ask for one.",
+    )
+    tls_key_file: FileSystemPath | None = Field(
+        default=None, description="The key to `tls_cert_file` (PEM), unless it is in the same file.",
+    )
+    tls_check_hostname: bool = Field(
+        default=True,
+        description="Whether a certificate must name the host. Off where nodes give addresses that theirs do not "
+        "name; any server with a certificate of that authority is then believed.",
+    )
+    key_prefix: str = Field(
+        default="hicache:", max_length=128, pattern=r"^[A-Za-z0-9_.:/-]*$",
+        description="Beginning of every key. Two prefixes on one server are two stores.",
+    )
+    ttl: PositiveDuration | None = Field(
+        default=None,
+        description="How long a page lives after its last use; not set: until the server evicts it. With it every "
+        "read is a write to the server (GETEX), which replicas and append-only files take part in.",
+    )
+    read_from: Literal["primary", "replica"] = Field(
+        default="primary",
+        description="Where pages are looked up and read. Replicas take load off the primary; they lag behind, so new "
+        "pages are misses for a moment, and a read refreshes neither `ttl` nor the primary's idea of what is used.",
+    )
+    connections: Count = Field(
+        default=2, ge=1, le=64,
+        description="Connections to each server that carry the pages of one batch. A server works on one core, so two "
+        "keep it busy; more help over long distances.",
+    )
+    pipeline: PositiveSize = Field(
+        default=512 * KIB,
+        description="Bytes asked for ahead on each connection, two pages at least. More hides a longer round trip; "
+        "the server holds as much in its output buffers.",
+    )
+    timeout: PositiveDuration = Field(
+        default=1.0,
+        description="A server from which no byte has come for so long has failed. Shorter finds out sooner; longer "
+        "forgives a server that pauses, to fork for a snapshot for example.",
+    )
+
+    @model_validator(mode="after")
+    def _one_place(self) -> RedisStorageOptions:
+        given = [name for name in _PLACES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(_PLACES)}; there are {' and '.join(given) or 'none'}")
+        if (self.sentinels is None) != (self.service is None):
+            raise ValueError("give sentinels and service together")
+        if (self.read_from == "replica" and self.sentinels is None and self.cluster is None) != bool(self.replicas):
+            raise ValueError("replicas and read_from: replica go together for a single server, and with it alone")
+        return self
+
+
+class RedisStorage(Section):
+    """Storage in Redis or Valkey."""
+
+    type: Literal["redis"] = Field(description="As for `file`.")
+    options: RedisStorageOptions = Field(description="Options of the backend; what there is depends on `type`.")
+    guard: GuardConfig = GuardConfig()
+
+    def backend_options(self) -> dict[str, object]:
+        """Keyword options as the `redis` backend takes them: plain numbers, unit in the name."""
+        options = dict(self.options)
+        for name, plain in (("ttl", "ttl_s"), ("pipeline", "pipeline_bytes"), ("timeout", "timeout_s")):
+            options[plain] = options.pop(name)
+        return options
