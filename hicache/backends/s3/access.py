@@ -1,0 +1,176 @@
+"""Who we are and where the store is: from the options, or from what boto3 finds on this machine."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+from ...config.secret import read_private_file
+from ...errors import ConfigError
+from .client import Client
+from .direct import DirectClient, Payload, Place
+from .http import Server
+from .options import S3Options
+from .refreshed import Refreshed
+from .signing import Credentials
+from .trouble import RequestFailed, Trouble
+
+# boto3 begins to ask for new credentials 15 minutes before the old ones end; a look per minute is early enough.
+_CREDENTIALS_AGE_MAX_S = 60.0
+_CREDENTIALS_FILE_BYTES_MAX = 64 << 10
+_REGION = "us-east-1"  # what stores without regions expect in a signature
+
+# Gives credentials until a deadline, or raises RequestFailed.
+CredentialsSource: TypeAlias = Callable[[float], Credentials]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What both clients need to know. `endpoint` is an URL without the bucket; `fixed` are the credentials that the
+    options give, None if `session`, of botocore, finds them and renews them."""
+
+    options: S3Options
+    endpoint: str
+    region: str
+    path_style: bool
+    credentials: CredentialsSource
+    fixed: Credentials | None
+    session: Any
+
+
+def open_access(options: S3Options) -> Access:
+    """Find identity, endpoint and region. May block while boto3 looks for credentials.
+
+    Raises ConfigError if boto3 is missing, or there are no credentials, or what the options name is not there.
+    """
+    session = _session(options)
+    region = options.region or session.get_config_variable("region") or _REGION
+    endpoint = options.endpoint_url or session.get_config_variable("endpoint_url") or _aws_endpoint(session, region)
+    # TLS certificates of AWS cover one label in front of the endpoint, which a bucket with a dot in it is not.
+    path_style = options.path_style
+    if path_style is None:
+        path_style = bool(options.endpoint_url) or "." in options.bucket
+    fixed = _fixed_credentials(options)
+    source = _from_boto(session) if fixed is None else lambda deadline: fixed
+    return Access(options, endpoint, region, path_style, source, fixed, session)
+
+
+def open_client(options: S3Options) -> Client:
+    """The client that `options` ask for. Blocks and raises as `open_access`."""
+    access = open_access(options)
+    if options.client == "boto3":
+        from .boto import BotoClient  # noqa: PLC0415 - the one who asks for it pays for it
+
+        return BotoClient(access)
+    url = urlsplit(access.endpoint)
+    host, path = url.netloc, url.path.rstrip("/")
+    name = url.hostname or ""
+    if access.path_style:
+        path = f"{path}/{options.bucket}"
+    else:
+        host, name = f"{options.bucket}.{host}", f"{options.bucket}.{name}"
+    tls = tls_context(options.ca_file) if url.scheme == "https" else None
+    port = url.port or (80 if tls is None else 443)
+    return DirectClient(
+        Server(name, port, tls, options.connect_timeout_s, options.timeout_s),
+        Place(host, path, access.region),
+        Payload(checksum=options.checksum == "when_supported", sign=options.sign_payload),
+        access.credentials,
+    )
+
+
+def tls_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
+    """Certificates are always checked, against `ca_file` or what the system trusts. Raises ConfigError."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"s3 store: ca_file {os.fspath(ca_file or '')!r} holds no readable certificates") from error
+
+
+def _session(options: S3Options) -> Any:
+    try:
+        import botocore.exceptions  # noqa: PLC0415 - an optional dependency
+        import botocore.session  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError('s3 store: boto3 is not installed: pip install "hicache[s3]"') from error
+    # With a file of ours, the profile names a section of that one.
+    profile = None if options.credentials_file else options.profile
+    try:
+        session = botocore.session.Session(profile=profile)
+        session.get_scoped_config()
+        return session
+    except botocore.exceptions.BotoCoreError as error:
+        raise ConfigError(f"s3 store: {error}") from error
+
+
+def _aws_endpoint(session: Any, region: str) -> str:
+    client = session.create_client("s3", region_name=region, aws_access_key_id="-", aws_secret_access_key="-")
+    return str(client.meta.endpoint_url)
+
+
+def _fixed_credentials(options: S3Options) -> Credentials | None:
+    if options.access_key_env is not None:
+        return _from_environment(options)
+    if options.credentials_file is not None:
+        return _from_file(Path(options.credentials_file), options.profile or "default")
+    return None
+
+
+def _from_environment(options: S3Options) -> Credentials:
+    values = []
+    for name in (options.access_key_env, options.secret_key_env, options.session_token_env):
+        value = os.environ.get(name) if name else None
+        if name and not value:
+            raise ConfigError(f"s3 store: the environment variable {name} is not set; it should hold a credential")
+        values.append(value)
+    return Credentials(values[0] or "", values[1] or "", values[2])
+
+
+def _from_file(path: Path, section: str) -> Credentials:
+    data = read_private_file(path, "S3 credentials file", _CREDENTIALS_FILE_BYTES_MAX)
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read_string(data.decode())
+        found = parser[section]
+        return Credentials(
+            found["aws_access_key_id"], found["aws_secret_access_key"], found.get("aws_session_token")
+        )
+    except (configparser.Error, KeyError, UnicodeError):
+        # Without the cause: it quotes lines of the file.
+        raise ConfigError(
+            f"S3 credentials file {os.fspath(path)!r}: has no section [{section}] with aws_access_key_id and "
+            "aws_secret_access_key"
+        ) from None
+
+
+def _from_boto(session: Any) -> CredentialsSource:
+    from botocore.credentials import RefreshableCredentials  # noqa: PLC0415
+    from botocore.exceptions import BotoCoreError  # noqa: PLC0415
+
+    def load() -> Credentials:
+        try:
+            frozen = found.get_frozen_credentials()
+        except BotoCoreError as error:
+            raise RequestFailed(Trouble.CREDENTIALS, type(error).__name__) from error
+        return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
+
+    try:
+        found = session.get_credentials()
+    except BotoCoreError as error:
+        raise ConfigError(f"s3 store: credentials cannot be had: {error}") from error
+    if found is None:
+        raise ConfigError(
+            "s3 store: no credentials found; give access_key_env and secret_key_env, credentials_file or profile, or "
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    if not isinstance(found, RefreshableCredentials):
+        fixed = load()
+        return lambda deadline: fixed
+    refreshed = Refreshed("credentials", load, _CREDENTIALS_AGE_MAX_S)
+    return lambda deadline: refreshed.get(deadline=deadline)

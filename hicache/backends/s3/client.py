@@ -1,0 +1,79 @@
+"""What the backend asks of an S3 client: six requests, each tried once, with a deadline.
+
+A client raises RequestFailed for whatever is no answer; that an object is missing, or is there already, is an answer.
+Clients are used by any threads at once and never touch a frame or a body after a call has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .trouble import Trouble
+
+LISTED_MAX = 1000  # keys per page of a listing and per DeleteObjects: the API's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An object that is there. `etag` is what the server calls its content, empty if it does not say."""
+
+    size_bytes: int
+    etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Got:
+    """An object that was asked for. `is_read` is False if its size did not fit and no byte of it was read."""
+
+    size_bytes: int
+    etag: str
+    is_read: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One object of a listing; `modified_s` is Unix time, None if the server does not say."""
+
+    name: str
+    size_bytes: int
+    modified_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """One page of a listing; `next_token` is None on the last one."""
+
+    objects: Sequence[Listed]
+    next_token: str | None
+
+
+class Client(Protocol):
+    """See the module's docstring."""
+
+    def head(self, name: str, *, deadline: float) -> Found | None:
+        """Whether an object is there. A bucket that is not there looks like a missing object: HEAD has no body."""
+
+    def get(
+        self, name: str, frame: memoryview, fits: Callable[[int], bool], *, deadline: float
+    ) -> Got | None:
+        """Read an object into the start of `frame`, if `fits(its size)`; None if it is not there."""
+
+    def get_start(self, name: str, bytes_max: int, *, deadline: float) -> bytes | None:
+        """The first `bytes_max` bytes of an object, None if it is not there."""
+
+    def put(self, name: str, body: memoryview, *, if_absent: bool, deadline: float) -> bool:
+        """Store an object; False if `if_absent` and there is one already."""
+
+    def remove(self, name: str, etag: str, *, deadline: float) -> None:
+        """Remove an object if it still has `etag` (whatever it has, if that is empty). A missing one is no error."""
+
+    def remove_many(self, names: Sequence[str], *, deadline: float) -> list[Trouble]:
+        """Remove up to LISTED_MAX objects; what went wrong with each that could not be. Missing ones are no error."""
+
+    def list(self, prefix: str, token: str | None, keys_max: int, *, deadline: float) -> Listing:
+        """One page of the objects whose names start with `prefix`."""
+
+    def close(self) -> None:
+        """Close the connections. REQUIRES: no request is under way."""

@@ -1,0 +1,311 @@
+"""The client of our own: signed requests over our own connections, no byte of a page copied in this process.
+
+Locking design: the pool and the signer are safe for threads; everything else here is fixed. Each request has its
+connection to itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TypeVar
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+from .client import Found, Got, Listed, Listing
+from .http import Connection, ConnectionPool, Head, Server, StaleConnection
+from .signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, Credentials, Signer, query_string
+from .trouble import RequestFailed, Trouble, failed_reply, trouble_of_exception
+
+T = TypeVar("T")
+
+_NOTHING = memoryview(b"")
+_ERROR_BYTES_MAX = 64 << 10
+# A thousand keys of the greatest length the API allows, with what stands around each.
+_LISTING_BYTES_MAX = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where objects are: the `host` of requests with its port, the path before an object's name, the region."""
+
+    host: str
+    path: str
+    region: str
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """How bodies are protected on their way. `checksum` adds a CRC32 that the server compares; `sign` a SHA-256 under
+    the signature. Pages carry a tag of their own, so neither is needed to notice damage."""
+
+    checksum: bool
+    sign: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    method: str
+    name: str = ""
+    query: str = ""
+    headers: Mapping[str, str] | None = None
+    body: memoryview = _NOTHING
+    sha256: str = EMPTY_SHA256
+
+
+class DirectClient:
+    """A Client (see there). `credentials` is asked before each request, so that they may change."""
+
+    def __init__(
+        self, server: Server, place: Place, payload: Payload, credentials: Callable[[float], Credentials]
+    ) -> None:
+        self._pool = ConnectionPool(server)
+        self._place = place
+        self._payload = payload
+        self._credentials = credentials
+        self._signer = Signer(place.region)
+
+    def head(self, name: str, *, deadline: float) -> Found | None:
+        """See Client."""
+
+        def read(connection: Connection, head: Head) -> Found | None:
+            connection.finish()  # whatever it says of a length: replies to HEAD have no body
+            if head.status == 200:
+                return Found(head.length or 0, head.headers.get("etag", ""))
+            if head.status == 404:
+                return None
+            raise _failure(head, b"")
+
+        return self._exchange(_Request("HEAD", name), read, deadline)
+
+    def get(
+        self, name: str, frame: memoryview, fits: Callable[[int], bool], *, deadline: float
+    ) -> Got | None:
+        """See Client."""
+
+        def read(connection: Connection, head: Head) -> Got | None:
+            if head.status != 200:
+                _missing(connection, head, deadline)
+                return None
+            size = head.length
+            if size is None or head.is_chunked:
+                raise RequestFailed(Trouble.PROTOCOL, "the reply does not say how long the object is")
+            etag = head.headers.get("etag", "")
+            if not fits(size):
+                return Got(size, etag, False)
+            connection.read_into(frame[:size], deadline)
+            connection.finish()
+            return Got(size, etag, True)
+
+        return self._exchange(_Request("GET", name), read, deadline)
+
+    def get_start(self, name: str, bytes_max: int, *, deadline: float) -> bytes | None:
+        """See Client."""
+
+        def read(connection: Connection, head: Head) -> bytes | None:
+            if head.status == 416:  # an empty object has no first byte
+                _read_small(connection, head, deadline)
+                return b""
+            if head.status not in (200, 206):
+                _missing(connection, head, deadline)
+                return None
+            length = head.length
+            if length is None or head.is_chunked:
+                raise RequestFailed(Trouble.PROTOCOL, "the reply does not say how long the object is")
+            data = bytearray(min(length, bytes_max))
+            connection.read_into(memoryview(data), deadline)
+            if length == len(data):
+                connection.finish()
+            return bytes(data)
+
+        return self._exchange(_Request("GET", name, headers={"range": f"bytes=0-{bytes_max - 1}"}), read, deadline)
+
+    def put(self, name: str, body: memoryview, *, if_absent: bool, deadline: float) -> bool:
+        """See Client."""
+        headers = {"content-type": "application/octet-stream"}
+        if if_absent:
+            headers["if-none-match"] = "*"
+        if self._payload.checksum:
+            headers["x-amz-checksum-crc32"] = base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
+        sha256 = hashlib.sha256(body).hexdigest() if self._payload.sign else UNSIGNED_PAYLOAD
+
+        def read(connection: Connection, head: Head) -> bool:
+            reply = _read_small(connection, head, deadline)
+            if head.status in (200, 201, 204):
+                return True
+            if head.status == 412 and if_absent:
+                return False
+            raise _failure(head, reply)
+
+        return self._exchange(_Request("PUT", name, headers=headers, body=body, sha256=sha256), read, deadline)
+
+    def remove(self, name: str, etag: str, *, deadline: float) -> None:
+        """See Client."""
+
+        def read(connection: Connection, head: Head) -> None:
+            reply = _read_small(connection, head, deadline)
+            # 412 and 409: it is another object by now, which is not ours to remove.
+            if head.status not in (200, 202, 204, 404, 409, 412) or _code(reply) == "NoSuchBucket":
+                raise _failure(head, reply)
+
+        headers = {"if-match": etag} if etag else None
+        self._exchange(_Request("DELETE", name, headers=headers), read, deadline)
+
+    def remove_many(self, names: Sequence[str], *, deadline: float) -> list[Trouble]:
+        """See Client."""
+        objects = "".join(f"<Object><Key>{escape(name)}</Key></Object>" for name in names)
+        body = f'<Delete xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Quiet>true</Quiet>{objects}</Delete>'.encode()
+        headers = {
+            "content-type": "application/xml",
+            # Asked for by the API as an alternative to newer checksums; every server knows this one.
+            "content-md5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode(),
+        }
+
+        def read(connection: Connection, head: Head) -> list[Trouble]:
+            reply = _read_small(connection, head, deadline, _LISTING_BYTES_MAX)
+            if head.status != 200:
+                raise _failure(head, reply)
+            root = _xml(reply)
+            return [failed_reply(400, _text(error, "Code")).trouble for error in root.iterfind("{*}Error")]
+
+        digest = hashlib.sha256(body).hexdigest()
+        request = _Request("POST", query="delete=", headers=headers, body=memoryview(body), sha256=digest)
+        return self._exchange(request, read, deadline)
+
+    def list(self, prefix: str, token: str | None, keys_max: int, *, deadline: float) -> Listing:
+        """See Client."""
+        parameters = {"list-type": "2", "max-keys": str(keys_max), "prefix": prefix}
+        if token is not None:
+            parameters["continuation-token"] = token
+
+        def read(connection: Connection, head: Head) -> Listing:
+            reply = _read_small(connection, head, deadline, _LISTING_BYTES_MAX)
+            if head.status != 200:
+                raise _failure(head, reply)
+            root = _xml(reply)
+            truncated = _text(root, "IsTruncated") == "true"
+            return Listing(
+                [_listed(entry) for entry in root.iterfind("{*}Contents")],
+                (_text(root, "NextContinuationToken") or None) if truncated else None,
+            )
+
+        return self._exchange(_Request("GET", query=query_string(parameters)), read, deadline)
+
+    def close(self) -> None:
+        """See Client."""
+        self._pool.close()
+
+    def _exchange(self, request: _Request, read: Callable[[Connection, Head], T], deadline: float) -> T:
+        """Send `request` and `read` its reply; on another connection if an idle one turns out to be closed."""
+        head = self._sign(request, deadline)
+        connection = self._pool.take_idle()
+        if connection is not None:
+            try:
+                return self._try(connection, head, request.body, read, deadline)
+            except StaleConnection:
+                pass  # closed while it was idle: this was no try
+        try:
+            return self._try(self._pool.connect(deadline), head, request.body, read, deadline)
+        except StaleConnection as error:
+            raise RequestFailed(Trouble.LOST, "the server closed the connection without a reply") from error
+
+    def _try(
+        self,
+        connection: Connection,
+        head: bytes,
+        body: memoryview,
+        read: Callable[[Connection, Head], T],
+        deadline: float,
+    ) -> T:
+        try:
+            try:
+                connection.send(head, body, deadline)
+                reply = connection.read_head(deadline)
+            except (ConnectionResetError, BrokenPipeError) as error:
+                reply = _early_reply(connection, deadline, error)
+            return read(connection, reply)
+        except OSError as error:
+            raise RequestFailed(trouble_of_exception(error), type(error).__name__) from error
+        finally:
+            self._pool.give(connection)
+
+    def _sign(self, request: _Request, deadline: float) -> bytes:
+        """The head of `request` as it goes over the network."""
+        place = self._place
+        path = f"{place.path}/{request.name}"
+        headers = self._signer.headers(
+            self._credentials(deadline),
+            request.method,
+            path,
+            request.query,
+            {"host": place.host, **(request.headers or {})},
+            request.sha256,
+        )
+        if request.method in ("PUT", "POST"):
+            headers["content-length"] = str(request.body.nbytes)
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        target = f"{path}?{request.query}" if request.query else path
+        return f"{request.method} {target} HTTP/1.1\r\n{lines}accept-encoding: identity\r\n\r\n".encode("latin-1")
+
+
+def _early_reply(connection: Connection, deadline: float, error: OSError) -> Head:
+    """A server that refuses a body may answer and close before it has read it: what it said, if it can be had."""
+    try:
+        return connection.read_head(deadline)
+    except ConnectionError:
+        raise StaleConnection from error
+
+
+def _read_small(connection: Connection, head: Head, deadline: float, bytes_max: int = _ERROR_BYTES_MAX) -> bytes:
+    if head.status == 204:
+        connection.finish()
+        return b""
+    body = connection.read_body(head, bytes_max, deadline)
+    connection.finish()
+    return body
+
+
+def _missing(connection: Connection, head: Head, deadline: float) -> None:
+    """Return if the reply says that the object is not there. Raises RequestFailed for all else."""
+    reply = _read_small(connection, head, deadline)
+    if head.status != 404 or _code(reply) == "NoSuchBucket":
+        raise _failure(head, reply)
+
+
+def _failure(head: Head, reply: bytes) -> RequestFailed:
+    return failed_reply(head.status, _code(reply), head.headers.get("retry-after", ""))
+
+
+def _code(reply: bytes) -> str:
+    """The code in the body of an error reply, empty if there is none."""
+    try:
+        return _text(ElementTree.fromstring(reply), "Code")
+    except ElementTree.ParseError:
+        return ""
+
+
+def _xml(reply: bytes) -> ElementTree.Element:
+    try:
+        return ElementTree.fromstring(reply)
+    except ElementTree.ParseError as error:
+        raise RequestFailed(Trouble.PROTOCOL, "the reply is no XML") from error
+
+
+def _text(element: ElementTree.Element, name: str) -> str:
+    return element.findtext(f"{{*}}{name}") or element.findtext(name) or ""
+
+
+def _listed(entry: ElementTree.Element) -> Listed:
+    size = _text(entry, "Size")
+    return Listed(_text(entry, "Key"), int(size) if size.isdigit() else 0, _unix_time(_text(entry, "LastModified")))
+
+
+def _unix_time(text: str) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None

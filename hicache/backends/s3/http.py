@@ -1,0 +1,311 @@
+"""HTTP/1.1 (RFC 9112) as far as an S3 client needs it, with bodies that go from and into frames.
+
+A frame is handed to the kernel together with the head of its request, and a body is received straight into its frame
+by one system call per mebibyte, most of which is spent without the interpreter's lock. That is what `http.client`
+leaves undone, besides parsing heads with the parser for mail.
+
+Every wait ends after `timeout_s` without a byte, or at the deadline of the call.
+
+Locking design: a Connection belongs to one thread at a time. The pool's lock guards its list of idle connections and is
+not held while one is opened, used or closed.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .refreshed import Refreshed
+from .trouble import RequestFailed, Trouble, trouble_of_exception
+
+Address: TypeAlias = tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]
+
+# Far above the heads that stores send; a reply that is longer is none.
+_HEAD_BYTES_MAX = 32 << 10
+_RECEIVED_AT_ONCE = 16 << 10
+# A receive that waits for all of so many bytes: large enough that there are few, small enough to see a stall.
+_PIECE_BYTES = 1 << 20
+# The kernel reads a timeout of zero as none at all.
+_TIMEOUT_MIN_S = 0.001
+# Addresses behind a name are asked for again after this time: stores balance load by changing them.
+_ADDRESSES_AGE_MAX_S = 60.0
+# A server that sends interim replies only gets no further than this.
+_INTERIM_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where the store is. `tls` None means plain HTTP. Times are seconds."""
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+    connect_timeout_s: float
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Status and headers of a reply; names are lower-case."""
+
+    status: int
+    headers: dict[str, str]
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the body comes in chunks, so that its length is not known beforehand."""
+        return "transfer-encoding" in self.headers
+
+    @property
+    def length(self) -> int | None:
+        """Bytes of the body, None if the reply does not say. Raises RequestFailed for what is no length."""
+        text = self.headers.get("content-length")
+        if text is None:
+            return None
+        if not (text.isascii() and text.isdigit() and len(text) < 16):
+            raise RequestFailed(Trouble.PROTOCOL, "content-length is no number")
+        return int(text)
+
+
+class StaleConnection(Exception):
+    """An idle connection turned out to be closed by the server: nothing of a reply has come."""
+
+
+def parse_head(data: bytes) -> Head:
+    """The head in `data`, which ends with its empty line. Raises RequestFailed if it is none."""
+    lines = data[:-4].decode("latin-1").split("\r\n")
+    version, _, rest = lines[0].partition(" ")
+    if version not in ("HTTP/1.1", "HTTP/1.0") or not rest[:3].isdigit():
+        raise RequestFailed(Trouble.PROTOCOL, "the reply is not HTTP/1.1")
+    headers: dict[str, str] = {}
+    for line in lines[1:]:
+        name, colon, value = line.partition(":")
+        name, value = name.lower(), value.strip()
+        if not colon or (name == "content-length" and headers.get(name, value) != value):
+            raise RequestFailed(Trouble.PROTOCOL, "a header of the reply makes no sense")
+        headers[name] = value
+    if version == "HTTP/1.0":
+        headers.setdefault("connection", "close")
+    return Head(int(rest[:3]), headers)
+
+
+class Connection:
+    """One connection to the store. Not thread-safe. `is_reusable` says whether a reply has been read to its end."""
+
+    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+        self._sock = sock
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+        self._timeout_s = timeout_s
+        self._set_s = -1.0
+        self._ahead = bytearray()  # received behind a head and not consumed yet
+        self._has_closing_reply = False
+        self.is_reusable = False
+        if not self._is_tls:
+            # Waits are bounded by the socket's own timeouts, so that one call can move a whole piece.
+            sock.settimeout(None)
+
+    def _limit(self, deadline: float) -> None:
+        """Bound the next operation. Raises TimeoutError if there is no time left."""
+        left = min(self._timeout_s, deadline - time.monotonic())
+        if left <= 0:
+            raise TimeoutError
+        if left != self._set_s:
+            self._set_s = left
+            if self._is_tls:
+                self._sock.settimeout(left)
+            else:
+                value = struct.pack("@ll", *divmod(int(max(left, _TIMEOUT_MIN_S) * 1e6), 1_000_000))
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+    def is_idle(self) -> bool:
+        """Whether the server has neither closed the connection nor sent what nobody asked for."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return not poll.poll(0)
+
+    def send(self, head: bytes, body: memoryview, deadline: float) -> None:
+        """Send a request. Raises OSError; what was sent until then may have been a whole one."""
+        self.is_reusable = False
+        parts = [memoryview(head), body]
+        while parts:
+            self._limit(deadline)
+            sent = self._sock.send(parts[0]) if self._is_tls else self._sock.sendmsg(parts)
+            while parts and sent >= parts[0].nbytes:
+                sent -= parts.pop(0).nbytes
+            if parts:
+                parts[0] = parts[0][sent:]
+
+    def read_head(self, deadline: float) -> Head:
+        """The head of the reply, interim ones skipped.
+
+        Raises StaleConnection if the server closed before it sent a byte, OSError, and RequestFailed for what is none.
+        """
+        for _ in range(_INTERIM_MAX):
+            head = parse_head(self._read_to(b"\r\n\r\n", _HEAD_BYTES_MAX, deadline))
+            if head.status >= 200:
+                self._has_closing_reply = head.headers.get("connection", "").lower() == "close"
+                return head
+        raise RequestFailed(Trouble.PROTOCOL, "too many interim replies")
+
+    def _read_to(self, mark: bytes, bytes_max: int, deadline: float) -> bytes:
+        while (end := self._ahead.find(mark)) < 0:
+            if len(self._ahead) > bytes_max:
+                raise RequestFailed(Trouble.PROTOCOL, "a part of the reply is too long")
+            self._limit(deadline)
+            data = self._sock.recv(_RECEIVED_AT_ONCE)
+            if not data:
+                if self._ahead:
+                    raise RequestFailed(Trouble.PROTOCOL, "the connection ended within a head")
+                raise StaleConnection
+            self._ahead += data
+        found = bytes(self._ahead[: end + len(mark)])
+        del self._ahead[: end + len(mark)]
+        return found
+
+    def read_into(self, target: memoryview, deadline: float) -> None:
+        """Receive exactly `target`. Raises OSError, and RequestFailed if the connection ends before that."""
+        done = min(len(self._ahead), target.nbytes)
+        target[:done] = self._ahead[:done]
+        del self._ahead[:done]
+        flags = 0 if self._is_tls else socket.MSG_WAITALL
+        while done < target.nbytes:
+            self._limit(deadline)
+            count = self._sock.recv_into(target[done : done + _PIECE_BYTES], 0, flags)
+            if not count:
+                raise RequestFailed(Trouble.SHORT_BODY, f"{done} of {target.nbytes} bytes came")
+            done += count
+
+    def read_body(self, head: Head, bytes_max: int, deadline: float) -> bytes:
+        """The body of a small reply. Raises OSError, and RequestFailed if it is longer than `bytes_max` or cut."""
+        if head.is_chunked:
+            return self._read_chunks(bytes_max, deadline)
+        length = head.length
+        if length is None:
+            return self._read_to_end(bytes_max, deadline)
+        if length > bytes_max:
+            raise RequestFailed(Trouble.PROTOCOL, f"a reply of {length} bytes, where {bytes_max} are plenty")
+        body = bytearray(length)
+        self.read_into(memoryview(body), deadline)
+        return bytes(body)
+
+    def _read_chunks(self, bytes_max: int, deadline: float) -> bytes:
+        body = bytearray()
+        try:
+            while True:
+                line = self._read_to(b"\r\n", _HEAD_BYTES_MAX, deadline).partition(b";")[0].strip()
+                size = int(line, 16) if line.isalnum() and len(line) <= 8 else -1
+                if not 0 <= size <= bytes_max - len(body):
+                    raise RequestFailed(Trouble.PROTOCOL, "a chunk of the reply has no proper size")
+                chunk = bytearray(size + 2)
+                if not size:
+                    while self._read_to(b"\r\n", _HEAD_BYTES_MAX, deadline) != b"\r\n":
+                        pass  # trailers
+                    return bytes(body)
+                self.read_into(memoryview(chunk), deadline)
+                body += chunk[:-2]
+        except (ValueError, StaleConnection) as error:
+            raise RequestFailed(Trouble.PROTOCOL, "the chunks of the reply make no sense") from error
+
+    def _read_to_end(self, bytes_max: int, deadline: float) -> bytes:
+        self._has_closing_reply = True
+        while True:
+            if len(self._ahead) > bytes_max:
+                raise RequestFailed(Trouble.PROTOCOL, f"a reply of more than {bytes_max} bytes")
+            self._limit(deadline)
+            data = self._sock.recv(_RECEIVED_AT_ONCE)
+            if not data:
+                body = bytes(self._ahead)
+                self._ahead.clear()
+                return body
+            self._ahead += data
+
+    def finish(self) -> None:
+        """Note that the reply was read to its end."""
+        self.is_reusable = not self._has_closing_reply and not self._ahead
+
+    def close(self) -> None:
+        """Close it, whatever state it is in."""
+        self._sock.close()
+
+
+def resolve(server: Server) -> Sequence[Address]:
+    """The addresses of the server's name. Blocks for as long as the resolver likes. Raises RequestFailed."""
+    try:
+        found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise RequestFailed(Trouble.DNS, f"{server.host} has no address") from error
+    return [(socket.AddressFamily(family), address) for family, _, _, _, address in found]
+
+
+class ConnectionPool:
+    """Connections to one server: the idle ones, latest first, and as many new ones as are asked for."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._addresses = Refreshed("resolver", lambda: resolve(server), _ADDRESSES_AGE_MAX_S)
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+
+    def take_idle(self) -> Connection | None:
+        """A connection that was used before and still seems good, None if there is none."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                connection = self._idle.pop()
+            if connection.is_idle():
+                return connection
+            connection.close()
+
+    def connect(self, deadline: float) -> Connection:
+        """A new connection. Raises RequestFailed."""
+        failure: RequestFailed | None = None
+        for family, address in self._addresses.get(deadline=deadline):
+            try:
+                return self._open(family, address, deadline)
+            except OSError as error:
+                failure = RequestFailed(trouble_of_exception(error), str(error))
+        self._addresses.expire()
+        raise failure or RequestFailed(Trouble.DNS, f"{self._server.host} has no address")
+
+    def _open(
+        self, family: socket.AddressFamily, address: tuple[str | int | bytes, ...], deadline: float
+    ) -> Connection:
+        server = self._server
+        left = min(server.connect_timeout_s, deadline - time.monotonic())
+        if left <= 0:
+            raise TimeoutError
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(left)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.connect(address)
+            if server.tls is not None:
+                sock = server.tls.wrap_socket(sock, server_hostname=server.host)
+            return Connection(sock, server.timeout_s)
+        except BaseException:
+            sock.close()
+            raise
+
+    def give(self, connection: Connection) -> None:
+        """Take a connection back: it is kept if its reply was read to the end, else closed."""
+        if connection.is_reusable:
+            with self._lock:
+                self._idle.append(connection)
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        """Close the idle connections. REQUIRES: none is in use."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()

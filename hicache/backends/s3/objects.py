@@ -1,0 +1,132 @@
+"""Objects of one bucket behind a throttle: what the backend and the raw store share."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from ...errors import BackendUnavailable
+from .access import open_client
+from .client import LISTED_MAX, Client, Found, Got, Listed
+from .options import S3Options
+from .throttle import Throttle
+from .trouble import RequestFailed, Trouble
+
+# What to do about the troubles that a person can do something about.
+_ADVICE = {
+    Trouble.DNS: "check endpoint_url: its host has no address",
+    Trouble.REFUSED: "check endpoint_url: nothing listens there",
+    Trouble.TIMEOUT: "check endpoint_url and the network: nothing answers",
+    Trouble.TLS: "check endpoint_url and ca_file: the TLS connection was not accepted",
+    Trouble.PROTOCOL: "check endpoint_url: what answers there is no S3 store",
+    Trouble.NO_BUCKET: "create the bucket, or correct its name",
+    Trouble.CREDENTIALS: "check the credentials: they are wrong, unknown or expired",
+    Trouble.ACCESS_DENIED: "allow s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject",
+    Trouble.CLOCK_SKEW: "set the clock of this machine",
+    Trouble.WRONG_REGION: "set region to that of the bucket",
+}
+
+
+class Objects:
+    """See the module's docstring. Thread-safe. All but `close` block up to the deadline and raise RequestFailed.
+
+    Opening asks the store for one name, and raises BackendUnavailable if that fails and ConfigError as `open_client`.
+    """
+
+    def __init__(self, options: S3Options) -> None:
+        self._client: Client = open_client(options)
+        self.throttle = Throttle(options.connections)
+        self._is_conditional = options.conditional_put
+        try:
+            self._client.list(
+                options.prefix, None, 1, deadline=time.monotonic() + options.connect_timeout_s + options.timeout_s
+            )
+        except RequestFailed as error:
+            self._client.close()
+            where = f"s3 store: bucket {options.bucket!r} at {options.endpoint_url or 'AWS'}"
+            advice = _ADVICE.get(error.trouble, "try again when the store is well")
+            raise BackendUnavailable(f"{where}: {error}; {advice}") from error
+
+    @contextlib.contextmanager
+    def _turn(self, deadline: float) -> Iterator[None]:
+        self.throttle.enter(deadline)
+        failure = None
+        try:
+            yield
+        except RequestFailed as error:
+            failure = error
+            raise
+        finally:
+            self.throttle.leave(failure)
+
+    def head(self, name: str, *, deadline: float) -> Found | None:
+        """See Client."""
+        with self._turn(deadline):
+            return self._client.head(name, deadline=deadline)
+
+    def get(
+        self, name: str, frame: memoryview, fits: Callable[[int], bool], *, deadline: float
+    ) -> Got | None:
+        """See Client."""
+        with self._turn(deadline):
+            return self._client.get(name, frame, fits, deadline=deadline)
+
+    def get_start(self, name: str, bytes_max: int, *, deadline: float) -> bytes | None:
+        """See Client."""
+        with self._turn(deadline):
+            return self._client.get_start(name, bytes_max, deadline=deadline)
+
+    def put_new(self, name: str, body: memoryview, *, deadline: float) -> bool:
+        """Store an object unless there is one; False if there is. Where the server knows no conditions, by asking
+        first, so that two writers at the same moment may both store theirs."""
+        if self._is_conditional:
+            try:
+                with self._turn(deadline):
+                    return self._client.put(name, body, if_absent=True, deadline=deadline)
+            except RequestFailed as error:
+                if error.trouble not in (Trouble.UNSUPPORTED, Trouble.REFUSED_REQUEST):
+                    raise
+        if self.head(name, deadline=deadline) is not None:
+            return False
+        with self._turn(deadline):
+            self._client.put(name, body, if_absent=False, deadline=deadline)
+        # It was the condition that the server refused: the same page without one went through.
+        self._is_conditional = False
+        return True
+
+    def remove_damaged(self, name: str, etag: str, *, deadline: float) -> None:
+        """Remove an object if it still is the one that was found damaged."""
+        try:
+            with self._turn(deadline):
+                self._client.remove(name, etag, deadline=deadline)
+        except RequestFailed as error:
+            if error.trouble not in (Trouble.UNSUPPORTED, Trouble.REFUSED_REQUEST):
+                raise
+            found = self.head(name, deadline=deadline)
+            if found is not None and found.etag == etag:
+                with self._turn(deadline):
+                    self._client.remove(name, "", deadline=deadline)
+
+    def remove_many(self, names: Sequence[str], *, deadline: float) -> list[Trouble]:
+        """Remove any number of objects; what went wrong with each that could not be."""
+        troubles: list[Trouble] = []
+        for first in range(0, len(names), LISTED_MAX):
+            with self._turn(deadline):
+                troubles += self._client.remove_many(names[first : first + LISTED_MAX], deadline=deadline)
+        return troubles
+
+    def list(self, prefix: str, *, deadline: float) -> Iterator[Listed]:
+        """All objects whose names start with `prefix`."""
+        token: str | None = None
+        while True:
+            with self._turn(deadline):
+                listing = self._client.list(prefix, token, LISTED_MAX, deadline=deadline)
+            yield from listing.objects
+            token = listing.next_token
+            if token is None:
+                return
+
+    def close(self) -> None:
+        """Close the connections. REQUIRES: no call is under way."""
+        self._client.close()

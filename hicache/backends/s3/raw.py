@@ -1,0 +1,75 @@
+"""A bucket as its operator sees it. See RawStore."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from ...errors import BackendUnavailable
+from ..raw import RawStore, StoredPage
+from .names import object_name, parse_name
+from .objects import Objects
+from .options import S3Options
+from .trouble import RequestFailed, Trouble
+
+# For one page, or one request about many. Nobody's engine waits.
+_REQUEST_S = 60.0
+# A listing of a large bucket takes as long as it takes; each of its requests is bounded by `timeout_s`.
+_LISTING_S = 24 * 3600.0
+
+
+class S3RawStore(RawStore):
+    """See RawStore. `used_s` is when a page was stored. `remove` counts pages that were gone already: the API does not
+    tell. Raises BackendUnavailable and ConfigError as S3Backend."""
+
+    def __init__(self, options: S3Options) -> None:
+        self._prefix = options.prefix
+        self._objects = Objects(options)
+
+    def pages(self, namespace: str = "") -> Iterator[StoredPage]:
+        """See RawStore. One request per thousand pages."""
+        try:
+            for entry in self._objects.list(self._prefix + namespace, deadline=time.monotonic() + _LISTING_S):
+                place = parse_name(self._prefix, entry.name)
+                if place is not None:
+                    yield StoredPage(*place, entry.size_bytes, entry.modified_s)
+        except RequestFailed as error:
+            raise _unavailable(error) from error
+
+    def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
+        """See RawStore."""
+        try:
+            return self._objects.get_start(self._name(page), bytes_max, deadline=time.monotonic() + _REQUEST_S)
+        except RequestFailed as error:
+            raise _unavailable(error) from error
+
+    def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
+        """See RawStore. A bucket knows no chains, the header in `data` does."""
+        try:
+            return self._objects.put_new(self._name(page), memoryview(data), deadline=time.monotonic() + _REQUEST_S)
+        except RequestFailed as error:
+            if error.trouble is Trouble.FULL:
+                return False
+            raise _unavailable(error) from error
+
+    def remove(self, pages: Sequence[StoredPage]) -> int:
+        """See RawStore. One request per thousand pages."""
+        names = [self._name(page) for page in pages]
+        try:
+            troubles = self._objects.remove_many(names, deadline=time.monotonic() + _REQUEST_S)
+        except RequestFailed as error:
+            raise _unavailable(error) from error
+        if troubles:
+            raise BackendUnavailable(f"s3 store: {len(troubles)} of {len(names)} pages stay: {troubles[0]}; try again")
+        return len(names)
+
+    def close(self) -> None:
+        """See RawStore."""
+        self._objects.close()
+
+    def _name(self, page: StoredPage) -> str:
+        return object_name(self._prefix, page.namespace, page.key)
+
+
+def _unavailable(error: RequestFailed) -> BackendUnavailable:
+    return BackendUnavailable(f"s3 store: {error}; try again when the store is well")

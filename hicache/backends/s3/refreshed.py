@@ -1,0 +1,77 @@
+"""A value that a blocking function gives, and that ages: the addresses behind a name, credentials that expire.
+
+Name resolution and requests for credentials cannot be told to end in time, so they are not made on a thread that has a
+deadline: a thread of its own makes them, and the others use the last value meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from .trouble import RequestFailed, Trouble
+
+T = TypeVar("T")
+
+
+class Refreshed(Generic[T]):
+    """The last value of `load`, loaded again when it is older than `age_max_s`.
+
+    `load` raises RequestFailed where it has no value. A failed refresh keeps the value that there is.
+
+    Locking design: `_state` guards all fields; at most one thread runs `load`, and it does so without the lock. That
+    thread is a daemon: one that hangs for ever does not keep the process.
+    """
+
+    def __init__(self, name: str, load: Callable[[], T], age_max_s: float) -> None:
+        self._name = name
+        self._load = load
+        self._age_max_s = age_max_s
+        self._state = threading.Condition()
+        self._value: T | None = None
+        self._failure: RequestFailed | None = None
+        self._loaded_s = 0.0
+        self._loading = False
+
+    def get(self, *, deadline: float) -> T:
+        """The value. Blocks up to `deadline` while there is none yet. Raises RequestFailed."""
+        with self._state:
+            if self._value is None or time.monotonic() - self._loaded_s > self._age_max_s:
+                self._start()
+            if self._value is None:
+                left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
+                self._state.wait_for(lambda: not self._loading, max(left, 0.0))
+            if self._value is not None:
+                return self._value
+            if self._loading or self._failure is None:
+                raise RequestFailed(Trouble.TIMEOUT, f"{self._name} takes too long")
+            failure = self._failure
+            raise RequestFailed(failure.trouble, str(failure))
+
+    def expire(self) -> None:
+        """Have the value loaded again when it is asked for next; it stays in use until then."""
+        with self._state:
+            self._loaded_s = -self._age_max_s
+
+    def _start(self) -> None:
+        if not self._loading:
+            self._loading = True
+            threading.Thread(target=self._run, name=f"hicache-s3-{self._name}", daemon=True).start()
+
+    def _run(self) -> None:
+        value, failure = None, None
+        try:
+            value = self._load()
+        except RequestFailed as error:
+            failure = error
+        except Exception as error:  # where a thread ends: a loader's bug must not leave the others waiting
+            failure = RequestFailed(Trouble.NETWORK, type(error).__name__)
+        with self._state:
+            if value is not None:
+                self._value = value
+            self._failure = failure
+            self._loaded_s = time.monotonic()
+            self._loading = False
+            self._state.notify_all()

@@ -1,0 +1,65 @@
+"""How many requests may be in flight: as many as are allowed, fewer after the server has asked to slow down.
+
+Additive increase, multiplicative decrease (Chiu and Jain, 1989): a reply that says "slow down" halves the limit, each
+round of answered requests adds one to it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from .trouble import RequestFailed, Trouble
+
+# Replies of requests that were in flight when the limit was cut say nothing new about it.
+_CUT_INTERVAL_S = 0.5
+
+
+class Throttle:
+    """A limit on requests in flight. Invariant: 1 <= limit <= `requests_max`, and `running` <= `requests_max`.
+
+    Locking design: one condition guards all fields, held for a few instructions.
+    """
+
+    def __init__(self, requests_max: int) -> None:
+        self._requests_max = requests_max
+        self._state = threading.Condition()
+        self._limit = float(requests_max)
+        self._running = 0
+        self._cut_s = -_CUT_INTERVAL_S
+        self._closed_until_s = 0.0
+
+    @property
+    def limit(self) -> int:
+        """How many requests may be in flight now."""
+        with self._state:
+            return int(self._limit)
+
+    def enter(self, deadline: float) -> None:
+        """Wait for a turn. Raises RequestFailed if there is none until `deadline`, or the server wants none yet."""
+        with self._state:
+            while True:
+                now = time.monotonic()
+                left = min(deadline - now, threading.TIMEOUT_MAX)
+                if left <= 0:
+                    raise RequestFailed(Trouble.DEADLINE)
+                if now < self._closed_until_s:
+                    raise RequestFailed(Trouble.SLOW_DOWN, "the server asked for a pause")
+                if self._running < int(self._limit):
+                    self._running += 1
+                    return
+                self._state.wait(left)
+
+    def leave(self, failure: RequestFailed | None) -> None:
+        """End a turn with what came of it."""
+        with self._state:
+            self._running -= 1
+            now = time.monotonic()
+            if failure is None:
+                self._limit = min(self._limit + 1 / self._limit, float(self._requests_max))
+            elif failure.trouble in (Trouble.SLOW_DOWN, Trouble.UNAVAILABLE):
+                self._closed_until_s = max(self._closed_until_s, now + failure.retry_after_s)
+                if now - self._cut_s >= _CUT_INTERVAL_S:
+                    self._limit = max(1.0, self._limit / 2)
+                    self._cut_s = now
+            self._state.notify_all()

@@ -1,0 +1,28 @@
+"""The S3 backend against the contract on a real SeaweedFS, with each client."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.backends.testing import BackendContract, OpenStore
+from tests.backends.s3.bucket import Bucket, open_s3
+
+
+class TestDirectClient(BackendContract):
+    @pytest.fixture
+    def open_store(self, bucket: Bucket, prefix: str) -> OpenStore:
+        return lambda codec: open_s3(bucket, prefix, codec)
+
+
+class TestBotoClient(BackendContract):
+    @pytest.fixture
+    def open_store(self, bucket: Bucket, prefix: str) -> OpenStore:
+        return lambda codec: open_s3(bucket, prefix, codec, client="boto3")
+
+
+class TestWithoutConditionalPut(BackendContract):
+    """Pages are asked for before they are stored, for servers that know no conditions."""
+
+    @pytest.fixture
+    def open_store(self, bucket: Bucket, prefix: str) -> OpenStore:
+        return lambda codec: open_s3(bucket, prefix, codec, conditional_put=False)
