@@ -36,12 +36,14 @@ _BUILT_IN: Mapping[str, str] = {
     "sharded": "hicache.backends.compose:open_sharded",
     "redis": "hicache.backends.redis:open_redis_backend",
     "s3": "hicache.backends.s3:open_s3_backend",
+    "mooncake": "hicache.backends.mooncake:open_mooncake_backend",
 }
 # Where what opens a built-in store for its operator is: a function of the same options that returns a RawStore.
 _RAW: Mapping[str, str] = {
     "file": "hicache.backends.file.raw:open_raw",
     "redis": "hicache.backends.redis.raw:open_raw",
     "s3": "hicache.backends.s3:open_raw",
+    "mooncake": "hicache.backends.mooncake.raw:open_raw",
 }
 # The built-in backends that are made of others, and the option that lists those.
 _PARTS_OPTION: Mapping[str, str] = {"levels": "levels", "mirror": "parts", "sharded": "parts"}

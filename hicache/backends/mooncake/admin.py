@@ -1,0 +1,81 @@
+"""The master's HTTP server: what it counts, and the list of all keys. Plain HTTP without authentication, as Mooncake
+offers it: to be reached over a trusted network only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator, Sequence
+from urllib.parse import quote
+
+from ...errors import BackendUnavailable
+from ..base import Usage
+
+# A page of numbers takes a millisecond; a list of a million keys some seconds.
+TIMEOUT_S = 10.0
+# Keys of one question, which stand in its URL: of some 140 bytes each.
+_KEYS_PER_QUESTION = 50
+_ANSWER_BYTES_MAX = 1 << 30
+
+
+class Admin:
+    """Questions to the master, each on a connection of its own. All methods block for at most about `TIMEOUT_S` without
+    an answer, and raise BackendUnavailable."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+
+    def usage(self) -> Usage:
+        """Pages and bytes in all segments, whoever has stored them, and what these can hold."""
+        numbers: dict[str, float] = {}
+        for line in self._ask("/metrics").splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("master_key_count", "master_allocated_bytes", "master_total_capacity_bytes"):
+                numbers[name] = float(value)
+        try:
+            return Usage(
+                pages=int(numbers["master_key_count"]),
+                bytes=int(numbers["master_allocated_bytes"]),
+                capacity_bytes=int(numbers["master_total_capacity_bytes"]),
+            )
+        except KeyError as error:
+            raise self._trouble("counts no keys or bytes: is it the metrics port of a Mooncake master?") from error
+
+    def all_keys(self) -> list[str]:
+        """Every key in the store."""
+        return self._ask("/get_all_keys").split("\n")[:-1]
+
+    def sizes(self, keys: Sequence[str]) -> Iterator[tuple[str, int]]:
+        """The keys that are there, and the bytes of each. Grants no leases, other than asking a client."""
+        for start in range(0, len(keys), _KEYS_PER_QUESTION):
+            some = keys[start : start + _KEYS_PER_QUESTION]
+            answer = self._ask("/batch_query_keys?keys=" + ",".join(quote(key) for key in some))
+            try:
+                found = json.loads(answer)["data"]
+                for key in some:
+                    replicas = found[key]["values"] if found[key]["ok"] else None
+                    if replicas:
+                        yield key, int(replicas[0]["size_"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise self._trouble("gave an answer of another form: is it of another version?") from error
+
+    def _ask(self, path: str) -> str:
+        connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT_S)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            status, body = answer.status, answer.read(_ANSWER_BYTES_MAX)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._trouble(f"does not answer ({type(error).__name__})") from error
+        finally:
+            connection.close()
+        if status != http.HTTPStatus.OK:
+            raise self._trouble(f"answered {status}")
+        return body.decode("utf-8", errors="replace")
+
+    def _trouble(self, what: str) -> BackendUnavailable:
+        host, port = self._address
+        return BackendUnavailable(
+            f"mooncake store: the master's HTTP server {host}:{port} {what}; give its --metrics_host and "
+            "--metrics_port as `admin`"
+        )

@@ -1,0 +1,188 @@
+"""The Mooncake backend: pages in the memory of many nodes, moved by the library from and into the frames themselves.
+
+Whether a page is there is asked before it is stored: the library calls it a success either way. A page that another
+process stores at the same moment is reported as stored by both.
+
+What the server decides: it evicts near the least recently used page, whatever chain it belongs to, so a chain may lose
+its middle; and a page that was looked up or read has a lease, 10 s by default, in which it is neither evicted nor
+deleted. Damaged pages are removed in spite of their lease; the reader that holds it finds the damage too.
+
+Locking design: verbs run on their callers' threads and share only what has its own lock or none to need (`Calls`,
+`Staging`, `Runner`, `Roads`). `_usage` is one reference. The library is closed on a thread of its own, when its last
+call has ended; `_close_lock` has two calls of `close` wait for the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from ...errors import BackendError, BackendUnavailable, InvalidInput
+from ...frame import FrameCodec
+from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
+from ..calls import Calls, check_batch, check_keys
+from . import codes
+from .admin import Admin
+from .batches import Names, Parts, Reads, Writes
+from .client import Client
+from .lanes import Roads, address_of
+from .options import MooncakeOptions
+from .removal import remove_unleased
+from .runner import Runner
+from .staging import Staging
+
+_log = logging.getLogger(__name__)
+
+# What `close` waits for the library: that takes 1 s, 4 s without a master, 30 s if a daemon hangs.
+_CLOSE_S = 10.0
+
+
+class MooncakeBackend(StorageBackend):
+    """Pages in a Mooncake store. See the module's docstring; `StorageBackend` says what each verb does.
+
+    Frames are copied through staging memory. A verb returns at its deadline or a quarter of a second later; what it has
+    started then goes on in that memory alone. Raises ConfigError if the library is missing, BackendUnavailable if the
+    store cannot be joined, BackendError without memory for staging. Open it after a fork and not before.
+    """
+
+    def __init__(self, codec: FrameCodec, options: MooncakeOptions) -> None:
+        super().__init__(codec)
+        self.options = options
+        self._calls = Calls(codec)
+        self._admin = Admin(options.admin_address)
+        self._usage = Usage(0, 0, None)
+        self._close_lock = threading.Lock()
+        runner = Runner("hicache-mooncake")
+        client = Client(options, runner)
+        try:
+            self._staging = Staging(client, codec.frame_bytes, options.staging_bytes)
+        except BackendError:
+            runner.close()
+            client.close()
+            raise
+        roads = Roads(self._staging, runner)
+        self._parts = Parts(codec, Names(options.prefix, codec.namespace), client, roads, runner)
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend. One request for all of them; each page that is there has a lease then."""
+        check_keys(keys)
+        with self._calls.enter() as is_open:
+            if not is_open or not keys:
+                return 0
+            names = self._parts.names.of(keys)
+            found = self._parts.ask(lambda: self._parts.client.exist(names), deadline)
+            if isinstance(found, str):
+                self._calls.count(errors=[found])
+                return 0
+            stored = next((position for position, code in enumerate(found) if code != 1), len(found))
+            if stored < len(found) and found[stored] < 0:
+                self._calls.count(errors=[codes.class_of(found[stored])])
+            return stored
+
+    def batch_get(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+    ) -> list[GetOutcome]:
+        """See StorageBackend. A page that is being written is a miss."""
+        check_batch(self.codec, keys, frames)
+        with self._calls.enter() as is_open:
+            if not is_open:
+                return self._calls.refuse_gets(len(keys))
+            batch = Reads(self._parts, keys, frames, deadline)
+            try:
+                batch.run()
+            finally:
+                self._calls.count(gets=batch.outcomes, errors=batch.errors, corrupt=batch.corrupt)
+        return batch.outcomes
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """See StorageBackend. Waits for up to half a second for a full store to make room."""
+        check_batch(self.codec, keys, frames)
+        if parent is not None:
+            check_keys([parent])
+        with self._calls.enter() as is_open:
+            if not is_open:
+                return self._calls.refuse_sets(len(keys))
+            batch = Writes(self._parts, keys, frames, parent, deadline)
+            outcomes: list[SetOutcome] = []
+            try:
+                outcomes = batch.run()
+            finally:
+                self._calls.count(sets=outcomes, errors=batch.errors)
+        return outcomes
+
+    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend. Waits for the leases of pages that were looked up or read lately, 30 s at most."""
+        check_keys(keys)
+        names = self._parts.names.of(list(dict.fromkeys(keys)))
+        removed, errors = 0, list[str]()
+        with self._calls.enter() as is_open:
+            if is_open and names:
+                client, ask = self._parts.client, self._parts.ask
+                removed, errors = remove_unleased(
+                    names, deadline, lambda some: ask(lambda: client.remove(some, force=False), deadline)
+                )
+            self._calls.count(errors=errors)
+        return removed
+
+    def usage(self) -> Usage:
+        """See StorageBackend. The whole store's pages and bytes, since all that is in it shares the capacity; asks the
+        master's HTTP server."""
+        with self._calls.enter() as is_open:
+            if is_open:
+                try:
+                    self._usage = self._admin.usage()
+                except BackendUnavailable:
+                    self._calls.count(errors=["admin"])
+        return self._usage
+
+    def statistics(self) -> BackendStatistics:
+        """See StorageBackend. What the server evicts is not told to anyone: `evicted_pages` stays 0."""
+        return self._calls.statistics()
+
+    def close(self) -> None:
+        """See StorageBackend. Takes this process's segment out of the store, with the pages in it.
+
+        Returns after 10 s at the latest; what then still hangs in the library ends by itself.
+        """
+        with self._close_lock:
+            if not self._calls.close():
+                return
+            closing = threading.Thread(target=self._leave, name="hicache-mooncake-close", daemon=True)
+            closing.start()
+            closing.join(_CLOSE_S)
+            if closing.is_alive():
+                _log.warning("mooncake store: a library call still hangs; the client is closed when it returns")
+
+    def _leave(self) -> None:
+        self._parts.runner.close()
+        for start, _ in self._parts.roads.registered:
+            self._parts.client.unregister(start)
+        self._parts.client.close()
+        self._staging.free()
+
+    def check(self) -> None:
+        """Raise InvariantError if staging memory is lost. REQUIRES: no verb runs, and no call that one has left."""
+        self._staging.check()
+
+
+class RegisteringMooncakeBackend(MooncakeBackend):
+    """The backend of a process that moves its pages itself: those in registered memory go as they lie, with no copy.
+
+    A read or store of registered frames cannot be left: such a verb returns when the library does, by its own limits at
+    most three times `timeout_s` and 2 s, or 5 s without a master. After such a failure frames are copied until a call
+    has succeeded, so that one verb waits so long and those behind it do not.
+    """
+
+    def register_memory(self, memory: memoryview) -> None:
+        """See MemoryRegistration. `memory` must stay until the backend is closed. What is registered stays so."""
+        if not memory.nbytes or not memory.c_contiguous or memory.readonly:
+            raise InvalidInput("mooncake store: the memory to register must be contiguous, writable and not empty")
+        start = address_of(memory.cast("B"))
+        if any(place == (start, start + memory.nbytes) for place in self._parts.roads.registered):
+            return
+        self._parts.client.register(start, memory.nbytes)
+        self._parts.roads.add(start, start + memory.nbytes)
+

@@ -1,0 +1,117 @@
+"""The library's client: loaded, set up, called, and closed when nothing uses it any more.
+
+Locking design: the library's client takes calls from any threads at once, but a call on a closed one ends the process.
+So `close` must come after the last call: `MooncakeBackend` closes it when its runner has none left.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import BackendError, BackendUnavailable, ConfigError
+from . import codes
+from .options import MooncakeOptions
+from .runner import Runner
+
+# One attempt to find the master: four tries to connect a second apart, or one request that is not answered.
+_SETUP_S = 30.0
+
+
+def load_library(options: MooncakeOptions) -> Any:
+    """The module `mooncake.store`, loaded under the time limits of `options`. Raises ConfigError if it is missing."""
+    for name, value in options.environment().items():
+        os.environ.setdefault(name, value)
+    try:
+        from mooncake import store  # noqa: PLC0415  an optional dependency, and it reads the environment when it loads
+    except ImportError as error:
+        raise ConfigError(
+            f"backend mooncake: its library cannot be loaded ({error}); pip install \"hicache[mooncake]\", or "
+            "\"hicache[mooncake-cpu]\" on a machine without CUDA; it needs the system's libibverbs1 and libnuma1"
+        ) from error
+    return store
+
+
+class Client:
+    """One client of a store. All methods block; none may be called after `close`.
+
+    Methods on keys return one number for each, see `codes`. Raises BackendUnavailable from the constructor, which gives
+    up after `_SETUP_S` at the latest.
+    """
+
+    def __init__(self, options: MooncakeOptions, runner: Runner) -> None:
+        self._library = load_library(options)
+        self._store = self._library.MooncakeDistributedStore()
+        setup = self._setup(options)
+        # If the library should hang in there, this process has lost one thread.
+        done = runner.run(lambda: [setup()], time.monotonic() + _SETUP_S, late=lambda: None)
+        if done != [codes.OK]:
+            where = f"master {options.master}" if options.daemon is None else f"daemon {options.daemon}"
+            what = "did not answer in time" if done is None else f"could not be joined (code {done[0]})"
+            raise BackendUnavailable(
+                f"mooncake store: {where} {what}; check that it runs, the address, protocol {options.protocol!r} and, "
+                "for a segment, free memory"
+            )
+
+    def _setup(self, options: MooncakeOptions) -> Callable[[], int]:
+        store: Any = self._store
+        if options.daemon is not None:
+            return lambda: int(store.setup_dummy(0, 0, options.daemon))
+        return lambda: int(store.setup(
+            options.host, options.metadata, options.segment_bytes, 0, options.protocol, options.devices, options.master
+        ))  # fmt: skip
+
+    def allocator(self) -> Any:
+        """What makes memory that every client can move pages from and to, a daemon's too."""
+        return self._library.MooncakeHostMemAllocator()
+
+    def register(self, address: int, size: int) -> None:
+        """Let pages be moved from and to this memory. Raises BackendError."""
+        code = self._store.register_buffer(address, size)
+        if code != codes.OK:
+            raise BackendError(
+                f"mooncake store: {size} bytes of memory could not be registered (code {code}); for RDMA check the "
+                "limit on locked memory (ulimit -l) and the devices"
+            )
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        self._store.unregister_buffer(address)
+
+    def exist(self, keys: list[str]) -> list[int]:
+        """1 for a page that is there, 0 for one that is not. Those that are there cannot be evicted for a while."""
+        return list(self._store.batch_is_exist(keys))
+
+    def get(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        """Read whole pages; the bytes of each. A page longer than its buffer is not read."""
+        return list(self._store.batch_get_into(keys, addresses, sizes))
+
+    def get_start(self, key: str, address: int, size: int) -> list[int]:
+        """Read the first `size` bytes of a page that is at least as long."""
+        found: list[list[list[int]]] = self._store.get_into_ranges(
+            [address], [[key]], [[[0]]], [[[0]]], [[[size]]]
+        )  # fmt: skip
+        return [found[0][0][0]]
+
+    def put(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        """Store pages. One that is there stays as it is, and the code is the same."""
+        return list(self._store.batch_put_from(keys, addresses, sizes))
+
+    def sizes(self, keys: list[str]) -> list[int]:
+        """Bytes of each page. Grants leases as `exist` does."""
+        return [self._store.get_size(key) for key in keys]
+
+    def remove(self, keys: list[str], *, force: bool) -> list[int]:
+        """Remove pages; only with `force` those that somebody may be reading."""
+        return list(self._store.batch_remove(keys, force))
+
+    def remove_matching(self, pattern: str) -> list[int]:
+        """Remove all pages whose key matches a regular expression, but for those that somebody may be reading; how
+        many were removed, in a list of one."""
+        return [int(self._store.remove_by_regex(pattern, False))]
+
+    def close(self) -> None:
+        """Take this process's segment out of the store and leave it. REQUIRES: no call is under way."""
+        self._store.close()

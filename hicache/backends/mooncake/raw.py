@@ -1,0 +1,150 @@
+"""A Mooncake store as its operator sees it: listed by the master, read and written by a client without a segment."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ...errors import BackendUnavailable
+from ..raw import RawStore, StoredPage
+from . import codes
+from .admin import Admin
+from .client import Client
+from .options import MIB, MooncakeOptions
+from .removal import LEASE_WAIT_S_MAX, remove_unleased
+from .runner import Runner
+
+_FULL_WAIT_S = 0.02
+_FULL_TRIES = 25
+_LEASE_WAIT_S = 0.1
+# How many pages are removed in one request.
+_REMOVE_PAGES = 1000
+
+
+class MooncakeRawStore(RawStore):
+    """See RawStore. Lists all keys of the master at once, some 140 bytes for each page. Raises as MooncakeBackend does.
+    """
+
+    def __init__(self, options: MooncakeOptions) -> None:
+        self._prefix = options.prefix
+        self._name = re.compile(re.escape(options.prefix) + "([0-9a-f]{64})/([0-9a-f]{64})")
+        self._admin = Admin(options.admin_address)
+        # It moves pages itself, through no daemon, and gives no memory to the store: that would leave with it.
+        taking_part = dataclasses.replace(options, daemon=None, segment_bytes=0)
+        self._runner = Runner("hicache-mooncake-raw")
+        self._client = Client(taking_part, self._runner)
+        self._allocator: Any = self._client.allocator()
+        self._buffer = 0  # address of registered memory, 0 while there is none
+        self._buffer_bytes = 0
+        self._closed = False
+
+    def pages(self, namespace: str = "") -> Iterator[StoredPage]:
+        """See RawStore. `used_s` is None: the master does not tell."""
+        found = {key: match for key in sorted(self._admin.all_keys()) if (match := self._name.fullmatch(key))}
+        names = [name for name, match in found.items() if match[1].startswith(namespace)]
+        for name, size in self._admin.sizes(names):
+            space, key = found[name].groups()
+            yield StoredPage(bytes.fromhex(space), bytes.fromhex(key), size, None)
+
+    def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
+        """See RawStore."""
+        size = min(bytes_max, page.bytes)
+        if not size:
+            return b""
+        buffer = self._reserve(size)
+        code = self._client.get_start(self._name_of(page), self._buffer, size)[0]
+        if code in codes.MISSES or code == codes.BAD_PARAMETER:  # gone, or another and shorter page by now
+            return None
+        self._require(code)
+        return bytes(buffer[:size])
+
+    def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
+        """See RawStore. Waits for up to half a second for a full store to make room; keeps no note of `parent`, which
+        the header in `data` names."""
+        name = self._name_of(page)
+        exists = self._client.exist([name])[0]
+        if exists:
+            self._require(exists)
+            return False
+        self._reserve(len(data))[: len(data)] = data
+        for _ in range(_FULL_TRIES):
+            code = self._client.put([name], [self._buffer], [len(data)])[0]
+            if code != codes.NO_ROOM:
+                self._require(code)
+                return True
+            time.sleep(_FULL_WAIT_S)
+        return False
+
+    def remove(self, pages: Sequence[StoredPage]) -> int:
+        """See RawStore. Waits for leases, 30 s at most for every thousand pages, and raises BackendUnavailable if there
+        are still some then."""
+        removed = 0
+        for start in range(0, len(pages), _REMOVE_PAGES):
+            names = [self._name_of(page) for page in pages[start : start + _REMOVE_PAGES]]
+            count, errors = remove_unleased(names, math.inf, lambda some: self._client.remove(some, force=False))
+            removed += count
+            if errors:
+                raise BackendUnavailable(
+                    f"mooncake store: {len(errors)} pages were not removed ({errors[0]}); try again"
+                )
+        return removed
+
+    def remove_namespace(self, namespace: bytes) -> int:
+        """Remove all pages of a namespace and nothing else, without a list of them; how many were there.
+
+        Waits for leases, and raises BackendUnavailable if there are still some after 30 s.
+        """
+        start = f"{self._prefix}{namespace.hex()}/"
+        pattern = "^" + start.replace(".", "[.]")
+        give_up = time.monotonic() + LEASE_WAIT_S_MAX
+        removed = 0
+        while True:
+            count = self._client.remove_matching(pattern)[0]
+            self._require(count)
+            removed += count
+            if not any(key.startswith(start) for key in self._admin.all_keys()):
+                return removed
+            if time.monotonic() >= give_up:
+                raise BackendUnavailable("mooncake store: some pages of the namespace are still being read; try again")
+            time.sleep(_LEASE_WAIT_S)
+
+    def close(self) -> None:
+        """See RawStore."""
+        if self._closed:
+            return
+        self._closed = True
+        self._runner.close()
+        self._client.close()
+        if self._buffer:
+            self._allocator.free(self._buffer)
+
+    def _name_of(self, page: StoredPage) -> str:
+        return f"{self._prefix}{page.namespace.hex()}/{page.key.hex()}"
+
+    def _reserve(self, size: int) -> memoryview:
+        """Registered memory of at least `size` bytes at `_buffer`, the same as before if that is large enough."""
+        if size > self._buffer_bytes:
+            if self._buffer:
+                self._client.unregister(self._buffer)
+                self._allocator.free(self._buffer)
+            self._buffer_bytes = -(-size // MIB) * MIB
+            self._buffer = int(self._allocator.alloc(self._buffer_bytes))
+            self._client.register(self._buffer, self._buffer_bytes)
+        return memoryview((ctypes.c_char * self._buffer_bytes).from_address(self._buffer)).cast("B")
+
+    def _require(self, code: int) -> None:
+        if code < 0:
+            raise BackendUnavailable(
+                f"mooncake store: a request failed ({codes.class_of(code)}); check the master and the nodes"
+            )
+
+
+def open_raw(**options: Any) -> MooncakeRawStore:
+    """The raw store with keyword options of `MooncakeOptions`. Raises as its constructor does, InvalidInput for options
+    that cannot work."""
+    return MooncakeRawStore(MooncakeOptions(**options))
