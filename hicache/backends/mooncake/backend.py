@@ -25,7 +25,7 @@ from ..calls import Calls, check_batch, check_keys
 from . import codes
 from .admin import Admin
 from .batches import Names, Parts, Reads, Writes
-from .client import Client
+from .client import join_store
 from .lanes import Roads, address_of
 from .options import MooncakeOptions
 from .removal import remove_unleased
@@ -54,12 +54,12 @@ class MooncakeBackend(StorageBackend):
         self._usage = Usage(0, 0, None)
         self._close_lock = threading.Lock()
         runner = Runner("hicache-mooncake")
-        client = Client(options, runner)
+        client = join_store(options, runner)
         try:
             self._staging = Staging(client, codec.frame_bytes, options.staging_bytes)
         except BackendError:
             runner.close()
-            client.close()
+            client.leave()
             raise
         roads = Roads(self._staging, runner)
         self._parts = Parts(codec, Names(options.prefix, codec.namespace), client, roads, runner)
@@ -143,7 +143,7 @@ class MooncakeBackend(StorageBackend):
         return self._calls.statistics()
 
     def close(self) -> None:
-        """See StorageBackend. Takes this process's segment out of the store, with the pages in it.
+        """See StorageBackend. The last one of this process takes its segment out of the store, with the pages in it.
 
         Returns after 10 s at the latest; what then still hangs in the library ends by itself.
         """
@@ -158,10 +158,10 @@ class MooncakeBackend(StorageBackend):
 
     def _leave(self) -> None:
         self._parts.runner.close()
-        for start, _ in self._parts.roads.registered:
-            self._parts.client.unregister(start)
-        self._parts.client.close()
         self._staging.free()
+        for start, end in self._parts.roads.registered:
+            self._parts.client.unregister(start, end - start)
+        self._parts.client.leave()
 
     def check(self) -> None:
         """Raise InvariantError if staging memory is lost. REQUIRES: no verb runs, and no call that one has left."""

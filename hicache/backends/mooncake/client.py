@@ -1,13 +1,19 @@
-"""The library's client: loaded, set up, called, and closed when nothing uses it any more.
+"""The library's client: loaded, set up, shared, called, and closed when nothing uses it any more.
 
-Locking design: the library's client takes calls from any threads at once, but a call on a closed one ends the process.
-So `close` must come after the last call: `MooncakeBackend` closes it when its runner has none left.
+Backends with the same store and the same part in it share one client: when new weights open a store anew, the segment
+and the registered memory stay, where a second client would need both twice.
+
+Locking design: `_lock` guards `_clients`, how many use each of them, and the memory registered with each; it is held
+while a client is set up or memory is registered, which is rare. The library's client takes calls from any threads at
+once, but a call on a closed one ends the process: whoever leaves must have no call under way.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +24,27 @@ from .runner import Runner
 
 # One attempt to find the master: four tries to connect a second apart, or one request that is not answered.
 _SETUP_S = 30.0
+
+_lock = threading.Lock()
+_clients: dict[tuple[object, ...], Client] = {}
+
+
+def join_store(options: MooncakeOptions, runner: Runner) -> Client:
+    """The client of this process that takes part in the store as `options` say, set up if there is none.
+
+    Blocks for as long as that takes. Raises ConfigError if the library is missing, BackendUnavailable if the store
+    cannot be joined.
+    """
+    place = (
+        options.master, options.daemon, options.segment_bytes, options.host, options.metadata, options.protocol,
+        options.devices,
+    )  # fmt: skip
+    with _lock:
+        client = _clients.get(place)
+        if client is None:
+            client = _clients[place] = Client(options, runner, place)
+        client.uses += 1
+        return client
 
 
 def load_library(options: MooncakeOptions) -> Any:
@@ -35,13 +62,15 @@ def load_library(options: MooncakeOptions) -> Any:
 
 
 class Client:
-    """One client of a store. All methods block; none may be called after `close`.
+    """One client of a store, made by `join_store`. All methods block; none may be called after `leave`.
 
-    Methods on keys return one number for each, see `codes`. Raises BackendUnavailable from the constructor, which gives
-    up after `_SETUP_S` at the latest.
+    Methods on keys return one number for each, see `codes`.
     """
 
-    def __init__(self, options: MooncakeOptions, runner: Runner) -> None:
+    def __init__(self, options: MooncakeOptions, runner: Runner, place: tuple[object, ...]) -> None:
+        self.uses = 0
+        self._place = place
+        self._registered: Counter[tuple[int, int]] = Counter()
         self._library = load_library(options)
         self._store = self._library.MooncakeDistributedStore()
         setup = self._setup(options)
@@ -68,17 +97,23 @@ class Client:
         return self._library.MooncakeHostMemAllocator()
 
     def register(self, address: int, size: int) -> None:
-        """Let pages be moved from and to this memory. Raises BackendError."""
-        code = self._store.register_buffer(address, size)
-        if code != codes.OK:
-            raise BackendError(
-                f"mooncake store: {size} bytes of memory could not be registered (code {code}); for RDMA check the "
-                "limit on locked memory (ulimit -l) and the devices"
-            )
+        """Let pages be moved from and to this memory, until each `register` is undone. Raises BackendError."""
+        with _lock:
+            if not self._registered[address, size]:
+                code = self._store.register_buffer(address, size)
+                if code != codes.OK:
+                    raise BackendError(
+                        f"mooncake store: {size} bytes of memory could not be registered (code {code}); for RDMA check "
+                        "the limit on locked memory (ulimit -l) and the devices"
+                    )
+            self._registered[address, size] += 1
 
-    def unregister(self, address: int) -> None:
-        """Undo `register`."""
-        self._store.unregister_buffer(address)
+    def unregister(self, address: int, size: int) -> None:
+        """Undo one `register`."""
+        with _lock:
+            self._registered[address, size] -= 1
+            if not self._registered[address, size]:
+                self._store.unregister_buffer(address)
 
     def exist(self, keys: list[str]) -> list[int]:
         """1 for a page that is there, 0 for one that is not. Those that are there cannot be evicted for a while."""
@@ -112,6 +147,14 @@ class Client:
         many were removed, in a list of one."""
         return [int(self._store.remove_by_regex(pattern, False))]
 
-    def close(self) -> None:
-        """Take this process's segment out of the store and leave it. REQUIRES: no call is under way."""
+    def leave(self) -> None:
+        """Use the client no more. The last one to leave takes this process's segment out of the store.
+
+        REQUIRES: its caller has undone each `register`, and has no call under way.
+        """
+        with _lock:
+            self.uses -= 1
+            if self.uses:
+                return
+            del _clients[self._place]
         self._store.close()

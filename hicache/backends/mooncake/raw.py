@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import math
 import re
@@ -14,10 +13,11 @@ from ...errors import BackendUnavailable
 from ..raw import RawStore, StoredPage
 from . import codes
 from .admin import Admin
-from .client import Client
+from .client import join_store
 from .options import MIB, MooncakeOptions
 from .removal import LEASE_WAIT_S_MAX, remove_unleased
 from .runner import Runner
+from .staging import RegisteredRoom
 
 _FULL_WAIT_S = 0.02
 _FULL_TRIES = 25
@@ -37,10 +37,8 @@ class MooncakeRawStore(RawStore):
         # It moves pages itself, through no daemon, and gives no memory to the store: that would leave with it.
         taking_part = dataclasses.replace(options, daemon=None, segment_bytes=0)
         self._runner = Runner("hicache-mooncake-raw")
-        self._client = Client(taking_part, self._runner)
-        self._allocator: Any = self._client.allocator()
-        self._buffer = 0  # address of registered memory, 0 while there is none
-        self._buffer_bytes = 0
+        self._client = join_store(taking_part, self._runner)
+        self._room: RegisteredRoom | None = None  # made and enlarged as it is needed
         self._closed = False
 
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
@@ -56,12 +54,12 @@ class MooncakeRawStore(RawStore):
         size = min(bytes_max, page.bytes)
         if not size:
             return b""
-        buffer = self._reserve(size)
-        code = self._client.get_start(self._name_of(page), self._buffer, size)[0]
+        room = self._reserve(size)
+        code = self._client.get_start(self._name_of(page), room.address, size)[0]
         if code in codes.MISSES or code == codes.BAD_PARAMETER:  # gone, or another and shorter page by now
             return None
         self._require(code)
-        return bytes(buffer[:size])
+        return bytes(room.memory[:size])
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
         """See RawStore. Waits for up to half a second for a full store to make room; keeps no note of `parent`, which
@@ -71,9 +69,10 @@ class MooncakeRawStore(RawStore):
         if exists:
             self._require(exists)
             return False
-        self._reserve(len(data))[: len(data)] = data
+        room = self._reserve(len(data))
+        room.memory[: len(data)] = data
         for _ in range(_FULL_TRIES):
-            code = self._client.put([name], [self._buffer], [len(data)])[0]
+            code = self._client.put([name], [room.address], [len(data)])[0]
             if code != codes.NO_ROOM:
                 self._require(code)
                 return True
@@ -119,23 +118,21 @@ class MooncakeRawStore(RawStore):
             return
         self._closed = True
         self._runner.close()
-        self._client.close()
-        if self._buffer:
-            self._allocator.free(self._buffer)
+        if self._room is not None:
+            self._room.free()
+        self._client.leave()
 
     def _name_of(self, page: StoredPage) -> str:
         return f"{self._prefix}{page.namespace.hex()}/{page.key.hex()}"
 
-    def _reserve(self, size: int) -> memoryview:
-        """Registered memory of at least `size` bytes at `_buffer`, the same as before if that is large enough."""
-        if size > self._buffer_bytes:
-            if self._buffer:
-                self._client.unregister(self._buffer)
-                self._allocator.free(self._buffer)
-            self._buffer_bytes = -(-size // MIB) * MIB
-            self._buffer = int(self._allocator.alloc(self._buffer_bytes))
-            self._client.register(self._buffer, self._buffer_bytes)
-        return memoryview((ctypes.c_char * self._buffer_bytes).from_address(self._buffer)).cast("B")
+    def _reserve(self, size: int) -> RegisteredRoom:
+        """Memory of at least `size` bytes, the same as before if that is large enough."""
+        if self._room is None or size > self._room.size:
+            if self._room is not None:
+                self._room.free()
+                self._room = None
+            self._room = RegisteredRoom(self._client, -(-size // MIB) * MIB)
+        return self._room
 
     def _require(self, code: int) -> None:
         if code < 0:

@@ -15,6 +15,31 @@ from ...errors import BackendError, InvariantError
 from .client import Client
 
 
+class RegisteredRoom:
+    """`size` bytes of memory that pages can be moved from and to, by a daemon too. Raises BackendError if there is no
+    such memory. Belongs to whoever made it."""
+
+    def __init__(self, client: Client, size: int) -> None:
+        self._client = client
+        self._allocator: Any = client.allocator()
+        self.size = size
+        self.address = int(self._allocator.alloc(size))
+        if not self.address:
+            raise BackendError(f"mooncake store: the system has no {size} bytes of shared memory for staging")
+        try:
+            client.register(self.address, size)
+        except BackendError:
+            self._allocator.free(self.address)
+            raise
+        self.memory = memoryview((ctypes.c_char * size).from_address(self.address)).cast("B")
+
+    def free(self) -> None:
+        """Give it back to the system. REQUIRES: no call uses it, and no view of it is used."""
+        self._client.unregister(self.address, self.size)
+        self.memory.release()
+        self._allocator.free(self.address)
+
+
 class Staging:
     """As many slots of `slot_bytes` as fit into `capacity_bytes`, at least one, in registered memory.
 
@@ -26,17 +51,7 @@ class Staging:
         self._slots = max(1, capacity_bytes // slot_bytes)
         self._state = threading.Condition()
         self._free = list(range(self._slots))
-        self._allocator: Any = client.allocator()
-        self._base = int(self._allocator.alloc(self._slots * slot_bytes))
-        if not self._base:
-            raise BackendError(f"mooncake store: no {self._slots * slot_bytes} bytes of shared memory for staging")
-        try:
-            client.register(self._base, self._slots * slot_bytes)
-        except BackendError:
-            self._allocator.free(self._base)
-            raise
-        array = (ctypes.c_char * (self._slots * slot_bytes)).from_address(self._base)
-        self._memory = memoryview(array).cast("B")
+        self._room = RegisteredRoom(client, self._slots * slot_bytes)
 
     def take(self, count_max: int, deadline: float) -> list[int]:
         """One to `count_max` slots; none if there is none free by the deadline. Blocks only while there is none."""
@@ -54,16 +69,15 @@ class Staging:
 
     def address(self, slot: int) -> int:
         """Where a slot is."""
-        return self._base + slot * self._slot_bytes
+        return self._room.address + slot * self._slot_bytes
 
     def view(self, slot: int) -> memoryview:
         """The bytes of a slot."""
-        return self._memory[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
+        return self._room.memory[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
 
     def free(self) -> None:
-        """Give the memory back to the system. REQUIRES: the client is closed, all slots are free, no view is used."""
-        self._memory.release()
-        self._allocator.free(self._base)
+        """Give the memory back to the system. REQUIRES: all slots are free, no view is used."""
+        self._room.free()
 
     def check(self) -> None:
         """Raise InvariantError unless all slots are free, each once. REQUIRES: no call is under way."""
