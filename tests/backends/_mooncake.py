@@ -1,0 +1,62 @@
+"""What the tests of the Mooncake backend share: a master with short leases, and a side door to what it stores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hicache.backends.mooncake import MooncakeBackend, MooncakeOptions, open_mooncake_backend
+from hicache.backends.mooncake.client import load_library
+from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
+from hicache.devservers import MooncakeMaster
+from hicache.frame import FrameCodec
+from hicache.units import MIB
+
+LEASE_MS = 300
+SEGMENT_BYTES = 64 * MIB
+STAGING_BYTES = MIB
+CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
+
+
+def options_for(master: MooncakeMaster, **changes: Any) -> dict[str, Any]:
+    """Options of a backend with a small segment in this process."""
+    return {
+        "master": master.address, "admin": master.metrics_address, "segment_bytes": SEGMENT_BYTES,
+        "staging_bytes": STAGING_BYTES, "timeout_s": 1.0, **changes,
+    }  # fmt: skip
+
+
+def open_backend(master: MooncakeMaster, codec: FrameCodec = CODEC, **changes: Any) -> MooncakeBackend:
+    """A backend with `options_for(master, **changes)`."""
+    return open_mooncake_backend(codec, **options_for(master, **changes))
+
+
+class SideDoor:
+    """The library's own client, with no segment: what is in the store, and how to put something else there."""
+
+    def __init__(self, master: MooncakeMaster) -> None:
+        self.client: Any = load_library(MooncakeOptions(timeout_s=1.0)).MooncakeDistributedStore()
+        code = self.client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 * MIB, "tcp", "", master.address)
+        assert code == 0, code
+
+    def name(self, backend: MooncakeBackend, key: bytes) -> str:
+        """Where the page `key` of `backend` should be."""
+        return f"{backend.options.prefix}{backend.codec.namespace.hex()}/{key.hex()}"
+
+    def store(self, backend: MooncakeBackend) -> Store:
+        """`backend` with this door beside it."""
+
+        def read(key: bytes) -> bytes | None:
+            return self.client.get(self.name(backend, key)) or None
+
+        def write(key: bytes, data: bytes) -> None:
+            self.client.remove(self.name(backend, key), True)
+            assert self.client.put(self.name(backend, key), data) == 0
+
+        return Store(backend, read, write)
+
+    def clear(self) -> None:
+        """Empty the store, leases or not."""
+        self.client.remove_all(True)
+
+    def close(self) -> None:
+        self.client.close()

@@ -1,0 +1,80 @@
+"""The Mooncake backend against the contract, on a real master: moving its pages itself, and through a daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hicache.backends.base import MemoryRegistration
+from hicache.backends.mooncake import MooncakeBackend
+from hicache.backends.testing import BackendContract, OpenStore, Store, make_keys
+from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
+from hicache.frame import FrameCodec
+from tests.backends._mooncake import CODEC, LEASE_MS, SideDoor, open_backend
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[MooncakeMaster]:
+    with MooncakeMaster(lease_ms=LEASE_MS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def door(master: MooncakeMaster) -> Iterator[SideDoor]:
+    door = SideDoor(master)
+    yield door
+    door.close()
+
+
+class _MooncakeContract(BackendContract):
+    # The server refuses an object without bytes, so there is none to be found.
+    @pytest.mark.parametrize("change", ["cut", "one byte less", "one byte more", "doubled", "zeros", "text"])
+    def test_an_object_of_other_bytes_is_corrupt_and_removed(self, store: Store, change: str) -> None:
+        super().test_an_object_of_other_bytes_is_corrupt_and_removed(store, change)
+
+    def test_the_server_takes_no_object_without_bytes(self, store: Store, door: SideDoor) -> None:
+        assert isinstance(store.backend, MooncakeBackend)
+        assert door.client.put(door.name(store.backend, make_keys(1)[0]), b"") != 0
+        assert store.backend.usage().pages == 0
+
+
+@pytest.fixture(scope="module")
+def here(master: MooncakeMaster) -> Iterator[MooncakeBackend]:
+    """Keeps the client of this process, which takes a second to leave a store."""
+    backend = open_backend(master)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def daemon(master: MooncakeMaster) -> Iterator[MooncakeClientDaemon]:
+    with MooncakeClientDaemon(master) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def at_daemon(master: MooncakeMaster, daemon: MooncakeClientDaemon) -> Iterator[MooncakeBackend]:
+    """As `here`."""
+    backend = open_backend(master, daemon=daemon.address)
+    yield backend
+    backend.close()
+
+
+class TestMooncakeInThisProcess(_MooncakeContract):
+    @pytest.fixture
+    def open_store(self, master: MooncakeMaster, here: MooncakeBackend, door: SideDoor) -> Iterator[OpenStore]:
+        yield lambda codec: door.store(open_backend(master, codec))
+        door.clear()
+
+
+class TestMooncakeThroughADaemon(_MooncakeContract):
+    @pytest.fixture
+    def open_store(
+        self, master: MooncakeMaster, daemon: MooncakeClientDaemon, at_daemon: MooncakeBackend, door: SideDoor
+    ) -> Iterator[OpenStore]:
+        yield lambda codec: door.store(open_backend(master, codec, daemon=daemon.address))
+        door.clear()
+
+    def test_it_has_nothing_to_register_memory_with(self, store: Store) -> None:
+        assert not isinstance(store.backend, MemoryRegistration)
