@@ -10,8 +10,7 @@ from hicache.backends.base import MemoryRegistration
 from hicache.backends.mooncake import MooncakeBackend
 from hicache.backends.testing import BackendContract, OpenStore, Store, make_keys
 from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
-from hicache.frame import FrameCodec
-from tests.backends._mooncake import CODEC, LEASE_MS, SideDoor, open_backend
+from tests.backends._mooncake import LEASE_MS, SideDoor, open_backend
 
 
 @pytest.fixture(scope="module")

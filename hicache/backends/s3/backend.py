@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from ...frame import FrameCodec
 from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
 from ..calls import Calls, check_batch, check_keys
-from ..file.workers import WorkerPool
+from ..workers import WorkerPool
 from .names import namespace_prefix, object_name, parse_name
 from .objects import Objects
 from .options import S3Options
