@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ..backends.system_libraries import MOONCAKE_LIBRARIES, library_path
+from ..errors import BackendUnavailable
 from ..units import MIB
 from .base import DevServer, Storage
 from .packages import package_file
@@ -74,10 +75,20 @@ class MooncakeMaster(DevServer):
     def serves(self) -> bool:
         """Its HTTP server answers, which is started last, and clients can connect."""
         try:
-            with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=_PROBE_TIMEOUT_S) as answer:
-                return answer.status == 200 and _listens(self.port)
-        except (OSError, urllib.error.URLError):
+            self.segment_bytes()
+        except BackendUnavailable:
             return False
+        return _listens(self.port)
+
+    def segment_bytes(self) -> int:
+        """Memory that its clients have brought by now. Raises BackendUnavailable if it does not answer."""
+        try:
+            with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=_PROBE_TIMEOUT_S) as answer:
+                figures = answer.read().decode()
+        except OSError as error:
+            raise BackendUnavailable(f"{self.name}: does not answer: {error}") from error
+        found = re.search(r"^master_total_capacity_bytes (\S+)$", figures, flags=re.MULTILINE)
+        return int(float(found[1])) if found is not None else 0
 
     def storage(self, **extra: Any) -> Storage:
         return "mooncake", {"master": self.address, **extra}
@@ -120,8 +131,11 @@ class MooncakeClientDaemon(DevServer):
         return []
 
     def serves(self) -> bool:
-        """It listens, which it does once the master has taken its memory."""
-        return _listens(self.port)
+        """It listens, and its memory has arrived at the master."""
+        try:
+            return _listens(self.port) and self._master.segment_bytes() > 0
+        except BackendUnavailable:
+            return False
 
     def storage(self, **extra: Any) -> Storage:
         return "mooncake", {"master": self._master.address, "daemon": self.address, **extra}

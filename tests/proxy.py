@@ -1,0 +1,307 @@
+"""A TCP proxy that hurts what passes through it: before a real server it makes the faults that networks make.
+
+    with Proxy(server.port) as proxy:
+        ...use proxy.port instead of server.port...
+        proxy.set(Faults(stall=Direction.DOWN))
+        ...
+        proxy.heal()
+
+Faults hold for connections that are open as well as for new ones. What a stall held back goes on when it is healed, as
+on a network; what was cut is gone.
+
+Locking design: all sockets belong to one thread with an event loop. Callers hand it a function and wait until it has
+run, so that a fault is in force when `set` returns; the counters are read without a lock, being single integers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from hicache.devservers.ports import LOOPBACK, free_ports
+
+_CHUNK_BYTES = 64 * 1024
+# Bytes on their way through a slow or stalled proxy before it stops reading, in chunks and for each direction: enough
+# that latency alone does not limit a fast sender much, and little beside a page.
+_CHUNKS_MAX = 16
+_WAIT_S = 10.0
+# SO_LINGER with a time of zero: closing sends RST and drops what is unsent.
+_RESET = struct.pack("ii", 1, 0)
+
+_T = TypeVar("_T")
+
+
+class Direction(enum.Flag):
+    """Which way bytes go."""
+
+    NONE = 0
+    UP = enum.auto()  # from the client to the server
+    DOWN = enum.auto()  # from the server to the client
+    BOTH = UP | DOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What happens to bytes; without arguments nothing. Those with a `direction` touch that way only.
+
+    `latency_s` delays each piece; `bytes_per_s` bounds each connection's flow; `slice_bytes` hands on pieces of at most
+    that many bytes, one packet each; `stall` hands on nothing, and leaves connections open; `cut_after_bytes` ends a
+    connection once so many bytes (counted from `set` on) went through, with RST if `reset`; `refuse` ends all
+    connections and takes no new ones.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float | None = None
+    slice_bytes: int | None = None
+    cut_after_bytes: int | None = None
+    reset: bool = False
+    stall: Direction = Direction.NONE
+    direction: Direction = Direction.BOTH
+    refuse: bool = False
+
+
+_HEALTHY = Faults()
+
+
+class Proxy:
+    """Listens on a loopback port and hands on to `target_port`; with `tls` it ends TLS before an unencrypted server."""
+
+    def __init__(self, target_port: int, *, tls: ssl.SSLContext | None = None) -> None:
+        self._target_port = target_port
+        self._tls = tls
+        self.port = free_ports(1)[0]
+        self.connections = 0  # accepted so far
+        self.bytes_up = 0  # handed to the server so far
+        self.bytes_down = 0  # handed to the client so far
+        self._faults = _HEALTHY
+        self._pairs: set[_Pair] = set()
+        self._server: asyncio.Server | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+
+    @property
+    def open_connections(self) -> int:
+        """Connections of clients that are open now."""
+        return len(self._pairs)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._await(self._listen())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._await(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_WAIT_S)
+        self._loop.close()
+
+    def set(self, faults: Faults) -> None:
+        """Have `faults` and no others from now on."""
+        self._await(self._set(faults))
+
+    def heal(self) -> None:
+        """End all faults."""
+        self.set(_HEALTHY)
+
+    def drop(self, *, reset: bool = False) -> None:
+        """End all connections that are open now, with RST if `reset`. New ones are taken."""
+        self._await(self._drop(reset))
+
+    def _await(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_WAIT_S)
+
+    async def _listen(self) -> None:
+        self._server = await asyncio.start_server(
+            self._serve, LOOPBACK, self.port, ssl=self._tls, limit=_CHUNK_BYTES, backlog=256
+        )
+
+    async def _set(self, faults: Faults) -> None:
+        self._faults = faults
+        for pair in list(self._pairs):
+            pair.set(faults)
+        if faults.refuse:
+            await self._close()
+        elif self._server is None:
+            await self._listen()
+
+    async def _drop(self, reset: bool) -> None:
+        for pair in list(self._pairs):
+            pair.end(reset=reset)
+        while self._pairs:
+            await asyncio.sleep(0.001)
+
+    async def _close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        await self._drop(reset=False)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            there_reader, there_writer = await asyncio.open_connection(LOOPBACK, self._target_port, limit=_CHUNK_BYTES)
+        except OSError:
+            writer.transport.abort()
+            return
+        if self._faults.refuse:  # since it was accepted
+            writer.transport.abort()
+            there_writer.close()
+            return
+        pair = _Pair(
+            _Pipe(Direction.UP, reader, there_writer, self._count_up),
+            _Pipe(Direction.DOWN, there_reader, writer, self._count_down),
+        )
+        pair.set(self._faults)
+        self._pairs.add(pair)
+        try:
+            await pair.run()
+        finally:
+            self._pairs.discard(pair)
+
+    def _count_up(self, count: int) -> None:
+        self.bytes_up += count
+
+    def _count_down(self, count: int) -> None:
+        self.bytes_down += count
+
+
+class _Cut(Exception):
+    """This connection is to end now."""
+
+
+class _Pipe:
+    """One direction of one connection: reads into a bounded queue, and hands on from there as the faults allow."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        count: Callable[[int], None],
+    ) -> None:
+        self._direction = direction
+        self._reader = reader
+        self.writer = writer
+        self._count = count
+        self._queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_CHUNKS_MAX)
+        self._faults = _HEALTHY
+        self._changed = asyncio.Event()
+        self._since_set_bytes = 0
+
+    def set(self, faults: Faults) -> None:
+        """`faults` hold from the next piece on."""
+        self._faults = faults if self._direction & faults.direction else Faults(stall=faults.stall)
+        self._since_set_bytes = 0
+        self._changed.set()
+
+    async def read(self) -> None:
+        """Fill the queue until the sender has ended; an empty piece is the end."""
+        loop = asyncio.get_running_loop()
+        while True:
+            piece = await self._reader.read(_CHUNK_BYTES)
+            await self._queue.put((loop.time(), piece))
+            if not piece:
+                return
+
+    async def write(self) -> None:
+        """Hand on what is in the queue until its end. Raises _Cut."""
+        loop = asyncio.get_running_loop()
+        while True:
+            arrived_s, piece = await self._queue.get()
+            await asyncio.sleep(max(0.0, arrived_s + self._faults.latency_s - loop.time()))
+            if not piece:
+                await self._while_stalled()
+                self._end_of_stream()
+                return
+            while piece:
+                await self._while_stalled()
+                piece = await self._hand_on(piece)
+
+    async def _while_stalled(self) -> None:
+        while self._direction & self._faults.stall:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _hand_on(self, piece: bytes) -> bytes:
+        """Write the beginning of `piece`; what is left of it."""
+        faults = self._faults
+        now = piece[: faults.slice_bytes or len(piece)]
+        if faults.cut_after_bytes is not None:
+            now = now[: max(0, faults.cut_after_bytes - self._since_set_bytes)]
+        if now:
+            self.writer.write(now)
+            await self.writer.drain()
+            self._count(len(now))
+            self._since_set_bytes += len(now)
+        if faults.cut_after_bytes is not None and self._since_set_bytes >= faults.cut_after_bytes:
+            raise _Cut
+        if faults.bytes_per_s is not None:
+            await asyncio.sleep(len(now) / faults.bytes_per_s)
+        elif faults.slice_bytes is not None:
+            await asyncio.sleep(0)  # let other connections have their turn between small packets
+        return piece[len(now) :]
+
+    def _end_of_stream(self) -> None:
+        if self.writer.can_write_eof():
+            self.writer.write_eof()
+
+    def close(self, *, reset: bool) -> None:
+        """Close the socket it writes to."""
+        connection: socket.socket | None = self.writer.get_extra_info("socket")
+        if reset and connection is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            self.writer.transport.abort()
+        else:
+            self.writer.close()
+
+
+class _Pair:
+    """One connection through the proxy, both directions."""
+
+    def __init__(self, up: _Pipe, down: _Pipe) -> None:
+        self._pipes = up, down
+        self._faults = _HEALTHY
+        self._ended = asyncio.Event()
+        self._reset = False
+        for pipe in self._pipes:
+            connection = pipe.writer.get_extra_info("socket")
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def set(self, faults: Faults) -> None:
+        self._faults = faults
+        for pipe in self._pipes:
+            pipe.set(faults)
+
+    def end(self, *, reset: bool) -> None:
+        """Have `run` close both sides."""
+        self._reset = reset
+        self._ended.set()
+
+    async def run(self) -> None:
+        """Until both ends have ended, one of them failed, or a fault ended them."""
+        work = [flow for pipe in self._pipes for flow in (pipe.read(), pipe.write())]
+        flows: asyncio.Future[Any] = asyncio.gather(*work)
+        ended: asyncio.Future[Any] = asyncio.ensure_future(self._ended.wait())
+        try:
+            await asyncio.wait([flows, ended], return_when=asyncio.FIRST_COMPLETED)
+            if flows.done():
+                flows.result()
+        except (OSError, _Cut) as error:
+            # The end of one side is the end of the other, in the same way.
+            self._reset = self._faults.reset if isinstance(error, _Cut) else isinstance(error, ConnectionResetError)
+        finally:
+            for task in (flows, ended):
+                task.cancel()
+            await asyncio.gather(flows, ended, return_exceptions=True)
+            for pipe in self._pipes:
+                pipe.close(reset=self._reset)
