@@ -55,7 +55,7 @@ class MooncakeMaster(DevServer):
 
     @property
     def metrics_address(self) -> str:
-        """Where its HTTP server with figures is."""
+        """Where its HTTP server is, with figures and a list of pages."""
         return f"{LOOPBACK}:{self.ports['metrics']}"
 
     def command(self) -> list[str]:
@@ -91,7 +91,7 @@ class MooncakeMaster(DevServer):
         return int(float(found[1])) if found is not None else 0
 
     def storage(self, **extra: Any) -> Storage:
-        return "mooncake", {"master": self.address, **extra}
+        return "mooncake", {"master": self.address, "admin": self.metrics_address, **extra}
 
     def environ(self) -> dict[str, str]:
         return {}
@@ -138,7 +138,8 @@ class MooncakeClientDaemon(DevServer):
             return False
 
     def storage(self, **extra: Any) -> Storage:
-        return "mooncake", {"master": self._master.address, "daemon": self.address, **extra}
+        kind, options = self._master.storage()
+        return kind, {**options, "daemon": self.address, **extra}
 
     def environ(self) -> dict[str, str]:
         return {}
