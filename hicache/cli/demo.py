@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ from .config import parse_settings
 from .console import OutputConsole
 from .demo_report import LiveTable, differences, tier_table, time_table
 from .demo_run import Answer, Runner
+from .demo_storage import STORAGES, demo_storage
 from .demo_workload import Ask, Workload
+from .interrupts import interrupted_by_signals
 
 DEMO_CONFIG = Path(__file__).with_name("demo.yaml")
 RESTART_TIMEOUT_S = 600
@@ -69,16 +71,29 @@ class Settings:
 @click.option(
     "--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics meanwhile; 0: a free port."
 )
+@click.option(
+    "--storage", type=click.Choice(STORAGES),
+    help="Start this storage for the demo instead of using what the configuration names.",
+)  # fmt: skip
 @click.option("--restarted", is_flag=True, hidden=True)
-def demo(metrics_port: int | None, restarted: bool, **options: Any) -> None:
+def demo(metrics_port: int | None, storage: str | None, restarted: bool, **options: Any) -> None:
     """Serve a small model without and with the cache, then again in a new process, and compare.
 
-    Exit code 1 if one output token differs. Stored pages stay, so a second demo starts with hits from storage.
+    Exit code 1 if one output token differs. Pages stored in files stay, so a second demo starts with hits from storage;
+    servers that --storage starts are empty, and end with the demo. They need the extra dev-servers or mooncake-cpu.
     """
     settings = Settings(**options)
     if restarted:
         answer_again(settings)
-        return
+    elif storage is None:
+        run(settings, metrics_port)
+    else:
+        with interrupted_by_signals(), demo_storage(storage, settings.config_file) as config_file:
+            run(replace(settings, config_file=config_file), metrics_port)
+
+
+def run(settings: Settings, metrics_port: int | None) -> None:
+    """The demo, with its verdict. Exits with 1 if something differs."""
     console = OutputConsole()
     found = Demo(settings, console, metrics_port).run()
     if found:

@@ -21,6 +21,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "config": ("hicache.cli.config:config", "Check a configuration, or list what can be configured."),
     "copy": ("hicache.cli.storage_move:copy", "Copy stored pages into another store."),
     "demo": ("hicache.cli.demo:demo", "Serve a small model with and without the cache, and compare."),
+    "dev-up": ("hicache.cli.dev_up:dev_up", "Run a real storage server for development until Ctrl-C."),
     "inspect": ("hicache.cli.storage:inspect", "Show the header of one stored page."),
     "ls": ("hicache.cli.storage_view:ls", "List what is in a store, by namespace."),
     "purge": ("hicache.cli.storage:purge", "Remove stored pages, all or by namespace, weights epoch and age."),

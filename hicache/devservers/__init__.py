@@ -5,20 +5,24 @@ what a configuration's section `storage` needs to use it. The programs come from
 """
 
 from .base import DevServer, DevService, Storage
-from .mooncake import MooncakeClientDaemon, MooncakeMaster
+from .kinds import KINDS, make_service
+from .mooncake import MooncakeClientDaemon, MooncakeMaster, MooncakeStore
 from .redis import RedisServer, ValkeyServer
 from .redis_groups import RedisCluster, RedisSentinel
 from .seaweed import SeaweedServer
 
 __all__ = [
+    "KINDS",
     "DevServer",
     "DevService",
     "MooncakeClientDaemon",
     "MooncakeMaster",
+    "MooncakeStore",
     "RedisCluster",
     "RedisSentinel",
     "RedisServer",
     "SeaweedServer",
     "Storage",
     "ValkeyServer",
+    "make_service",
 ]

@@ -48,6 +48,11 @@ class DevService(ABC):
     def stop(self) -> None:
         """End it within a bounded time, and remove what it left behind. Does nothing if it is not running."""
 
+    @property
+    @abstractmethod
+    def running(self) -> bool:
+        """Whether all its processes exist (paused or not)."""
+
     @abstractmethod
     def storage(self, **extra: Any) -> Storage:
         """The type and the options with which a configuration uses this service; `extra` options are added.
@@ -189,7 +194,6 @@ class DevServer(DevService):
 
     @property
     def running(self) -> bool:
-        """Whether the process exists (paused or not)."""
         return self._process is not None and self._process.poll() is None
 
     def _running(self) -> subprocess.Popen[bytes]:

