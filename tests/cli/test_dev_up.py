@@ -1,0 +1,160 @@
+"""`hicache dev-up` as a user runs it: what it prints works, and nothing is left when it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from hicache.cli.dev_up import section
+from hicache.cli.main import main
+from hicache.devservers import KINDS, MooncakeClientDaemon, RedisSentinel, make_service
+from hicache.devservers.ports import free_ports, is_free
+from hicache.errors import ConfigError
+from tests.waiting import wait_for
+
+TIMEOUT_S = 60
+
+
+@contextmanager
+def running(repository: Path, directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, with its own directory for whatever servers make."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hicache", "dev-up", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(repository), "TMPDIR": str(directory)},
+    )  # fmt: skip
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def told(process: subprocess.Popen[str]) -> str:
+    """What it says until the server serves."""
+    assert process.stderr is not None
+    lines: list[str] = []
+    while not lines or "serves" not in lines[-1]:
+        line = process.stderr.readline()
+        assert line, "".join(lines)
+        lines.append(line)
+    return "".join(lines)
+
+
+def ended(process: subprocess.Popen[str], by: signal.Signals) -> tuple[int, str]:
+    """Its exit code and its whole standard output."""
+    process.send_signal(by)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, output
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_server_runs_until_it_is_interrupted_and_leaves_nothing(
+    repository: Path, tmp_path: Path, by: signal.Signals
+) -> None:
+    port = free_ports(1)[0]
+    with running(repository, tmp_path, "valkey", "--port", str(port)) as process:
+        told(process)
+        assert len(list(tmp_path.iterdir())) == 1 and not is_free(port)
+        code, output = ended(process, by)
+    assert code == 0
+    assert yaml.safe_load(output) == {"storage": {"type": "redis", "options": {"url": f"redis://127.0.0.1:{port}"}}}
+    assert list(tmp_path.iterdir()) == [] and is_free(port)
+
+
+@pytest.mark.parametrize("kind", ["redis", "mooncake"])
+def test_each_kind_runs(repository: Path, tmp_path: Path, kind: str) -> None:
+    with running(repository, tmp_path, kind) as process:
+        told(process)
+        code, output = ended(process, signal.SIGTERM)
+    assert code == 0 and list(tmp_path.iterdir()) == []
+    assert yaml.safe_load(output)["storage"]["type"] == kind
+
+
+def test_credentials_are_told_apart_from_the_section(repository: Path, tmp_path: Path) -> None:
+    with running(repository, tmp_path, "s3") as process:
+        exports = dict(re.findall(r"^export (\w+)=(\S+)$", told(process), flags=re.MULTILINE))
+        code, output = ended(process, signal.SIGINT)
+    options: dict[str, Any] = yaml.safe_load(output)["storage"]["options"]
+    assert code == 0 and list(tmp_path.iterdir()) == []
+    assert {options["access_key_env"], options["secret_key_env"]} == set(exports)
+    assert not any(value in output for value in exports.values())
+
+
+def test_data_stays_in_the_directory_that_was_given(repository: Path, tmp_path: Path) -> None:
+    data, scratch = tmp_path / "data", tmp_path / "scratch"
+    scratch.mkdir()
+    for expected in (None, b"1"):
+        port = free_ports(1)[0]
+        with running(repository, scratch, "valkey", "--data", str(data), "--port", str(port)) as process:
+            told(process)
+            with make_client(port) as client:
+                assert client.get("key") == expected
+                client.set("key", "1")
+            assert ended(process, signal.SIGINT)[0] == 0
+    assert list(scratch.iterdir()) == [] and list(data.iterdir())
+
+
+def make_client(port: int) -> Any:
+    import redis  # noqa: PLC0415  optional
+
+    return redis.Redis(port=port)
+
+
+def test_a_server_that_dies_ends_the_command_with_an_error(repository: Path, tmp_path: Path) -> None:
+    with running(repository, tmp_path, "valkey") as process:
+        told(process)
+        pids = [child for task in Path(f"/proc/{process.pid}/task").iterdir() for child in task_children(task)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2 and "valkey: has ended by itself" in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def task_children(task: Path) -> list[int]:
+    return [int(child) for child in (task / "children").read_text().split()]
+
+
+def test_interrupted_while_it_starts_it_leaves_nothing(repository: Path, tmp_path: Path) -> None:
+    with running(repository, tmp_path, "s3") as process:
+        wait_for(lambda: any(tmp_path.glob("hicache-dev-*/logs")))
+        code, output = ended(process, signal.SIGTERM)
+    assert (code, output) == (130, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["nonsense"], "'redis', 'valkey', 's3', 'mooncake'"), (["mooncake", "--data", "x"], "keeps pages in memory"),
+     (["valkey", "--port", "0"], "1<=x<=65535")],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(main, ["dev-up", *arguments])
+    assert result.exit_code == 2 and words in result.output
+
+
+def test_there_is_a_service_for_every_kind_and_for_no_other() -> None:
+    for kind in KINDS:
+        assert not make_service(kind).running
+    with pytest.raises(ConfigError, match="there are redis, valkey, s3, mooncake"):
+        make_service("nonsense")
+
+
+def test_the_section_of_any_service_is_yaml_of_its_storage(
+    redis_sentinel: RedisSentinel, mooncake_daemon: MooncakeClientDaemon
+) -> None:
+    for service in (redis_sentinel, mooncake_daemon):
+        kind, options = service.storage()
+        assert yaml.safe_load(section(service)) == {"storage": {"type": kind, "options": options}}
