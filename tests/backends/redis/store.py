@@ -7,8 +7,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import redis
-
 from hicache.backends.redis import RedisBackend, open_redis_backend
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
 from hicache.devservers.redis import RedisLike
@@ -43,7 +41,7 @@ def open_on(client: Any, options: dict[str, Any], codec: FrameCodec = CODEC) -> 
 def opened(server: RedisLike, codec: FrameCodec = CODEC, **options: Any) -> Iterator[tuple[RedisBackend, Store]]:
     """A store on a server of the tests, and its backend; closed at the end."""
     with server.client() as client:
-        store = open_on(client, server.storage(key_prefix=fresh_prefix(), **options)[1], codec)
+        store = open_on(client, server.storage(**{"key_prefix": fresh_prefix(), **options})[1], codec)
         assert isinstance(store.backend, RedisBackend)
         try:
             yield store.backend, store
@@ -51,7 +49,3 @@ def opened(server: RedisLike, codec: FrameCodec = CODEC, **options: Any) -> Iter
             store.backend.close()
 
 
-def unpatient_client(server: RedisLike) -> redis.Redis:
-    """A client of the `redis` package that answers in bytes."""
-    client: redis.Redis = server.client()
-    return client

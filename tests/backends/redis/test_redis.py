@@ -2,25 +2,222 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import redis
 
-from hicache.backends.testing import BackendContract, OpenStore
-from hicache.devservers import ValkeyServer
+from hicache.backends.redis import RedisBackend
+from hicache.backends.testing import (
+    HIT,
+    MISS,
+    PRESENT,
+    STORED,
+    BackendContract,
+    OpenStore,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.devservers import DevService, RedisCluster, RedisSentinel, RedisServer, ValkeyServer
+from tests.certificates import make_certificates
+from tests.proxy import Proxy
+from tests.waiting import wait_for
 
-from .store import fresh_prefix, open_on
-
-
-@pytest.fixture(scope="module")
-def valkey() -> Iterator[ValkeyServer]:
-    with ValkeyServer() as server:
-        yield server
+from .store import CODEC, PAGE, name_of, open_on, opened
 
 
 class TestValkey(BackendContract):
     @pytest.fixture
-    def open_store(self, valkey: ValkeyServer) -> Iterator[OpenStore]:
-        _, options = valkey.storage(key_prefix=fresh_prefix())
+    def open_store(self, valkey: ValkeyServer, unique_prefix: str) -> Iterator[OpenStore]:
         with valkey.client() as client:
+            yield lambda codec: open_on(client, valkey.storage(key_prefix=unique_prefix)[1], codec)
+
+
+class TestUnixSocket(BackendContract):
+    @pytest.fixture
+    def open_store(self, valkey: ValkeyServer, unique_prefix: str) -> Iterator[OpenStore]:
+        with valkey.client() as client:
+            yield lambda codec: open_on(client, valkey.unix_storage(key_prefix=unique_prefix)[1], codec)
+
+
+class TestOldRedis(BackendContract):
+    """With a time to live and one connection, which are other commands and another pace."""
+
+    @pytest.fixture
+    def open_store(self, old_redis: RedisServer, unique_prefix: str) -> Iterator[OpenStore]:
+        options = old_redis.storage(key_prefix=unique_prefix, ttl_s=600.0, connections=1)[1]
+        with old_redis.client() as client:
             yield lambda codec: open_on(client, options, codec)
+
+
+class TestCluster(BackendContract):
+    @pytest.fixture
+    def open_store(self, redis_cluster: RedisCluster, unique_prefix: str) -> Iterator[OpenStore]:
+        options = redis_cluster.storage(key_prefix=unique_prefix)[1]
+        with redis.RedisCluster("127.0.0.1", redis_cluster.nodes[0].port) as client:
+            yield lambda codec: open_on(client, options, codec)
+
+
+class TestSentinel(BackendContract):
+    @pytest.fixture
+    def open_store(self, redis_sentinel: RedisSentinel, unique_prefix: str) -> Iterator[OpenStore]:
+        with redis_sentinel.primary.client() as client:
+            yield lambda codec: open_on(client, redis_sentinel.storage(key_prefix=unique_prefix)[1], codec)
+
+
+class TestTls(BackendContract):
+    """The server behind the proxy speaks plainly; between us and the proxy is TLS, with certificates on both ends."""
+
+    @pytest.fixture
+    def open_store(
+        self, valkey: ValkeyServer, unique_prefix: str, tmp_path: Path
+    ) -> Iterator[OpenStore]:
+        made = make_certificates(tmp_path)
+        options = {
+            "url": "", "key_prefix": unique_prefix, "tls_ca_file": made.ca_file, "tls_cert_file": made.client_cert_file,
+            "tls_key_file": made.client_key_file,
+        }  # fmt: skip
+        with valkey.client() as client, Proxy(valkey.port, tls=made.server_context(ask_client=True)) as proxy:
+            options["url"] = f"rediss://127.0.0.1:{proxy.port}"
+            yield lambda codec: open_on(client, options, codec)
+
+
+@pytest.mark.parametrize("user", [None, "engine"])
+def test_a_password_opens_a_server_that_asks_for_one(
+    user: str | None, login: Callable[[DevService], None], tmp_path: Path
+) -> None:
+    acl = "~* &* -@all +get +set +exists +unlink +eval +type +strlen +getrange +scan +dbsize +info +hello +auth +client +ping"
+    with ValkeyServer(password="pass word", user=user, acl=acl) as server:
+        login(server)
+        with opened(server) as (_, store):
+            assert store_chain(store, make_keys(3)) == [STORED] * 3
+            assert load(store, make_keys(3)) == [HIT] * 3
+            assert store.backend.usage().pages == 3
+        file = tmp_path / "password"
+        file.write_text("pass word\n")
+        file.chmod(0o600)
+        with opened(server, password_env=None, password_file=file) as (_, store):
+            assert store_chain(store, make_keys(3)) == [STORED] * 3
+
+
+def test_two_prefixes_on_one_server_are_two_stores(valkey: ValkeyServer) -> None:
+    keys = make_keys(3)
+    with opened(valkey) as (_, one), opened(valkey) as (_, other):
+        store_chain(one, keys)
+        assert load(other, keys) == [MISS] * 3
+        assert (one.backend.usage().pages, other.backend.usage().pages) == (3, 0)
+
+
+def test_a_database_of_its_own_is_another_store(valkey: ValkeyServer) -> None:
+    keys = make_keys(2)
+    with opened(valkey, key_prefix="same:") as (_, one), opened(valkey, key_prefix="same:", db=1) as (_, other):
+        store_chain(one, keys)
+        assert load(other, keys) == [MISS] * 2
+
+
+def test_pages_live_for_their_time_after_the_last_use(valkey: ValkeyServer) -> None:
+    keys = make_keys(3)
+    with opened(valkey, ttl_s=900.0) as (backend, store), valkey.client() as client:
+
+        def left_s(key: bytes) -> int:
+            return int(client.ttl(name_of(backend, key)))
+
+        store_chain(store, keys)
+        assert all(800 < left_s(key) <= 900 for key in keys)
+        for key in keys:
+            client.expire(name_of(backend, key), 50)
+        assert load(store, keys[:1]) == [HIT]
+        assert store_chain(store, keys[1:2]) == [PRESENT]
+        assert store.backend.batch_exists(keys, deadline=soon()) == 3
+        assert [left_s(key) > 800 for key in keys] == [True, True, False]  # a lookup is no use
+
+
+def test_without_a_time_to_live_pages_stay(valkey: ValkeyServer) -> None:
+    (key,) = make_keys(1)
+    with opened(valkey) as (backend, store), valkey.client() as client:
+        store_chain(store, [key])
+        load(store, [key])
+        assert client.ttl(name_of(backend, key)) == -1
+
+
+def test_a_lookup_is_one_round_trip(valkey: ValkeyServer) -> None:
+    """However many pages it asks about: the server reads them at once, and a hole in the middle asks nothing again."""
+    keys = make_keys(500)
+    with opened(valkey) as (backend, store), valkey.client() as client:
+        store_chain(store, keys)
+        store.backend.delete(keys[250:251], deadline=soon())
+        before = client.info("commandstats")["cmdstat_exists"]["calls"]
+        reads = client.info("stats").get("total_reads_processed", 0)
+        assert backend.batch_exists(keys, deadline=soon()) == 250
+        assert client.info("commandstats")["cmdstat_exists"]["calls"] == before + 500
+        # A server reads 16 KiB at a time, so five reads for a request, and some for our own questions.
+        assert client.info("stats")["total_reads_processed"] - reads < 12
+
+
+def test_replicas_serve_reads_and_the_primary_takes_writes(redis_sentinel: RedisSentinel, unique_prefix: str) -> None:
+    keys = make_keys(4)
+    _, options = redis_sentinel.storage(key_prefix=unique_prefix, read_from="replica")
+    with redis_sentinel.primary.client() as primary, redis_sentinel.replica.client() as replica:
+        store = open_on(primary, options)
+        backend = store.backend
+        assert store_chain(store, keys) == [STORED] * 4
+        wait_for(lambda: backend.batch_exists(keys, deadline=soon()) == 4)
+        gets = primary.info("commandstats").get("cmdstat_get", {"calls": 0})["calls"]
+        assert load(store, keys) == [HIT] * 4
+        assert primary.info("commandstats").get("cmdstat_get", {"calls": 0})["calls"] == gets
+        assert replica.info("commandstats")["cmdstat_get"]["calls"] >= 4
+        # Damage is removed where it can be: on the primary.
+        assert isinstance(backend, RedisBackend)
+        store.write(keys[1], b"damaged")
+        wait_for(lambda: replica.get(name_of(backend, keys[1])) == b"damaged")
+        assert load(store, keys)[1] == "corrupt"
+        assert primary.get(name_of(backend, keys[1])) is None
+        backend.close()
+
+
+def test_replicas_of_a_single_server_are_named(redis_sentinel: RedisSentinel, unique_prefix: str) -> None:
+    keys = make_keys(2)
+    options = redis_sentinel.primary.storage(
+        key_prefix=unique_prefix, read_from="replica", replicas=[f"127.0.0.1:{redis_sentinel.replica.port}"]
+    )[1]
+    with redis_sentinel.primary.client() as client:
+        store = open_on(client, options)
+        store_chain(store, keys)
+        wait_for(lambda: store.backend.batch_exists(keys, deadline=soon()) == 2)
+        assert load(store, keys) == [HIT] * 2
+        store.backend.close()
+
+
+def test_usage_says_what_the_server_may_hold(valkey: ValkeyServer) -> None:
+    with opened(valkey) as (_, store):
+        assert store.backend.usage().capacity_bytes is None
+    with ValkeyServer(maxmemory_bytes=64 << 20) as limited, opened(limited) as (_, store):
+        assert store.backend.usage().capacity_bytes == 64 << 20
+
+
+def test_usage_of_a_large_server_is_a_fair_guess(valkey: ValkeyServer) -> None:
+    """Beyond a few thousand keys it looks at a sample, which costs the same however many there are."""
+    with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
+        head = f"{backend.options.key_prefix}{CODEC.namespace.hex()}:"
+        for start in range(0, 20_000, 5_000):
+            with client.pipeline(transaction=False) as pipe:
+                for number in range(start, start + 5_000):
+                    pipe.set(f"{head}{number:064x}", b"x" * 10)
+                    pipe.set(f"somebody else's {number}", b"y" * 99)
+                pipe.execute()
+        found = store.backend.usage()
+        assert 18_000 < found.pages < 22_000
+        assert found.bytes == found.pages * 10
+        assert client.info("commandstats")["cmdstat_scan"]["calls"] < 12
+
+
+def test_pages_are_one_string_each_under_a_readable_key(valkey: ValkeyServer) -> None:
+    (key,) = make_keys(1)
+    with opened(valkey, key_prefix="cache/1:") as (_, store), valkey.client() as client:
+        store_chain(store, [key])
+        name = f"cache/1:{CODEC.namespace.hex()}:{key.hex()}"
+        assert client.strlen(name) == PAGE
+        store.backend.delete([key], deadline=soon())
