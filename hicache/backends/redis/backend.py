@@ -31,8 +31,8 @@ from .usage import Held, measure
 
 # A Redis string is at most this long, whatever the server is told.
 PAGE_MAX_BYTES = 512 << 20
-# At the start, finding the servers and asking them may take so many times `timeout_s`.
-_START_TIMEOUTS = 8
+# Finding the servers and asking them at the start, and counting what they hold, may take so many times `timeout_s`.
+_PATIENCE_TIMEOUTS = 8
 # Nodes share the threads of a batch; more of them than this wait for each other.
 _THREADS_MAX = 16
 
@@ -42,7 +42,7 @@ def open_router(options: RedisOptions, connector: Connector, pools: Pools) -> Ro
 
     Blocks. Raises BackendUnavailable, and ConfigError for servers of another mode.
     """
-    deadline = time.monotonic() + _START_TIMEOUTS * options.timeout_s
+    deadline = time.monotonic() + _PATIENCE_TIMEOUTS * options.timeout_s
     where = options.where
     try:
         if options.mode == "cluster":
@@ -105,7 +105,7 @@ class RedisBackend(StorageBackend):
 
     def _probe(self, router: Router, head: bytes) -> None:
         """Ask for a page, as every call will: credentials, ACL and replicas are seen now rather than by no hit ever."""
-        deadline = time.monotonic() + _START_TIMEOUTS * self.options.timeout_s
+        deadline = time.monotonic() + _PATIENCE_TIMEOUTS * self.options.timeout_s
         name = head + bytes(32).hex().encode()
         where = self.options.where
         try:
@@ -185,7 +185,7 @@ class RedisBackend(StorageBackend):
         """
         with self._calls.enter() as is_open:
             if is_open:
-                deadline = time.monotonic() + self.options.timeout_s
+                deadline = time.monotonic() + _PATIENCE_TIMEOUTS * self.options.timeout_s
                 try:
                     shards = self._parts.router.routes(deadline).shards
                     held = [self._measure(shard.primary, deadline) for shard in shards]

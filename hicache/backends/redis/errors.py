@@ -94,7 +94,8 @@ _PACKAGE_EXCEPTIONS: Mapping[str, Fault] = {
 }
 _ADVICE: Mapping[Fault, str] = {
     Fault.DEADLINE: "it did not answer in time; check that it is not stopped or overloaded",
-    Fault.TIMEOUT: "it did not answer in time; check address, firewall, and that it is not stopped or overloaded",
+    Fault.TIMEOUT: "it did not answer in time; check address, firewall, redis:// against rediss://, and that it is not "
+    "stopped or overloaded",
     Fault.REFUSED: "nobody listens there; start the server or correct the address",
     Fault.UNREACHABLE: "check the address (of a Unix socket: path and permissions) and the network",
     Fault.DNS: "the host name is not known; correct it, or check the name service",
@@ -112,11 +113,11 @@ _ADVICE: Mapping[Fault, str] = {
     Fault.NO_PRIMARY: "no sentinel knows a primary of that name; check `service` and the sentinels",
 }
 _NO_ADVICE = "look at the server's log"
-# Error replies without a code of their own, by their text.
+# Error replies without a code of their own, by their text behind "ERR", which the package cuts off.
 _TEXTS: tuple[tuple[bytes, Fault], ...] = (
-    (b"ERR max number of clients", Fault.CONNECTIONS),
-    (b"ERR invalid password", Fault.CREDENTIALS),
-    (b"ERR AUTH", Fault.CREDENTIALS),
+    (b"max number of clients", Fault.CONNECTIONS),
+    (b"invalid password", Fault.CREDENTIALS),
+    (b"AUTH", Fault.CREDENTIALS),
 )
 
 
@@ -130,7 +131,7 @@ class ErrorReply:
     def fault(self) -> Fault:
         """The class of error."""
         for start, fault in _TEXTS:
-            if self.text.startswith(start):
+            if self.text.removeprefix(b"ERR ").startswith(start):
                 return fault
         return _REPLIES.get(self.text.split(b" ", 1)[0], Fault.REPLY)
 

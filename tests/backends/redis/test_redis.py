@@ -89,7 +89,8 @@ class TestTls(BackendContract):
 def test_a_password_opens_a_server_that_asks_for_one(
     user: str | None, login: Callable[[DevService], None], tmp_path: Path
 ) -> None:
-    acl = "~* &* -@all +get +set +exists +unlink +eval +type +strlen +getrange +scan +dbsize +info +hello +auth +client +ping"
+    commands = "get set exists unlink eval type strlen getrange scan dbsize info hello auth client ping"
+    acl = f"~* &* -@all {' '.join(f'+{command}' for command in commands.split())}"
     with ValkeyServer(password="pass word", user=user, acl=acl) as server:
         login(server)
         with opened(server) as (_, store):

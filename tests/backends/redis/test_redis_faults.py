@@ -1,0 +1,247 @@
+"""Servers that hang, die, come back empty or cut replies, and networks that are slow: errors in time, then healing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hicache.backends.testing import (
+    GET_ERROR,
+    HIT,
+    MISS,
+    PRESENT,
+    SET_ERROR,
+    STORED,
+    Store,
+    empty_frames,
+    full_frames,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.devservers import RedisCluster, RedisSentinel, ValkeyServer
+from tests.proxy import Direction, Faults, Proxy
+from tests.waiting import wait_for
+
+from .store import CODEC, PAGE, fresh_prefix, open_on, opened
+
+# Short, so that a test of hanging servers does not hang itself.
+TIMEOUT_S = 0.2
+FOREVER = float("inf")
+
+
+def errors_of(store: Store) -> dict[str, int]:
+    return dict(store.backend.statistics().errors)
+
+
+def all_verbs(store: Store, keys: list[bytes], seconds: float) -> None:
+    """Every verb on a server that does not answer: no exception, and nothing but errors."""
+    frames = full_frames(CODEC, keys)
+    backend = store.backend
+    assert backend.batch_exists(keys, deadline=time.monotonic() + seconds) == 0
+    assert backend.batch_get(keys, frames, deadline=time.monotonic() + seconds) == [GET_ERROR] * len(keys)
+    assert backend.batch_set(keys, frames, parent=None, deadline=time.monotonic() + seconds) == [SET_ERROR] * len(keys)
+    assert backend.delete(keys, deadline=time.monotonic() + seconds) == 0
+
+
+@pytest.mark.parametrize("limit", ["deadline", "timeout"])
+def test_a_stopped_server_is_left_in_time(limit: str) -> None:
+    """Every verb returns while the server is still stopped, by the call's deadline or by `timeout_s`."""
+    keys = make_keys(12)
+    with ValkeyServer() as server:
+        timeout_s, seconds = (60.0, TIMEOUT_S) if limit == "deadline" else (TIMEOUT_S, FOREVER)
+        with opened(server, timeout_s=timeout_s) as (backend, store):
+            store_chain(store, keys)
+            server.pause()
+            try:
+                all_verbs(store, keys, seconds)
+                if limit == "timeout":
+                    assert backend.usage().pages == 0  # what was found last
+            finally:
+                server.resume()
+            assert set(errors_of(store)) <= {limit, "timeout"}
+            assert errors_of(store)[limit] >= 3 * len(keys)
+            assert backend.batch_exists(keys, deadline=soon()) in (0, 12)  # the stopped server has our delete, or not
+            assert store_chain(store, keys) in ([STORED] * 12, [PRESENT] * 12)
+            assert load(store, keys) == [HIT] * 12
+
+
+def test_a_frame_is_left_alone_after_its_call() -> None:
+    keys = make_keys(4)
+    with ValkeyServer() as server, opened(server, timeout_s=TIMEOUT_S) as (backend, store):
+        store_chain(store, keys)
+        frames = empty_frames(CODEC, 4)
+        server.pause()
+        try:
+            assert backend.batch_get(keys, frames, deadline=soon()) == [GET_ERROR] * 4
+        finally:
+            server.resume()
+        for frame in frames:
+            frame[:] = b"\xee" * PAGE
+        assert load(store, keys) == [HIT] * 4
+        assert all(frame == b"\xee" * PAGE for frame in frames)
+
+
+def test_a_killed_server_is_an_error_and_one_that_came_back_empty_is_a_miss() -> None:
+    keys = make_keys(6)
+    with ValkeyServer() as server, opened(server) as (_, store):
+        store_chain(store, keys)
+        server.kill()
+        all_verbs(store, keys, 10.0)
+        assert errors_of(store) == {"refused": 4 * len(keys)}
+        server.start()
+        assert load(store, keys) == [MISS] * 6
+        assert store_chain(store, keys) == [STORED] * 6
+        assert load(store, keys) == [HIT] * 6
+        assert errors_of(store) == {"refused": 4 * len(keys)}
+
+
+def test_connections_that_the_server_closed_while_idle_are_opened_again_silently() -> None:
+    keys = make_keys(6)
+    with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
+        store_chain(store, keys)
+        for _ in range(3):
+            load(store, keys)
+            assert backend.batch_exists(keys, deadline=soon()) == 6
+            client.client_kill_filter(_type="normal", skipme=True)
+            assert load(store, keys) == [HIT] * 6
+            client.client_kill_filter(_type="normal", skipme=True)
+            assert backend.batch_exists(keys, deadline=soon()) == 6
+        assert errors_of(store) == {}
+
+
+@pytest.fixture
+def proxied(valkey: ValkeyServer) -> Iterator[tuple[Store, Proxy]]:
+    with valkey.client() as client, Proxy(valkey.port) as proxy:
+        options = {"url": f"redis://127.0.0.1:{proxy.port}", "key_prefix": fresh_prefix(), "timeout_s": TIMEOUT_S}
+        store = open_on(client, options)
+        yield store, proxy
+        store.backend.close()
+
+
+# In the header of the reply, behind it, in the body, before its end, and within the next reply.
+@pytest.mark.parametrize("after", [0, 2, 6, 7, 300, PAGE, PAGE + 7, PAGE + 8, PAGE + 10, 3 * PAGE])
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_reply_that_is_cut_is_an_error_and_its_connection_is_not_used_again(
+    proxied: tuple[Store, Proxy], after: int, reset: bool
+) -> None:
+    store, proxy = proxied
+    keys = make_keys(6)
+    store_chain(store, keys)
+    proxy.set(Faults(cut_after_bytes=after, reset=reset, direction=Direction.DOWN))
+    outcomes = load(store, keys)  # asserts that each hit is the right page
+    proxy.heal()
+    assert set(outcomes) <= {HIT, GET_ERROR} and GET_ERROR in outcomes
+    assert set(errors_of(store)) <= {"connection_lost"}
+    assert sum(errors_of(store).values()) == outcomes.count(GET_ERROR)
+    assert load(store, keys) == [HIT] * 6
+
+
+@pytest.mark.parametrize("after", [0, 100, PAGE, 2 * PAGE + 50])
+def test_a_store_that_is_cut_leaves_whole_pages_or_none(proxied: tuple[Store, Proxy], after: int) -> None:
+    store, proxy = proxied
+    keys = make_keys(6)
+    proxy.set(Faults(cut_after_bytes=after, direction=Direction.UP))
+    outcomes = store_chain(store, keys)
+    proxy.heal()
+    assert set(outcomes) <= {STORED, SET_ERROR} and SET_ERROR in outcomes
+    found = load(store, keys)
+    assert set(found) <= {HIT, MISS}
+    assert all(one is HIT for one, outcome in zip(found, outcomes, strict=True) if outcome is STORED)
+    assert set(store_chain(store, keys)) <= {STORED, PRESENT}
+    assert load(store, keys) == [HIT] * 6
+
+
+def test_replies_in_small_pieces_are_put_together(proxied: tuple[Store, Proxy]) -> None:
+    store, proxy = proxied
+    keys = make_keys(3)
+    proxy.set(Faults(slice_bytes=7))
+    assert store_chain(store, keys) == [STORED] * 3
+    assert store.backend.batch_exists(keys, deadline=soon()) == 3
+    assert load(store, keys) == [HIT] * 3
+    assert errors_of(store) == {}
+
+
+def test_a_slow_network_that_moves_is_waited_for(proxied: tuple[Store, Proxy]) -> None:
+    """All of it takes far longer than `timeout_s`, but no single wait does."""
+    store, proxy = proxied
+    keys = make_keys(4)
+    store_chain(store, keys)
+    proxy.set(Faults(bytes_per_s=4 * PAGE / (4 * TIMEOUT_S), slice_bytes=512, direction=Direction.DOWN))
+    assert load(store, keys) == [HIT] * 4
+    assert errors_of(store) == {}
+
+
+def test_a_network_that_stands_still_is_not(proxied: tuple[Store, Proxy]) -> None:
+    """The control of the test above."""
+    store, proxy = proxied
+    keys = make_keys(4)
+    store_chain(store, keys)
+    proxy.set(Faults(stall=Direction.DOWN))
+    assert load(store, keys) == [GET_ERROR] * 4
+    assert errors_of(store) == {"timeout": 4}
+    proxy.heal()
+    assert load(store, keys) == [HIT] * 4
+
+
+def test_a_server_that_hangs_costs_the_pages_of_a_cluster_that_it_has() -> None:
+    keys = make_keys(60)
+    with RedisCluster() as cluster:
+        _, options = cluster.storage(key_prefix=fresh_prefix(), timeout_s=TIMEOUT_S)
+        store = open_on(None, options)
+        try:
+            assert store_chain(store, keys) == [STORED] * 60
+            cluster.nodes[1].pause()
+            try:
+                found = load(store, keys)
+                assert set(found) == {HIT, GET_ERROR}
+                first = found.index(GET_ERROR)
+                assert store.backend.batch_exists(keys, deadline=soon()) == first
+            finally:
+                cluster.nodes[1].resume()
+            assert load(store, keys) == [HIT] * 60
+        finally:
+            store.backend.close()
+
+
+def test_after_a_failover_the_sentinels_lead_to_the_new_primary() -> None:
+    keys = make_keys(6)
+    with RedisSentinel() as group, group.primary.client() as client:
+        store = open_on(client, group.storage(key_prefix=fresh_prefix(), timeout_s=TIMEOUT_S)[1])
+        try:
+            store_chain(store, keys)
+            client.wait(1, 1000)
+            group.primary.kill()
+            wait_for(lambda: store_chain(store, keys[:1]) in ([STORED], [PRESENT]))
+            assert load(store, keys) == [HIT] * 6
+            assert store_chain(store, make_keys(3, "new")) == [STORED] * 3
+        finally:
+            store.backend.close()
+
+
+def test_many_threads_on_a_dying_server_all_come_back() -> None:
+    keys = make_keys(30)
+    with ValkeyServer() as server, opened(server, timeout_s=TIMEOUT_S) as (_, store):
+        store_chain(store, keys)
+        stop = threading.Event()
+
+        def use() -> None:
+            while not stop.is_set():
+                load(store, keys)
+                store_chain(store, keys)
+
+        threads = [threading.Thread(target=use, daemon=True) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        server.kill()
+        wait_for(lambda: bool(errors_of(store)))
+        server.start()
+        wait_for(lambda: load(store, keys) == [HIT] * 30)
+        stop.set()
+        for thread in threads:
+            thread.join(30.0)
+            assert not thread.is_alive()

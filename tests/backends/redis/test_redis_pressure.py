@@ -1,0 +1,164 @@
+"""What others do to a store: fill it, evict from it, empty it, put something else into it."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.backends.base import SetOutcome
+from hicache.backends.redis.questions import remove_damaged
+from hicache.backends.testing import (
+    CORRUPT,
+    HIT,
+    MISS,
+    SET_ERROR,
+    STORED,
+    full_frames,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.devservers import ValkeyServer
+from hicache.frame import HEADER_BYTES
+
+from .store import CODEC, name_of, opened
+
+REJECTED = SetOutcome.REJECTED
+# What an empty server takes for itself is about a tenth of this.
+MEMORY_BYTES = 16 << 20
+PAGES = 4096
+
+
+def test_a_full_server_turns_away_the_tail_and_keeps_the_head() -> None:
+    keys = make_keys(PAGES)
+    with ValkeyServer(maxmemory_bytes=MEMORY_BYTES) as server, opened(server) as (backend, store):
+        outcomes = store_chain(store, keys)
+        head = outcomes.count(STORED)
+        assert 0 < head < PAGES
+        assert outcomes == [STORED] * head + [REJECTED] * (PAGES - head)
+        assert backend.batch_exists(keys, deadline=soon()) == head
+        assert backend.usage().pages == head  # nothing lies behind the first hole
+        assert load(store, keys[: head + 1]) == [HIT] * head + [MISS]
+        # Being full is no trouble: a lookup that sees errors grow would take the server for dead.
+        assert dict(backend.statistics().errors) == {}
+
+
+def test_a_server_with_room_takes_all() -> None:
+    """The control of the test above."""
+    keys = make_keys(PAGES)
+    with ValkeyServer() as server, opened(server) as (_, store):
+        assert store_chain(store, keys) == [STORED] * PAGES
+
+
+def test_after_random_evictions_a_hit_ends_at_the_first_hole_exactly() -> None:
+    keys = make_keys(PAGES)
+    with (
+        ValkeyServer(maxmemory_bytes=MEMORY_BYTES, policy="allkeys-random") as server,
+        opened(server) as (backend, store),
+        server.client() as client,
+    ):
+        assert store_chain(store, keys) == [STORED] * PAGES
+        client.config_set("maxmemory", 0)  # it would evict on while we look
+        there = [store.read(key) is not None for key in keys]
+        assert not all(there) and any(there)
+        assert backend.batch_exists(keys, deadline=soon()) == there.index(False)
+        assert load(store, keys) == [HIT if one else MISS for one in there]
+        whole = [key for key, one in zip(keys, there, strict=True) if one]
+        assert backend.batch_exists(whole, deadline=soon()) == len(whole)
+
+
+def test_an_emptied_server_has_misses_and_takes_pages_again() -> None:
+    keys = make_keys(20)
+    with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
+        store_chain(store, keys)
+        client.flushall()
+        assert backend.batch_exists(keys, deadline=soon()) == 0
+        assert load(store, keys) == [MISS] * 20
+        assert store_chain(store, keys) == [STORED] * 20
+        assert dict(backend.statistics().errors) == {}
+
+
+@pytest.mark.parametrize("kind", ["list", "hash", "stream"])
+def test_something_else_in_the_place_of_a_page_is_corrupt_and_removed(valkey: ValkeyServer, kind: str) -> None:
+    keys = make_keys(3)
+    with opened(valkey) as (backend, store), valkey.client() as client:
+        store_chain(store, keys)
+        name = name_of(backend, keys[1])
+        client.delete(name)
+        if kind == "list":
+            client.rpush(name, "a", "b")
+        elif kind == "hash":
+            client.hset(name, "a", "b")
+        else:
+            client.xadd(name, {"a": "b"})
+        assert load(store, keys) == [HIT, CORRUPT, HIT]
+        assert dict(backend.statistics().corrupt) == {"type": 1}
+        assert not client.exists(name)
+        assert load(store, keys) == [HIT, MISS, HIT]
+        assert dict(backend.statistics().errors) == {}
+
+
+@pytest.mark.parametrize("megabytes", [1, 65])
+def test_a_value_far_too_long_costs_its_page_alone(valkey: ValkeyServer, megabytes: int) -> None:
+    """The short one is read away; for the long one the connection is given up, and the pages behind it are asked for
+    again."""
+    keys = make_keys(40)
+    with opened(valkey) as (backend, store), valkey.client(socket_timeout=30.0) as client:
+        store_chain(store, keys)
+        long_ones = (3, 4, 20)
+        for number in long_ones:
+            client.setrange(name_of(backend, keys[number]), megabytes << 20, b"x")
+        expected = [CORRUPT if number in long_ones else HIT for number in range(40)]
+        assert load(store, keys) == expected
+        assert dict(backend.statistics().corrupt) == {"size": 3}
+        assert dict(backend.statistics().errors) == {}
+        assert [store.read(keys[number]) for number in long_ones] == [None] * 3
+
+
+def test_a_page_that_was_stored_anew_is_not_removed_as_the_damaged_one(valkey: ValkeyServer) -> None:
+    (key,) = make_keys(1)
+    with opened(valkey) as (backend, store):
+        (frame,) = full_frames(CODEC, [key])
+        backend.batch_set([key], [frame], parent=None, deadline=soon())
+        name, size = name_of(backend, key).encode(), len(frame)
+        head = bytes(frame[:HEADER_BYTES])
+        other = bytes(len(head))
+        for length, found_head, kept in (
+            (size, other, True), (size - 1, head, True), (-1, b"", True), (size, head, False),
+        ):  # fmt: skip
+            assert not remove_damaged(backend._parts, [(name, length, found_head)], soon()).errors
+            assert (store.read(key) is not None) is kept
+
+
+def test_a_server_that_wants_replicas_takes_nothing_without_them() -> None:
+    keys = make_keys(6)
+    with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
+        store_chain(store, keys[:2])
+        client.config_set("min-replicas-to-write", 1)
+        assert store_chain(store, keys) == ["present"] * 2 + [SET_ERROR] * 4
+        assert dict(backend.statistics().errors) == {"too_few_replicas": 4}
+        assert load(store, keys) == [HIT] * 2 + [MISS] * 4
+
+
+def test_a_primary_that_became_a_replica_takes_nothing_and_still_serves() -> None:
+    keys = make_keys(6)
+    with ValkeyServer() as server, opened(server) as (backend, store):
+        store_chain(store, keys[:2])
+        with server.client() as client:
+            client.config_set("replica-serve-stale-data", "yes")
+            client.replicaof("127.0.0.1", 1)  # nobody is there, so it keeps what it has
+            assert store_chain(store, keys) == ["present"] * 2 + [SET_ERROR] * 4
+            assert dict(backend.statistics().errors) == {"read_only": 4}
+            assert load(store, keys[:2]) == [HIT] * 2
+            client.replicaof("no", "one")
+        assert store_chain(store, keys) == ["present"] * 2 + [STORED] * 4
+
+
+def test_a_user_who_may_not_write_gets_errors_and_reads() -> None:
+    keys = make_keys(4)
+    with ValkeyServer() as server, server.client() as client, opened(server) as (backend, store):
+        store_chain(store, keys[:2])
+        client.execute_command("ACL", "SETUSER", "default", "-set")
+        assert store_chain(store, keys) == ["present"] * 2 + [SET_ERROR] * 2
+        assert dict(backend.statistics().errors) == {"no_permission": 2}
+        assert load(store, keys[:2]) == [HIT] * 2

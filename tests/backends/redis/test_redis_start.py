@@ -1,0 +1,212 @@
+"""What can be known when a store is opened is said then: which server, what happened, what to do."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.backends.redis import open_redis_backend
+from hicache.backends.testing import SET_ERROR, make_keys, store_chain
+from hicache.devservers import DevService, RedisCluster, RedisSentinel, ValkeyServer
+from hicache.devservers.ports import free_ports
+from hicache.errors import BackendUnavailable, ConfigError, InvalidInput
+from hicache.frame import FrameCodec
+from tests.certificates import make_certificates
+from tests.proxy import Direction, Faults, Proxy
+
+from .store import CODEC, opened
+
+
+def refused(match: str, kind: type[Exception] = BackendUnavailable, codec: FrameCodec = CODEC, **options: Any) -> str:
+    """What is said when a store with these options cannot be opened."""
+    with pytest.raises(kind, match=match) as raised:
+        open_redis_backend(codec, timeout_s=options.pop("timeout_s", 2.0), **options)
+    return str(raised.value)
+
+
+def test_where_nobody_listens() -> None:
+    (port,) = free_ports(1)
+    assert f"127.0.0.1:{port}" in refused("refused.*start the server", url=f"redis://127.0.0.1:{port}")
+
+
+def test_a_host_that_is_not_known() -> None:
+    # Without a name service the answer is that there is none.
+    refused("dns.*host name|timeout", url="redis://no-such-host.invalid", timeout_s=5.0)
+
+
+def test_a_unix_socket_that_is_not_there(tmp_path: Path) -> None:
+    refused("unreachable.*path and permissions", unix_socket=tmp_path / "socket")
+
+
+@pytest.mark.parametrize("password", [None, "wrong-secret"])
+def test_wrong_and_missing_passwords(password: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {}
+    if password is not None:
+        monkeypatch.setenv("WRONG_PASSWORD", password)
+        options["password_env"] = "WRONG_PASSWORD"
+    with ValkeyServer(password="right-secret") as server:
+        text = refused("wrong_credentials.*password_env", url=f"redis://127.0.0.1:{server.port}", **options)
+    assert "secret" not in text
+
+
+def test_a_variable_that_is_not_set_and_a_file_that_lets_others_in(tmp_path: Path) -> None:
+    url = "redis://127.0.0.1:1"
+    refused("HICACHE_NOT_SET is not set", ConfigError, url=url, password_env="HICACHE_NOT_SET")
+    file = tmp_path / "password"
+    file.write_text("secret\n")
+    file.chmod(0o644)
+    assert "secret\n" not in refused("chmod 600", ConfigError, url=url, password_file=file)
+    file.chmod(0o600)
+    file.write_text("\n")
+    refused("is empty", ConfigError, url=url, password_file=file)
+    refused("not both", ConfigError, url=url, password_file=file, password_env="X")
+    refused("a user name goes with", ConfigError, url=url, username="me")
+
+
+def test_a_user_without_rights_to_the_keys(login: Callable[[DevService], None]) -> None:
+    with ValkeyServer(password="p", user="engine", acl="~other:* +@all") as server:
+        login(server)
+        refused("no_permission.*ACL", **server.storage()[1])
+
+
+def test_tls_to_a_server_without_and_to_one_nobody_vouches_for(valkey: ValkeyServer, tmp_path: Path) -> None:
+    made = make_certificates(tmp_path)
+    # To a server without TLS the handshake is the beginning of a line, whose end it waits for.
+    plain = f"rediss://127.0.0.1:{valkey.port}"
+    refused("timeout.*redis:// against rediss://", url=plain, tls_ca_file=made.ca_file, timeout_s=0.3)
+    with Proxy(valkey.port, tls=made.server_context()) as proxy:
+        refused("tls.*tls_ca_file", url=f"rediss://127.0.0.1:{proxy.port}")
+        refused("closed the connection|not a Redis server|timeout", url=f"redis://127.0.0.1:{proxy.port}")
+        refused("tls", url=f"rediss://127.0.0.1:{proxy.port}", tls_ca_file=tmp_path / "missing.pem")
+        open_redis_backend(CODEC, url=f"rediss://127.0.0.1:{proxy.port}", tls_ca_file=made.ca_file).close()
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[bytes], int]]:
+    """Starts listeners that send one answer to everything they receive; gives their port."""
+    listeners: list[socket.socket] = []
+
+    def start(answer: bytes) -> int:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+
+        def serve() -> None:
+            try:
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        while connection.recv(65536):
+                            connection.sendall(answer)
+            except OSError:
+                return  # the listener was closed, or a client was rude
+
+        threading.Thread(target=serve, daemon=True).start()
+        return int(listener.getsockname()[1])
+
+    yield start
+    for listener in listeners:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not a Redis server"),
+        (b"-ERR unknown command\r\n", "older than Redis 6.2"),
+        (b"*4\r\n$7\r\nversion\r\n$5\r\n5.0.7\r\n$4\r\nmode\r\n$10\r\nstandalone\r\n", "version 5.0.7; use Redis 6.2"),
+        (b"*4\r\n$7\r\nversion\r\n$5\r\n6.2.0\r\n$4\r\nmode\r\n$8\r\nsentinel\r\n", "name it under sentinels"),
+        (b"-LOADING Redis is loading the dataset in memory\r\n", "still reading its data set"),
+        (b"-ERR max number of clients reached\r\n", "maxclients"),
+        (b":1\r\n", "not a Redis server"),
+    ],
+)
+def test_servers_of_another_kind(answering: Callable[[bytes], int], answer: bytes, match: str) -> None:
+    port = answering(answer)
+    refused(match, ConfigError if "sentinels" in match else BackendUnavailable, url=f"redis://127.0.0.1:{port}")
+
+
+def test_a_server_that_does_not_answer(valkey: ValkeyServer) -> None:
+    with Proxy(valkey.port) as proxy:
+        proxy.set(Faults(stall=Direction.BOTH))
+        refused("timeout.*did not answer in time", url=f"redis://127.0.0.1:{proxy.port}", timeout_s=0.2)
+
+
+def test_groups_that_are_none(
+    valkey: ValkeyServer, redis_cluster: RedisCluster, redis_sentinel: RedisSentinel
+) -> None:
+    node, sentinel = f"127.0.0.1:{redis_cluster.nodes[0].port}", f"127.0.0.1:{redis_sentinel.sentinel.port}"
+    refused("name it under cluster", ConfigError, url=f"redis://{node}")
+    refused("name it under sentinels", ConfigError, url=f"redis://{sentinel}")
+    refused("name it under url", ConfigError, cluster=[f"127.0.0.1:{valkey.port}"])
+    refused("no_primary.*check `service`", sentinels=[sentinel], service="nobody")
+    (port,) = free_ports(1)
+    refused("no_primary|refused", sentinels=[f"127.0.0.1:{port}"], service="hicache")
+    open_redis_backend(CODEC, cluster=[f"127.0.0.1:{port}", node]).close()  # one node that answers is enough
+
+
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        ("exactly one of", {}),
+        ("exactly one of", {"url": "redis://h", "unix_socket": "/s"}),
+        ("must look like", {"url": "http://h"}),
+        ("must look like", {"url": "redis://h/0?x=1"}),
+        ("must hold no credentials", {"url": "redis://:hush@h"}),
+        ("is no address", {"url": "redis://h:99999"}),
+        ("is no address", {"cluster": ["h:1:2"]}),
+        ("no address in the list", {"cluster": []}),
+        ("a cluster has database 0", {"cluster": ["h:1"], "db": 1}),
+        ("give both or none", {"url": "redis://h", "service": "s"}),
+        ("give both or none", {"sentinels": ["h"]}),
+        ("it needs them", {"url": "redis://h", "read_from": "replica"}),
+        ("primary or replica", {"url": "redis://h", "read_from": "nowhere"}),
+        ("tls: true", {"url": "redis://h", "tls_ca_file": "x"}),
+        ("key_prefix may hold", {"url": "redis://h", "key_prefix": "a*"}),
+        ("key_prefix may hold", {"url": "redis://h", "key_prefix": "{tag}"}),
+        ("connections must be", {"url": "redis://h", "connections": 0}),
+        ("timeout_s must be", {"url": "redis://h", "timeout_s": 0.0}),
+        ("ttl_s must be", {"url": "redis://h", "ttl_s": -1.0}),
+        ("db must be", {"url": "redis://h", "db": -1}),
+    ],
+)
+def test_options_that_cannot_work(match: str, options: dict[str, Any]) -> None:
+    assert "hush" not in refused(match, InvalidInput, **options)
+
+
+def test_pages_longer_than_a_string_can_be() -> None:
+    refused("longer than a Redis string", InvalidInput, FrameCodec(b"n" * 32, 600 << 20), url="redis://127.0.0.1:1")
+
+
+def test_the_package_is_asked_for_by_the_name_of_its_extra() -> None:
+    program = """
+import sys
+sys.modules["redis"] = None
+from hicache.backends.registry import open_backend
+from hicache.errors import ConfigError
+from hicache.frame import FrameCodec
+try:
+    open_backend("redis", FrameCodec(bytes(32), 100), {"url": "redis://127.0.0.1:1"})
+except ConfigError as error:
+    print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
+    assert 'pip install "hicache[redis]"' in ran.stdout
+
+
+def test_a_password_that_changed_later_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = make_keys(2)
+    with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
+        client.config_set("requirepass", "new")
+        client.auth("new")
+        client.client_kill_filter(_type="normal", skipme=True)
+        assert store_chain(store, keys) == [SET_ERROR] * 2
+        assert dict(backend.statistics().errors) == {"wrong_credentials": 2}
+        client.config_set("requirepass", "")
