@@ -44,6 +44,7 @@ _BY_EXCEPTION: tuple[tuple[type[Exception], Trouble], ...] = (
     (urllib3.exceptions.TimeoutError, Trouble.TIMEOUT),
     (urllib3.exceptions.HTTPError, Trouble.SHORT_BODY),
     (OSError, Trouble.NETWORK),
+    (ValueError, Trouble.PROTOCOL),  # a header that should be a number
 )
 
 
@@ -93,7 +94,7 @@ class BotoClient:
             raise RequestFailed(Trouble.TIMEOUT) from error
         except botocore.exceptions.ClientError as error:
             raise _Refused(error) from error
-        except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
+        except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             raise _failed(error) from error
 
     def head(self, name: str, *, deadline: float) -> Found | None:
@@ -103,7 +104,8 @@ class BotoClient:
         except _Refused as refused:
             refused.unless(404)
             return None
-        return Found(reply["ContentLength"], reply.get("ETag", ""))
+        _require(reply, "ETag")
+        return Found(reply.get("ContentLength", 0), reply["ETag"])
 
     def get(
         self, name: str, frame: memoryview, fits: Callable[[int], bool], *, deadline: float
@@ -147,7 +149,7 @@ class BotoClient:
                 return b""
             refused.unless(404)
             return None
-        data = bytearray(min(reply["ContentLength"], bytes_max))
+        data = bytearray(min(reply.get("ContentLength", 0), bytes_max))
         with contextlib.closing(reply["Body"]) as body:
             self._read(body, memoryview(data), deadline)
         return bytes(data)
@@ -156,11 +158,12 @@ class BotoClient:
         """See Client."""
         condition = {"IfNoneMatch": "*"} if if_absent else {}
         try:
-            self._call(self._client.put_object, deadline, Key=name, Body=bytes(body), **condition)
+            reply = self._call(self._client.put_object, deadline, Key=name, Body=bytes(body), **condition)
         except _Refused as refused:
             if if_absent and refused.status == 412:
                 return False
             raise
+        _require(reply, "ETag")
         return True
 
     def remove(self, name: str, etag: str, *, deadline: float) -> None:
@@ -181,6 +184,7 @@ class BotoClient:
         """See Client."""
         more = {} if token is None else {"ContinuationToken": token}
         reply = self._call(self._client.list_objects_v2, deadline, Prefix=prefix, MaxKeys=keys_max, **more)
+        _require(reply, "IsTruncated")
         return Listing(
             [
                 Listed(entry["Key"], entry["Size"], entry["LastModified"].timestamp())
@@ -211,13 +215,22 @@ class _Refused(RequestFailed):
             raise self
 
 
+def _require(reply: Mapping[str, Any], entry: str) -> None:
+    """Raise RequestFailed unless the reply has what every reply of its kind has: botocore takes one that was cut off
+    behind its first line for a good one."""
+    if entry not in reply:
+        raise RequestFailed(Trouble.PROTOCOL, f"the reply has no {entry}")
+
+
 def _drop(future: concurrent.futures.Future[Any]) -> None:
     """Close what comes after nobody waits for it any more."""
     if not future.cancelled() and future.exception() is None and "Body" in future.result():
         future.result()["Body"].close()
 
 
-def _failed(error: botocore.exceptions.BotoCoreError | urllib3.exceptions.HTTPError | OSError) -> RequestFailed:
+def _failed(
+    error: botocore.exceptions.BotoCoreError | urllib3.exceptions.HTTPError | OSError | ValueError,
+) -> RequestFailed:
     if isinstance(error, botocore.exceptions.EndpointConnectionError) and isinstance(
         error.kwargs.get("error"), urllib3.exceptions.NameResolutionError
     ):

@@ -1,0 +1,368 @@
+"""What the S3 backend makes of a server that misbehaves: an outcome and a counted class, never an exception or a wait.
+
+Each fault hits every verb, with both clients. That the same verb succeeds once the fault is gone is the control.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.s3 import S3Backend
+from hicache.backends.s3.names import object_name
+from hicache.backends.testing import (
+    CORRUPT,
+    GET_ERROR,
+    HIT,
+    MISS,
+    NAMESPACE,
+    PRESENT,
+    SET_ERROR,
+    STORED,
+    Store,
+    empty_frames,
+    full_frames,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)  # fmt: skip
+from tests.backends.s3.bucket import BUCKET, CODEC, PAGE, options
+from tests.backends.s3.stub import Answer, Request, StubS3, error, etag_of, reply
+from tests.waiting import wait_for
+
+Fault = Callable[[Request], Answer | None]
+
+# Long enough for any answer of the stub, short enough to wait for when there is none.
+_TIMEOUT_S = 0.3
+
+
+@pytest.fixture
+def stub() -> Iterator[StubS3]:
+    with StubS3(BUCKET) as server:
+        yield server
+
+
+@pytest.fixture(params=["direct", "boto3"])
+def client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def open_on(stub: StubS3, **changes: Any) -> Store:
+    """A store on the stub, with its dictionary as the side door."""
+    backend = S3Backend(CODEC, options(stub.url, **{"timeout_s": _TIMEOUT_S, "connections": 4, **changes}))
+
+    def write(key: bytes, data: bytes) -> None:
+        stub.objects[name(key)] = data
+
+    return Store(backend, lambda key: stub.objects.get(name(key)), write)
+
+
+def name(key: bytes) -> str:
+    return object_name("test/", NAMESPACE, key)
+
+
+def errors(store: Store) -> dict[str, int]:
+    return dict(store.backend.statistics().errors)
+
+
+def always(answer: Answer) -> Fault:
+    return lambda request: answer
+
+
+# For each fault what it is counted as by a GET or PUT, and by a HEAD, whose reply has no body that says more.
+ANSWERED = {
+    "SlowDown": (error(503, "SlowDown"), "slow_down", "unavailable"),
+    "503 without a body": (reply(503), "unavailable", "unavailable"),
+    "429": (reply(429), "slow_down", "slow_down"),
+    "InternalError": (error(500, "InternalError"), "server_error", "server_error"),
+    "502 of a proxy": (reply(502, b"<html>bad gateway</html>"), "unavailable", "unavailable"),
+    "AccessDenied": (error(403, "AccessDenied"), "access_denied", "access_denied"),
+    "ExpiredToken": (error(400, "ExpiredToken"), "credentials", "bad_request"),
+    "InvalidAccessKeyId": (error(403, "InvalidAccessKeyId"), "credentials", "access_denied"),
+    "SignatureDoesNotMatch": (error(403, "SignatureDoesNotMatch"), "credentials", "access_denied"),
+    "RequestTimeTooSkewed": (error(403, "RequestTimeTooSkewed"), "clock_skew", "access_denied"),
+    "conflict": (error(409, "ConditionalRequestConflict"), "conflict", "conflict"),
+    "BadDigest": (error(400, "BadDigest"), "checksum", "bad_request"),
+}
+UNANSWERED = {
+    "no reply": Answer(b"", "close"),
+    "reset": Answer(b"", "reset"),
+    "half a head": Answer(b"HTTP/1.1 200 OK\r\ncontent-le", "close"),
+    "garbage": Answer(b"\x00\x01\x02\r\n\r\n\xff\r\n\r\n", "close"),
+    "another protocol": Answer(b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "close"),
+    "an endless head": Answer(b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 20_000, "close"),
+    "silence": Answer(b"", "hang"),
+    "silence within the head": Answer(b"HTTP/1.1 200 OK\r\ncontent-le", "hang"),
+}
+
+
+@pytest.mark.parametrize("fault", [*ANSWERED, *UNANSWERED])
+def test_a_fault_of_the_server_is_an_outcome_of_every_verb(stub: StubS3, client: str, fault: str) -> None:
+    store, keys = open_on(stub, client=client), make_keys(3)
+    store_chain(store, keys[:2])
+    answer = UNANSWERED[fault] if fault in UNANSWERED else ANSWERED[fault][0]
+    stub.fault = always(answer)
+    frames = full_frames(CODEC, keys)
+    assert store.backend.batch_get(keys, frames, deadline=soon()) == [GET_ERROR] * 3
+    assert sum(errors(store).values()) == 3
+    assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [SET_ERROR] * 3
+    assert sum(errors(store).values()) == 6
+    assert store.backend.batch_exists(keys, deadline=soon()) == 0
+    assert sum(errors(store).values()) == 9
+    assert store.backend.delete(keys, deadline=soon()) == 0
+    assert store.backend.usage().pages == 0
+    assert sum(errors(store).values()) == 13
+    stub.fault = lambda request: None
+    stub.released.set()
+    assert store_chain(store, keys) == [PRESENT, PRESENT, STORED]
+    assert load(store, keys) == [HIT] * 3
+    assert sum(errors(store).values()) == 13
+    store.backend.close()
+
+
+@pytest.mark.parametrize("fault", ANSWERED)
+def test_an_error_reply_is_counted_by_its_code(stub: StubS3, client: str, fault: str) -> None:
+    store, keys = open_on(stub, client=client), make_keys(2)
+    answer, by_body, by_status = ANSWERED[fault]
+    stub.fault = always(answer)
+    load(store, keys)
+    assert errors(store) == {by_body: 2}
+    store.backend.batch_exists(keys, deadline=soon())
+    assert errors(store) == ({by_body: 4} if by_body == by_status else {by_body: 2, by_status: 2})
+    store.backend.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [("no reply", "connection_lost"), ("reset", "connection_lost"), ("half a head", "protocol"),
+     ("garbage", "protocol"), ("another protocol", "protocol"), ("an endless head", "protocol"),
+     ("silence", "timeout"), ("silence within the head", "timeout")],
+)  # fmt: skip
+def test_a_reply_that_is_none_is_counted_by_what_came(stub: StubS3, fault: str, expected: str) -> None:
+    store, keys = open_on(stub), make_keys(2)
+    stub.fault = always(UNANSWERED[fault])
+    assert load(store, keys) == [GET_ERROR] * 2
+    assert errors(store) == {expected: 2}
+    store.backend.close()
+
+
+def _page(store: Store, stub: StubS3) -> tuple[bytes, bytes]:
+    """A stored page and its key."""
+    (key,) = make_keys(1)
+    store_chain(store, [key])
+    return key, stub.objects[name(key)]
+
+
+BODIES: dict[str, tuple[str, Callable[[bytes], bytes], str, str | None]] = {
+    "short": ("content-length: {size}", lambda data: data[:-1], "close", "short_body"),
+    "very short": ("content-length: {size}", lambda data: b"", "close", "short_body"),
+    "stalled": ("content-length: {size}", lambda data: data[: len(data) // 2], "hang", "timeout"),
+    "reset in the middle": ("content-length: {size}", lambda data: data[: len(data) // 2], "reset", None),
+    "without a length": ("x-a: b", lambda data: data, "close", "protocol"),
+    "of a length that is no number": ("content-length: 0x10", lambda data: data, "close", "protocol"),
+    "of two lengths": ("content-length: 5\r\ncontent-length: {size}", lambda data: data, "close", "protocol"),
+    "in chunks": (
+        "transfer-encoding: chunked", lambda data: b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data), "keep", "protocol",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_body_that_does_not_arrive_is_an_error_and_the_object_stays(stub: StubS3, client: str, body: str) -> None:
+    store = open_on(stub, client=client)
+    key, data = _page(store, stub)
+    head, change, then, expected = BODIES[body]
+    sent = f"HTTP/1.1 200 OK\r\n{head.format(size=len(data))}\r\n\r\n".encode() + change(data)
+    stub.fault = lambda request: Answer(sent, then) if request.method == "GET" else None
+    assert load(store, [key]) == [GET_ERROR]
+    assert sum(errors(store).values()) == 1
+    if client == "direct" and expected is not None:
+        assert errors(store) == {expected: 1}
+    assert name(key) in stub.objects
+    stub.fault = lambda request: None
+    assert load(store, [key]) == [HIT]
+    store.backend.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE + 1, PAGE * 2, 10**12])
+def test_a_length_that_no_page_has_is_damage_and_nothing_of_it_is_read(stub: StubS3, client: str, size: int) -> None:
+    store = open_on(stub, client=client)
+    key, data = _page(store, stub)
+    stub.fault = lambda request: (
+        Answer(f"HTTP/1.1 200 OK\r\ncontent-length: {size}\r\netag: {etag_of(data)}\r\n\r\n".encode(), "close")
+        if request.method == "GET" else None
+    )  # fmt: skip
+    frame = memoryview(bytearray(b"\xee" * PAGE))
+    assert store.backend.batch_get([key], [frame], deadline=soon()) == [CORRUPT]
+    assert bytes(frame) == b"\xee" * PAGE
+    assert dict(store.backend.statistics().corrupt) == {"size": 1}
+    assert name(key) not in stub.objects
+    store.backend.close()
+
+
+def test_a_damaged_page_that_was_replaced_meanwhile_stays(stub: StubS3, client: str) -> None:
+    store = open_on(stub, client=client)
+    key, data = _page(store, stub)
+    stub.fault = lambda request: reply(200, b"x" * PAGE, etag='"old"') if request.method == "GET" else None
+    assert load(store, [key]) == [CORRUPT]
+    assert stub.objects[name(key)] == data
+    assert errors(store) == {}
+    store.backend.close()
+
+
+def test_a_damaged_page_is_removed_where_conditions_are_unknown(stub: StubS3) -> None:
+    """The control of the test above, besides: it is the condition that saves the page."""
+    store = open_on(stub)
+    key, _ = _page(store, stub)
+    store.write(key, b"x" * PAGE)
+
+    def fault(request: Request) -> Answer | None:
+        return error(501, "NotImplemented") if "if-match" in request.headers else None
+
+    stub.fault = fault
+    stub.forget_requests()
+    assert load(store, [key]) == [CORRUPT]
+    assert stub.methods() == ["GET", "DELETE", "HEAD", "DELETE"]
+    assert name(key) not in stub.objects
+    store.backend.close()
+
+
+def test_a_page_that_vanishes_after_exists_is_a_miss(stub: StubS3, client: str) -> None:
+    store, keys = open_on(stub, client=client), make_keys(4)
+    store_chain(store, keys)
+    assert store.backend.batch_exists(keys, deadline=soon()) == 4
+    del stub.objects[name(keys[2])]
+    assert load(store, keys) == [HIT, HIT, MISS, HIT]
+    assert errors(store) == {}
+    store.backend.close()
+
+
+def test_a_bucket_that_vanishes_is_an_error_and_no_miss(stub: StubS3, client: str) -> None:
+    store, keys = open_on(stub, client=client), make_keys(2)
+    stub.fault = always(error(404, "NoSuchBucket"))
+    assert load(store, keys) == [GET_ERROR] * 2
+    assert store_chain(store, keys) == [SET_ERROR] * 2
+    assert errors(store) == {"no_bucket": 4}
+    store.backend.close()
+
+
+def test_a_full_store_turns_away_the_page_and_its_tail(stub: StubS3, client: str) -> None:
+    store, keys = open_on(stub, client=client, connections=1), make_keys(5)
+    full_from = name(keys[2])
+    stub.fault = lambda request: error(507, "InsufficientStorage") if request.name == full_from else None
+    assert store_chain(store, keys) == [STORED] * 2 + [SetOutcome.REJECTED] * 3
+    assert len(stub.objects) == 2
+    assert errors(store) == {"full": 1}
+    store.backend.close()
+
+
+@pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (400, "InvalidRequest")])
+def test_a_server_without_conditions_is_found_out_once(stub: StubS3, client: str, refusal: tuple[int, str]) -> None:
+    store, keys = open_on(stub, client=client, connections=1), make_keys(3)
+    stub.fault = lambda request: error(*refusal) if "if-none-match" in request.headers else None
+    assert store_chain(store, keys) == [STORED] * 3
+    assert stub.methods() == ["PUT", "HEAD", "PUT", "HEAD", "PUT", "HEAD", "PUT"]
+    assert store_chain(store, keys) == [PRESENT] * 3
+    assert errors(store) == {}
+    store.backend.close()
+
+
+def test_each_page_is_asked_for_once_however_the_server_answers(stub: StubS3, client: str) -> None:
+    store, keys = open_on(stub, client=client), make_keys(20)
+    stub.fault = always(error(503, "SlowDown"))
+    load(store, keys)
+    store_chain(store, keys)
+    assert len(stub.requests) == 40
+    store.backend.close()
+
+
+def test_an_idle_connection_that_the_server_closed_costs_no_page(stub: StubS3, client: str) -> None:
+    store, keys = open_on(stub, client=client, connections=1), make_keys(3)
+    store_chain(store, keys)
+    data = {name(key): stub.objects[name(key)] for key in keys}
+    stub.fault = lambda request: Answer(reply(200, data[request.name]).data, "close")
+    assert load(store, keys) == [HIT] * 3
+    assert errors(store) == {}
+    assert stub.connections >= 3
+    store.backend.close()
+
+
+def test_connections_are_used_again(stub: StubS3, client: str) -> None:
+    """The control of the test above."""
+    store, keys = open_on(stub, client=client, connections=1), make_keys(10)
+    store_chain(store, keys)
+    load(store, keys + make_keys(3, "missing"))
+    store.backend.batch_exists(keys, deadline=soon())
+    assert stub.connections <= 2
+    store.backend.close()
+
+
+def test_what_is_left_of_a_reply_is_never_taken_for_the_next(stub: StubS3) -> None:
+    store, keys = open_on(stub, connections=1), make_keys(3)
+    store_chain(store, keys)
+    wrong = stub.objects[name(keys[2])]
+    real = stub.objects[name(keys[0])]
+    stub.fault = lambda request: Answer(reply(200, real).data + reply(200, wrong).data) if request.name == name(
+        keys[0]
+    ) else None
+    assert load(store, keys) == [HIT] * 3
+    store.backend.close()
+
+
+@pytest.mark.parametrize("verb", ["get", "set", "exists", "delete"])
+def test_a_verb_ends_by_its_deadline_while_the_server_is_silent(stub: StubS3, client: str, verb: str) -> None:
+    """The timeout for a byte is an hour here: without the deadline the test would not end."""
+    store, keys = open_on(stub, client=client), make_keys(6)
+    store.backend.close()
+    store = open_on(stub, timeout_s=3600 if client == "direct" else 1.0, client=client)
+    stub.fault = always(Answer(b"", "hang"))
+    frames = full_frames(CODEC, keys)
+    deadline = time.monotonic() + 0.2
+    if verb == "get":
+        assert store.backend.batch_get(keys, frames, deadline=deadline) == [GET_ERROR] * 6
+    elif verb == "set":
+        assert store.backend.batch_set(keys, frames, parent=None, deadline=deadline) == [SET_ERROR] * 6
+    elif verb == "exists":
+        assert store.backend.batch_exists(keys, deadline=deadline) == 0
+    else:
+        assert store.backend.delete(keys, deadline=deadline) == 0
+    assert set(errors(store)) <= {"timeout", "deadline"}
+    stub.released.set()
+    store.backend.close()
+
+
+def test_a_frame_is_left_alone_once_the_verb_has_returned(stub: StubS3, client: str) -> None:
+    store = open_on(stub, client=client)
+    key, data = _page(store, stub)
+    head = f"HTTP/1.1 200 OK\r\ncontent-length: {PAGE}\r\n\r\n".encode()
+    late = threading.Event()
+
+    def fault(request: Request) -> Answer | None:
+        if request.method != "GET":
+            return None
+        late.wait(30)
+        return Answer(head + data)
+
+    stub.fault = fault
+    (frame,) = empty_frames(CODEC, 1)
+    assert store.backend.batch_get([key], [frame], deadline=time.monotonic() + 0.1) == [GET_ERROR]
+    frame[:] = b"\xee" * PAGE
+    late.set()
+    wait_for(lambda: stub.running == 0)
+    store.backend.close()
+    assert bytes(frame) == b"\xee" * PAGE
+
+
+def test_an_infinite_deadline_still_has_the_timeout(stub: StubS3, client: str) -> None:
+    store, keys = open_on(stub, client=client), make_keys(2)
+    stub.fault = always(Answer(b"", "hang"))
+    assert store.backend.batch_get(keys, empty_frames(CODEC, 2), deadline=math.inf) == [GetOutcome.ERROR] * 2
+    assert errors(store) == {"timeout": 2}
+    store.backend.close()
