@@ -10,19 +10,19 @@ from tests.backends.s3.bucket import Bucket, open_s3
 
 class TestDirectClient(BackendContract):
     @pytest.fixture
-    def open_store(self, bucket: Bucket, prefix: str) -> OpenStore:
-        return lambda codec: open_s3(bucket, prefix, codec)
+    def open_store(self, bucket: Bucket, unique_prefix: str) -> OpenStore:
+        return lambda codec: open_s3(bucket, unique_prefix, codec)
 
 
 class TestBotoClient(BackendContract):
     @pytest.fixture
-    def open_store(self, bucket: Bucket, prefix: str) -> OpenStore:
-        return lambda codec: open_s3(bucket, prefix, codec, client="boto3")
+    def open_store(self, bucket: Bucket, unique_prefix: str) -> OpenStore:
+        return lambda codec: open_s3(bucket, unique_prefix, codec, client="boto3")
 
 
 class TestWithoutConditionalPut(BackendContract):
     """Pages are asked for before they are stored, for servers that know no conditions."""
 
     @pytest.fixture
-    def open_store(self, bucket: Bucket, prefix: str) -> OpenStore:
-        return lambda codec: open_s3(bucket, prefix, codec, conditional_put=False)
+    def open_store(self, bucket: Bucket, unique_prefix: str) -> OpenStore:
+        return lambda codec: open_s3(bucket, unique_prefix, codec, conditional_put=False)

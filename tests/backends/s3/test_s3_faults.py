@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )  # fmt: skip
-from tests.backends.s3.bucket import BUCKET, CODEC, PAGE, options
+from tests.backends.s3.bucket import CODEC, PAGE, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error, etag_of, reply
 from tests.waiting import wait_for
 
@@ -41,17 +41,6 @@ Fault = Callable[[Request], Answer | None]
 
 # Long enough for any answer of the stub, short enough to wait for when there is none.
 _TIMEOUT_S = 0.3
-
-
-@pytest.fixture
-def stub() -> Iterator[StubS3]:
-    with StubS3(BUCKET) as server:
-        yield server
-
-
-@pytest.fixture(params=["direct", "boto3"])
-def client(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def open_on(stub: StubS3, **changes: Any) -> Store:

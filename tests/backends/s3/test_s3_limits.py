@@ -1,0 +1,156 @@
+"""How many requests the S3 backend makes, how many at once, and what it does when it is asked to slow down."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.backends.s3 import S3Backend
+from hicache.backends.s3.probing import EXACT_KEYS_MAX, stored_prefix
+from hicache.backends.s3.throttle import Throttle
+from hicache.backends.s3.trouble import RequestFailed, Trouble
+from hicache.backends.testing import GET_ERROR, HIT, Store, load, make_keys, soon, store_chain
+from tests.backends.s3.stub import Answer, Request, StubS3, error
+from tests.backends.s3.test_s3_faults import errors, name, open_on
+from tests.waiting import wait_for
+
+
+def test_exists_of_500_keys_takes_at_most_12_requests_when_all_or_none_are_there(stub: StubS3, client: str) -> None:
+    store, keys = open_on(stub, client=client), make_keys(500)
+    assert store.backend.batch_exists(keys, deadline=soon()) == 0
+    assert 0 < len(stub.requests) <= 12
+    stub.objects.update({name(key): b"x" for key in keys})
+    stub.forget_requests()
+    assert store.backend.batch_exists(keys, deadline=soon()) == 500
+    assert 0 < len(stub.requests) <= 12
+    store.backend.close()
+
+
+@pytest.mark.parametrize("stored", [1, 7, 250, 498, 499])
+def test_exists_finds_the_end_of_a_long_prefix_in_few_requests(stub: StubS3, stored: int) -> None:
+    store, keys = open_on(stub), make_keys(500)
+    stub.objects.update({name(key): b"x" for key in keys[:stored]})
+    assert store.backend.batch_exists(keys, deadline=soon()) == stored
+    assert len(stub.requests) <= 20
+    store.backend.close()
+
+
+def test_exists_of_a_short_batch_is_exact_whatever_is_missing(stub: StubS3) -> None:
+    store, keys = open_on(stub), make_keys(EXACT_KEYS_MAX)
+    stub.objects.update({name(key): b"x" for number, key in enumerate(keys) if number not in (5, 11)})
+    assert store.backend.batch_exists(keys, deadline=soon()) == 5
+    store.backend.close()
+
+
+@given(count=st.integers(0, 700), data=st.data())
+def test_the_search_finds_the_end_of_every_prefix(count: int, data: st.DataObject) -> None:
+    stored = data.draw(st.integers(0, count))
+    asked: list[int] = []
+
+    def ask(positions: list[int] | range) -> list[bool]:
+        asked.extend(positions)
+        return [position < stored for position in positions]
+
+    assert stored_prefix(count, ask) == stored  # type: ignore[arg-type]
+    assert len(asked) == len(set(asked)) <= max(20, EXACT_KEYS_MAX)
+
+
+@given(there=st.lists(st.booleans(), max_size=300))
+def test_with_holes_the_search_ends_at_one_and_never_behind_what_it_saw_missing(there: list[bool]) -> None:
+    """Beyond a few keys the first hole may be missed; what comes back still is the end of something stored."""
+    found = stored_prefix(len(there), lambda positions: [there[position] for position in positions])
+    assert found == len(there) or not there[found]
+    assert found == 0 or there[found - 1]
+    if len(there) <= EXACT_KEYS_MAX:
+        assert found == next((position for position, is_there in enumerate(there) if not is_there), len(there))
+
+
+def _in_threads(work: list[Callable[[], object]]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=one, daemon=True) for one in work]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+@pytest.mark.parametrize("connections", [1, 3, 8])
+def test_no_more_requests_are_in_flight_than_allowed(stub: StubS3, client: str, connections: int) -> None:
+    """That 8 are reached where 8 are allowed is the control of 1 and 3."""
+    store, keys = open_on(stub, client=client, connections=connections, timeout_s=30), make_keys(24)
+    store_chain(store, keys)
+    stub.forget_requests()
+    gate = threading.Event()
+
+    def fault(request: Request) -> Answer | None:
+        gate.wait(30)
+        return None
+
+    stub.fault = fault
+    results: list[list[object]] = []
+    threads = _in_threads([lambda: results.append(list(load(store, keys))) for _ in range(3)])
+    wait_for(lambda: stub.running == connections)
+    gate.set()
+    for thread in threads:
+        thread.join()
+    assert results == [[HIT] * 24] * 3
+    assert stub.running_max == connections
+    store.backend.close()
+
+
+def requests_max(store: Store) -> int:
+    assert isinstance(store.backend, S3Backend)
+    return store.backend.requests_max
+
+
+def test_slow_down_halves_what_is_in_flight_and_success_brings_it_back(stub: StubS3) -> None:
+    store, keys = open_on(stub, connections=8), make_keys(1)
+    store_chain(store, keys)
+    stub.fault = lambda request: error(503, "SlowDown")
+    assert load(store, keys) == [GET_ERROR]
+    assert requests_max(store) == 4
+    stub.fault = lambda request: None
+    while requests_max(store) < 8:
+        assert load(store, keys) == [HIT]
+    store.backend.close()
+
+
+def test_another_error_leaves_what_is_in_flight_as_it_is(stub: StubS3) -> None:
+    """The control of the test above."""
+    store = open_on(stub, connections=8)
+    stub.fault = lambda request: error(403, "AccessDenied")
+    load(store, make_keys(4))
+    assert requests_max(store) == 8
+    store.backend.close()
+
+
+@pytest.mark.parametrize(("asked", "sent"), [("30", 1), ("0", 2), ("soon", 2)])
+def test_a_server_that_asks_for_a_pause_is_left_alone(stub: StubS3, client: str, asked: str, sent: int) -> None:
+    store, keys = open_on(stub, client=client), make_keys(1)
+    stub.fault = lambda request: error(503, "SlowDown", retry_after=asked)
+    assert load(store, keys) == [GET_ERROR]
+    assert load(store, keys) == [GET_ERROR]
+    assert len(stub.requests) == sent
+    assert errors(store) == {"slow_down": 2}
+    store.backend.close()
+
+
+def test_a_limit_never_falls_below_one_and_replies_to_old_requests_do_not_cut_it_again() -> None:
+    throttle = Throttle(8)
+    for _ in range(5):
+        throttle.enter(soon())
+    for _ in range(5):
+        throttle.leave(RequestFailed(Trouble.SLOW_DOWN))
+    assert throttle.limit == 4
+
+
+def test_who_waits_for_a_turn_goes_at_the_deadline() -> None:
+    throttle = Throttle(1)
+    throttle.enter(soon())
+    with pytest.raises(RequestFailed) as caught:
+        throttle.enter(soon(0.05))
+    assert caught.value.trouble is Trouble.DEADLINE
+    throttle.leave(None)
+    throttle.enter(soon())

@@ -1,0 +1,262 @@
+"""What is known to be wrong when an S3 store is opened is a typed error that says what to do; who may say who we are."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.backends.registry import open_backend
+from hicache.backends.s3 import S3Backend, S3Options
+from hicache.backends.testing import HIT, STORED, load, make_keys, store_chain
+from hicache.errors import BackendUnavailable, ConfigError, InvalidInput
+from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
+from tests.backends.s3.stub import Answer, Request, StubS3, error
+from tests.backends.s3.test_s3_faults import open_on
+
+SECRETS = ("a-secret-key", "another-secret")
+
+
+def refused(kind: type[Exception], chosen: S3Options) -> str:
+    """The message with which opening fails."""
+    with pytest.raises(kind) as caught:
+        S3Backend(CODEC, chosen)
+    assert not any(secret in str(caught.value) for secret in SECRETS)
+    return str(caught.value)
+
+
+def test_a_bucket_that_is_not_there_is_said_at_start(bucket: Bucket, client: str) -> None:
+    message = refused(BackendUnavailable, options(bucket.url, bucket="no-such-bucket", client=client))
+    assert "no_bucket" in message and "create the bucket" in message
+
+
+@pytest.mark.parametrize("variable", ["HICACHE_S3_ACCESS_KEY", "HICACHE_S3_SECRET_KEY"])
+def test_wrong_credentials_are_said_at_start(
+    bucket: Bucket, client: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "another-secret")
+    message = refused(BackendUnavailable, options(bucket.url, bucket=bucket.name, client=client))
+    assert "credentials" in message
+
+
+def test_a_host_without_an_address_is_said_at_start(stub: StubS3, client: str) -> None:
+    message = refused(BackendUnavailable, options("http://no-such-host.invalid:9", client=client))
+    assert "dns" in message and "endpoint_url" in message
+
+
+def test_a_port_where_nobody_listens_is_said_at_start(stub: StubS3, client: str) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        message = refused(BackendUnavailable, options(f"http://127.0.0.1:{port}", client=client))
+    assert "connection_refused" in message and "nothing listens" in message
+
+
+def test_a_server_that_speaks_something_else_is_said_at_start(stub: StubS3) -> None:
+    stub.fault = lambda request: Answer(b"SSH-2.0-x\r\n\r\n", "close")
+    assert "no S3 store" in refused(BackendUnavailable, options(stub.url))
+
+
+def test_a_server_that_is_silent_is_said_at_start(stub: StubS3, client: str) -> None:
+    stub.fault = lambda request: Answer(b"", "hang")
+    chosen = options(stub.url, client=client, timeout_s=0.1, connect_timeout_s=0.1)
+    assert "timeout" in refused(BackendUnavailable, chosen)
+
+
+def test_a_store_that_is_ill_later_than_at_start_costs_no_exception(stub: StubS3, client: str) -> None:
+    """The control of the errors above: the same faults are outcomes once the store is open."""
+    store = open_on(stub, client=client)
+    stub.fault = lambda request: error(403, "InvalidAccessKeyId")
+    assert set(load(store, make_keys(2))) == {"error"}
+    store.backend.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({"bucket": ""}, "bucket"), ({"bucket": "a/b"}, "bucket"), ({"bucket": None}, "bucket"), ({"prefix": "a b"}, "prefix"),
+     ({"prefix": "../x"}, "prefix"), ({"prefix": "/x"}, "prefix"), ({"endpoint_url": "127.0.0.1:80"}, "endpoint_url"),
+     ({"endpoint_url": "http://me:secret@host"}, "endpoint_url"), ({"connections": 0}, "connections"),
+     ({"connections": True}, "connections"), ({"timeout_s": 0}, "timeout_s"), ({"timeout_s": "1"}, "timeout_s"),
+     ({"client": "curl"}, "client"), ({"checksum": "md5"}, "checksum"), ({"sign_payload": 1}, "sign_payload"),
+     ({"access_key_env": "AKIA/xyz"}, "access_key_env"), ({"secret_key_env": None}, "secret_key_env"),
+     ({"credentials_file": "x"}, "credentials_file")],
+)  # fmt: skip
+def test_options_that_cannot_work_are_refused(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(InvalidInput, match=word):
+        options("http://127.0.0.1:9", **changes)
+
+
+def test_the_registry_knows_it_by_name(bucket: Bucket, unique_prefix: str) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'bucket'"):
+        open_backend("s3", CODEC, {"buckt": "x"})
+    chosen = {
+        "bucket": bucket.name, "endpoint_url": bucket.url, "prefix": unique_prefix,
+        "access_key_env": "HICACHE_S3_ACCESS_KEY", "secret_key_env": "HICACHE_S3_SECRET_KEY",
+    }  # fmt: skip
+    backend = open_backend("s3", CODEC, chosen)
+    assert isinstance(backend, S3Backend)
+    backend.close()
+
+
+def test_a_variable_that_is_not_set_is_named(stub: StubS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HICACHE_S3_SECRET_KEY")
+    assert "HICACHE_S3_SECRET_KEY is not set" in refused(ConfigError, options(stub.url))
+
+
+def _file(folder: Path, text: str, mode: int = 0o600) -> Path:
+    path = folder / "credentials"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def _file_options(stub: StubS3, path: Path, **changes: Any) -> S3Options:
+    return options(stub.url, access_key_env=None, secret_key_env=None, credentials_file=path, **changes)
+
+
+def test_a_private_file_gives_credentials(stub: StubS3, client: str, tmp_path: Path) -> None:
+    path = _file(tmp_path, "[other]\naws_access_key_id = from-a-file\naws_secret_access_key = another-secret\n"
+                           "aws_session_token = a-token\n")  # fmt: skip
+    seen = _watch(stub)
+    S3Backend(CODEC, _file_options(stub, path, profile="other", client=client)).close()
+    assert "Credential=from-a-file/" in seen[0].headers["authorization"]
+    assert seen[0].headers["x-amz-security-token"] == "a-token"
+
+
+def _watch(stub: StubS3) -> list[Request]:
+    """The requests that `stub` gets from now on."""
+    seen: list[Request] = []
+
+    def look(request: Request) -> None:
+        seen.append(request)
+
+    stub.fault = look
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "word"),
+    [("[default]\naws_access_key_id = x\naws_secret_access_key = another-secret\n", 0o640, "chmod 600"),
+     ("[default]\naws_access_key_id = x\n", 0o600, "no section"), ("another-secret", 0o600, "no section"),
+     ("[x]\naws_access_key_id = x\naws_secret_access_key = another-secret\n", 0o600, r"\[default\]")],
+)  # fmt: skip
+def test_a_credentials_file_that_will_not_do_is_refused_without_showing_it(
+    stub: StubS3, tmp_path: Path, text: str, mode: int, word: str
+) -> None:
+    path = _file(tmp_path, text, mode)
+    with pytest.raises(ConfigError, match=word):
+        S3Backend(CODEC, _file_options(stub, path))
+    refused(ConfigError, _file_options(stub, path))
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing of this machine's own AWS configuration, and no questions to the network."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.mark.usefixtures("bare_environment")
+def test_without_any_credentials_the_error_says_where_to_put_them(stub: StubS3) -> None:
+    message = refused(ConfigError, options(stub.url, access_key_env=None, secret_key_env=None))
+    assert "no credentials found" in message
+
+
+@pytest.mark.usefixtures("bare_environment")
+def test_a_profile_that_is_not_there_is_said(stub: StubS3) -> None:
+    chosen = options(stub.url, access_key_env=None, secret_key_env=None, profile="nobody")
+    assert "nobody" in refused(ConfigError, chosen)
+
+
+@pytest.mark.usefixtures("bare_environment")
+def test_what_boto3_finds_is_used(stub: StubS3, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-key")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "a-token")
+    seen = _watch(stub)
+    S3Backend(CODEC, options(stub.url, access_key_env=None, secret_key_env=None, client=client)).close()
+    assert "Credential=from-the-environment/" in seen[0].headers["authorization"]
+    assert seen[0].headers["x-amz-security-token"] == "a-token"
+
+
+@pytest.fixture
+def machine_role() -> Iterator[tuple[str, list[str]]]:
+    """What gives containers their credentials: its URL, and the names it will give, which end in a quarter of an hour.
+    """
+    names = ["first", "second"]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            name = names.pop(0) if len(names) > 1 else names[0]
+            body = json.dumps({
+                "AccessKeyId": name, "SecretAccessKey": "another-secret", "Token": "a-token",
+                "Expiration": (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            }).encode()  # fmt: skip
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/role", names
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.usefixtures("bare_environment")
+def test_the_role_of_a_machine_gives_credentials_and_renews_them(
+    stub: StubS3, client: str, machine_role: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, names = machine_role
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", url)
+    seen = _watch(stub)
+    S3Backend(CODEC, options(stub.url, access_key_env=None, secret_key_env=None, client=client)).close()
+    # What ends within 15 minutes is renewed at once, so the first ones are never used.
+    assert "Credential=second/" in seen[0].headers["authorization"]
+    assert names == ["second"]
+
+
+def test_nothing_shows_a_secret(bucket: Bucket, unique_prefix: str) -> None:
+    from hicache.backends.s3.signing import Credentials  # noqa: PLC0415 - for this line only
+
+    assert "a-secret-key" not in repr(Credentials("id", "a-secret-key", "a-secret-key"))
+    store = open_s3(bucket, unique_prefix)
+    assert isinstance(store.backend, S3Backend)
+    assert "SECRET_KEY" in repr(store.backend.options)
+    store.backend.close()
+
+
+@pytest.mark.parametrize("changes", [
+    {"checksum": "when_supported"}, {"sign_payload": True}, {"checksum": "when_supported", "sign_payload": True},
+])  # fmt: skip
+def test_bodies_may_be_checked_by_the_server_as_well(
+    bucket: Bucket, unique_prefix: str, client: str, changes: dict[str, Any]
+) -> None:
+    store, keys = open_s3(bucket, unique_prefix, client=client, **changes), make_keys(2)
+    assert store_chain(store, keys) == [STORED] * 2
+    assert load(store, keys) == [HIT] * 2
+    store.backend.close()
+
+
+@pytest.mark.parametrize(("checksum", "sent"), [("when_required", False), ("when_supported", True)])
+def test_a_checksum_is_sent_when_it_is_asked_for(stub: StubS3, client: str, checksum: str, sent: bool) -> None:
+    store = open_on(stub, client=client, checksum=checksum)
+    store_chain(store, make_keys(1))
+    headers = stub.requests[0].headers
+    assert any(name.startswith("x-amz-checksum") or name == "x-amz-trailer" for name in headers) is sent
+    store.backend.close()
