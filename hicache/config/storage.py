@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, JsonValue, Tag
 from ..units import GIB, Count, PositiveSize, Size
 from .guard import GuardConfig
 from .redis_storage import RedisStorage
+from .s3_storage import S3Storage
 from .section import FileSystemPath, Section
 
 
@@ -82,7 +83,11 @@ class PluginStorage(Section):
 
 
 # The backends whose options are known here.
-STORAGE_SECTIONS: dict[str, type[Section]] = {"file": FileStorage, "redis": RedisStorage}
+STORAGE_SECTIONS: dict[str, type[Section]] = {
+    "file": FileStorage,
+    "redis": RedisStorage,
+    "s3": S3Storage,
+}
 
 
 def _storage_kind(value: Any) -> str:
@@ -90,10 +95,11 @@ def _storage_kind(value: Any) -> str:
     return kind if isinstance(kind, str) and kind in STORAGE_SECTIONS else "plugin"
 
 
-StorageConfig: TypeAlias = FileStorage | RedisStorage | PluginStorage
+StorageConfig: TypeAlias = FileStorage | RedisStorage | S3Storage | PluginStorage
 AnyStorage: TypeAlias = Annotated[
     Annotated[FileStorage, Tag("file")]
     | Annotated[RedisStorage, Tag("redis")]
+    | Annotated[S3Storage, Tag("s3")]
     | Annotated[PluginStorage, Tag("plugin")],
     Discriminator(_storage_kind),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import functools
 import os
 import ssl
 from collections.abc import Callable
@@ -103,10 +104,19 @@ def _session(options: S3Options) -> Any:
     profile = None if options.credentials_file else options.profile
     try:
         session = botocore.session.Session(profile=profile)
+        session.register_component("data_loader", _data_loader())
         session.get_scoped_config()
         return session
     except botocore.exceptions.BotoCoreError as error:
         raise ConfigError(f"s3 store: {error}") from error
+
+
+@functools.cache
+def _data_loader() -> Any:
+    """botocore's description of the API, which takes a third of a second to read, once per process."""
+    import botocore.loaders  # noqa: PLC0415 - an optional dependency
+
+    return botocore.loaders.create_loader()
 
 
 def _aws_endpoint(session: Any, region: str) -> str:

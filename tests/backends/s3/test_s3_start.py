@@ -1,4 +1,4 @@
-"""What is known to be wrong when an S3 store is opened is a typed error that says what to do; who may say who we are."""
+"""What is wrong with an S3 store when it is opened is a typed error that says what to do; and who says who we are."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def test_a_store_that_is_ill_later_than_at_start_costs_no_exception(stub: StubS3
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"bucket": ""}, "bucket"), ({"bucket": "a/b"}, "bucket"), ({"bucket": None}, "bucket"), ({"prefix": "a b"}, "prefix"),
-     ({"prefix": "../x"}, "prefix"), ({"prefix": "/x"}, "prefix"), ({"endpoint_url": "127.0.0.1:80"}, "endpoint_url"),
-     ({"endpoint_url": "http://me:secret@host"}, "endpoint_url"), ({"connections": 0}, "connections"),
+    [({"bucket": ""}, "bucket"), ({"bucket": "a/b"}, "bucket"), ({"bucket": None}, "bucket"),
+     ({"prefix": "a b"}, "prefix"), ({"prefix": "../x"}, "prefix"), ({"prefix": "/x"}, "prefix"),
+     ({"endpoint_url": "127.0.0.1:80"}, "endpoint_url"), ({"endpoint_url": "http://me:secret@host"}, "endpoint_url"), ({"connections": 0}, "connections"),
      ({"connections": True}, "connections"), ({"timeout_s": 0}, "timeout_s"), ({"timeout_s": "1"}, "timeout_s"),
      ({"client": "curl"}, "client"), ({"checksum": "md5"}, "checksum"), ({"sign_payload": 1}, "sign_payload"),
      ({"access_key_env": "AKIA/xyz"}, "access_key_env"), ({"secret_key_env": None}, "secret_key_env"),

@@ -1,0 +1,131 @@
+"""The section `storage` with `type: s3`: pages as objects of a bucket."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from ..units import Count, PositiveDuration
+from .guard import GuardConfig
+from .section import FileSystemPath, Section
+
+_VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
+
+
+VariableName: TypeAlias = Annotated[str, Field(pattern=_VARIABLE)]
+
+
+class S3StorageOptions(Section):
+    """Options of the `s3` backend: one object per page in a bucket of AWS or of any store with the same API."""
+
+    bucket: str = Field(
+        min_length=3, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]$",
+        description="Name of the bucket. It must exist; HiCache makes none and changes no setting of it.",
+    )
+    prefix: str = Field(
+        default="hicache/", max_length=1024, pattern=r"^[A-Za-z0-9_./-]*$",
+        description="What the names of all objects start with, so that a bucket can hold other things too, and a "
+        "lifecycle rule can be made for the pages alone.",
+    )
+    endpoint_url: str | None = Field(
+        default=None, pattern=r"^https?://[^/@?#]+(/[^@?#]*)?$",
+        description="URL of a store that is not AWS, like `https://s3.example.com:9000`. Plain `http` sends pages that "
+        "everyone on the way can read: prompts can be computed from them.",
+    )
+    region: str | None = Field(
+        default=None, max_length=64,
+        description="Region of the bucket. Not set: what boto3 is configured for, or `us-east-1`.",
+    )
+    path_style: bool | None = Field(
+        default=None,
+        description="Put the bucket into the path of requests instead of the host's name. Not set: for every store but "
+        "AWS, which prefers host names, and for buckets with a dot in their name.",
+    )
+    access_key_env: VariableName | None = Field(
+        default=None,
+        description="Name of the environment variable that holds the access key, not the key itself. Goes together "
+        "with `secret_key_env`. Without these and `credentials_file`, boto3 looks where it always does.",
+    )
+    secret_key_env: VariableName | None = Field(
+        default=None,
+        description="Name of the environment variable that holds the secret key. A file is safer: child processes "
+        "inherit variables.",
+    )
+    session_token_env: VariableName | None = Field(
+        default=None,
+        description="Name of the environment variable that holds the session token of temporary credentials. They are "
+        "not renewed; credentials that boto3 finds are.",
+    )
+    credentials_file: FileSystemPath | None = Field(
+        default=None,
+        description="File with credentials in the format of AWS (`[default]`, `aws_access_key_id = ...`, "
+        "`aws_secret_access_key = ...`), mode 0600.",
+    )
+    profile: str | None = Field(
+        default=None, max_length=128,
+        description="Section of `credentials_file`, or without one the profile that boto3 uses.",
+    )
+    ca_file: FileSystemPath | None = Field(
+        default=None,
+        description="Certificates (PEM) that are trusted in place of the system's. Certificates are always checked.",
+    )
+    checksum: Literal["when_required", "when_supported"] = Field(
+        default="when_required",
+        description="Checksums of what is stored, as boto3 calls the choice. `when_supported` sends a CRC32 with each "
+        "page, for buckets that insist; it costs 0.15 s of processor time per GiB. Pages carry a tag anyway.",
+    )
+    sign_payload: bool = Field(
+        default=False,
+        description="Put a SHA-256 of each page under the signature of its request, at 0.5 s of processor time per GiB "
+        "stored. Over plain `http` it keeps others from changing pages on their way; a MAC key does so at a tenth.",
+    )
+    conditional_put: bool = Field(
+        default=True,
+        description="Have the server refuse pages that are there already. Off, each page is asked for before it is "
+        "stored: one request more, for stores that take the condition and do not heed it.",
+    )
+    client: Literal["direct", "boto3"] = Field(
+        default="direct",
+        description="Who talks to the store. `direct` copies no page and takes a third of the processor time. `boto3` "
+        "knows proxies and all endpoints of AWS.",
+    )
+    connections: Count = Field(
+        default=8, ge=1, le=256,
+        description="Requests in flight, each with a thread and a connection. More hides latency of a remote store; "
+        "one core moves 3 to 4 GB/s. When the store asks to slow down, fewer are used for a while.",
+    )
+    timeout: PositiveDuration = Field(
+        default=5.0, ge=0.01, le=3600,
+        description="Seconds a request may go on without a byte. Shorter gives up sooner on a store that hangs; too "
+        "short turns its slow moments into misses.",
+    )
+    connect_timeout: PositiveDuration = Field(
+        default=2.0, ge=0.01, le=3600,
+        description="Seconds that making a connection may take.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> S3StorageOptions:
+        variables = (self.access_key_env, self.secret_key_env)
+        if (any(variables) or self.session_token_env) and not all(variables):
+            raise ValueError("access_key_env and secret_key_env go together")
+        if self.access_key_env and self.credentials_file:
+            raise ValueError("give access_key_env or credentials_file, not both")
+        return self
+
+
+class S3Storage(Section):
+    """Storage in a bucket."""
+
+    type: Literal["s3"] = Field(description="As above.")
+    options: S3StorageOptions = Field(description="Options of the backend.")
+    guard: GuardConfig = GuardConfig()
+
+    def backend_options(self) -> dict[str, object]:
+        """Keyword options as the `s3` backend takes them: plain values, unit in the name."""
+        chosen = self.options.model_dump(exclude={"timeout", "connect_timeout"})
+        for name in ("credentials_file", "ca_file"):
+            chosen[name] = None if chosen[name] is None else os.fspath(chosen[name])
+        return {**chosen, "timeout_s": self.options.timeout, "connect_timeout_s": self.options.connect_timeout}
