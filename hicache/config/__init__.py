@@ -6,6 +6,7 @@ once, `secret` reads keys.
 
 from .integrity import IntegrityConfig, KeySource, StorageFormatConfig, read_key
 from .loading import ENVIRON_PREFIX, entry_of_variable, load_config
+from .mooncake_storage import MooncakeStorage, MooncakeStorageOptions
 from .publishing import EventsConfig, MetricsConfig
 from .schema import (
     DeviceConfig,
@@ -29,6 +30,8 @@ __all__ = [
     "IntegrityConfig",
     "KeySource",
     "MetricsConfig",
+    "MooncakeStorage",
+    "MooncakeStorageOptions",
     "PayoffConfig",
     "PluginStorage",
     "PrefetchConfig",

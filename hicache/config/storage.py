@@ -11,6 +11,7 @@ from ..units import GIB, Count, PositiveSize, Size
 from .guard import GuardConfig
 from .redis_storage import RedisStorage
 from .s3_storage import S3Storage
+from .mooncake_storage import MooncakeStorage
 from .section import FileSystemPath, Section
 
 
@@ -87,6 +88,7 @@ STORAGE_SECTIONS: dict[str, type[Section]] = {
     "file": FileStorage,
     "redis": RedisStorage,
     "s3": S3Storage,
+    "mooncake": MooncakeStorage,
 }
 
 
@@ -95,11 +97,12 @@ def _storage_kind(value: Any) -> str:
     return kind if isinstance(kind, str) and kind in STORAGE_SECTIONS else "plugin"
 
 
-StorageConfig: TypeAlias = FileStorage | RedisStorage | S3Storage | PluginStorage
+StorageConfig: TypeAlias = FileStorage | RedisStorage | S3Storage | MooncakeStorage | PluginStorage
 AnyStorage: TypeAlias = Annotated[
     Annotated[FileStorage, Tag("file")]
     | Annotated[RedisStorage, Tag("redis")]
     | Annotated[S3Storage, Tag("s3")]
+    | Annotated[MooncakeStorage, Tag("mooncake")]
     | Annotated[PluginStorage, Tag("plugin")],
     Discriminator(_storage_kind),
 ]

@@ -18,8 +18,9 @@ from .lanes import Lane, Roads
 from .options import MIB
 from .runner import Runner
 
-# One library call moves about so much: 4 ms at 8 GB/s, far more work than the call itself is.
-_CHUNK_BYTES = 32 * MIB
+# One library call moves about so much, some 10 to 100 ms: far more work than the call itself is, and soon enough over
+# for the deadline to be looked at.
+_CHUNK_BYTES = 128 * MIB
 # A full store evicts in the background, and has room after some 10 ms if it can evict anything.
 _FULL_WAIT_S = 0.02
 _FULL_TRIES = 25
@@ -166,6 +167,7 @@ class Writes:
         self._deadline = deadline
         self._known: dict[bytes, SetOutcome] = {}
         self._full = False
+        self._held = False
 
     def run(self) -> list[SetOutcome]:
         """Store all pages, as far as the deadline allows; one outcome per key."""
@@ -237,9 +239,22 @@ class Writes:
                 return
             if time.monotonic() + _FULL_WAIT_S >= self._deadline:
                 break
+            self._hold_chain()
             time.sleep(_FULL_WAIT_S)
         self._full = True
         self._withdraw(keys[left[0] :])
+
+    def _hold_chain(self) -> None:
+        """Grant leases to the chain's pages so far, so that it is not they that are evicted for the pages behind."""
+        if self._held:
+            return
+        self._held = True
+        head = [key for key, outcome in self._known.items() if outcome is SetOutcome.STORED]
+        if self._parents[0] is not None:
+            head.append(self._parents[0])
+        names = self._parts.names.of(head)
+        if names:
+            self._parts.ask(lambda: self._parts.client.exist(names), self._deadline)
 
     def _call(self, names: list[str], lane: Lane, indices: list[int]) -> Callable[[], list[int]]:
         some = [names[index] for index in indices]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import BackendError, BackendUnavailable, ConfigError
+from ..system_libraries import MOONCAKE_LIBRARIES, preload
 from . import codes
 from .options import MooncakeOptions
 from .runner import Runner
@@ -48,7 +49,9 @@ def join_store(options: MooncakeOptions, runner: Runner) -> Client:
 
 
 def load_library(options: MooncakeOptions) -> Any:
-    """The module `mooncake.store`, loaded under the time limits of `options`. Raises ConfigError if it is missing."""
+    """The module `mooncake.store`, loaded under the time limits of `options`. Raises ConfigError if it, or a system
+    library that it needs, is missing."""
+    preload(MOONCAKE_LIBRARIES)
     for name, value in options.environment().items():
         os.environ.setdefault(name, value)
     try:
@@ -56,7 +59,7 @@ def load_library(options: MooncakeOptions) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"backend mooncake: its library cannot be loaded ({error}); pip install \"hicache[mooncake]\", or "
-            "\"hicache[mooncake-cpu]\" on a machine without CUDA; it needs the system's libibverbs1 and libnuma1"
+            "\"hicache[mooncake-cpu]\" on a machine without CUDA"
         ) from error
     return store
 

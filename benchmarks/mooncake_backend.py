@@ -1,0 +1,191 @@
+"""How close the Mooncake backend comes to bare library calls on the same registered memory.
+
+    python -m benchmarks.mooncake_backend [--seconds S] [--page-kib K ...] [--batch-mib M]
+
+Starts a master, and a daemon that holds pages in another process. Both sides use one client, one batch of frames in one
+registered memory, and the same keys, in turns; the library is called once for all pages, ours looks whether pages are
+there, seals, goes chunk by chunk and checks. What the integrity tag costs is seen by the rows without one, which
+compare like with like; with it ours does work that the library does not do at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+if __package__ in (None, ""):
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from benchmarks._table import Row, print_table
+from hicache.backends.mooncake import MooncakeOptions, RegisteringMooncakeBackend
+from hicache.backends.mooncake.batches import Names
+from hicache.backends.mooncake.client import join_store
+from hicache.backends.mooncake.lanes import address_of
+from hicache.backends.mooncake.runner import Runner
+from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
+from hicache.frame import HEADER_BYTES, FrameCodec, TagKind, unseal
+
+# Freed memory goes back to the machine and costs 0.5 GB/s when it is touched again; these keep it.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
+_KIB, _MIB = 1 << 10, 1 << 20
+_ROUNDS_MAX = 25
+_ROUNDS_MIN = 3
+_FOREVER_S = 600.0
+_GOAL = 0.95
+
+
+class _Bench:
+    """One page size, one kind of tag, one place of the pages: frames, the backend, the library beside it."""
+
+    def __init__(self, options: MooncakeOptions, page_bytes: int, batch_bytes: int, tag: TagKind) -> None:
+        self.codec = FrameCodec(b"b" * 32, page_bytes - HEADER_BYTES, tag=tag)
+        size, batch = self.codec.frame_bytes, max(1, batch_bytes // page_bytes)
+        self._map = mmap.mmap(-1, size * batch)
+        self._whole = memoryview(self._map)
+        for start in range(0, len(self._whole), size):
+            self._whole[start : start + size] = os.urandom(4096) * (size // 4096)
+        self.frames = [self._whole[i * size : (i + 1) * size] for i in range(batch)]
+        self.keys = [i.to_bytes(4, "big") * 8 for i in range(batch)]
+        self.backend = RegisteringMooncakeBackend(self.codec, options)
+        self.backend.register_memory(self._whole)
+        self._runner = Runner("bench")
+        self._library = join_store(options, self._runner)
+        self._names = Names("plain/", self.codec.namespace).of(self.keys)
+        self._ours = Names(options.prefix, self.codec.namespace).of(self.keys)
+        self._addresses = [address_of(frame) for frame in self.frames]
+        self._sizes = [size] * batch
+
+    def close(self) -> None:
+        self._library.leave()
+        self._runner.close()
+        self.backend.close()
+
+    def plain_write(self) -> None:
+        assert set(self._library.put(self._names, self._addresses, self._sizes)) == {0}
+
+    def plain_read(self) -> None:
+        assert set(self._library.get(self._names, self._addresses, self._sizes)) == {self.codec.frame_bytes}
+
+    def our_write(self) -> None:
+        outcomes = self.backend.batch_set(self.keys, self.frames, parent=None, deadline=time.monotonic() + _FOREVER_S)
+        assert set(outcomes) == {"stored"}, outcomes
+
+    def our_read(self) -> None:
+        outcomes = self.backend.batch_get(self.keys, self.frames, deadline=time.monotonic() + _FOREVER_S)
+        assert set(outcomes) == {"hit"}, outcomes
+
+    def our_lookup(self) -> None:
+        assert self.backend.batch_exists(self.keys, deadline=time.monotonic() + _FOREVER_S) == len(self.keys)
+
+    def plain_lookup(self) -> None:
+        assert set(self._library.exist(self._names)) == {1}
+
+    def forget(self) -> None:
+        self._library.remove(self._names + self._ours, force=True)
+        for frame in self.frames:
+            unseal(frame)
+
+    @property
+    def bytes(self) -> int:
+        return self.codec.frame_bytes * len(self.frames)
+
+
+def _timed(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
+    """Seconds per batch of each of the four, in turns."""
+    times: dict[str, list[float]] = {"write plain": [], "write ours": [], "read plain": [], "read ours": []}
+    end = time.monotonic() + seconds
+    for number in range(_ROUNDS_MAX):
+        if number > _ROUNDS_MIN and time.monotonic() >= end:
+            break
+        # Who goes first alternates: the second finds caches in another state.
+        for mine in (number % 2 == 0, number % 2 == 1):
+            bench.forget()
+            who, write, read = ("ours", bench.our_write, bench.our_read) if mine else (
+                "plain", bench.plain_write, bench.plain_read,
+            )  # fmt: skip
+            times[f"write {who}"].append(_timed(write))
+            times[f"read {who}"].append(_timed(read))
+    bench.forget()
+    return {what: took[1:] for what, took in times.items()}  # the first round warms up
+
+
+def _rows(label: str, bench: _Bench, times: dict[str, list[float]], goal: float | None) -> list[Row]:
+    rows = []
+    for verb in ("read", "write"):
+        for kind, pick in (("best", min), ("median", statistics.median)):
+            ours, plain = pick(times[f"{verb} ours"]), pick(times[f"{verb} plain"])
+            rows.append(Row(
+                f"{verb} {label}, {kind} of {len(times[f'{verb} ours'])}",
+                f"{bench.bytes / ours / 1e9:.2f} GB/s", f"{bench.bytes / plain / 1e9:.2f} GB/s", plain / ours, goal,
+            ))  # fmt: skip
+    return rows
+
+
+def _lookups(options: MooncakeOptions, pages: int = 500) -> Row:
+    """How long it takes to find that `pages` pages are there."""
+    bench = _Bench(options, 4 * _KIB, pages * 4 * _KIB, TagKind.NONE)
+    try:
+        bench.our_write()
+        bench.plain_write()
+        times = [[_timed(work) for _ in range(50)] for work in (bench.our_lookup, bench.plain_lookup)]
+        bench.forget()
+    finally:
+        bench.close()
+    ours, plain = min(times[0]), min(times[1])
+    return Row(f"exists of {pages} pages, best of 50", f"{ours * 1e3:.2f} ms", f"{plain * 1e3:.2f} ms", plain / ours)
+
+
+def run(*, page_kib: Sequence[int] = (256, 2048, 8192), batch_mib: int = 128, seconds: float = 6.0) -> list[Row]:
+    """Measure with pages in this process's segment, then in another process; about `seconds` per case."""
+    rows: list[Row] = []
+    segment_bytes = 4 * batch_mib * _MIB
+    for place, own_bytes in (("own segment", segment_bytes), ("other process", 0)):
+        with MooncakeMaster() as master:
+            daemon = None if own_bytes else MooncakeClientDaemon(master, segment_bytes=segment_bytes)
+            if daemon is not None:
+                daemon.start()
+            options = MooncakeOptions(
+                master.address, segment_bytes=own_bytes, admin=master.metrics_address, staging_bytes=8 * _MIB
+            )
+            try:
+                for kib in page_kib:
+                    for tag, goal in ((TagKind.NONE, _GOAL), (TagKind.XXH3_128, None)):
+                        bench = _Bench(options, kib * _KIB, batch_mib * _MIB, tag)
+                        try:
+                            times = _measure(bench, seconds)
+                            label = f"{len(bench.frames)} x {kib} KiB, {place}, {'no tag' if goal else 'tag'}"
+                            rows += _rows(label, bench, times, goal)
+                        finally:
+                            bench.close()
+                rows.append(_lookups(options))
+            finally:
+                if daemon is not None:
+                    daemon.stop()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Mooncake backend against bare library calls")
+    parser.add_argument("--seconds", type=float, default=6.0, help="per case; there are twelve")
+    parser.add_argument("--page-kib", type=int, nargs="+", default=[256, 2048, 8192])
+    parser.add_argument("--batch-mib", type=int, default=128)
+    options = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in _MALLOC.items()):
+        os.execve(sys.executable, [sys.executable, os.path.abspath(__file__), *sys.argv[1:]], {**os.environ, **_MALLOC})
+    rows = run(page_kib=options.page_kib, batch_mib=options.batch_mib, seconds=options.seconds)
+    print_table("Mooncake backend against bare library calls", rows)
+
+
+if __name__ == "__main__":
+    main()
