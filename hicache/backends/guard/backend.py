@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import random
 import threading
 import time
@@ -115,11 +116,7 @@ class GuardedBackend(StorageBackend):
         try:
             while len(outcomes) < len(keys):
                 start = len(outcomes)
-                head_pages = self._traffic.head_pages
-                # What follows a head without damage is read at once.
-                if head_pages is None or (start and GetOutcome.CORRUPT not in outcomes):
-                    head_pages = len(keys)
-                end = start + head_pages
+                end = start + (self._traffic.pages_at_once(outcomes) or len(keys))
                 read = self._get(call, keys[start:end], frames[start:end])
                 outcomes += read
                 if not self._traffic.read_pages(call, read):
@@ -202,7 +199,7 @@ class GuardedBackend(StorageBackend):
         """Whether a call of this direction would be made now. Does not block; for each step of a scheduler."""
         passes = self._traffic.may_pass(direction)
         if not passes:
-            self._probes.supervise()
+            self._tend()
         return passes
 
     def override(self, direction: Direction, mode: Override) -> None:
@@ -233,9 +230,10 @@ class GuardedBackend(StorageBackend):
         self._tend()
 
     def _tend(self) -> None:
-        """Have probes made that are due."""
-        if self._traffic.probe_at <= self._clock():
-            self._probes.wake()
+        """Have the probes made that are planned, whatever has become of the thread that makes them."""
+        probe_at = self._traffic.probe_at
+        if probe_at < math.inf:
+            self._probes.wake(probe_at)
 
     def _look_up(self, call: Call, keys: Sequence[bytes]) -> tuple[int, Verdict]:
         """A store that is down has nothing, as one that is empty has: only its count of errors tells them apart."""

@@ -5,8 +5,8 @@
     OPEN       no call is made. After a pause the store is probed: bad, the pause doubles; good, it is half-open.
     HALF_OPEN  calls are made. The first that ends decides; if none comes, a second good probe closes.
 
-Failures are those of calls and of probes. A store that takes probes and fails real calls is found by the share of the
-latest calls, and its pauses grow, because only a good call makes them short again.
+Failures are those of calls and of probes; a good probe takes back bad probes, and no call. For a store that takes
+probes and fails real calls the pauses grow, because only a good call makes them short again.
 
 Locking design: nothing here locks or looks at a clock; whoever owns a breaker does (`traffic`).
 """
@@ -63,7 +63,8 @@ class Breaker:
         self._state = BreakerState.CLOSED
         self._reason = ""
         self._opens = self._good_probes = self._failed_probes = 0
-        self._failures = 0  # in a row
+        self._failures = 0  # calls in a row
+        self._suspicions = 0  # bad probes in a row, while it is closed
         self._recent: deque[bool] = deque(maxlen=WINDOW_CALLS)
         self._backoff_s = options.backoff_min_s
         self._probe_at = math.inf
@@ -98,7 +99,8 @@ class Breaker:
             self._open(reason, time_s)
         else:
             self._recent.append(False)
-            self._failed(reason, time_s)
+            self._failures += 1
+            self._judge(reason, time_s)
 
     def trip(self, reason: str, backoff_s: float, time_s: float) -> None:
         """Open, for at least half of `backoff_s`, whatever was before; only a thorough probe heals it."""
@@ -157,12 +159,16 @@ class Breaker:
                 self._backoff_s = self._options.backoff_min_s
             self._state = BreakerState.HALF_OPEN
             self._probe_at = time_s + self._options.backoff_min_s
-        elif ok:
-            self._close()
         elif self._state is BreakerState.HALF_OPEN:
-            self._open(reason, time_s)
+            if ok:
+                self._close()
+            else:
+                self._open(reason, time_s)
+        elif ok:
+            self._suspicions = 0
         else:
-            self._failed(reason, time_s)
+            self._suspicions += 1
+            self._judge(reason, time_s)
 
     # State
 
@@ -178,14 +184,14 @@ class Breaker:
             return
         if self._state is not BreakerState.CLOSED and self._probe_at == math.inf and not self._probing:
             raise InvariantError(f"breaker: {self._state.name} and no probe is planned")
-        if self._failures >= self._options.failures:
+        if self._failures + self._suspicions >= self._options.failures:
             raise InvariantError(f"breaker: {self._state.name} after {self._failures} failures in a row")
 
-    def _failed(self, reason: str, time_s: float) -> None:
-        self._failures += 1
+    def _judge(self, reason: str, time_s: float) -> None:
+        """Open after too many failures; else have the store probed now."""
         bad = self._recent.count(False)
         too_many = len(self._recent) == WINDOW_CALLS and bad >= self._options.failure_share * WINDOW_CALLS
-        if self._failures >= self._options.failures or too_many:
+        if self._failures + self._suspicions >= self._options.failures or too_many:
             self._open(reason, time_s)
         else:
             self._probe_at = time_s
@@ -195,7 +201,7 @@ class Breaker:
         self._reason = reason
         self._opens += 1
         self._round += 1
-        self._failures = 0
+        self._failures = self._suspicions = 0
         self._probing = False
         self._recent.clear()
         self._plan_probe(time_s)
@@ -207,6 +213,6 @@ class Breaker:
 
     def _close(self) -> None:
         self._state = BreakerState.CLOSED
-        self._failures = 0
+        self._failures = self._suspicions = 0
         if not self._probing:
             self._probe_at = math.inf

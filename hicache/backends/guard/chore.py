@@ -39,23 +39,18 @@ class Chore:
         self._state = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._number = 0  # of the newest thread
-        self._woken = False
         self._closed = False
         self._next_at = math.inf
         self._busy_since = math.inf
 
-    def wake(self) -> None:
-        """Have the work done now. Does not block."""
+    def wake(self, at_s: float = 0.0) -> None:
+        """Have the work done at `at_s` or before; now, without it. Does not block. Whoever calls it again until the
+        work is done makes sure that it is: a thread that has died or hangs is replaced."""
         with self._state:
-            self._woken = True
+            if at_s < self._next_at:
+                self._next_at = at_s
+                self._state.notify_all()
             self._require_thread()
-            self._state.notify_all()
-
-    def supervise(self) -> None:
-        """Replace the thread if it is needed and has died or hangs. Cheap."""
-        with self._state:
-            if self._woken or self._next_at < math.inf or self._busy_since < math.inf:
-                self._require_thread()
 
     def close(self, timeout_s: float) -> bool:
         """End the thread after what it is doing; blocks. False if it hangs: it is left behind. May be called twice."""
@@ -76,8 +71,8 @@ class Chore:
         if self._closed or (has_thread and not hangs) or len(self._threads) > _HANGING_MAX:
             return
         self._number += 1
+        self._next_at = 0.0 if hangs else self._next_at  # what the other one was doing is not done
         self._busy_since = math.inf
-        self._woken = True  # what the other one was doing is not done
         thread = threading.Thread(target=self._run, args=(self._number,), name=self._thread_name(), daemon=True)
         try:
             thread.start()
@@ -103,7 +98,7 @@ class Chore:
                 if number != self._number:
                     return
                 self._busy_since = math.inf
-                self._next_at = next_at
+                self._next_at = min(self._next_at, next_at)
 
     def _await_work(self, number: int) -> bool:
         """Wait for something to do; False if there is nothing more for this thread."""
@@ -111,14 +106,12 @@ class Chore:
             linger_until = time.monotonic() + _LINGER_S
             while not self._closed and number == self._number:
                 time_s = time.monotonic()
-                if self._woken or time_s >= self._next_at:
-                    self._woken = False
+                if time_s >= self._next_at:
                     self._next_at = math.inf
                     self._busy_since = time_s
                     return True
                 if self._next_at == math.inf and time_s >= linger_until:
                     self._number += 1  # so that a wake from now on starts another
                     return False
-                self._state.wait(min(self._next_at, linger_until) - time_s if self._next_at == math.inf
-                                 else self._next_at - time_s)  # fmt: skip
+                self._state.wait((linger_until if self._next_at == math.inf else self._next_at) - time_s)
             return False

@@ -9,7 +9,7 @@ Locking design: nothing here locks; whoever owns it does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..base import GetOutcome
 from .options import GuardOptions
@@ -32,11 +32,16 @@ class DamageWatch:
         self._sound = False  # a sound page was read since the start or the last alarm
         self._alarmed = False
 
-    @property
-    def head_pages(self) -> int | None:
-        """How many pages of a batch to read before the others, as long as nothing speaks for the others; None for all.
+    def pages_at_once(self, read: Sequence[GetOutcome]) -> int | None:
+        """How many pages of a batch to read next, of which `read` are read; None for all the rest.
+
+        As long as nothing speaks for the store, the head of a batch comes alone, and after an alarm every page.
         """
-        return self._pages_max if self._run or not self._sound else None
+        if self._sound and not self._run:
+            return None
+        if self._alarmed:
+            return 1
+        return None if read and GetOutcome.CORRUPT not in read else self._pages_max
 
     def saw(self, outcomes: Iterable[GetOutcome]) -> float | None:
         """Take in what was read, in order. None, or for how long to stop: more than 0 seconds."""

@@ -45,8 +45,6 @@ class UsageSampler:
             self._chore.wake()
             if self._took_s < _WAIT_S:
                 self._renewed.wait(_WAIT_S)
-        else:
-            self._chore.supervise()
         return self._sample
 
     def close(self, timeout_s: float) -> bool:

@@ -10,7 +10,7 @@ import enum
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -170,10 +170,10 @@ class Traffic:
 
     # Damage
 
-    @property
-    def head_pages(self) -> int | None:
-        """How many pages of a batch are to be read first; None for all."""
-        return self._damage.head_pages
+    def pages_at_once(self, read: Sequence[GetOutcome]) -> int | None:
+        """How many pages of a batch to read next, of which `read` are read; None for all the rest."""
+        with self._state:
+            return self._damage.pages_at_once(read)
 
     def read_pages(self, call: Call, outcomes: Iterable[GetOutcome]) -> bool:
         """Take in what was read. False if the rest of the batch is not to be read: the breaker has opened."""

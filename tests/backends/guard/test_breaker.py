@@ -1,0 +1,277 @@
+"""The breaker as pure logic: time moves when the test says so."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.backends.guard import BreakerState, GuardOptions, Override
+from hicache.backends.guard.breaker import WINDOW_CALLS, Breaker
+from hicache.errors import InvariantError
+
+OPTIONS = GuardOptions(failures=3, backoff_min_s=0.5, backoff_max_s=5.0)
+CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
+
+
+class World:
+    """A breaker, its time, and a store that works or does not."""
+
+    def __init__(self, options: GuardOptions = OPTIONS, jitter: float = 1.0) -> None:
+        self.time_s = 1000.0
+        self.breaker = Breaker(options, Override.AUTO, lambda: jitter)
+
+    def call(self, ok: bool) -> bool:
+        """One call; whether it was made."""
+        admitted = self.breaker.admit()
+        if admitted is not None:
+            self.breaker.record(admitted, ok, "error", self.time_s)
+        self.breaker.check()
+        return admitted is not None
+
+    def probe(self, ok: bool) -> None:
+        """One probe, when it is due. REQUIRES: one is planned."""
+        assert self.breaker.probe_at < math.inf
+        self.time_s = max(self.time_s, self.breaker.probe_at)
+        self.breaker.probed(self.breaker.begin_probe(), ok, "probe", self.time_s)
+        self.breaker.check()
+
+    @property
+    def state(self) -> BreakerState:
+        return self.breaker.state
+
+
+def opened(options: GuardOptions = OPTIONS) -> World:
+    world = World(options)
+    for _ in range(options.failures):
+        world.call(False)
+    assert world.state is OPEN
+    return world
+
+
+def test_failures_in_a_row_open_it_and_no_call_is_made_then() -> None:
+    world = World()
+    assert [world.call(False) for _ in range(5)] == [True, True, True, False, False]
+    assert world.breaker.statistics().opens == 1
+    assert world.breaker.statistics().reason == "error"
+
+
+def test_a_good_call_between_failures_keeps_it_closed() -> None:
+    world = World()
+    for _ in range(4):
+        for ok in (False, False, True, True, True):
+            assert world.call(ok)
+    assert world.state is CLOSED
+
+
+def test_a_share_of_failures_opens_it_although_some_calls_succeed() -> None:
+    world = World()
+    made = [world.call(number % 2 == 0) for number in range(2 * WINDOW_CALLS)]
+    assert sum(made) == WINDOW_CALLS
+    assert world.state is OPEN
+
+
+def test_a_smaller_share_does_not() -> None:
+    """The control of the test above."""
+    world = World()
+    assert all(world.call(number % 3 > 0) for number in range(3 * WINDOW_CALLS))
+
+
+def test_after_a_single_failure_probes_alone_can_open_it() -> None:
+    world = World()
+    world.call(False)
+    assert world.breaker.is_suspected
+    assert world.breaker.probe_at == world.time_s
+    world.probe(False)
+    assert world.breaker.probe_at == world.time_s
+    world.probe(False)
+    assert world.state is OPEN
+    assert world.time_s == 1000.0, "without a pause between them"
+
+
+def test_a_good_probe_after_a_single_failure_ends_the_suspicion() -> None:
+    world = World()
+    world.call(False)
+    world.probe(False)
+    world.probe(True)
+    assert world.breaker.probe_at == math.inf
+    world.call(False)
+    world.probe(True)
+    assert world.state is CLOSED
+    world.call(False)
+    assert world.state is OPEN, "three calls in a row have failed, whatever probes say"
+
+
+def test_pauses_between_probes_double_up_to_the_longest() -> None:
+    world = opened()
+    pauses = []
+    for _ in range(7):
+        before = world.time_s
+        world.probe(False)
+        pauses.append(world.time_s - before)
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize("bad_probes", [0, 1, 4, 20])
+def test_it_closes_within_ten_seconds_of_healing(bad_probes: int) -> None:
+    world = opened()
+    for _ in range(bad_probes):
+        world.probe(False)
+    healed_s = world.time_s
+    while world.state is not CLOSED:
+        world.probe(True)  # and no call comes
+    assert world.time_s - healed_s <= 5.0 + 0.5
+
+
+def test_a_good_probe_lets_calls_through_and_the_first_that_succeeds_closes() -> None:
+    world = opened()
+    world.probe(True)
+    assert world.state is HALF_OPEN
+    assert world.call(True)
+    assert world.state is CLOSED
+
+
+def test_a_failed_call_when_half_open_opens_it_at_once_with_a_longer_pause() -> None:
+    world = opened()
+    world.probe(True)
+    before = world.time_s
+    assert world.call(False)
+    assert world.state is OPEN
+    assert world.breaker.probe_at - before == 1.0
+
+
+def test_pauses_keep_growing_for_a_store_that_takes_probes_and_fails_calls() -> None:
+    world = opened()
+    pauses = []
+    for _ in range(5):
+        before = world.time_s
+        world.probe(True)
+        pauses.append(world.time_s - before)
+        world.call(False)
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0]
+
+
+def test_after_a_good_call_the_next_pause_is_short_again() -> None:
+    world = opened()
+    for _ in range(5):
+        world.probe(False)
+    world.probe(True)
+    world.call(True)
+    for _ in range(3):
+        world.call(False)
+    assert world.breaker.probe_at - world.time_s == 0.5
+
+
+def test_a_call_that_began_before_the_breaker_opened_says_nothing_after_it() -> None:
+    world = World()
+    old = world.breaker.admit()
+    assert old is not None
+    for _ in range(3):
+        world.call(False)
+    world.probe(True)
+    world.breaker.record(old, False, "error", world.time_s)
+    assert world.state is HALF_OPEN
+    world.breaker.record(old, True, "", world.time_s)
+    assert world.state is HALF_OPEN
+
+
+def test_a_probe_that_began_before_the_breaker_opened_says_nothing_after_it() -> None:
+    world = World()
+    world.call(False)
+    begun = world.breaker.begin_probe()
+    world.call(False)
+    world.call(False)
+    world.breaker.probed(begun, True, "probe", world.time_s)
+    assert world.state is OPEN
+    world.breaker.check()
+
+
+def test_jitter_shortens_a_pause() -> None:
+    world = World(jitter=0.5)
+    for _ in range(3):
+        world.call(False)
+    assert world.breaker.probe_at - world.time_s == 0.25
+
+
+def test_a_trip_has_its_own_pause_and_wants_a_thorough_probe() -> None:
+    world = World()
+    world.breaker.trip("damage", 30.0, world.time_s)
+    assert world.state is OPEN
+    assert world.breaker.thorough
+    for _ in range(3):
+        before = world.time_s
+        world.probe(False)
+        assert world.time_s - before == 30.0
+    world.probe(True)
+    assert world.state is HALF_OPEN
+    assert not world.breaker.thorough
+
+
+def test_the_operator_switches_it_off_on_and_back() -> None:
+    world = World()
+    world.breaker.set_override(Override.OFF)
+    assert world.state is OPEN
+    assert not world.call(True)
+    assert world.breaker.probe_at == math.inf, "what the operator has switched off is not probed"
+    world.breaker.set_override(Override.ON)
+    assert all(world.call(False) for _ in range(50))
+    world.breaker.trip("damage", 30.0, world.time_s)
+    assert world.state is CLOSED
+    world.breaker.set_override(Override.AUTO)
+    assert world.call(False), "failures from before do not count"
+    assert world.state is CLOSED
+
+
+def test_an_open_breaker_without_a_probe_is_found_by_its_check() -> None:
+    world = opened()
+    world.breaker._probe_at = math.inf
+    with pytest.raises(InvariantError, match="no probe"):
+        world.breaker.check()
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("call"), st.booleans()),
+        st.tuples(st.just("late call"), st.booleans()),
+        st.tuples(st.just("probe"), st.booleans()),
+        st.tuples(st.just("override"), st.sampled_from(list(Override))),
+        st.tuples(st.just("trip"), st.booleans()),
+    ),
+    max_size=60,
+)
+
+
+@given(EVENTS)
+def test_whatever_happens_it_heals_once_the_store_does(events: list[tuple[str, bool | Override]]) -> None:
+    world = World()
+    early = world.breaker.admit()
+    for kind, value in events:
+        if kind == "call":
+            world.call(bool(value))
+        elif kind == "late call" and early is not None:
+            world.breaker.record(early, bool(value), "late", world.time_s)
+        elif kind == "probe" and world.breaker.probe_at < math.inf:
+            world.probe(bool(value))
+        elif kind == "override" and isinstance(value, Override):
+            world.breaker.set_override(value)
+        elif kind == "trip":
+            world.breaker.trip("damage", 30.0, world.time_s)
+        world.breaker.check()
+        assert world.state is not OPEN or world.breaker.admit() is None
+    healed_s, longest_s = world.time_s, 30.0 if world.breaker.thorough else 5.0
+    while world.state is not CLOSED and world.breaker.override is Override.AUTO:
+        world.probe(True)
+    assert world.time_s - healed_s <= longest_s + 0.5
+
+
+@given(st.lists(st.booleans(), max_size=200))
+def test_an_opening_needs_so_many_failures(calls: list[bool]) -> None:
+    world = World()
+    failures = 0
+    for ok in calls:
+        if not world.call(ok):
+            break
+        failures += not ok
+    assert world.state is CLOSED or failures >= OPTIONS.failures

@@ -1,0 +1,419 @@
+"""What a guard does to single calls: refuses, retries, contains, and stops a reader to whom all is damaged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from hicache.backends.base import Composite, GetOutcome, SetOutcome, Usage, leaves
+from hicache.backends.guard import (
+    BreakerState,
+    Direction,
+    GuardedBackend,
+    GuardOptions,
+    Override,
+    Refusal,
+    Verb,
+    leaf_statistics,
+    may_pass,
+)
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import CORRUPT, HIT, MISS, PRESENT, STORED, empty_frames, full_frames, make_keys, soon
+from hicache.errors import InvalidInput
+from hicache.frame import FrameCodec
+from tests.backends.guard.stores import CODEC, LONG_S, Store, past, patient, quick, refused, until_passing
+from tests.waiting import wait_for
+
+READ, WRITE = Direction.READ, Direction.WRITE
+GET_ERROR, SET_ERROR = GetOutcome.ERROR, SetOutcome.ERROR
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Exceptions are logged with their traceback, which is not what a reader of a test run looks for."""
+    caplog.set_level(logging.CRITICAL)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    store = Store()
+    yield store
+    store.close()
+
+
+def guard_of(store: MemoryBackend, options: GuardOptions | None = None) -> GuardedBackend:
+    return GuardedBackend(store, options or patient(), name="test")
+
+
+def put(guard: GuardedBackend, keys: list[bytes], parent: bytes | None = None) -> list[SetOutcome]:
+    return guard.batch_set(keys, full_frames(guard.codec, keys), parent=parent, deadline=soon())
+
+
+def get(guard: GuardedBackend, keys: list[bytes]) -> list[GetOutcome]:
+    outcomes = guard.batch_get(keys, empty_frames(guard.codec, len(keys)), deadline=soon())
+    guard.check()
+    return outcomes
+
+
+def break_reads(guard: GuardedBackend, store: Store) -> None:
+    store.down = True
+    for _ in range(3):
+        get(guard, make_keys(1))
+
+
+def test_a_call_without_time_left_is_not_made_and_no_failure(store: Store) -> None:
+    guard, keys = guard_of(store), make_keys(2)
+    for _ in range(10):
+        assert guard.batch_get(keys, empty_frames(CODEC, 2), deadline=past()) == [GET_ERROR] * 2
+        assert guard.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=past()) == [SET_ERROR] * 2
+        assert guard.batch_exists(keys, deadline=past()) == guard.delete(keys, deadline=past()) == 0
+    assert store.calls == []
+    assert refused(guard, READ, Refusal.DEADLINE) == refused(guard, WRITE, Refusal.DEADLINE) == 20
+    assert guard.may_pass(READ) and guard.may_pass(WRITE)
+    assert guard.statistics().errors == {"guard_deadline": 40}
+
+
+def test_after_failures_in_a_row_reads_are_not_made_and_writes_still_are(store: Store) -> None:
+    guard, keys = guard_of(store), make_keys(3)
+    put(guard, keys)
+    break_reads(guard, store)
+    store.down = False
+    assert get(guard, keys) == [GET_ERROR] * 3
+    assert guard.batch_exists(keys, deadline=soon()) == 0
+    assert not guard.may_pass(READ)
+    assert put(guard, keys) == [PRESENT] * 3
+    assert refused(guard, READ, Refusal.OPEN) == 2
+
+
+def test_without_a_guard_every_call_reaches_the_store_that_is_down(store: Store) -> None:
+    """The control of the test above."""
+    store.down = True
+    for _ in range(50):
+        store.batch_get(make_keys(1), empty_frames(CODEC, 1), deadline=soon())
+    assert len(store.calls) == 50
+
+
+def test_failing_stores_close_the_direction_of_writing_alone(store: Store) -> None:
+    guard, keys = guard_of(store), make_keys(2)
+    store.fail_pages = set(keys)
+    for _ in range(5):
+        assert put(guard, keys) == [SET_ERROR] * 2
+    assert not guard.may_pass(WRITE) and guard.may_pass(READ)
+    assert refused(guard, WRITE, Refusal.OPEN) == 2
+    assert get(guard, make_keys(2, "others")) == [MISS] * 2
+
+
+def test_a_full_store_is_no_failure() -> None:
+    memory = MemoryBackend(CODEC, CODEC.frame_bytes)
+    with closing(guard_of(memory)) as guard:
+        (first,) = make_keys(1)
+        put(guard, [first])
+        for number in range(10):
+            assert put(guard, make_keys(1, f"more {number}"), parent=first) == [SetOutcome.REJECTED]
+        assert guard.may_pass(WRITE)
+
+
+def test_a_lookup_that_finds_nothing_because_the_store_is_down_is_a_failure(store: Store) -> None:
+    guard = guard_of(store)
+    store.down = True
+    for _ in range(3):
+        assert guard.batch_exists(make_keys(4), deadline=soon()) == 0
+    assert not guard.may_pass(READ)
+    assert guard.guard_statistics().failures[READ, "lookup"] >= 1
+
+
+def test_a_lookup_that_finds_nothing_because_there_is_nothing_is_none(store: Store) -> None:
+    guard = guard_of(store)
+    for _ in range(20):
+        assert guard.batch_exists(make_keys(4), deadline=soon()) == 0
+    assert guard.may_pass(READ)
+    assert guard.guard_statistics().failures == {}
+
+
+def test_a_few_failed_pages_of_a_batch_are_no_failed_call(store: Store) -> None:
+    guard, keys = guard_of(store), make_keys(8)
+    put(guard, keys)
+    store.fail_pages = set(keys[:3])
+    for _ in range(10):
+        assert get(guard, keys) == [GET_ERROR] * 3 + [HIT] * 5
+    assert guard.may_pass(READ)
+
+
+# Retries
+
+
+def test_a_read_that_failed_once_is_made_good_by_a_second_try(store: Store) -> None:
+    guard, keys = guard_of(store, patient(retry_share=0.1)), make_keys(4)
+    put(guard, keys)
+    store.fail_calls = 1
+    assert get(guard, keys) == [HIT] * 4
+    assert guard.guard_statistics().retried_calls == {READ: 1}
+
+
+def test_without_a_budget_the_same_read_fails(store: Store) -> None:
+    """The control of the test above."""
+    guard, keys = guard_of(store, patient(retry_share=0.0)), make_keys(4)
+    put(guard, keys)
+    store.fail_calls = 1
+    assert get(guard, keys) == [GET_ERROR] * 4
+
+
+def test_only_the_failed_pages_are_tried_again(store: Store) -> None:
+    guard, keys = guard_of(store, patient(retry_share=0.1)), make_keys(6)
+    put(guard, keys)
+    get(guard, keys)
+    store.fail_pages = {keys[1], keys[4]}
+    store.calls.clear()
+    assert get(guard, keys) == [HIT, GET_ERROR, HIT, HIT, GET_ERROR, HIT]
+    assert store.calls == [("get", 6), ("get", 2)]
+
+
+def test_pages_are_stored_again_behind_their_parents(store: Store) -> None:
+    guard, keys = guard_of(store, patient(retry_share=0.1)), make_keys(7)
+    parent = make_keys(1, "before")[0]
+    store.fail_pages = {keys[0], keys[3], keys[4]}
+    assert put(guard, keys, parent) == [
+        SET_ERROR, STORED, STORED, SET_ERROR, SET_ERROR, STORED, STORED,
+    ]  # fmt: skip
+    assert store.calls == [("set", 7), ("set", 1), ("set", 2)]
+    assert store.parents == [parent, parent, keys[2]]
+
+
+def test_a_lookup_that_failed_is_tried_again(store: Store) -> None:
+    guard, keys = guard_of(store, patient(retry_share=0.1)), make_keys(4)
+    put(guard, keys)
+    store.fail_calls = 1
+    assert guard.batch_exists(keys, deadline=soon()) == 4
+
+
+def test_a_store_that_is_down_is_asked_a_tenth_more_and_no_more(store: Store) -> None:
+    guard = guard_of(store, GuardOptions(read="on", write="on"))  # the breaker would save it from most calls
+    keys = make_keys(4)
+    get(guard, keys)
+    store.calls.clear()
+    store.down = True
+    calls = 60
+    for _ in range(calls):
+        assert get(guard, keys) == [GET_ERROR] * 4
+    retried = guard.guard_statistics().retried_calls[READ]
+    assert 4 <= retried <= 0.1 * calls + 4 + 1
+    # The first page of a guard that has read nothing sound yet is a head of its own: never more than the batch.
+    assert sum(pages for _, pages in store.calls) <= 4 * (calls + retried)
+
+
+def test_nothing_is_tried_again_when_the_time_would_not_do(store: Store) -> None:
+    guard, keys = guard_of(store, patient(retry_share=1.0)), make_keys(2)
+    store.down = True
+    time_left_s = 0.02  # less than the pause before a second try
+    guard.batch_get(keys, empty_frames(CODEC, 2), deadline=soon(time_left_s))
+    assert guard.guard_statistics().retried_calls == {}
+
+
+# Containment
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), OSError("away"), KeyError("x"), MemoryError()])
+def test_what_a_backend_raises_is_counted_and_an_outcome(store: Store, error: Exception) -> None:
+    guard, keys = guard_of(store, patient(failures=100)), make_keys(2)
+    store.raises = error
+    assert get(guard, keys) == [GET_ERROR] * 2
+    assert put(guard, keys) == [SET_ERROR] * 2
+    assert guard.batch_exists(keys, deadline=soon()) == guard.delete(keys, deadline=soon()) == 0
+    assert guard.statistics().errors[f"raised_{type(error).__name__}"] >= 4
+    guard.check()
+
+
+def test_a_backend_that_raises_opens_the_breaker(store: Store) -> None:
+    guard = guard_of(store)
+    store.raises = ValueError("a bug")
+    for _ in range(3):
+        get(guard, make_keys(1))
+    assert not guard.may_pass(READ)
+
+
+@pytest.mark.parametrize("answer", [[], [HIT], [HIT, "hit"], ["hit", "hit"], (HIT, HIT), 7, [STORED, STORED], -1])
+def test_an_answer_against_the_contract_is_an_error(store: Store, answer: Any) -> None:
+    guard, keys = guard_of(store, patient(failures=100)), make_keys(2)
+    store.answers = answer
+    assert get(guard, keys) == [GET_ERROR] * 2
+    assert guard.batch_exists(keys, deadline=soon()) == 0
+    assert guard.statistics().errors["raised_WrongAnswer"] >= 1
+
+
+def test_wrong_arguments_are_still_the_callers_error(store: Store) -> None:
+    guard, keys = guard_of(store), make_keys(2)
+    with pytest.raises(InvalidInput):
+        guard.batch_get(keys, empty_frames(CODEC, 1), deadline=soon())
+    with pytest.raises(InvalidInput):
+        guard.batch_exists([b"short"], deadline=soon())
+    guard.check()
+
+
+class Unable(Store):
+    """Its counts cannot be had."""
+
+    def usage(self) -> Usage:
+        raise ConnectionError("away")
+
+    def statistics(self) -> Any:
+        raise ConnectionError("away")
+
+
+def test_usage_and_statistics_that_raise_are_what_they_were() -> None:
+    with closing(guard_of(Unable())) as guard:
+        assert guard.usage() == Usage(0, 0, None)
+        assert set(guard.statistics().errors) == {"raised_ConnectionError"}
+        assert guard.usage_sample() is None
+        assert get(guard, make_keys(1)) == [MISS]
+
+
+# Damage
+
+
+def foreign(store: Store, keys: Sequence[bytes]) -> None:
+    """Pages that another engine has sealed with a key of its own."""
+    other = FrameCodec(CODEC.namespace, CODEC.payload_bytes, mac_key=bytes(32))
+    for key, frame in zip(keys, full_frames(other, list(keys)), strict=True):
+        other.seal(key, frame)
+        store.poke(key, bytes(frame))
+
+
+def test_a_reader_with_the_wrong_key_destroys_few_pages(store: Store) -> None:
+    guard, keys = guard_of(store, patient(damage_backoff_s=LONG_S)), make_keys(300)
+    foreign(store, keys)
+    assert get(guard, keys) == [CORRUPT] * 16 + [GET_ERROR] * 284
+    for _ in range(5):
+        get(guard, keys)
+    assert store.pages == 284
+    found = guard.guard_statistics()
+    assert {d: b.reason for d, b in found.breakers.items()} == {READ: "damage", WRITE: "damage"}
+    assert put(guard, make_keys(1, "new")) == [SET_ERROR], "what cannot be read back need not be written"
+
+
+def test_without_a_guard_the_same_reader_destroys_all(store: Store) -> None:
+    """The control of the test above."""
+    keys = make_keys(300)
+    foreign(store, keys)
+    store.batch_get(keys, empty_frames(CODEC, 300), deadline=soon())
+    assert store.pages == 0
+
+
+def test_each_time_it_is_let_in_again_the_wrong_reader_destroys_one_more(store: Store) -> None:
+    guard, keys = guard_of(store, quick(damage_backoff_s=0.01)), make_keys(100)
+    foreign(store, keys)
+    get(guard, keys)
+    for expected in (83, 82, 81):
+        until_passing(guard, READ)
+        get(guard, keys)
+        # The probe's own page may be there at this moment.
+        wait_for(lambda pages=expected: store.pages == pages)  # type: ignore[misc]
+    guard.close()
+
+
+def test_a_few_damaged_pages_do_not_stop_a_reader(store: Store) -> None:
+    guard, keys = guard_of(store), make_keys(40)
+    put(guard, keys[:20])
+    foreign(store, keys[20:])
+    for number in range(20):
+        assert get(guard, [keys[number], keys[20 + number]]) == [HIT, CORRUPT]
+    assert guard.may_pass(READ)
+
+
+def test_once_something_sound_was_read_a_batch_is_one_call(store: Store) -> None:
+    guard, keys = guard_of(store), make_keys(40)
+    put(guard, keys)
+    store.calls.clear()
+    assert get(guard, keys) == get(guard, keys) == [HIT] * 40
+    assert store.calls == [("get", 16), ("get", 24), ("get", 40)]
+
+
+# State
+
+
+def test_the_operator_switches_directions(store: Store) -> None:
+    guard, keys = guard_of(store), make_keys(1)
+    guard.override(WRITE, Override.OFF)
+    assert put(guard, keys) == [SET_ERROR] and get(guard, keys) == [MISS]
+    guard.override(WRITE, Override.AUTO)
+    assert put(guard, keys) == [STORED]
+    guard.override(READ, Override.ON)
+    break_reads(guard, store)
+    assert guard.may_pass(READ)
+    state = guard.guard_statistics().breakers[READ]
+    assert (state.override, state.state) == (Override.ON, BreakerState.CLOSED)
+
+
+def test_a_direction_may_be_off_from_the_start(store: Store) -> None:
+    guard = guard_of(store, patient(write="off"))
+    assert put(guard, make_keys(1)) == [SET_ERROR]
+    assert store.calls == []
+
+
+def test_calls_are_timed_by_verb(store: Store) -> None:
+    guard, keys = guard_of(store), make_keys(2)
+    put(guard, keys)
+    get(guard, keys)
+    get(guard, keys)
+    guard.batch_exists(keys, deadline=soon())
+    guard.delete(keys, deadline=soon())
+    calls = {verb: latency.calls for verb, latency in guard.guard_statistics().latency.items()}
+    assert calls == {Verb.EXISTS: 1, Verb.GET: 2, Verb.SET: 1, Verb.DELETE: 1}
+
+
+def test_empty_batches_do_not_count(store: Store) -> None:
+    guard = guard_of(store)
+    get(guard, [])
+    put(guard, [])
+    assert store.calls == []
+    assert not any(latency.calls for latency in guard.guard_statistics().latency.values())
+
+
+def test_the_leaf_behind_a_guard_is_found(store: Store) -> None:
+    guard = guard_of(store)
+    assert isinstance(guard, Composite)
+    assert list(leaves(guard)) == [store]
+    assert may_pass(guard, READ) and may_pass(store, READ)
+
+
+class Pair(MemoryBackend):
+    """Two stores seen as one; its own verbs do not matter here."""
+
+    def __init__(self, *parts: GuardedBackend) -> None:
+        super().__init__(CODEC)
+        self.parts = parts
+
+
+def test_of_several_stores_one_that_passes_is_enough(store: Store) -> None:
+    first, second = guard_of(store), guard_of(MemoryBackend(CODEC))
+    pair = Pair(first, second)
+    first.override(READ, Override.OFF)
+    assert may_pass(pair, READ)
+    second.override(READ, Override.OFF)
+    assert not may_pass(pair, READ)
+    assert may_pass(pair, WRITE)
+
+
+def test_each_store_shows_its_own_counts_under_its_own_name(store: Store) -> None:
+    pair = Pair(guard_of(store), guard_of(MemoryBackend(CODEC)))
+    put(pair.parts[1], make_keys(2))
+    found = leaf_statistics(pair)
+    assert [leaf.name for leaf in found] == ["test", "test-2"]
+    assert [dict(leaf.statistics.sets) for leaf in found] == [{}, {STORED: 2}]
+    (alone,) = leaf_statistics(store)
+    assert (alone.name, alone.guard, alone.usage) == ("store", None, Usage(0, 0, None))
+    for part in pair.parts:
+        part.close()
+
+
+def test_a_closed_guard_makes_no_calls(store: Store) -> None:
+    guard, keys = guard_of(store), make_keys(1)
+    put(guard, keys)
+    guard.close()
+    store.calls.clear()
+    assert get(guard, keys) == [GET_ERROR] and put(guard, keys) == [SET_ERROR]
+    assert store.calls == []
+    assert refused(guard, READ, Refusal.CLOSED) == 1
