@@ -75,9 +75,10 @@ class GuardedBackend(StorageBackend):
         self._raised: Counter[str] = Counter()
         self._last_usage: Usage | None = None
         self._last_statistics = _NOTHING
-        timeout_s = self.options.probe_timeout_s
-        self._prober = Prober(inner, self._traffic, clock, self._contain, timeout_s)
-        self._probes = Chore(f"probe-{name}", self._prober.run, 3 * timeout_s + self.options.grace_s)
+        self._prober = Prober(inner, self._traffic, self._contain)
+        # One run makes a probe in each direction; what takes longer hangs.
+        patience_s = 2 * (self.options.probe_timeout_s + self.options.grace_s)
+        self._probes = Chore(f"probe-{name}", self._prober.run, patience_s)
         self._usage = UsageSampler(name, self._measure_usage)
 
     @property
@@ -198,8 +199,7 @@ class GuardedBackend(StorageBackend):
     def may_pass(self, direction: Direction) -> bool:
         """Whether a call of this direction would be made now. Does not block; for each step of a scheduler."""
         passes = self._traffic.may_pass(direction)
-        if not passes:
-            self._tend()
+        self._tend()
         return passes
 
     def override(self, direction: Direction, mode: Override) -> None:

@@ -49,8 +49,8 @@ class BreakerStatistics:
 class Breaker:
     """See the module's docstring. Times are monotonic seconds, `jitter` draws from (0, 1], the share of a pause.
 
-    A call carries the round in which it was admitted, and so does a probe: what ends in a later round began before the
-    breaker opened, or before the operator spoke, and tells nothing about now.
+    A call carries the round in which it was admitted: what ends in a later round began before the breaker opened, or
+    before the operator spoke, and tells nothing about now. A probe has a number for the same reason.
 
     Invariant: while the breaker decides and is not closed, a probe is planned or under way, so it cannot stay open for
     good.
@@ -68,7 +68,8 @@ class Breaker:
         self._recent: deque[bool] = deque(maxlen=WINDOW_CALLS)
         self._backoff_s = options.backoff_min_s
         self._probe_at = math.inf
-        self._probing = False
+        self._probe = 0  # number of the latest
+        self._probing_until = math.inf  # a probe is under way that has to end by then; infinity if none is
         self._round = 0
         self._thorough = False
 
@@ -114,7 +115,7 @@ class Breaker:
         """The operator's word. Back at AUTO the breaker is closed and knows of no failure."""
         self.override = override
         self._round += 1
-        self._probing = False
+        self._probing_until = math.inf
         self._thorough = False
         self._recent.clear()
         self._backoff_s = self._options.backoff_min_s
@@ -125,7 +126,7 @@ class Breaker:
     @property
     def probe_at(self) -> float:
         """When the next probe is due; infinity for none."""
-        return math.inf if self._probing else self._probe_at
+        return self._probe_at if self._probing_until == math.inf else math.inf
 
     @property
     def is_suspected(self) -> bool:
@@ -137,19 +138,30 @@ class Breaker:
         """Whether a probe has to read back what it has written."""
         return self._thorough
 
-    def begin_probe(self) -> int:
-        """A probe starts; its round."""
-        self._probing = True
-        self._probe_at = math.inf
-        return self._round
+    @property
+    def probing_until(self) -> float:
+        """When the probe under way is overdue; infinity if none is under way."""
+        return self._probing_until
 
-    def probed(self, begun: int, ok: bool, reason: str, time_s: float) -> None:
+    def begin_probe(self, until_s: float) -> int:
+        """A probe starts that has to end by `until_s`; its number."""
+        self._probing_until = until_s
+        self._probe_at = math.inf
+        self._probe += 1
+        return self._probe
+
+    def note_overdue(self, time_s: float) -> None:
+        """A probe that hangs past its time has failed; what comes of it later does not count."""
+        if time_s >= self._probing_until:
+            self.probed(self._probe, False, "overdue", time_s)
+
+    def probed(self, number: int, ok: bool, reason: str, time_s: float) -> None:
         """A probe has ended."""
+        if number != self._probe or self._probing_until == math.inf:
+            return  # it was overdue, or the breaker has opened anew since, which has planned a probe of its own
         self._good_probes += ok
         self._failed_probes += not ok
-        if begun != self._round:
-            return  # opened anew since, which has planned a probe of its own
-        self._probing = False
+        self._probing_until = math.inf
         if self._state is BreakerState.OPEN:
             if not ok:
                 self._plan_probe(time_s)
@@ -182,7 +194,7 @@ class Breaker:
         """Raises InvariantError if the breaker could stay open for good."""
         if self.override is not Override.AUTO:
             return
-        if self._state is not BreakerState.CLOSED and self._probe_at == math.inf and not self._probing:
+        if self._state is not BreakerState.CLOSED and min(self._probe_at, self._probing_until) == math.inf:
             raise InvariantError(f"breaker: {self._state.name} and no probe is planned")
         if self._failures + self._suspicions >= self._options.failures:
             raise InvariantError(f"breaker: {self._state.name} after {self._failures} failures in a row")
@@ -202,7 +214,7 @@ class Breaker:
         self._opens += 1
         self._round += 1
         self._failures = self._suspicions = 0
-        self._probing = False
+        self._probing_until = math.inf
         self._recent.clear()
         self._plan_probe(time_s)
 
@@ -214,5 +226,4 @@ class Breaker:
     def _close(self) -> None:
         self._state = BreakerState.CLOSED
         self._failures = self._suspicions = 0
-        if not self._probing:
-            self._probe_at = math.inf
+        self._probe_at = math.inf

@@ -21,10 +21,6 @@ from ..base import GetOutcome, SetOutcome, StorageBackend
 from .options import Direction
 from .traffic import Traffic, Verdict
 
-# After a single failed call a probe is to say quickly whether the store still answers; a page has to be written for it
-# in one direction. The probes of a breaker that is open have the time that the options give.
-_SUSPECTED_READ_S = 0.25
-_SUSPECTED_WRITE_S = 0.5
 # Pages of probes that could not be removed. They take room in the store, so they are few.
 _LEFTOVER_MAX = 16
 
@@ -34,19 +30,10 @@ Contain = Callable[[Callable[[], object]], object]
 class Prober:
     """Carries out the probes that are due. `contain` calls the store and gives None for what it raises."""
 
-    def __init__(
-        self,
-        backend: StorageBackend,
-        traffic: Traffic,
-        clock: Callable[[], float],
-        contain: Contain,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, backend: StorageBackend, traffic: Traffic, contain: Contain) -> None:
         self._backend = backend
         self._traffic = traffic
-        self._clock = clock
         self._contain = contain
-        self._timeout_s = timeout_s
         self._leftover: deque[bytes] = deque(maxlen=_LEFTOVER_MAX)
 
     def run(self) -> float:
@@ -55,17 +42,14 @@ class Prober:
             probe = self._traffic.begin_probe(direction)
             if probe is None:
                 continue
-            begun, suspected, thorough = probe
             verdict = Verdict(False, "probe")
             try:
-                if direction is Direction.WRITE or thorough:
-                    deadline_s = _SUSPECTED_WRITE_S if suspected else self._timeout_s
-                    verdict = self._write(self._clock() + deadline_s, thorough)
+                if direction is Direction.WRITE or probe.thorough:
+                    verdict = self._write(probe.deadline, probe.thorough)
                 else:
-                    deadline_s = _SUSPECTED_READ_S if suspected else self._timeout_s
-                    verdict = self._read(self._clock() + deadline_s)
+                    verdict = self._read(probe.deadline)
             finally:
-                self._traffic.probed(direction, begun, verdict)
+                self._traffic.probed(probe, verdict)
         return self._traffic.probe_at
 
     def _write(self, deadline: float, thorough: bool) -> Verdict:

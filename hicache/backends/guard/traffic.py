@@ -22,6 +22,9 @@ from .damage import DamageWatch
 from .histogram import LatencyHistogram, LatencyStatistics
 from .options import Direction, GuardOptions, Override
 
+# After a single failed call a probe is to say quickly whether the store still answers; a page has to be written for it
+# in one direction. The probes of a breaker that is open have the time that the options give.
+_SUSPECTED_S = {Direction.READ: 0.25, Direction.WRITE: 0.5}
 # A pause is between half of its length and the whole: many engines that lost one store must not return as one.
 _JITTER_MIN = 0.5
 
@@ -54,6 +57,15 @@ class Verdict(NamedTuple):
 
     ok: bool | None
     reason: str = ""
+
+
+class Probe(NamedTuple):
+    """A probe under way. A thorough one has to read back what it writes."""
+
+    direction: Direction
+    number: int
+    deadline: float
+    thorough: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +123,7 @@ class Traffic:
         self._counts = _Counts()
         self._calls: set[Call] = set()
         self._in_flight_bytes = 0
-        self._overdue_at = math.inf  # when the next of `_calls` will be overdue
+        self._overdue_at = math.inf  # when the next of `_calls`, or a probe, will be overdue
         self._waiting: deque[object] = deque()
         self._closed = False
         # Pages that could not be written, counted by callers: a hint, so an increment that is lost does no harm.
@@ -196,20 +208,23 @@ class Traffic:
         """When the next probe is due; infinity for none."""
         return min(breaker.probe_at for breaker in self._breakers.values())
 
-    def begin_probe(self, direction: Direction) -> tuple[int, bool, bool] | None:
-        """The probe of a direction starts: its round, whether it follows a single failure, whether it is to read back
-        what it writes. None if none is due."""
+    def begin_probe(self, direction: Direction) -> Probe | None:
+        """The probe of a direction starts; None if none is due."""
         breaker = self._breakers[direction]
         with self._state:
-            if self._closed or breaker.probe_at > self._clock():
+            time_s = self._clock()
+            if self._closed or breaker.probe_at > time_s:
                 return None
-            suspected, thorough = breaker.is_suspected, breaker.thorough
-            return breaker.begin_probe(), suspected, thorough
+            timeout_s = self._options.probe_timeout_s
+            deadline = time_s + (min(timeout_s, _SUSPECTED_S[direction]) if breaker.is_suspected else timeout_s)
+            overdue_at = deadline + self._options.grace_s
+            self._overdue_at = min(self._overdue_at, overdue_at)
+            return Probe(direction, breaker.begin_probe(overdue_at), deadline, breaker.thorough)
 
-    def probed(self, direction: Direction, begun: int, verdict: Verdict) -> None:
+    def probed(self, probe: Probe, verdict: Verdict) -> None:
         """A probe has ended."""
         with self._state:
-            self._breakers[direction].probed(begun, verdict.ok is True, verdict.reason, self._clock())
+            self._breakers[probe.direction].probed(probe.number, verdict.ok is True, verdict.reason, self._clock())
             self._state.notify_all()
 
     # State
@@ -297,4 +312,7 @@ class Traffic:
             if not call.overdue and time_s >= call.deadline + grace_s:
                 call.overdue = True
                 self._record(call, Verdict(False, "overdue"), time_s)
-        self._overdue_at = min((c.deadline + grace_s for c in self._calls if not c.overdue), default=math.inf)
+        for breaker in self._breakers.values():
+            breaker.note_overdue(time_s)
+        probes = (breaker.probing_until for breaker in self._breakers.values())
+        self._overdue_at = min((*probes, *(c.deadline + grace_s for c in self._calls if not c.overdue)))

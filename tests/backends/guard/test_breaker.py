@@ -35,7 +35,7 @@ class World:
         """One probe, when it is due. REQUIRES: one is planned."""
         assert self.breaker.probe_at < math.inf
         self.time_s = max(self.time_s, self.breaker.probe_at)
-        self.breaker.probed(self.breaker.begin_probe(), ok, "probe", self.time_s)
+        self.breaker.probed(self.breaker.begin_probe(self.time_s + 2.0), ok, "probe", self.time_s)
         self.breaker.check()
 
     @property
@@ -180,10 +180,23 @@ def test_a_call_that_began_before_the_breaker_opened_says_nothing_after_it() -> 
 def test_a_probe_that_began_before_the_breaker_opened_says_nothing_after_it() -> None:
     world = World()
     world.call(False)
-    begun = world.breaker.begin_probe()
+    begun = world.breaker.begin_probe(world.time_s + 2.0)
     world.call(False)
     world.call(False)
     world.breaker.probed(begun, True, "probe", world.time_s)
+    assert world.state is OPEN
+    world.breaker.check()
+
+
+def test_a_probe_that_hangs_has_failed_when_its_time_is_over_and_says_nothing_later() -> None:
+    world = opened()
+    world.time_s = world.breaker.probe_at
+    hanging = world.breaker.begin_probe(world.time_s + 2.0)
+    world.breaker.note_overdue(world.time_s + 1.9)
+    assert world.breaker.probe_at == math.inf
+    world.breaker.note_overdue(world.time_s + 2.0)
+    assert world.breaker.probe_at == world.time_s + 3.0
+    world.breaker.probed(hanging, True, "", world.time_s + 2.1)
     assert world.state is OPEN
     world.breaker.check()
 

@@ -38,15 +38,21 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
 
 
+_guards: list[GuardedBackend] = []
+
+
 @pytest.fixture
 def store() -> Iterator[Store]:
-    store = Store()
-    yield store
-    store.close()
+    """A store; the guards of a test are closed with it."""
+    yield Store()
+    while _guards:
+        _guards.pop().close()
 
 
 def guard_of(store: MemoryBackend, options: GuardOptions | None = None) -> GuardedBackend:
-    return GuardedBackend(store, options or patient(), name="test")
+    guard = GuardedBackend(store, options or patient(), name="test")
+    _guards.append(guard)
+    return guard
 
 
 def put(guard: GuardedBackend, keys: list[bytes], parent: bytes | None = None) -> list[SetOutcome]:
@@ -82,11 +88,12 @@ def test_after_failures_in_a_row_reads_are_not_made_and_writes_still_are(store: 
     put(guard, keys)
     break_reads(guard, store)
     store.down = False
+    before = refused(guard, READ, Refusal.OPEN)  # a probe may have been quicker than the third call
     assert get(guard, keys) == [GET_ERROR] * 3
     assert guard.batch_exists(keys, deadline=soon()) == 0
     assert not guard.may_pass(READ)
     assert put(guard, keys) == [PRESENT] * 3
-    assert refused(guard, READ, Refusal.OPEN) == 2
+    assert refused(guard, READ, Refusal.OPEN) == before + 2
 
 
 def test_without_a_guard_every_call_reaches_the_store_that_is_down(store: Store) -> None:
@@ -100,7 +107,7 @@ def test_without_a_guard_every_call_reaches_the_store_that_is_down(store: Store)
 def test_failing_stores_close_the_direction_of_writing_alone(store: Store) -> None:
     guard, keys = guard_of(store), make_keys(2)
     store.fail_pages = set(keys)
-    for _ in range(5):
+    for _ in range(5):  # probes, whose pages are others, are good
         assert put(guard, keys) == [SET_ERROR] * 2
     assert not guard.may_pass(WRITE) and guard.may_pass(READ)
     assert refused(guard, WRITE, Refusal.OPEN) == 2

@@ -1,0 +1,434 @@
+"""A guard among threads: calls that hang, calls that wait for room, probes that heal."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.faults import FaultyBackend
+from hicache.backends.guard import Direction, GuardedBackend, GuardOptions, Override, Refusal
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import HIT, MISS, STORED, empty_frames, full_frames, make_keys, soon
+from tests.backends.guard.stores import CODEC, LONG_S, Store, past, patient, quick, refused, until_passing
+from tests.waiting import wait_for
+
+READ, WRITE = Direction.READ, Direction.WRITE
+GET_ERROR, SET_ERROR = GetOutcome.ERROR, SetOutcome.ERROR
+# Enough for a call that is to be made, short enough to be waited for.
+SHORT_S = 0.15
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(12) as pool:
+        yield pool
+
+
+@pytest.fixture
+def faulty() -> Iterator[FaultyBackend]:
+    backend = FaultyBackend(MemoryBackend(CODEC))
+    yield backend
+    backend.close()
+
+
+def get(guard: GuardedBackend, count: int = 1, *, seconds: float = 60.0) -> list[GetOutcome]:
+    return guard.batch_get(make_keys(count), empty_frames(CODEC, count), deadline=soon(seconds))
+
+
+def put(guard: GuardedBackend, count: int = 1, *, name: str = "page", seconds: float = 60.0) -> list[SetOutcome]:
+    keys = make_keys(count, name)
+    return guard.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=soon(seconds))
+
+
+# Calls that hang
+
+
+def test_calls_that_hang_past_their_deadline_open_the_breaker_while_they_hang(
+    threads: ThreadPoolExecutor, faulty: FaultyBackend
+) -> None:
+    guard = GuardedBackend(faulty, patient(grace_s=0.05))
+    faulty.hang()
+    hanging = [threads.submit(get, guard, seconds=SHORT_S) for _ in range(3)]
+    wait_for(lambda: faulty.hung_calls >= 3)
+    until_passing(guard, READ, passes=False)
+    assert not any(call.done() for call in hanging), "nobody has abandoned them"
+    found = guard.guard_statistics()
+    assert (found.in_flight_calls, found.overdue_calls, found.breakers[READ].reason) == (3, 3, "overdue")
+    assert get(guard) == [GET_ERROR], "at once"
+    assert refused(guard, READ, Refusal.OPEN) == 1
+    faulty.release()
+    assert [call.result() for call in hanging] == [[GET_ERROR]] * 3
+    assert guard.guard_statistics().overdue_calls == 0
+    guard.check()
+    guard.close()
+
+
+def test_without_a_breaker_every_call_waits_for_the_store_that_hangs(
+    threads: ThreadPoolExecutor, faulty: FaultyBackend
+) -> None:
+    """The control of the test above."""
+    guard = GuardedBackend(faulty, patient(grace_s=0.05, read="on"))
+    faulty.hang()
+    hanging = [threads.submit(get, guard, seconds=SHORT_S) for _ in range(6)]
+    wait_for(lambda: guard.guard_statistics().overdue_calls == 6)
+    assert guard.may_pass(READ)
+    assert refused(guard, READ, Refusal.OPEN) == 0
+    faulty.release()
+    assert [call.result() for call in hanging] == [[GET_ERROR]] * 6
+    guard.close()
+
+
+def test_one_call_that_hangs_is_enough_since_probes_tell_the_rest(
+    threads: ThreadPoolExecutor, faulty: FaultyBackend
+) -> None:
+    guard = GuardedBackend(faulty, patient(grace_s=0.02, probe_timeout_s=0.02))
+    faulty.hang()
+    hanging = threads.submit(get, guard, seconds=SHORT_S)
+    until_passing(guard, READ, passes=False)  # by the call and two probes, which hang as well
+    faulty.release()
+    assert hanging.result() == [GET_ERROR]
+    guard.close()
+
+
+def test_a_call_that_returns_late_is_counted_once(threads: ThreadPoolExecutor, faulty: FaultyBackend) -> None:
+    guard = GuardedBackend(faulty, patient(grace_s=0.02, failures=2))
+    faulty.hang()
+    hanging = threads.submit(put, guard, seconds=SHORT_S)
+    wait_for(lambda: guard.guard_statistics().overdue_calls == 1)
+    faulty.release()
+    assert hanging.result() == [SET_ERROR]
+    assert guard.guard_statistics().failures == {(WRITE, "overdue"): 1}
+    guard.close()
+
+
+# Room
+
+
+class Gate(MemoryBackend):
+    """Holds each read until told, and knows how many frames it has at most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__(CODEC)
+        self.open = threading.Event()
+        self.frames = self.frames_max = 0
+        self.entered: list[int] = []
+        self._count = threading.Lock()
+
+    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+        with self._count:
+            self.frames += len(frames)
+            self.frames_max = max(self.frames_max, self.frames)
+            self.entered.append(len(frames))
+        self.open.wait(60.0)
+        with self._count:
+            self.frames -= len(frames)
+        return super().batch_get(keys, frames, deadline=deadline)
+
+
+def submit_in_order(
+    threads: ThreadPoolExecutor, guard: GuardedBackend, counts: Sequence[int]
+) -> list[Future[list[GetOutcome]]]:
+    """One read of each count; each has entered or waits before the next begins."""
+    submitted: list[Future[list[GetOutcome]]] = []
+    for count in counts:
+        submitted.append(threads.submit(get, guard, count))
+        wait_for(lambda: guard.guard_statistics().in_flight_calls + len(guard._traffic._waiting) == len(submitted))
+    return submitted
+
+
+def test_frames_under_way_stay_within_their_bound(threads: ThreadPoolExecutor) -> None:
+    gate = Gate()
+    guard = GuardedBackend(gate, patient(in_flight_bytes_max=5 * CODEC.frame_bytes))
+    calls = submit_in_order(threads, guard, [2, 2, 2, 1, 3])
+    assert guard.guard_statistics().in_flight_bytes == 4 * CODEC.frame_bytes
+    gate.open.set()
+    assert [call.result() for call in calls] == [[MISS] * count for count in (2, 2, 2, 1, 3)]
+    assert gate.frames_max <= 5
+    assert gate.entered == [2, 2, 2, 1, 3], "in the order of arrival"
+    guard.check()
+    guard.close()
+
+
+def test_without_a_bound_all_are_under_way_at_once(threads: ThreadPoolExecutor) -> None:
+    """The control of the test above."""
+    gate = Gate()
+    guard = GuardedBackend(gate, patient())
+    calls = submit_in_order(threads, guard, [2, 2, 2, 1, 3])
+    wait_for(lambda: gate.frames == 10)
+    gate.open.set()
+    assert all(call.result() for call in calls)
+    guard.close()
+
+
+def test_a_batch_larger_than_the_bound_goes_alone(threads: ThreadPoolExecutor) -> None:
+    gate = Gate()
+    guard = GuardedBackend(gate, patient(in_flight_bytes_max=CODEC.frame_bytes))
+    calls = submit_in_order(threads, guard, [1, 9, 1])
+    gate.open.set()
+    assert [len(call.result()) for call in calls] == [1, 9, 1]
+    assert gate.frames_max == 9
+    guard.check()
+    guard.close()
+
+
+def test_who_finds_no_room_until_its_deadline_is_busy_and_no_failure(threads: ThreadPoolExecutor) -> None:
+    gate = Gate()
+    guard = GuardedBackend(gate, patient(in_flight_bytes_max=1))
+    (first,) = submit_in_order(threads, guard, [1])
+    late = [threads.submit(get, guard, 1, seconds=SHORT_S) for _ in range(4)]
+    assert [call.result() for call in late] == [[GET_ERROR]] * 4
+    assert refused(guard, READ, Refusal.BUSY) == 4
+    assert guard.batch_exists(make_keys(1), deadline=soon()) == 0, "a lookup needs no room"
+    gate.open.set()
+    assert first.result() == [MISS]
+    assert guard.guard_statistics().failures == {}
+    guard.close()
+
+
+def test_closing_sends_those_away_who_wait_for_room(threads: ThreadPoolExecutor) -> None:
+    gate = Gate()
+    guard = GuardedBackend(gate, patient(in_flight_bytes_max=1))
+    calls = submit_in_order(threads, guard, [1, 1, 1])
+    closing = threads.submit(guard.close)
+    assert [call.result() for call in calls[1:]] == [[GET_ERROR]] * 2
+    gate.open.set()
+    closing.result()
+    assert calls[0].result() in ([MISS], [GET_ERROR])
+
+
+def test_switching_off_sends_those_away_who_wait_for_room(threads: ThreadPoolExecutor) -> None:
+    gate = Gate()
+    guard = GuardedBackend(gate, patient(in_flight_bytes_max=1))
+    calls = submit_in_order(threads, guard, [1, 1])
+    guard.override(READ, Override.OFF)
+    assert calls[1].result() == [GET_ERROR]
+    gate.open.set()
+    assert calls[0].result() == [MISS]
+    guard.close()
+
+
+# Probes
+
+
+def test_a_store_that_heals_is_used_again_by_itself() -> None:
+    store = Store()
+    guard = GuardedBackend(store, quick())
+    put(guard, 3)
+    store.down = True
+    for _ in range(3):
+        get(guard, 3)
+        put(guard, 3)
+    assert not guard.may_pass(READ) and not guard.may_pass(WRITE)
+    wait_for(lambda: guard.guard_statistics().breakers[WRITE].failed_probes > 2)
+    store.down = False
+    until_passing(guard, READ)
+    until_passing(guard, WRITE)
+    assert get(guard, 3) == [HIT] * 3
+    assert put(guard, 2, name="new") == [STORED] * 2
+    guard.check()
+    wait_for(lambda: store.pages == 5)  # no page of a probe is left
+    guard.close()
+
+
+def test_a_closed_breaker_with_a_store_that_works_probes_nothing() -> None:
+    """The control: it is the failures that bring probes."""
+    store = Store()
+    guard = GuardedBackend(store, quick())
+    for _ in range(20):
+        put(guard, 2)
+        get(guard, 2)
+    assert all(not b.good_probes + b.failed_probes for b in guard.guard_statistics().breakers.values())
+    assert guard._probes._threads == []
+    guard.close()
+
+
+def test_a_store_that_goes_down_is_known_after_one_call() -> None:
+    store = Store()
+    guard = GuardedBackend(store, patient())
+    store.down = True
+    assert get(guard) == [GET_ERROR]
+    until_passing(guard, READ, passes=False)
+    assert guard.guard_statistics().failures == {(READ, "error"): 1}
+    guard.close()
+
+
+class HalfDeaf(Store):
+    """Reads do not come to an end when told so, writes work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard = threading.Event()
+
+    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+        self.heard.wait(60.0)
+        return super().batch_get(keys, frames, deadline=deadline)
+
+
+def test_a_probe_that_hangs_for_ever_does_not_keep_the_store_closed(threads: ThreadPoolExecutor) -> None:
+    store = HalfDeaf()
+    guard = GuardedBackend(store, quick(probe_timeout_s=0.02, grace_s=0.02, failures=1))
+    threads.submit(get, guard, seconds=SHORT_S)
+    until_passing(guard, READ, passes=False)
+    wait_for(lambda: len(guard._probes._threads) > 1, lambda: guard.may_pass(READ))  # another thread tries
+    store.heard.set()
+    until_passing(guard, READ)
+    guard.close()
+
+
+def test_a_dead_prober_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)  # a thread that dies says so
+
+    class Deadly(Store):
+        deaths = 0
+
+        def batch_get(
+            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+        ) -> list[GetOutcome]:
+            if threading.current_thread() is not threading.main_thread() and self.deaths < 3:
+                self.deaths += 1
+                raise SystemExit
+            return super().batch_get(keys, frames, deadline=deadline)
+
+    store = Deadly()
+    guard = GuardedBackend(store, quick())
+    store.down = True
+    get(guard)
+    until_passing(guard, READ, passes=False)
+    store.down = False
+    until_passing(guard, READ)
+    assert store.deaths == 3
+    guard.close()
+
+
+def test_probes_of_a_full_store_are_good() -> None:
+    memory = MemoryBackend(CODEC, CODEC.frame_bytes)
+    faulty = FaultyBackend(memory)
+    guard = GuardedBackend(faulty, quick())
+    put(guard)
+    faulty.fail()
+    for _ in range(3):
+        put(guard)
+    assert not guard.may_pass(WRITE)
+    faulty.fail(False)
+    until_passing(guard, WRITE)
+    guard.close()
+
+
+def test_what_a_probe_could_not_remove_goes_with_a_later_one() -> None:
+    class Sticky(Store):
+        sticks = 2
+
+        def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+            self.sticks -= 1
+            return 0 if self.sticks >= 0 else super().delete(keys, deadline=deadline)
+
+    store = Sticky()
+    guard = GuardedBackend(store, quick())
+    for _ in range(4):
+        store.down = True
+        for _ in range(3):
+            put(guard, name="some")
+        store.down = False
+        until_passing(guard, WRITE)
+        assert put(guard, name="some")[0].is_stored
+    wait_for(lambda: store.pages == 1)
+    guard.close()
+
+
+# Usage
+
+
+def test_a_sample_of_usage_does_not_wait_for_a_store_that_hangs() -> None:
+    class Slow(Store):
+        gate = threading.Event()
+
+        def usage(self):  # type: ignore[no-untyped-def]
+            self.gate.wait(60.0)
+            return super().usage()
+
+    store = Slow()
+    guard = GuardedBackend(store, patient())
+    put(guard, 3)
+    assert [guard.usage_sample() for _ in range(20)] == [None] * 20
+    store.gate.set()
+    wait_for(lambda: guard.usage_sample() is not None)
+    usage = guard.usage_sample()
+    assert usage is not None and usage.pages == 3
+    guard.close()
+
+
+def test_usage_that_is_quick_is_fresh() -> None:
+    guard = GuardedBackend(Store(), patient())
+    put(guard, 3)
+    usage = guard.usage_sample()
+    assert usage is not None and usage.pages == 3
+    guard.close()
+
+
+def test_a_store_that_is_left_alone_is_not_asked_for_its_usage() -> None:
+    store = Store()
+    guard = GuardedBackend(store, patient())
+    put(guard, 2)
+    assert guard.usage().pages == 2
+    put(guard, 1, name="more")
+    guard.override(READ, Override.OFF)
+    assert guard.usage().pages == 2
+    guard.close()
+
+
+# All at once
+
+
+def test_random_traffic_over_a_store_that_comes_and_goes_leaves_the_books_at_zero(
+    threads: ThreadPoolExecutor, threads_switch_often: None
+) -> None:
+    store = Store()
+    guard = GuardedBackend(
+        store, GuardOptions(backoff_min_s=0.005, backoff_max_s=0.01, in_flight_bytes_max=4 * CODEC.frame_bytes)
+    )
+    stop = threading.Event()
+    done: list[int] = []
+
+    def use(number: int) -> None:
+        rounds = 0
+        while not stop.is_set():
+            rounds += 1
+            name = f"{number} {rounds % 7}"
+            stored = put(guard, 3, name=name)
+            keys = make_keys(3, name)
+            found = guard.batch_get(keys, empty_frames(CODEC, 3), deadline=soon() if rounds % 5 else past())
+            assert set(stored) <= set(SetOutcome) and set(found) <= set(GetOutcome)
+            guard.batch_exists(keys, deadline=soon())
+            guard.check()
+        done.append(rounds)
+
+    users = [threads.submit(use, number) for number in range(6)]
+    for opens in range(1, 5):
+        store.down = True
+        wait_for(lambda opens=opens: guard.guard_statistics().breakers[WRITE].opens >= opens)  # type: ignore[misc]
+        store.down = False
+        until_passing(guard, WRITE)
+    stop.set()
+    for user in users:
+        user.result()
+    found = guard.guard_statistics()
+    assert (found.in_flight_calls, found.in_flight_bytes, found.overdue_calls) == (0, 0, 0)
+    assert min(done) > 0
+    guard.check()
+    guard.close()
+
+
+def test_the_deadline_of_a_wait_is_that_of_the_clock_the_guard_was_given() -> None:
+    """A fake clock moves the back-off of a breaker without anybody waiting."""
+    time_s = [1000.0]
+    store = Store()
+    clock: Callable[[], float] = lambda: time_s[0]  # noqa: E731
+    guard = GuardedBackend(store, patient(read="auto"), clock=clock)
+    assert guard.batch_get(make_keys(1), empty_frames(CODEC, 1), deadline=999.0) == [GET_ERROR]
+    assert guard.batch_get(make_keys(1), empty_frames(CODEC, 1), deadline=time.monotonic() + LONG_S) != []
+    guard.close()
