@@ -28,8 +28,9 @@ from .merge import held_positions
 
 _log = logging.getLogger(__name__)
 
-# Closing a composition writes what waits to be copied for this long at most. An engine has 5 s for its whole shutdown.
-CLOSE_COPIES_S = 2.0
+# Closing a composition writes what waits to be copied for this long at most. An engine has 5 s for its whole shutdown,
+# and a call of a part that hangs may take 3 of them.
+CLOSE_COPIES_S = 1.5
 # What `errors` counts when a part raises instead of answering, which no guarded one does.
 INTERNAL = "internal"
 

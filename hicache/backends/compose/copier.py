@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import mmap
 import threading
 import time
@@ -32,9 +33,9 @@ from ..base import EvictedPage, SetOutcome, StorageBackend
 _log = logging.getLogger(__name__)
 
 # As much as one call writes: enough for a request that costs a round trip, little enough for a close that waits for it.
-_CALL_BYTES_MAX = 32 << 20
-# What one call may take. A store that is slower than this for 32 MiB does not gain from more.
-_CALL_S = 5.0
+_CALL_BYTES_MAX = 16 << 20
+# What one call may take. A store that is slower than this for 16 MiB would not pay when it is read, either.
+_CALL_S = 3.0
 # How late a call may return that holds its deadline.
 _GRACE_S = 1.0
 _NO_PARENT = bytes(PAGE_KEY_BYTES)
@@ -90,7 +91,7 @@ class Copier:
         self._epoch = 0  # of deletions; a submission that saw an older one is refused
         self._deleting = 0
         self._closing = False
-        self._stop_at = 0.0
+        self._stop_at = math.inf
         self._copied = self._present = self._failed = self._dropped = 0
         self._thread = threading.Thread(target=self._serve, name=f"hicache-copy-{name}", daemon=True)
         self._thread.start()
@@ -235,9 +236,8 @@ class Copier:
             if copy.evicted is not None and not self._read_evicted(copy, copy.evicted):
                 return {"failed": len(batch)}  # an evicted page is a batch of its own
         keys, frames = [copy.key for copy in batch], [copy.frame for copy in batch]
-        outcomes = self._part.batch_set(
-            keys, frames, parent=batch[0].parent, deadline=time.monotonic() + _CALL_S
-        )
+        deadline = min(time.monotonic() + _CALL_S, self._stop_at)
+        outcomes = self._part.batch_set(keys, frames, parent=batch[0].parent, deadline=deadline)
         copied, present = outcomes.count(SetOutcome.STORED), outcomes.count(SetOutcome.PRESENT)
         return {"copied": copied, "present": present, "failed": len(batch) - copied - present}
 
@@ -269,6 +269,7 @@ class Copier:
         """Wait until the thread has ended, which may take a call of the part after `stop`; drop what is left.
 
         A part that holds no deadline is waited for no longer than that. It keeps the frames it was given.
+        REQUIRES: `stop` was called.
         """
         self._thread.join(max(0.0, self._stop_at - time.monotonic()) + _CALL_S + _GRACE_S)
         with self._state:

@@ -62,15 +62,16 @@ class ShardedBackend(ComposedBackend):
     """Several backends with a share of the pages each. See the module's docstring, and ComposedBackend.
 
     Thread-safe; owns `parts`, of which there are at least two. Their names decide which pages they have: a part that is
-    renamed is a new one. Raises InvalidInput for less, or for two of one name.
+    renamed is a new one. `tails_max` bounds the chains whose last pages are remembered. Raises InvalidInput for less
+    than two parts, or for two of one name.
     """
 
-    def __init__(self, codec: FrameCodec, parts: Sequence[Part]) -> None:
+    def __init__(self, codec: FrameCodec, parts: Sequence[Part], *, tails_max: int = TAILS_MAX) -> None:
         if len({part.name for part in parts}) != len(parts) or len(parts) < 2:
             raise InvalidInput(f"sharded: two or more parts of different names are needed, got {len(parts)}")
         super().__init__(codec, parts)
         self.placement = Placement(self._names)
-        self._tails = _Tails()
+        self._tails = _Tails(tails_max)
         # Two verbs at once find a thread each for every part but the one that they serve themselves.
         self._pool = WorkerPool(
             1 + 2 * (len(parts) - 1), "hicache-shard", lambda: self._calls.count(errors=[INTERNAL])
@@ -178,12 +179,13 @@ class ShardedBackend(ComposedBackend):
 
 
 class _Tails:
-    """The last page of a chain on each part, by the last page of the chain. Beyond TAILS_MAX the oldest are forgotten.
+    """The last page of a chain on each part, by the last page of the chain. Beyond `chains_max` the oldest go.
 
     Locking design: one lock, held for a few instructions. What is returned is never changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chains_max: int) -> None:
+        self._chains_max = chains_max
         self._lock = threading.Lock()
         self._lasts: OrderedDict[bytes, Mapping[int, bytes]] = OrderedDict()
 
@@ -199,5 +201,5 @@ class _Tails:
         with self._lock:
             self._lasts[key] = lasts
             self._lasts.move_to_end(key)
-            while len(self._lasts) > TAILS_MAX:
+            while len(self._lasts) > self._chains_max:
                 self._lasts.popitem(last=False)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
 from hicache.backends.compose import ComposedBackend, CopyingBackend, Part
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
@@ -35,6 +35,7 @@ class Switched(MemoryBackend):
         self.released = threading.Event()
         self.at_gate = 0
         self.closes = 0
+        self.held_at_close: set[bytes] = set()
         self.calls: list[tuple[str, tuple[bytes, ...], bytes | None]] = []
 
     def _trouble(self, deadline: float) -> bool:
@@ -69,6 +70,7 @@ class Switched(MemoryBackend):
 
     def close(self) -> None:
         self.closes += 1
+        self.held_at_close |= self._pages.keys()
         super().close()
         if self.refuses_to_close:
             raise BackendError("this part does not close")
@@ -78,14 +80,9 @@ class Switched(MemoryBackend):
         return [keys for name, keys, _ in self.calls if name == verb]
 
 
-def named(*backends: MemoryBackend) -> list[Part]:
+def named(*backends: StorageBackend) -> list[Part]:
     """Parts called `part-0`, `part-1`, ..."""
     return [Part(f"part-{number}", backend) for number, backend in enumerate(backends)]
-
-
-def holders(parts: Sequence[MemoryBackend], key: bytes) -> Iterator[MemoryBackend]:
-    """The parts that have the page."""
-    return (part for part in parts if part.peek(key) is not None)
 
 
 def settle(composed: CopyingBackend) -> None:

@@ -1,0 +1,408 @@
+"""What is levels' own: the way of pages between levels, and what a level that fails costs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.base import GetOutcome, SetOutcome, Usage
+from hicache.backends.compose import CascadePolicy, LevelsBackend, LevelsOptions, MirrorBackend
+from hicache.backends.compose.merge import LOOKUPS_MAX
+from hicache.backends.file import FileBackend
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import (
+    HIT,
+    MISS,
+    PRESENT,
+    STORED,
+    Store,
+    empty_frames,
+    full_frames,
+    holds,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.errors import InvalidInput
+from hicache.frame import FrameHeader
+from tests.waiting import wait_for
+
+from .._files import open_file
+from ._parts import CODEC, COPIES, PAGE, Switched, named, settle
+
+REJECTED = SetOutcome.REJECTED
+THROUGH, ON_EVICTION, SELECTIVE = CascadePolicy.THROUGH, CascadePolicy.ON_EVICTION, CascadePolicy.SELECTIVE
+
+
+class World:
+    """Levels of memory, the first of them small if `first_pages` says so."""
+
+    def __init__(
+        self, levels: int = 2, *, first_pages: int | None = None, cascade: CascadePolicy = THROUGH,
+        promote: bool = True, hits: int = 2, copies: int = COPIES,
+    ) -> None:  # fmt: skip
+        capacity = None if first_pages is None else first_pages * PAGE
+        self.levels = [Switched(capacity_bytes=capacity), *(Switched() for _ in range(levels - 1))]
+        options = LevelsOptions(promote, cascade, hits, copies)
+        self.backend = LevelsBackend(CODEC, named(*self.levels), options)
+        self.store = Store(self.backend, self.levels[0].peek, self.levels[0].poke)
+
+    def settle(self) -> None:
+        settle(self.backend)
+
+    def on(self, level: int, keys: list[bytes]) -> list[bool]:
+        """Which of the pages a level has."""
+        return [self.levels[level].peek(key) is not None for key in keys]
+
+    def put_on(self, level: int, keys: list[bytes], parent: bytes | None = None) -> None:
+        """Store pages on one level alone, behind the back of the composition."""
+        backend = self.levels[level]
+        store_chain(Store(backend, backend.peek, backend.poke), keys, parent)
+
+
+def test_a_stored_page_reaches_every_level_with_its_parent() -> None:
+    world, keys = World(3), make_keys(4)
+    assert store_chain(world.store, keys[1:], keys[0]) == [STORED] * 3
+    world.settle()
+    for level in range(3):
+        assert world.on(level, keys) == [False, True, True, True]
+        for before, key in itertools.pairwise(keys):
+            raw = world.levels[level].peek(key)
+            assert raw is not None and raw == world.levels[0].peek(key)
+            header = FrameHeader.parse(raw)
+            assert header is not None and header.parent_key == before
+    world.backend.close()
+
+
+def test_a_run_is_copied_in_one_call_and_a_hole_ends_it() -> None:
+    world, keys = World(), make_keys(6)
+    world.put_on(0, [keys[2]])
+    world.levels[1].gate.clear()
+    store_chain(world.store, make_keys(1, "another"))  # keeps the thread busy until the others are queued
+    assert store_chain(world.store, keys) == [STORED, STORED, PRESENT, STORED, STORED, STORED]
+    world.levels[1].gate.set()
+    world.settle()
+    assert world.levels[1].called("set")[1:] == [tuple(keys[:2]), tuple(keys[3:])]
+    assert [parent for verb, _, parent in world.levels[1].calls if verb == "set"][1:] == [None, keys[2]]
+    world.backend.close()
+
+
+def test_a_page_found_below_is_read_and_promoted() -> None:
+    world, keys = World(3), make_keys(4)
+    world.put_on(2, keys)
+    assert load(world.store, keys) == [HIT] * 4
+    world.settle()
+    assert world.on(0, keys) == world.on(1, keys) == [True] * 4
+    asked = len(world.levels[1].called("get"))
+    assert load(world.store, keys) == [HIT] * 4
+    assert len(world.levels[1].called("get")) == asked, "the second read ends at the first level"
+    assert world.backend.copies()["part-0"].copied == 4
+    world.backend.close()
+
+
+def test_without_promotion_pages_stay_where_they_are() -> None:
+    """The control of the test above."""
+    world, keys = World(promote=False), make_keys(4)
+    world.put_on(1, keys)
+    assert load(world.store, keys) == [HIT] * 4
+    world.settle()
+    assert world.on(0, keys) == [False] * 4
+    world.backend.close()
+
+
+def test_a_promoted_page_keeps_its_parent_so_that_tails_leave_first() -> None:
+    world, keys = World(first_pages=5), make_keys(5)
+    world.put_on(1, keys)
+    load(world.store, keys)
+    world.settle()
+    world.put_on(0, make_keys(2, "new"))
+    assert world.on(0, keys) == [True] * 3 + [False] * 2
+    world.levels[0].check()
+    world.backend.close()
+
+
+def test_only_what_a_level_lacks_is_asked_below() -> None:
+    world, keys = World(promote=False), make_keys(5)
+    world.put_on(0, [keys[0], keys[3]])
+    world.put_on(1, keys[:3])
+    assert load(world.store, keys) == [HIT, HIT, HIT, HIT, MISS]
+    assert world.levels[1].called("get") == [(keys[1], keys[2], keys[4])]
+    world.backend.close()
+
+
+def test_a_damaged_page_is_served_from_below_and_repaired() -> None:
+    world, keys = World(), make_keys(3)
+    store_chain(world.store, keys)
+    world.settle()
+    world.levels[0].poke(keys[1], b"x" * PAGE)
+    assert load(world.store, keys) == [HIT] * 3
+    world.settle()
+    assert world.levels[0].peek(keys[1]) == world.levels[1].peek(keys[1])
+    assert world.backend.statistics().corrupt == {}
+    assert sum(world.levels[0].statistics().corrupt.values()) == 1
+    world.backend.close()
+
+
+def test_a_lookup_follows_a_prefix_from_level_to_level_and_back() -> None:
+    world, keys = World(), make_keys(8)
+    world.put_on(0, keys[:3] + keys[5:7])
+    world.put_on(1, keys[2:5])
+    assert world.backend.batch_exists(keys, deadline=soon()) == 7
+    assert world.levels[1].called("exists")[0] == tuple(keys[3:]), "level 1 is asked from the first hole on"
+    world.backend.close()
+
+
+def test_a_lookup_of_a_prefix_in_shreds_ends_after_a_bounded_number_of_calls() -> None:
+    world, keys = World(), make_keys(60)
+    world.put_on(0, keys[::2])
+    world.put_on(1, keys[1::2])
+    assert world.backend.batch_exists(keys, deadline=soon()) == LOOKUPS_MAX
+    assert sum(len(level.called("exists")) for level in world.levels) == LOOKUPS_MAX
+    world.backend.close()
+
+
+def test_what_the_first_level_turns_away_is_stored_on_the_next() -> None:
+    world, keys = World(first_pages=3), make_keys(5)
+    assert store_chain(world.store, keys) == [STORED] * 5
+    assert world.on(1, keys)[3:] == [True, True], "within the call"
+    assert ("set", tuple(keys[3:]), keys[2]) in world.levels[1].calls
+    world.settle()
+    assert world.on(0, keys) == [True] * 3 + [False] * 2
+    assert world.on(1, keys) == [True] * 5
+    assert world.backend.batch_exists(keys, deadline=soon()) == 5
+    world.backend.close()
+
+
+def test_a_level_that_is_down_is_stepped_over_and_heals_by_itself() -> None:
+    world, keys = World(), make_keys(4)
+    store_chain(world.store, keys[:2])
+    world.settle()
+    world.levels[0].down = True
+    assert world.backend.batch_exists(keys, deadline=soon()) == 2
+    assert load(world.store, keys[:2]) == [HIT] * 2
+    assert store_chain(world.store, keys[2:], keys[1]) == [STORED] * 2
+    assert load(world.store, keys) == [HIT] * 4
+    world.levels[0].down = False
+    assert load(world.store, keys) == [HIT] * 4
+    world.settle()
+    assert world.on(0, keys) == [True] * 4, "promoted once the level works again"
+    world.backend.close()
+
+
+def test_a_lower_level_that_is_down_costs_its_own_pages_only() -> None:
+    world, keys = World(), make_keys(4)
+    world.levels[1].down = True
+    assert store_chain(world.store, keys[:3]) == [STORED] * 3
+    world.settle()
+    assert load(world.store, keys) == [HIT, HIT, HIT, GetOutcome.ERROR], "nobody knows whether the last one is there"
+    assert world.backend.copies()["part-1"].failed == 3
+    world.levels[1].down = False
+    assert load(world.store, keys) == [HIT, HIT, HIT, MISS]
+    world.backend.close()
+
+
+def test_a_level_that_hangs_is_left_at_the_deadline() -> None:
+    world, keys = World(), make_keys(2)
+    world.put_on(1, keys)
+    world.levels[0].hanging = True
+    frames = empty_frames(CODEC, 2)
+    deadline = soon(0.05)
+    outcomes = world.backend.batch_get(keys, frames, deadline=deadline)
+    assert outcomes == [GetOutcome.ERROR] * 2
+    world.levels[0].released.set()
+    world.backend.close()
+
+
+def test_every_level_down_is_an_error_and_no_exception() -> None:
+    world, keys = World(), make_keys(2)
+    for level in world.levels:
+        level.down = True
+    assert world.backend.batch_exists(keys, deadline=soon()) == 0
+    assert load(world.store, keys) == [GetOutcome.ERROR] * 2
+    assert store_chain(world.store, keys) == [SetOutcome.ERROR] * 2
+    assert world.backend.delete(keys, deadline=soon()) == 0
+    world.backend.close()
+
+
+def test_copies_beyond_the_bound_are_dropped_and_counted() -> None:
+    world, keys = World(copies=3 * PAGE), make_keys(8)
+    world.levels[1].gate.clear()
+    assert store_chain(world.store, keys) == [STORED] * 8
+    assert world.backend.copies()["part-1"].waiting == 3
+    world.levels[1].gate.set()
+    world.settle()
+    copies = world.backend.copies()["part-1"]
+    assert (copies.copied, copies.dropped) == (3, 5)
+    assert world.on(1, keys) == [True] * 3 + [False] * 5, "the head of the chain is what is kept"
+    assert load(world.store, keys) == [HIT] * 8
+    world.backend.close()
+
+
+def test_a_copy_does_not_use_the_frames_of_the_call() -> None:
+    world, keys = World(), make_keys(3)
+    world.levels[1].gate.clear()
+    frames = full_frames(CODEC, keys)
+    world.backend.batch_set(keys, frames, parent=None, deadline=soon())
+    for frame in frames:
+        frame[:] = b"\xff" * PAGE  # the caller's next page
+    world.levels[1].gate.set()
+    world.settle()
+    for key in keys:
+        raw = world.levels[1].peek(key)
+        assert raw is not None and holds(CODEC, key, memoryview(raw))
+    world.backend.close()
+
+
+def test_a_deleted_page_does_not_come_back_from_the_queue() -> None:
+    world, keys = World(), make_keys(4)
+    world.levels[1].gate.clear()
+    store_chain(world.store, make_keys(1, "under way"))
+    store_chain(world.store, keys)
+    assert world.backend.delete(keys[1:], deadline=soon()) == 3
+    world.levels[1].gate.set()
+    world.settle()
+    assert world.on(0, keys) == world.on(1, keys) == [True, False, False, False]
+    world.backend.close()
+
+
+def test_a_deletion_waits_for_the_copy_under_way() -> None:
+    world, keys = World(), make_keys(2)
+    world.levels[1].gate.clear()
+    store_chain(world.store, keys)
+    wait_for(lambda: world.levels[1].at_gate == 1)
+    deleted = threading.Event()
+
+    def delete() -> None:
+        world.backend.delete(keys, deadline=soon())
+        deleted.set()
+
+    thread = threading.Thread(target=delete)
+    thread.start()
+    assert not deleted.wait(0.02)
+    world.levels[1].gate.set()
+    thread.join(30.0)
+    assert world.on(0, keys) == world.on(1, keys) == [False, False]
+    world.backend.close()
+
+
+def test_a_page_on_several_levels_counts_once() -> None:
+    world, keys = World(3), make_keys(6)
+    world.put_on(0, keys[1:3])
+    world.put_on(1, keys[2:4])
+    world.put_on(2, keys[2:5])
+    assert world.backend.delete([*keys, keys[1]], deadline=soon()) == 4
+    assert [level.usage().pages for level in world.levels] == [0, 0, 0]
+    world.backend.close()
+
+
+def test_usage_is_that_of_the_fullest_level() -> None:
+    world, keys = World(first_pages=2), make_keys(4)
+    world.put_on(0, keys[:2])
+    world.put_on(1, keys)
+    assert world.backend.usage() == Usage(4, 4 * PAGE, None)
+    world.backend.close()
+
+
+def test_on_eviction_a_page_goes_down_when_it_leaves_the_first_level() -> None:
+    world = World(first_pages=4, cascade=ON_EVICTION)
+    old, new = make_keys(4, "old"), make_keys(3, "new")
+    store_chain(world.store, old)
+    world.settle()
+    assert world.on(1, old) == [False] * 4, "nothing was evicted yet"
+    store_chain(world.store, new)
+    world.settle()
+    assert world.on(0, old) == [True, False, False, False]
+    assert world.on(1, old) == [False, True, True, True]
+    assert world.backend.batch_exists(old, deadline=soon()) == 4
+    assert load(world.store, old) == [HIT] * 4
+    for before, key in itertools.pairwise(old):
+        header = FrameHeader.parse(world.levels[1].peek(key) or b"")
+        assert header is not None and header.parent_key == before
+    world.backend.close()
+
+
+def test_on_eviction_a_file_level_sends_its_pages_down(tmp_path: Path) -> None:
+    file = open_file(tmp_path / "s", capacity_bytes=4 * PAGE).backend
+    assert isinstance(file, FileBackend)
+    below = MemoryBackend(CODEC)
+    backend = LevelsBackend(
+        CODEC, named(file, below), LevelsOptions(cascade=ON_EVICTION, cascade_bytes_max=COPIES)
+    )
+    store = Store(backend, below.peek, below.poke)
+    old, new = make_keys(4, "old"), make_keys(3, "new")
+    store_chain(store, old)
+    store_chain(store, new)
+    settle(backend)
+    assert [below.peek(key) is not None for key in old] == [False, True, True, True]
+    assert load(store, old) == [HIT] * 4
+    backend.close()
+
+
+@pytest.mark.parametrize("hits", [1, 3])
+def test_selective_copies_a_page_once_it_was_read_often_enough(hits: int) -> None:
+    world, keys = World(3, cascade=SELECTIVE, hits=hits), make_keys(3)
+    store_chain(world.store, keys)
+    for _ in range(hits):
+        world.settle()
+        assert world.on(1, keys) == world.on(2, keys) == [False] * 3
+        load(world.store, keys[:2])
+    world.settle()
+    assert world.on(1, keys) == world.on(2, keys) == [True, True, False]
+    load(world.store, keys[:2])
+    world.settle()
+    assert world.backend.copies()["part-1"].copied == 2, "copied once"
+    world.backend.close()
+
+
+def test_closing_writes_what_waits_and_then_closes_each_level_once() -> None:
+    world, keys = World(), make_keys(5)
+    world.levels[1].gate.clear()
+    store_chain(world.store, keys)
+    closer = threading.Thread(target=world.backend.close)
+    closer.start()
+    world.levels[1].gate.set()
+    closer.join(30.0)
+    world.backend.close()
+    assert world.levels[1].held_at_close == set(keys)
+    assert [level.closes for level in world.levels] == [1, 1]
+
+
+def test_closing_gives_up_on_a_level_that_hangs_and_counts_what_is_left() -> None:
+    world, keys = World(copies=6 * PAGE), make_keys(3)
+    world.levels[1].hanging = True
+    store_chain(world.store, keys[:1])
+    for key in keys[1:]:
+        store_chain(world.store, [key])
+    world.backend.close()
+    copies = world.backend.copies()["part-1"]
+    assert copies.copied == 0 and copies.failed + copies.dropped == 3 and copies.waiting == 0
+
+
+@pytest.mark.parametrize("options", [
+    {"promote": 1}, {"selective_hits": 0}, {"selective_hits": True}, {"cascade_bytes_max": 0},
+    {"cascade_bytes_max": 1.5},
+])  # fmt: skip
+def test_options_that_cannot_work_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(InvalidInput):
+        LevelsOptions(**options)  # type: ignore[arg-type]
+
+
+def test_a_bound_below_one_page_and_a_single_level_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="cascade_bytes_max"):
+        World(copies=PAGE - 1)
+    with pytest.raises(InvalidInput, match="two or more"):
+        LevelsBackend(CODEC, named(MemoryBackend(CODEC)), LevelsOptions())
+
+
+def test_on_eviction_needs_a_first_level_that_evicts() -> None:
+    class Silent(Switched):
+        on_eviction = None  # type: ignore[assignment]
+
+    first = MirrorBackend(CODEC, named(Silent(), Silent()), write_quorum=1, copy_bytes_max=COPIES)
+    with pytest.raises(InvalidInput, match="does not tell what it evicts"):
+        LevelsBackend(CODEC, named(first, Switched()), LevelsOptions(cascade=ON_EVICTION, cascade_bytes_max=COPIES))
+    first.close()

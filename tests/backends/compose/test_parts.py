@@ -1,0 +1,237 @@
+"""Opening and closing the parts of a composition, and what a configuration may say about them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend, leaves
+from hicache.backends.compose import LevelsBackend, MirrorBackend, ShardedBackend
+from hicache.backends.compose.late import LatePart
+from hicache.backends.guard import GuardedBackend
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.registry import (
+    PARTS_MAX,
+    BackendSpec,
+    PartSpec,
+    backend_names,
+    check_backend,
+    open_backend,
+    open_raws,
+    open_spec,
+    part_specs,
+)
+from hicache.backends.testing import HIT, STORED, Store, empty_frames, full_frames, load, make_keys, soon, store_chain
+from hicache.errors import BackendUnavailable, ConfigError, InvalidInput, NotOurs
+from hicache.frame import FrameCodec
+from tests.waiting import wait_for
+
+from ._parts import CODEC, PAGE, Switched
+
+OPENED: list[Switched] = []
+REFUSING = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """What a test has opened is closed, once."""
+    OPENED.clear()
+    REFUSING.clear()
+    yield
+    assert [backend.closes for backend in OPENED] == [1] * len(OPENED)
+
+
+def open_switched(codec: FrameCodec) -> Switched:
+    """A factory whose backends can be found, and which refuses while REFUSING is set."""
+    if REFUSING.is_set():
+        raise BackendUnavailable("this server is not up yet")
+    OPENED.append(Switched(codec))
+    return OPENED[-1]
+
+
+SWITCHED = f"{__name__}:open_switched"
+MEMORY: dict[str, Any] = {"type": "memory"}
+
+
+def test_compositions_are_built_in() -> None:
+    assert {"levels", "mirror", "sharded"} <= set(backend_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind"),
+    [
+        ("levels", {"levels": [MEMORY, MEMORY], "promote": False, "write": "selective", "selective_hits": 3,
+                    "cascade_bytes_max": 5 * PAGE}, LevelsBackend),
+        ("mirror", {"parts": [MEMORY, MEMORY], "write_quorum": 2, "repair_bytes_max": 5 * PAGE}, MirrorBackend),
+        ("sharded", {"parts": [{**MEMORY, "name": "a"}, {**MEMORY, "name": "b"}]}, ShardedBackend),
+    ],
+)  # fmt: skip
+def test_a_composition_opens_by_name_with_a_guard_before_each_part(
+    name: str, options: dict[str, Any], kind: type[StorageBackend]
+) -> None:
+    check_backend(name, options)
+    backend = open_spec(BackendSpec(name, options), CODEC)
+    assert isinstance(backend, kind) and isinstance(backend, (LevelsBackend, MirrorBackend, ShardedBackend))
+    assert all(isinstance(part, GuardedBackend) for part in backend.parts)
+    assert all(isinstance(leaf, MemoryBackend) for leaf in leaves(backend))
+    store = Store(backend, lambda key: None, lambda key, data: None)
+    assert store_chain(store, make_keys(3)) == [STORED] * 3
+    assert load(store, make_keys(3)) == [HIT] * 3
+    backend.close()
+
+
+def test_a_part_may_go_without_a_guard_and_take_options() -> None:
+    part = {"type": "memory", "options": {"capacity_bytes": 3 * PAGE}, "guard": None, "name": "small"}
+    backend = open_backend("levels", CODEC, {"levels": [part, MEMORY]})
+    assert isinstance(backend, LevelsBackend)
+    assert isinstance(backend.parts[0], MemoryBackend) and backend.names == ("small", "memory")
+    assert backend.parts[0].usage().capacity_bytes == 3 * PAGE
+    backend.close()
+
+
+def test_compositions_nest() -> None:
+    mirrors = [{"type": "mirror", "name": name, "options": {"parts": [MEMORY, MEMORY]}} for name in "ab"]
+    options = {"levels": [MEMORY, {"type": "sharded", "options": {"parts": mirrors}}]}
+    check_backend("levels", options)
+    backend = open_backend("levels", CODEC, options)
+    assert len(list(leaves(backend))) == 5
+    backend.close()
+
+
+def test_parts_without_names_are_called_like_their_types() -> None:
+    parts = part_specs("levels", {"levels": [MEMORY, {"type": "file", "options": {"path": "x"}}, MEMORY]})
+    assert [part.name for part in parts] == ["memory", "file", "memory-2"]
+    assert parts[0] == PartSpec("memory", BackendSpec("memory", {}, {}, "memory"))
+    assert part_specs("file", {"path": "x"}) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"levels": []}, f"2 to {PARTS_MAX}"),
+        ({"levels": [MEMORY]}, f"2 to {PARTS_MAX}"),
+        ({"levels": [MEMORY] * (PARTS_MAX + 1)}, f"2 to {PARTS_MAX}"),
+        ({"levels": "file"}, f"2 to {PARTS_MAX}"),
+        ({"levels": [MEMORY, "file"]}, r"levels\.1: must be a backend"),
+        ({"levels": [MEMORY, {"type": 5}]}, r"levels\.1: must be a backend"),
+        ({"levels": [MEMORY, {**MEMORY, "nmae": "x"}]}, r"levels\.1: unknown entry 'nmae'"),
+        ({"levels": [MEMORY, {**MEMORY, "options": 5}]}, "must be sections"),
+        ({"levels": [MEMORY, {**MEMORY, "guard": 5}]}, "must be sections"),
+        ({"levels": [MEMORY, {**MEMORY, "name": ""}]}, "name must be text"),
+        ({"levels": [MEMORY, {**MEMORY, "optional": "yes"}]}, "optional true or false"),
+        ({"levels": [{**MEMORY, "name": "x"}, {**MEMORY, "name": "x"}]}, "named 'x'"),
+        ({"levels": [MEMORY, {"type": "memroy"}]}, "part memroy: .*did you mean 'memory'"),
+        ({"levels": [MEMORY, {"type": "memory", "options": {"capasity_bytes": 1}}]}, "part memory-2: .*capacity_bytes"),
+        ({"levels": [MEMORY, {"type": "mirror", "options": {"parts": [MEMORY]}}]}, "part mirror: .*parts must list"),
+        ({"levels": [MEMORY, MEMORY], "wirte": "through"}, "did you mean 'write'"),
+    ],
+)
+def test_a_wrong_list_of_parts_is_refused_before_anything_is_opened(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_backend("levels", options)
+    with pytest.raises(ConfigError, match=message):
+        open_backend("levels", CODEC, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("levels", {"write": "back"}, "write must be one of through, on_eviction, selective"),
+        ("levels", {"cascade_bytes_max": 1}, "hold no page"),
+        ("levels", {"selective_hits": 0}, "selective_hits"),
+        ("mirror", {"write_quorum": 3}, "write_quorum"),
+        ("mirror", {"repair_bytes_max": 0}, "repair_bytes_max"),
+        ("sharded", {}, "needs a name of its own"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_and_what_was_opened_is_closed(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    parts = [{"type": SWITCHED, "guard": None}] * 2
+    with pytest.raises(ConfigError, match=message):
+        open_backend(name, CODEC, {"levels" if name == "levels" else "parts": parts, **options})
+
+
+def test_if_one_part_cannot_be_opened_those_before_it_are_closed(tmp_path: Path) -> None:
+    (tmp_path / "something").write_text("")
+    parts = [{"type": SWITCHED}, {"type": "file", "options": {"path": str(tmp_path)}}, {"type": SWITCHED}]
+    with pytest.raises(NotOurs):
+        open_backend("levels", CODEC, {"levels": parts})
+    assert len(OPENED) == 1
+
+
+def test_an_optional_part_that_cannot_be_opened_is_taken_in_later() -> None:
+    REFUSING.set()
+    parts = [MEMORY, {"type": SWITCHED, "name": "remote", "optional": True, "guard": None}]
+    backend = open_backend("levels", CODEC, {"levels": parts})
+    assert isinstance(backend, LevelsBackend)
+    store, keys = Store(backend, lambda key: None, lambda key, data: None), make_keys(4)
+    assert store_chain(store, keys[:2]) == [STORED] * 2
+    assert load(store, keys[:2]) == [HIT] * 2
+    assert backend.batch_exists(keys, deadline=soon()) == 2
+    assert backend.statistics().errors["not_open"] > 0
+    assert len(list(leaves(backend))) == 1, "a part that is not open has no leaves"
+    REFUSING.clear()
+    wait_for(lambda: bool(OPENED))
+    wait_for(lambda: backend.batch_exists(keys[:2], deadline=soon()) == 2 and len(list(leaves(backend))) == 2)
+    store_chain(store, keys)
+    wait_for(lambda: OPENED[0].peek(keys[3]) is not None)
+    backend.close()
+
+
+def test_a_part_that_is_not_optional_has_to_open() -> None:
+    """The control of the test above."""
+    REFUSING.set()
+    with pytest.raises(BackendUnavailable):
+        open_backend("levels", CODEC, {"levels": [MEMORY, {"type": SWITCHED}]})
+
+
+def test_a_wrong_option_of_an_optional_part_is_refused_at_once() -> None:
+    part = {"type": "memory", "options": {"capacity_bytes": -1}, "optional": True}
+    with pytest.raises(ConfigError, match="capacity_bytes"):
+        open_backend("levels", CODEC, {"levels": [MEMORY, part]})
+
+
+def test_a_late_part_answers_with_errors_until_it_is_open_and_checks_its_arguments() -> None:
+    REFUSING.set()
+    part = LatePart(CODEC, "late", lambda: open_switched(CODEC))
+    keys = make_keys(2)
+    frames = full_frames(CODEC, keys)
+    assert part.batch_exists(keys, deadline=soon()) == 0
+    assert part.batch_get(keys, empty_frames(CODEC, 2), deadline=soon()) == [GetOutcome.ERROR] * 2
+    assert part.batch_set(keys, frames, parent=None, deadline=soon()) == [SetOutcome.ERROR] * 2
+    assert part.delete(keys, deadline=soon()) == 0
+    assert part.usage().pages == 0
+    assert part.statistics().errors == {"not_open": 7}
+    with pytest.raises(InvalidInput):
+        part.batch_get(keys, frames[:1], deadline=soon())
+    part.close()
+    assert part.batch_exists(keys, deadline=soon()) == 0
+
+
+def test_a_part_that_comes_after_the_close_is_closed_again() -> None:
+    opening, may_open = threading.Event(), threading.Event()
+    REFUSING.set()
+
+    def slow_open() -> StorageBackend:
+        if not REFUSING.is_set():
+            opening.set()
+            may_open.wait(30.0)
+        return open_switched(CODEC)
+
+    part = LatePart(CODEC, "late", slow_open)
+    REFUSING.clear()
+    assert opening.wait(30.0)
+    part.close()
+    may_open.set()
+    wait_for(lambda: bool(OPENED) and OPENED[0].closes == 1)
+    assert part.parts == []
+
+
+def test_memory_has_no_raw_store_and_says_so() -> None:
+    with pytest.raises(ConfigError, match="cannot be listed"):
+        open_raws(BackendSpec("levels", {"levels": [MEMORY, MEMORY]}))

@@ -1,0 +1,176 @@
+"""What is a sharded set's own: placement, the first hole over all parts, chains that spread, parts that come and go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.compose import Part, Placement, ShardedBackend
+from hicache.backends.compose.sharded import TAILS_MAX
+from hicache.backends.testing import HIT, MISS, STORED, Store, load, make_keys, soon, store_chain
+from hicache.errors import InvalidInput
+from hicache.frame import FrameHeader
+from tests.seeds import rng, seeds
+
+from ._parts import CODEC, PAGE, Switched, named
+
+
+class World:
+    """A sharded set of memory parts."""
+
+    def __init__(self, parts: int = 3, *, part_pages: int | None = None, tails_max: int = TAILS_MAX) -> None:
+        capacity = None if part_pages is None else part_pages * PAGE
+        self.parts = [Switched(capacity_bytes=capacity) for _ in range(parts)]
+        self.backend = ShardedBackend(CODEC, named(*self.parts), tails_max=tails_max)
+        self.store = Store(self.backend, self.parts[0].peek, self.parts[0].poke)
+
+    def part_of(self, key: bytes) -> int:
+        return self.backend.placement.part_of(key)
+
+
+def test_each_page_lies_on_the_part_of_its_key_alone() -> None:
+    world, keys = World(), make_keys(60)
+    store_chain(world.store, keys)
+    for key in keys:
+        assert [number for number, part in enumerate(world.parts) if part.peek(key)] == [world.part_of(key)]
+    world.backend.close()
+
+
+def test_a_chain_spreads_evenly() -> None:
+    placement, keys = Placement(["a", "b", "c", "d"]), make_keys(8000)
+    shares = Counter(placement.part_of(key) for key in keys)
+    assert len(shares) == 4
+    assert all(abs(count - 2000) < 200 for count in shares.values()), "five standard deviations"
+
+
+def test_placement_depends_on_names_and_not_on_their_order() -> None:
+    names, keys = ["north", "east", "south"], make_keys(300)
+    one, other = Placement(names), Placement(names[::-1])
+    assert all(names[one.part_of(key)] == names[::-1][other.part_of(key)] for key in keys)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_another_part_takes_its_share_and_moves_nothing_else(parts: int) -> None:
+    names, keys = [f"part-{number}" for number in range(parts + 1)], make_keys(4000)
+    small, large = Placement(names[:-1]), Placement(names)
+    moved = [key for key in keys if small.part_of(key) != large.part_of(key)]
+    assert all(large.part_of(key) == parts for key in moved), "only to the new part"
+    assert abs(len(moved) / len(keys) - 1 / (parts + 1)) < 0.05
+
+
+def test_division_by_the_number_of_parts_would_move_most_pages() -> None:
+    """The control of the test above."""
+    keys = make_keys(4000)
+    moved = sum(int.from_bytes(key) % 3 != int.from_bytes(key) % 4 for key in keys)
+    assert moved / len(keys) > 0.6
+
+
+def test_a_page_of_another_set_of_parts_is_a_miss_and_can_be_stored_again() -> None:
+    world, keys = World(3), make_keys(40)
+    store_chain(world.store, keys)
+    larger = ShardedBackend(CODEC, [*named(*world.parts), Part("new", Switched())])
+    store = Store(larger, world.parts[0].peek, world.parts[0].poke)
+    outcomes = load(store, keys)
+    assert set(outcomes) == {HIT, MISS}
+    assert outcomes.count(MISS) == sum(larger.placement.part_of(key) == 3 for key in keys)
+    assert set(store_chain(store, keys)) == {STORED, SetOutcome.PRESENT}
+    assert load(store, keys) == [HIT] * 40
+    larger.close()
+
+
+@given(present=st.lists(st.booleans(), max_size=40), parts=st.integers(2, 6))
+def test_the_first_hole_is_exact_for_any_pages_and_any_number_of_parts(present: Sequence[bool], parts: int) -> None:
+    world, keys = World(parts), make_keys(len(present))
+    for key, is_there in zip(keys, present, strict=True):
+        if is_there:
+            store_chain(world.store, [key])
+    expected = list(present).index(False) if False in present else len(present)
+    assert world.backend.batch_exists(keys, deadline=soon()) == expected
+    assert all(len(part.called("exists")) <= 1 for part in world.parts)
+    world.backend.close()
+
+
+def test_a_part_that_is_down_ends_the_prefix_at_its_first_page_and_heals() -> None:
+    world, keys = World(), make_keys(30)
+    store_chain(world.store, keys)
+    down = world.part_of(keys[4])
+    world.parts[down].down = True
+    mine = [world.part_of(key) == down for key in keys]
+    assert world.backend.batch_exists(keys, deadline=soon()) == mine.index(True)
+    assert load(world.store, keys) == [GetOutcome.ERROR if its else HIT for its in mine]
+    more = make_keys(30, "more")
+    outcomes = store_chain(world.store, more, keys[-1])
+    assert outcomes == [SetOutcome.ERROR if world.part_of(key) == down else STORED for key in more]
+    world.parts[down].down = False
+    assert world.backend.batch_exists(keys, deadline=soon()) == 30
+    assert load(world.store, keys) == [HIT] * 30
+    world.backend.close()
+
+
+def links(world: World, keys: list[bytes]) -> None:
+    """Assert that each page hangs on the last page before it that its part has."""
+    for position, key in enumerate(keys):
+        part = world.part_of(key)
+        before = [other for other in keys[:position] if world.part_of(other) == part]
+        header = FrameHeader.parse(world.parts[part].peek(key) or b"")
+        assert header is not None
+        assert header.parent_key == (before[-1] if before else bytes(32)), position
+
+
+def test_pages_hang_on_the_last_page_before_them_on_their_part_over_batches() -> None:
+    world, keys = World(), make_keys(48)
+    for start in range(0, 48, 8):
+        store_chain(world.store, keys[start : start + 8], keys[start - 1] if start else None)
+    links(world, keys)
+    world.backend.close()
+
+
+@pytest.mark.parametrize("seed", seeds(5))
+def test_full_parts_drop_tails_before_heads(seed: int) -> None:
+    dice = rng(seed)
+    world = World(part_pages=16)
+    old = make_keys(30, f"old {seed}")
+    for start in range(0, 30, 6):
+        store_chain(world.store, old[start : start + 6], old[start - 1] if start else None)
+    store_chain(world.store, make_keys(dice.randrange(18, 24), f"new {seed}"))
+    for number, part in enumerate(world.parts):
+        part.check()
+        kept = [part.peek(key) is not None for key in old if world.part_of(key) == number]
+        assert kept == sorted(kept, reverse=True), "of each part's pages a prefix is left"
+    world.backend.close()
+
+
+def test_without_links_over_batches_the_head_goes_first() -> None:
+    """The control of the test above: chains that are forgotten at once look like many short ones."""
+    world = World(part_pages=16, tails_max=0)
+    parts = world.parts
+    old = make_keys(30, "old 0")
+    for start in range(0, 30, 6):
+        store_chain(world.store, old[start : start + 6], old[start - 1] if start else None)
+    store_chain(world.store, make_keys(22, "new 0"))
+    kept = [[part.peek(key) is not None for key in old if world.part_of(key) == n] for n, part in enumerate(parts)]
+    assert any(part != sorted(part, reverse=True) for part in kept)
+    world.backend.close()
+
+
+def test_usage_is_the_sum_and_has_a_capacity_if_all_parts_have_one() -> None:
+    world, keys = World(part_pages=40), make_keys(20)
+    store_chain(world.store, keys)
+    usage = world.backend.usage()
+    assert (usage.pages, usage.bytes, usage.capacity_bytes) == (20, 20 * PAGE, 120 * PAGE)
+    world.backend.close()
+    open_ended = ShardedBackend(CODEC, named(Switched(), Switched(capacity_bytes=PAGE)))
+    assert open_ended.usage().capacity_bytes is None
+    open_ended.close()
+
+
+def test_one_part_or_two_of_one_name_are_refused() -> None:
+    with pytest.raises(InvalidInput):
+        ShardedBackend(CODEC, named(Switched()))
+    with pytest.raises(InvalidInput):
+        ShardedBackend(CODEC, [Part("same", Switched()), Part("same", Switched())])
