@@ -12,7 +12,7 @@ from .composed import ComposedBackend, CopyingBackend, Part, close_parts, open_p
 from .copier import CopyStatistics
 from .levels import COPY_BYTES_MAX, SELECTIVE_HITS, CascadePolicy, LevelsBackend, LevelsOptions
 from .mirror import MirrorBackend
-from .sharded import Placement, ShardedBackend
+from .sharded import Placement, ShardCodec, ShardedBackend
 
 __all__ = [
     "CascadePolicy",
@@ -24,6 +24,7 @@ __all__ = [
     "MirrorBackend",
     "Part",
     "Placement",
+    "ShardCodec",
     "ShardedBackend",
     "open_levels",
     "open_mirror",
@@ -81,9 +82,10 @@ def open_sharded(codec: FrameCodec, *, parts: Sequence[Mapping[str, Any]]) -> Sh
     for part in parts:
         if part.get("name") is None:
             raise InvalidInput("sharded: every part needs a name of its own, which decides which pages it has")
-    opened = open_parts(codec, specs)
+    shard_codec = ShardCodec(codec)
+    opened = open_parts(shard_codec, specs)
     try:
-        return ShardedBackend(codec, opened)
+        return ShardedBackend(shard_codec, opened)
     except BaseException:
         close_parts(opened)
         raise

@@ -5,8 +5,8 @@ that was damaged or missing on a part and whole on another is copied back in the
 is read first follows the time it took lately; now and then another one is read first, to notice when it has become
 the fastest.
 
-A part writes what `codec.seal` makes of the frame, and sealing changes the frame's header. So the frames are sealed
-before the parts see them: each part then finds the header it wants and changes nothing under the others.
+A part writes what `codec.seal` makes of the frame, and sealing changes the frame's header unless it encrypts. So the
+frames are sealed before the parts see them: each then finds the header it wants and changes nothing under the others.
 
 Locking design: `_pace` guards itself; otherwise as `composed`. During a store the threads of a WorkerPool and the
 caller read the same frames, which nobody writes, and each fills in the answers of its own part.
@@ -19,14 +19,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...errors import InvalidInput
-from ...frame import FrameCodec
-from ..base import Composite, GetOutcome, SetOutcome, StorageBackend
+from ...frame import FrameCodec, TagKind
+from ..base import GetOutcome, SetOutcome, StorageBackend
 from ..calls import check_batch, check_keys
 from ..workers import WorkerPool
 from .composed import INTERNAL, CopyingBackend, Part
 from .copier import parent_of
 from .merge import merge_sets, merged_exists, merged_get
-from .sharded import ShardedBackend
 
 # Every so many reads a part other than the fastest is read first. Rare enough to cost little where it stays slower.
 EXPLORE_EVERY = 32
@@ -39,8 +38,7 @@ class MirrorBackend(CopyingBackend):
 
     A page is stored once `write_quorum` parts have it; one that fewer have is reported as ERROR or REJECTED and may be
     found nevertheless. `clock` is in seconds and for tests. Thread-safe; owns `parts`, of which there are at least two.
-    Raises InvalidInput for less, for a quorum that cannot be reached, and for a part with a sharded set in it, which
-    seals pages in its own way: put mirrors into a sharded set instead.
+    Raises InvalidInput for less, and for a quorum that cannot be reached.
     """
 
     def __init__(
@@ -56,9 +54,6 @@ class MirrorBackend(CopyingBackend):
             raise InvalidInput(f"mirror: two or more parts are needed, got {len(parts)}")
         if type(write_quorum) is not int or not 1 <= write_quorum <= len(parts):
             raise InvalidInput(f"mirror: write_quorum must be 1 .. {len(parts)}, the parts; got {write_quorum!r}")
-        for part in parts:
-            if _reseals(part.backend):
-                raise InvalidInput(f"mirror: part {part.name} holds a sharded set; make a sharded set of mirrors")
         super().__init__(codec, parts, copy_bytes_max)
         self.write_quorum = write_quorum
         self._clock = clock
@@ -110,8 +105,9 @@ class MirrorBackend(CopyingBackend):
         with self._calls.enter() as is_open:
             if not is_open or time.monotonic() >= deadline:
                 return self._calls.refuse_sets(len(keys), "deadline" if is_open else "closed")
-            for key, frame, before in zip(keys, frames, [parent, *keys[:-1]], strict=False):
-                self.codec.seal(key, frame, parent=before)
+            if self.codec.tag_kind is not TagKind.AES_256_GCM:
+                for key, frame, before in zip(keys, frames, [parent, *keys[:-1]], strict=False):
+                    self.codec.seal(key, frame, parent=before)
             answers = [[SetOutcome.ERROR] * len(keys) for _ in self._parts]
 
             def store(part: int) -> None:
@@ -178,9 +174,3 @@ class _Timed:
         outcomes = self._backend.batch_get(keys, frames, deadline=deadline)
         self._pace.note(self._part, self._clock() - began_s, outcomes)
         return outcomes
-
-
-def _reseals(backend: StorageBackend) -> bool:
-    if isinstance(backend, ShardedBackend):
-        return True
-    return isinstance(backend, Composite) and any(_reseals(part) for part in backend.parts)

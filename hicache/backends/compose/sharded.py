@@ -10,9 +10,10 @@ A lookup asks each part for its own keys of the prefix, in order. Each answers w
 and the first hole of the whole is the smallest of their positions: exact, in one call of each part.
 
 Parts that evict drop tails before heads if they know which page comes before which. The page before is mostly on
-another part, so each part is told the last page before it that is its own; that page's key is then also the parent in
-the header of the frame as stored. For the first page of a batch that is known if the batch before it was stored
-through this object, and not too many others since; otherwise the parent is passed on as it is, and counts as none.
+another part, so each part is told the last page before it that is its own, while the header of what is stored names
+the page that really comes before: see ShardCodec. For the first page of a batch the part's own last page is known if
+the batch before it was stored through this object, and not too many others since; otherwise the parent is passed on as
+it is, and counts as none.
 
 A part that is down makes its pages ERROR and the prefix end before the first of them; the others go on.
 
@@ -22,9 +23,10 @@ frames that are that part's alone, and fill in the answers of their own position
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import xxhash
 
@@ -58,18 +60,51 @@ class Placement:
         return found
 
 
+class ShardCodec(FrameCodec):
+    """The codec of all parts of a sharded set: as `codec`, but the parent that it seals is the page before in the chain
+    and not the one before on that part, which is what the part gives it.
+
+    Locking design: one lock for the pages that are being stored, held for a batch's keys.
+    """
+
+    def __init__(self, codec: FrameCodec) -> None:
+        vars(self).update(vars(codec))  # one namespace, one set of keys and buffers: this is the same codec
+        self._lock = threading.Lock()
+        self._parents: dict[bytes, tuple[bytes | None, int]] = {}  # the page before, and how many calls store it now
+
+    @contextlib.contextmanager
+    def storing(self, keys: Sequence[bytes], parent: bytes | None) -> Iterator[None]:
+        """While this block stores `keys`, the page before the first of them is `parent`."""
+        with self._lock:
+            for before, key in zip([parent, *keys], keys, strict=False):
+                self._parents[key] = before, self._parents.get(key, (None, 0))[1] + 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                for key in keys:
+                    before, calls = self._parents.pop(key)
+                    if calls > 1:
+                        self._parents[key] = before, calls - 1
+
+    def seal(self, key: bytes, frame: memoryview, *, parent: bytes | None = None) -> memoryview:
+        """See FrameCodec. Of a page that is not being stored through the set, such as a probe, `parent` counts."""
+        return super().seal(key, frame, parent=self._parents.get(key, (parent,))[0])
+
+
 class ShardedBackend(ComposedBackend):
     """Several backends with a share of the pages each. See the module's docstring, and ComposedBackend.
 
-    Thread-safe; owns `parts`, of which there are at least two. Their names decide which pages they have: a part that is
-    renamed is a new one. `tails_max` bounds the chains whose last pages are remembered. Raises InvalidInput for less
-    than two parts, or for two of one name.
+    Thread-safe; owns `parts`, which were opened with `codec` and of which there are at least two. Their names decide
+    which pages they have: a part that is renamed is a new one. `tails_max` bounds the chains whose last pages are
+    remembered. Raises InvalidInput for less than two parts, or for two of one name.
     """
 
-    def __init__(self, codec: FrameCodec, parts: Sequence[Part], *, tails_max: int = TAILS_MAX) -> None:
+    def __init__(self, codec: ShardCodec, parts: Sequence[Part], *, tails_max: int = TAILS_MAX) -> None:
         if len({part.name for part in parts}) != len(parts) or len(parts) < 2:
             raise InvalidInput(f"sharded: two or more parts of different names are needed, got {len(parts)}")
         super().__init__(codec, parts)
+        self._shard_codec = codec
         self.placement = Placement(self._names)
         self._tails = _Tails(tails_max)
         # Two verbs at once find a thread each for every part but the one that they serve themselves.
@@ -145,7 +180,8 @@ class ShardedBackend(ComposedBackend):
                     outcomes[position] = answer
                 lasts[part] = keys[positions[-1]]
 
-            self._on_parts(keys, store)
+            with self._shard_codec.storing(keys, parent):
+                self._on_parts(keys, store)
             if keys:
                 self._tails.note(keys[-1], {**before, **lasts})
             self._calls.count(sets=outcomes)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hicache.backends.compose import CascadePolicy, LevelsBackend, LevelsOptions, MirrorBackend, Part, ShardedBackend
+from hicache.backends.compose import (
+    CascadePolicy,
+    LevelsBackend,
+    LevelsOptions,
+    MirrorBackend,
+    Part,
+    ShardCodec,
+    ShardedBackend,
+)
 from hicache.backends.memory import MemoryBackend
-from hicache.backends.testing import BackendContract, OpenStore, Store
+from hicache.backends.testing import BackendContract, OpenStore, SoleBackendContract, Store
 from hicache.frame import FrameCodec
 
 from .._files import open_file
-from ._parts import COPIES, side_door
+from ._parts import side_door
+
+# For a few pages of the largest size that the contract stores.
+ROOM = 8 << 20
 
 
 def memory(codec: FrameCodec) -> Store:
@@ -30,36 +42,38 @@ def levels(codec: FrameCodec, stores: list[Store], options: LevelsOptions) -> St
 
 def mirror(codec: FrameCodec, stores: list[Store], write_quorum: int = 1) -> Store:
     return side_door(
-        MirrorBackend(codec, parts(stores), write_quorum=write_quorum, copy_bytes_max=COPIES), stores
+        MirrorBackend(codec, parts(stores), write_quorum=write_quorum, copy_bytes_max=ROOM), stores
     )
 
 
-def sharded(codec: FrameCodec, stores: list[Store]) -> Store:
-    return side_door(ShardedBackend(codec, parts(stores)), stores)
+def sharded(codec: FrameCodec, open_part: Callable[[FrameCodec, int], Store], count: int) -> Store:
+    shard_codec = ShardCodec(codec)
+    stores = [open_part(shard_codec, number) for number in range(count)]
+    return side_door(ShardedBackend(shard_codec, parts(stores)), stores)
 
 
-class TestMemoryLevels(BackendContract):
+class TestMemoryLevels(SoleBackendContract):
     @pytest.fixture(params=list(CascadePolicy))
     def open_store(self, request: pytest.FixtureRequest) -> OpenStore:
-        options = LevelsOptions(cascade=request.param, cascade_bytes_max=COPIES, selective_hits=1)
+        options = LevelsOptions(cascade=request.param, cascade_bytes_max=ROOM, selective_hits=1)
         return lambda codec: levels(codec, [memory(codec), memory(codec)], options)
 
 
-class TestFileOverMemory(BackendContract):
+class TestFileOverMemory(SoleBackendContract):
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
-        options = LevelsOptions(cascade_bytes_max=COPIES)
+        options = LevelsOptions(cascade_bytes_max=ROOM)
         return lambda codec: levels(codec, [open_file(tmp_path / "s", codec), memory(codec)], options)
 
 
-class TestThreeLevels(BackendContract):
+class TestThreeLevels(SoleBackendContract):
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
-        options = LevelsOptions(cascade_bytes_max=COPIES)
+        options = LevelsOptions(cascade_bytes_max=ROOM)
         return lambda codec: levels(codec, [memory(codec), open_file(tmp_path / "s", codec), memory(codec)], options)
 
 
-class TestMemoryMirror(BackendContract):
+class TestMemoryMirror(SoleBackendContract):
     @pytest.fixture(params=[1, 2])
     def open_store(self, request: pytest.FixtureRequest) -> OpenStore:
         return lambda codec: mirror(codec, [memory(codec), memory(codec)], request.param)
@@ -68,26 +82,38 @@ class TestMemoryMirror(BackendContract):
 class TestFileMirror(BackendContract):
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
+        return lambda codec: mirror(codec, [open_file(tmp_path / str(part), codec) for part in range(2)])
+
+
+class TestFileBesideMemory(SoleBackendContract):
+    @pytest.fixture
+    def open_store(self, tmp_path: Path) -> OpenStore:
         return lambda codec: mirror(codec, [open_file(tmp_path / "s", codec), memory(codec)])
 
 
-class TestMemoryShards(BackendContract):
+class TestMemoryShards(SoleBackendContract):
     @pytest.fixture
     def open_store(self) -> OpenStore:
-        return lambda codec: sharded(codec, [memory(codec) for _ in range(3)])
+        return lambda codec: sharded(codec, lambda codec, _: memory(codec), 3)
 
 
 class TestFileShards(BackendContract):
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
-        return lambda codec: sharded(codec, [open_file(tmp_path / str(part), codec) for part in range(2)])
+        return lambda codec: sharded(codec, lambda codec, number: open_file(tmp_path / str(number), codec), 2)
 
 
-class TestShardsOfMirrorsUnderMemory(BackendContract):
+class TestShardsOfMirrorsUnderMemory(SoleBackendContract):
     @pytest.fixture
     def open_store(self) -> OpenStore:
         def open_it(codec: FrameCodec) -> Store:
-            low = sharded(codec, [mirror(codec, [memory(codec), memory(codec)]) for _ in range(2)])
-            return levels(codec, [memory(codec), low], LevelsOptions(cascade_bytes_max=COPIES))
+            low = sharded(codec, lambda codec, _: mirror(codec, [memory(codec), memory(codec)]), 2)
+            return levels(codec, [memory(codec), low], LevelsOptions(cascade_bytes_max=ROOM))
 
         return open_it
+
+
+class TestMirrorOfShards(SoleBackendContract):
+    @pytest.fixture
+    def open_store(self) -> OpenStore:
+        return lambda codec: mirror(codec, [sharded(codec, lambda codec, _: memory(codec), 2) for _ in range(2)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.compose import MirrorBackend, ShardedBackend
+from hicache.backends.compose import MirrorBackend
 from hicache.backends.compose.mirror import EXPLORE_EVERY, Pace
 from hicache.backends.testing import (
     HIT,
@@ -54,7 +54,7 @@ def test_a_store_reaches_all_parts_within_the_call_and_alike() -> None:
 
 def test_keyed_pages_are_sealed_once_and_whole_on_all_parts() -> None:
     """Each seal with a key takes a new nonce: two parts that sealed one frame at once would tear its header."""
-    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_key=b"k" * 32)
+    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[b"k" * 32])
     world = World(3, codec=codec)
     for batch in range(20):
         keys = make_keys(6, f"batch {batch}")
@@ -202,7 +202,3 @@ def test_what_cannot_be_a_mirror_is_refused() -> None:
     for quorum in (0, 3, True, 1.0):
         with pytest.raises(InvalidInput, match="write_quorum"):
             MirrorBackend(CODEC, parts, write_quorum=quorum, copy_bytes_max=COPIES)  # type: ignore[arg-type]
-    shards = ShardedBackend(CODEC, parts)
-    with pytest.raises(InvalidInput, match="sharded set of mirrors"):
-        MirrorBackend(CODEC, named(Switched(), shards), write_quorum=1, copy_bytes_max=COPIES)
-    shards.close()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.compose import Part, Placement, ShardedBackend
+from hicache.backends.compose import Part, Placement, ShardCodec, ShardedBackend
 from hicache.backends.compose.sharded import TAILS_MAX
-from hicache.backends.testing import HIT, MISS, STORED, Store, load, make_keys, soon, store_chain
+from hicache.backends.testing import HIT, MISS, STORED, Store, full_frames, load, make_keys, soon, store_chain
 from hicache.errors import InvalidInput
 from hicache.frame import FrameHeader
 from tests.seeds import rng, seeds
@@ -25,8 +26,9 @@ class World:
 
     def __init__(self, parts: int = 3, *, part_pages: int | None = None, tails_max: int = TAILS_MAX) -> None:
         capacity = None if part_pages is None else part_pages * PAGE
-        self.parts = [Switched(capacity_bytes=capacity) for _ in range(parts)]
-        self.backend = ShardedBackend(CODEC, named(*self.parts), tails_max=tails_max)
+        codec = ShardCodec(CODEC)
+        self.parts = [Switched(codec, capacity) for _ in range(parts)]
+        self.backend = ShardedBackend(codec, named(*self.parts), tails_max=tails_max)
         self.store = Store(self.backend, self.parts[0].peek, self.parts[0].poke)
 
     def part_of(self, key: bytes) -> int:
@@ -73,7 +75,7 @@ def test_division_by_the_number_of_parts_would_move_most_pages() -> None:
 def test_a_page_of_another_set_of_parts_is_a_miss_and_can_be_stored_again() -> None:
     world, keys = World(3), make_keys(40)
     store_chain(world.store, keys)
-    larger = ShardedBackend(CODEC, [*named(*world.parts), Part("new", Switched())])
+    larger = ShardedBackend(ShardCodec(CODEC), [*named(*world.parts), Part("new", Switched())])
     store = Store(larger, world.parts[0].peek, world.parts[0].poke)
     outcomes = load(store, keys)
     assert set(outcomes) == {HIT, MISS}
@@ -112,22 +114,37 @@ def test_a_part_that_is_down_ends_the_prefix_at_its_first_page_and_heals() -> No
     world.backend.close()
 
 
-def links(world: World, keys: list[bytes]) -> None:
-    """Assert that each page hangs on the last page before it that its part has."""
-    for position, key in enumerate(keys):
-        part = world.part_of(key)
-        before = [other for other in keys[:position] if world.part_of(other) == part]
-        header = FrameHeader.parse(world.parts[part].peek(key) or b"")
-        assert header is not None
-        assert header.parent_key == (before[-1] if before else bytes(32)), position
-
-
 def test_pages_hang_on_the_last_page_before_them_on_their_part_over_batches() -> None:
     world, keys = World(), make_keys(48)
     for start in range(0, 48, 8):
         store_chain(world.store, keys[start : start + 8], keys[start - 1] if start else None)
-    links(world, keys)
+    for number, part in enumerate(world.parts):
+        mine = [key for key in keys if world.part_of(key) == number]
+        linked = [pair for verb, batch, parent in part.calls if verb == "set" for pair in pairwise([parent, *batch])]
+        assert linked == list(pairwise([None, *mine]))
     world.backend.close()
+
+
+def test_the_header_of_a_page_names_the_page_before_it_in_the_chain() -> None:
+    world, keys = World(), make_keys(48)
+    for start in range(0, 48, 8):
+        store_chain(world.store, keys[start : start + 8], keys[start - 1] if start else None)
+    for before, key in zip([bytes(32), *keys], keys, strict=False):
+        header = FrameHeader.parse(world.parts[world.part_of(key)].peek(key) or b"")
+        assert header is not None and header.parent_key == before
+    world.backend.close()
+
+
+def test_a_page_that_two_calls_store_keeps_its_parent_until_both_have_ended() -> None:
+    codec, keys = ShardCodec(CODEC), make_keys(3)
+    with codec.storing(keys[1:], keys[0]):
+        with codec.storing([keys[1], keys[1]], keys[0]):
+            pass
+        (frame,) = full_frames(codec, keys[2:])
+        header = FrameHeader.parse(codec.seal(keys[2], frame, parent=None))
+        assert header is not None and header.parent_key == keys[1]
+    header = FrameHeader.parse(codec.seal(keys[2], frame, parent=keys[0]))
+    assert header is not None and header.parent_key == keys[0], "no longer known"
 
 
 @pytest.mark.parametrize("seed", seeds(5))
@@ -164,13 +181,13 @@ def test_usage_is_the_sum_and_has_a_capacity_if_all_parts_have_one() -> None:
     usage = world.backend.usage()
     assert (usage.pages, usage.bytes, usage.capacity_bytes) == (20, 20 * PAGE, 120 * PAGE)
     world.backend.close()
-    open_ended = ShardedBackend(CODEC, named(Switched(), Switched(capacity_bytes=PAGE)))
+    open_ended = ShardedBackend(ShardCodec(CODEC), named(Switched(), Switched(capacity_bytes=PAGE)))
     assert open_ended.usage().capacity_bytes is None
     open_ended.close()
 
 
 def test_one_part_or_two_of_one_name_are_refused() -> None:
     with pytest.raises(InvalidInput):
-        ShardedBackend(CODEC, named(Switched()))
+        ShardedBackend(ShardCodec(CODEC), named(Switched()))
     with pytest.raises(InvalidInput):
-        ShardedBackend(CODEC, [Part("same", Switched()), Part("same", Switched())])
+        ShardedBackend(ShardCodec(CODEC), [Part("same", Switched()), Part("same", Switched())])
