@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,9 @@ from pydantic import BaseModel
 
 from ..backends.registry import check_backend
 from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config, read_key
-from ..config.entries import EntryInfo, all_entries, format_value
+from ..config.composed_storage import PartConfig
+from ..config.entries import EntryInfo, all_entries, format_value, part_entries
+from ..config.storage import STORAGE_SECTIONS
 from ..errors import ConfigError
 from ..events.factory import check_events
 from ..units import counted
@@ -38,9 +40,14 @@ impossible or given twice is refused, with the nearest valid name, and so is a v
 `integrity.mac_key_env` and its like name.
 
 """
-_MARKDOWN_TABLE = """
+_TABLE_HEAD = """\
 | Entry | Accepts | Default | Meaning |
 |---|---|---|---|
+"""
+_MARKDOWN_TAIL = """
+The entries `storage.options.*` are those of the `file` backend; other backends have their own, see below. What is
+required there is required if there is a `storage` section at all. Compositions (`levels`, `mirror`, `sharded`) have no
+guard of their own: each of their parts has one. What is inside a list, as parts are, can be given in a file alone.
 """
 
 
@@ -79,10 +86,22 @@ def schema(form: str | None) -> None:
     elif form == "json":
         click.echo(json.dumps(HiCacheConfig.model_json_schema(), indent=2))
     else:
-        for entry in all_entries():
-            only_for = f" (with type {entry.only_for})" if entry.only_for else ""
-            click.echo(f"{click.style(entry.name, bold=True)}: {entry.accepts} [{_default(entry)}]{only_for}")
-            click.echo(click.wrap_text(entry.description, 100, "    ", "    "))
+        for title, entries in [("", all_entries()), *_other_entries()]:
+            if title:
+                click.echo(f"\n{title}\n")
+            for entry in entries:
+                default = "required" if entry.default is None else entry.default
+                click.echo(f"{click.style(entry.name, bold=True)}: {entry.accepts} [{default}]")
+                click.echo(click.wrap_text(entry.description, 100, "    ", "    "))
+
+
+def _other_entries() -> Iterator[tuple[str, list[EntryInfo]]]:
+    """What the list of all entries, which shows the `file` storage, does not show, each group with its title."""
+    for kind in STORAGE_SECTIONS:
+        if kind != "file":
+            options = [entry for entry in all_entries(kind) if entry.name.startswith("storage.options.")]
+            yield f"Storage of type {kind}", options
+    yield "Parts of a composition, beside the entries of a storage section", list(part_entries())
 
 
 def check_surroundings(loaded: HiCacheConfig) -> None:
@@ -128,11 +147,15 @@ def effective_yaml(loaded: HiCacheConfig) -> str:
 
 
 def _plain(section: BaseModel) -> dict[str, Any]:
+    if isinstance(section, PartConfig):
+        return {"name": section.name, "optional": section.optional, **_plain(section.storage)}
     plain: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
             plain[name] = _plain(value)
+        elif isinstance(value, list):
+            plain[name] = [_plain(item) if isinstance(item, BaseModel) else item for item in value]
         elif isinstance(value, (bool, dict)) or value is None:
             plain[name] = value
         elif isinstance(value, (int, float)):
@@ -146,17 +169,13 @@ def _plain(section: BaseModel) -> dict[str, Any]:
 
 def markdown() -> str:
     """The text of docs/configuration.md."""
-    entries = all_entries()
-    text = _MARKDOWN_HEAD + _table([entry for entry in entries if entry.only_for is None])
-    for kind in dict.fromkeys(entry.only_for for entry in entries if entry.only_for is not None):
-        text += f"\n## Storage of type `{kind}`\n" + _table([entry for entry in entries if entry.only_for == kind])
-    return text
+    others = "".join(f"\n## {title}\n\n{_table(entries)}" for title, entries in _other_entries())
+    return _MARKDOWN_HEAD + _table(all_entries()) + _MARKDOWN_TAIL + others
 
 
-def _table(entries: Sequence[EntryInfo]) -> str:
-    rows = (f"| `{e.name}` | {e.accepts} | {_default(e)} | {e.description} |\n" for e in entries)
-    return _MARKDOWN_TABLE + "".join(rows)
-
-
-def _default(entry: EntryInfo) -> str:
-    return "required" if entry.default is None else entry.default
+def _table(entries: Iterable[EntryInfo]) -> str:
+    rows = []
+    for entry in entries:
+        default = "required" if entry.default is None else entry.default
+        rows.append(f"| `{entry.name}` | {entry.accepts} | {default} | {entry.description} |\n")
+    return _TABLE_HEAD + "".join(rows)

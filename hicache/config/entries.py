@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Union
 
@@ -14,50 +14,49 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ..units import Unit, exact_duration, exact_size
+from .composed_storage import PartConfig
 from .schema import HiCacheConfig
-from .storage import STORAGE_SECTIONS, PluginStorage
+from .storage import STORAGE_SECTIONS, FileStorage
 
 _BOUND_SHOWN_MAX = 65536
-_STORAGE, _OPTIONS = "storage", "options"
+# Accepts any name; the schema shows the only one it knows the options of.
+_TYPE_DESCRIPTION = FileStorage.model_fields["type"].description
 
 
 @dataclass(frozen=True, slots=True)
 class EntryInfo:
-    """One entry: its dotted name, what may stand there, its default as text (None: it must be given).
-
-    `only_for` is the type of storage whose option it is, None for an entry that is always there.
-    """
+    """One entry: its dotted name, what may stand there, its default as text (None: it must be given)."""
 
     name: str
     accepts: str
     default: str | None
     description: str
-    only_for: str | None = None
 
 
 @functools.cache
-def all_entries() -> tuple[EntryInfo, ...]:
-    """Every entry in the order of the schema, then the options of each built-in storage backend."""
-    options = (
-        replace(entry, only_for=kind)
-        for kind, section in STORAGE_SECTIONS.items()
-        for entry in _walk(_options_of(section), f"{_STORAGE}.{_OPTIONS}.")
-    )
-    return (*_walk(HiCacheConfig, ""), *options)
+def all_entries(storage: str = "file") -> tuple[EntryInfo, ...]:
+    """Every entry in the order of the schema, with the options of this type of storage; of a plugin, those of `file`.
+    """
+    return tuple(_walk(HiCacheConfig, "", STORAGE_SECTIONS.get(storage, FileStorage)))
+
+
+def part_entries() -> tuple[EntryInfo, ...]:
+    """What a part of a composition has beside the entries of a `storage` section."""
+    return tuple(entry for entry in _walk(PartConfig, "", FileStorage) if "." not in entry.name)
 
 
 @functools.cache
-def entry_names() -> tuple[str, ...]:
-    """The dotted names of all entries and sections."""
-    leaves = tuple(dict.fromkeys(entry.name for entry in all_entries()))
+def entry_names(storage: str = "file") -> tuple[str, ...]:
+    """The dotted names of all entries and sections, with this type of storage."""
+    leaves = [entry.name for entry in all_entries(storage)]
     sections = {name.rpartition(".")[0] for name in leaves} - {""}
     return (*leaves, *sorted(sections))
 
 
-def section_names(path: tuple[str, ...]) -> tuple[str, ...]:
-    """What may stand directly below section `path`; empty if `path` is no section."""
+def names_below(names: Iterable[str], path: tuple[str, ...]) -> tuple[str, ...]:
+    """What of the dotted `names` stands directly below section `path`; empty if that is no section."""
     prefix = "".join(f"{name}." for name in path)
-    below = (name.removeprefix(prefix).partition(".")[0] for name in entry_names() if name.startswith(prefix))
+    below = (name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix))
     return tuple(dict.fromkeys(below))
 
 
@@ -77,28 +76,19 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section class behind an annotation, None for a plain entry."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if typing.get_origin(annotation) in (list, tuple, dict):
-        return None  # several sections, which have no names to be listed under
+    if typing.get_origin(annotation) is list:
+        return None
     for part in typing.get_args(annotation):
         if (found := section_of(part)) is not None:
             return found
     return None
 
 
-def _options_of(section: type[BaseModel]) -> type[BaseModel]:
-    options = section_of(section.model_fields[_OPTIONS].annotation)
-    assert options is not None
-    return options
-
-
-def _walk(section: type[BaseModel], prefix: str) -> Iterator[EntryInfo]:
+def _walk(section: type[BaseModel], prefix: str, storage: type[BaseModel]) -> Iterator[EntryInfo]:
     for name, field in section.model_fields.items():
-        if section is PluginStorage and name == _OPTIONS:
-            continue
-        # Each built-in backend has options of its own; what all of them have is what a plug-in has besides.
-        below = PluginStorage if name == _STORAGE else section_of(field.annotation)
+        below = storage if name == "storage" else section_of(field.annotation)
         if below is not None:
-            yield from _walk(below, f"{prefix}{name}.")
+            yield from _walk(below, f"{prefix}{name}.", storage)
             continue
         default = None if field.is_required() else format_value(field.default, _full(field))
         if default == "null":
@@ -125,11 +115,11 @@ def _accepts(field: FieldInfo) -> str:
     unit = _unit(annotation)
     if unit is not None:
         return "size" if unit is Unit.BYTES else "duration"
+    choices = _literals(annotation)
+    if choices and field.description != _TYPE_DESCRIPTION:
+        return ", ".join(f"`{choice}`" for choice in choices)
     if typing.get_origin(_base(annotation)) is list:
         return "list"
-    choices = _literals(annotation)
-    if choices:
-        return ", ".join(f"`{choice}`" for choice in choices)
     words = {int: "integer", float: "number", bool: "`true`, `false`", Path: "path"}.get(_base(annotation), "text")
     bounds = {name: getattr(part, name) for part in _metadata(annotation) for name in ("ge", "gt", "le", "lt")
               if getattr(part, name, None) is not None}  # fmt: skip

@@ -11,7 +11,7 @@ for those that hold keys: the ones named by `integrity.mac_key_env` and its like
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +21,8 @@ from pydantic import ValidationError
 
 from ..errors import ConfigError
 from ..units import counted
-from .entries import entry_names, section_names
+from .composed_storage import PARTS_ENTRY
+from .entries import entry_names, names_below, part_entries
 from .schema import HiCacheConfig
 from .section import ALTERNATIVES
 
@@ -49,6 +50,9 @@ _PLAIN = {
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
     "literal_error": "expected {expected}",
+    "list_type": "expected a list",
+    "too_short": "expected at least {min_length}, got {actual_length}",
+    "too_long": "expected at most {max_length}, got {actual_length}",
 }
 
 EntryPath: TypeAlias = tuple[str, ...]
@@ -185,13 +189,30 @@ class _Merge:
     def explain(self, error: Any) -> Iterator[_Problem]:
         """The problems in one pydantic error: several if an unknown section has several entries."""
         path = _without_tags(tuple(str(part) for part in error["loc"]))
-        kind = error["type"]
-        if kind != "extra_forbidden":
-            yield _Problem(path, _what(error, self._value(path), path), self._origin(path))
+        lead, names = self._names_around(path)
+        if error["type"] != "extra_forbidden":
+            inside = names_below(names, path[len(lead) :])
+            yield _Problem(path, _what(error, self._value(path), path, inside), self._origin(path))
             return
         below = [known for known in self.origins if known[: len(path)] == path] or [path]
         for known in below:
-            yield _Problem(known, _unknown(known, len(path)), self.origins.get(known, ""))
+            yield _Problem(known, _unknown(known, len(path), lead, names), self._origin(known))
+
+    def _names_around(self, path: EntryPath) -> tuple[EntryPath, Sequence[str]]:
+        """Where `path` leads to and the names of the entries and sections there: nowhere and all of them, or the
+        innermost part of a composition and the names in it."""
+        storage, lead, rest = self.tree.get("storage"), path[:1], path[1:]
+        while True:
+            kind = str(storage.get("type")) if isinstance(storage, dict) else ""
+            parts = PARTS_ENTRY.get(kind)
+            if path[:1] != ("storage",) or parts is None or rest[:2] != ("options", parts) or len(rest) < 3:
+                break
+            lead, rest = (*lead, *rest[:3]), rest[3:]
+            storage = self._value(lead)
+        if len(lead) < 2:
+            return (), entry_names(kind)
+        inside = [name.removeprefix("storage.") for name in entry_names(kind) if name.startswith("storage.")]
+        return lead, [*(entry.name for entry in part_entries()), *inside]
 
     def refuse_less_than_a_page(self, config: HiCacheConfig) -> None:
         """Note tiers that would have no page at all. Not in the schema, whose errors know no path across sections."""
@@ -214,23 +235,35 @@ class _Merge:
     def _value(self, path: EntryPath) -> Any:
         node: Any = self.tree
         for name in path:
-            node = node.get(name) if isinstance(node, dict) else None
+            if isinstance(node, list):
+                node = node[int(name)] if name.isdigit() and int(name) < len(node) else None
+            else:
+                node = node.get(name) if isinstance(node, dict) else None
         return node
 
 
 def _without_tags(loc: EntryPath) -> EntryPath:
-    """Pydantic's location without the tag of the union that `storage` is."""
-    return (loc[0], *loc[2:]) if loc[:1] == ("storage",) and len(loc) > 1 else loc
+    """Pydantic's location without the tags of the unions that `storage` and the parts of a composition are, and without
+    the field in which a part keeps its storage."""
+    if loc[:1] != ("storage",):
+        return loc
+    clean: EntryPath = loc[:1]
+    for at in range(2, len(loc)):
+        is_field = loc[at] == "storage" and loc[at - 1].isdigit()
+        is_tag = loc[at - 1] == "storage" and loc[at - 2].isdigit()
+        if not is_field and not is_tag:
+            clean += (loc[at],)
+    return clean
 
 
-def _what(error: Any, value: Any, path: EntryPath) -> str:
+def _what(error: Any, value: Any, path: EntryPath, below: Sequence[str]) -> str:
     kind, message = error["type"], str(error["msg"]).removeprefix("Value error, ")
     if kind == "missing":
         return "is missing"
     if kind in ("model_type", "dict_type", "model_attributes_type"):
-        return f"is a section: give its entries ({', '.join(section_names(path)) or 'by name'}) below it"
+        return f"is a section: give its entries ({', '.join(below) or 'by name'}) below it"
     message = _plain(error, message)
-    if path[0] == "integrity" or isinstance(value, dict):
+    if path[0] == "integrity" or isinstance(value, (dict, list)):
         return message  # says nothing of the value: somebody may have put the key where its name belongs
     near = difflib.get_close_matches(str(value), _choices(error), n=1)
     got = _shown(value)
@@ -249,20 +282,22 @@ def _choices(error: Any) -> list[str]:
     return [part for part in expected.split("'") if part.isidentifier()]
 
 
-def _unknown(path: EntryPath, known_depth: int) -> str:
-    """What to say about `path`, whose first `known_depth` names lead out of the schema."""
+def _unknown(path: EntryPath, known_depth: int, lead: EntryPath, names: Sequence[str]) -> str:
+    """What to say about `path`, whose first `known_depth` names lead out of the schema, where `names` follow `lead`."""
+    whole = "".join(f"{name}." for name in lead)
+    path, known_depth = path[len(lead) :], known_depth - len(lead)
     prefix, name, rest = path[: known_depth - 1], path[known_depth - 1], path[known_depth:]
-    siblings = section_names(prefix)
+    siblings = names_below(names, prefix)
     dotted = ".".join(path)
-    candidates = {entry: _likeness(dotted, entry) for entry in entry_names() if not dotted.startswith(entry + ".")}
+    candidates = {entry: _likeness(dotted, entry) for entry in names if not dotted.startswith(entry + ".")}
     # A slip in one name is likelier than a wrong section, and the more so the longer the path around it is.
     candidates |= {".".join((*prefix, near, *rest)): _likeness(name, near) + 0.1 for near in siblings}
     if rest:
-        candidates = {entry: likeness for entry, likeness in candidates.items() if entry in entry_names()}
+        candidates = {entry: likeness for entry, likeness in candidates.items() if entry in names}
     nearest = max(candidates, key=lambda entry: candidates[entry])
     if candidates[nearest] >= _LIKENESS_MIN:
-        return f"unknown entry; did you mean {nearest}?"
-    return f"unknown entry; {'.'.join(prefix) or 'the configuration'} has: {', '.join(siblings)}"
+        return f"unknown entry; did you mean {whole}{nearest}?"
+    return f"unknown entry; {'.'.join((*lead, *prefix)) or 'the configuration'} has: {', '.join(siblings)}"
 
 
 def _likeness(left: str, right: str) -> float:
@@ -349,7 +384,7 @@ def _flatten(
             continue
         value = loader.construct_object(value_node, deep=True)
         # A section with all its entries commented out says nothing; `storage` may be null.
-        if value is not None or path == ("storage",) or not section_names(path):
+        if value is not None or path == ("storage",) or not names_below(entry_names(), path):
             yield _Entry(path, value, origin)
 
 

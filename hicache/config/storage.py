@@ -8,10 +8,19 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, JsonValue, Tag
 
 from ..units import GIB, Count, PositiveSize, Size
+from .composed_storage import (
+    LevelsOptions,
+    LevelsStorage,
+    MirrorOptions,
+    MirrorStorage,
+    PartConfig,
+    ShardedOptions,
+    ShardedStorage,
+)
 from .guard import GuardConfig
+from .mooncake_storage import MooncakeStorage
 from .redis_storage import RedisStorage
 from .s3_storage import S3Storage
-from .mooncake_storage import MooncakeStorage
 from .section import FileSystemPath, Section
 
 
@@ -50,8 +59,12 @@ class FileStorageOptions(Section):
 class FileStorage(Section):
     """Storage in local files."""
 
-    type: Literal["file"]
-    options: FileStorageOptions
+    type: Literal["file"] = Field(
+        description="Which backend: `file`, `redis`, `s3`, `mooncake`, a composition (`levels`, `mirror`, `sharded`), "
+        "`memory` (this process only, for tests), the name of an installed entry point of the group "
+        "`hicache.backends`, or `module:Class`.",
+    )
+    options: FileStorageOptions = Field(description="Options of the backend; what there is depends on `type`.")
     guard: GuardConfig = GuardConfig()
 
     def backend_options(self) -> dict[str, object]:
@@ -70,11 +83,7 @@ class FileStorage(Section):
 class PluginStorage(Section):
     """Storage in any other backend, which checks its options itself when it is opened."""
 
-    type: str = Field(
-        min_length=1, max_length=256,
-        description="Which backend: one of those whose options are listed below, `memory` (this process only, for "
-        "tests), the name of an installed entry point of the group `hicache.backends`, or `module:Class`.",
-    )
+    type: str = Field(min_length=1, max_length=256, description="As above.")
     options: dict[str, JsonValue] = Field(default={}, description="Passed to the backend as they are.")
     guard: GuardConfig = GuardConfig()
 
@@ -83,12 +92,15 @@ class PluginStorage(Section):
         return dict(self.options)
 
 
-# The backends whose options are known here.
+# The sections of the built-in kinds of storage; all others are plugins.
 STORAGE_SECTIONS: dict[str, type[Section]] = {
     "file": FileStorage,
     "redis": RedisStorage,
     "s3": S3Storage,
     "mooncake": MooncakeStorage,
+    "levels": LevelsStorage,
+    "mirror": MirrorStorage,
+    "sharded": ShardedStorage,
 }
 
 
@@ -97,12 +109,23 @@ def _storage_kind(value: Any) -> str:
     return kind if isinstance(kind, str) and kind in STORAGE_SECTIONS else "plugin"
 
 
-StorageConfig: TypeAlias = FileStorage | RedisStorage | S3Storage | MooncakeStorage | PluginStorage
+StorageConfig: TypeAlias = (
+    FileStorage | RedisStorage | S3Storage | MooncakeStorage | LevelsStorage | MirrorStorage | ShardedStorage
+    | PluginStorage
+)  # fmt: skip
 AnyStorage: TypeAlias = Annotated[
     Annotated[FileStorage, Tag("file")]
     | Annotated[RedisStorage, Tag("redis")]
     | Annotated[S3Storage, Tag("s3")]
     | Annotated[MooncakeStorage, Tag("mooncake")]
+    | Annotated[LevelsStorage, Tag("levels")]
+    | Annotated[MirrorStorage, Tag("mirror")]
+    | Annotated[ShardedStorage, Tag("sharded")]
     | Annotated[PluginStorage, Tag("plugin")],
     Discriminator(_storage_kind),
 ]
+# A part of a composition is any storage, and a composition is one of them.
+for _section in (
+    PartConfig, LevelsOptions, MirrorOptions, ShardedOptions, LevelsStorage, MirrorStorage, ShardedStorage,
+):  # fmt: skip
+    _section.model_rebuild(force=True, _types_namespace={"AnyStorage": AnyStorage})

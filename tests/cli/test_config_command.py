@@ -40,7 +40,7 @@ def test_check_of_a_bad_configuration_lists_what_is_wrong_and_fails(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("backend", "hint"),
-    [("fiel", "did you mean 'file'?"), ("pigeon", "known are file, memory"), ("nomod:Cls", "No module named 'nomod'"),
+    [("fiel", "did you mean 'file'?"), ("pigeon", "known are file, "), ("nomod:Cls", "No module named 'nomod'"),
      ("json:loads", "is not a StorageBackend"), ("hicache.backends.memory:Nothing", "cannot be loaded")],
 )  # fmt: skip
 def test_check_looks_for_the_storage_backend(tmp_path: Path, backend: str, hint: str) -> None:

@@ -283,7 +283,7 @@ def test_usage_and_statistics_that_raise_are_what_they_were() -> None:
 
 def foreign(store: Store, keys: Sequence[bytes]) -> None:
     """Pages that another engine has sealed with a key of its own."""
-    other = FrameCodec(CODEC.namespace, CODEC.payload_bytes, mac_key=bytes(32))
+    other = FrameCodec(CODEC.namespace, CODEC.payload_bytes, mac_keys=[bytes(32)])
     for key, frame in zip(keys, full_frames(other, list(keys)), strict=True):
         other.seal(key, frame)
         store.poke(key, bytes(frame))

@@ -1,0 +1,174 @@
+"""The section `storage` of compositions: parts inside parts, and every way to get one wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import yaml
+
+from hicache.backends.registry import PARTS_MAX as REGISTRY_PARTS_MAX
+from hicache.backends.registry import check_backend, part_specs
+from hicache.cli.config import check_surroundings, effective_yaml
+from hicache.config import HiCacheConfig, load_config
+from hicache.config.composed_storage import PARTS_ENTRY, PARTS_MAX, LevelsStorage, MirrorStorage, ShardedStorage
+from hicache.config.entries import all_entries, part_entries
+from hicache.config.guard import GuardConfig
+from hicache.config.storage import STORAGE_SECTIONS, FileStorage, PluginStorage
+from hicache.errors import ConfigError
+
+Load: TypeAlias = Callable[[str], HiCacheConfig]
+
+NESTED = """
+storage:
+  type: levels
+  options:
+    levels:
+      - {type: file, options: {path: /fast, capacity: 5GiB}}
+      - type: sharded
+        name: remote
+        optional: true
+        options:
+          parts:
+            - {type: memory, name: a, guard: {failures: 5, backoff_min: 250ms}}
+            - {type: mirror, name: b, options: {parts: [{type: memory}, {type: memory}], write_quorum: 2}}
+    promote: false
+    write: selective
+    selective_hits: 3
+    cascade_bytes_max: 1GiB
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def load_it(text: str) -> HiCacheConfig:
+        (tmp_path / "test.yaml").write_text(text)
+        return load_config(tmp_path / "test.yaml", environ={}, overrides={})
+
+    return load_it
+
+
+def storage(kind: str, parts: str, more: str = "") -> str:
+    entry = PARTS_ENTRY[kind]
+    return f"storage: {{type: {kind}, options: {{{entry}: [{parts}]{more}}}}}"
+
+
+def test_parts_are_storage_sections_with_two_entries_more(load: Load) -> None:
+    found = load(NESTED).storage
+    assert isinstance(found, LevelsStorage)
+    first, second = found.options.levels
+    assert isinstance(first.storage, FileStorage) and isinstance(second.storage, ShardedStorage)
+    assert (first.name, first.optional, second.name, second.optional) == (None, False, "remote", True)
+    a, b = second.storage.options.parts
+    assert isinstance(a.storage, PluginStorage) and isinstance(b.storage, MirrorStorage)
+    assert (a.storage.guard.failures, a.storage.guard.backoff_min) == (5, 0.25)
+    assert b.storage.options.write_quorum == 2
+
+
+def test_the_backend_takes_what_the_section_gives(load: Load) -> None:
+    found = load(NESTED).storage
+    assert found is not None
+    options = found.backend_options()
+    check_backend(found.type, options)
+    assert {name: options[name] for name in ("promote", "write", "selective_hits", "cascade_bytes_max")} == {
+        "promote": False, "write": "selective", "selective_hits": 3, "cascade_bytes_max": 1 << 30,
+    }  # fmt: skip
+    file, remote = part_specs("levels", options)
+    assert (file.name, file.backend.options["capacity_bytes"], file.optional) == ("file", 5 << 30, False)
+    assert (remote.name, remote.optional) == ("remote", True)
+    a, b = part_specs("sharded", remote.backend.options)
+    assert a.backend.guard is not None and a.backend.guard["failures"] == 5
+    assert b.backend.options["write_quorum"] == 2
+    assert [part.name for part in part_specs("mirror", b.backend.options)] == ["memory", "memory-2"]
+
+
+def test_the_effective_configuration_loads_to_an_equal_one(load: Load) -> None:
+    loaded = load(NESTED)
+    text = effective_yaml(loaded)
+    assert load(text) == loaded
+    assert yaml.safe_load(text)["storage"]["options"]["levels"][0]["options"]["capacity"] == "5GiB"
+
+
+def test_a_composition_has_no_guard_and_its_parts_have_one_each(load: Load) -> None:
+    found = load(NESTED).storage
+    assert isinstance(found, LevelsStorage)
+    assert found.guard == GuardConfig()
+    with pytest.raises(ConfigError, match=r"storage\.guard\.failures: unknown entry"):
+        load(NESTED + "  guard: {failures: 5}\n")
+
+
+MEMORY_2 = "{type: memory}, {type: memory}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (storage("levels", "{type: file, options: {path: /x, capasity: 5}}, {type: memory}"),
+         "storage.options.levels.0.options.capasity: unknown entry; did you mean "
+         "storage.options.levels.0.options.capacity? ("),
+        (storage("levels", "{type: memory}, {type: memory, nmae: x}"),
+         "storage.options.levels.1.nmae: unknown entry; did you mean storage.options.levels.1.name? ("),
+        (storage("levels", "{type: memory}, {type: memory, guard: {zzz: 1}}"),
+         "storage.options.levels.1.guard.zzz: unknown entry; storage.options.levels.1.guard has: in_flight, "),
+        (storage("levels", MEMORY_2, ", promot: true"),
+         "storage.options.promot: unknown entry; did you mean storage.options.promote? ("),
+        (storage("levels", "{type: memory}, {type: file, options: {path: /x, capacity: lots}}"),
+         "storage.options.levels.1.options.capacity: 'lots' is no size"),
+        (storage("levels", "{type: memory}, {type: file, options: {path: /x, io_threads: 0}}"),
+         "storage.options.levels.1.options.io_threads: must be at least 1; got 0"),
+        (storage("mirror", "{type: memory}, {type: sharded, options: {parts: [{type: file, name: x}, 5]}}"),
+         "storage.options.parts.1.options.parts.0.options: is missing"),
+        (storage("mirror", "{type: memory}, {type: sharded, options: {parts: [{type: file, name: x}, 5]}}"),
+         "storage.options.parts.1.options.parts.1: is a section: give its entries (name, optional, type, "),
+        (storage("levels", "{options: {}}, {type: memory}"), "storage.options.levels.0.type: is missing"),
+        (storage("levels", "{type: memory}, {type: memory, optional: perhaps}"),
+         "storage.options.levels.1.optional: expected true or false; got perhaps"),
+        (storage("levels", "{type: memory}"), "storage.options.levels: expected at least 2, got 1"),
+        (storage("mirror", ", ".join(["{type: memory}"] * (PARTS_MAX + 1))),
+         f"storage.options.parts: expected at most {PARTS_MAX}, got {PARTS_MAX + 1}"),
+        ("storage: {type: mirror, options: {parts: {type: memory}}}", "storage.options.parts: expected a list"),
+        ("storage: {type: mirror}", "storage.options: is missing"),
+        (storage("levels", MEMORY_2, ", write: back"), "storage.options.write: expected 'through', 'on_eviction' or"),
+        (storage("levels", "{type: memory, name: x}, {type: memory, name: x}"),
+         "storage.options: two parts are named 'x'"),
+        (storage("sharded", MEMORY_2), "storage.options: every part of a sharded set needs a name"),
+        (storage("sharded", "{type: memory, name: x}, {type: memory, name: x}"), "two parts are named 'x'"),
+        (storage("mirror", MEMORY_2, ", write_quorum: 3"),
+         "storage.options: write_quorum 3 can never be reached with 2 parts"),
+        (storage("levels", "{type: memory}, {storage: {type: memory}}"), "storage.options.levels.1.type: is missing"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_part_is_named_with_its_path(load: Load, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(text)
+    assert message in str(refused.value)
+    assert "test.yaml, line 1" in str(refused.value)
+
+
+def test_a_value_in_a_wrong_part_is_not_repeated_with_its_siblings(load: Load) -> None:
+    """A list may hold an address with credentials; only the entry that is wrong is shown."""
+    with pytest.raises(ConfigError) as refused:
+        load("storage: {type: levels, options: {levels: [{type: 'mine:Store', options: {url: 'a://me:hunter2@b'}}]}}")
+    assert "hunter2" not in str(refused.value)
+
+
+def test_a_part_that_nobody_knows_is_found_by_the_check(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"part memroy: .*did you mean 'memory'"):
+        check_surroundings(load(storage("levels", "{type: memory}, {type: memroy}")))
+
+
+def test_the_layers_agree_on_the_parts() -> None:
+    assert PARTS_MAX == REGISTRY_PARTS_MAX
+    for kind, entry in PARTS_ENTRY.items():
+        options: dict[str, Any] = {entry: [{"type": "memory", "name": "a"}, {"type": "memory", "name": "b"}]}
+        assert len(part_specs(kind, options)) == 2
+        assert f"storage.options.{entry}" in [info.name for info in all_entries(kind)]
+
+
+def test_the_entries_of_every_kind_of_storage_are_described() -> None:
+    for kind in STORAGE_SECTIONS:
+        entries = [entry for entry in all_entries(kind) if entry.name.startswith("storage.options.")]
+        assert entries and all(len(entry.description) > 20 for entry in entries)
+    assert [entry.name for entry in part_entries()] == ["name", "optional"]
