@@ -21,7 +21,7 @@ from hicache.backends.file import FileBackend
 from hicache.backends.file.tools import purge_store
 from hicache.backends.testing import STORED, load, make_keys, soon, store_chain
 
-from ._files import PAGE, Faulty, open_file
+from ._files import FORMS, PAGE, Faulty, open_file
 
 CAPACITY_PAGES = 8
 
@@ -41,8 +41,8 @@ class _Killer:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _open(root: Path, killer: _Killer, **options: Any) -> Any:
-    store = open_file(root, system=Faulty(killer.step), **options)
+def _open(root: Path, killer: _Killer, form: str, **options: Any) -> Any:
+    store = open_file(root, FORMS[form], system=Faulty(killer.step), **options)
     assert isinstance(store.backend, FileBackend)
     index = store.backend._store._index
     assert index is not None
@@ -50,29 +50,29 @@ def _open(root: Path, killer: _Killer, **options: Any) -> Any:
     return store
 
 
-def scenario(name: str, root: Path, killer: _Killer, acknowledge: Any) -> None:
+def scenario(name: str, root: Path, killer: _Killer, form: str, acknowledge: Any) -> None:
     """What a child does; `acknowledge` is told the names of chains and how many pages of each are stored."""
     if name == "write":
-        store = _open(root, killer)
+        store = _open(root, killer, form)
         acknowledge("old", 4)
         for chain in ("one", "two"):
             stored = store_chain(store, make_keys(3, chain)).count(STORED)
             acknowledge(chain, stored)
         store.backend.close()
     elif name == "evict":
-        store = _open(root, killer, capacity_bytes=CAPACITY_PAGES * PAGE)
+        store = _open(root, killer, form, capacity_bytes=CAPACITY_PAGES * PAGE)
         store_chain(store, make_keys(4, "one"))
         load(store, make_keys(4, "old"))
         store_chain(store, make_keys(4, "two"))
         store.backend.close()
     elif name == "sweep":
-        store = _open(root, killer, capacity_bytes=CAPACITY_PAGES * PAGE)
+        store = _open(root, killer, form, capacity_bytes=CAPACITY_PAGES * PAGE)
         load(store, make_keys(4, "old"))
         store.backend.delete(make_keys(2, "old"), deadline=soon())
         store.backend.close()
         purge_store(root)
     else:  # keep going until somebody kills us
-        store = _open(root, killer, capacity_bytes=CAPACITY_PAGES * PAGE)
+        store = _open(root, killer, form, capacity_bytes=CAPACITY_PAGES * PAGE)
         turn = 0
         while True:
             turn += 1
@@ -82,7 +82,7 @@ def scenario(name: str, root: Path, killer: _Killer, acknowledge: Any) -> None:
                 store.backend.delete(make_keys(5, f"chain {turn % 7}"), deadline=soon())
             if turn % 17 == 0:
                 store.backend.close()
-                store = _open(root, killer, capacity_bytes=CAPACITY_PAGES * PAGE)
+                store = _open(root, killer, form, capacity_bytes=CAPACITY_PAGES * PAGE)
 
 
 def _child(job: dict[str, Any], report_fd: int) -> None:
@@ -91,7 +91,7 @@ def _child(job: dict[str, Any], report_fd: int) -> None:
     def acknowledge(chain: str, pages: int) -> None:
         os.write(report_fd, f"{chain}={pages}\n".encode())
 
-    scenario(job["scenario"], Path(job["root"]), killer, acknowledge)
+    scenario(job["scenario"], Path(job["root"]), killer, job["form"], acknowledge)
     os.write(report_fd, f"calls={killer.calls}\n".encode())
 
 

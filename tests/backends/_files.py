@@ -13,10 +13,18 @@ from typing import Any
 from hicache.backends.file import FileBackend, FileBackendOptions
 from hicache.backends.file.pages import System, is_hex
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store, soon
-from hicache.frame import FrameCodec
+from hicache.frame import Compression, FrameCodec
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 PAGE = CODEC.frame_bytes
+MAC_KEY, CIPHER_KEY = b"k" * 32, b"c" * 32
+# The frames of these are as long as those of CODEC; what is stored of them is not, and is no frame.
+FORMS = {
+    "plain": CODEC,
+    "zstd": FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression()),
+    "gcm": FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=[CIPHER_KEY]),
+    "zstd+gcm": FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=[CIPHER_KEY], compression=Compression()),
+}
 SYSTEM_CALLS = tuple(name for name in vars(System) if not name.startswith("_"))
 
 

@@ -37,6 +37,7 @@ from tests.seeds import rng, seeds
 from . import _files
 from ._files import (
     CODEC,
+    FORMS,
     PAGE,
     Faulty,
     check,
@@ -199,9 +200,10 @@ def test_the_free_space_floor_is_kept_by_evicting_then_by_refusing(tmp_path: Pat
     store.backend.close()
 
 
-def test_threads_never_exceed_the_capacity(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["plain", "zstd+gcm"])
+def test_threads_never_exceed_the_capacity(tmp_path: Path, form: str) -> None:
     root, capacity = tmp_path / "s", 12 * PAGE
-    store = open_file(root, capacity_bytes=capacity)
+    store = open_file(root, FORMS[form], capacity_bytes=capacity)
     done = threading.Event()
     seen: list[int] = []
 
@@ -229,10 +231,11 @@ def test_threads_never_exceed_the_capacity(tmp_path: Path) -> None:
     store.backend.close()
 
 
+@pytest.mark.parametrize("form", ["plain", "zstd"])
 @pytest.mark.parametrize("seed", seeds(2))
-def test_random_use_agrees_with_the_disk_after_every_step(tmp_path: Path, seed: int) -> None:
-    dice, root = rng(seed), tmp_path / "s"
-    store = open_file(root, capacity_bytes=10 * PAGE)
+def test_random_use_agrees_with_the_disk_after_every_step(tmp_path: Path, form: str, seed: int) -> None:
+    dice, root, codec = rng(seed), tmp_path / "s", FORMS[form]
+    store = open_file(root, codec, capacity_bytes=10 * PAGE)
     chains = [make_keys(6, f"chain {number}") for number in range(5)]
     for step in range(250):
         chain, first = dice.choice(chains), dice.randrange(6)
@@ -246,7 +249,7 @@ def test_random_use_agrees_with_the_disk_after_every_step(tmp_path: Path, seed: 
             store.backend.delete([chain[first]], deadline=soon())
         elif step % 5 == 0:
             store.backend.close()
-            store = open_file(root, capacity_bytes=10 * PAGE)
+            store = open_file(root, codec, capacity_bytes=10 * PAGE)
         check(store, root)
         assert store.backend.usage().bytes <= 10 * PAGE
     store.backend.close()

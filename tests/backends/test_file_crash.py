@@ -32,7 +32,7 @@ from hicache.backends.testing import (
 from tests.seeds import rng, seeds
 
 from ._crash_child import CAPACITY_PAGES
-from ._files import CODEC, PAGE, bytes_on_disk, disk_usage, open_file, page_path, reserved_bytes, temporary_files
+from ._files import CODEC, FORMS, PAGE, bytes_on_disk, disk_usage, open_file, page_path, reserved_bytes, temporary_files
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CAPACITY = CAPACITY_PAGES * PAGE
@@ -49,10 +49,14 @@ class Killing:
             cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def run(self, scenario: str, root: Path, kill_at: int = 0, kill_after_s: float | None = None) -> dict[str, Any]:
+    def run(
+        self, scenario: str, root: Path, kill_at: int = 0, kill_after_s: float | None = None, form: str = "plain"
+    ) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        job = {"scenario": scenario, "root": str(root), "kill_at": kill_at, "kill_after_s": kill_after_s}
+        job = {
+            "scenario": scenario, "root": str(root), "kill_at": kill_at, "kill_after_s": kill_after_s, "form": form
+        }  # fmt: skip
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
@@ -71,31 +75,36 @@ def killing() -> Iterator[Killing]:
 
 @pytest.fixture
 def template(tmp_path: Path) -> Path:
+    return make_template(tmp_path / "template", "plain")
+
+
+def make_template(root: Path, form: str) -> Path:
     """A store with four pages, and some of what crashes of earlier times may have left."""
-    root = tmp_path / "template"
-    store = open_file(root)
+    codec = FORMS[form]
+    store = open_file(root, codec)
     store_chain(store, make_keys(4, "old"))
     store_chain(store, make_keys(2, "gone"))
     store.backend.close()
     page_path(root, CODEC, make_keys(2, "gone")[1]).unlink()
     page_path(root, CODEC, make_keys(4, "old")[3]).write_bytes(b"torn")
     (stray,) = make_keys(1, "stray")
-    (frame,) = full_frames(CODEC, [stray])
-    CODEC.seal(stray, frame)
+    (frame,) = full_frames(codec, [stray])
     page_path(root, CODEC, stray).parent.mkdir(exist_ok=True)
-    page_path(root, CODEC, stray).write_bytes(frame)
+    page_path(root, CODEC, stray).write_bytes(codec.seal(stray, frame))
     (root / "tmp" / "0123456789abcdef.7").write_bytes(bytes(100))
     (root / "tmp" / "0123456789abcdef.alive").write_bytes(b"")
     return root
 
 
-def verify(root: Path, told: dict[str, int], what: str, others: Sequence[str] = ()) -> None:
+def verify(
+    root: Path, told: dict[str, int], what: str, others: Sequence[str] = (), form: str = "plain"
+) -> None:
     """Everything that has to hold after a kill, before and after the store is opened again. `others` are owner files
     of processes that live."""
     with_limit = "old" not in told
     if with_limit:
         assert bytes_on_disk(root) - 100 <= CAPACITY, what
-    store = open_file(root, capacity_bytes=CAPACITY if with_limit else None)
+    store = open_file(root, FORMS[form], capacity_bytes=CAPACITY if with_limit else None)
     assert isinstance(store.backend, FileBackend)
     store.backend.check()
     usage = store.backend.usage()
@@ -112,13 +121,16 @@ def verify(root: Path, told: dict[str, int], what: str, others: Sequence[str] = 
     assert temporary_files(root) == list(others)
 
 
-@pytest.mark.parametrize("scenario", ["write", "evict", "sweep"])
+@pytest.mark.parametrize(
+    ("scenario", "form"),
+    [("write", "plain"), ("evict", "plain"), ("sweep", "plain"), ("evict", "zstd+gcm")],
+)
 def test_a_kill_at_any_call_leaves_whole_pages_or_misses(
-    killing: Killing, template: Path, tmp_path: Path, scenario: str
+    killing: Killing, tmp_path: Path, scenario: str, form: str
 ) -> None:
-    root = tmp_path / "s"
+    template, root = make_template(tmp_path / "template", form), tmp_path / "s"
     shutil.copytree(template, root)
-    whole = killing.run(scenario, root)
+    whole = killing.run(scenario, root, form=form)
     assert whole["status"] == 0
     calls = whole["told"].pop("calls")
     assert calls > 30
@@ -126,12 +138,12 @@ def test_a_kill_at_any_call_leaves_whole_pages_or_misses(
     for kill_at in range(1, calls + 1):
         shutil.rmtree(root)
         shutil.copytree(template, root)
-        ended = killing.run(scenario, root, kill_at=kill_at)
+        ended = killing.run(scenario, root, kill_at=kill_at, form=form)
         # Threads change the number of calls by a few, so that the last kills may come too late.
         assert ended["status"] in (KILLED, 0)
         killed += ended["status"] == KILLED
         ended["told"].pop("calls", None)
-        verify(root, ended["told"], f"killed before call {kill_at} of {calls}")
+        verify(root, ended["told"], f"killed before call {kill_at} of {calls}", form=form)
     print(f"{killed} kills at calls")
     assert killed >= calls - 5
 
@@ -158,17 +170,19 @@ def test_kills_at_random_moments_leave_whole_pages_or_misses(
     assert temporary_files(root) == []
 
 
-def test_what_a_dead_process_held_is_taken_back_by_a_living_one(killing: Killing, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["plain", "zstd"])
+def test_what_a_dead_process_held_is_taken_back_by_a_living_one(killing: Killing, tmp_path: Path, form: str) -> None:
     """A process that never reopens the store must get at the room that a killed one had reserved."""
-    root = tmp_path / "s"
-    store = open_file(root, capacity_bytes=4 * PAGE)
-    whole = killing.run("write", root)["told"]["calls"]
+    root, size = tmp_path / "s", PAGE if form == "plain" else 4096
+    # Room is reserved for whole frames, so four pages that are shorter need it for the last of them.
+    store = open_file(root, FORMS[form], capacity_bytes=4 * PAGE)
+    whole = killing.run("write", root, form=form)["told"]["calls"]
     for kill_at in range(1, whole, 3):
         store.backend.delete([*make_keys(3, "one"), *make_keys(3, "two"), *make_keys(4, "mine")], deadline=soon())
-        killing.run("write", root, kill_at=kill_at)
+        killing.run("write", root, kill_at=kill_at, form=form)
         assert store_chain(store, make_keys(4, "mine")) == [STORED] * 4
         usage = store.backend.usage()
-        assert (usage.pages, usage.bytes) == (4, 4 * PAGE)
+        assert (usage.pages, usage.bytes) == (4, 4 * size)
         assert load(store, make_keys(4, "mine")) == [HIT] * 4
         assert load(store, make_keys(3, "one")) == [MISS] * 3
     store.backend.close()

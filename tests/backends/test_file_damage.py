@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,18 +21,15 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.frame import HEADER_BYTES, FrameCodec, TagKind
+from hicache.frame import HEADER_BYTES, Compression, FrameCodec, FrameHeader, TagKind, frame_bytes
 from hicache.geometry import KVGeometry, KVLayout
 from hicache.keys import Namespace
 from tests.seeds import rng, seeds
 
-from ._files import CODEC, PAGE, open_file
+from ._files import CODEC, FORMS, MAC_KEY, PAGE, open_file
 
-MAC_KEY = b"k" * 32
-CODECS = {
-    "xxh3": CODEC,
-    "gmac": FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[MAC_KEY]),
-}
+CODECS = {**FORMS, "gmac": FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[MAC_KEY])}
+# Of each form.
 CLEAN_READS = 20_000
 PAYLOAD_FLIPS = 400
 # The tag covers every byte from its nonce to the end of the payload, and is compared itself.
@@ -65,27 +63,31 @@ def test_random_flips_in_the_payload_are_found(tmp_path: Path, name: str, seed: 
     keys = make_keys(8)
     store_chain(store, keys)
     good = {key: store.read(key) or b"" for key in keys}
+    length = min(header.stored_bytes for raw in good.values() if (header := FrameHeader.parse(raw)) is not None)
     for _ in range(PAYLOAD_FLIPS // 8):
         for key in keys:
             raw = bytearray(good[key])
-            for place in dice.sample(range(PAYLOAD_BYTES), dice.choice((1, 1, 2, 50))):
+            for place in dice.sample(range(length), dice.choice((1, 1, 2, 50))):
                 raw[HEADER_BYTES + place] ^= 1 << dice.randrange(8)
             store.write(key, bytes(raw))
         assert load(store, keys) == [CORRUPT] * 8
     store.backend.close()
 
 
-@pytest.mark.parametrize("mac_keys", [[], [MAC_KEY]], ids=["xxh3", "gmac"])
-def test_a_page_that_is_read_in_pieces_is_checked_whole(tmp_path: Path, mac_keys: list[bytes]) -> None:
+@pytest.mark.parametrize("name", CODECS)
+def test_a_page_that_is_read_in_pieces_is_checked_whole(tmp_path: Path, name: str) -> None:
     """Large pages are hashed piece by piece while they are read; a flip on either side of an edge is found."""
     mib = 1 << 20
-    codec = FrameCodec(NAMESPACE, 3 * mib + 77, mac_keys=mac_keys)
+    codec = large_codec(name, 3 * mib + 76)
     store = open_file(tmp_path / "s", codec)
     (key,) = make_keys(1)
     store_chain(store, [key])
     good = store.read(key) or b""
     assert load(store, [key]) == [HIT]
-    for place in (23, 24, mib - 1, mib, 2 * mib - 1, 2 * mib, 3 * mib, HEADER_BYTES + 3 * mib + 76):
+    header = FrameHeader.parse(good)
+    assert header is not None and len(good) == frame_bytes(header.stored_bytes)
+    end = HEADER_BYTES + header.stored_bytes
+    for place in (23, 24, mib - 1, mib, *(edge for edge in (2 * mib - 1, 2 * mib, 3 * mib) if edge < end), end - 1):
         raw = bytearray(good)
         raw[place] ^= 0x40
         store.write(key, bytes(raw))
@@ -108,6 +110,16 @@ def test_without_a_tag_a_payload_flip_is_not_found(tmp_path: Path) -> None:
     store.backend.close()
 
 
+def large_codec(name: str, payload_bytes: int) -> FrameCodec:
+    """As CODECS[name], for another length."""
+    compression = Compression() if "zstd" in name else None
+    if "gcm" in name:
+        return FrameCodec(NAMESPACE, payload_bytes, encryption_keys=[MAC_KEY], compression=compression)
+    return FrameCodec(
+        NAMESPACE, payload_bytes, mac_keys=[MAC_KEY] if name == "gmac" else [], compression=compression
+    )
+
+
 @pytest.mark.parametrize("length", [0, 1, 35, 127, 128, 255, 256, 257, 4095, 4096, PAGE - 1, PAGE + 1, PAGE * 2])
 def test_a_file_of_another_length_is_corrupt(tmp_path: Path, length: int) -> None:
     store = open_file(tmp_path / "s")
@@ -120,8 +132,9 @@ def test_a_file_of_another_length_is_corrupt(tmp_path: Path, length: int) -> Non
     store.backend.close()
 
 
-def test_pages_swapped_with_each_other_are_corrupt(tmp_path: Path) -> None:
-    store = open_file(tmp_path / "s")
+@pytest.mark.parametrize("name", CODECS)
+def test_pages_swapped_with_each_other_are_corrupt(tmp_path: Path, name: str) -> None:
+    store = open_file(tmp_path / "s", CODECS[name])
     keys = make_keys(6)
     store_chain(store, keys)
     raw = [store.read(key) or b"" for key in keys]
@@ -147,10 +160,15 @@ STRANGERS = {
 }
 
 
+@pytest.mark.parametrize("options", [
+    {}, {"compression": Compression()}, {"encryption_keys": [MAC_KEY], "compression": Compression()},
+], ids=["plain", "zstd", "zstd+gcm"])  # fmt: skip
 @pytest.mark.parametrize("name", STRANGERS)
-def test_a_page_of_another_engine_is_not_seen_and_not_believed(tmp_path: Path, name: str) -> None:
-    home = FrameCodec(HOME.digest, GEOMETRY.payload_bytes)
-    stranger = FrameCodec(STRANGERS[name].digest, GEOMETRY.payload_bytes)
+def test_a_page_of_another_engine_is_not_seen_and_not_believed(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    home = FrameCodec(HOME.digest, GEOMETRY.payload_bytes, **options)
+    stranger = FrameCodec(STRANGERS[name].digest, GEOMETRY.payload_bytes, **options)
     keys = make_keys(3)
     ours, theirs = open_file(tmp_path / "s", home), open_file(tmp_path / "s", stranger)
     store_chain(theirs, keys)
@@ -171,7 +189,7 @@ def test_a_page_forged_without_the_key_is_refused(tmp_path: Path) -> None:
     (key,) = make_keys(1)
     (forged,) = full_frames(CODEC, [key])
     CODEC.seal(key, forged)
-    for name, expected in (("gmac", CORRUPT), ("xxh3", HIT)):
+    for name, expected in (("gmac", CORRUPT), ("gcm", CORRUPT), ("plain", HIT)):
         store = open_file(tmp_path / name, CODECS[name])
         store_chain(store, [key])
         store.write(key, bytes(forged))
@@ -180,8 +198,9 @@ def test_a_page_forged_without_the_key_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(1))
-def test_many_clean_reads_raise_no_alarm(tmp_path: Path, seed: int) -> None:
-    codec = FrameCodec(NAMESPACE, 1000)
+@pytest.mark.parametrize("name", CODECS)
+def test_many_clean_reads_raise_no_alarm(tmp_path: Path, name: str, seed: int) -> None:
+    codec = large_codec(name, 1000 if "zstd" not in name else 5000)
     store = open_file(tmp_path / "s", codec)
     keys = make_keys(500, f"seed {seed}")
     assert store_chain(store, keys) == [STORED] * 500

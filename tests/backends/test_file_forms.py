@@ -1,0 +1,279 @@
+"""Pages of several lengths in one file store: their room, their index, their tools and their direct I/O."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.backends.base import SetOutcome
+from hicache.backends.file.tools import PageKeys, inspect_page, purge_store, verify_store
+from hicache.backends.testing import (
+    CORRUPT,
+    HIT,
+    NAMESPACE,
+    PAYLOAD_BYTES,
+    STORED,
+    Store,
+    full_frames,
+    load,
+    make_keys,
+    store_chain,
+)
+from hicache.frame import FrameCodec
+
+from . import _files
+from ._files import (
+    CIPHER_KEY,
+    CODEC,
+    FORMS,
+    PAGE,
+    Faulty,
+    check,
+    disk_usage,
+    open_file,
+    page_files,
+    page_path,
+    reserved_bytes,
+)
+
+REJECTED = SetOutcome.REJECTED
+# A compressed page of the tests takes one block, its frame two.
+SHORT = 4096
+
+
+def evicted(store: Store) -> int:
+    return store.backend.statistics().evicted_pages
+
+
+def test_as_many_pages_fit_as_their_real_lengths_allow(tmp_path: Path) -> None:
+    root, capacity = tmp_path / "s", 10 * PAGE
+    for form, fit in (("plain", 10), ("gcm", 10), ("zstd", 19), ("zstd+gcm", 19)):
+        store = open_file(root / form, FORMS[form], capacity_bytes=capacity)
+        keys = make_keys(30)
+        for number in range(0, 30):
+            store_chain(store, keys[number : number + 1])
+        pages, size = disk_usage(root / form)
+        # A page takes room for its whole frame while it is written, so the last block stays free.
+        assert (pages, size) == (fit, fit * (SHORT if "zstd" in form else PAGE))
+        assert evicted(store) == 30 - fit
+        check(store, root / form)
+        store.backend.close()
+
+
+def test_what_was_reserved_beyond_a_pages_length_is_given_back(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    store = open_file(root, FORMS["zstd"], capacity_bytes=6 * PAGE)
+    for number in range(3):
+        assert store_chain(store, make_keys(3, f"chain {number}")) == [STORED] * 3
+        assert reserved_bytes(root) == 0
+    assert store.backend.usage().bytes == 9 * SHORT
+    assert evicted(store) == 0
+    check(store, root)
+    store.backend.close()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_store_of_all_forms_is_the_same_after_it_is_opened_again(tmp_path: Path, lost: bool) -> None:
+    root = tmp_path / "s"
+    for form, codec in FORMS.items():
+        store = open_file(root, codec)
+        store_chain(store, make_keys(3, form))
+        store.backend.close()
+    if lost:
+        for path in _files.index_files(root):
+            path.unlink()
+    before = disk_usage(root)
+    store = open_file(root)
+    check(store, root)
+    assert disk_usage(root) == before == (12, 6 * PAGE + 6 * SHORT)
+    assert load(store, make_keys(3, "zstd")) == [HIT] * 3
+    assert load(store, make_keys(3, "gcm")) == [CORRUPT] * 3
+    store.backend.close()
+
+
+@pytest.mark.parametrize("form", ["zstd", "zstd+gcm"])
+def test_a_short_page_that_is_cut_or_grown_by_a_block_is_dropped_when_the_store_is_opened(
+    tmp_path: Path, form: str
+) -> None:
+    root, codec = tmp_path / "s", FORMS[form]
+    store = open_file(root, codec)
+    keys = make_keys(3)
+    store_chain(store, keys)
+    store.backend.close()
+    page_path(root, codec, keys[0]).write_bytes(bytes(SHORT))
+    path = page_path(root, codec, keys[1])
+    path.write_bytes(path.read_bytes() + bytes(SHORT))
+    for index in _files.index_files(root):
+        index.unlink()
+    open_file(root, codec).backend.close()
+    assert disk_usage(root) == (1, SHORT)
+
+
+def test_pages_of_an_older_version_stay_until_their_room_is_needed(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    older = FrameCodec(b"o" * 32, PAYLOAD_BYTES)
+    store = open_file(root, older)
+    (key,) = make_keys(1)
+    store_chain(store, [key])
+    path = page_path(root, older, key)
+    raw = bytearray(path.read_bytes())
+    raw[36] = 1
+    raw[152:200] = bytes(48)
+    path.write_bytes(raw)
+    store.backend.close()
+    for index in _files.index_files(root):
+        index.unlink()
+    store = open_file(root, capacity_bytes=2 * PAGE)
+    assert store.backend.usage().pages == 1
+    assert store_chain(store, make_keys(2, "new")) == [STORED] * 2
+    assert not path.exists()
+    store.backend.close()
+
+
+def test_a_page_that_cannot_be_expanded_here_is_a_miss_and_stays(tmp_path: Path) -> None:
+    """Somebody without the extra `compression` must not take the pages from those who have it."""
+    root = tmp_path / "s"
+    store = open_file(root, FORMS["zstd"])
+    store_chain(store, make_keys(2))
+    store.backend.close()
+    script = """
+import sys
+sys.modules["zstandard"] = None
+from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.backends.memory import MemoryBackend
+from hicache.frame import FrameCodec
+codec = FrameCodec(bytes.fromhex(sys.argv[2]), int(sys.argv[3]))
+key = bytes.fromhex(sys.argv[4])
+file = FileBackend(codec, FileBackendOptions(sys.argv[1]))
+memory = MemoryBackend(codec)
+memory.poke(key, open(sys.argv[5], "rb").read())
+for backend in (file, memory):
+    frame = memoryview(bytearray(codec.frame_bytes))
+    print(*backend.batch_get([key], [frame], deadline=float("inf")), dict(backend.statistics().errors))
+    print(dict(backend.statistics().corrupt), backend.usage().pages)
+    backend.close()
+"""
+    (key, _) = make_keys(2)
+    arguments = [str(root), NAMESPACE.hex(), str(PAYLOAD_BYTES), key.hex(), str(page_path(root, CODEC, key))]
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.stderr == ""
+    assert ended.stdout == "miss {'no_zstd': 1}\n{} 2\nmiss {'no_zstd': 1}\n{} 1\n"
+
+
+def test_stored_forms_are_written_by_direct_io_without_falling_back(disk_path: Path) -> None:
+    """The buffers of stored forms are aligned, whatever the frames are."""
+    misaligned: list[int] = []
+
+    def note(name: str, number: int, arguments: tuple[Any, ...]) -> None:
+        if name == "pwritev":
+            misaligned.append(_address(arguments[1]) % 4096)
+
+    store = open_file(disk_path / "s", FORMS["zstd+gcm"], system=Faulty(note), direct_io=True, io_threads=1)
+    misaligned.clear()  # the store's marker is not a page
+    assert store_chain(store, make_keys(6)) == [STORED] * 6
+    assert misaligned == [0] * 6
+    assert load(store, make_keys(6)) == [HIT] * 6
+    store.backend.close()
+
+
+def _address(view: memoryview) -> int:
+    import numpy as np  # noqa: PLC0415
+
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+
+
+# Tools
+
+
+def test_inspect_tells_the_form_and_the_card_of_a_page(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    codec = FrameCodec(
+        NAMESPACE, PAYLOAD_BYTES, encryption_keys=[CIPHER_KEY], compression=FORMS["zstd"]._compression,
+        weights_epoch=7, label="llama",
+    )  # fmt: skip
+    store = open_file(root, codec)
+    (key,) = make_keys(1)
+    store_chain(store, [key])
+    path = page_path(root, codec, key)
+    report = inspect_page(path)
+    assert (report.tag_kind, report.form, report.label, report.weights_epoch) == (
+        "AES_256_GCM", "zstd+byte_planes", "llama", 7,
+    )  # fmt: skip
+    assert (report.verified, report.damage, report.note) == (False, None, "unverifiable: encryption key needed")
+    assert inspect_page(path, keys=PageKeys(encryption=(CIPHER_KEY,))).verified
+    assert inspect_page(path, keys=PageKeys(encryption=(b"x" * 32, CIPHER_KEY))).verified
+    assert inspect_page(path, keys=PageKeys(encryption=(b"x" * 32,))).misfit == "encryption_key"
+    assert inspect_page(path, keys=PageKeys(mac=(CIPHER_KEY,))).misfit == "tag_kind"
+    raw = bytearray(path.read_bytes())
+    raw[300] ^= 1
+    path.write_bytes(raw)
+    assert inspect_page(path).damage is None, "without the key nothing can be proved"
+    assert inspect_page(path, keys=PageKeys(encryption=(CIPHER_KEY,))).damage == "tag"
+    path.write_bytes(raw + bytes(4096))
+    assert inspect_page(path).damage == "size"
+    store.backend.close()
+
+
+def test_a_scrub_proves_all_forms_and_removes_only_what_is_damaged(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    for form, codec in FORMS.items():
+        store = open_file(root, codec)
+        store_chain(store, make_keys(3, form))
+        store.backend.close()
+    path = page_path(root, CODEC, make_keys(3, "zstd")[1])
+    path.write_bytes(path.read_bytes()[:600].ljust(SHORT, b"\0"))
+    *_, last = verify_store(root)
+    assert (last.pages, last.damaged, last.unverifiable) == (12, {"tag": 1}, 6)
+    *_, last = verify_store(root, keys=PageKeys(encryption=(CIPHER_KEY,)), remove=True)
+    assert (last.damaged, last.misfits, last.unverifiable, last.removed) == ({"tag": 1}, {"tag_kind": 5}, 0, 1)
+    assert disk_usage(root)[0] == 11
+    assert purge_store(root).bytes == 6 * PAGE + 5 * SHORT
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Any:
+    """A file system of 4 MiB, really."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "none", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_really_full_disk_keeps_the_head_of_a_batch_of_short_pages(tiny_disk: Path) -> None:
+    root = tiny_disk / "s"
+    store = open_file(root, FORMS["zstd+gcm"])
+    keys = make_keys(1000)
+    outcomes = store_chain(store, keys)
+    stored = outcomes.count(STORED)
+    assert 200 < stored < 1000
+    assert outcomes == [STORED] * stored + [REJECTED] * (1000 - stored), "the head stays, without a hole"
+    assert len(page_files(root)) == stored
+    check(store, root)
+    assert store.backend.delete(keys[stored // 2 :], deadline=float("inf")) == stored - stored // 2
+    assert store_chain(store, make_keys(5, "again")) == [STORED] * 5
+    store.backend.close()
+
+
+def test_a_page_found_by_its_file_alone_is_counted_by_its_length(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    store = open_file(root)
+    (key,) = make_keys(1)
+    (frame,) = full_frames(CODEC, [key])
+    path = page_path(root, CODEC, key)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(FORMS["zstd"].seal(key, frame))
+    store.backend.close()
+    store = open_file(root)
+    assert (store.backend.usage().pages, store.backend.usage().bytes) == (1, SHORT)
+    assert load(store, [key]) == [HIT]
+    store.backend.close()
