@@ -119,22 +119,20 @@ def _ls_lines(part: StorePart, parts: list[StorePart], found: StoreSurvey) -> It
 
 
 def _namespace_table(found: StoreSurvey) -> Iterator[str]:
-    """Two lines for each namespace, so that a long name of a model fits into 80 columns."""
-    yield f"{'NAMESPACE':<{SHORT_HEX}}  {'PAGES':>10}  {'SIZE':>10}  {'EPOCH':>5}  {'USED':<16}  MODEL"
+    """Two lines for each namespace, so that the name of a model fits into 80 columns."""
+    yield f"{'NAMESPACE':<{SHORT_HEX}}  {'PAGES':>10}  {'SIZE':>10}  {'EPOCH':>6}  USED"
     for one in _sorted(found):
-        sample = one.sample
-        epoch, label = ("?", "?") if sample is None else (str(sample.weights_epoch), sample.label or "-")
-        used = _used(one, found.taken_s)
+        epoch = "?" if one.sample is None else str(one.sample.weights_epoch)
         short = one.namespace.hex()[:SHORT_HEX]
-        yield f"{short}  {one.pages:>10,}  {format_size(one.bytes):>10}  {epoch:>5}  {used:<16}  {label}"
-        yield f"{'':<{SHORT_HEX}}  {_details(one)}"
+        yield f"{short}  {one.pages:>10,}  {format_size(one.bytes):>10}  {epoch:>6}  {_used(one, found.taken_s)}"
+        yield f"    {_details(one)}"
 
 
 def _details(one: NamespaceSurvey) -> str:
     if one.sample is None:
-        return "no sound page among those looked at; see `hicache verify`"
-    payload = f"payload {format_size(one.sample.payload_bytes)}"
-    return f"{payload}, tag {_names(one.tags)}, form {_names(one.forms)}"
+        return "no sound page among those looked at: see `hicache verify`"
+    label, size = one.sample.label or "model not named", format_size(one.sample.payload_bytes)
+    return f"{label}, payload {size}, {_names(one.tags)}, {_names(one.forms)}"
 
 
 def _names(counts: dict[str, int]) -> str:

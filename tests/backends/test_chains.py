@@ -1,0 +1,118 @@
+"""The order in which pages go and come, against what it has to be, on random chains."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import pytest
+
+from hicache.backends.chains import Chains
+from hicache.backends.raw import StoredPage
+from tests.seeds import rng, seeds
+
+NAMESPACES = [bytes([number]) * 32 for number in (1, 2)]
+
+
+def page(name: str, used_s: float | None = 0.0, size: int = 10, namespace: bytes = NAMESPACES[0]) -> StoredPage:
+    return StoredPage(namespace, hashlib.sha256(name.encode()).digest(), size, used_s)
+
+
+def chain(chains: Chains, names: str, used_s: float) -> None:
+    """Pages `a`, `ab`, `abc` ... for "abc", so that chains with a common beginning share pages."""
+    for end in range(1, len(names) + 1):
+        parent = page(names[: end - 1]).key if end > 1 else None
+        chains.add(page(names[:end], used_s), parent)
+
+
+def keys(*names: str) -> list[bytes]:
+    return [page(name).key for name in names]
+
+
+def test_the_tail_of_the_oldest_chain_goes_first_and_a_shared_head_last() -> None:
+    chains = Chains()
+    chain(chains, "ax", used_s=1.0)
+    chain(chains, "ay", used_s=2.0)
+    assert [one.key for one in chains.tails_first()] == keys("ax", "ay", "a")
+
+
+def test_the_chain_used_last_comes_first_head_before_tail() -> None:
+    chains = Chains()
+    chain(chains, "old", used_s=1.0)
+    chain(chains, "new", used_s=2.0)
+    assert [one.key for one, _ in chains.heads_first()] == keys("n", "ne", "new", "o", "ol", "old")
+
+
+def test_heads_tails_and_orphans_are_counted() -> None:
+    chains = Chains()
+    chain(chains, "abc", used_s=1.0)
+    assert (chains.heads(), chains.tails(), chains.orphans(), len(chains), chains.bytes) == (1, 1, 0, 3, 30)
+    chains.discard((NAMESPACES[0], page("ab").key))
+    assert (chains.heads(), chains.tails(), chains.orphans(), len(chains), chains.bytes) == (1, 2, 1, 2, 20)
+    chains.check()
+
+
+def test_equal_keys_of_two_namespaces_have_nothing_to_do_with_each_other() -> None:
+    chains = Chains()
+    chain(chains, "ab", used_s=1.0)
+    chains.add(page("a", 5.0, namespace=NAMESPACES[1]), None)
+    assert (chains.heads(), chains.tails()) == (2, 2)
+
+
+@pytest.mark.parametrize("circle", ["a", "ab", "abc"])
+def test_pages_in_a_circle_are_given_too(circle: str) -> None:
+    """No engine makes such pages, somebody who writes the store can."""
+    chains = Chains()
+    for position, name in enumerate(circle):
+        chains.add(page(name), page(circle[position - 1]).key)
+    chains.check()
+    assert sorted(one.key for one in chains.tails_first()) == sorted(keys(*circle))
+    assert sorted(one.key for one, _ in chains.heads_first()) == sorted(keys(*circle))
+
+
+def test_a_listing_moves_the_last_use_forward_only() -> None:
+    chains = Chains()
+    chains.add(page("a", 5.0), None)
+    assert chains.renew(page("a", 9.0, size=7)) and chains.renew(page("a", 3.0, size=7))
+    (found,) = chains.tails_first()
+    assert (found.used_s, found.bytes, chains.bytes) == (9.0, 7, 7)
+    assert not chains.renew(page("b"))
+    chains.keep(set())
+    assert (len(chains), chains.bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_random_chains_go_tails_first_and_come_heads_first(seed: int) -> None:
+    dice, chains = rng(seed), Chains()
+    parents = grow(chains, dice)
+    chains.check()
+    gone: set[bytes] = set()
+    order = list(chains.tails_first())
+    for one in order:
+        left = {key for key in parents if key not in gone}
+        tails = {key for key in left if not any(parents[other] == key for other in left)}
+        used = {other.key: other.used_s or 0.0 for other in order}
+        assert one.key in tails and used[one.key] == min(used[key] for key in tails)
+        gone.add(one.key)
+    assert gone == set(parents)
+    come: set[bytes] = set()
+    for one, parent in chains.heads_first():
+        assert parents[one.key] == parent and (parent is None or parent in come or parent not in parents)
+        come.add(one.key)
+    assert come == set(parents)
+
+
+def grow(chains: Chains, dice: random.Random) -> dict[bytes, bytes | None]:
+    """Some forty pages, added in any order, some of them forgotten again; the parent of each that stays."""
+    names = {"".join(dice.choice("ab") for _ in range(dice.randrange(1, 7))) for _ in range(40)}
+    some = sorted({name[:end] for name in names for end in range(1, len(name) + 1)})
+    dice.shuffle(some)
+    parents: dict[bytes, bytes | None] = {}
+    for name in some:
+        used_s = None if dice.random() < 0.1 else dice.random()
+        parents[page(name).key] = parent = page(name[:-1]).key if len(name) > 1 else None
+        chains.add(page(name, used_s), parent)
+        if dice.random() < 0.2:
+            chains.discard((NAMESPACES[0], page(name).key))
+            del parents[page(name).key]
+    return parents

@@ -1,0 +1,178 @@
+"""Looking, scrubbing, copying and removing through the view that every store has for its operator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from hicache.backends.file.raw import FileRaw, make_store, open_raw
+from hicache.backends.file.report import NO_KEYS, PageKeys
+from hicache.backends.raw import StoredPage
+from hicache.backends.testing import NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, by_key, make_keys, sealed
+from hicache.backends.tools.copying import copy_raw
+from hicache.backends.tools.removal import purge_raw, trim_raw
+from hicache.backends.tools.scrub import verify_raw
+from hicache.backends.tools.survey import survey
+from hicache.errors import InvalidInput
+from hicache.frame import FrameCodec
+from tests.seeds import rng, seeds
+
+CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
+MAC_KEY = bytes(range(32))
+PAGE = CODEC.frame_bytes
+Step = TypeVar("Step")
+
+
+@dataclass(slots=True)
+class Raws:
+    """Raw stores in a folder, by name."""
+
+    folder: Path
+    opened: list[FileRaw]
+
+    def __call__(self, name: str, capacity_pages: int | None = None) -> FileRaw:
+        make_store(self.folder / name)
+        raw = open_raw(path=self.folder / name, capacity_bytes=capacity_pages and capacity_pages * PAGE)
+        self.opened.append(raw)
+        return raw
+
+
+@pytest.fixture
+def raws(tmp_path: Path) -> Iterator[Raws]:
+    raws = Raws(tmp_path, [])
+    yield raws
+    for raw in raws.opened:
+        raw.close()
+
+
+def fill(raw: FileRaw, keys: list[bytes], *, used_s: float, codec: FrameCodec = CODEC) -> None:
+    """Write a chain."""
+    for key, data, parent in zip(keys, sealed(codec, keys), [None, *keys[:-1]], strict=True):
+        assert raw.write(StoredPage(codec.namespace, key, len(data), used_s), data, parent)
+
+
+def replace(raw: FileRaw, key: bytes, data: bytes) -> None:
+    """Other bytes in place of a page."""
+    raw.remove([StoredPage(NAMESPACE, key, 0, None)])
+    assert raw.write(StoredPage(NAMESPACE, key, len(data), time.time()), data, None)
+
+
+def last(steps: Iterator[Step]) -> Step:
+    *_, final = steps
+    return final
+
+
+def test_a_survey_reads_few_headers_and_with_chains_all(raws: Raws) -> None:
+    raw, keys = raws("a"), make_keys(20)
+    fill(raw, keys, used_s=time.time())
+    found = last(survey(raw)).namespaces[NAMESPACE]
+    assert (found.pages, found.bytes, found.tags.total()) == (20, 20 * PAGE, 8)
+    full = last(survey(raw, with_chains=True))
+    assert full.chains is not None and (len(full.chains), full.chains.heads()) == (20, 1)
+    assert full.namespaces[NAMESPACE].tags == {"XXH3_128": 20}
+
+
+def test_a_scrub_counts_damage_and_removes_it_only_if_told_to(raws: Raws) -> None:
+    raw, keys = raws("a"), make_keys(6)
+    data = sealed(CODEC, keys)
+    fill(raw, keys, used_s=time.time())
+    replace(raw, keys[1], data[2])
+    replace(raw, keys[2], data[2][:-1])
+    replace(raw, keys[3], b"no page")
+    (foreign,) = sealed(FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES), keys[4:5])
+    replace(raw, keys[4], foreign)
+    expected = {"page_key": 1, "size": 1, "not_a_frame": 1, "namespace": 1}
+    for remove, removed, left in ((False, 0, 6), (True, 4, 2)):
+        done = last(verify_raw(raw, keys=NO_KEYS, remove=remove))
+        assert (done.pages, done.damaged, done.removed) == (6, expected, removed)
+        assert len(list(raw.pages())) == left
+
+
+def test_a_keyed_page_is_proved_by_its_key_and_never_removed_for_want_of_it(raws: Raws) -> None:
+    raw, keys = raws("a"), make_keys(2)
+    fill(raw, keys, used_s=time.time(), codec=FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[MAC_KEY]))
+    right, wrong, none = PageKeys(mac=(MAC_KEY,)), PageKeys(mac=(bytes(32),)), NO_KEYS
+    found = [last(verify_raw(raw, keys=given, remove=True)) for given in (right, wrong, none)]
+    assert [(one.damaged, one.misfits, one.unverifiable, one.removed) for one in found] == [
+        ({}, {}, 0, 0), ({}, {"mac_key": 2}, 0, 0), ({}, {}, 2, 0),
+    ]  # fmt: skip
+
+
+def test_a_purge_keeps_to_namespace_and_age(raws: Raws) -> None:
+    raw, keys, now_s = raws("a"), make_keys(4), time.time()
+    fill(raw, keys, used_s=now_s - 1000)
+    fill(raw, keys[:3], used_s=now_s, codec=FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
+    assert last(purge_raw(raw, older_than_s=500, dry_run=True)).pages == 4
+    assert last(purge_raw(raw, namespace=OTHER_NAMESPACE.hex(), older_than_s=500)).pages == 0
+    assert last(purge_raw(raw, older_than_s=500)).pages == 4
+    assert last(purge_raw(raw)).bytes == 3 * PAGE
+    assert list(raw.pages()) == []
+
+
+@pytest.mark.parametrize("wrong", [lambda raw: purge_raw(raw, namespace="XY"), lambda raw: trim_raw(raw, -1),
+                                   lambda raw: purge_raw(raw, older_than_s=-1.0),
+                                   lambda raw: verify_raw(raw, keys=NO_KEYS, rate_bytes_per_s=0),
+                                   lambda raw: copy_raw(raw, raw, keys=NO_KEYS, namespace="?")])  # fmt: skip
+def test_arguments_without_sense_are_refused_before_anything_is_done(raws: Raws, wrong: object) -> None:
+    raw = raws("a")
+    fill(raw, make_keys(2), used_s=time.time())
+    assert callable(wrong)
+    with pytest.raises(InvalidInput):
+        last(wrong(raw))
+    assert len(list(raw.pages())) == 2
+
+
+@pytest.mark.parametrize("seed", seeds(10))
+def test_a_copy_stopped_anywhere_leaves_whole_prefixes_and_goes_on_from_there(raws: Raws, seed: int) -> None:
+    dice, source, target = rng(seed), raws("a"), raws("b")
+    chains = [make_keys(dice.randrange(1, 8), f"chain {number}") for number in range(5)]
+    for keys in chains:
+        fill(source, keys, used_s=time.time() - dice.random() * 1000)
+    steps = copy_raw(source, target, keys=NO_KEYS)
+    for _ in range(dice.randrange(sum(map(len, chains)) * 2)):
+        if next(steps, None) is None:
+            break
+    there = set(by_key(target.pages()))
+    for keys in chains:
+        length = sum(key in there for key in keys)
+        assert set(keys[:length]) <= there
+    done = last(copy_raw(source, target, keys=NO_KEYS))
+    assert (done.is_whole, done.present, done.copied + done.present) == (True, len(there), sum(map(len, chains)))
+    assert {k: target.read(p, PAGE) for k, p in by_key(target.pages()).items()} == {
+        k: source.read(p, PAGE) for k, p in by_key(source.pages()).items()
+    }
+
+
+def test_in_the_order_of_the_listing_a_stopped_copy_would_have_holes(raws: Raws) -> None:
+    """The control of the test above: the listing alone does not put heads first."""
+    source = raws("a")
+    keys = make_keys(12)
+    fill(source, keys, used_s=time.time())
+    listed = [page.key for page in source.pages()]
+    assert any(set(listed[:length]) != set(keys[:length]) for length in range(1, 12))
+
+
+def test_a_copy_into_a_full_store_counts_what_was_turned_away_and_what_hangs_on_it(raws: Raws) -> None:
+    source, target = raws("a"), raws("b", capacity_pages=3)
+    fill(source, make_keys(6), used_s=time.time())
+    done = last(copy_raw(source, target, keys=NO_KEYS))
+    assert (done.copied, done.refused, done.behind, done.is_whole) == (3, 1, 2, False)
+
+
+@pytest.mark.parametrize("pages_left", [0, 1, 5, 9, 10, 100])
+def test_a_trim_leaves_at_most_the_size_and_whole_prefixes(raws: Raws, pages_left: int) -> None:
+    raw, now_s = raws("a"), time.time()
+    old, new = make_keys(5, "old"), make_keys(5, "new")
+    fill(raw, old, used_s=now_s - 100)
+    fill(raw, new, used_s=now_s)
+    done = last(trim_raw(raw, pages_left * PAGE + PAGE // 2))
+    there = set(by_key(raw.pages()))
+    assert len(there) * PAGE == done.left_bytes == min(10, pages_left) * PAGE
+    kept_old, kept_new = sum(key in there for key in old), sum(key in there for key in new)
+    assert there == set(old[:kept_old]) | set(new[:kept_new])
+    assert kept_new == min(5, pages_left)

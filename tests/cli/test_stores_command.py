@@ -1,0 +1,311 @@
+"""`hicache ls`, `stat`, `copy`, `trim` and `purge` on real stores, single and of several parts."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.backends.file.raw import open_raw
+from hicache.backends.testing import HIT, MISS, STORED, Store, exists, load, make_keys, store_chain
+from hicache.frame import FrameCodec
+from tests.cli.test_storage_command import invoke
+
+PAYLOAD_BYTES = 3000
+PAGE = 4096
+DAY_S = 86_400.0
+OLD, NEW, OTHER = (bytes([number]) * 32 for number in (0x11, 0x12, 0x22))
+CODECS = {
+    OLD: FrameCodec(OLD, PAYLOAD_BYTES, weights_epoch=3, label="small-model"),
+    NEW: FrameCodec(NEW, PAYLOAD_BYTES, weights_epoch=4, label="small-model"),
+    OTHER: FrameCodec(OTHER, PAYLOAD_BYTES, weights_epoch=3, label="an-other-model-with-quite-a-long-name"),
+}
+KEYS = make_keys(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """Directories of file stores, by name."""
+
+    folder: Path
+
+    def root(self, name: str) -> Path:
+        return self.folder / name
+
+    def open(self, name: str, namespace: bytes = OLD) -> Store:
+        backend = FileBackend(CODECS[namespace], FileBackendOptions(self.root(name)))
+        return Store(backend, lambda key: None, lambda key, data: None)
+
+    def fill(self, name: str, namespace: bytes, keys: list[bytes], *, age_s: float = 0.0) -> None:
+        """A chain, last used so long ago."""
+        store = self.open(name, namespace)
+        assert store_chain(store, keys) == [STORED] * len(keys)
+        store.backend.close()
+        if age_s:
+            raw = open_raw(path=self.root(name))
+            pages = {page.key: page for page in raw.pages(namespace.hex())}
+            for parent, key in zip([None, *keys], keys, strict=False):
+                data = raw.read(pages[key], PAGE)
+                assert data is not None and raw.remove([pages[key]]) == 1
+                page = type(pages[key])(namespace, key, PAGE, time.time() - age_s)
+                assert raw.write(page, data, parent)
+            raw.close()
+
+    def found(self, name: str, namespace: bytes, keys: list[bytes]) -> int:
+        store = self.open(name, namespace)
+        count = exists(store, keys)
+        assert load(store, keys[:count]) == [HIT] * count
+        store.backend.close()
+        return count
+
+    def configured(self, **storage: Any) -> Path:
+        path = self.folder / "store.yaml"
+        path.write_text(yaml.safe_dump({"storage": storage}))
+        return path
+
+    def levels(self, *names: str) -> Path:
+        parts = [{"type": "file", "name": name, "options": {"path": str(self.root(name))}} for name in names]
+        return self.configured(type="levels", options={"levels": [{"type": "memory"}, *parts]})
+
+    def damage(self, name: str, key: bytes) -> None:
+        (page,) = self.root(name).rglob(key.hex())
+        with page.open("r+b") as file:
+            file.seek(1000)
+            file.write(b"\xff\xfe\xfd")
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Stores:
+    """A store `a` with three namespaces: 4 pages of today, 4 of 10 days ago, 2 of 40 days ago."""
+    stores = Stores(tmp_path)
+    stores.fill("a", OLD, KEYS, age_s=10 * DAY_S)
+    stores.fill("a", NEW, KEYS)
+    stores.fill("a", OTHER, KEYS[:2], age_s=40 * DAY_S)
+    return stores
+
+
+def as_json(*args: str | Path) -> list[dict[str, Any]]:
+    result = invoke(*args, "--json")
+    assert result.exit_code == 0, result.stderr
+    found: list[dict[str, Any]] = json.loads(result.stdout)["parts"]
+    return found
+
+
+def test_ls_shows_whose_pages_there_are_within_80_columns(stores: Stores) -> None:
+    result = invoke("ls", stores.root("a"))
+    assert result.exit_code == 0
+    lines = [re.sub(r"\b[0-9]+s ago", "now", " ".join(line.split())) for line in result.stdout.splitlines()]
+    assert lines == [
+        "NAMESPACE PAGES SIZE EPOCH USED",
+        "111111111111 4 16.0 KiB 3 10d ago",
+        "small-model, payload 2.9 KiB, XXH3_128, plain",
+        "121212121212 4 16.0 KiB 4 now",
+        "small-model, payload 2.9 KiB, XXH3_128, plain",
+        "222222222222 2 8.0 KiB 3 40d ago",
+        "an-other-model-with-quite-a-long, payload 2.9 KiB, XXH3_128, plain",
+    ]
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_ls_of_a_namespace_and_as_json_has_plain_numbers(stores: Stores) -> None:
+    (part,) = as_json("ls", stores.root("a"), "--namespace", "12")
+    (found,) = part["namespaces"]
+    assert found.pop("oldest_use") <= found.pop("newest_use") <= time.time()
+    assert found == {
+        "namespace": NEW.hex(), "label": "small-model", "weights_epoch": 4, "payload_bytes": PAYLOAD_BYTES,
+        "tags": ["XXH3_128"], "forms": ["plain"], "pages": 4, "bytes": 4 * PAGE,
+    }  # fmt: skip
+
+
+def test_ls_of_pages_shows_what_each_is_behind(stores: Stores) -> None:
+    result = invoke("ls", stores.root("a"), "--pages", "--namespace", "22")
+    rows = sorted(line.split()[1:3] for line in result.stdout.splitlines()[1:])
+    assert rows == sorted([[KEYS[0].hex()[:16], "-"], [KEYS[1].hex()[:16], KEYS[0].hex()[:16]]])
+    (part,) = as_json("ls", stores.root("a"), "--pages", "--namespace", "22")
+    parents = {page["key"]: page["parent"] for page in part["pages"]}
+    assert parents == {KEYS[0].hex(): None, KEYS[1].hex(): KEYS[0].hex()}
+
+
+def test_ls_says_where_no_page_is_sound(stores: Stores) -> None:
+    for key in KEYS[:2]:
+        path = stores.root("a") / OTHER.hex() / key.hex()[:2] / key.hex()
+        path.write_bytes(bytes(PAGE))
+    result = invoke("ls", stores.root("a"), "--namespace", "22")
+    assert result.exit_code == 0 and "no sound page among those looked at" in result.stdout
+    (part,) = as_json("ls", stores.root("a"), "--pages", "--namespace", "22")
+    assert [page["damaged"] for page in part["pages"]] == [True, True]
+
+
+def test_an_empty_store_has_no_pages(stores: Stores) -> None:
+    stores.open("empty").backend.close()
+    assert invoke("ls", stores.root("empty")).stdout == "no pages\n"
+    assert invoke("stat", stores.root("empty")).stdout.startswith("file: 0 namespaces, 0 pages, 0 B\n")
+
+
+def test_stat_sums_up_by_age_and_by_namespace(stores: Stores) -> None:
+    result = invoke("stat", stores.root("a"))
+    assert result.exit_code == 0
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines[0] == "file: 3 namespaces, 10 pages, 40.0 KiB"
+    assert "under 1 h 16.0 KiB 40.0 % ############" in lines
+    assert "under 30 d 16.0 KiB 40.0 % ############" in lines
+    assert "older 8.0 KiB 20.0 % ######" in lines
+    assert "orphans" not in result.stdout
+
+
+def test_stat_counts_chains_and_what_nothing_leads_to(stores: Stores) -> None:
+    (before,) = as_json("stat", stores.root("a"), "--chains")
+    assert (before["heads"], before["tails"], before["orphans"], before["damaged"]) == (3, 3, 0, 0)
+    store = stores.open("a", NEW)
+    store.backend.delete([KEYS[1]], deadline=time.monotonic() + 30)
+    store.backend.close()
+    (after,) = as_json("stat", stores.root("a"), "--chains")
+    assert (after["heads"], after["tails"], after["orphans"]) == (3, 4, 1)
+    assert "1 page (11.1 %) behind a page that is not stored" in invoke("stat", stores.root("a"), "--chains").stdout
+
+
+def test_a_configuration_names_the_store_and_its_capacity(stores: Stores) -> None:
+    path = stores.configured(type="file", options={"path": str(stores.root("a")), "capacity": "80KiB"})
+    (part,) = as_json("stat", path)
+    assert (part["type"], part["pages"], part["capacity_bytes"]) == ("file", 10, 80 << 10)
+    assert "capacity  80.0 KiB, 50.0 % used" in invoke("stat", path).stdout
+
+
+def test_each_part_of_a_composition_is_shown_and_one_can_be_chosen(stores: Stores) -> None:
+    stores.fill("b", NEW, KEYS[:3])
+    path = stores.levels("a", "b")
+    assert [(part["part"], len(part["namespaces"])) for part in as_json("ls", path)] == [("a", 3), ("b", 1)]
+    (part,) = as_json("stat", path, "--part", "b")
+    assert (part["part"], part["pages"]) == ("b", 3)
+    result = invoke("ls", path, "--part", "c")
+    assert result.exit_code == 2 and "has no part 'c'; it has: a, b" in result.stderr
+
+
+def test_a_part_that_cannot_be_listed_does_not_hide_the_others(stores: Stores) -> None:
+    path = stores.levels("a", "missing")
+    result = invoke("ls", path)
+    assert result.exit_code == 2
+    assert "a: 3 namespaces" in result.stdout and "hicache: part missing: " in result.stderr
+
+
+@pytest.mark.parametrize("args", [["ls"], ["stat"], ["trim", "--to", "1", "--yes"], ["verify"], ["purge", "--yes"]])
+def test_what_names_no_store_is_one_line_and_exit_code_2(tmp_path: Path, args: list[str]) -> None:
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("page_size: 64\n")
+    for store, words in ((tmp_path / "none", "check the path"), (empty, "has no section `storage`")):
+        result = invoke(args[0], store, *args[1:])
+        assert result.exit_code == 2 and words in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_copy_makes_an_equal_store_and_then_finds_nothing_to_do(stores: Stores) -> None:
+    result = invoke("copy", stores.root("a"), stores.root("b"))
+    assert (result.exit_code, result.stdout) == (0, "copied 10 pages, 40.0 KiB\n")
+    assert as_json("ls", stores.root("a")) == as_json("ls", stores.root("b"))
+    for namespace, count in ((OLD, 4), (NEW, 4), (OTHER, 2)):
+        assert stores.found("b", namespace, KEYS) == count
+    result = invoke("copy", stores.root("a"), stores.root("b"))
+    assert (result.exit_code, result.stdout) == (0, "copied 0 pages, 0 B\n  10 pages there already\n")
+
+
+def test_a_dry_copy_makes_nothing(stores: Stores) -> None:
+    result = invoke("copy", stores.root("a"), stores.root("b"), "--dry-run", "--namespace", "1")
+    assert (result.exit_code, result.stdout) == (0, "to copy: 8 pages, 32.0 KiB\n")
+    assert not stores.root("b").exists()
+
+
+def test_a_copy_leaves_out_damage_and_what_hangs_on_it(stores: Stores) -> None:
+    (path,) = (stores.root("a") / NEW.hex()).rglob(KEYS[1].hex())
+    path.write_bytes(path.read_bytes()[:1000].ljust(PAGE, b"\xff"))
+    result = invoke("copy", stores.root("a"), stores.root("b"), "--namespace", "12")
+    assert (result.exit_code, result.stdout.splitlines()) == (1, [
+        "copied 1 page, 4.0 KiB", "  1 page damaged and left out", "  2 pages left out because the page before it is",
+    ])  # fmt: skip
+    assert stores.found("b", NEW, KEYS) == 1
+
+
+def test_a_copy_into_a_small_store_keeps_whole_prefixes(stores: Stores) -> None:
+    stores.open("b").backend.close()
+    path = stores.configured(type="file", options={"path": str(stores.root("b")), "capacity": 3 * PAGE,
+                                                   "free_space_floor": 0})  # fmt: skip
+    result = invoke("copy", stores.root("a"), path, "--namespace", "12")
+    assert result.exit_code == 1 and "turned away" in result.stdout
+    assert stores.found("b", NEW, KEYS) == 3
+
+
+def test_a_copy_into_a_composition_asks_which_part(stores: Stores) -> None:
+    stores.open("b").backend.close()
+    path = stores.levels("a", "b")
+    result = invoke("copy", stores.root("a"), path)
+    assert result.exit_code == 2 and "choose one with --to-part" in result.stderr
+    assert invoke("copy", path, path, "--part", "a", "--to-part", "b").exit_code == 0
+    assert stores.found("b", OTHER, KEYS) == 2
+
+
+def test_trim_takes_the_tails_of_the_oldest_chains(stores: Stores) -> None:
+    dry = invoke("trim", stores.root("a"), "--to", str(7 * PAGE), "--dry-run")
+    assert (dry.exit_code, dry.stdout) == (0, "to remove: 3 pages, 12.0 KiB\n")
+    result = invoke("trim", stores.root("a"), "--to", str(7 * PAGE), "--yes")
+    assert (result.exit_code, result.stdout) == (0, "removed 3 pages, 12.0 KiB; 28.0 KiB left\n")
+    assert [stores.found("a", namespace, KEYS) for namespace in (OTHER, OLD, NEW)] == [0, 3, 4]
+    assert invoke("trim", stores.root("a"), "--to", "1GiB", "--yes").stdout.startswith("removed 0 pages")
+
+
+def test_trim_without_a_terminal_to_ask_on_says_what_to_pass(stores: Stores) -> None:
+    result = invoke("trim", stores.root("a"), "--to", "0")
+    assert result.exit_code == 2 and "pass --yes" in result.stderr
+
+
+def test_purge_of_an_epoch_takes_its_namespaces_alone(stores: Stores) -> None:
+    assert invoke("purge", stores.root("a"), "--epoch", "3", "--dry-run").stdout == "to remove: 6 pages, 24.0 KiB\n"
+    assert invoke("purge", stores.root("a"), "--epoch", "3", "--yes").stdout == "removed 6 pages, 24.0 KiB\n"
+    assert [stores.found("a", namespace, KEYS) for namespace in (OTHER, OLD, NEW)] == [0, 0, 4]
+
+
+def test_purge_takes_all_parts_or_the_one_that_was_named(stores: Stores) -> None:
+    stores.fill("b", NEW, KEYS)
+    path = stores.levels("a", "b")
+    assert invoke("purge", path, "--part", "b", "--older-than", "7d", "--yes").stdout.startswith("removed 0 pages")
+    assert invoke("purge", path, "--older-than", "7d", "--yes").stdout == "removed 6 pages, 24.0 KiB\n"
+    assert invoke("purge", path, "--namespace", NEW.hex(), "--yes").stdout == "removed 8 pages, 32.0 KiB\n"
+
+
+@pytest.mark.parametrize("prefix", ["", "xyz", "1" * 65])
+def test_a_namespace_that_is_none_removes_nothing(stores: Stores, prefix: str) -> None:
+    """An empty one would be all of them: a script's unset variable must not clear a store."""
+    result = invoke("purge", stores.root("a"), "--namespace", prefix, "--yes")
+    assert result.exit_code == 2 and "hexadecimal digits" in result.stderr
+    assert stores.found("a", NEW, KEYS) == 4
+
+
+def test_verify_looks_at_every_part(stores: Stores) -> None:
+    stores.fill("b", NEW, KEYS)
+    stores.damage("b", KEYS[2])
+    path = stores.levels("a", "b")
+    result = invoke("verify", path)
+    assert result.exit_code == 1
+    assert result.stdout == (
+        "a:\nchecked 10 pages, 40.0 KiB: none damaged\nb:\nchecked 4 pages, 16.0 KiB: 1 damaged\n  tag: 1\n"
+    )
+    assert invoke("verify", path, "--part", "a").exit_code == 0
+
+
+def test_looking_changes_nothing(stores: Stores) -> None:
+    before = {str(path): path.lstat().st_mtime_ns for path in stores.root("a").rglob("*")}
+    for command in ("ls", "ls --pages", "stat --chains", "purge --dry-run", "trim --to 0 --dry-run"):
+        name, *options = command.split()
+        assert invoke(name, stores.root("a"), *options).exit_code == 0
+    assert {str(path): path.lstat().st_mtime_ns for path in stores.root("a").rglob("*")} == before
+
+
+def test_a_lookup_after_a_trim_ends_at_the_first_hole(stores: Stores) -> None:
+    invoke("trim", stores.root("a"), "--to", str(6 * PAGE), "--yes")
+    store = stores.open("a", OLD)
+    assert load(store, KEYS) == [HIT, HIT, MISS, MISS]
+    store.backend.close()
