@@ -42,12 +42,13 @@ class Chains:
     """Pages and what they hang on; some 600 bytes of memory each. For one thread.
 
     Invariant: `_children` counts, for each page that a known page hangs on (itself known or not), the known pages that
-    hang on it; a page never hangs on itself.
+    hang on it; a page never hangs on itself. `_unread` are known pages.
     """
 
     def __init__(self) -> None:
         self._links: dict[PageId, _Link] = {}
         self._children: dict[PageId, int] = {}
+        self._unread: set[PageId] = set()
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -66,6 +67,15 @@ class Chains:
         if above is not None:
             self._children[above] = self._children.get(above, 0) + 1
 
+    def add_unread(self, page: StoredPage) -> None:
+        """A page whose header nobody has read: it begins a chain until `add` says otherwise."""
+        self.add(page, None)
+        self._unread.add((page.namespace, page.key))
+
+    def unread(self) -> list[StoredPage]:
+        """The pages whose headers nobody has read."""
+        return [self._links[where].page for where in self._unread]
+
     def renew(self, page: StoredPage) -> bool:
         """Note size and last use of a page as listed now, the later of both uses; False if the page is not known."""
         link = self._links.get((page.namespace, page.key))
@@ -82,6 +92,7 @@ class Chains:
         if link is None:
             return False
         self.bytes -= link.page.bytes
+        self._unread.discard(where)
         if link.parent is not None:
             self._children[link.parent] -= 1
             if not self._children[link.parent]:
@@ -163,6 +174,8 @@ class Chains:
         for link in self._links.values():
             if link.parent is not None:
                 counts[link.parent] = counts.get(link.parent, 0) + 1
+        if not self._unread <= self._links.keys():
+            raise InvariantError("chains: a page to be read is not known")
         if counts != self._children or self.bytes != sum(link.page.bytes for link in self._links.values()):
             raise InvariantError("chains: the counts and the pages disagree")
 

@@ -1,0 +1,364 @@
+"""A limit in bytes for a store that has none of its own: S3, or Redis without `maxmemory`.
+
+What the store holds, in all namespaces, is known from a listing and from what was written since. A page for which there
+is no room is REJECTED; a sweep in the background makes room by removing the least recently used pages on which none
+hangs, so that chains lose their tails. Uses are those that the store tells of, and those through this backend.
+
+One engine never exceeds the limit. Of several that share a store, each hears of what the others wrote from its next
+listing: together they may exceed it by what the others can write within one interval and the time that a listing takes,
+and no longer than that. Their sweeps choose nearly the same pages, and at worst each removes as many as one would.
+
+A listing costs a request per thousand pages on S3. The first sweep that has to remove something reads the header of
+each page that this backend has not stored itself: one small request a page, once.
+
+Locking design: `_state` guards the `_Ledger`, `_is_due`, `_closed` and what verbs leave for the sweep (`_fresh`,
+`_uses`, `_wanted_bytes`); it is held for a few instructions. `_chains` and the raw store belong to the sweep's thread,
+which starts with the backend and ends in `close`. Verbs wait for that thread only until the first listing is through,
+FIRST_LISTING_WAIT_S at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import BackendError, ConfigError, InvalidInput
+from .base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
+from .calls import Calls, check_batch
+from .chains import Chains, PageId, parent_in, read_header
+from .raw import RawStore, StoredPage
+
+_log = logging.getLogger(__name__)
+
+# How often a store is listed. Shorter tells sooner of what others wrote and costs more requests.
+LIST_INTERVAL_S = 60.0
+# After a listing it takes this long at least to the next one, however full the store is, and after one that failed
+# twice as long each time.
+PAUSE_S = 1.0
+# A sweep begins above the one share of the limit and ends below the other: large steps amortize the listing.
+HIGH_WATER = 0.95
+LOW_WATER = 0.90
+# An engine that has just started can wait this long for its first page to be stored.
+FIRST_LISTING_WAIT_S = 2.0
+# Pages that a sweep knows the chains of, at some 600 bytes each. Of a larger store it removes from these alone, and may
+# take a page for a tail that is none: the price is a shorter hit, not a wrong one.
+PAGES_MAX = 1 << 19
+# Stores and uses that wait for the next sweep; what is beyond is read from headers, or counts as not used.
+_NOTES_MAX = 1 << 16
+_REMOVE_CHUNK = 1000
+_CLOSE_S = 5.0
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """What the store may hold at most, as far as this process can know. Not locked.
+
+    Invariant: `used_bytes` is at least what was listed plus what this process may have written since that listing
+    began; what is `reserved` is not used yet.
+    """
+
+    capacity_bytes: int
+    used_bytes: int = 0
+    reserved_bytes: int = 0
+    since_bytes: int = 0  # written since the listing under way began, or the last one if none is
+    is_listed: bool = False
+
+    def reserve(self, pages: int, page_bytes: int) -> int:
+        """Take room for as many of `pages` as there is; how many that is."""
+        free = self.capacity_bytes - self.used_bytes - self.reserved_bytes
+        fitting = max(0, min(pages, free // page_bytes))
+        self.reserved_bytes += fitting * page_bytes
+        return fitting
+
+    def settle(self, reserved_bytes: int, written_bytes: int) -> None:
+        """Give back room that was reserved, of which so much may be in use now."""
+        self.reserved_bytes -= reserved_bytes
+        self.used_bytes += written_bytes
+        self.since_bytes += written_bytes
+
+    def begin_listing(self) -> None:
+        """From now on, what is written may be missing in the listing."""
+        self.since_bytes = 0
+
+    def end_listing(self, listed_bytes: int) -> None:
+        """The listing that began last is through. What was written meanwhile may count twice, until the next one."""
+        self.used_bytes = listed_bytes + self.since_bytes
+        self.is_listed = True
+
+    def removed(self, removed_bytes: int) -> None:
+        """So much of what was listed is gone."""
+        self.used_bytes = max(self.since_bytes, self.used_bytes - removed_bytes)
+
+
+class LimitedBackend(StorageBackend):
+    """`inner` with a limit of `capacity_bytes` for all that its store holds. A Composite of one part.
+
+    `open_raw` opens the same store for the sweep, which opens it in its own thread and again after trouble; it raises
+    BackendError and ConfigError. The limit counts what is stored as whole frames until a listing knows better, and
+    pages that may have been stored in spite of an ERROR. Raises InvalidInput for a capacity below one page, and then
+    leaves `inner` open.
+    """
+
+    def __init__(
+        self,
+        inner: StorageBackend,
+        open_raw: Callable[[], RawStore],
+        *,
+        capacity_bytes: int,
+        list_interval_s: float = LIST_INTERVAL_S,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(inner.codec)
+        size = inner.codec.frame_bytes
+        if type(capacity_bytes) is not int or capacity_bytes < size:
+            raise InvalidInput(f"limit: capacity_bytes must be at least a page of {size} bytes, got {capacity_bytes!r}")
+        if not list_interval_s > 0:
+            raise InvalidInput(f"limit: list_interval_s must be more than 0, got {list_interval_s!r}")
+        self._inner = inner
+        self._open_raw = open_raw
+        self._interval_s = list_interval_s
+        self._dice = random.Random(seed)
+        self._calls = Calls(inner.codec)
+        self._state = threading.Condition()
+        self._ledger = _Ledger(capacity_bytes)
+        self._fresh: dict[bytes, bytes | None] = {}
+        self._uses: dict[bytes, float] = {}
+        self._wanted_bytes = 0
+        self._is_due = True
+        self._closed = False
+        self._chains = Chains()
+        self._thread = threading.Thread(target=self._sweep_until_closed, name="hicache-limit", daemon=True)
+        self._thread.start()
+
+    @property
+    def parts(self) -> Sequence[StorageBackend]:
+        """The backend that the limit is for."""
+        return (self._inner,)
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend."""
+        return self._inner.batch_exists(keys, deadline=deadline)
+
+    def batch_get(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+    ) -> list[GetOutcome]:
+        """See StorageBackend."""
+        outcomes = self._inner.batch_get(keys, frames, deadline=deadline)
+        now_s = time.time()
+        with self._state:
+            if len(self._uses) < _NOTES_MAX:
+                hits = (key for key, outcome in zip(keys, outcomes, strict=True) if outcome is GetOutcome.HIT)
+                self._uses.update(dict.fromkeys(hits, now_s))
+        return outcomes
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """See StorageBackend. Turns away the tail of a batch for which there is no room; its head stays."""
+        check_batch(self.codec, keys, frames)
+        with self._calls.enter() as is_open:
+            if not is_open:
+                return self._calls.refuse_sets(len(keys))
+            if keys and not self._wait_for_listing(deadline):
+                return self._calls.refuse_sets(len(keys), "unlisted")
+            return self._store(keys, frames, parent, deadline)
+
+    def _wait_for_listing(self, deadline: float) -> bool:
+        wait_s = min(FIRST_LISTING_WAIT_S, deadline - time.monotonic())
+        with self._state:
+            self._state.wait_for(lambda: self._ledger.is_listed or self._closed, max(0.0, wait_s))
+            return self._ledger.is_listed
+
+    def _store(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        outcomes: list[SetOutcome] = []
+        size = self.codec.frame_bytes
+        while (done := len(outcomes)) < len(keys) and all(outcome.is_stored for outcome in outcomes):
+            with self._state:
+                fitting = self._ledger.reserve(len(keys) - done, size)
+            rest = keys[done:]
+            if fitting < len(rest) and (present := self._inner.batch_exists(rest, deadline=deadline)):
+                # What is there already needs no room, so that more of what is behind it may find some.
+                with self._state:
+                    self._ledger.settle(fitting * size, 0)
+                outcomes += self._counted([SetOutcome.PRESENT] * present)
+            elif fitting:
+                end, above = done + fitting, keys[done - 1] if done else parent
+                outcomes += self._store_reserved(keys[done:end], frames[done:end], above, deadline)
+            else:
+                break
+        turned_away = len(keys) - len(outcomes)
+        if turned_away:
+            with self._state:
+                self._wanted_bytes = max(self._wanted_bytes, turned_away * size)
+                self._ask_for_sweep()
+        return outcomes + self._counted([SetOutcome.REJECTED] * turned_away)
+
+    def _counted(self, outcomes: list[SetOutcome]) -> list[SetOutcome]:
+        self._calls.count(sets=outcomes)
+        return outcomes
+
+    def _store_reserved(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """Store pages for which there is room, and note what that took."""
+        size, idle = self.codec.frame_bytes, 0
+        outcomes: list[SetOutcome] = []
+        try:
+            outcomes = self._inner.batch_set(keys, frames, parent=parent, deadline=deadline)
+            idle = sum(outcome in (SetOutcome.PRESENT, SetOutcome.REJECTED) for outcome in outcomes)
+        finally:
+            with self._state:
+                # A page whose answer was lost may be there, and after an exception all of them.
+                self._ledger.settle(len(keys) * size, (len(keys) - idle) * size)
+                for key, above, outcome in zip(keys, [parent, *keys], outcomes, strict=False):
+                    if outcome is SetOutcome.STORED and len(self._fresh) < _NOTES_MAX:
+                        self._fresh[key] = above
+                if self._ledger.used_bytes > HIGH_WATER * self._ledger.capacity_bytes:
+                    self._ask_for_sweep()
+        return outcomes
+
+    def _ask_for_sweep(self) -> None:
+        self._is_due = True
+        self._state.notify_all()
+
+    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend. What was deleted makes room after the next listing."""
+        return self._inner.delete(keys, deadline=deadline)
+
+    def usage(self) -> Usage:
+        """See StorageBackend: pages and bytes as the backend below counts them, and the limit, which is for all."""
+        return replace(self._inner.usage(), capacity_bytes=self._ledger.capacity_bytes)
+
+    def statistics(self) -> BackendStatistics:
+        """See StorageBackend. `errors["listing"]` counts listings and sweeps that failed, `unlisted` pages that came
+        before the first listing was through."""
+        below, ours = self._inner.statistics(), self._calls.statistics()
+        return replace(
+            below,
+            sets=dict(Counter(below.sets) + Counter(ours.sets)),
+            errors=dict(Counter(below.errors) + Counter(ours.errors)),
+            evicted_pages=below.evicted_pages + ours.evicted_pages,
+        )
+
+    def close(self) -> None:
+        """See StorageBackend. A request of the sweep that hangs is not waited for longer than a few seconds."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        self._calls.close()
+        try:
+            self._inner.close()
+        finally:
+            self._thread.join(_CLOSE_S)
+            if self._thread.is_alive():
+                self._calls.count(errors=["sweep_left"])
+                _log.warning("limit: a request of the sweep hangs; its thread is left to end by itself")
+
+    def _sweep_until_closed(self) -> None:
+        raw: RawStore | None = None
+        pause_s = 0.0
+        while self._wait_until_due(pause_s):
+            try:
+                raw = raw or self._open_raw()
+                self._list(raw)
+                self._sweep(raw)
+                pause_s = PAUSE_S
+                continue
+            except (BackendError, ConfigError) as error:
+                self._calls.count(errors=["listing"])
+                _log.warning("limit: the store cannot be listed or swept: %s", error)
+            except Exception:
+                self._calls.count(errors=["internal"])
+                _log.exception("limit: the sweep failed; it goes on")
+            # A store that was away may want new connections.
+            _close(raw)
+            raw, pause_s = None, min(max(PAUSE_S, 2 * pause_s), self._interval_s)
+            with self._state:
+                self._is_due = True
+        _close(raw)
+
+    def _wait_until_due(self, pause_s: float) -> bool:
+        """Until the next listing: after the interval, or after `pause_s` if one is due. False once it is closed."""
+        # Engines that started together need not list together.
+        interval_s = self._interval_s * self._dice.uniform(0.75, 1.25)
+        with self._state:
+            self._state.wait_for(lambda: self._closed, min(pause_s, interval_s))
+            self._state.wait_for(lambda: self._closed or self._is_due, max(0.0, interval_s - pause_s))
+            self._is_due = False
+            return not self._closed
+
+    def _list(self, raw: RawStore) -> None:
+        with self._state:
+            self._ledger.begin_listing()
+            fresh, self._fresh = self._fresh, {}
+            uses, self._uses = self._uses, {}
+        chains, namespace = self._chains, self.codec.namespace
+        total, seen = 0, set[PageId]()
+        for page in raw.pages():
+            if self._closed:
+                return
+            total += page.bytes
+            where = (page.namespace, page.key)
+            if page.namespace == namespace and page.key in uses:
+                page = replace(page, used_s=max(page.used_s or 0.0, uses[page.key]))  # noqa: PLW2901  the same page
+            if not chains.renew(page):
+                if len(chains) >= PAGES_MAX:
+                    continue
+                if page.namespace == namespace and page.key in fresh:
+                    chains.add(page, fresh[page.key])
+                else:
+                    chains.add_unread(page)
+            seen.add(where)
+        chains.keep(seen)
+        with self._state:
+            self._ledger.end_listing(total)
+            self._state.notify_all()
+
+    def _sweep(self, raw: RawStore) -> None:
+        with self._state:
+            capacity, used = self._ledger.capacity_bytes, self._ledger.used_bytes
+            # As much as was turned away, but for one batch half of a small store is enough.
+            wanted, self._wanted_bytes = min(self._wanted_bytes, capacity // 2), 0
+        if used <= HIGH_WATER * capacity and used + wanted <= capacity:
+            return
+        excess = used - min(math.floor(LOW_WATER * capacity), capacity - wanted)
+        for page in self._chains.unread():
+            if self._closed:
+                return
+            header = read_header(raw, page)
+            self._chains.add(page, None if header is None else parent_in(header))
+        chosen: list[StoredPage] = []
+        for page in self._chains.tails_first():
+            if excess <= 0:
+                break
+            excess -= page.bytes
+            chosen.append(page)
+        for first in range(0, len(chosen), _REMOVE_CHUNK):
+            if self._closed:
+                return
+            self._remove(raw, chosen[first : first + _REMOVE_CHUNK])
+
+    def _remove(self, raw: RawStore, pages: Sequence[StoredPage]) -> None:
+        removed = raw.remove(pages)
+        for page in pages:
+            self._chains.discard((page.namespace, page.key))
+        with self._state:
+            # Also what another engine's sweep has removed: it was in this listing, and is there no more.
+            self._ledger.removed(sum(page.bytes for page in pages))
+        self._calls.count(evicted_pages=removed)
+
+
+def _close(raw: RawStore | None) -> None:
+    """Close a store that may be in trouble, if it is open at all."""
+    if raw is not None:
+        with contextlib.suppress(BackendError):
+            raw.close()

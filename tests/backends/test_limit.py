@@ -1,0 +1,304 @@
+"""A limit around a store that has none, on the file store without a capacity of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.base import SetOutcome, leaves
+from hicache.backends.chains import Chains
+from hicache.backends.file.raw import FileRaw, make_store, open_raw
+from hicache.backends.limit import LimitedBackend
+from hicache.backends.raw import RawStore, StoredPage
+from hicache.backends.testing import (
+    HIT,
+    MISS,
+    OTHER_NAMESPACE,
+    PAYLOAD_BYTES,
+    PRESENT,
+    SET_ERROR,
+    STORED,
+    BackendContract,
+    OpenStore,
+    Store,
+    exists,
+    in_threads,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.errors import BackendUnavailable, InvalidInput
+from hicache.frame import FrameCodec
+from tests.seeds import rng, seeds
+from tests.waiting import wait_for
+
+from ._files import CODEC, PAGE, disk_usage, open_file
+
+REJECTED = SetOutcome.REJECTED
+LARGE = 1 << 30
+
+
+class TestLimitedBackend(BackendContract):
+    @pytest.fixture
+    def open_store(self, tmp_path: Path) -> OpenStore:
+        return lambda codec: limited(tmp_path / "store", LARGE // codec.frame_bytes, codec)
+
+
+def limited(root: Path, pages: int, codec: FrameCodec = CODEC, *, interval_s: float = 0.05) -> Store:
+    """A file store at `root` that has a limit only by what is tested here. Lists much more often than one would."""
+    inner = open_file(root, codec)
+    backend = LimitedBackend(
+        inner.backend, lambda: open_raw(path=root), capacity_bytes=pages * codec.frame_bytes,
+        list_interval_s=interval_s, seed=0,
+    )  # fmt: skip
+    return Store(backend, inner.read, inner.write)
+
+
+@dataclass(slots=True)
+class Opened:
+    """Limited stores on one directory, closed after the test."""
+
+    root: Path
+    stores: list[Store] = field(default_factory=list)
+
+    def __call__(self, pages: int, codec: FrameCodec = CODEC, *, interval_s: float = 0.05) -> Store:
+        self.stores.append(limited(self.root, pages, codec, interval_s=interval_s))
+        return self.stores[-1]
+
+    def pages(self) -> int:
+        return disk_usage(self.root)[0]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opened]:
+    opened = Opened(tmp_path / "store")
+    yield opened
+    for store in opened.stores:
+        store.backend.close()
+
+
+def evicted(store: Store) -> int:
+    return store.backend.statistics().evicted_pages
+
+
+def test_what_has_no_room_is_turned_away_and_the_head_stays(opened: Opened) -> None:
+    store, keys = opened(5), make_keys(8)
+    assert store_chain(store, keys) == [STORED] * 5 + [REJECTED] * 3
+    assert (exists(store, keys), store.backend.usage().capacity_bytes) == (5, 5 * PAGE)
+    assert store.backend.statistics().sets == {STORED: 5, REJECTED: 3}
+
+
+def test_without_the_limit_all_of_it_is_stored(tmp_path: Path) -> None:
+    """The control of the test above: the store itself has none."""
+    store = open_file(tmp_path / "store")
+    assert store_chain(store, make_keys(8)) == [STORED] * 8
+    store.backend.close()
+
+
+def test_pages_that_are_there_are_present_in_a_full_store(opened: Opened) -> None:
+    store, keys = opened(3), make_keys(4)
+    store_chain(store, keys[:3])
+    assert store_chain(store, keys) == [PRESENT] * 3 + [REJECTED]
+
+
+def test_the_sweep_takes_the_tail_of_the_chain_that_was_unused_for_longest(opened: Opened) -> None:
+    store, old, used = opened(20), make_keys(10, "old"), make_keys(10, "used")
+    store_chain(store, old)
+    store_chain(store, used)
+    wait_for(lambda: evicted(store) == 2)
+    assert (exists(store, old), exists(store, used)) == (8, 10)
+    assert load(store, old[:8]) == [HIT] * 8
+    wait_for(lambda: store_chain(store, make_keys(2, "more")) != [REJECTED] * 2)
+    wait_for(lambda: evicted(store) == 4)
+    assert (exists(store, old), exists(store, used)) == (8, 8)
+
+
+def test_what_lay_there_before_counts_and_its_chains_are_known_from_headers(tmp_path: Path, opened: Opened) -> None:
+    keys = make_keys(10)
+    first = open_file(tmp_path / "store")
+    store_chain(first, keys)
+    first.backend.close()
+    store = opened(10)
+    assert store_chain(store, make_keys(1, "new")) in ([REJECTED], [STORED])
+    wait_for(lambda: evicted(store) > 0)
+    assert opened.pages() <= 10
+    assert load(store, keys[: exists(store, keys)]) == [HIT] * exists(store, keys)
+    assert exists(store, keys) == 9
+
+
+def test_a_damaged_header_does_not_keep_a_page_from_being_removed(tmp_path: Path, opened: Opened) -> None:
+    keys = make_keys(10)
+    first = open_file(tmp_path / "store")
+    store_chain(first, keys)
+    first.write(keys[9], bytes(PAGE))
+    first.backend.close()
+    store = opened(10)
+    wait_for(lambda: evicted(store) == 1)
+    assert opened.pages() == 9 and exists(store, keys) >= 8
+
+
+def test_pages_of_other_namespaces_count_and_are_swept_too(opened: Opened) -> None:
+    other = opened(10, FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
+    theirs = make_keys(9, "theirs")
+    assert store_chain(other, theirs) == [STORED] * 9
+    store, ours = opened(10), make_keys(4, "ours")
+    outcomes = store_chain(store, ours)
+    assert outcomes == [STORED] + [REJECTED] * 3
+    wait_for(lambda: store_chain(store, ours)[3] is not REJECTED)
+    assert exists(store, ours) == 4 and exists(other, theirs) < 9
+    assert opened.pages() <= 10
+
+
+def test_engines_exceed_the_limit_by_what_others_wrote_since_their_listing_and_a_listing_ends_that(
+    opened: Opened,
+) -> None:
+    never_s = 3600.0
+    ours, theirs = opened(10, interval_s=never_s), opened(10, interval_s=never_s)
+    first, second = make_keys(9, "first"), make_keys(8, "second")
+    assert store_chain(theirs, first[:1]) == store_chain(ours, second[:1]) == [STORED]
+    store_chain(ours, second[1:], second[0])
+    store_chain(theirs, first[1:], first[0])
+    assert opened.pages() == 17
+    opened(10)
+    wait_for(lambda: opened.pages() <= 10)
+    assert opened.pages() == exists(ours, second) + exists(theirs, first) > 0
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_threads_never_exceed_the_limit(opened: Opened, seed: int) -> None:
+    store, over = opened(16), []
+
+    def work(number: int) -> None:
+        dice = rng(seed * 10 + number)
+        for turn in range(15):
+            keys = make_keys(dice.randrange(1, 8), f"{number} {turn}")
+            assert set(store_chain(store, keys)) <= {STORED, REJECTED}
+            if opened.pages() > 16:
+                over.append(opened.pages())
+
+    in_threads(4, work)
+    assert over == [] and store.backend.statistics().errors == {}
+
+
+@dataclass(slots=True)
+class Troubled(RawStore):
+    """A raw store that fails while `down`, and waits at each listing while `gate` is not set."""
+
+    raw: FileRaw
+    trouble: list[Exception]
+    gate: threading.Event
+
+    def pages(self, namespace: str = "") -> Iterator[StoredPage]:
+        self.gate.wait(30.0)
+        if self.trouble:
+            raise self.trouble[-1]
+        return self.raw.pages(namespace)
+
+    def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
+        return self.raw.read(page, bytes_max)
+
+    def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
+        return self.raw.write(page, data, parent)
+
+    def remove(self, pages: Sequence[StoredPage]) -> int:
+        return self.raw.remove(pages)
+
+    def close(self) -> None:
+        self.raw.close()
+
+
+@contextlib.contextmanager
+def troubled(
+    root: Path, *trouble: Exception, gate: bool = True
+) -> Iterator[tuple[Store, list[Exception], threading.Event]]:
+    """A limited store, the trouble its sweep has until the list is empty, and the gate it waits at."""
+    inner, troubles, opens = open_file(root), list(trouble), threading.Event()
+    if gate:
+        opens.set()
+    backend = LimitedBackend(
+        inner.backend, lambda: Troubled(open_raw(path=root), troubles, opens), capacity_bytes=5 * PAGE,
+        list_interval_s=0.05,
+    )  # fmt: skip
+    yield Store(backend, inner.read, inner.write), troubles, opens
+    opens.set()
+    backend.close()
+
+
+@pytest.mark.parametrize("trouble", [BackendUnavailable("it is away"), RuntimeError("a bug")])
+def test_a_store_that_cannot_be_listed_takes_no_pages_until_it_can(
+    tmp_path: Path, trouble: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.CRITICAL), troubled(tmp_path / "store", trouble) as (store, troubles, _):
+        keys = make_keys(2)
+        frames = [memoryview(bytearray(PAGE)) for _ in keys]
+        assert store.backend.batch_set(keys, frames, parent=None, deadline=soon(0.05)) == [SET_ERROR] * 2
+        errors = store.backend.statistics().errors
+        assert errors["unlisted"] == 2 and errors["listing" if isinstance(trouble, OSError) else "internal"] > 0
+        assert load(store, keys) == [MISS] * 2
+        troubles.clear()
+        wait_for(lambda: store_chain(store, keys) == [STORED] * 2)
+
+
+def test_closing_does_not_wait_for_a_first_listing(tmp_path: Path) -> None:
+    with troubled(tmp_path / "store", gate=False) as (store, _, gate):
+        started = threading.Event()
+
+        def close() -> None:
+            started.wait(30.0)
+            gate.set()
+            store.backend.close()
+
+        closer = threading.Thread(target=close)
+        closer.start()
+        started.set()
+        assert set(store_chain(store, make_keys(2))) <= {STORED, SET_ERROR}
+        closer.join(30.0)
+        assert store_chain(store, make_keys(2)) == [SET_ERROR] * 2
+
+
+def test_closing_ends_the_sweep(opened: Opened) -> None:
+    before = threading.active_count()
+    store = opened(5)
+    store.backend.close()
+    store.backend.close()
+    assert [thread.name for thread in threading.enumerate() if thread.name == "hicache-limit"] == []
+    assert threading.active_count() <= before
+
+
+def test_it_is_a_composite_of_what_it_limits(opened: Opened) -> None:
+    store = opened(5)
+    assert isinstance(store.backend, LimitedBackend)
+    assert list(leaves(store.backend)) == list(store.backend.parts)
+
+
+@pytest.mark.parametrize(("capacity_bytes", "interval_s"), [(PAGE - 1, 1.0), (True, 1.0), (PAGE, 0.0)])
+def test_a_limit_without_sense_is_refused(tmp_path: Path, capacity_bytes: int, interval_s: float) -> None:
+    inner = open_file(tmp_path / "store")
+    with pytest.raises(InvalidInput, match="limit"):
+        LimitedBackend(
+            inner.backend, lambda: open_raw(path=tmp_path / "store"), capacity_bytes=capacity_bytes,
+            list_interval_s=interval_s,
+        )  # fmt: skip
+    assert store_chain(inner, make_keys(1)) == [STORED]
+    inner.backend.close()
+
+
+def test_a_page_to_be_read_is_a_head_until_its_header_is_known(tmp_path: Path) -> None:
+    make_store(tmp_path / "store")
+    chains, (head, tail) = Chains(), make_keys(2)
+    pages = [StoredPage(CODEC.namespace, key, PAGE, 0.0) for key in (head, tail)]
+    for page in pages:
+        chains.add_unread(page)
+    assert (chains.heads(), sorted(page.key for page in chains.unread())) == (2, sorted([head, tail]))
+    chains.add(pages[1], head)
+    assert (chains.heads(), [page.key for page in chains.unread()]) == (1, [head])
+    chains.discard((CODEC.namespace, head))
+    assert chains.unread() == []
+    chains.check()
