@@ -2,7 +2,10 @@
 
 A factory is a class derived from `StorageBackend`, or a function `(codec, **options)` that is annotated to return one,
 so that a configuration can be checked without opening a store. Other packages add one under the entry-point group
-`hicache.backends`; a name there does not replace a built-in one.
+`hicache.backends`; a name there does not replace a built-in one. Under the same name in the group `hicache.raw_stores`
+they may add a function `(**options) -> RawStore` of the same options, so that `hicache ls` and its like know the store.
+
+A store that can be listed and has no option `capacity_bytes` gets one: see `limit`.
 """
 
 from __future__ import annotations
@@ -20,9 +23,12 @@ from ..frame import FrameCodec
 from .base import Composite, StorageBackend
 from .faults import FaultOptions, FaultyBackend
 from .guard import GuardedBackend, GuardOptions, guards_of
+from .limit import LimitedBackend
 from .raw import RawStore
 
 ENTRY_POINT_GROUP = "hicache.backends"
+RAW_ENTRY_POINT_GROUP = "hicache.raw_stores"
+_CAPACITY = "capacity_bytes"
 
 Factory: TypeAlias = Callable[..., StorageBackend]
 
@@ -144,13 +150,45 @@ def open_backend(type_name: str, codec: FrameCodec, options: Mapping[str, object
     not make a StorageBackend; BackendError as the backend does.
     """
     factory = check_backend(type_name, options)
+    own, capacity_bytes = _split_capacity(type_name, factory, options)
     try:
-        backend: object = factory(codec, **options)
+        backend: object = factory(codec, **own)
     except (InvalidInput, TypeError) as error:
         raise ConfigError(f"backend {type_name}: {error}") from error
     if not isinstance(backend, StorageBackend):
         raise ConfigError(f"backend {type_name}: its factory made a {type(backend).__name__}, not a StorageBackend")
-    return backend
+    if capacity_bytes is None:
+        return backend
+    spec = BackendSpec(type_name, own)
+    try:
+        return LimitedBackend(backend, lambda: open_raw(spec), capacity_bytes=cast(int, capacity_bytes))
+    except InvalidInput as error:
+        backend.close()
+        raise ConfigError(f"backend {type_name}: {error}") from error
+
+
+def _split_capacity(
+    type_name: str, factory: Factory, options: Mapping[str, object]
+) -> tuple[Mapping[str, object], object]:
+    """The options that the factory takes, and the limit to put around what it makes, None for none."""
+    if _CAPACITY not in options or _raw_place(type_name) is None or _takes_capacity(factory):
+        return options, None
+    return {name: value for name, value in options.items() if name != _CAPACITY}, options[_CAPACITY]
+
+
+def _takes_capacity(factory: Callable[..., object]) -> bool:
+    try:
+        return _CAPACITY in inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return True  # an extension type without a signature; it says so itself if it does not
+
+
+def _raw_place(type_name: str) -> EntryPoint | None:
+    """Where what opens the raw store of a backend is; None if there is none."""
+    built_in = _RAW.get(type_name)
+    if built_in is not None:
+        return EntryPoint(type_name, built_in, RAW_ENTRY_POINT_GROUP)
+    return next(iter(entry_points(group=RAW_ENTRY_POINT_GROUP, name=type_name)), None)
 
 
 def check_backend(type_name: str, options: Mapping[str, object]) -> Factory:
@@ -161,7 +199,7 @@ def check_backend(type_name: str, options: Mapping[str, object]) -> Factory:
     """
     factory = _factory(type_name)
     _check_result(type_name, factory)
-    _check_options(type_name, factory, options)
+    _check_options(type_name, factory, _split_capacity(type_name, factory, options)[0])
     for part in part_specs(type_name, options):
         try:
             check_backend(part.backend.type, part.backend.options)
@@ -175,12 +213,16 @@ def open_raw(spec: BackendSpec) -> RawStore:
 
     Raises ConfigError for a backend that has no such view, or refuses its options; BackendError as the backend does.
     """
-    place = _RAW.get(spec.type)
+    place = _raw_place(spec.type)
     if place is None:
-        raise ConfigError(f"backend {spec.type}: cannot be listed; {', '.join(sorted(_RAW)) or 'none'} can")
-    factory = cast(Callable[..., RawStore], _load(spec.type, EntryPoint(spec.type, place, ENTRY_POINT_GROUP)))
+        known = sorted({*_RAW, *(point.name for point in entry_points(group=RAW_ENTRY_POINT_GROUP))})
+        raise ConfigError(f"backend {spec.type}: cannot be listed; {', '.join(known)} can")
+    factory = cast(Callable[..., RawStore], _load(spec.type, place))
+    options = dict(spec.options)
+    if not _takes_capacity(factory):
+        options.pop(_CAPACITY, None)  # a limit that engines keep
     try:
-        return factory(**spec.options)
+        return factory(**options)
     except (InvalidInput, TypeError) as error:
         raise ConfigError(f"backend {spec.type}: {error}") from error
 
