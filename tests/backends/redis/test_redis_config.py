@@ -1,0 +1,85 @@
+"""The section `storage` of type `redis`: what it accepts, what the backend gets, and its page in the documentation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hicache.backends.redis.opening import redis_options
+from hicache.backends.redis.options import Address
+from hicache.backends.registry import check_backend
+from hicache.config import load_config
+from hicache.config.redis_storage import RedisStorage, RedisStorageOptions
+from hicache.errors import ConfigError
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/backends/redis.md"
+
+
+def loaded(tmp_path: Path, options: dict[str, Any]) -> RedisStorage:
+    file = tmp_path / "hicache.yaml"
+    file.write_text(yaml.safe_dump({"storage": {"type": "redis", "options": options}}))
+    storage = load_config(file, environ={}, overrides={}).storage
+    assert isinstance(storage, RedisStorage)
+    return storage
+
+
+def test_the_backend_gets_what_the_section_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PASSWORD_OF_TESTS", "hush")
+    options = loaded(tmp_path, {
+        "sentinels": ["one", "two:7000"], "service": "cache", "ttl": "2h", "timeout": "250ms", "pipeline": "1MiB",
+        "read_from": "replica", "connections": 3, "db": 4, "key_prefix": "c:", "username": "me",
+        "password_env": "PASSWORD_OF_TESTS", "tls": True, "tls_ca_file": "/ca.pem", "tls_check_hostname": False,
+    }).backend_options()  # fmt: skip
+    check_backend("redis", options)
+    made = redis_options(**options)  # type: ignore[arg-type]
+    assert (made.mode, made.service, made.addresses) == ("sentinel", "cache", (Address("one", 26379), Address("two", 7000)))
+    assert (made.ttl_s, made.timeout_s, made.pipeline_bytes, made.connections) == (7200.0, 0.25, 1 << 20, 3)
+    assert (made.read_from, made.db, made.key_prefix) == ("replica", 4, "c:")
+    assert made.tls is not None and not made.tls.check_hostname
+    assert (made.login.username, made.login.password) == ("me", "hush")
+    assert "hush" not in repr(made)
+
+
+def test_defaults_of_the_section_are_those_of_the_backend(tmp_path: Path) -> None:
+    section = loaded(tmp_path, {"url": "redis://host/3"}).backend_options()
+    assert redis_options(**section) == redis_options(url="redis://host/3")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({}, "exactly one of url"),
+        ({"url": "redis://h", "cluster": ["h"]}, "there are url and cluster"),
+        ({"sentinels": ["h"]}, "sentinels and service together"),
+        ({"url": "redis://h", "read_from": "replica"}, "replicas and read_from"),
+        ({"url": "redis://h", "key_prefix": "a b"}, "key_prefix"),
+        ({"url": "redis://h", "conections": 3}, "connections"),
+        ({"cluster": []}, "cluster"),
+        ({"url": "redis://h", "timeout": 0}, "timeout"),
+        ({"url": "redis://h", "password": "hush"}, "password"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match) as raised:
+        loaded(tmp_path, options)
+    assert "hush" not in str(raised.value)
+
+
+def test_the_page_names_every_option_and_no_other() -> None:
+    rows = re.findall(r"^\| `([a-z_]+)` \|", PAGE.read_text(), flags=re.MULTILINE)
+    assert rows == list(RedisStorageOptions.model_fields)
+
+
+def test_the_examples_on_the_page_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert len(examples) >= 3
+    monkeypatch.setenv("HICACHE_REDIS_PASSWORD", "x")
+    for example in examples:
+        storage = loaded(tmp_path, yaml.safe_load(example)["storage"]["options"])
+        options = dict(storage.backend_options())
+        options.pop("password_file")
+        redis_options(**options)  # type: ignore[arg-type]

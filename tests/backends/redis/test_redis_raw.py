@@ -1,0 +1,129 @@
+"""A Redis store as its operator sees it: listed, read, written and emptied, on one server and on a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hicache.backends.raw import RawStore, StoredPage
+from hicache.backends.registry import BackendSpec, open_raw
+from hicache.backends.testing import HIT, NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, load, make_keys, store_chain
+from hicache.devservers import RedisCluster, ValkeyServer
+from hicache.errors import BackendUnavailable, ConfigError
+from hicache.frame import FrameCodec
+
+from .store import CODEC, PAGE, fresh_prefix, open_on, opened
+
+OTHER = FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES)
+
+
+@pytest.fixture(params=["server", "cluster"])
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    server = request.getfixturevalue("valkey" if request.param == "server" else "redis_cluster")
+    assert isinstance(server, (ValkeyServer, RedisCluster))
+    return server.storage(key_prefix=fresh_prefix())[1]
+
+
+@contextlib.contextmanager
+def raw_on(options: dict[str, Any]) -> Iterator[RawStore]:
+    store = open_raw(BackendSpec("redis", options))
+    try:
+        yield store
+    finally:
+        store.close()
+        store.close()
+
+
+@pytest.fixture
+def raw(options: dict[str, Any]) -> Iterator[RawStore]:
+    with raw_on(options) as store:
+        yield store
+
+
+def fill(options: dict[str, Any], codec: FrameCodec, keys: list[bytes]) -> None:
+    store = open_on(None, options, codec)
+    store_chain(store, keys)
+    store.backend.close()
+
+
+def test_all_pages_of_all_namespaces_are_listed_once(raw: RawStore, options: dict[str, Any]) -> None:
+    keys = make_keys(2500)
+    fill(options, CODEC, keys)
+    fill(options, OTHER, keys[:7])
+    found = list(raw.pages())
+    assert len(found) == 2507
+    assert {(page.namespace, page.key) for page in found} == {
+        *((NAMESPACE, key) for key in keys), *((OTHER_NAMESPACE, key) for key in keys[:7])
+    }  # fmt: skip
+    assert {page.bytes for page in found} == {PAGE}
+    assert all(page.used_s is not None and abs(page.used_s - time.time()) < 600 for page in found)
+    assert len(list(raw.pages(OTHER_NAMESPACE.hex()[:10]))) == 7
+    assert not list(raw.pages("ffff"))
+
+
+def test_pages_are_read_written_and_removed_as_they_are(raw: RawStore, options: dict[str, Any]) -> None:
+    keys = make_keys(5)
+    fill(options, CODEC, keys)
+    pages = {page.key: page for page in raw.pages()}
+    sealed = {key: raw.read(pages[key], PAGE) for key in keys}
+    data = sealed[keys[0]]
+    assert data is not None and CODEC.check(keys[0], memoryview(data)) is None
+    assert raw.read(pages[keys[0]], 256) == data[:256]
+    assert not raw.write(pages[keys[0]], b"other bytes", None)  # it is there
+    assert raw.remove(list(pages.values())) == 5
+    assert raw.remove(list(pages.values())) == 0
+    assert raw.read(pages[keys[0]], PAGE) is None
+    assert not list(raw.pages())
+    for key, data in sealed.items():
+        assert raw.write(pages[key], data or b"", None)
+    store = open_on(None, options)
+    assert load(store, keys) == [HIT] * 5
+    store.backend.close()
+
+
+def test_what_is_no_page_is_not_listed_and_a_list_in_a_pages_place_is(valkey: ValkeyServer) -> None:
+    (key,) = make_keys(1)
+    prefix = fresh_prefix()
+    with raw_on(valkey.storage(key_prefix=prefix)[1]) as raw, valkey.client() as client:
+        for name in ("", "short:name", f"{NAMESPACE.hex()}:{key.hex()}x", f"{NAMESPACE.hex().upper()}:{key.hex()}"):
+            client.set(prefix + name, b"somebody else's")
+        assert not list(raw.pages())
+        client.rpush(f"{prefix}{NAMESPACE.hex()}:{key.hex()}", "a")
+        (page,) = raw.pages()
+        assert dataclasses.replace(page, used_s=None) == StoredPage(NAMESPACE, key, 0, None)
+        assert raw.read(page, PAGE) == b""
+        assert raw.remove([page]) == 1
+
+
+def test_a_server_that_evicts_by_frequency_knows_no_times() -> None:
+    with ValkeyServer(maxmemory_bytes=64 << 20, policy="allkeys-lfu") as server, opened(server) as (backend, store):
+        store_chain(store, make_keys(3))
+        options = server.storage(key_prefix=backend.options.key_prefix)[1]
+        with raw_on(options) as raw:
+            assert [page.used_s for page in raw.pages()] == [None] * 3
+
+
+def test_a_full_server_takes_nothing_more() -> None:
+    with ValkeyServer(maxmemory_bytes=1) as server, raw_on(server.storage()[1]) as raw:
+        assert not raw.write(StoredPage(NAMESPACE, make_keys(1)[0], PAGE, None), b"x" * PAGE, None)
+
+
+def test_trouble_is_an_error_that_says_what_to_do() -> None:
+    page = StoredPage(NAMESPACE, make_keys(1)[0], PAGE, None)
+    with ValkeyServer() as server:
+        raw = open_raw(BackendSpec("redis", server.storage()[1]))
+        server.kill()
+        for work in (lambda: list(raw.pages()), lambda: raw.read(page, 1), lambda: raw.remove([page]),
+                     lambda: raw.write(page, b"x", None)):  # fmt: skip
+            with pytest.raises(BackendUnavailable, match="start the server"):
+                work()
+        raw.close()
+        with pytest.raises(BackendUnavailable, match="start the server"):
+            open_raw(BackendSpec("redis", server.storage()[1]))
+        with pytest.raises(ConfigError, match="unexpected"):
+            open_raw(BackendSpec("redis", {"urls": "redis://h"}))

@@ -1,0 +1,204 @@
+"""Clusters that change under a store: slots that move, are on the move, or are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+from redis.crc import key_slot
+
+from hicache.backends.redis.channel import Reply
+from hicache.backends.redis.errors import ErrorReply, Fault, Trouble
+from hicache.backends.redis.options import Address
+from hicache.backends.redis.routing import SLOTS, parse_slots, redirect
+from hicache.backends.testing import (
+    GET_ERROR,
+    HIT,
+    MISS,
+    PRESENT,
+    SET_ERROR,
+    STORED,
+    Store,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.devservers import RedisCluster
+
+from .store import fresh_prefix, name_of, open_on
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RedisCluster]:
+    """One whose slots these tests push around."""
+    with RedisCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def store(cluster: RedisCluster) -> Iterator[Store]:
+    with redis.RedisCluster("127.0.0.1", cluster.nodes[0].port) as client:
+        store = open_on(client, cluster.storage(key_prefix=fresh_prefix())[1])
+        yield store
+        store.backend.close()
+
+
+class Slot:
+    """The slot of one page, and how it is moved to another node."""
+
+    def __init__(self, cluster: RedisCluster, store: Store, key: bytes) -> None:
+        self._clients = [node.client() for node in cluster.nodes]
+        self._ports = [node.port for node in cluster.nodes]
+        self._ids = [str(client.execute_command("CLUSTER", "MYID"), "ascii") for client in self._clients]
+        self.name: str = name_of(store.backend, key)  # type: ignore[arg-type]
+        self.slot = key_slot(self.name.encode())
+        self.source = next(i for i, client in enumerate(self._clients) if self._serves(client))
+        self.target = (self.source + 1) % len(self._clients)
+
+    def _serves(self, client: Any) -> bool:
+        try:
+            client.exists(self.name)
+        except redis.exceptions.MovedError:
+            return False
+        return True
+
+    def open(self) -> None:
+        """Begin to move it: what the source does not have is asked of the target."""
+        source, target = self._ids[self.source], self._ids[self.target]
+        self._clients[self.target].execute_command("CLUSTER", "SETSLOT", self.slot, "IMPORTING", source)
+        self._clients[self.source].execute_command("CLUSTER", "SETSLOT", self.slot, "MIGRATING", target)
+
+    def carry(self) -> None:
+        """Move what is in it."""
+        source = self._clients[self.source]
+        for name in source.execute_command("CLUSTER", "GETKEYSINSLOT", self.slot, 1000):
+            source.execute_command("MIGRATE", "127.0.0.1", self._ports[self.target], name, 0, 5000)
+
+    def end(self) -> None:
+        """Let all nodes know that it has moved."""
+        target = self._ids[self.target]
+        for i in (self.target, self.source, *range(len(self._clients))):
+            self._clients[i].execute_command("CLUSTER", "SETSLOT", self.slot, "NODE", target)
+        for client in self._clients:
+            client.close()
+
+
+def test_pages_of_a_slot_that_moved_are_found_where_they_are(cluster: RedisCluster, store: Store) -> None:
+    keys = make_keys(20, "moved")
+    store_chain(store, keys)
+    slot = Slot(cluster, store, keys[7])
+    slot.open()
+    slot.carry()
+    slot.end()
+    assert load(store, keys) == [HIT] * 20
+    assert store.backend.batch_exists(keys, deadline=soon()) == 20
+    assert store_chain(store, keys) == [PRESENT] * 20
+    assert store.backend.delete(keys, deadline=soon()) == 20
+    assert dict(store.backend.statistics().errors) == {}
+
+
+@pytest.mark.parametrize("verb", ["exists", "get", "set", "delete"])
+def test_each_verb_follows_a_slot_that_moved(cluster: RedisCluster, store: Store, verb: str) -> None:
+    keys = make_keys(20, verb)
+    store_chain(store, keys)
+    slot = Slot(cluster, store, keys[3])
+    slot.open()
+    slot.carry()
+    slot.end()
+    backend = store.backend
+    if verb == "exists":
+        assert backend.batch_exists(keys, deadline=soon()) == 20
+    elif verb == "get":
+        assert load(store, keys) == [HIT] * 20
+    elif verb == "set":
+        assert store_chain(store, keys) == [PRESENT] * 20
+    else:
+        assert backend.delete(keys, deadline=soon()) == 20
+    assert dict(backend.statistics().errors) == {}
+
+
+def test_pages_of_a_slot_on_the_move_are_asked_of_both_ends(cluster: RedisCluster, store: Store) -> None:
+    keys = make_keys(20, "moving")
+    store_chain(store, keys[:19])
+    slot = Slot(cluster, store, keys[5])
+    slot.open()
+    slot.carry()
+    backend = store.backend
+    assert load(store, keys) == [HIT] * 19 + [MISS]
+    assert backend.batch_exists(keys, deadline=soon()) == 19
+    backend.delete([keys[5]], deadline=soon())
+    assert store_chain(store, keys) == [PRESENT] * 5 + [STORED] + [PRESENT] * 13 + [STORED]
+    assert load(store, keys) == [HIT] * 20
+    assert dict(backend.statistics().errors) == {}
+    slot.end()
+
+
+def test_a_slot_that_nobody_has_costs_its_pages(cluster: RedisCluster, store: Store) -> None:
+    keys = make_keys(20, "gone")
+    store_chain(store, keys)
+    slot = Slot(cluster, store, keys[4])
+    backend = store.backend
+    for client in slot._clients:
+        client.execute_command("CLUSTER", "DELSLOTS", slot.slot)
+    try:
+        assert load(store, keys) == [HIT] * 4 + [GET_ERROR] + [HIT] * 15
+        assert backend.batch_exists(keys, deadline=soon()) == 4
+        assert store_chain(store, keys) == [PRESENT] * 4 + [SET_ERROR] + [PRESENT] * 15
+        assert dict(backend.statistics().errors) == {"cluster_down": 3}
+    finally:
+        slot._clients[slot.target].execute_command("CLUSTER", "ADDSLOTS", slot.slot)
+        slot.end()
+
+
+ASKED = Address("asked", 7000)
+
+
+def test_the_map_of_slots_is_read_in_all_its_forms() -> None:
+    reply: Reply = [
+        [0, 99, [b"one", 7001, b"id"], [b"two", 7002, b"id", []]],
+        [100, 16383, [b"", 7003, b"id"], [None, 7004, b"id"]],
+    ]
+    routes = parse_slots(reply, ASKED)
+    assert routes.addresses() == {
+        Address("one", 7001), Address("two", 7002), Address("asked", 7003), Address("asked", 7004)
+    }  # fmt: skip
+    assert len(routes.slots) == SLOTS and None not in routes.slots
+    assert routes.slots[99] != routes.slots[100] == routes.slots[16383]
+
+
+@pytest.mark.parametrize(
+    ("reply", "fault"),
+    [
+        ([], Fault.CLUSTER_DOWN),
+        (None, Fault.CLUSTER_DOWN),
+        ([[0, 99]], Fault.PROTOCOL),
+        ([[0, 16384, [b"one", 7001]]], Fault.PROTOCOL),
+        ([[5, 4, [b"one", 7001]]], Fault.PROTOCOL),
+        ([[0, 1, [7001]]], Fault.PROTOCOL),
+        ([[0, 1, b"one"]], Fault.PROTOCOL),
+        ([7], Fault.PROTOCOL),
+    ],
+)
+def test_a_map_of_another_form_is_refused(reply: Reply, fault: Fault) -> None:
+    with pytest.raises(Trouble) as raised:
+        parse_slots(reply, ASKED)
+    assert raised.value.fault is fault
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        (b"MOVED 3999 127.0.0.1:6381", Address("127.0.0.1", 6381)),
+        (b"ASK 3999 :6381", Address("asked", 6381)),
+        (b"MOVED 3999 [::1]:6381", Address("::1", 6381)),
+        (b"MOVED 3999 ::1:6381", Address("::1", 6381)),
+        (b"MOVED 3999 host", None),
+        (b"MOVED", None),
+        (b"MOVED 3999 host:123456", None),
+    ],
+)
+def test_redirections_are_read(text: bytes, target: Address | None) -> None:
+    assert redirect(ErrorReply(text), ASKED) == target

@@ -1,0 +1,248 @@
+"""The reader of replies and the sender of requests on one connection, fed by a peer that the tests play."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.backends.redis.channel import Channel, Oversize, Reply, command
+from hicache.backends.redis.errors import ErrorReply, Fault, Trouble, trouble_of
+from hicache.backends.testing import soon
+
+PAGE = 600
+
+
+class Connection:
+    """What a channel wants of the `redis` package."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def disconnect(self) -> None:
+        self._sock.close()
+
+
+@contextlib.contextmanager
+def peers(timeout_s: float = 5.0) -> Iterator[tuple[Channel, socket.socket]]:
+    """A channel that is owed any number of replies, and the other end."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Channel(Connection(ours), timeout_s), theirs
+
+
+def feed(theirs: socket.socket, pieces: list[bytes]) -> threading.Thread:
+    """Send pieces, one packet each, from another thread."""
+
+    def send() -> None:
+        for piece in pieces:
+            theirs.sendall(piece)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    return thread
+
+
+def cut(data: bytes, borders: list[int]) -> list[bytes]:
+    places = [0, *sorted(border % (len(data) + 1) for border in borders), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(places) if a < b]
+
+
+def fits(length: int) -> bool:
+    return length == PAGE
+
+
+def page(fill: bytes) -> bytes:
+    return b"$%d\r\n" % PAGE + fill * PAGE + b"\r\n"
+
+
+_BORDERS = st.lists(st.integers(0, 5000))
+
+
+@given(st.lists(st.sampled_from(["page", "short", "long", "none", "error"]), max_size=8), _BORDERS)
+def test_pages_are_read_whole_however_the_bytes_arrive(kinds: list[str], borders: list[int]) -> None:
+    written = {
+        "page": page(b"\r"), "short": b"$3\r\nabc\r\n", "long": b"$1000\r\n" + b"x" * 1000 + b"\r\n",
+        "none": b"$-1\r\n", "error": b"-WRONGTYPE no\r\n",
+    }  # fmt: skip
+    expected = {"page": PAGE, "short": 3, "long": 1000, "none": None, "error": ErrorReply(b"WRONGTYPE no")}
+    with peers() as (channel, theirs):
+        channel.send([b"x"], len(kinds), soon())
+        sender = feed(theirs, cut(b"".join(written[kind] for kind in kinds), borders))
+        for kind in kinds:
+            frame = memoryview(bytearray(PAGE))
+            assert channel.read_page(frame, fits, None, soon()) == expected[kind]
+            assert bytes(frame) == (b"\r" * PAGE if kind == "page" else bytes(PAGE))
+        assert channel.reusable
+        sender.join()
+
+
+@given(st.lists(st.sampled_from([b":0", b":1", b"+OK", b"$-1", b"-ERR no"]), max_size=40), _BORDERS, st.integers(1, 50))
+def test_lines_are_read_whole_however_the_bytes_arrive(lines: list[bytes], borders: list[int], step: int) -> None:
+    with peers() as (channel, theirs):
+        channel.send([b"x"], len(lines), soon())
+        sender = feed(theirs, cut(b"".join(line + b"\r\n" for line in lines), borders))
+        found: list[bytes] = []
+        while len(found) < len(lines):
+            found += channel.read_lines(min(step, len(lines) - len(found)), soon())
+        assert found == lines
+        assert channel.reusable
+        sender.join()
+
+
+_VALUES: st.SearchStrategy[Reply] = st.recursive(
+    st.one_of(st.integers(-(2**63), 2**63 - 1), st.none(), st.binary(max_size=50)),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=10,
+)
+
+
+def encode(value: Reply) -> bytes:
+    if value is None:
+        return b"$-1\r\n"
+    if isinstance(value, int):
+        return b":%d\r\n" % value
+    if isinstance(value, bytes):
+        return b"$%d\r\n%b\r\n" % (len(value), value)
+    assert isinstance(value, list)
+    return b"*%d\r\n" % len(value) + b"".join(map(encode, value))
+
+
+def depth(value: Reply) -> int:
+    return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
+
+
+@given(_VALUES, _BORDERS)
+def test_any_reply_is_read_as_it_was_meant(value: Reply, borders: list[int]) -> None:
+    if depth(value) > 8:
+        return
+    with peers() as (channel, theirs):
+        channel.send([b"x"], 1, soon())
+        sender = feed(theirs, cut(encode(value), borders))
+        assert channel.read_reply(soon()) == value
+        assert channel.reusable
+        sender.join()
+
+
+@given(st.binary(min_size=1, max_size=200))
+def test_garbage_ends_in_trouble_or_a_reply_and_never_in_anything_else(data: bytes) -> None:
+    for read in ("page", "lines", "reply"):
+        with peers() as (channel, theirs):
+            channel.send([b"x"], 1, soon())
+            theirs.sendall(data)
+            theirs.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(Trouble, Oversize):
+                if read == "page":
+                    channel.read_page(memoryview(bytearray(PAGE)), fits, None, soon())
+                elif read == "lines":
+                    channel.read_lines(1, soon())
+                else:
+                    channel.read_reply(soon())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"$x\r\n", b"$99999999999999999999999\r\n", b"\r\n", b"?\r\n", b"*1\r\n" * 20, b"*99999999999\r\n", b"y" * 20_000,
+     b"$3\r\nabcde\r\n", b"$\r\n"],
+)  # fmt: skip
+def test_what_is_no_reply_breaks_the_channel(data: bytes) -> None:
+    with peers() as (channel, theirs):
+        channel.send([b"x"], 1, soon())
+        theirs.sendall(data)
+        with pytest.raises(Trouble) as raised:
+            channel.read_reply(soon())
+        assert raised.value.fault is Fault.PROTOCOL
+        assert not channel.reusable
+
+
+def test_a_length_is_looked_at_before_anything_is_read() -> None:
+    """A length alone, without a byte behind it, is enough to give up; nothing is allocated from it."""
+    with peers() as (channel, theirs):
+        channel.send([b"x"], 1, soon())
+        theirs.sendall(b"$9000000000000\r\n")
+        with pytest.raises(Oversize) as raised:
+            channel.read_page(memoryview(bytearray(PAGE)), fits, None, soon())
+        assert raised.value.length == 9000000000000
+        assert not channel.reusable
+
+
+def test_a_channel_with_an_answer_to_come_is_not_used_again() -> None:
+    with peers() as (channel, theirs):
+        channel.send([command(b"PING"), command(b"PING")], 2, soon())
+        theirs.sendall(b"+PONG\r\n")
+        assert channel.read_reply(soon()) == b"PONG"
+        assert not channel.reusable
+        theirs.sendall(b"+PONG\r\n")
+        assert channel.read_lines(1, soon()) == [b"+PONG"]
+        assert channel.reusable and channel.is_quiet
+        theirs.sendall(b"+unasked\r\n")
+        assert not channel.is_quiet
+
+
+@pytest.mark.parametrize(("timeout_s", "seconds", "fault"), [(0.01, 60.0, Fault.TIMEOUT), (60.0, 0.01, Fault.DEADLINE)])
+def test_waiting_ends_by_the_timeout_or_the_deadline(timeout_s: float, seconds: float, fault: Fault) -> None:
+    for start in (b"", b"$600", b"$600\r\nxyz"):
+        with peers(timeout_s) as (channel, theirs):
+            channel.send([b"x"], 1, soon())
+            theirs.sendall(start)
+            with pytest.raises(Trouble) as raised:
+                channel.read_page(memoryview(bytearray(PAGE)), fits, None, soon(seconds))
+            assert raised.value.fault is fault and not channel.reusable
+
+
+def test_sending_to_a_peer_that_does_not_read_ends_too() -> None:
+    body = memoryview(bytearray(32 << 20))
+    with peers(0.01) as (channel, _), pytest.raises(Trouble) as raised:
+        channel.send([b"head", body, b"tail"], 1, soon())
+    assert raised.value.fault is Fault.TIMEOUT and not channel.reusable
+
+
+def test_a_request_of_many_parts_arrives_whole() -> None:
+    body = memoryview(bytes(range(256)) * 40_000)
+    received = bytearray()
+    with peers() as (channel, theirs):
+
+        def receive() -> None:
+            while len(received) < 3 * (len(body) + 8):
+                received.extend(theirs.recv(100_003))
+
+        reader = threading.Thread(target=receive, daemon=True)
+        reader.start()
+        channel.send([b"head", body, b"tail"] * 3, 3, soon())
+        reader.join(30.0)
+    assert bytes(received) == (b"head" + bytes(body) + b"tail") * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (socket.gaierror(-2, "x"), Fault.DNS),
+        (ConnectionRefusedError(), Fault.REFUSED),
+        (ConnectionResetError(), Fault.LOST),
+        (BrokenPipeError(), Fault.LOST),
+        (TimeoutError(), Fault.TIMEOUT),
+        (OSError(113, "no route"), Fault.UNREACHABLE),
+        (ValueError("?"), Fault.REPLY),
+    ],
+)
+def test_exceptions_have_a_class(error: Exception, fault: Fault) -> None:
+    assert trouble_of(error).fault is fault
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (b"OOM command not allowed", Fault.OUT_OF_MEMORY), (b"MISCONF x", Fault.CANNOT_PERSIST),
+        (b"LOADING x", Fault.LOADING), (b"NOAUTH x", Fault.CREDENTIALS), (b"WRONGPASS x", Fault.CREDENTIALS),
+        (b"BUSY x", Fault.BUSY), (b"MASTERDOWN x", Fault.PRIMARY_DOWN), (b"CLUSTERDOWN x", Fault.CLUSTER_DOWN),
+        (b"TRYAGAIN x", Fault.CLUSTER_DOWN), (b"ERR whatever", Fault.REPLY), (b"", Fault.REPLY),
+    ],
+)  # fmt: skip
+def test_error_replies_have_a_class(text: bytes, fault: Fault) -> None:
+    assert ErrorReply(text).fault is fault
