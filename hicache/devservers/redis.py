@@ -15,7 +15,8 @@ from .ports import LOOPBACK
 
 # Of the probe: loopback answers at once or not at all.
 _PROBE_TIMEOUT_S = 0.5
-PASSWORD_ENV = "HICACHE_REDIS_PASSWORD"
+# Not HICACHE_...: variables named so are entries of the configuration.
+PASSWORD_ENV = "REDIS_PASSWORD"
 
 
 def import_redis() -> Any:

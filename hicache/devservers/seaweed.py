@@ -12,8 +12,9 @@ from .base import DevServer, Storage
 from .packages import program
 from .ports import LOOPBACK
 
-ACCESS_KEY_ENV = "HICACHE_S3_ACCESS_KEY"
-SECRET_KEY_ENV = "HICACHE_S3_SECRET_KEY"
+# Not HICACHE_...: variables named so are entries of the configuration. Not AWS_...: those may be the user's own.
+ACCESS_KEY_ENV = "S3_ACCESS_KEY"
+SECRET_KEY_ENV = "S3_SECRET_KEY"
 REGION = "us-east-1"  # it accepts any; clients need one to sign with
 # Seconds a probe waits. The first write of a fresh server takes a while, because it makes the volumes.
 _PROBE_TIMEOUT_S = 2.0
