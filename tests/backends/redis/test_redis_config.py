@@ -36,7 +36,8 @@ def test_the_backend_gets_what_the_section_says(tmp_path: Path, monkeypatch: pyt
     }).backend_options()  # fmt: skip
     check_backend("redis", options)
     made = redis_options(**options)  # type: ignore[arg-type]
-    assert (made.mode, made.service, made.addresses) == ("sentinel", "cache", (Address("one", 26379), Address("two", 7000)))
+    assert (made.mode, made.service) == ("sentinel", "cache")
+    assert made.addresses == (Address("one", 26379), Address("two", 7000))
     assert (made.ttl_s, made.timeout_s, made.pipeline_bytes, made.connections) == (7200.0, 0.25, 1 << 20, 3)
     assert (made.read_from, made.db, made.key_prefix) == ("replica", 4, "c:")
     assert made.tls is not None and not made.tls.check_hostname
