@@ -29,12 +29,12 @@ def demo_storage(kind: str, config_file: Path) -> Iterator[Path]:
         with _written({**config, "storage": _file_part(base)}) as path:
             yield path
         return
-    levels = kind.split("+")
-    with make_service(levels[-1]) as service, _environment(service.environ()):
+    above = [_file_part(base)] if kind == "file+s3" else []
+    with make_service("s3" if above else kind) as service, _environment(service.environ()):
         name, options = service.storage()
         storage: dict[str, Any] = {"type": name, "options": options}
-        if len(levels) > 1:
-            storage = {"type": "levels", "options": {"levels": [_file_part(base), storage]}}
+        if above:
+            storage = {"type": "levels", "options": {"levels": [*above, storage]}}
         with _written({**config, "storage": storage}) as path:
             yield path
 

@@ -1,0 +1,84 @@
+"""`hicache demo --storage`: real servers for the length of a demo, and the same tokens on all of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hicache.cli.demo import DEMO_CONFIG
+from hicache.cli.demo_storage import STORAGES, demo_storage
+from hicache.config import load_config
+from hicache.errors import ConfigError
+from tests.cli.processes import hicache
+
+
+@pytest.mark.parametrize("storage", ["valkey", "mooncake", "file+s3"])
+def test_a_demo_on_real_servers_has_equal_tokens_and_leaves_nothing(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.chdir(tmp_path)
+    code, output = hicache(repository, "demo", "--max-new-tokens", "2", "--storage", storage)
+    assert code == 0, output
+    assert output.rstrip().endswith("identical with and without the cache, and after the restart")
+    assert "no prefix came from storage" not in output
+    assert list(scratch.iterdir()) == []
+
+
+def section(path: Path) -> dict[str, object]:
+    loaded = yaml.safe_load(path.read_text())["storage"]
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def test_the_configuration_keeps_all_but_its_storage() -> None:
+    given = yaml.safe_load(DEMO_CONFIG.read_text())
+    with demo_storage("valkey", DEMO_CONFIG) as path:
+        made = yaml.safe_load(path.read_text())
+        assert made.pop("storage") != given.pop("storage")
+        assert made == given
+        load_config(path, environ={}, overrides={})
+    assert not path.exists()
+
+
+def test_files_need_no_server_and_stay_where_the_configuration_says() -> None:
+    with demo_storage("file", DEMO_CONFIG) as path:
+        assert section(path) == yaml.safe_load(DEMO_CONFIG.read_text())["storage"]
+
+
+def test_two_levels_are_files_above_a_server_with_credentials_meanwhile() -> None:
+    with demo_storage("file+s3", DEMO_CONFIG) as path:
+        made = section(path)
+        assert made["type"] == "levels" and isinstance(made["options"], dict)
+        upper, lower = made["options"]["levels"]
+        assert (upper["type"], lower["type"]) == ("file", "s3")
+        names = [lower["options"][f"{what}_key_env"] for what in ("access", "secret")]
+        assert all(os.environ[name] for name in names)
+    assert not any(name in os.environ for name in names)
+
+
+@pytest.mark.parametrize("storage", ["file", "file+s3"])
+def test_files_need_a_configuration_that_says_where(tmp_path: Path, storage: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("storage: {type: memory}\n")
+    with pytest.raises(ConfigError, match="needs a configuration whose storage is of type file"), \
+            demo_storage(storage, config):  # fmt: skip
+        pass
+
+
+@pytest.mark.parametrize("text", ["- a list", "{", "just words"])
+def test_a_configuration_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.yaml"), demo_storage("valkey", config):
+        pass
+
+
+def test_every_storage_has_a_name_on_the_command_line(repository: Path) -> None:
+    code, output = hicache(repository, "demo", "--storage", "nonsense")
+    assert code == 2 and all(f"'{name}'" in output for name in STORAGES)

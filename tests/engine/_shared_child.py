@@ -1,0 +1,43 @@
+"""One engine of several that share storage, in a process of its own: serves what it is told line by line.
+
+    python -m tests.engine._shared_child CONFIGURATION
+
+Says `ready`; then for each line of standard input, a JSON list of prompts, one line with a JSON list of answers, after
+everything that they left has been stored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from hicache.config import load_config
+from hicache.engine import Engine, create_engine
+from tests.engine.sharing import NEW_TOKENS, Answer
+
+DRAIN_S = 30.0
+
+
+def serve(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
+    """Serve `prompts` together."""
+    rids = [engine.submit(prompt, NEW_TOKENS, ignore_eos=True) for prompt in prompts]
+    records = engine.run_until_done(DRAIN_S)
+    if not engine.cache.drain(DRAIN_S):
+        raise SystemExit("storage did not take everything")
+    return [Answer(list(records[rid].output_tokens), records[rid].storage_hit_tokens) for rid in rids]
+
+
+def main() -> None:
+    """Until standard input ends."""
+    config = load_config(Path(sys.argv[1]), environ=os.environ, overrides={})
+    with create_engine(config) as engine:
+        print("ready", flush=True)
+        for line in sys.stdin:
+            answers = serve(engine, json.loads(line))
+            print(json.dumps([[answer.tokens, answer.storage_hit_tokens] for answer in answers]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
