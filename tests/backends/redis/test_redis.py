@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
 
+from hicache.backends.raw import StoredPage
 from hicache.backends.redis import RedisBackend
+from hicache.backends.redis.raw import open_raw
 from hicache.backends.testing import (
     HIT,
     MISS,
@@ -27,6 +30,8 @@ from tests.proxy import Proxy
 from tests.waiting import wait_for
 
 from .store import CODEC, PAGE, name_of, open_on, opened
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs/backends/redis.md"
 
 
 class TestValkey(BackendContract):
@@ -85,23 +90,40 @@ class TestTls(BackendContract):
             yield lambda codec: open_on(client, options, codec)
 
 
-@pytest.mark.parametrize("user", [None, "engine"])
-def test_a_password_opens_a_server_that_asks_for_one(
-    user: str | None, login: Callable[[DevService], None], tmp_path: Path
-) -> None:
-    commands = "get set exists unlink eval type strlen getrange scan dbsize info hello auth client ping"
-    acl = f"~* &* -@all {' '.join(f'+{command}' for command in commands.split())}"
-    with ValkeyServer(password="pass word", user=user, acl=acl) as server:
+def test_a_password_opens_a_server_that_asks_for_one(login: Callable[[DevService], None], tmp_path: Path) -> None:
+    with ValkeyServer(password="pass word") as server:
         login(server)
         with opened(server) as (_, store):
             assert store_chain(store, make_keys(3)) == [STORED] * 3
-            assert load(store, make_keys(3)) == [HIT] * 3
-            assert store.backend.usage().pages == 3
         file = tmp_path / "password"
         file.write_text("pass word\n")
         file.chmod(0o600)
         with opened(server, password_env=None, password_file=file) as (_, store):
             assert store_chain(store, make_keys(3)) == [STORED] * 3
+
+
+@pytest.mark.parametrize("ttl_s", [None, 60.0])
+def test_a_user_with_the_documented_rights_can_do_everything(
+    login: Callable[[DevService], None], ttl_s: float | None
+) -> None:
+    (line,) = (line for line in DOCUMENT.read_text().splitlines() if "ACL SETUSER engine" in line)
+    acl = line.split(">PASSWORD ")[1] + " +ping"  # with which the tests ask whether the server is up
+    keys = make_keys(3)
+    with ValkeyServer(password="pass word", user="engine", acl=acl) as server:
+        login(server)
+        with opened(server, key_prefix="hicache:", ttl_s=ttl_s, db=2) as (backend, store):
+            assert store_chain(store, keys) == [STORED] * 3
+            assert backend.batch_exists(keys, deadline=soon()) == 3
+            assert load(store, keys) == [HIT] * 3
+            assert backend.usage().pages == 3
+            with contextlib.closing(open_raw(**server.storage(db=2)[1])) as raw:
+                assert len(list(raw.pages())) == 3
+            short = StoredPage(CODEC.namespace, make_keys(4)[3], 3, None)
+            with contextlib.closing(open_raw(**server.storage(db=2)[1])) as raw:
+                assert raw.write(short, b"abc", None)
+            assert load(store, make_keys(4)) == [HIT] * 3 + ["corrupt"]
+            assert backend.delete(make_keys(4), deadline=soon()) == 3
+            assert dict(backend.statistics().errors) == {}
 
 
 def test_two_prefixes_on_one_server_are_two_stores(valkey: ValkeyServer) -> None:

@@ -180,9 +180,9 @@ def test_a_channel_with_an_answer_to_come_is_not_used_again() -> None:
         assert not channel.reusable
         theirs.sendall(b"+PONG\r\n")
         assert channel.read_lines(1, soon()) == [b"+PONG"]
-        assert channel.reusable and channel.is_quiet
+        assert (channel.reusable, channel.is_quiet) == (True, True)
         theirs.sendall(b"+unasked\r\n")
-        assert not channel.is_quiet
+        assert (channel.reusable, channel.is_quiet) == (True, False)
 
 
 @pytest.mark.parametrize(("timeout_s", "seconds", "fault"), [(0.01, 60.0, Fault.TIMEOUT), (60.0, 0.01, Fault.DEADLINE)])
