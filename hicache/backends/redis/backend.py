@@ -51,7 +51,7 @@ def open_router(options: RedisOptions, connector: Connector, pools: Pools) -> Ro
         if options.mode != "cluster":
             primary = router.routes(deadline).shards[0].primary
             where = str(primary)
-            with pools.lease(primary, Purpose.QUESTIONS, deadline) as channel:
+            with pools.of(primary, Purpose.QUESTIONS).lease(deadline) as channel:
                 check_server(channel, options.mode, deadline)
     except Trouble as trouble:
         raise trouble.unavailable(where) from trouble
@@ -62,7 +62,7 @@ def _check_any(options: RedisOptions, pools: Pools, deadline: float) -> None:
     trouble = Trouble(Fault.CLUSTER_DOWN)
     for address in options.addresses:
         try:
-            with pools.lease(address, Purpose.QUESTIONS, deadline) as channel:
+            with pools.of(address, Purpose.QUESTIONS).lease(deadline) as channel:
                 check_server(channel, options.mode, deadline)
             return
         except Trouble as error:
@@ -113,9 +113,8 @@ class RedisBackend(StorageBackend):
                 if server is None:
                     continue
                 where = str(server.address)
-                with self._pools.lease(
-                    server.address, Purpose.QUESTIONS, deadline, read_only=server.read_only
-                ) as channel:
+                pool = self._pools.of(server.address, Purpose.QUESTIONS, read_only=server.read_only)
+                with pool.lease(deadline) as channel:
                     reply = channel.call(b"EXISTS", name, deadline=deadline)
                     if isinstance(reply, ErrorReply):
                         raise reply.trouble
@@ -202,7 +201,7 @@ class RedisBackend(StorageBackend):
         return self._usage
 
     def _measure(self, primary: Address, deadline: float) -> Held:
-        with self._pools.lease(primary, Purpose.QUESTIONS, deadline) as channel:
+        with self._pools.of(primary, Purpose.QUESTIONS).lease(deadline) as channel:
             return measure(channel, self.options.key_prefix.encode(), deadline)
 
     def statistics(self) -> BackendStatistics:

@@ -27,6 +27,8 @@ SETTLE_S = 0.25
 _ROUNDS_MAX = 4
 # Errors that concern one page; after any other one nothing more is asked of that server.
 _OF_ONE_PAGE = frozenset({Fault.WRONG_TYPE, Fault.MOVED, Fault.ASK, Fault.CLUSTER_DOWN})
+# A batch of less than this is moved sooner by one thread than another one is woken.
+_LANE_BYTES = 256 << 10
 # One sendmsg takes 1,024 pieces; a page has three, and ASKING before it.
 _DEPTH_MAX = 128
 
@@ -99,9 +101,12 @@ class _Transfer(ABC):
 
     def _run(self, groups: list[_Group]) -> None:
         width = self._parts.options.connections
+        pages_per_lane = max(1, _LANE_BYTES // self._parts.codec.frame_bytes)
         # First lanes first: a server that hangs must not keep the threads from the others.
-        lanes = [group for lane in range(width) for group in groups if lane < len(group.todo)]
-        self._parts.workers.run(len(lanes), lambda number: self._lane(lanes[number]))
+        lanes = [
+            (group, lane == 0) for lane in range(width) for group in groups if lane * pages_per_lane < len(group.todo)
+        ]
+        self._parts.workers.run(len(lanes), lambda number: self._lane(*lanes[number]))
 
     def _settle(self, group: _Group) -> None:
         """What no lane has taken: nobody could, or nobody should."""
@@ -111,15 +116,16 @@ class _Transfer(ABC):
         else:
             self._fail(group.todo, group.trouble)
 
-    def _lane(self, group: _Group) -> None:
+    def _lane(self, group: _Group, is_first: bool) -> None:
         if group.trouble is not None or not group.todo:
             return
         server = group.server
         try:
-            with self._parts.pools.lease(
-                server.address, Purpose.BODIES, self._deadline, read_only=server.read_only
-            ) as channel:
-                self._pump(channel, group)
+            # The first lane waits for a connection if other calls have them all; for the others there is no need.
+            pool = self._parts.pools.of(server.address, Purpose.BODIES, read_only=server.read_only)
+            with pool.lease(self._deadline) if is_first else pool.lease_nowait(self._deadline) as channel:
+                if channel is not None:
+                    self._pump(channel, group)
         except Trouble as trouble:
             self._parts.router.note(trouble.fault)
             group.trouble = trouble

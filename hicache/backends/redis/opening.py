@@ -44,7 +44,7 @@ def redis_options(  # noqa: PLR0913 - one parameter for each entry of the config
     """The options of a store from those of a configuration, one of `url`, `unix_socket`, `cluster` and `sentinels`
     among them. Reads the secrets that they name.
 
-    Raises InvalidInput for what cannot work, ConfigError for a secret that cannot be read.
+    Raises InvalidInput for what cannot work, ConfigError for a file or secret that cannot be read.
     """
     mode: Mode = "single"
     if sum(place is not None for place in (url, unix_socket, cluster, sentinels)) != 1:
@@ -61,6 +61,9 @@ def redis_options(  # noqa: PLR0913 - one parameter for each entry of the config
         mode, addresses = "sentinel", parse_addresses(sentinels or (), SENTINEL_PORT)
     if not tls and (tls_ca_file or tls_cert_file or tls_key_file):
         raise InvalidInput("redis: the files of TLS go with tls: true, or a url that begins with rediss://")
+    for name, path in (("ca", tls_ca_file), ("cert", tls_cert_file), ("key", tls_key_file)):
+        if path is not None and not os.access(path, os.R_OK):
+            raise ConfigError(f"backend redis: tls_{name}_file {os.fspath(path)!r} cannot be read")
     return RedisOptions(
         addresses,
         mode=mode,

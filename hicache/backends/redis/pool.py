@@ -45,17 +45,29 @@ class Pool:
     @contextlib.contextmanager
     def lease(self, deadline: float) -> Iterator[Channel]:
         """A connection for the duration of the context. Waits for one, or opens one. Raises Trouble."""
-        channel = self._take(deadline)
+        channel = self._take(deadline, deadline_wait(deadline))
+        if channel is None:
+            raise Trouble(Fault.DEADLINE)
         try:
             yield channel
         finally:
             self._give(channel)
 
-    def _take(self, deadline: float) -> Channel:
+    @contextlib.contextmanager
+    def lease_nowait(self, deadline: float) -> Iterator[Channel | None]:
+        """As `lease`, but None where all connections are lent."""
+        channel = self._take(deadline, 0.0)
+        try:
+            yield channel
+        finally:
+            if channel is not None:
+                self._give(channel)
+
+    def _take(self, deadline: float, wait_s: float | None) -> Channel | None:
         dead: list[Channel] = []
         with self._state:
-            if not self._state.wait_for(lambda: self._out < self._limit, deadline_wait(deadline)):
-                raise Trouble(Fault.DEADLINE)
+            if not self._state.wait_for(lambda: self._out < self._limit, wait_s):
+                return None
             self._out += 1
             channel = None
             while self._idle and channel is None:
@@ -112,16 +124,14 @@ class Pools:
         self._lock = threading.Lock()
         self._pools: dict[tuple[Address, Purpose, bool], Pool] = {}
 
-    def lease(
-        self, address: Address, purpose: Purpose, deadline: float, *, read_only: bool = False
-    ) -> contextlib.AbstractContextManager[Channel]:
-        """A connection to `address`; see Pool.lease."""
+    def of(self, address: Address, purpose: Purpose, *, read_only: bool = False) -> Pool:
+        """The pool of connections to `address`."""
         with self._lock:
             pool = self._pools.get((address, purpose, read_only))
             if pool is None:
                 pool = Pool(self._connector, address, self._limit, read_only)
                 self._pools[(address, purpose, read_only)] = pool
-        return pool.lease(deadline)
+            return pool
 
     def keep(self, addresses: set[Address]) -> None:
         """Close the pools of all other servers: they have left."""

@@ -114,9 +114,8 @@ class Questions:
                     self._fail(positions, Trouble(Fault.CLUSTER_DOWN, "no node has that slot"))
                     continue
                 try:
-                    channel = leases.enter_context(self._parts.pools.lease(
-                        server.address, Purpose.QUESTIONS, self._deadline, read_only=server.read_only
-                    ))  # fmt: skip
+                    pool = self._parts.pools.of(server.address, Purpose.QUESTIONS, read_only=server.read_only)
+                    channel = leases.enter_context(pool.lease(self._deadline))
                 except Trouble as trouble:
                     self._fail(positions, trouble)
                     continue

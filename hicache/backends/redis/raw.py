@@ -65,7 +65,7 @@ class RedisRawStore(RawStore):
     ) -> tuple[bytes | None, list[StoredPage]]:
         """One step of SCAN and what there is to know about its pages; no cursor after the last step."""
         deadline = time.monotonic() + _WORK_S
-        with self._unavailable(), self._pools.lease(primary, Purpose.QUESTIONS, deadline) as channel:
+        with self._unavailable(), self._pools.of(primary, Purpose.QUESTIONS).lease(deadline) as channel:
             following, names = scan(channel, cursor, deadline, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
             pages = self._look(channel, names, deadline)
         return (None if following == b"0" else following), pages
@@ -130,7 +130,7 @@ class RedisRawStore(RawStore):
         with self._unavailable():
             groups = self._router.by_server(range(len(names)), names, to_read=False, deadline=deadline)
             for server, positions in groups.items():
-                with self._pools.lease(self._known(server).address, Purpose.QUESTIONS, deadline) as channel:
+                with self._pools.of(self._known(server).address, Purpose.QUESTIONS).lease(deadline) as channel:
                     requests = [command(b"UNLINK", names[position]) for position in positions]
                     channel.send([b"".join(requests)], len(requests), deadline)
                     for line in channel.read_lines(len(requests), deadline):
@@ -148,7 +148,7 @@ class RedisRawStore(RawStore):
 
     def _lease(self, name: bytes, deadline: float) -> contextlib.AbstractContextManager[Channel]:
         (server,) = self._router.by_server([0], [name], to_read=False, deadline=deadline)
-        return self._pools.lease(self._known(server).address, Purpose.QUESTIONS, deadline)
+        return self._pools.of(self._known(server).address, Purpose.QUESTIONS).lease(deadline)
 
     @staticmethod
     def _known(server: Server | None) -> Server:

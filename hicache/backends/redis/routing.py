@@ -18,6 +18,7 @@ from .options import Address, RedisOptions
 from .pool import Pools, Purpose
 
 SLOTS = 16384
+NOBODY = -1
 # After one of these the server may not be the right one any more.
 _STALE = frozenset({
     Fault.TIMEOUT, Fault.REFUSED, Fault.UNREACHABLE, Fault.DNS, Fault.LOST, Fault.READ_ONLY, Fault.PRIMARY_DOWN,
@@ -43,10 +44,14 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The shards, and which one each hash slot is on. Without `slots` there is one shard for all."""
+    """The shards, and the number of the one that each hash slot is on, NOBODY for none. Without `slots` there is one
+    shard for all.
+
+    Invariant: no two shards have the same primary.
+    """
 
     shards: tuple[Shard, ...]
-    slots: Sequence[Shard | None] = field(default=(), repr=False)
+    slots: Sequence[int] = field(default=(), repr=False)
 
     def addresses(self) -> set[Address]:
         """All servers."""
@@ -100,14 +105,15 @@ class Router:
         """
         routes = self.routes(deadline)
         to_replica = to_read and self._options.read_from == "replica"
-        chosen: dict[Shard | None, Server | None] = {None: None}
-        groups: dict[Server | None, list[int]] = {}
+        if not routes.slots:
+            return {self._server(routes.shards[0], to_replica): list(positions)}
+        by_shard: dict[int, list[int]] = {}
         for position in positions:
-            shard = routes.slots[self._key_slot(names[position])] if routes.slots else routes.shards[0]
-            if shard not in chosen:
-                chosen[shard] = self._server(shard, to_replica) if shard else None
-            groups.setdefault(chosen[shard], []).append(position)
-        return groups
+            by_shard.setdefault(routes.slots[self._key_slot(names[position])], []).append(position)
+        return {
+            None if number == NOBODY else self._server(routes.shards[number], to_replica): found
+            for number, found in by_shard.items()
+        }
 
     def _server(self, shard: Shard, to_replica: bool) -> Server:
         if to_replica and shard.replicas:
@@ -131,7 +137,7 @@ class Router:
         trouble = Trouble(Fault.CLUSTER_DOWN)
         for address in dict.fromkeys([*known, *self._options.addresses]):
             try:
-                with self._pools.lease(address, Purpose.QUESTIONS, deadline) as channel:
+                with self._pools.of(address, Purpose.QUESTIONS).lease(deadline) as channel:
                     reply = channel.call(b"CLUSTER", b"SLOTS", deadline=deadline)
                 if isinstance(reply, ErrorReply):
                     raise reply.trouble
@@ -143,15 +149,18 @@ class Router:
 
 def parse_slots(reply: Reply, asked: Address) -> Routes:
     """The routes in the reply to CLUSTER SLOTS. Raises Trouble for one that is malformed or names no node."""
-    slots: list[Shard | None] = [None] * SLOTS
-    shards: dict[Shard, None] = {}
+    slots = [NOBODY] * SLOTS
+    shards: list[Shard] = []
+    numbers: dict[Address, int] = {}
     for entry in reply if isinstance(reply, list) else []:
         match entry:
             case [int(first), int(last), *nodes] if nodes and 0 <= first <= last < SLOTS:
                 addresses = [_node(node, asked) for node in nodes]
-                shard = Shard(addresses[0], tuple(addresses[1:]))
-                shards[shard] = None
-                slots[first : last + 1] = [shard] * (last + 1 - first)
+                # One shard for each primary, though its ranges may name the replicas in another order.
+                number = numbers.setdefault(addresses[0], len(shards))
+                if number == len(shards):
+                    shards.append(Shard(addresses[0], tuple(addresses[1:])))
+                slots[first : last + 1] = [number] * (last + 1 - first)
             case _:
                 raise Trouble(Fault.PROTOCOL, "CLUSTER SLOTS has a reply of another form")
     if not shards:

@@ -32,7 +32,7 @@ def test_the_backend_gets_what_the_section_says(tmp_path: Path, monkeypatch: pyt
     options = loaded(tmp_path, {
         "sentinels": ["one", "two:7000"], "service": "cache", "ttl": "2h", "timeout": "250ms", "pipeline": "1MiB",
         "read_from": "replica", "connections": 3, "db": 4, "key_prefix": "c:", "username": "me",
-        "password_env": "PASSWORD_OF_TESTS", "tls": True, "tls_ca_file": "/ca.pem", "tls_check_hostname": False,
+        "password_env": "PASSWORD_OF_TESTS", "tls": True, "tls_ca_file": __file__, "tls_check_hostname": False,
     }).backend_options()  # fmt: skip
     check_backend("redis", options)
     made = redis_options(**options)  # type: ignore[arg-type]
@@ -83,5 +83,5 @@ def test_the_examples_on_the_page_load(tmp_path: Path, monkeypatch: pytest.Monke
     for example in examples:
         storage = loaded(tmp_path, yaml.safe_load(example)["storage"]["options"])
         options = storage.backend_options()
-        if options["password_file"] is None:  # there is none at the place in the example
+        if options["password_file"] is None:  # there are no files at the places in the examples
             redis_options(**options)  # type: ignore[arg-type]

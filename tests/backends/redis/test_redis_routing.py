@@ -159,14 +159,16 @@ ASKED = Address("asked", 7000)
 def test_the_map_of_slots_is_read_in_all_its_forms() -> None:
     reply: Reply = [
         [0, 99, [b"one", 7001, b"id"], [b"two", 7002, b"id", []]],
-        [100, 16383, [b"", 7003, b"id"], [None, 7004, b"id"]],
+        [100, 16000, [b"", 7003, b"id"], [None, 7004, b"id"], [b"?", 7005, b"id"]],
+        [16001, 16383, [b"", 7003, b"id"], [b"?", 7005, b"id"], [None, 7004, b"id"]],
     ]
     routes = parse_slots(reply, ASKED)
     assert routes.addresses() == {
-        Address("one", 7001), Address("two", 7002), Address("asked", 7003), Address("asked", 7004)
+        Address("one", 7001), Address("two", 7002), Address("asked", 7003), Address("asked", 7004),
+        Address("asked", 7005),
     }  # fmt: skip
-    assert len(routes.slots) == SLOTS and None not in routes.slots
-    assert routes.slots[99] != routes.slots[100] == routes.slots[16383]
+    assert len(routes.shards) == 2
+    assert list(routes.slots) == [0] * 100 + [1] * (SLOTS - 100)
 
 
 @pytest.mark.parametrize(
