@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal, TypeAlias
+import re
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -11,10 +12,9 @@ from ..units import Count, PositiveDuration
 from .guard import GuardConfig
 from .section import FileSystemPath, Section
 
-_VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
-
-
-VariableName: TypeAlias = Annotated[str, Field(pattern=_VARIABLE)]
+# Checked with the whole section, whose errors do not quote it: somebody may have put a secret where a name belongs.
+_ENDPOINT = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]*)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
 class S3StorageOptions(Section):
@@ -30,7 +30,7 @@ class S3StorageOptions(Section):
         "lifecycle rule can be made for the pages alone.",
     )
     endpoint_url: str | None = Field(
-        default=None, pattern=r"^https?://[^/@?#]+(/[^@?#]*)?$",
+        default=None,
         description="URL of a store that is not AWS, like `https://s3.example.com:9000`. Plain `http` sends pages that "
         "everyone on the way can read: prompts can be computed from them.",
     )
@@ -43,17 +43,17 @@ class S3StorageOptions(Section):
         description="Put the bucket into the path of requests instead of the host's name. Not set: for every store but "
         "AWS, which prefers host names, and for buckets with a dot in their name.",
     )
-    access_key_env: VariableName | None = Field(
+    access_key_env: str | None = Field(
         default=None,
         description="Name of the environment variable that holds the access key, not the key itself. Goes together "
         "with `secret_key_env`. Without these and `credentials_file`, boto3 looks where it always does.",
     )
-    secret_key_env: VariableName | None = Field(
+    secret_key_env: str | None = Field(
         default=None,
         description="Name of the environment variable that holds the secret key. A file is safer: child processes "
         "inherit variables.",
     )
-    session_token_env: VariableName | None = Field(
+    session_token_env: str | None = Field(
         default=None,
         description="Name of the environment variable that holds the session token of temporary credentials. They are "
         "not renewed; credentials that boto3 finds are.",
@@ -108,8 +108,12 @@ class S3StorageOptions(Section):
 
     @model_validator(mode="after")
     def _check(self) -> S3StorageOptions:
-        variables = (self.access_key_env, self.secret_key_env)
-        if (any(variables) or self.session_token_env) and not all(variables):
+        if self.endpoint_url is not None and not _ENDPOINT.fullmatch(self.endpoint_url):
+            raise ValueError("endpoint_url must look like https://HOST or http://HOST:PORT, without user and password")
+        variables = (self.access_key_env, self.secret_key_env, self.session_token_env)
+        if not all(_VARIABLE.fullmatch(name) for name in variables if name is not None):
+            raise ValueError("access_key_env and the like must be names of environment variables, not what they hold")
+        if any(variables) and not all(variables[:2]):
             raise ValueError("access_key_env and secret_key_env go together")
         if self.access_key_env and self.credentials_file:
             raise ValueError("give access_key_env or credentials_file, not both")

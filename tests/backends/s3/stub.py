@@ -152,6 +152,8 @@ class StubS3:
     def _serve(self, connection: socket.socket) -> None:
         try:
             served = connection if self._tls is None else self._tls.wrap_socket(connection, server_side=True)
+            with self._lock:
+                self._open.add(served)  # wrapping took the connection out of the socket that was accepted
             with served, served.makefile("rb") as stream:
                 for request in self._read(stream.readline, stream.read, served.sendall):
                     with self._running(request):
@@ -166,8 +168,6 @@ class StubS3:
         except OSError:
             pass  # the client has gone, which is its right
         finally:
-            with self._lock:
-                self._open.discard(connection)
             connection.close()
 
     @contextlib.contextmanager

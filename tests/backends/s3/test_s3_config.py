@@ -1,0 +1,76 @@
+"""The configuration of S3 storage: what it accepts, and that the backend takes what it gives."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.backends.registry import check_backend
+from hicache.backends.s3 import open_s3_backend
+from hicache.config import HiCacheConfig, load_config
+from hicache.config.s3_storage import S3Storage, S3StorageOptions
+from hicache.errors import ConfigError
+
+
+def load(folder: Path, options: str) -> HiCacheConfig:
+    path = folder / "test.yaml"
+    path.write_text(f"storage: {{type: s3, options: {{{options}}}}}")
+    return load_config(path, environ={}, overrides={})
+
+
+def test_a_short_section_is_enough(tmp_path: Path) -> None:
+    config = load(tmp_path, "bucket: pages").storage
+    assert isinstance(config, S3Storage)
+    check_backend("s3", config.backend_options())
+    assert config.backend_options()["timeout_s"] == 5.0
+
+
+def test_everything_can_be_given(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "bucket: pages, prefix: kv/, endpoint_url: 'http://127.0.0.1:8333', region: eu-west-1, path_style: true, "
+        "credentials_file: /etc/s3, profile: p, ca_file: /etc/ca, checksum: when_supported, sign_payload: true, "
+        "conditional_put: false, client: boto3, connections: 3, timeout: 250ms, connect_timeout: 1s",
+    ).storage
+    assert config is not None
+    assert config.backend_options() == {
+        "bucket": "pages", "prefix": "kv/", "endpoint_url": "http://127.0.0.1:8333", "region": "eu-west-1",
+        "path_style": True, "access_key_env": None, "secret_key_env": None, "session_token_env": None,
+        "credentials_file": "/etc/s3", "profile": "p", "ca_file": "/etc/ca", "checksum": "when_supported",
+        "sign_payload": True, "conditional_put": False, "client": "boto3", "connections": 3, "timeout_s": 0.25,
+        "connect_timeout_s": 1.0,
+    }  # fmt: skip
+
+
+def test_options_and_defaults_are_those_of_the_backend() -> None:
+    given = S3Storage(type="s3", options=S3StorageOptions(bucket="pages")).backend_options()
+    taken = {
+        name: parameter.default
+        for name, parameter in inspect.signature(open_s3_backend).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    assert given == taken | {"bucket": "pages"}
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [("bucket: a/b", "bucket"), ("prefix: x", "bucket"), ("bucket: pages, prefix: 'a b'", "prefix"),
+     ("bucket: pages, endpoint_url: 'host:80'", "endpoint_url"), ("bucket: pages, timeout: 0s", "timeout"),
+     ("bucket: pages, endpoint_url: 'http://me:s3cr3t@host'", "endpoint_url"),
+     ("bucket: pages, access_key_env: KEY", "secret_key_env"), ("bucket: pages, client: curl", "client"),
+     ("bucket: pages, access_key_env: s3cr3t/x, secret_key_env: B", "access_key_env"),
+     ("bucket: pages, access_key_env: A, secret_key_env: B, credentials_file: /x", "not both"),
+     ("bucket: pages, connections: 0", "connections"), ("bucket: pages, secret_key: s3cr3t", "secret_key")],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_by_name_and_without_a_secret(tmp_path: Path, options: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=word) as caught:
+        load(tmp_path, options)
+    assert "s3cr3t" not in str(caught.value)
+
+
+def test_every_entry_says_what_it_is_for() -> None:
+    fields: dict[str, Any] = S3StorageOptions.model_fields
+    assert all(len(field.description or "") > 40 for field in fields.values())

@@ -1,0 +1,212 @@
+"""The S3 backend behind TLS, behind a network that hurts, and with a real server that hangs or dies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.s3 import S3Backend
+from hicache.backends.testing import (
+    CORRUPT,
+    GET_ERROR,
+    HIT,
+    PRESENT,
+    SET_ERROR,
+    STORED,
+    Store,
+    empty_frames,
+    full_frames,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.devservers import DevService, SeaweedServer
+from hicache.errors import BackendUnavailable, ConfigError
+from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
+from tests.backends.s3.stub import StubS3
+from tests.backends.s3.test_s3_faults import errors
+from tests.certificates import Certificates, make_certificates
+from tests.proxy import Direction, Faults, Proxy
+
+KEYS = make_keys(6)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def tls_proxy(seaweed: SeaweedServer, certificates: Certificates) -> Iterator[Proxy]:
+    """TLS in front of the shared server."""
+    with Proxy(seaweed.port, tls=certificates.server_context()) as proxy:
+        yield proxy
+
+
+def through(bucket: Bucket, url: str) -> Bucket:
+    """The same bucket for the backend at another address; the side door stays as it is."""
+    return Bucket(url, bucket.name, bucket.client)
+
+
+def test_pages_move_over_tls(
+    bucket: Bucket, unique_prefix: str, client: str, tls_proxy: Proxy, certificates: Certificates
+) -> None:
+    url = f"https://127.0.0.1:{tls_proxy.port}"
+    store = open_s3(through(bucket, url), unique_prefix, client=client, ca_file=certificates.ca_file)
+    assert store_chain(store, KEYS) == [STORED] * 6
+    assert load(store, KEYS) == [HIT] * 6
+    assert store.backend.batch_exists(KEYS, deadline=soon()) == 6
+    assert errors(store) == {}
+    store.backend.close()
+
+
+@pytest.mark.parametrize("ca", ["none", "another"])
+def test_a_certificate_that_is_not_trusted_is_said_at_start(
+    bucket: Bucket, client: str, tls_proxy: Proxy, tmp_path: Path, ca: str
+) -> None:
+    """The control of the test above, besides."""
+    ca_file = None if ca == "none" else make_certificates(tmp_path).ca_file
+    url = f"https://127.0.0.1:{tls_proxy.port}"
+    with pytest.raises(BackendUnavailable, match=r"tls: .*ca_file"):
+        S3Backend(CODEC, options(url, bucket=bucket.name, client=client, ca_file=ca_file))
+
+
+def test_the_name_in_a_certificate_must_be_the_one_that_was_asked_for(
+    bucket: Bucket, client: str, tls_proxy: Proxy, certificates: Certificates
+) -> None:
+    url = f"https://127.0.0.2:{tls_proxy.port}"
+    with pytest.raises(BackendUnavailable, match=r"tls|refused"):
+        S3Backend(CODEC, options(url, bucket=bucket.name, client=client, ca_file=certificates.ca_file))
+
+
+def test_a_file_without_certificates_is_refused(bucket: Bucket, tmp_path: Path) -> None:
+    empty = tmp_path / "ca.pem"
+    empty.write_text("none")
+    with pytest.raises(ConfigError, match="ca_file"):
+        S3Backend(CODEC, options("https://127.0.0.1:9", bucket=bucket.name, ca_file=empty))
+
+
+@pytest.fixture
+def proxy(seaweed: SeaweedServer) -> Iterator[Proxy]:
+    with Proxy(seaweed.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def behind(bucket: Bucket, proxy: Proxy, unique_prefix: str, client: str) -> Iterator[Store]:
+    """A store behind the proxy, with some pages in it."""
+    url = f"http://127.0.0.1:{proxy.port}"
+    store = open_s3(through(bucket, url), unique_prefix, client=client, timeout_s=0.5, connect_timeout_s=0.5)
+    store_chain(store, KEYS[:3])
+    yield store
+    store.backend.close()
+
+
+SLOW = {
+    "latency": Faults(latency_s=0.01),
+    "slices": Faults(slice_bytes=700),
+    "a narrow line": Faults(bytes_per_s=2_000_000),
+}
+BROKEN = {
+    "stalled requests": Faults(stall=Direction.UP),
+    "stalled replies": Faults(stall=Direction.DOWN),
+    "cut within a head": Faults(cut_after_bytes=40, direction=Direction.DOWN),
+    "cut within a body": Faults(cut_after_bytes=3000, direction=Direction.DOWN),
+    "reset within a body": Faults(cut_after_bytes=3000, direction=Direction.DOWN, reset=True),
+    "cut within a request": Faults(cut_after_bytes=300, direction=Direction.UP),
+    "nobody there": Faults(refuse=True),
+}
+
+
+@pytest.mark.parametrize("fault", SLOW)
+def test_a_slow_network_costs_time_only(behind: Store, proxy: Proxy, fault: str) -> None:
+    proxy.set(SLOW[fault])
+    assert store_chain(behind, KEYS) == [PRESENT] * 3 + [STORED] * 3
+    assert load(behind, KEYS) == [HIT] * 6
+    assert errors(behind) == {}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_network_costs_pages_and_heals(behind: Store, proxy: Proxy, fault: str) -> None:
+    proxy.set(BROKEN[fault])
+    outcomes = load(behind, KEYS[:3])
+    assert GET_ERROR in outcomes and CORRUPT not in outcomes
+    stored = store_chain(behind, KEYS)
+    there = [key for key, outcome in zip(KEYS, stored, strict=True) if outcome.is_stored]
+    assert all(behind.read(key) is not None for key in there), "what is said to be stored is not there"
+    # A reply to a PUT is short, so that it gets through where a page does not.
+    assert SET_ERROR in stored or fault in ("cut within a body", "reset within a body")
+    behind.backend.batch_exists(KEYS, deadline=soon())
+    assert sum(errors(behind).values()) >= outcomes.count(GET_ERROR) + stored.count(SET_ERROR)
+    proxy.heal()
+    assert set(store_chain(behind, KEYS)) <= {STORED, PRESENT}
+    assert load(behind, KEYS) == [HIT] * 6
+
+
+def test_pooled_connections_that_died_cost_no_page(behind: Store, proxy: Proxy) -> None:
+    load(behind, KEYS[:3])
+    proxy.drop()
+    assert load(behind, KEYS[:3]) == [HIT] * 3
+    assert errors(behind) == {}
+
+
+def test_a_page_cut_off_while_it_is_stored_is_not_there(behind: Store, proxy: Proxy) -> None:
+    key = make_keys(1, "cut")[0]
+    proxy.set(Faults(cut_after_bytes=4000, direction=Direction.UP))
+    assert store_chain(behind, [key]) == [SET_ERROR]
+    proxy.heal()
+    assert behind.read(key) is None
+    assert store_chain(behind, [key]) == [STORED]
+
+
+def test_a_server_that_is_stopped_costs_no_more_than_the_deadline(
+    bucket: Bucket, seaweed: SeaweedServer, unique_prefix: str
+) -> None:
+    """The timeout is an hour: were it not for the deadline, this would not end. Frames are the caller's again then."""
+    store = open_s3(bucket, unique_prefix, timeout_s=3600)
+    assert store_chain(store, KEYS) == [STORED] * 6
+    frames = empty_frames(CODEC, 6)
+    seaweed.pause()
+    try:
+        deadline = time.monotonic() + 0.3
+        assert store.backend.batch_get(KEYS, frames, deadline=deadline) == [GET_ERROR] * 6
+        outcomes = store.backend.batch_set(KEYS, full_frames(CODEC, KEYS), parent=None, deadline=time.monotonic() + 0.3)
+        assert outcomes == [SET_ERROR] * 6
+        assert store.backend.batch_exists(KEYS, deadline=time.monotonic() + 0.3) == 0
+        for frame in frames:
+            frame[:] = b"\xee" * len(frame)
+    finally:
+        seaweed.resume()
+    assert load(store, KEYS) == [HIT] * 6
+    assert all(frame == b"\xee" * len(frame) for frame in frames)
+    store.backend.close()
+
+
+def test_a_server_that_dies_is_an_error_of_every_verb(login: Callable[[DevService], None]) -> None:
+    with SeaweedServer() as server:
+        login(server)
+        place = Bucket(server.endpoint_url, server.bucket, server.client())
+        store = open_s3(place, "test/")
+        assert store_chain(store, KEYS) == [STORED] * 6
+        server.kill()
+        assert load(store, KEYS) == [GET_ERROR] * 6
+        assert store_chain(store, KEYS) == [SET_ERROR] * 6
+        assert store.backend.batch_exists(KEYS, deadline=soon()) == 0
+        assert set(errors(store)) <= {"connection_refused", "connection_lost"}
+        store.backend.close()
+        place.close()
+
+
+def test_a_stub_behind_tls_serves_a_session(stub: StubS3, certificates: Certificates, client: str) -> None:
+    """Connections over TLS are used again, and one that the server closed is noticed."""
+    with StubS3("pages", certificates.server_context()) as server:
+        store = S3Backend(CODEC, options(server.url, client=client, ca_file=certificates.ca_file, connections=1))
+        for _ in range(5):
+            assert store.batch_exists(KEYS, deadline=soon()) == 0
+        assert server.connections <= 2
+        assert dict(store.statistics().errors) == {}
+        store.close()

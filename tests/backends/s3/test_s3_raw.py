@@ -1,0 +1,179 @@
+"""A bucket as its operator sees it: every namespace, sealed bytes, conditional writes."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hicache.backends.raw import RawStore, StoredPage
+from hicache.backends.registry import BackendSpec, open_raw
+from hicache.backends.s3 import S3RawStore
+from hicache.backends.s3.names import namespace_prefix, object_name, parse_name
+from hicache.backends.testing import HIT, NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, load, make_keys, store_chain
+from hicache.errors import BackendUnavailable
+from hicache.frame import FrameCodec
+from tests.backends.s3.bucket import CODEC, PAGE, Bucket, open_s3, options
+from tests.backends.s3.stub import Request, StubS3, error, reply
+
+KEYS = make_keys(5)
+
+
+def open_it(bucket: Bucket, prefix: str, **changes: Any) -> S3RawStore:
+    return S3RawStore(options(bucket.url, prefix, bucket=bucket.name, **changes))
+
+
+def fill(bucket: Bucket, prefix: str) -> None:
+    """Three pages in one namespace, two in another, and what is no page."""
+    for namespace, keys in ((NAMESPACE, KEYS[:3]), (OTHER_NAMESPACE, KEYS[3:])):
+        store = open_s3(bucket, prefix, FrameCodec(namespace, PAYLOAD_BYTES))
+        store_chain(store, keys)
+        store.backend.close()
+    bucket.write(f"{prefix}notes.txt", b"not a page")
+    bucket.write(f"{prefix}{NAMESPACE.hex()}/00/{KEYS[0].hex()}", b"in the wrong place")
+
+
+def seen(store: RawStore, namespace: str = "") -> set[tuple[bytes, bytes]]:
+    return {(page.namespace, page.key) for page in store.pages(namespace)}
+
+
+def test_all_pages_are_listed_and_nothing_else(bucket: Bucket, unique_prefix: str, client: str) -> None:
+    fill(bucket, unique_prefix)
+    store = open_it(bucket, unique_prefix, client=client)
+    pages = list(store.pages())
+    assert {(page.namespace, page.key) for page in pages} == {
+        *((NAMESPACE, key) for key in KEYS[:3]), *((OTHER_NAMESPACE, key) for key in KEYS[3:]),
+    }  # fmt: skip
+    assert {page.bytes for page in pages} == {PAGE}
+    assert all(page.used_s is not None and abs(page.used_s - time.time()) < 3600 for page in pages)
+    assert [page.namespace for page in pages] == sorted(page.namespace for page in pages)
+    store.close()
+    store.close()
+
+
+def test_a_namespace_is_listed_by_the_start_of_its_digest(bucket: Bucket, unique_prefix: str) -> None:
+    fill(bucket, unique_prefix)
+    store = open_it(bucket, unique_prefix)
+    assert seen(store, NAMESPACE.hex()[:6]) == {(NAMESPACE, key) for key in KEYS[:3]}
+    assert seen(store, NAMESPACE.hex()) == seen(store, NAMESPACE.hex()[:6])
+    assert seen(store, "zz") == set()
+    store.close()
+
+
+def test_pages_are_carried_over_and_still_believed(bucket: Bucket, unique_prefix: str, client: str) -> None:
+    fill(bucket, unique_prefix)
+    source = open_it(bucket, unique_prefix, client=client)
+    target = open_it(bucket, f"{unique_prefix}copy/", client=client)
+    for page in source.pages(NAMESPACE.hex()):
+        data = source.read(page, PAGE)
+        assert data is not None and len(data) == PAGE
+        assert source.read(page, 100) == data[:100]
+        assert target.write(page, data, None)
+        assert not target.write(page, bytes(PAGE), None)
+    copied = open_s3(bucket, f"{unique_prefix}copy/")
+    assert load(copied, KEYS[:3]) == [HIT] * 3
+    for closed in (copied.backend, source, target):
+        closed.close()
+
+
+def test_an_empty_object_and_a_missing_one_are_told_apart(bucket: Bucket, unique_prefix: str, client: str) -> None:
+    store = open_it(bucket, unique_prefix, client=client)
+    page = StoredPage(NAMESPACE, KEYS[0], 0, None)
+    assert store.read(page, 10) is None
+    bucket.write(object_name(unique_prefix, NAMESPACE, KEYS[0]), b"")
+    assert store.read(page, 10) == b""
+    store.close()
+
+
+def test_pages_of_one_namespace_are_removed_and_no_others(bucket: Bucket, unique_prefix: str, client: str) -> None:
+    fill(bucket, unique_prefix)
+    store = open_it(bucket, unique_prefix, client=client)
+    assert store.remove(list(store.pages(NAMESPACE.hex()))) == 3
+    assert seen(store) == {(OTHER_NAMESPACE, key) for key in KEYS[3:]}
+    assert f"{unique_prefix}notes.txt" in bucket.names(unique_prefix)
+    store.close()
+
+
+def test_a_listing_of_several_parts_is_read_to_its_end(stub: StubS3, client: str) -> None:
+    keys = make_keys(2500)
+    stub.objects.update({object_name("test/", NAMESPACE, key): b"x" for key in keys})
+    names = sorted(stub.objects)
+
+    def fault(request: Request) -> Any:
+        if not request.is_list:
+            return None
+        first = int(request.query.get("continuation-token", ["0"])[0])
+        last = first + int(request.query["max-keys"][0])
+        entries = "".join(f"<Contents><Key>{name}</Key><Size>1</Size><LastModified>2026-01-02T03:04:05.000Z"
+                          "</LastModified></Contents>" for name in names[first:last])  # fmt: skip
+        more = f"<NextContinuationToken>{last}</NextContinuationToken>" if last < len(names) else ""
+        truncated = str(last < len(names)).lower()
+        return reply(
+            200, f"<ListBucketResult><IsTruncated>{truncated}</IsTruncated>{more}{entries}</ListBucketResult>".encode()
+        )
+
+    stub.fault = fault
+    store = S3RawStore(options(stub.url, client=client))
+    pages = list(store.pages())
+    assert sorted(page.key for page in pages) == sorted(keys)
+    stub.forget_requests()
+    assert store.remove(pages) == 2500
+    assert stub.methods() == ["POST"] * 3
+    assert stub.objects == {}
+    store.close()
+
+
+def test_pages_that_cannot_be_removed_are_an_error(stub: StubS3, client: str) -> None:
+    store = S3RawStore(options(stub.url, client=client))
+    pages = [StoredPage(NAMESPACE, key, 1, None) for key in KEYS[:2]]
+    stub.fault = lambda request: reply(
+        200, b"<DeleteResult><Error><Key>x</Key><Code>AccessDenied</Code></Error></DeleteResult>"
+    )
+    with pytest.raises(BackendUnavailable, match="1 of 2 pages"):
+        store.remove(pages)
+    store.close()
+
+
+@pytest.mark.parametrize("verb", ["pages", "read", "write", "remove"])
+def test_trouble_is_an_error_for_an_operator(stub: StubS3, client: str, verb: str) -> None:
+    store = S3RawStore(options(stub.url, client=client))
+    page = StoredPage(NAMESPACE, KEYS[0], 1, None)
+    stub.fault = lambda request: error(503, "SlowDown")
+    verbs: dict[str, Callable[[], object]] = {
+        "pages": lambda: list(store.pages()), "read": lambda: store.read(page, 1),
+        "write": lambda: store.write(page, b"x", None), "remove": lambda: store.remove([page]),
+    }  # fmt: skip
+    with pytest.raises(BackendUnavailable, match="slow_down"):
+        verbs[verb]()
+    store.close()
+
+
+def test_a_full_store_has_no_room_for_a_page(stub: StubS3) -> None:
+    store = S3RawStore(options(stub.url))
+    stub.fault = lambda request: error(507, "InsufficientStorage")
+    assert not store.write(StoredPage(NAMESPACE, KEYS[0], 1, None), b"x", None)
+    store.close()
+
+
+def test_the_registry_opens_it(bucket: Bucket, unique_prefix: str) -> None:
+    store = open_raw(BackendSpec("s3", {
+        "bucket": bucket.name, "endpoint_url": bucket.url, "prefix": unique_prefix,
+        "access_key_env": "HICACHE_S3_ACCESS_KEY", "secret_key_env": "HICACHE_S3_SECRET_KEY",
+    }))  # fmt: skip
+    assert list(store.pages()) == []
+    store.close()
+
+
+def test_names_lead_back_to_pages_and_spread_over_prefixes() -> None:
+    keys = [hashlib.sha256(bytes([number])).digest() for number in range(200)]
+    names = [object_name("a/", NAMESPACE, key) for key in keys]
+    assert [parse_name("a/", name) for name in names] == [(NAMESPACE, key) for key in keys]
+    assert all(name.startswith(namespace_prefix("a/", NAMESPACE)) for name in names)
+    assert len({name.rpartition("/")[0] for name in names}) > 100
+    good = object_name("a/", NAMESPACE, keys[0])
+    for bad in (good[2:], good.upper(), good + "0", good.replace("/" + keys[0].hex()[:2] + "/", "/zz/"), "a/", ""):
+        assert parse_name("a/", bad) is None
+    assert CODEC.namespace == NAMESPACE

@@ -1,0 +1,101 @@
+"""Our signatures against botocore's, and what of a request they cover."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from urllib.parse import urlsplit
+
+import botocore.auth
+import botocore.awsrequest
+import botocore.compat
+import botocore.credentials
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.backends.s3.signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, Credentials, Signer, query_string
+
+MOMENT_S = 1_700_000_000.0
+MOMENT = "20231114T221320Z"
+CREDENTIALS = Credentials("AKIDEXAMPLE", "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY")
+_WORDS = st.text("abcXYZ019-_.~", min_size=1, max_size=20)
+
+
+def by_botocore(
+    credentials: Credentials, method: str, url: str, headers: dict[str, str], region: str, payload: str
+) -> str:
+    """The header `authorization` that botocore makes, told the time and the digest of the body."""
+    auth: Any = botocore.auth.S3SigV4Auth(
+        botocore.credentials.Credentials(credentials.access_key, credentials.secret_key, credentials.session_token),
+        "s3", region,
+    )  # fmt: skip
+    request: Any = botocore.awsrequest.AWSRequest(method, url, headers=headers)
+    request.context["timestamp"] = MOMENT
+    request.headers["X-Amz-Date"] = MOMENT
+    request.headers["X-Amz-Content-SHA256"] = payload
+    if credentials.session_token:
+        request.headers["X-Amz-Security-Token"] = credentials.session_token
+    signature = auth.signature(auth.string_to_sign(request, auth.canonical_request(request)), request)
+    signed = auth.signed_headers(auth.headers_to_sign(request))
+    return f"AWS4-HMAC-SHA256 Credential={auth.scope(request)}, SignedHeaders={signed}, Signature={signature}"
+
+
+def ours(
+    credentials: Credentials, method: str, url: str, headers: dict[str, str], region: str, payload: str
+) -> str:
+    parts = urlsplit(url)
+    signed = Signer(region).headers(
+        credentials, method, parts.path, parts.query, {"host": parts.netloc, **headers}, payload, now_s=MOMENT_S
+    )
+    return signed["authorization"]
+
+
+@given(
+    method=st.sampled_from(["GET", "HEAD", "PUT", "POST", "DELETE"]),
+    path=st.lists(_WORDS, min_size=1, max_size=4).map("/".join),
+    query=st.dictionaries(_WORDS, st.text(min_size=1, max_size=20), max_size=3),
+    headers=st.dictionaries(st.sampled_from(["if-match", "if-none-match", "range", "content-type"]), _WORDS),
+    region=st.sampled_from(["us-east-1", "eu-central-1"]),
+    token=st.none() | _WORDS,
+)
+def test_a_signature_is_the_one_that_botocore_makes(
+    method: str, path: str, query: dict[str, str], headers: dict[str, str], region: str, token: str | None
+) -> None:
+    payload = EMPTY_SHA256 if method == "GET" else UNSIGNED_PAYLOAD
+    url = f"http://127.0.0.1:8333/{path}" + (f"?{query_string(query)}" if query else "")
+    credentials = dataclasses.replace(CREDENTIALS, session_token=token)
+    expected = by_botocore(credentials, method, url, headers, region, payload)
+    assert ours(credentials, method, url, headers, region, payload) == expected
+
+
+@pytest.mark.parametrize("change", ["method", "path", "query", "header", "region", "payload", "secret"])
+def test_a_signature_covers_every_part_of_a_request(change: str) -> None:
+    request: dict[str, Any] = {
+        "credentials": CREDENTIALS, "method": "PUT", "url": "http://h/a?b=c", "headers": {"if-none-match": "*"},
+        "region": "us-east-1", "payload": UNSIGNED_PAYLOAD,
+    }  # fmt: skip
+    changes: dict[str, dict[str, Any]] = {
+        "method": {"method": "GET"}, "path": {"url": "http://h/x?b=c"}, "query": {"url": "http://h/a?b=d"},
+        "header": {"headers": {"if-none-match": "x"}}, "region": {"region": "eu-west-1"},
+        "payload": {"payload": EMPTY_SHA256},
+        "secret": {"credentials": dataclasses.replace(CREDENTIALS, secret_key="other")},
+    }  # fmt: skip
+
+    def signature(parts: dict[str, Any]) -> str:
+        return ours(**parts).rpartition("=")[2]
+
+    assert signature(request | changes[change]) != signature(request)
+    assert signature(dict(request)) == signature(request)
+
+
+def test_a_signer_follows_a_change_of_day_and_of_credentials() -> None:
+    signer = Signer("us-east-1")
+
+    def sign(credentials: Credentials, now_s: float) -> str:
+        return signer.headers(credentials, "GET", "/a", "", {"host": "h"}, EMPTY_SHA256, now_s=now_s)["authorization"]
+
+    other = dataclasses.replace(CREDENTIALS, secret_key="other")
+    made = [sign(c, s) for c in (CREDENTIALS, other) for s in (MOMENT_S, MOMENT_S + 86_400)]
+    assert len(set(made)) == 4
+    assert sign(CREDENTIALS, MOMENT_S) == made[0]
