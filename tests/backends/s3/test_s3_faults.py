@@ -179,7 +179,8 @@ def test_a_body_that_does_not_arrive_is_an_error_and_the_object_stays(stub: Stub
 
 
 @pytest.mark.parametrize("header", [
-    "content-length: 0x10", "content-length: -1", "content-length: 5\r\ncontent-length: 7", "content-length: " + "9" * 20,
+    "content-length: 0x10", "content-length: -1", "content-length: 5\r\ncontent-length: 7",
+    "content-length: " + "9" * 20,
     "no header at all",
 ])  # fmt: skip
 def test_a_length_that_makes_no_sense_is_no_reply(stub: StubS3, header: str) -> None:
