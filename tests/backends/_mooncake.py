@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 from hicache.backends.mooncake import MooncakeBackend, MooncakeOptions, open_mooncake_backend
@@ -14,6 +15,7 @@ from hicache.units import MIB
 LEASE_MS = 300
 SEGMENT_BYTES = 64 * MIB
 STAGING_BYTES = MIB
+_POISON = b"\xee"
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 
 
@@ -60,3 +62,23 @@ class SideDoor:
 
     def close(self) -> None:
         self.client.close()
+
+
+class Memory:
+    """Frames side by side in one piece of memory, as a host pool has them; `guard` bytes lie behind the last one."""
+
+    def __init__(self, codec: FrameCodec, count: int) -> None:
+        size = codec.frame_bytes
+        self._map = mmap.mmap(-1, (count + 1) * size)
+        self.whole = memoryview(self._map)[: count * size]
+        self.guard = memoryview(self._map)[count * size :]
+        self.frames = [self.whole[number * size : (number + 1) * size] for number in range(count)]
+
+    def poison(self) -> None:
+        """Fill it with bytes that no page has."""
+        self.whole[:] = _POISON * len(self.whole)
+        self.guard[:] = _POISON * len(self.guard)
+
+    def is_poisoned(self) -> bool:
+        """Whether nobody has written since `poison`."""
+        return all(part == _POISON * len(part) for part in (self.whole, self.guard))

@@ -8,8 +8,8 @@ its middle; and a page that was looked up or read has a lease, 10 s by default, 
 deleted. Damaged pages are removed in spite of their lease; the reader that holds it finds the damage too.
 
 Locking design: verbs run on their callers' threads and share only what has its own lock or none to need (`Calls`,
-`Staging`, `Runner`, `Roads`). `_usage` is one reference. The library is closed on a thread of its own, when its last
-call has ended; `_close_lock` has two calls of `close` wait for the same.
+`Links`, `Staging`, `Runner`, `Roads`). `_usage` is one reference. The library is closed on a thread of its own, when
+its last call has ended; `_close_lock` has two calls of `close` wait for the same.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from ...errors import BackendError, BackendUnavailable, InvalidInput
+from ...errors import BackendUnavailable, InvalidInput
 from ...frame import FrameCodec
 from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
 from ..calls import Calls, check_batch, check_keys
 from . import codes
 from .admin import Admin
-from .batches import Names, Parts, Reads, Writes
-from .client import join_store
-from .lanes import Roads, address_of
+from .batches import Reads, Writes
+from .lanes import address_of
+from .link import Link, Links
 from .options import MooncakeOptions
 from .removal import remove_unleased
-from .runner import Runner
-from .staging import Staging
 
 _log = logging.getLogger(__name__)
 
@@ -53,16 +51,7 @@ class MooncakeBackend(StorageBackend):
         self._admin = Admin(options.admin_address)
         self._usage = Usage(0, 0, None)
         self._close_lock = threading.Lock()
-        runner = Runner("hicache-mooncake")
-        client = join_store(options, runner)
-        try:
-            self._staging = Staging(client, codec.frame_bytes, options.staging_bytes)
-        except BackendError:
-            runner.close()
-            client.leave()
-            raise
-        roads = Roads(self._staging, runner)
-        self._parts = Parts(codec, Names(options.prefix, codec.namespace), client, roads, runner)
+        self._links = Links(lambda: Link(codec, options))
 
     def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See StorageBackend. One request for all of them; each page that is there has a lease then."""
@@ -70,8 +59,10 @@ class MooncakeBackend(StorageBackend):
         with self._calls.enter() as is_open:
             if not is_open or not keys:
                 return 0
-            names = self._parts.names.of(keys)
-            found = self._parts.ask(lambda: self._parts.client.exist(names), deadline)
+            with self._links.use() as link:
+                parts = link.parts
+                names = parts.names.of(keys)
+                found = parts.ask(lambda: parts.client.exist(names), deadline)
             if isinstance(found, str):
                 self._calls.count(errors=[found])
                 return 0
@@ -88,11 +79,13 @@ class MooncakeBackend(StorageBackend):
         with self._calls.enter() as is_open:
             if not is_open:
                 return self._calls.refuse_gets(len(keys))
-            batch = Reads(self._parts, keys, frames, deadline)
-            try:
-                batch.run()
-            finally:
-                self._calls.count(gets=batch.outcomes, errors=batch.errors, corrupt=batch.corrupt)
+            with self._links.use() as link:
+                batch = Reads(link.parts, keys, frames, deadline)
+                try:
+                    batch.run()
+                finally:
+                    self._calls.count(gets=batch.outcomes, errors=batch.errors, corrupt=batch.corrupt)
+                self._look_at(batch.errors, link)
         return batch.outcomes
 
     def batch_set(
@@ -105,25 +98,33 @@ class MooncakeBackend(StorageBackend):
         with self._calls.enter() as is_open:
             if not is_open:
                 return self._calls.refuse_sets(len(keys))
-            batch = Writes(self._parts, keys, frames, parent, deadline)
             outcomes: list[SetOutcome] = []
-            try:
-                outcomes = batch.run()
-            finally:
-                self._calls.count(sets=outcomes, errors=batch.errors)
+            with self._links.use() as link:
+                batch = Writes(link.parts, keys, frames, parent, deadline)
+                try:
+                    outcomes = batch.run()
+                finally:
+                    self._calls.count(sets=outcomes, errors=batch.errors)
+                self._look_at(batch.errors, link)
         return outcomes
+
+    def _look_at(self, errors: list[str], link: Link) -> None:
+        """A daemon that refuses transfers has been started anew, and needs to be joined anew."""
+        if self.options.daemon is not None and codes.class_of(codes.BAD_PARAMETER) in errors:
+            self._links.renew(link)
 
     def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See StorageBackend. Waits for the leases of pages that were looked up or read lately, 30 s at most."""
         check_keys(keys)
-        names = self._parts.names.of(list(dict.fromkeys(keys)))
-        removed, errors = 0, list[str]()
         with self._calls.enter() as is_open:
-            if is_open and names:
-                client, ask = self._parts.client, self._parts.ask
+            if not is_open or not keys:
+                return 0
+            with self._links.use() as link:
+                parts = link.parts
                 removed, errors = remove_unleased(
-                    names, deadline, lambda some: ask(lambda: client.remove(some, force=False), deadline)
-                )
+                    parts.names.of(list(dict.fromkeys(keys))), deadline,
+                    lambda some: parts.ask(lambda: parts.client.remove(some, force=False), deadline),
+                )  # fmt: skip
             self._calls.count(errors=errors)
         return removed
 
@@ -150,22 +151,12 @@ class MooncakeBackend(StorageBackend):
         with self._close_lock:
             if not self._calls.close():
                 return
-            closing = threading.Thread(target=self._leave, name="hicache-mooncake-close", daemon=True)
-            closing.start()
-            closing.join(_CLOSE_S)
-            if closing.is_alive():
+            if not self._links.close(_CLOSE_S):
                 _log.warning("mooncake store: a library call still hangs; the client is closed when it returns")
-
-    def _leave(self) -> None:
-        self._parts.runner.close()
-        self._staging.free()
-        for start, end in self._parts.roads.registered:
-            self._parts.client.unregister(start, end - start)
-        self._parts.client.leave()
 
     def check(self) -> None:
         """Raise InvariantError if staging memory is lost. REQUIRES: no verb runs, and no call that one has left."""
-        self._staging.check()
+        self._links.current.staging.check()
 
 
 class RegisteringMooncakeBackend(MooncakeBackend):
@@ -181,8 +172,6 @@ class RegisteringMooncakeBackend(MooncakeBackend):
         if not memory.nbytes or not memory.c_contiguous or memory.readonly:
             raise InvalidInput("mooncake store: the memory to register must be contiguous, writable and not empty")
         start = address_of(memory.cast("B"))
-        if any(place == (start, start + memory.nbytes) for place in self._parts.roads.registered):
-            return
-        self._parts.client.register(start, memory.nbytes)
-        self._parts.roads.add(start, start + memory.nbytes)
-
+        link = self._links.current
+        if (start, start + memory.nbytes) not in link.parts.roads.registered:
+            link.register(start, memory.nbytes)

@@ -159,5 +159,14 @@ class Client:
             self.uses -= 1
             if self.uses:
                 return
-            del _clients[self._place]
+            self._give_up_place()
         self._store.close()
+
+    def forget(self) -> None:
+        """Let the next `join_store` make a new client. Those who use this one still have to leave it."""
+        with _lock:
+            self._give_up_place()
+
+    def _give_up_place(self) -> None:
+        if _clients.get(self._place) is self:
+            del _clients[self._place]

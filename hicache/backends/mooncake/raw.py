@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...errors import BackendUnavailable
+from ...errors import BackendError, BackendUnavailable, ConfigError
 from ..raw import RawStore, StoredPage
 from . import codes
 from .admin import Admin
@@ -37,7 +37,11 @@ class MooncakeRawStore(RawStore):
         # It moves pages itself, through no daemon, and gives no memory to the store: that would leave with it.
         taking_part = dataclasses.replace(options, daemon=None, segment_bytes=0)
         self._runner = Runner("hicache-mooncake-raw")
-        self._client = join_store(taking_part, self._runner)
+        try:
+            self._client = join_store(taking_part, self._runner)
+        except (BackendError, ConfigError):
+            self._runner.close(timeout_s=1.0)
+            raise
         self._room: RegisteredRoom | None = None  # made and enlarged as it is needed
         self._closed = False
 

@@ -12,6 +12,7 @@ through a `SimpleQueue`. A job is ended by one of two: its thread, which sets `e
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -43,7 +44,7 @@ class Runner:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._state = threading.Condition()
+        self._state = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._pending = 0  # jobs that were queued and have not ended
@@ -81,21 +82,22 @@ class Runner:
             with self._state:
                 job.ended = True
                 abandoned = job.abandoned
+                self._pending -= 1
             if abandoned:
                 if job.error is not None:
                     _log.error("a call that was given up has failed: %s", type(job.error).__name__)
                 job.late()
             job.done.set()
-            with self._state:
-                self._pending -= 1
-                self._state.notify_all()
 
-    def close(self) -> None:
-        """Wait until every call has ended, however long that takes, and end the threads. REQUIRES: no more `run`."""
+    def close(self, timeout_s: float = math.inf) -> None:
+        """Wait until every call has ended, and end the threads; those that still run then end when their calls do.
+
+        REQUIRES: no more `run`.
+        """
+        end = time.monotonic() + timeout_s
         with self._state:
-            self._state.wait_for(lambda: not self._pending)
             threads = list(self._threads)
         for _ in threads:
             self._jobs.put(None)
         for thread in threads:
-            thread.join()
+            thread.join(None if timeout_s == math.inf else max(0.0, end - time.monotonic()))

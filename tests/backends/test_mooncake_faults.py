@@ -1,0 +1,258 @@
+"""The Mooncake backend and trouble: no master, no daemon, owners of pages and masters that die, hang and come back.
+
+What must not hang is given half a minute at most to return (`promptly`), where the library itself would wait as long or
+for ever; what the library bounds by itself takes its seconds.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.mooncake import MooncakeBackend, RegisteringMooncakeBackend, open_mooncake_backend
+from hicache.backends.mooncake.raw import open_raw
+from hicache.backends.testing import (
+    GET_ERROR,
+    HIT,
+    MISS,
+    SET_ERROR,
+    STORED,
+    empty_frames,
+    full_frames,
+    make_keys,
+    soon,
+)
+from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
+from hicache.devservers.ports import free_ports
+from hicache.errors import BackendUnavailable, ConfigError
+from hicache.units import MIB
+from tests.backends._mooncake import CODEC, LEASE_MS, Memory, open_backend, options_for
+from tests.waiting import wait_for
+
+T = TypeVar("T")
+# A daemon that hangs has the library wait for 30 s; a verb with a deadline of half a second does not.
+PROMPT_S = 20.0
+SHORT_S = 0.5
+SLOW_CLASSES = {"connection", "timeout", "transfer", "no_segment", "replica"}
+
+
+def promptly(call: Callable[[], T]) -> T:
+    """What `call` returns; fails if that takes longer than `PROMPT_S`."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result(PROMPT_S)
+
+
+def shortly() -> float:
+    return time.monotonic() + SHORT_S
+
+
+def store(backend: MooncakeBackend, keys: list[bytes], deadline: float | None = None) -> list[SetOutcome]:
+    return backend.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=deadline or soon())
+
+
+def load(backend: MooncakeBackend, keys: list[bytes], deadline: float | None = None) -> list[GetOutcome]:
+    return backend.batch_get(keys, empty_frames(CODEC, len(keys)), deadline=deadline or soon())
+
+
+def stores_again(backend: MooncakeBackend, keys: list[bytes] | None = None) -> bool:
+    """Whether pages can be stored; a try that fails may have stored some of them."""
+    return all(outcome.is_stored for outcome in store(backend, keys or make_keys(2, "later"), shortly()))
+
+
+@pytest.fixture
+def master() -> Iterator[MooncakeMaster]:
+    # Pages are given to an owner that has died until the master notices, after 10 s by default.
+    with MooncakeMaster(lease_ms=LEASE_MS, flags=("--client_ttl=2",)) as server:
+        yield server
+
+
+@pytest.fixture
+def owner(master: MooncakeMaster) -> Iterator[MooncakeClientDaemon]:
+    """A process that owns all memory of the store."""
+    with MooncakeClientDaemon(master, segment_bytes=64 * MIB) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def backend(master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[RegisteringMooncakeBackend]:
+    """A backend without memory of its own, which moves its pages itself."""
+    backend = open_backend(master, segment_bytes=0)
+    assert isinstance(backend, RegisteringMooncakeBackend)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def through_daemon(master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[MooncakeBackend]:
+    backend = open_backend(master, daemon=owner.address)
+    yield backend
+    backend.close()
+
+
+def test_without_a_master_opening_is_refused_with_what_to_do() -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    with pytest.raises(BackendUnavailable, match=f"master {address} .* check that it runs"):
+        promptly(lambda: open_backend_at(address))
+
+
+def open_backend_at(address: str, daemon: str | None = None) -> None:
+    open_mooncake_backend(CODEC, master=address, daemon=daemon, segment_bytes=0, timeout_s=1.0)
+
+
+def test_a_master_that_hangs_is_refused_at_start(master: MooncakeMaster) -> None:
+    master.pause()
+    with pytest.raises(BackendUnavailable, match="could not be joined"):
+        promptly(lambda: open_backend_at(master.address))
+
+
+def test_without_its_daemon_opening_is_refused(master: MooncakeMaster) -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    with pytest.raises(BackendUnavailable, match=f"daemon {address}"):
+        promptly(lambda: open_backend_at(master.address, address))
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    with pytest.raises(ConfigError, match=r'pip install "hicache\[mooncake\]"'):
+        open_backend_at("127.0.0.1:1")
+
+
+def test_with_its_master_dead_every_verb_reports_errors(
+    master: MooncakeMaster, backend: RegisteringMooncakeBackend
+) -> None:
+    keys = make_keys(3)
+    assert store(backend, keys) == [STORED] * 3
+    master.kill()
+    assert promptly(lambda: backend.batch_exists(keys, deadline=shortly())) == 0
+    assert promptly(lambda: load(backend, keys, shortly())) == [GET_ERROR] * 3
+    assert promptly(lambda: store(backend, make_keys(2, "new"), shortly())) == [SET_ERROR] * 2
+    assert promptly(lambda: backend.delete(keys, deadline=shortly())) == 0
+    before = backend.usage()
+    found = backend.statistics().errors
+    assert set(found) <= SLOW_CLASSES | {"admin"} and found["admin"] == 1
+    assert sum(found.values()) - found["admin"] >= 1 + 3 + 2 + 3
+    assert backend.usage() == before
+
+
+def test_a_master_that_comes_back_empty_is_used_again(
+    master: MooncakeMaster, backend: RegisteringMooncakeBackend
+) -> None:
+    keys = make_keys(3)
+    store(backend, keys)
+    master.restart()
+    wait_for(lambda: stores_again(backend, keys), timeout_s=60.0)
+    assert load(backend, keys) == [HIT] * 3
+
+
+def test_a_master_that_hangs_costs_errors_and_heals(
+    master: MooncakeMaster, backend: RegisteringMooncakeBackend
+) -> None:
+    keys = make_keys(2)
+    store(backend, keys)
+    master.pause()
+    assert promptly(lambda: backend.batch_exists(keys, deadline=shortly())) == 0
+    assert promptly(lambda: load(backend, keys, shortly())) == [GET_ERROR] * 2
+    assert set(backend.statistics().errors) <= SLOW_CLASSES
+    master.resume()
+    wait_for(lambda: backend.batch_exists(keys, deadline=soon()) == 2)
+    assert load(backend, keys) == [HIT] * 2
+
+
+def test_pages_of_a_dead_owner_are_errors_or_misses_and_never_hits(
+    owner: MooncakeClientDaemon, backend: RegisteringMooncakeBackend
+) -> None:
+    keys = make_keys(3)
+    store(backend, keys)
+    owner.kill()
+    outcomes = promptly(lambda: load(backend, keys))
+    assert set(outcomes) <= {GET_ERROR, MISS}
+    assert not any(outcome.is_stored for outcome in promptly(lambda: store(backend, make_keys(2, "new"))))
+    owner.start()
+    wait_for(lambda: stores_again(backend), timeout_s=60.0)
+
+
+def test_an_owner_that_hangs_costs_registered_frames_one_wait_and_no_late_write(
+    owner: MooncakeClientDaemon, backend: RegisteringMooncakeBackend
+) -> None:
+    keys = make_keys(3)
+    memory = Memory(CODEC, 3)
+    backend.register_memory(memory.whole)
+    store(backend, keys)
+    assert backend.batch_get(keys, memory.frames, deadline=soon()) == [HIT] * 3
+    owner.pause()
+    # The library has the frames: this verb ends when it gives up, past the deadline.
+    assert promptly(lambda: backend.batch_get(keys, memory.frames, deadline=shortly())) == [GET_ERROR] * 3
+    memory.poison()
+    # From now on frames are copied, and the verb leaves the library alone.
+    assert promptly(lambda: backend.batch_get(keys, memory.frames, deadline=shortly())) == [GET_ERROR] * 3
+    assert set(backend.statistics().errors) <= SLOW_CLASSES
+    owner.resume()
+    others = empty_frames(CODEC, 3)
+    wait_for(lambda: backend.batch_get(keys, others, deadline=soon()) in ([HIT] * 3, [MISS] * 3), timeout_s=60.0)
+    assert memory.is_poisoned()
+
+
+def test_a_daemon_that_hangs_is_left_at_the_deadline_and_writes_into_no_frame(
+    owner: MooncakeClientDaemon, through_daemon: MooncakeBackend
+) -> None:
+    keys = make_keys(3)
+    store(through_daemon, keys)
+    owner.pause()
+    memory = Memory(CODEC, 3)
+    memory.poison()
+    assert promptly(lambda: through_daemon.batch_get(keys, memory.frames, deadline=shortly())) == [GET_ERROR] * 3
+    assert promptly(lambda: through_daemon.batch_exists(keys, deadline=shortly())) == 0
+    assert promptly(lambda: store(through_daemon, make_keys(2, "new"), shortly())) == [SET_ERROR] * 2
+    assert through_daemon.statistics().errors["timeout"] >= 3
+    owner.resume()
+    wait_for(lambda: stores_again(through_daemon), timeout_s=60.0)
+    assert memory.is_poisoned()
+    # What was lent to calls that were left comes back when these have ended.
+    through_daemon.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hicache-mooncake-")]
+
+
+def test_a_daemon_that_was_killed_and_started_again_is_used_again(
+    owner: MooncakeClientDaemon, through_daemon: MooncakeBackend
+) -> None:
+    keys = make_keys(3)
+    store(through_daemon, keys)
+    owner.kill()
+    assert promptly(lambda: load(through_daemon, keys, shortly())) == [GET_ERROR] * 3
+    assert set(through_daemon.statistics().errors) <= SLOW_CLASSES
+    owner.start()
+    wait_for(lambda: stores_again(through_daemon), timeout_s=60.0)
+
+
+def test_close_with_the_master_dead_returns(master: MooncakeMaster) -> None:
+    backend = open_backend(master)
+    store(backend, make_keys(2))
+    master.kill()
+    promptly(backend.close)
+    assert load(backend, make_keys(2)) == [GET_ERROR] * 2
+
+
+def test_the_raw_store_says_that_the_master_is_gone(master: MooncakeMaster) -> None:
+    raw = open_raw(**options_for(master))
+    master.kill()
+    with pytest.raises(BackendUnavailable, match="HTTP server"):
+        list(raw.pages())
+    raw.close()
+
+
+def test_a_process_that_has_closed_its_backend_listens_on_nothing(master: MooncakeMaster, repository: Path) -> None:
+    child = Path(__file__).with_name("_mooncake_child.py")
+    done = subprocess.run(
+        [sys.executable, str(child), master.address], cwd=repository, env={"PYTHONPATH": str(repository)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.split()) == (0, ["open", "2", "closed", "0"]), done.stderr
