@@ -166,8 +166,8 @@ class Writes:
         self._parents = [parent, *keys[:-1]]
         self._deadline = deadline
         self._known: dict[bytes, SetOutcome] = {}
-        self._full = False
-        self._held = False
+        self._full = False  # a page was turned away
+        self._was_full = False  # the store had to make room, or was asked to
 
     def run(self) -> list[SetOutcome]:
         """Store all pages, as far as the deadline allows; one outcome per key."""
@@ -175,6 +175,8 @@ class Writes:
         first = list({key: position for position, key in reversed(list(enumerate(self._keys)))}.values())[::-1]
         for start in range(0, len(first), self._parts.chunk_pages):
             self._store(first[start : start + self._parts.chunk_pages])
+        if self._was_full:
+            self._settle([self._keys[position] for position in first])
         outcomes: list[SetOutcome] = []
         seen: set[bytes] = set()
         for key in self._keys:
@@ -203,6 +205,8 @@ class Writes:
                 missing.append(position)
         while missing:
             missing = missing[self._send(missing) :]
+            if missing:
+                self._hold_chain()
 
     def _send(self, positions: list[int]) -> int:
         """Store the first pages at `positions`, as many as there is memory for on the way; how many are done."""
@@ -242,18 +246,14 @@ class Writes:
             self._hold_chain()
             time.sleep(_FULL_WAIT_S)
         self._full = True
-        self._withdraw(keys[left[0] :])
 
     def _hold_chain(self) -> None:
         """Grant leases to the chain's pages so far, so that it is not they that are evicted for the pages behind."""
-        if self._held:
-            return
-        self._held = True
-        head = [key for key, outcome in self._known.items() if outcome is SetOutcome.STORED]
+        head = [key for key, outcome in self._known.items() if outcome.is_stored]
         if self._parents[0] is not None:
             head.append(self._parents[0])
         names = self._parts.names.of(head)
-        if names:
+        if names:  # without an answer there is no lease, and `_settle` finds out what that did
             self._parts.ask(lambda: self._parts.client.exist(names), self._deadline)
 
     def _call(self, names: list[str], lane: Lane, indices: list[int]) -> Callable[[], list[int]]:
@@ -268,22 +268,35 @@ class Writes:
         elif code == codes.PRESENT:
             self._known[key] = SetOutcome.PRESENT
         elif code == codes.NO_ROOM:
+            self._was_full = True
             self._known[key] = SetOutcome.REJECTED
         else:
             self._fail([key], codes.class_of(code))
 
-    def _withdraw(self, behind: list[bytes]) -> None:
-        """Remove what was stored behind a page that was turned away, unless somebody reads it already."""
-        stored = [key for key in behind if self._known[key] is SetOutcome.STORED]
-        if not stored:
-            return
+    def _settle(self, chain: list[bytes]) -> None:
+        """Have nothing of ours behind the first hole: a page that was turned away, or evicted for those behind it."""
+        stored = [key for key in chain if self._known[key].is_stored]
         names = self._parts.names.of(stored)
-        found = self._parts.ask(lambda: self._parts.client.remove(names, force=False), self._deadline)
+        found = self._parts.ask(lambda: self._parts.client.exist(names), self._deadline)
         if isinstance(found, str):
             self.errors.append(found)
             return
-        for key, code in zip(stored, found, strict=True):
-            if code == codes.OK:
+        gone = {key for key, code in zip(stored, found, strict=True) if code == 0}
+        self._known.update(dict.fromkeys(gone, SetOutcome.REJECTED))
+        hole = next((i for i, key in enumerate(chain) if self._known[key] is SetOutcome.REJECTED), len(chain))
+        behind = [key for key in chain[hole:] if self._known[key] is SetOutcome.STORED]
+        if behind:
+            self._withdraw(behind)
+
+    def _withdraw(self, keys: list[bytes]) -> None:
+        """Remove pages that this batch has stored, though a question about them has granted leases."""
+        names = self._parts.names.of(keys)
+        found = self._parts.ask(lambda: self._parts.client.remove(names, force=True), self._deadline)
+        if isinstance(found, str):
+            self.errors.append(found)
+            return
+        for key, code in zip(keys, found, strict=True):
+            if code == codes.OK or code in codes.MISSES:
                 self._known[key] = SetOutcome.REJECTED
 
     def _fail(self, keys: Sequence[bytes], reason: str) -> None:

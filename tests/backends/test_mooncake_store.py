@@ -1,0 +1,409 @@
+"""What the Mooncake backend does beyond the contract: registered memory, full stores, leases, namespaces, and its
+parts."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hicache.backends.base import MemoryRegistration, SetOutcome, leaves
+from hicache.backends.mooncake import MooncakeBackend, MooncakeOptions, RegisteringMooncakeBackend, codes
+from hicache.backends.mooncake.lanes import DirectLane, StagedLane, address_of
+from hicache.backends.mooncake.link import Link, Links
+from hicache.backends.mooncake.runner import Runner
+from hicache.backends.registry import open_backend as open_by_name
+from hicache.backends.testing import (
+    CORRUPT,
+    HIT,
+    MISS,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    PAYLOAD_BYTES,
+    PRESENT,
+    STORED,
+    empty_frames,
+    full_frames,
+    holds,
+    make_keys,
+    payload_of,
+    soon,
+)
+from hicache.config import MooncakeStorage, load_config
+from hicache.devservers import MooncakeMaster
+from hicache.errors import BackendError, ConfigError, InvalidInput
+from hicache.frame import HEADER_BYTES, FrameCodec
+from hicache.units import MIB
+from tests.backends._mooncake import CODEC, LEASE_MS, Memory, SideDoor, open_backend, options_for
+from tests.waiting import wait_for
+
+REJECTED = SetOutcome.REJECTED
+LARGE = FrameCodec(NAMESPACE, MIB - HEADER_BYTES)
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[MooncakeMaster]:
+    with MooncakeMaster(lease_ms=LEASE_MS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def door(master: MooncakeMaster) -> Iterator[SideDoor]:
+    door = SideDoor(master)
+    yield door
+    door.close()
+
+
+@pytest.fixture(scope="module")
+def here(master: MooncakeMaster) -> Iterator[MooncakeBackend]:
+    """Keeps the client of this process, which takes a second to leave a store."""
+    backend = open_backend(master)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def backend(
+    master: MooncakeMaster, here: MooncakeBackend, door: SideDoor
+) -> Iterator[RegisteringMooncakeBackend]:
+    backend = open_backend(master)
+    assert isinstance(backend, RegisteringMooncakeBackend)
+    yield backend
+    backend.close()
+    backend.check()
+    door.clear()
+
+
+def store(backend: MooncakeBackend, keys: list[bytes], parent: bytes | None = None) -> list[SetOutcome]:
+    return backend.batch_set(keys, full_frames(backend.codec, keys), parent=parent, deadline=soon())
+
+
+def test_registered_frames_are_filled_where_they_lie(backend: RegisteringMooncakeBackend) -> None:
+    keys, memory = make_keys(6), Memory(CODEC, 6)
+    backend.register_memory(memory.whole)
+    for key, frame in zip(keys, memory.frames, strict=True):
+        frame[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = payload_of(key)
+    assert backend.batch_set(keys, memory.frames, parent=None, deadline=soon()) == [STORED] * 6
+    memory.poison()
+    assert backend.batch_get(keys, memory.frames, deadline=soon()) == [HIT] * 6
+    assert all(holds(CODEC, key, frame) for key, frame in zip(keys, memory.frames, strict=True))
+    assert [memory.guard[0], memory.guard[-1]] == [0xEE, 0xEE]
+
+
+@pytest.mark.parametrize("extra", [1, CODEC.frame_bytes, 5 * MIB])
+def test_a_longer_object_is_corrupt_and_writes_past_no_frame(
+    backend: RegisteringMooncakeBackend, door: SideDoor, extra: int
+) -> None:
+    keys, memory = make_keys(2), Memory(CODEC, 2)
+    backend.register_memory(memory.whole)
+    store(backend, keys)
+    door.store(backend).write(keys[1], bytes(CODEC.frame_bytes + extra))
+    memory.poison()
+    assert backend.batch_get(keys, memory.frames, deadline=soon()) == [HIT, CORRUPT]
+    assert set(memory.frames[1]) == set(memory.guard) == {0xEE}
+    assert backend.statistics().corrupt == {"size": 1}
+    assert backend.batch_get(keys, memory.frames, deadline=soon()) == [HIT, MISS]
+
+
+def test_a_shorter_object_is_corrupt(backend: RegisteringMooncakeBackend, door: SideDoor) -> None:
+    (key,), memory = make_keys(1), Memory(CODEC, 1)
+    backend.register_memory(memory.whole)
+    door.store(backend).write(key, bytes(100))
+    assert backend.batch_get([key], memory.frames, deadline=soon()) == [CORRUPT]
+    assert backend.statistics().corrupt == {"size": 1}
+
+
+def test_memory_may_be_registered_twice_and_is_checked(backend: RegisteringMooncakeBackend) -> None:
+    memory = Memory(CODEC, 2)
+    backend.register_memory(memory.whole)
+    backend.register_memory(memory.whole)
+    for bad in (memoryview(b"read only"), memoryview(bytearray()), memory.whole[::2]):
+        with pytest.raises(InvalidInput, match="contiguous, writable"):
+            backend.register_memory(bad)
+    with pytest.raises(BackendError, match="could not be registered"):
+        backend.register_memory(memory.whole[: CODEC.frame_bytes])  # a part of what is registered
+
+
+def test_two_backends_register_the_same_memory(master: MooncakeMaster, backend: RegisteringMooncakeBackend) -> None:
+    """As when new weights open a store anew: the old one's end must not take the memory from the new one."""
+    keys, memory = make_keys(2), Memory(CODEC, 2)
+    old = open_backend(master, FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
+    assert isinstance(old, RegisteringMooncakeBackend)
+    old.register_memory(memory.whole)
+    backend.register_memory(memory.whole)
+    old.close()
+    store(backend, keys)
+    assert backend.batch_get(keys, memory.frames, deadline=soon()) == [HIT] * 2
+
+
+def test_registration_is_found_behind_the_name(master: MooncakeMaster, here: MooncakeBackend) -> None:
+    backend = open_by_name("mooncake", CODEC, options_for(master))
+    assert [isinstance(leaf, MemoryRegistration) for leaf in leaves(backend)] == [True]
+    backend.close()
+
+
+def test_frames_take_the_direct_lane_only_if_they_are_registered_and_nothing_hangs(master: MooncakeMaster) -> None:
+    link = Link(CODEC, MooncakeOptions(**options_for(master, staging_bytes=3 * CODEC.frame_bytes)))
+    roads, memory = link.parts.roads, Memory(CODEC, 5)
+    try:
+        with roads.lane(memory.frames, soon()) as lane:
+            assert isinstance(lane, StagedLane) and len(lane.buffers) == 3
+            with roads.lane(memory.frames, time.monotonic() + 0.05) as no_lane:
+                assert no_lane is None
+        link.staging.check()
+        link.register(address_of(memory.whole), 4 * CODEC.frame_bytes)
+        with roads.lane(memory.frames[:4], soon()) as lane:
+            assert isinstance(lane, DirectLane) and len(lane.buffers) == 4
+        with roads.lane(memory.frames, soon()) as lane:
+            assert isinstance(lane, StagedLane)  # the fifth is not registered
+        roads.slow = True
+        with roads.lane(memory.frames[:4], soon()) as lane:
+            assert isinstance(lane, StagedLane)
+    finally:
+        link.leave()
+
+
+def test_without_staging_memory_in_time_pages_are_errors(master: MooncakeMaster) -> None:
+    options = MooncakeOptions(**options_for(master, staging_bytes=1))
+    link = Link(CODEC, options)
+    try:
+        assert link.staging.take(9, soon()) == [0]
+        waiting = threading.Thread(target=lambda: link.staging.give_back(link.staging.take(1, soon())))
+        waiting.start()
+        assert link.staging.take(1, time.monotonic() + 0.01) == []
+        link.staging.give_back([0])
+        waiting.join()
+        link.staging.check()
+    finally:
+        link.leave()
+
+
+@pytest.fixture
+def small() -> Iterator[RegisteringMooncakeBackend]:
+    """A backend with pages of 1 MiB and a store of 16 MiB that is all its own."""
+    # Longer than the backend waits for room, as the server's default of 10 s is.
+    with MooncakeMaster(lease_ms=5000) as master:
+        backend = open_backend(master, LARGE, segment_bytes=16 * MIB, staging_bytes=8 * MIB)
+        assert isinstance(backend, RegisteringMooncakeBackend)
+        yield backend
+        backend.close()
+
+
+def test_a_batch_larger_than_the_store_keeps_its_head_and_has_no_holes(small: RegisteringMooncakeBackend) -> None:
+    keys = make_keys(24)
+    outcomes = store(small, keys)
+    stored = outcomes.count(STORED)
+    assert 8 <= stored < 24
+    assert outcomes == [STORED] * stored + [REJECTED] * (24 - stored)
+    assert small.batch_exists(keys, deadline=soon()) == stored
+    assert small.usage().pages == stored
+    assert small.statistics().errors == {}
+
+
+def test_a_full_store_makes_room_for_new_chains(small: RegisteringMooncakeBackend) -> None:
+    """The server evicts what was not used lately, when it is asked for room that it has not got."""
+    for number in range(6):
+        keys = make_keys(6, f"chain {number}")
+        wait_for(lambda keys=keys: all(o.is_stored for o in store(small, keys)))  # type: ignore[misc]
+    assert small.batch_exists(make_keys(6, "chain 5"), deadline=soon()) == 6
+    assert small.usage().bytes <= 16 * MIB
+    assert small.usage().capacity_bytes == 16 * MIB
+
+
+def test_a_growing_chain_is_not_evicted_for_its_own_tail(small: RegisteringMooncakeBackend) -> None:
+    keys = make_keys(24)
+    head, tail = keys[:4], keys[4:]
+    assert store(small, head) == [STORED] * 4
+    assert small.batch_exists(head, deadline=soon()) == 4  # a lease, as whoever looks up a prompt has it
+    outcomes = store(small, tail, parent=head[-1])
+    stored = outcomes.count(STORED)
+    assert outcomes == [STORED] * stored + [REJECTED] * (20 - stored)
+    assert small.batch_exists(keys, deadline=soon()) == 4 + stored
+
+
+def test_deleting_waits_for_the_lease_of_a_page_that_was_read(backend: RegisteringMooncakeBackend) -> None:
+    keys = make_keys(3)
+    store(backend, keys)
+    assert backend.batch_exists(keys[:2], deadline=soon()) == 2
+    # Control: with no time to wait, those without a lease go and the others stay.
+    assert backend.delete(keys, deadline=time.monotonic() + 0.02) == 1
+    assert backend.statistics().errors == {"leased": 2}
+    assert backend.batch_get(keys, empty_frames(CODEC, 3), deadline=soon()) == [HIT, HIT, MISS]
+    assert backend.delete(keys, deadline=soon()) == 2
+
+
+def test_a_damaged_page_is_removed_in_spite_of_its_lease(backend: RegisteringMooncakeBackend, door: SideDoor) -> None:
+    (key,), side = make_keys(1), door.store(backend)
+    store(backend, [key])
+    side.write(key, bytes(CODEC.frame_bytes))
+    assert backend.batch_exists([key], deadline=soon()) == 1
+    assert backend.batch_get([key], empty_frames(CODEC, 1), deadline=soon()) == [CORRUPT]
+    assert side.read(key) is None
+    assert backend.statistics().errors == {}
+
+
+def test_two_namespaces_share_a_store_and_see_no_page_of_each_other(
+    master: MooncakeMaster, backend: RegisteringMooncakeBackend
+) -> None:
+    keys = make_keys(3)
+    other = open_backend(master, FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
+    store(backend, keys)
+    assert other.batch_exists(keys, deadline=soon()) == 0
+    assert store(other, keys) == [STORED] * 3
+    assert other.delete(keys[:1], deadline=soon()) == 1
+    other.close()
+    assert backend.batch_get(keys, empty_frames(CODEC, 3), deadline=soon()) == [HIT] * 3
+
+
+def test_what_the_last_backend_leaves_takes_its_segment_along() -> None:
+    with MooncakeMaster(lease_ms=LEASE_MS) as master:
+        first, second = open_backend(master), open_backend(master)
+        keys = make_keys(2)
+        store(first, keys)
+        first.close()
+        assert second.batch_get(keys, empty_frames(CODEC, 2), deadline=soon()) == [HIT] * 2
+        second.close()
+        third = open_backend(master)
+        assert third.batch_get(keys, empty_frames(CODEC, 2), deadline=soon()) == [MISS] * 2
+        third.close()
+
+
+def test_a_key_again_and_again_in_a_batch_is_stored_once(backend: RegisteringMooncakeBackend) -> None:
+    first, second = make_keys(2)
+    assert store(backend, [first, second, first, first]) == [STORED, STORED, PRESENT, PRESENT]
+    assert backend.usage().pages == 2
+
+
+def test_a_new_link_takes_over_and_the_old_one_is_left_when_unused(
+    master: MooncakeMaster, here: MooncakeBackend
+) -> None:
+    made: list[Link] = []
+
+    def make() -> Link:
+        made.append(Link(CODEC, here.options))
+        return made[-1]
+
+    links = Links(make)
+    with links.use() as old:
+        links.renew(old)
+        wait_for(lambda: links.current is not old)
+        assert old.retired and links.current is made[1]
+        links.renew(old)  # done already
+        assert old.parts.client.exist(["nothing"]) == [0]  # still in use
+    with links.use() as new:
+        assert new is made[1] and new.parts.client is not old.parts.client
+    assert links.close(timeout_s=30.0)
+    assert len(made) == 2
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "hicache-mooncake-leave"])
+
+
+def test_a_call_that_is_left_gives_back_what_it_uses_when_it_ends() -> None:
+    runner, let_go, given_back = Runner("test"), threading.Event(), threading.Event()
+
+    def hang() -> list[int]:
+        let_go.wait(60.0)
+        return [1]
+
+    assert runner.run(hang, time.monotonic(), late=given_back.set) is None
+    assert not given_back.is_set()
+    assert runner.run(lambda: [7], soon(), late=given_back.set) == [7]
+    let_go.set()
+    runner.close()
+    assert given_back.is_set()
+
+
+def test_a_call_that_has_not_begun_by_its_deadline_never_does() -> None:
+    runner, let_go = Runner("test"), threading.Event()
+    begun: list[int] = []
+    given_back: list[int] = []
+
+    def hang() -> list[int]:
+        let_go.wait(60.0)
+        return []
+
+    def begin() -> list[int]:
+        begun.append(1)
+        return []
+
+    for _ in range(16):  # as many as there are threads
+        assert runner.run(hang, -math.inf, late=lambda: None) is None
+    assert runner.run(begin, -math.inf, late=lambda: given_back.append(1)) is None
+    let_go.set()
+    runner.close()
+    assert (begun, given_back) == ([], [1])
+
+
+def test_an_error_of_a_call_is_raised_where_it_was_made() -> None:
+    runner = Runner("test")
+
+    def fail() -> list[int]:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        runner.run(fail, soon(), late=lambda: None)
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "is_slow"),
+    [(-800, "transfer", True), (-900, "connection", True), (-901, "timeout", True), (-706, "leased", False),
+     (-200, "no_room", False), (-99999, "unknown", False)],
+)  # fmt: skip
+def test_codes_have_classes(code: int, name: str, is_slow: bool) -> None:
+    assert (codes.class_of(code), codes.is_slow(code)) == (name, is_slow)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("master", "nowhere"), ("master", "host:0"), ("master", "host:99999"), ("daemon", ":1"), ("admin", "host:x"),
+     ("host", ""), ("protocol", 3), ("devices", None), ("prefix", "a b"), ("prefix", "a,b"), ("prefix", "x" * 129),
+     ("segment_bytes", -1), ("segment_bytes", 1.5), ("staging_bytes", 0), ("timeout_s", 0), ("timeout_s", True),
+     ("timeout_s", 61), ("timeout_s", "1s")],
+)  # fmt: skip
+def test_impossible_options_are_refused(option: str, value: object) -> None:
+    with pytest.raises(InvalidInput, match=option):
+        MooncakeOptions(**{option: value})  # type: ignore[arg-type]
+
+
+def test_an_unknown_option_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'master'"):
+        open_by_name("mooncake", CODEC, {"mastr": "127.0.0.1:1"})
+
+
+def test_the_configuration_hands_options_over_in_the_backends_terms() -> None:
+    config = load_config(
+        None,
+        environ={},
+        overrides={
+            "storage.type": "mooncake",
+            "storage.options.master": "kv-master:50051",
+            "storage.options.segment": "2GiB",
+            "storage.options.timeout": "500ms",
+        },
+    )
+    assert isinstance(config.storage, MooncakeStorage)
+    options = MooncakeOptions(**_keywords(config.storage))
+    assert (options.master, options.segment_bytes, options.timeout_s) == ("kv-master:50051", 2048 * MIB, 0.5)
+    assert options.admin_address == ("kv-master", 9003)
+
+
+def test_the_configuration_has_the_backends_defaults() -> None:
+    storage = MooncakeStorage(type="mooncake")
+    assert MooncakeOptions(**_keywords(storage)) == MooncakeOptions()
+
+
+def _keywords(storage: MooncakeStorage) -> dict[str, Any]:
+    return storage.backend_options()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("master", "nowhere"), ("prefix", "a b"), ("timeout", "0s"), ("protocol", "pigeon"), ("segmnt", "1GiB")],
+)
+def test_the_configuration_refuses_what_cannot_work(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"storage.options.{name}"):
+        load_config(None, environ={}, overrides={"storage.type": "mooncake", f"storage.options.{name}": value})
