@@ -1,0 +1,183 @@
+"""A Mooncake store as its operator sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hicache.backends.base import SetOutcome
+from hicache.backends.mooncake import MooncakeBackend
+from hicache.backends.mooncake.raw import MooncakeRawStore, open_raw
+from hicache.backends.raw import StoredPage
+from hicache.backends.registry import BackendSpec
+from hicache.backends.registry import open_raw as open_raw_by_name
+from hicache.backends.testing import (
+    HIT,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    PAYLOAD_BYTES,
+    empty_frames,
+    full_frames,
+    make_keys,
+    soon,
+)
+from hicache.devservers import MooncakeMaster
+from hicache.errors import BackendUnavailable, ConfigError
+from hicache.frame import FrameCodec
+from hicache.units import MIB
+from tests.backends._mooncake import CODEC, LEASE_MS, SideDoor, open_backend, options_for
+
+OTHER = FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES)
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[MooncakeMaster]:
+    with MooncakeMaster(lease_ms=LEASE_MS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def door(master: MooncakeMaster) -> Iterator[SideDoor]:
+    door = SideDoor(master)
+    yield door
+    door.close()
+
+
+@pytest.fixture(scope="module")
+def backend(master: MooncakeMaster) -> Iterator[MooncakeBackend]:
+    backend = open_backend(master)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def opened(master: MooncakeMaster) -> Iterator[MooncakeRawStore]:
+    raw = open_raw(**options_for(master))
+    yield raw
+    raw.close()
+    raw.close()
+
+
+@pytest.fixture
+def raw(opened: MooncakeRawStore, door: SideDoor) -> Iterator[MooncakeRawStore]:
+    yield opened
+    door.clear()
+
+
+def store(backend: MooncakeBackend, keys: list[bytes]) -> None:
+    outcomes = backend.batch_set(keys, full_frames(backend.codec, keys), parent=None, deadline=soon())
+    assert set(outcomes) == {SetOutcome.STORED}
+
+
+def test_all_pages_are_listed_namespace_by_namespace(
+    raw: MooncakeRawStore, backend: MooncakeBackend, master: MooncakeMaster, door: SideDoor
+) -> None:
+    keys = make_keys(70)  # more than one question carries
+    store(backend, keys)
+    other = open_backend(master, OTHER)
+    store(other, keys[:2])
+    other.close()
+    assert door.client.put("somebody's key", b"x") == 0
+    assert door.client.put(f"{backend.options.prefix}not/a page", b"x") == 0
+    pages = list(raw.pages())
+    size = CODEC.frame_bytes
+    expected = {StoredPage(NAMESPACE, key, size, None) for key in keys}
+    expected |= {StoredPage(OTHER_NAMESPACE, key, size, None) for key in keys[:2]}
+    assert set(pages) == expected and len(pages) == 72
+    assert [page.namespace for page in pages] == sorted(page.namespace for page in pages)
+    assert set(raw.pages(NAMESPACE.hex()[:10])) == {page for page in expected if page.namespace == NAMESPACE}
+    assert list(raw.pages("0" * 64)) == []
+
+
+def test_listing_keeps_no_page_from_being_removed(
+    raw: MooncakeRawStore, backend: MooncakeBackend, door: SideDoor
+) -> None:
+    """It grants no leases, as a question to a client would: that is the control."""
+    (key,) = make_keys(1)
+    store(backend, [key])
+    assert len(list(raw.pages())) == 1
+    assert door.client.batch_remove([door.name(backend, key)]) == [0]
+    store(backend, [key])
+    assert door.client.get_size(door.name(backend, key)) == CODEC.frame_bytes
+    assert door.client.batch_remove([door.name(backend, key)]) != [0]
+
+
+def test_pages_are_read_as_stored_whole_or_their_start(raw: MooncakeRawStore, backend: MooncakeBackend) -> None:
+    keys = make_keys(2)
+    frames = full_frames(CODEC, keys)
+    backend.batch_set(keys, frames, parent=None, deadline=soon())
+    page = StoredPage(NAMESPACE, keys[0], CODEC.frame_bytes, None)
+    assert raw.read(page, 1 << 20) == bytes(frames[0])
+    assert raw.read(page, 256) == bytes(frames[0][:256])
+    assert raw.read(page, 0) == b""
+    assert raw.read(StoredPage(NAMESPACE, make_keys(3)[2], CODEC.frame_bytes, None), 256) is None
+    # The listing is old: the page is another and shorter one by now.
+    assert raw.read(StoredPage(NAMESPACE, keys[0], 10 * CODEC.frame_bytes, None), 1 << 20) is None
+
+
+def test_what_is_written_is_a_page_of_the_backend(raw: MooncakeRawStore, backend: MooncakeBackend) -> None:
+    keys = make_keys(1)
+    (frame,) = full_frames(CODEC, keys)
+    data = bytes(CODEC.seal(keys[0], frame))
+    page = StoredPage(NAMESPACE, keys[0], len(data), None)
+    assert raw.write(page, data, None)
+    assert not raw.write(page, data, None)
+    assert backend.batch_get(keys, empty_frames(CODEC, 1), deadline=soon()) == [HIT]
+
+
+def test_larger_pages_than_before_are_read_and_written(raw: MooncakeRawStore) -> None:
+    for number, size in enumerate((4096, 3 * MIB, 8192)):
+        page = StoredPage(NAMESPACE, make_keys(3)[number], size, None)
+        assert raw.write(page, bytes([number]) * size, None)
+        assert raw.read(page, size) == bytes([number]) * size
+
+
+def test_a_full_store_takes_no_more(raw: MooncakeRawStore) -> None:
+    page = StoredPage(NAMESPACE, make_keys(1)[0], 65 * MIB, None)
+    assert not raw.write(page, bytes(65 * MIB), None)
+    assert list(raw.pages()) == []
+
+
+def test_pages_are_removed_when_their_leases_have_ended(raw: MooncakeRawStore, backend: MooncakeBackend) -> None:
+    keys = make_keys(3)
+    store(backend, keys)
+    assert backend.batch_exists(keys, deadline=soon()) == 3
+    pages = list(raw.pages())
+    assert raw.remove(pages[:2]) == 2
+    assert raw.remove(pages) == 1
+    assert raw.remove([]) == 0
+    assert list(raw.pages()) == []
+
+
+def test_a_namespace_is_removed_without_touching_others(
+    raw: MooncakeRawStore, backend: MooncakeBackend, master: MooncakeMaster, door: SideDoor
+) -> None:
+    keys = make_keys(5)
+    store(backend, keys)
+    other = open_backend(master, OTHER)
+    store(other, keys)
+    prefixed = open_backend(master, prefix="a" + backend.options.prefix)
+    store(prefixed, keys)
+    assert backend.batch_exists(keys[:2], deadline=soon()) == 2  # leases are waited for
+    assert raw.remove_namespace(NAMESPACE) == 5
+    assert raw.remove_namespace(NAMESPACE) == 0
+    for left in (other, prefixed):
+        assert left.batch_exists(keys, deadline=soon()) == 5
+        left.close()
+    assert backend.batch_exists(keys, deadline=soon()) == 0
+
+
+def test_without_the_masters_http_server_listing_says_what_to_give(master: MooncakeMaster) -> None:
+    raw = open_raw(**options_for(master, admin=master.address))
+    with pytest.raises(BackendUnavailable, match="--metrics_port as `admin`"):
+        list(raw.pages())
+    raw.close()
+
+
+def test_it_opens_by_name_and_refuses_wrong_options(master: MooncakeMaster, opened: MooncakeRawStore) -> None:
+    raw = open_raw_by_name(BackendSpec("mooncake", options_for(master)))
+    assert list(raw.pages()) == []
+    raw.close()
+    with pytest.raises(ConfigError, match=r"backend mooncake: .*prefix"):
+        open_raw_by_name(BackendSpec("mooncake", options_for(master, prefix="*")))
