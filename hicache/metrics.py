@@ -11,6 +11,7 @@ threads are daemons and own nothing but their socket.
 from __future__ import annotations
 
 import enum
+import itertools
 import logging
 import re
 import socket
@@ -21,18 +22,19 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from .backends.base import BackendStatistics, GetOutcome, SetOutcome, Usage
+from .backends.base import GetOutcome, SetOutcome
+from .backends.guard import BOUNDS_S, GuardStatistics, LatencyStatistics, LeafStatistics, Override, Verb
 from .cache.statistics import CacheStatistics
 from .config import HiCacheConfig
 from .config.publishing import is_loopback
 from .errors import ConfigError, InvalidInput
 
 # Few labels with few values each. Never a key, a tenant or a path: a label value lives as long as the time series.
-LABELS = frozenset({"tier", "backend", "direction", "reason", "outcome", "queue", "worker", "route"})
+LABELS = frozenset({"tier", "backend", "direction", "reason", "outcome", "queue", "worker", "route", "verb"})
 _NAME = re.compile(r"hicache(_[a-z0-9]+)+")
 # A scraper that stops reading in the middle gives its thread back after this.
 SOCKET_TIMEOUT_S = 10.0
@@ -66,25 +68,65 @@ class MetricSpec(Generic[S]):
     samples: Callable[[S], Iterable[Sample]]
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise InvalidInput(f"metric {self.name}: a name is hicache_ and lower case words, the unit last")
-        if self.name.endswith("_total") is not (self.kind is MetricKind.COUNTER):
-            raise InvalidInput(f"metric {self.name}: counters, and only they, end with _total")
-        if unknown := set(self.labels) - LABELS:
-            raise InvalidInput(f"metric {self.name}: labels {sorted(unknown)} are none of {sorted(LABELS)}")
-        if not self.help:
-            raise InvalidInput(f"metric {self.name}: has no help text")
+        _require_rules(self.name, self.help, self.labels, is_counter=self.kind is MetricKind.COUNTER)
 
     def family(self) -> CounterMetricFamily | GaugeMetricFamily:
         """An empty family of this metric."""
         family: CounterMetricFamily | GaugeMetricFamily = self.kind.value(self.name, self.help, labels=self.labels)
         return family
 
+    def collect(self, snapshot: S) -> CounterMetricFamily | GaugeMetricFamily:
+        """The family of a snapshot."""
+        family = self.family()
+        for labels, value in self.samples(snapshot):
+            family.add_metric(labels, value)
+        return family
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramSpec(Generic[S]):
+    """A metric of durations, in the buckets of `LatencyStatistics`. Otherwise as `MetricSpec`."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    samples: Callable[[S], Iterable[tuple[tuple[str, ...], LatencyStatistics]]]
+
+    def __post_init__(self) -> None:
+        _require_rules(self.name, self.help, self.labels, is_counter=False)
+
+    def family(self) -> HistogramMetricFamily:
+        """An empty family of this metric."""
+        return HistogramMetricFamily(self.name, self.help, labels=self.labels)
+
+    def collect(self, snapshot: S) -> HistogramMetricFamily:
+        """The family of a snapshot."""
+        family = self.family()
+        for labels, latency in self.samples(snapshot):
+            bounds = [*(f"{bound:.6g}" for bound in BOUNDS_S), "+Inf"]
+            buckets = list(zip(bounds, itertools.accumulate(latency.counts), strict=True))
+            family.add_metric(labels, buckets, latency.seconds)
+        return family
+
+
+AnySpec: TypeAlias = "MetricSpec[S] | HistogramSpec[S]"
+
+
+def _require_rules(name: str, text: str, labels: Sequence[str], *, is_counter: bool) -> None:
+    if not _NAME.fullmatch(name):
+        raise InvalidInput(f"metric {name}: a name is hicache_ and lower case words, the unit last")
+    if name.endswith("_total") is not is_counter:
+        raise InvalidInput(f"metric {name}: counters, and only they, end with _total")
+    if unknown := set(labels) - LABELS:
+        raise InvalidInput(f"metric {name}: labels {sorted(unknown)} are none of {sorted(LABELS)}")
+    if not text:
+        raise InvalidInput(f"metric {name}: has no help text")
+
 
 class SnapshotCollector(Collector, Generic[S]):
     """A collector that calls `snapshot` once per scrape. Raises InvalidInput if two specs have the same name."""
 
-    def __init__(self, snapshot: Callable[[], S], specs: Sequence[MetricSpec[S]]) -> None:
+    def __init__(self, snapshot: Callable[[], S], specs: Sequence[AnySpec[S]]) -> None:
         names = [spec.name for spec in specs]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise InvalidInput(f"metrics defined twice: {', '.join(twice)}")
@@ -99,30 +141,24 @@ class SnapshotCollector(Collector, Generic[S]):
         """The families of one snapshot."""
         snapshot = self._snapshot()
         for spec in self._specs:
-            family = spec.family()
-            for labels, value in spec.samples(snapshot):
-                family.add_metric(labels, value)
-            yield family
+            yield spec.collect(snapshot)
 
 
-@dataclass(frozen=True, slots=True)
-class BackendSnapshot:
-    """What one storage backend shows to the exporter. `name` is its type, such as `file`."""
-
-    name: str
-    statistics: BackendStatistics
-    usage: Usage
+Backends: TypeAlias = "Callable[[S], Iterable[LeafStatistics]]"
 
 
-def backend_metrics(backends: Callable[[S], Iterable[BackendSnapshot]]) -> tuple[MetricSpec[S], ...]:
-    """The metrics of storage backends, found in a snapshot by `backends`."""
+def backend_metrics(backends: Backends[S]) -> tuple[AnySpec[S], ...]:
+    """The metrics of stores and of their guards, found in a snapshot by `backends`; each has its name as a label."""
+    return (*_store_metrics(backends), *_guard_metrics(backends))
 
+
+def _store_metrics(backends: Backends[S]) -> tuple[MetricSpec[S], ...]:
     def spec(
         name: str,
         kind: MetricKind,
         text: str,
         label: str | None,
-        pick: Callable[[BackendSnapshot], Mapping[str, float]],
+        pick: Callable[[LeafStatistics], Mapping[str, float]],
     ) -> MetricSpec[S]:
         def samples(snapshot: S) -> Iterator[Sample]:
             for backend in backends(snapshot):
@@ -147,11 +183,58 @@ def backend_metrics(backends: Callable[[S], Iterable[BackendSnapshot]]) -> tuple
         spec("evicted_pages_total", counter, "Pages removed to make room.", None,
              lambda b: {"": b.statistics.evicted_pages}),
         spec("stored_pages", gauge, "Pages stored now, by all processes that share the store.", None,
-             lambda b: {"": b.usage.pages}),
+             lambda b: {} if b.usage is None else {"": b.usage.pages}),
         spec("stored_bytes", gauge, "Bytes stored now, by all processes that share the store.", None,
-             lambda b: {"": b.usage.bytes}),
+             lambda b: {} if b.usage is None else {"": b.usage.bytes}),
         spec("capacity_bytes", gauge, "Bytes the store may hold; absent if the server sets the limit.", None,
-             lambda b: {} if b.usage.capacity_bytes is None else {"": b.usage.capacity_bytes}),
+             lambda b: {} if b.usage is None or b.usage.capacity_bytes is None else {"": b.usage.capacity_bytes}),
+    )  # fmt: skip
+
+
+def _guard_metrics(backends: Backends[S]) -> tuple[AnySpec[S], ...]:
+    def spec(
+        name: str,
+        kind: MetricKind,
+        text: str,
+        labels: tuple[str, ...],
+        pick: Callable[[GuardStatistics], Iterable[Sample]],
+    ) -> MetricSpec[S]:
+        def samples(snapshot: S) -> Iterator[Sample]:
+            for leaf in backends(snapshot):
+                for values, value in () if leaf.guard is None else pick(leaf.guard):
+                    yield (leaf.name, *values), value
+
+        return MetricSpec(f"hicache_backend_{name}", kind, text, ("backend", *labels), samples)
+
+    def latencies(snapshot: S) -> Iterator[tuple[tuple[str, ...], LatencyStatistics]]:
+        for leaf in backends(snapshot):
+            if leaf.guard is not None:
+                for verb in Verb:
+                    yield (leaf.name, verb), leaf.guard.latency[verb]
+
+    counter, gauge = MetricKind.COUNTER, MetricKind.GAUGE
+    direction = ("direction",)
+    return (
+        spec("breaker_state", gauge, "0: calls are made (closed), 1: the next one decides, 2: none is made (open).",
+             direction, lambda g: [((way,), b.state) for way, b in g.breakers.items()]),
+        spec("override", gauge, "1 if the operator has switched a direction on or off.", direction,
+             lambda g: [((way,), b.override is not Override.AUTO) for way, b in g.breakers.items()]),
+        spec("breaker_opens_total", counter, "Times that the breaker has opened.", direction,
+             lambda g: [((way,), b.opens) for way, b in g.breakers.items()]),
+        spec("probes_total", counter, "Probes of the store, by what became of them.", ("direction", "outcome"),
+             lambda g: [((way, outcome), count) for way, b in g.breakers.items()
+                        for outcome, count in (("good", b.good_probes), ("failed", b.failed_probes))]),
+        spec("refused_calls_total", counter, "Calls that were not made, by reason.", ("direction", "reason"),
+             lambda g: g.refused.items()),
+        spec("failed_calls_total", counter, "Calls that count as failed, by reason.", ("direction", "reason"),
+             lambda g: g.failures.items()),
+        spec("retried_calls_total", counter, "Calls that were tried a second time.", direction,
+             lambda g: [((way,), g.retried_calls.get(way, 0)) for way in g.breakers]),
+        spec("in_flight_bytes", gauge, "Bytes of the frames that are being read or written.", (),
+             lambda g: [((), g.in_flight_bytes)]),
+        spec("in_flight_calls", gauge, "Calls under way.", (), lambda g: [((), g.in_flight_calls)]),
+        spec("overdue_calls", gauge, "Calls that hang past their deadline.", (), lambda g: [((), g.overdue_calls)]),
+        HistogramSpec("hicache_backend_call_seconds", "How long calls take.", ("backend", "verb"), latencies),
     )  # fmt: skip
 
 
@@ -165,25 +248,23 @@ def _known(figures: Mapping[str, int]) -> dict[str, float]:
     return {label: figure for label, figure in figures.items() if figure}
 
 
-CacheMetrics: TypeAlias = "tuple[MetricSpec[CacheStatistics | None], ...]"
+CacheMetrics: TypeAlias = "tuple[AnySpec[CacheStatistics | None], ...]"
 
 
-def cache_metrics(backend_name: str) -> CacheMetrics:
-    """The metrics of a cache and of its storage backend, whose type is `backend_name`. None yields no samples."""
-
-    def backends(state: CacheStatistics | None) -> Iterator[BackendSnapshot]:
-        controller = None if state is None else state.controller
-        if controller is not None and controller.backend is not None and controller.usage is not None:
-            yield BackendSnapshot(backend_name, controller.backend, controller.usage)
-
+def cache_metrics() -> CacheMetrics:
+    """The metrics of a cache and of its stores. None yields no samples."""
     return (
         *_request_metrics(),
         *_payoff_metrics(),
         *_tier_metrics(),
         *_controller_metrics(),
         *_event_metrics(),
-        *backend_metrics(backends),
+        *backend_metrics(_backends_of),
     )
+
+
+def _backends_of(state: CacheStatistics | None) -> Sequence[LeafStatistics]:
+    return () if state is None else state.controller.backends
 
 
 def _spec(
@@ -372,7 +453,7 @@ def serve_configured(config: HiCacheConfig, statistics: Callable[[], CacheStatis
     section = config.metrics
     if section.port is None:
         return None
-    collector = SnapshotCollector(statistics, cache_metrics("" if config.storage is None else config.storage.type))
+    collector = SnapshotCollector(statistics, cache_metrics())
     return serve_metrics(collector, section.host, section.port, allow_remote=section.allow_remote)
 
 

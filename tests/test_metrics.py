@@ -13,12 +13,24 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache.backends.base import BackendStatistics, GetOutcome, SetOutcome, Usage
+from hicache.backends.guard import (
+    BOUNDS_S,
+    Direction,
+    GuardedBackend,
+    LatencyStatistics,
+    LeafStatistics,
+    Override,
+    leaf_statistics,
+)
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_keys, soon
 from hicache.cache import Decision, Figures, Payoff, Route
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream, PublisherStatistics
 from hicache.events.publisher import EventPublisher, PublisherOptions
+from hicache.frame import FrameCodec
 from hicache.metrics import (
-    BackendSnapshot,
+    HistogramSpec,
     MetricKind,
     MetricSpec,
     SnapshotCollector,
@@ -35,7 +47,7 @@ Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 class Snapshot:
     """A small tree as an engine would show."""
 
-    backends: tuple[BackendSnapshot, ...] = ()
+    backends: tuple[LeafStatistics, ...] = ()
     hits: int = 0
 
 
@@ -44,7 +56,7 @@ HITS: MetricSpec[Snapshot] = MetricSpec(
 )
 
 
-def file_backend(capacity_bytes: int | None = 1000) -> BackendSnapshot:
+def file_backend(usage: Usage | None) -> LeafStatistics:
     statistics = BackendStatistics(
         gets={GetOutcome.HIT: 3, GetOutcome.CORRUPT: 1},
         sets={SetOutcome.STORED: 5},
@@ -54,7 +66,10 @@ def file_backend(capacity_bytes: int | None = 1000) -> BackendSnapshot:
         read_bytes=12288,
         written_bytes=20480,
     )
-    return BackendSnapshot("file", statistics, Usage(pages=7, bytes=28672, capacity_bytes=capacity_bytes))
+    return LeafStatistics("file", statistics, usage, None)
+
+
+USAGE = Usage(pages=7, bytes=28672, capacity_bytes=1000)
 
 
 def scrape(port: int, host: str = "127.0.0.1") -> Scraped:
@@ -69,7 +84,7 @@ def collector(snapshot: Snapshot, extra: Iterable[MetricSpec[Snapshot]] = ()) ->
 
 
 def test_a_scrape_shows_the_statistics_of_each_backend() -> None:
-    with serve_metrics(collector(Snapshot((file_backend(),)))) as server:
+    with serve_metrics(collector(Snapshot((file_backend(USAGE),)))) as server:
         found = scrape(server.port)
 
     def value(name: str, **labels: str) -> float:
@@ -87,7 +102,7 @@ def test_a_scrape_shows_the_statistics_of_each_backend() -> None:
 
 
 def test_outcomes_that_have_not_happened_are_zero_and_not_absent() -> None:
-    with serve_metrics(collector(Snapshot((file_backend(),)))) as server:
+    with serve_metrics(collector(Snapshot((file_backend(USAGE),)))) as server:
         found = scrape(server.port)
     outcomes = {dict(labels)["outcome"] for name, labels in found if name == "hicache_backend_get_pages_total"}
     assert outcomes == {outcome.value for outcome in GetOutcome}
@@ -95,8 +110,55 @@ def test_outcomes_that_have_not_happened_are_zero_and_not_absent() -> None:
 
 
 def test_a_capacity_that_the_server_sets_is_absent() -> None:
-    with serve_metrics(collector(Snapshot((file_backend(capacity_bytes=None),)))) as server:
+    unlimited = Usage(pages=7, bytes=28672, capacity_bytes=None)
+    with serve_metrics(collector(Snapshot((file_backend(unlimited),)))) as server:
         assert not [name for name, _ in scrape(server.port) if name == "hicache_backend_capacity_bytes"]
+
+
+def test_usage_that_is_not_known_yet_is_absent() -> None:
+    with serve_metrics(collector(Snapshot((file_backend(None),)))) as server:
+        found = {name for name, _ in scrape(server.port)}
+    assert "hicache_backend_get_pages_total" in found
+    assert not found & {"hicache_backend_stored_pages", "hicache_backend_stored_bytes"}
+
+
+def test_a_scrape_shows_the_guard_of_each_backend() -> None:
+    codec = FrameCodec(NAMESPACE, 5000)
+    keys = make_keys(2)
+    with closing(GuardedBackend(MemoryBackend(codec), name="near")) as guard:
+        guard.batch_set(keys, full_frames(codec, keys), parent=None, deadline=soon())
+        guard.batch_get(keys, empty_frames(codec, 2), deadline=soon())
+        guard.override(Direction.READ, Override.OFF)
+        guard.batch_get(keys, empty_frames(codec, 2), deadline=soon())
+        with serve_metrics(SnapshotCollector(lambda: guard, backend_metrics(leaf_statistics))) as server:
+            found = scrape(server.port)
+
+    def value(name: str, **labels: str) -> float:
+        return found[f"hicache_backend_{name}", tuple(sorted({"backend": "near", **labels}.items()))]
+
+    assert (value("breaker_state", direction="read"), value("breaker_state", direction="write")) == (2, 0)
+    assert (value("override", direction="read"), value("override", direction="write")) == (1, 0)
+    assert value("refused_calls_total", direction="read", reason="open") == 1
+    assert value("breaker_opens_total", direction="read") == value("retried_calls_total", direction="read") == 0
+    assert value("probes_total", direction="write", outcome="good") == 0
+    assert value("in_flight_bytes") == value("in_flight_calls") == value("overdue_calls") == 0
+    assert value("errors_total", reason="guard_open") == 1
+    assert value("stored_pages") == 2
+    calls = {verb: value("call_seconds_count", verb=verb) for verb in ("exists", "get", "set", "delete")}
+    assert calls == {"exists": 0, "get": 1, "set": 1, "delete": 0}
+    assert value("call_seconds_bucket", verb="get", le="+Inf") == 1
+
+
+def test_a_histogram_is_exported_with_its_bounds_cumulated() -> None:
+    counts = (3, 0, 2, *(0 for _ in BOUNDS_S[3:]), 1)
+    latency = LatencyStatistics(counts, 31.5)
+    spec: HistogramSpec[None] = HistogramSpec("hicache_wait_seconds", "Help.", (), lambda s: [((), latency)])
+    with serve_metrics(SnapshotCollector(lambda: None, [spec])) as server:
+        found = scrape(server.port)
+    buckets = {labels[0][1]: value for (name, labels), value in found.items() if name.endswith("_bucket")}
+    assert len(buckets) == len(BOUNDS_S) + 1
+    assert [buckets[bound] for bound in ("0.0001", "0.0002", "0.0004", "0.0008", "+Inf")] == [3, 3, 5, 5, 6]
+    assert (found["hicache_wait_seconds_sum", ()], found["hicache_wait_seconds_count", ()]) == (31.5, 6)
 
 
 def test_every_scrape_takes_one_new_snapshot_and_registering_takes_none() -> None:
@@ -145,7 +207,7 @@ def test_a_client_that_never_asks_does_not_keep_others_waiting() -> None:
 
 
 def test_the_help_of_decisions_names_all_that_refuse() -> None:
-    texts = {spec.name: spec.help for spec in cache_metrics("file")}
+    texts = {spec.name: spec.help for spec in cache_metrics()}
     refused = ", ".join(decision.value for decision in Decision if not decision.go)
     assert f"(or not: {refused})" in texts["hicache_payoff_decisions_total"]
 
@@ -170,7 +232,7 @@ def test_a_scrape_shows_what_the_publisher_of_events_counts() -> None:
     )  # fmt: skip
     with closing(World()) as world:
         world.cache.record_events(EventStream(1 << 20), Counters(counters))
-        with serve_metrics(SnapshotCollector(world.cache.statistics, cache_metrics(""))) as server:
+        with serve_metrics(SnapshotCollector(world.cache.statistics, cache_metrics())) as server:
             found = scrape(server.port)
     assert found["hicache_event_publisher_alive", ()] == 1
     assert found["hicache_event_slow_batches_total", ()] == 2
@@ -196,7 +258,7 @@ def test_a_scrape_shows_decisions_by_route_and_reason_and_only_speeds_that_are_k
     with closing(World(payoff=payoff)) as world:
         payoff.use_figures(Figures(prefill_tokens_per_s=20_000, host_bytes_per_s=5, host_operations_per_s=7))
         payoff.decide(Route.LOAD, 64, 1 << 20)
-        with serve_metrics(SnapshotCollector(world.cache.statistics, cache_metrics(""))) as server:
+        with serve_metrics(SnapshotCollector(world.cache.statistics, cache_metrics())) as server:
             found = scrape(server.port)
     decisions = {labels: value for (name, labels), value in found.items() if name == "hicache_payoff_decisions_total"}
     assert len(decisions) == len(Route) * len(Decision)
@@ -236,6 +298,9 @@ def test_a_metric_that_breaks_the_naming_rules_is_refused(
 ) -> None:
     with pytest.raises(InvalidInput, match=name):
         MetricSpec[Snapshot](name, kind, text, labels, lambda s: [])
+    if kind is MetricKind.GAUGE or name.endswith("_total"):
+        with pytest.raises(InvalidInput, match=name):
+            HistogramSpec[Snapshot](name, text, labels, lambda s: [])
 
 
 def test_two_metrics_of_one_name_are_refused() -> None:

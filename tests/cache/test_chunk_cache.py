@@ -144,7 +144,7 @@ def test_statistics_have_l1_and_zeros_and_can_be_exported() -> None:
     state = cache.statistics()
     assert (state.requests, state.prompt_tokens, state.device.free_pages) == (1, 9, 5)
     assert state.host.capacity_pages == state.controller.written_pages == 0 and not state.hit_tokens
-    for spec in cache_metrics("none"):
+    for spec in cache_metrics():
         list(spec.samples(state))
 
 
