@@ -81,6 +81,12 @@ class Auditor:
             if allocator.used_pages != pages:
                 raise Finding("left behind", f"{allocator.used_pages} pages in use, {pages} of them of the tree")
 
+    def stored(self, known: set[bytes]) -> None:
+        """What the tree says is stored was stored in the store that is attached, which has had `known`."""
+        for node, keys in self._nodes(self._cache.tree):
+            if node.stored and not known.issuperset(keys):
+                raise Finding("stale mark", f"{node!r} is not in the store that is attached, and never was")
+
     def emptied(self) -> None:
         """Whatever was cached can leave, and then every page is free. REQUIRES: as `at_rest`. Empties the cache."""
         cache = self._cache

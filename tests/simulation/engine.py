@@ -281,6 +281,20 @@ class Engine(World):
         self.cache.update_weights(self.epoch)
         self._require_empty()
 
+    def switch_storage(self) -> None:
+        """The operator detaches storage, or attaches this or the other server."""
+        if self.setting.storage_pages is None:
+            return
+        self.stores.attached = False
+        if self.cache.storage.attached and self.random.random() < 0.4:
+            self.cache.storage.detach()
+        else:
+            self.stores = self.random.choice(self.servers)
+            self.stores.attached = True
+            self.cache.storage.attach(self.stores.open)
+        if any(node.stored for node in self.cache.tree.nodes()):
+            raise Finding("stale mark", "what another store had is believed to be in the one that is attached now")
+
     def _require_empty(self) -> None:
         if self.cache.tree.node_count or any(pin.active for pin, _ in self.auditor.pins):
             raise Finding("left behind", "the cache was emptied and still shows something")

@@ -14,7 +14,7 @@ from hicache.cache.books import DeviceLedger
 from hicache.cache.loading import Loader
 from hicache.cache.prefetch import Prefetcher
 from hicache.controller import Acks, BackupOperation, CopyOperation, HiCacheController, PrefetchState
-from hicache.controller.progress import PrefetchProgress
+from hicache.controller.progress import PrefetchProgress, StoreProgress
 from hicache.keys import RadixKey
 from hicache.radix import Fate, Node, RadixTree
 from hicache.types import NO_PAGES, PageIds
@@ -262,6 +262,21 @@ class _StoresWithWhatIsOpen(HiCacheController):
         return acks
 
 
+class _BelievesDetachedStores(HiCacheController):
+    """A store that ends after its server was detached counts as one at the server that is attached now."""
+
+    def _take_store(self, store: BackupOperation, state: StoreProgress, acks: Acks) -> None:
+        super()._take_store(store, state, acks)
+        store.stored = state is StoreProgress.STORED
+
+
+class _KeepsMarksOfDetached(RadixTree):
+    """What the server that was detached had is believed to be at the one that is attached."""
+
+    def forget_stored(self) -> None:
+        pass
+
+
 class _DropsPinnedRuns(Backup):
     """Eviction from L1 does not look at pins."""
 
@@ -309,5 +324,11 @@ RACES: dict[str, Race] = {
     "the forward does not wait for a layer": Race(Parts(waits_for_layers=False), {WRONG}, 40),
     "a prefetch of old weights enters the new tree": Race(_prefetcher(_KeepsPrefetchesThroughUpdates), {WRONG}, 500),
     "a store of old weights is stored under the new epoch": Race(Parts(controller=_StoresWithWhatIsOpen), {WRONG}, 500),
+    "a store at a detached server counts for the attached one": Race(
+        Parts(controller=_BelievesDetachedStores), {"stale mark"}, 500
+    ),
+    "what a detached server had is believed of the attached one": Race(
+        _tree(_KeepsMarksOfDetached), {"stale mark"}, 40
+    ),
     "a pinned run is dropped": Race(_backup(_DropsPinnedRuns), {"pin", BOOKS}, 500),
 }

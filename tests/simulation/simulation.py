@@ -103,6 +103,7 @@ class Simulation(Engine):
         if not self.copies.failed:
             self.auditor.device()
             self.auditor.at_rest()
+            self.auditor.stored(self.stores.of(self.epoch).known if self.cache.storage.attached else set())
             self._require_followed()
             self.auditor.emptied()
             self._require_followed()
@@ -112,7 +113,8 @@ class Simulation(Engine):
         """Nobody waits or runs, nothing is under way, and of all stores the one of this epoch is open."""
         if self.waiting or self.running or not self.controller.idle:
             return False
-        return self.setting.storage_pages is None or (self.stores.users == 1 and self.controller.backend is not None)
+        users = sum(server.users for server in self.servers)
+        return users == self.cache.storage.attached == (self.controller.backend is not None)
 
     def _require_followed(self) -> None:
         if self.follower is not None and not self.follower.compare():
@@ -125,8 +127,8 @@ class Simulation(Engine):
         self.alone = True
         if not self.cache.close(0.0):
             raise Finding("stuck", "close left something behind, although all workers and copies have ended")
-        if self.stores.users:
-            raise Finding("left behind", f"{self.stores.users} stores are open after close")
+        if users := sum(server.users for server in self.servers):
+            raise Finding("left behind", f"{users} stores are open after close")
 
 
 class Action(NamedTuple):
@@ -167,6 +169,7 @@ ACTIONS = [
     Action("wait a while", 4, Simulation.wait_a_while, core=True, world=True),
     Action("others store", 8, Simulation.others_store, world=True),
     Action("meddle", 1, Simulation.meddle, world=True),
+    Action("switch storage", 0.5, Simulation.switch_storage),
 ]
 # Seeds that do some things often and others never reach more states than seeds that are all alike (Groce et al.,
 # "Swarm testing", ISSTA 2012).

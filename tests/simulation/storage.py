@@ -42,10 +42,14 @@ class SimulatedStorage(MemoryBackend):
     is compared with what its page must be under the weights of `epoch`, and no call may come when nobody has it open.
     """
 
-    def __init__(self, codec: FrameCodec, capacity_bytes: int, epoch: int, around: Surroundings) -> None:
+    def __init__(
+        self, codec: FrameCodec, capacity_bytes: int, server: Stores, epoch: int, around: Surroundings
+    ) -> None:
         super().__init__(codec, capacity_bytes)
         self.epoch = epoch
         self.users = 0
+        self.known: set[bytes] = set()  # keys of all pages that were ever stored
+        self._server = server
         self.random = around.random
         self._around = around
         self._pause = around.elsewhere
@@ -96,6 +100,8 @@ class SimulatedStorage(MemoryBackend):
         self._require_open()
         if self.epoch != self._around.epoch:
             raise Finding("stale store", f"a store of epoch {self.epoch} began under epoch {self._around.epoch}")
+        if not self._server.attached:
+            raise Finding("stale store", "a store began at a server that the operator has detached")
         self._maybe_raise()
         outcomes: list[SetOutcome] = []
         for key, frame in zip(keys, frames, strict=True):
@@ -105,6 +111,7 @@ class SimulatedStorage(MemoryBackend):
             else:
                 self._require_right(key, frame)
                 outcomes += super().batch_set([key], [frame], parent=parent, deadline=math.inf)
+                self.known.add(key)
             parent = key
             self._pause()
         return outcomes
@@ -116,6 +123,7 @@ class SimulatedStorage(MemoryBackend):
             frame = bytearray(self.codec.frame_bytes)
             frame[HEADER_BYTES : HEADER_BYTES + self.codec.payload_bytes] = self._stamps.payload(key, self.epoch)
             super().batch_set([key], [memoryview(frame)], parent=parent, deadline=math.inf)
+            self.known.add(key)
             parent = key
 
     def meddle(self) -> None:
@@ -143,9 +151,10 @@ class SimulatedStorage(MemoryBackend):
 
 
 class Stores:
-    """The stores of all epochs, as one server holds them, `pages` pages each."""
+    """The stores of all epochs, as one server holds them, `pages` pages each. `attached` while the cache uses it."""
 
     def __init__(self, namespace: Namespace, pages: int, around: Surroundings) -> None:
+        self.attached = False
         self._namespace = namespace
         self._pages = pages
         self._around = around
@@ -157,7 +166,7 @@ class Stores:
         if store is None:
             digest = dataclasses.replace(self._namespace, weights_epoch=epoch).digest
             codec = FrameCodec(digest, self._namespace.geometry.payload_bytes)
-            store = SimulatedStorage(codec, self._pages * codec.frame_bytes, epoch, self._around)
+            store = SimulatedStorage(codec, self._pages * codec.frame_bytes, self, epoch, self._around)
             self._by_epoch[epoch] = store
         return store
 

@@ -35,8 +35,9 @@ class World(ABC):
         self.host = SimulatedHostPool(setting.geometry, setting.host_pages)
         self.copies = parts.copies(self.device, self.host, self.random, setting.device_fail_rate, self.clock)
         namespace = Namespace(model="simulation", geometry=setting.geometry)
-        self.stores = Stores(namespace, setting.storage_pages or 1, self)
-        has_storage = setting.storage_pages is not None
+        self.servers = [Stores(namespace, setting.storage_pages or 1, self) for _ in range(2)]
+        self.stores = self.servers[0]  # those that were attached last
+        self.stores.attached = has_storage = setting.storage_pages is not None
         self.controller = parts.controller(
             self.host, self.copies, self.stores.open_now(0) if has_storage else None, setting.controller,
             figures=len(Figures()), workers=self._make_workers, clock=self.clock,

@@ -1,0 +1,404 @@
+"""Storage is detached, attached and switched at run time, with work under way."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
+from hicache.backends.faults import FaultyBackend
+from hicache.backends.guard import Direction, GuardedBackend, GuardOptions, Override
+from hicache.backends.memory import MemoryBackend
+from hicache.cache import RequestKV
+from hicache.cache.pause import PAUSE_S_MAX
+from hicache.errors import BackendError, InvalidInput
+from hicache.frame import FrameCodec
+from hicache.keys import RadixKey
+from tests.cache.world import GEOMETRY, NAMESPACE, LastingBackend, World, prompt
+from tests.ranks import Exchange
+from tests.waiting import wait_for
+
+KEY = prompt(1, 2, 3)
+READ, WRITE = Direction.READ, Direction.WRITE
+
+
+class Server:
+    """Stores of all epochs that outlive the engines; each opening is behind a guard of its own."""
+
+    def __init__(self, kind: type[MemoryBackend] = LastingBackend, options: GuardOptions | None = None) -> None:
+        self._kind = kind
+        self._options = options or GuardOptions(backoff_min_s=0.02, backoff_max_s=0.05, retry_share=0.0)
+        self.by_epoch: dict[int, MemoryBackend] = {}
+        self.faults: list[FaultyBackend] = []
+        self.guards: list[GuardedBackend] = []
+        self.down = False
+
+    def store(self, epoch: int = 0) -> MemoryBackend:
+        if epoch not in self.by_epoch:
+            digest = dataclasses.replace(NAMESPACE, weights_epoch=epoch).digest
+            self.by_epoch[epoch] = self._kind(FrameCodec(digest, GEOMETRY.payload_bytes))
+        return self.by_epoch[epoch]
+
+    def open(self, epoch: int) -> StorageBackend:
+        if self.down:
+            raise BackendError("the server is away")
+        self.faults.append(FaultyBackend(self.store(epoch)))
+        self.guards.append(GuardedBackend(self.faults[-1], self._options))
+        return self.guards[-1]
+
+    def pages(self, epoch: int = 0) -> int:
+        return self.store(epoch).usage().pages
+
+
+def world_of(server: Server) -> World:
+    return World(backend=server.open(0), open_storage=server.open)
+
+
+def until_open(world: World) -> None:
+    world.until(lambda: world.controller.backend is not None)
+    world.step()
+
+
+def forget_l1_and_l2(world: World) -> None:
+    """As after a restart: only storage has anything."""
+    world.settle()
+    world.cache.clear()
+
+
+def hits_from_storage(world: World, rid: str, key: RadixKey = KEY) -> int:
+    """How many tokens of a new request come from storage."""
+    if world.cache.prefetch_from_storage(rid, key):
+        world.until(lambda: world.cache.check_prefetch_progress(rid))
+    request = world.begin(rid, key)
+    assert request is not None
+    tokens = request.storage_hit_tokens
+    world.cache.cache_finished_req(request, key)
+    return tokens
+
+
+def test_after_a_detach_nothing_is_read_or_stored_and_the_rest_goes_on() -> None:
+    server = Server()
+    world = world_of(server)
+    world.serve("a", KEY)
+    world.settle()
+    world.cache.storage.detach()
+    assert not world.cache.storage.attached
+    assert world.serve("b", KEY).cached_tokens == 12, "L1 is as it was"
+    world.serve("c", prompt(4, 5))
+    forget_l1_and_l2(world)
+    assert hits_from_storage(world, "d") == 0
+    assert server.pages() == 3
+    world.close()
+
+
+def test_what_is_attached_again_is_used_again() -> None:
+    server = Server()
+    world = world_of(server)
+    world.serve("a", KEY)
+    world.settle()
+    world.cache.storage.detach()
+    world.cache.storage.detach()  # does nothing
+    world.serve("b", prompt(4, 5))
+    world.cache.storage.attach()
+    until_open(world)
+    world.serve("c", prompt(4, 5))
+    forget_l1_and_l2(world)
+    assert server.pages() == 5, "what came meanwhile was stored when it was used next"
+    assert hits_from_storage(world, "d") == 12
+    world.close()
+
+
+def test_another_store_gets_what_the_first_one_had() -> None:
+    first, second = Server(), Server()
+    world = world_of(first)
+    world.serve("a", KEY)
+    world.settle()
+    world.cache.storage.attach(second.open)
+    until_open(world)
+    world.serve("b", KEY)
+    world.settle()
+    assert (first.pages(), second.pages()) == (3, 3)
+    world.cache.update_weights(1)
+    until_open(world)
+    world.serve("c", KEY)
+    world.settle()
+    assert (first.pages(1), second.pages(1)) == (0, 3), "later epochs are opened where it was attached"
+    world.close()
+
+
+def test_storage_can_be_attached_to_a_cache_that_began_without() -> None:
+    server = Server()
+    world = World()
+    with pytest.raises(InvalidInput, match="without any"):
+        world.cache.storage.attach()
+    world.serve("a", KEY)
+    world.cache.storage.attach(server.open)
+    until_open(world)
+    world.serve("b", KEY)
+    forget_l1_and_l2(world)
+    assert server.pages() == 3
+    assert hits_from_storage(world, "c") == 12
+    world.close()
+
+
+def test_new_weights_leave_a_detached_store_detached() -> None:
+    server = Server()
+    world = world_of(server)
+    world.cache.storage.detach()
+    world.cache.update_weights(1)
+    for _ in range(20):
+        world.step()
+    assert not world.cache.storage.attached and world.controller.backend is None
+    assert 1 not in server.by_epoch
+    world.cache.storage.attach()
+    until_open(world)
+    world.serve("a", KEY)
+    world.settle()
+    assert server.pages(1) == 3
+    world.close()
+
+
+def test_a_detach_while_a_store_is_being_opened_leaves_none_open() -> None:
+    server = Server()
+    world = world_of(server)
+    gate, opened = threading.Event(), threading.Event()
+
+    def open_late(epoch: int) -> StorageBackend:
+        gate.wait(20)
+        backend = server.open(epoch)
+        opened.set()
+        return backend
+
+    world.cache.storage.attach(open_late)
+    world.step()
+    world.cache.storage.detach()
+    gate.set()
+    world.until(opened.is_set)
+    world.until(server.guards[-1]._closing.is_set)
+    assert world.controller.backend is None
+    world.close()
+
+
+def test_a_store_that_cannot_be_opened_is_tried_again() -> None:
+    server = Server()
+    world = world_of(server)
+    server.down = True
+    world.cache.storage.attach()
+    world.until(lambda: world.cache.statistics().controller.open_failures > 0)
+    server.down = False
+    until_open(world)
+    world.close()
+
+
+# Work under way
+
+
+class Held(LastingBackend):
+    """Stays in each call until told."""
+
+    def __init__(self, codec: FrameCodec) -> None:
+        super().__init__(codec)
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+
+    def _wait(self) -> None:
+        self.entered.set()
+        assert self.gate.wait(20)
+
+    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+        self._wait()
+        return super().batch_get(keys, frames, deadline=deadline)
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        self._wait()
+        return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+
+
+def held(server: Server) -> Held:
+    store = server.store()
+    assert isinstance(store, Held)
+    return store
+
+
+def test_a_store_under_way_at_a_detach_is_not_believed_by_the_next_one() -> None:
+    first, second = Server(Held), Server()
+    world = world_of(first)
+    world.serve("a", KEY)
+    world.until(held(first).entered.is_set)
+    world.cache.storage.attach(second.open)
+    held(first).gate.set()
+    world.settle()
+    until_open(world)
+    assert first.pages() == 3, "a call that is under way ends"
+    assert not any(node.stored for node in world.cache.tree.nodes())
+    world.serve("b", KEY)
+    world.settle()
+    assert second.pages() == 3
+    world.close()
+
+
+def test_a_prefetch_under_way_at_a_detach_brings_nothing_and_keeps_nothing() -> None:
+    server = Server()
+    world = world_of(server)
+    world.serve("a", KEY)
+    forget_l1_and_l2(world)
+    world.until(lambda: server.pages() == 3)
+    server.faults[0].hang()
+    assert world.cache.prefetch_from_storage("b", KEY)
+    wait_for(lambda: server.faults[0].hung_calls == 1)
+    world.cache.storage.detach()
+    assert world.cache.check_prefetch_progress("b"), "nobody waits for it any more"
+    request = world.begin("b", KEY)
+    assert request is not None and request.cached_tokens == 0
+    world.cache.cache_finished_req(request, None)
+    assert not server.guards[0]._closing.is_set(), "it is not closed while somebody is in it"
+    server.faults[0].release()
+    world.settle()
+    world.until(server.guards[0]._closing.is_set)
+    assert world.host.allocator.used_pages == 0
+    world.close()
+
+
+def _nothing(world: World, request: RequestKV) -> None:
+    """Right after it has begun."""
+
+
+def _copying(world: World, request: RequestKV) -> None:
+    world.cache.cache_unfinished_req(request, KEY)
+    world.cache.poll()
+
+
+def _storing(world: World, request: RequestKV) -> None:
+    world.cache.cache_unfinished_req(request, KEY)
+    world.until(lambda: world.controller.statistics().written_pages > 0)
+
+
+@pytest.mark.parametrize("stage", [_nothing, _copying, _storing], ids=lambda stage: stage.__name__.strip("_"))
+@pytest.mark.parametrize("again", [True, False], ids=["attach", "detach"])
+def test_a_switch_at_any_stage_leaves_the_books_right(stage: Callable[[World, RequestKV], None], again: bool) -> None:
+    first, second = Server(), Server()
+    world = world_of(first)
+    request = world.begin("a", KEY)
+    assert request is not None
+    stage(world, request)
+    if again:
+        world.cache.storage.attach(second.open)
+        until_open(world)
+    else:
+        world.cache.storage.detach()
+    world.cache.check()
+    world.cache.cache_finished_req(request, KEY)
+    world.settle()
+    world.serve("b", KEY)
+    world.settle()
+    world.cache.check()
+    assert second.pages() == (3 if again else 0)
+    world.close()
+
+
+# The breaker and the operator
+
+
+def test_while_the_breaker_is_open_nothing_is_submitted_and_it_heals_by_itself() -> None:
+    server = Server(options=GuardOptions(backoff_min_s=0.1, backoff_max_s=0.2, retry_share=0.0))
+    world = world_of(server)
+    world.serve("a", KEY)
+    forget_l1_and_l2(world)
+    server.faults[0].fail()
+    for number in range(50):
+        if not server.guards[0].may_pass(READ):
+            break
+        hits_from_storage(world, f"b {number}")
+        world.cache.clear()
+    world.step()
+    submitted = world.controller._submitted["prefetches"]
+    assert not world.cache.prefetch_from_storage("c", KEY)
+    assert world.controller._submitted["prefetches"] == submitted
+    assert world.cache.statistics().skipped["prefetch_paused"] > 0
+    server.faults[0].fail(False)
+    world.until(lambda: world.controller.may_prefetch)
+    assert hits_from_storage(world, "d") == 12
+    world.close()
+
+
+def test_the_pause_of_the_scheduler_is_short_since_the_breaker_does_the_long_waiting() -> None:
+    assert PAUSE_S_MAX <= 1.0
+
+
+def test_the_operator_switches_writing_off_and_on() -> None:
+    server = Server()
+    world = world_of(server)
+    world.cache.storage.override(WRITE, Override.OFF)
+    world.step()
+    world.serve("a", KEY)
+    world.settle()
+    assert server.pages() == 0 and not world.controller.may_store and world.controller.may_prefetch
+    assert world.cache.statistics().skipped["store_paused"] > 0
+    world.cache.storage.override(WRITE, Override.AUTO)
+    world.step()
+    world.serve("b", KEY)
+    world.settle()
+    assert server.pages() == 3
+    world.close()
+
+
+def test_what_the_operator_has_switched_off_stays_off_under_new_weights() -> None:
+    server = Server()
+    world = world_of(server)
+    world.cache.storage.override(READ, Override.OFF)
+    world.cache.update_weights(1)
+    until_open(world)
+    assert server.guards[-1].guard_statistics().breakers[READ].override is Override.OFF
+    assert not world.controller.may_prefetch
+    world.close()
+
+
+def test_statistics_have_an_entry_for_each_store_and_do_not_wait_for_it() -> None:
+    server = Server()
+    world = world_of(server)
+    world.serve("a", KEY)
+    world.settle()
+    (leaf,) = world.cache.statistics().controller.backends
+    assert leaf.name == "storage" and leaf.guard is not None
+    assert leaf.statistics.sets[SetOutcome.STORED] == 3
+    usage = world.cache.statistics().controller.usage
+    assert usage is not None and usage.pages == 3
+    world.cache.storage.detach()
+    assert world.cache.statistics().controller.backends == ()
+    world.close()
+
+
+def test_one_rank_whose_breaker_is_open_keeps_all_from_asking() -> None:
+    servers = [Server(), Server()]
+    worlds = [
+        World(backend=server.open(0), open_storage=server.open, ranks=group)
+        for server, group in zip(servers, Exchange(2).ranks(), strict=True)
+    ]
+
+    def step() -> None:
+        for world in worlds:
+            world.step()
+
+    for _ in range(3):
+        step()
+    assert [world.controller.may_prefetch for world in worlds] == [True, True]
+    servers[1].guards[0].override(READ, Override.OFF)
+    for _ in range(2):
+        step()
+    assert [world.controller.may_prefetch for world in worlds] == [False, False]
+    assert [world.controller.may_store for world in worlds] == [True, True]
+    servers[1].guards[0].override(READ, Override.AUTO)
+    for world in worlds:
+        world.cache.storage.attach()
+    wait_for(lambda: all(world.controller.may_prefetch for world in worlds), step)
+    for world in worlds:
+        world.cache.storage.detach()
+    step()
+    assert [world.controller.may_store for world in worlds] == [False, False]
+    for world in worlds:
+        assert world.cache.close()
