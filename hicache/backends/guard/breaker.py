@@ -80,13 +80,10 @@ class Breaker:
             return self._state
         return BreakerState.CLOSED if self.override is Override.ON else BreakerState.OPEN
 
-    def admit(self) -> int | None:
-        """The round of a call that may be made now; None for no."""
-        return None if self.state is BreakerState.OPEN else self._round
-
-    def is_current(self, admitted: int) -> bool:
-        """Whether the breaker has not opened since a call was admitted."""
-        return admitted == self._round
+    @property
+    def round(self) -> int:
+        """What a call that is admitted now carries. It changes when the breaker opens, and with each override."""
+        return self._round
 
     def record(self, admitted: int, ok: bool, reason: str, time_s: float) -> None:
         """A call has ended well or not. `reason` says in a word what failed."""

