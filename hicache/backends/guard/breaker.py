@@ -1,7 +1,8 @@
 """The circuit breaker of one direction: decides by what became of calls whether the next one is made.
 
-    CLOSED     calls are made. After a failed one the store is probed at once, so that an outage that begins with a
-               single call is known without further callers paying for it; enough failures in a row open it.
+    CLOSED     calls are made. After a failed one the store is probed at once (but not again right after a good
+               probe), so that an outage that begins with a single call is known without further callers paying for
+               it; enough failures in a row open it.
     OPEN       no call is made. After a pause the store is probed: bad, the pause doubles; good, it is half-open.
     HALF_OPEN  calls are made. The first that ends decides; if none comes, a second good probe closes.
 
@@ -68,6 +69,7 @@ class Breaker:
         self._recent: deque[bool] = deque(maxlen=WINDOW_CALLS)
         self._backoff_s = options.backoff_min_s
         self._probe_at = math.inf
+        self._calm_until = -math.inf  # a probe has just been good: single failures bring none before that
         self._probe = 0  # number of the latest
         self._probing_until = math.inf  # a probe is under way that has to end by then; infinity if none is
         self._round = 0
@@ -175,6 +177,7 @@ class Breaker:
                 self._open(reason, time_s)
         elif ok:
             self._suspicions = 0
+            self._calm_until = time_s + self._options.backoff_min_s
         else:
             self._suspicions += 1
             self._judge(reason, time_s)
@@ -203,7 +206,7 @@ class Breaker:
         if self._failures + self._suspicions >= self._options.failures or too_many:
             self._open(reason, time_s)
         else:
-            self._probe_at = time_s
+            self._probe_at = max(time_s, self._calm_until)
 
     def _open(self, reason: str, time_s: float) -> None:
         self._state = BreakerState.OPEN

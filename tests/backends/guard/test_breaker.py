@@ -104,6 +104,20 @@ def test_a_good_probe_after_a_single_failure_ends_the_suspicion() -> None:
     assert world.state is OPEN, "three calls in a row have failed, whatever probes say"
 
 
+def test_single_failures_bring_a_probe_now_and_then_and_not_each() -> None:
+    """A store that loses one call in three for ever is not burdened with a probe for each of them."""
+    world = World()
+    began_s = world.time_s
+    for number in range(3000):
+        world.time_s += 0.01
+        if world.breaker.probe_at <= world.time_s:
+            world.probe(True)
+        world.call(number % 3 > 0)
+    assert world.state is CLOSED
+    elapsed_s = world.time_s - began_s
+    assert world.breaker.statistics().good_probes <= elapsed_s / OPTIONS.backoff_min_s + 1
+
+
 def test_pauses_between_probes_double_up_to_the_longest() -> None:
     world = opened()
     pauses = []
