@@ -16,6 +16,7 @@ def main() -> None:
         ("tree", ["--peer", peer] if peer else []),
         ("poll", []),
         ("file_backend", []),
+        ("levels", []),
         ("tags", []),
         ("copies", []),
         ("events", []),

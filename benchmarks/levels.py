@@ -1,0 +1,149 @@
+"""What a second level costs a page that the first one has: levels of file and memory against the file backend alone.
+
+    python -m benchmarks.levels [--path DIRECTORY] [--runs N]
+
+Both sides read the same files through the same file backend, in turns, from the page cache; nothing is faster than
+that, so nothing shows the cost of a composition better. What is not a hit of the first level has no limit: a store
+through levels also copies the pages for the second one, and a page read from below costs what the second level costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+
+if __package__ in (None, ""):
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from benchmarks._table import Row, alternate, print_table, row
+from hicache.backends.base import StorageBackend
+from hicache.backends.compose import CascadePolicy, LevelsBackend, LevelsOptions, Part
+from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.backends.memory import MemoryBackend
+from hicache.frame import HEADER_BYTES, FrameCodec
+
+_KIB = 1 << 10
+_FOREVER_S = 600.0
+# What a hit in the first level may cost more.
+_GOAL = 1.05
+_BATCH_BYTES = 128 << 20
+_LOOKUP_KEYS = 500
+# What levels may keep in memory on the way to the second level: all of a batch.
+_COPIES = LevelsOptions(cascade_bytes_max=2 * _BATCH_BYTES)
+_SELECTIVE = LevelsOptions(cascade=CascadePolicy.SELECTIVE, selective_hits=1 << 20)
+
+
+class _Bench:
+    """One page size: a batch of frames, a file store, and that store with a level of memory below it."""
+
+    def __init__(self, folder: str, page_kib: int, options: LevelsOptions) -> None:
+        self.codec = FrameCodec(b"b" * 32, page_kib * _KIB - HEADER_BYTES)
+        size = self.codec.frame_bytes
+        self.pages = max(8, min(128, _BATCH_BYTES // size))
+        self._map = mmap.mmap(-1, size * self.pages)
+        whole = memoryview(self._map)
+        for start in range(0, len(whole), _KIB):
+            whole[start : start + 16] = os.urandom(16)
+        self.frames = [whole[i * size : (i + 1) * size] for i in range(self.pages)]
+        self.keys = [i.to_bytes(4, "big") * 8 for i in range(self.pages)]
+        self.file = FileBackend(self.codec, FileBackendOptions(os.path.join(folder, "store")))
+        self.levels = LevelsBackend(
+            self.codec, [Part("file", self.file), Part("memory", MemoryBackend(self.codec))], options
+        )
+
+    def store(self, backend: StorageBackend) -> Callable[[], object]:
+        return lambda: backend.batch_set(self.keys, self.frames, parent=None, deadline=_soon())
+
+    def read(self, backend: StorageBackend) -> Callable[[], object]:
+        def read() -> None:
+            outcomes = backend.batch_get(self.keys, self.frames, deadline=_soon())
+            assert set(outcomes) == {"hit"}, outcomes
+
+        return read
+
+    def remove(self) -> None:
+        self.file.delete(self.keys, deadline=_soon())
+
+
+def _soon() -> float:
+    return time.monotonic() + _FOREVER_S
+
+
+def _read_rows(folder: str, page_kib: int, runs: int) -> list[Row]:
+    rows = []
+    for label, options in (("", _COPIES), (", selective", _SELECTIVE)):
+        bench = _Bench(folder, page_kib, options)
+        try:
+            bench.store(bench.file)()
+            what = f"read {bench.pages} x {page_kib} KiB, all in the first level{label}"
+            rows.append(row(what, alternate(runs, [bench.read(bench.levels), bench.read(bench.file)]), _GOAL))
+            bench.remove()
+        finally:
+            bench.levels.close()
+    return rows
+
+
+def _store_row(folder: str, page_kib: int, runs: int) -> Row:
+    bench = _Bench(folder, page_kib, _COPIES)
+    try:
+        # Each side stores pages that are new to the file, and those of levels to memory as well: an upper bound.
+        def fresh() -> None:
+            bench.levels.delete(bench.keys, deadline=_soon())
+
+        times: list[list[float]] = [[], []]
+        for side, backend in enumerate((bench.levels, bench.file)):
+            times[side] = alternate(runs, [bench.store(backend)], fresh)[0]
+        fresh()
+        return row(f"store {bench.pages} x {page_kib} KiB, copied down in the background", times, None)
+    finally:
+        bench.levels.close()
+
+
+def _lookup_row(folder: str, runs: int) -> Row:
+    bench = _Bench(folder, 4, _COPIES)
+    try:
+        keys = [i.to_bytes(4, "big") * 8 for i in range(_LOOKUP_KEYS)]
+        frames = [bench.frames[0]] * _LOOKUP_KEYS
+        for key, frame in zip(keys, frames, strict=True):
+            bench.file.batch_set([key], [frame], parent=None, deadline=_soon())
+        sides: list[Callable[[], object]] = [
+            lambda backend=backend: backend.batch_exists(keys, deadline=_soon())  # type: ignore[misc]
+            for backend in (bench.levels, bench.file)
+        ]
+        return row(f"look {_LOOKUP_KEYS} keys up, all in the first level", alternate(runs, sides), _GOAL)
+    finally:
+        bench.levels.close()
+
+
+def run(path: str | None = None, *, runs: int = 60, page_kib: Sequence[int] = (256, 2048, 8192)) -> list[Row]:
+    """Measure in a directory below `path` (the current directory), which is removed again."""
+    rows: list[Row] = []
+    for size in page_kib:
+        with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as folder:
+            rows += _read_rows(folder, size, runs)
+    for size in page_kib:
+        with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as folder:
+            rows.append(_store_row(folder, size, max(3, runs // 6)))
+    with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as folder:
+        rows.append(_lookup_row(folder, runs))
+    return rows
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="Levels of file and memory against the file backend alone")
+    parser.add_argument("--path", help="directory to write in (default: a temporary one below the current directory)")
+    parser.add_argument("--runs", type=int, default=60, help="batches per side and case")
+    parser.add_argument("--page-kib", type=int, nargs="+", default=[256, 2048, 8192])
+    options = parser.parse_args()
+    rows = run(options.path, runs=options.runs, page_kib=options.page_kib)
+    print_table("Levels (file, memory) against the file backend alone; a ratio of 1.05 is 5 % more", rows)
+
+
+if __name__ == "__main__":
+    main()
