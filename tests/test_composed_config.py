@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -172,3 +173,11 @@ def test_the_entries_of_every_kind_of_storage_are_described() -> None:
         entries = [entry for entry in all_entries(kind) if entry.name.startswith("storage.options.")]
         assert entries and all(len(entry.description) > 20 for entry in entries)
     assert [entry.name for entry in part_entries()] == ["name", "optional"]
+
+
+def test_the_example_of_the_document_loads(load: Load) -> None:
+    page = Path(__file__).resolve().parent.parent / "docs/backends/composition.md"
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = load(example).storage
+    assert isinstance(found, LevelsStorage) and [part.name for part in found.options.levels] == ["nvme", "archive"]
+    check_surroundings(load(example))
