@@ -214,6 +214,12 @@ def test_an_entry_given_twice_is_refused(refused: Callable[..., list[str]]) -> N
         ("device: {memory_fraction: 0}", "device.memory_fraction: must be more than 0.0"),
         ("device: {memory_fraction: 90%}", "device.memory_fraction: expected a number; got 90%"),
         ("integrity: {mac_key_file: a, mac_key_env: B}", "integrity: give at most one of"),
+        ("integrity: {previous_mac_key_file: a, previous_mac_key_env: B}", "integrity: give at most one of previous_"),
+        ("integrity: {previous_mac_key_file: a}", "integrity: previous_mac_key_file is given without mac_key_file"),
+        ("storage_format: {previous_encryption_key_env: A}", "storage_format: previous_encryption_key_env is given"),
+        ("storage_format: {encryption_key_file: a, encryption_key_env: B}", "storage_format: give at most one of"),
+        ("storage_format: {compression_level: 13}", "storage_format.compression_level: must be at most 12"),
+        ("storage_format: {compression: gzip}", "storage_format.compression: expected 'none' or 'zstd'; got gzip"),
         ("page_size: 2000", "page_size: must be at most 1024; got 2000"),
         ("page_size: true", "page_size: True is no number"),
         ("page_size: .nan", "page_size: expected a finite number"),
@@ -274,8 +280,10 @@ def test_a_variable_that_is_not_text_is_refused(refused: Callable[..., list[str]
 
 
 def test_an_error_about_the_key_entries_does_not_repeat_what_stands_there(refused: Callable[..., list[str]]) -> None:
-    (line,) = refused(f"integrity: {{mac_key_env: {HEX_KEY}}}")
-    assert line.startswith("integrity.mac_key_env") and HEX_KEY not in line
+    for name in ("integrity.mac_key_env", "integrity.previous_mac_key_env", "storage_format.encryption_key_env"):
+        section, _, entry = name.partition(".")
+        (line,) = refused(f"{section}: {{{entry}: {HEX_KEY}}}")
+        assert line.startswith(name) and HEX_KEY[:8] not in line
 
 
 # The schema itself
@@ -350,8 +358,32 @@ def test_a_key_comes_from_the_named_variable_which_is_then_no_typo(load: Load) -
         config.integrity.mac_keys({"HICACHE_KEY": "\udcff"})
 
 
+def test_the_previous_key_comes_second(tmp_path: Path, load: Load) -> None:
+    path = _key_file(tmp_path / "key", HEX_KEY.encode())
+    other = "cd" * 32
+    for section, name in (("integrity", "mac_key"), ("storage_format", "encryption_key")):
+        text = f"{section}: {{{name}_file: {path}, previous_{name}_env: HICACHE_OLD_KEY}}"
+        config = load(text, {"OLD_KEY": other})
+        read = config.integrity.mac_keys if name == "mac_key" else config.storage_format.encryption_keys
+        assert read({"HICACHE_OLD_KEY": other}) == (bytes.fromhex(HEX_KEY), bytes.fromhex(other))
+        with pytest.raises(ConfigError, match=f"HICACHE_OLD_KEY: is not set; unset {section}.previous_{name}_env"):
+            read({})
+
+
+def test_one_key_proves_pages_and_not_two(refused: Callable[..., list[str]]) -> None:
+    (line,) = refused("integrity: {mac_key_file: a}\nstorage_format: {encryption_key_file: b}")
+    assert line.startswith("integrity and storage_format: give a MAC key or an encryption key")
+
+
+def test_a_key_given_in_another_way_by_a_stronger_source_replaces_it(load: Load) -> None:
+    config = load("storage_format: {encryption_key_file: /a}", {"STORAGE_FORMAT__ENCRYPTION_KEY_ENV": "MY_KEY"})
+    assert config.storage_format.encryption_key_file is None
+    assert config.storage_format.encryption_keys({"MY_KEY": HEX_KEY}) == (bytes.fromhex(HEX_KEY),)
+
+
 def test_without_a_key_there_is_none() -> None:
     assert HiCacheConfig().integrity.mac_keys({}) == ()
+    assert HiCacheConfig().storage_format.encryption_keys({}) == ()
 
 
 # Anything at all

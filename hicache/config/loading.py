@@ -263,8 +263,9 @@ def _what(error: Any, value: Any, path: EntryPath, below: Sequence[str]) -> str:
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         return f"is a section: give its entries ({', '.join(below) or 'by name'}) below it"
     message = _plain(error, message)
-    if path[0] == "integrity" or isinstance(value, (dict, list)):
-        return message  # says nothing of the value: somebody may have put the key where its name belongs
+    # Of some values nothing is said: somebody may have put the key where its name belongs.
+    if isinstance(value, (dict, list)) or path[0] == "integrity" or path[-1] in _KEY_VARIABLES.get(path[0], ()):
+        return message
     near = difflib.get_close_matches(str(value), _choices(error), n=1)
     got = _shown(value)
     return (message if got in message else f"{message}; got {got}") + (f", did you mean {near[0]}?" if near else "")

@@ -21,7 +21,7 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.errors import InvalidInput
-from hicache.frame import FrameCodec
+from hicache.frame import Compression, FrameCodec
 from tests.seeds import rng, seeds
 
 
@@ -31,8 +31,11 @@ def open_memory(codec: FrameCodec, capacity_pages: int | None = None) -> Store:
     return Store(backend, backend.peek, backend.poke)
 
 
-def small(capacity_pages: int) -> tuple[MemoryBackend, Store]:
-    store = open_memory(FrameCodec(NAMESPACE, PAYLOAD_BYTES), capacity_pages)
+PLAIN = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
+
+
+def small(capacity_pages: int, codec: FrameCodec = PLAIN) -> tuple[MemoryBackend, Store]:
+    store = open_memory(codec, capacity_pages)
     assert isinstance(store.backend, MemoryBackend)
     return store.backend, store
 
@@ -107,6 +110,18 @@ def test_random_use_keeps_links_and_capacity(seed: int) -> None:
         else:
             backend.delete([chain[first]], deadline=soon())
         backend.check()
+
+
+def test_as_many_pages_fit_as_their_real_lengths_allow() -> None:
+    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression())
+    backend, store = small(3, codec)
+    keys = make_keys(10)
+    assert store_chain(store, keys[:6]) == [STORED] * 6, "half a frame each"
+    assert backend.usage().bytes == sum(len(backend.peek(key) or b"") for key in keys[:6]) == 3 * codec.frame_bytes
+    assert backend.statistics().evicted_pages == 0
+    assert store_chain(store, make_keys(1, "more")) == [STORED]
+    assert backend.statistics().evicted_pages == 1
+    backend.check()
 
 
 @pytest.mark.parametrize("capacity", [0, -1, True, 1.5])

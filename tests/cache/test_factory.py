@@ -15,8 +15,9 @@ import pytest
 from hicache.cache import ChunkCache, HiRadixCache, TreeCache, create_cache, create_tiered_cache
 from hicache.config import HiCacheConfig
 from hicache.errors import CapacityError, ConfigError, InvalidInput, NotOurs, RankError
-from hicache.frame import FrameHeader, TagKind
-from hicache.geometry import KVGeometry
+from hicache.frame import Form, FrameHeader, TagKind
+from hicache.frame.keyring import key_id
+from hicache.geometry import DTYPE_BYTES, KVGeometry
 from hicache.keys import Namespace, RadixKey
 from hicache.tiers import KVPool, create_device_pool
 from hicache.tiers.memory import DeviceMemory
@@ -42,20 +43,51 @@ def test_the_configured_sizes_policies_and_bounds_arrive() -> None:
         assert not cache.host.pinned
 
 
-def test_a_mac_key_makes_stored_pages_keyed(tmp_path: Path) -> None:
-    key_file = tmp_path / "mac.key"
-    key_file.write_text("ab" * 32)
-    key_file.chmod(0o600)
-    settings = config(storage=file_storage(tmp_path / "pages"), integrity={"mac_key_file": str(key_file)})
-    with create_tiered_cache(settings, NAMESPACE) as cache:
+def key_file(path: Path, digits: str) -> str:
+    path.write_text(digits * 32)
+    path.chmod(0o600)
+    return str(path)
+
+
+def store_two_pages(settings: HiCacheConfig, namespace: Namespace, root: Path) -> list[FrameHeader]:
+    """What the headers of two stored pages say."""
+    with create_tiered_cache(settings, namespace) as cache:
         pages = cache.alloc_pages(2)
         assert pages is not None
         cache.insert(RadixKey.of(list(range(8))), pages)
         assert cache.drain(20)
-    stored = [path for path in (tmp_path / "pages").rglob("*") if path.is_file() and len(path.name) == 64]
-    assert len(stored) == 2
-    header = FrameHeader.parse(stored[0].read_bytes())
-    assert header is not None and header.tag_kind == TagKind.AES_256_GMAC
+    stored = [path for path in root.rglob("*") if path.is_file() and len(path.name) == 64]
+    headers = [FrameHeader.parse(path.read_bytes()) for path in stored]
+    assert len(headers) == 2
+    return [header for header in headers if header is not None]
+
+
+def test_a_mac_key_makes_stored_pages_keyed(tmp_path: Path) -> None:
+    root, new = tmp_path / "pages", key_file(tmp_path / "mac.key", "ab")
+    settings = config(storage=file_storage(root), integrity={
+        "mac_key_file": new, "previous_mac_key_file": key_file(tmp_path / "old.key", "cd"),
+    })  # fmt: skip
+    for header in store_two_pages(settings, NAMESPACE, root):
+        assert header.tag_kind == TagKind.AES_256_GMAC
+        assert header.key_id == key_id(TagKind.AES_256_GMAC, bytes.fromhex("ab" * 32)), "the current key seals"
+
+
+def test_a_storage_format_makes_stored_pages_short_and_secret(tmp_path: Path) -> None:
+    root = tmp_path / "pages"
+    settings = config(storage=file_storage(root), storage_format={
+        "compression": "zstd", "encryption_key_file": key_file(tmp_path / "key", "ab"),
+    })  # fmt: skip
+    wide = replace(NAMESPACE, geometry=replace(NAMESPACE.geometry, head_dim=1024))
+    for header in store_two_pages(settings, wide, root):
+        assert header.tag_kind == TagKind.AES_256_GCM
+        assert header.form & Form.ZSTD and header.stored_bytes < header.payload_bytes
+        assert bool(header.form & Form.BYTE_PLANES) is (DTYPE_BYTES[wide.geometry.dtype] == 2)
+
+
+def test_stored_pages_carry_the_card_of_their_namespace(tmp_path: Path) -> None:
+    named = replace(NAMESPACE, model="a model", weights_epoch=5)
+    for header in store_two_pages(config(storage=file_storage(tmp_path / "pages")), named, tmp_path / "pages"):
+        assert (header.label, header.weights_epoch) == ("a model", 5)
 
 
 def test_an_engine_may_size_l1_itself() -> None:

@@ -62,6 +62,18 @@ def test_check_accepts_backends_that_exist_and_opens_none(tmp_path: Path) -> Non
     assert "did you mean 'capacity_bytes'?" in invoke("check", str(file)).stderr
 
 
+def test_check_reads_all_key_files_and_no_variables(tmp_path: Path) -> None:
+    key, file = tmp_path / "one.key", tmp_path / "x.yaml"
+    file.write_text(
+        f"storage_format: {{encryption_key_env: NOT_SET_HERE, previous_encryption_key_file: {key}}}\n"
+    )
+    result = invoke("check", str(file))
+    assert result.exit_code == 1 and "storage_format.previous_encryption_key_file: " in result.stderr
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    assert invoke("check", str(file)).exit_code == 0
+
+
 def test_check_reads_the_mac_key_file(tmp_path: Path) -> None:
     key, file = tmp_path / "mac.key", tmp_path / "x.yaml"
     file.write_text(f"integrity: {{mac_key_file: {key}}}\nstorage: {{type: fiel}}\n")
