@@ -1,44 +1,69 @@
-"""The price of a page's tag: checking a frame, warm in the processor's cache and cold, against copying as many bytes.
+"""The price of a page's proof and of its stored form: tags, encryption, compression.
 
-    python -m benchmarks.tags
+    python -m benchmarks.tags [--path DIRECTORY]
 
-Warm is how the file backend checks, right after the read; the reference, a copy of the page in memory, is the least
-that any backend has to do for it. ratio = time of the check : time of the copy.
+The first table checks a frame warm in the processor's cache and cold. Warm is how the file backend checks, right after
+the read; the reference, a copy of the page in memory, is the least that any backend has to do for it.
+ratio = time of the check : time of the copy.
+
+The second table seals and accepts pages in each form: KV of the bundled model over the bundled texts, in bfloat16, and
+noise that cannot be compressed. The reference is the file backend without any tag, one thread, from and to the page
+cache of DIRECTORY: the fastest store there is. ratio = time of the codec : time of that store for the page.
+
+The third table is the file backend with each tag or form against the one without, in turns, noise in its pages.
+ratio = time : time; the default tag may cost a tenth.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
+import torch
 
-from hicache.frame import FrameCodec, TagKind
+if __package__ in (None, ""):
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from ._table import Row, print_table
+from benchmarks._table import Row, alternate, print_table
+from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.engine import BUNDLED_MODEL, LlamaModel, Span, load_checkpoint, load_tokenizer
+from hicache.frame import HEADER_BYTES, Compression, FrameCodec, TagKind, unseal
+from hicache.tiers import MHATokenToKVPool, RequestToTokenPool
 
 KEY = bytes(32)
-MAC_KEY = bytes(range(32))
+NAMESPACE = bytes(32)
+SECRET = bytes(range(32))
 COLD_BYTES = 256 << 20  # more than the last-level cache holds
+PAGE_BYTES = 2 << 20
+STORE_PAGES = 64
+GOAL = 1.1  # of the time of the fastest store without a tag, for the default one
+ROUNDS = 9
 
 
-def best(runs: int, work: Callable[[], object]) -> float:
-    """Seconds of the best run."""
+def best(runs: int, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Seconds of the best run; `before` each of them is not counted."""
     times = []
     for _ in range(runs):
+        before()
         begin = time.perf_counter()
         work()
         times.append(time.perf_counter() - begin)
     return min(times)
 
 
-def run() -> list[Row]:
+def tag_rows() -> list[Row]:
     """One row per page size, tag and temperature."""
     rows = []
     for payload in (2 << 20, 8 << 20):
         for name, codec in (
-            ("XXH3-128", FrameCodec(bytes(32), payload, tag=TagKind.XXH3_128)),
-            ("AES-256-GMAC", FrameCodec(bytes(32), payload, mac_keys=[MAC_KEY])),
+            ("XXH3-128", FrameCodec(NAMESPACE, payload, tag=TagKind.XXH3_128)),
+            ("AES-256-GMAC", FrameCodec(NAMESPACE, payload, mac_keys=[SECRET])),
         ):
             count = COLD_BYTES // payload
             memory = np.ones((count, codec.frame_bytes), dtype=np.uint8)
@@ -55,14 +80,146 @@ def run() -> list[Row]:
     return rows
 
 
+def model_kv() -> bytes:
+    """One page of real KV: the bundled model over a bundled text, bfloat16, layer by layer, K before V."""
+    checkpoint = load_checkpoint(BUNDLED_MODEL)
+    tokens_per_page = PAGE_BYTES // checkpoint.config.geometry(1, "bfloat16").payload_bytes
+    text = "".join(path.read_text() for path in sorted((BUNDLED_MODEL.parent / "texts").glob("*.txt")))
+    tokens = load_tokenizer(BUNDLED_MODEL).encode(text).ids[:tokens_per_page]
+    pool = MHATokenToKVPool(checkpoint.config.geometry(tokens_per_page, "bfloat16"), 2)
+    rows = RequestToTokenPool(1, 2 * tokens_per_page)
+    row, pages = rows.alloc(), pool.allocator.alloc(1)
+    assert row is not None and pages is not None and len(tokens) == tokens_per_page
+    rows.write(row, pages, tokens_per_page)
+    LlamaModel(checkpoint.config, checkpoint.tensors, pool, rows).forward([Span(row, 0, tokens)])
+    slots = rows.table[row, :tokens_per_page]
+    blocks = [
+        buffer[slots].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for layer in zip(pool.k_buffer, pool.v_buffer, strict=True)
+        for buffer in layer
+    ]
+    return b"".join(blocks)
+
+
+def forms() -> dict[str, FrameCodec]:
+    """A codec for each form."""
+    planes, whole = Compression(), Compression(byte_planes=False)
+    return {
+        "XXH3-128 (default)": FrameCodec(NAMESPACE, PAGE_BYTES),
+        "AES-256-GMAC": FrameCodec(NAMESPACE, PAGE_BYTES, mac_keys=[SECRET]),
+        "AES-256-GCM": FrameCodec(NAMESPACE, PAGE_BYTES, encryption_keys=[SECRET]),
+        "zstd, no planes": FrameCodec(NAMESPACE, PAGE_BYTES, compression=whole),
+        "zstd": FrameCodec(NAMESPACE, PAGE_BYTES, compression=planes),
+        "zstd, level 3": FrameCodec(NAMESPACE, PAGE_BYTES, compression=Compression(level=3)),
+        "zstd + GCM": FrameCodec(NAMESPACE, PAGE_BYTES, encryption_keys=[SECRET], compression=planes),
+    }
+
+
+def form_rows(folder: Path) -> list[Row]:
+    """Sealing and accepting in each form, as shares of the time of a store without tags."""
+    store_s, load_s = store_times(folder)
+    rows = []
+    noise = np.random.default_rng(1).bytes(PAGE_BYTES)
+    for data, payload in (("model KV", model_kv()), ("noise", noise)):
+        for name, codec in forms().items():
+            frame = memoryview(np.zeros(codec.frame_bytes, dtype=np.uint8).data)
+            frame[HEADER_BYTES : HEADER_BYTES + PAGE_BYTES] = payload
+            seal = best(9, lambda c=codec, f=frame: c.seal(KEY, f), lambda f=frame: unseal(f))  # type: ignore[misc]
+            stored = bytes(codec.seal(KEY, frame))
+
+            def arrive(frame: memoryview = frame, stored: bytes = stored) -> None:
+                frame[: len(stored)] = stored
+
+            size = len(stored)
+            accept = best(9, lambda c=codec, f=frame, n=size: c.accept(KEY, f, n), arrive)  # type: ignore[misc]
+            what = f"{name}, {data}, {size / codec.frame_bytes:.2f} of the bytes"
+            rows.append(Row(f"seal: {what}", speed(PAGE_BYTES, seal), speed(PAGE_BYTES, store_s), seal / store_s))
+            rows.append(Row(f"accept: {what}", speed(PAGE_BYTES, accept), speed(PAGE_BYTES, load_s), accept / load_s))
+    return rows
+
+
+class FileStore:
+    """A file backend of one codec and one thread, and its pages."""
+
+    def __init__(self, folder: Path, codec: FrameCodec) -> None:
+        self.backend = FileBackend(codec, FileBackendOptions(folder, io_threads=1))
+        memory = np.random.default_rng(2).integers(0, 256, (STORE_PAGES, codec.frame_bytes), dtype=np.uint8)
+        self.frames = [memoryview(row.data) for row in memory]
+        self.keys = [number.to_bytes(32, "big") for number in range(STORE_PAGES)]
+
+    def renew(self) -> None:
+        """Forget the pages."""
+        self.backend.delete(self.keys, deadline=float("inf"))
+        for frame in self.frames:
+            unseal(frame)
+
+    def store(self) -> None:
+        """Store all pages."""
+        outcomes = self.backend.batch_set(self.keys, self.frames, parent=None, deadline=float("inf"))
+        assert set(outcomes) == {"stored"}
+
+    def load(self) -> None:
+        """Read all pages."""
+        assert set(self.backend.batch_get(self.keys, self.frames, deadline=float("inf"))) == {"hit"}
+
+
+def plain_codec() -> FrameCodec:
+    """Without a tag."""
+    return FrameCodec(NAMESPACE, PAGE_BYTES, tag=TagKind.NONE)
+
+
+def store_times(folder: Path) -> tuple[float, float]:
+    """Seconds a page of a store and of a load of the file backend without tags."""
+    store = FileStore(folder / "alone", plain_codec())
+    found = best(5, store.store, store.renew) / STORE_PAGES, best(5, store.load) / STORE_PAGES
+    store.backend.close()
+    return found
+
+
+def backend_rows(folder: Path) -> list[Row]:
+    """The whole file backend with a tag or a form against the one without."""
+    rows = []
+    for number, (name, codec) in enumerate(forms().items()):
+        sides = [FileStore(folder / f"{number} {side}", codec) for side, codec in enumerate((codec, plain_codec()))]
+
+        def renew(sides: list[FileStore] = sides) -> None:
+            for side in sides:
+                side.renew()
+
+        stores = alternate(ROUNDS, [side.store for side in sides], renew)
+        loads = alternate(ROUNDS, [side.load for side in sides])
+        for verb, (ours, reference) in (("store", stores), ("load", loads)):
+            size, goal = STORE_PAGES * PAGE_BYTES, GOAL if name.startswith("XXH3") else None
+            ratio = min(ours) / min(reference)
+            rows.append(Row(f"{verb}: {name}", speed(size, min(ours)), speed(size, min(reference)), ratio, goal))
+        for side in sides:
+            side.renew()
+            side.backend.close()
+    return rows
+
+
 def speed(size: int, seconds: float) -> str:
     """As text."""
-    return f"{size / seconds / 1e9:.1f} GB/s"
+    return f"{size / seconds / 1e9:.2f} GB/s"
 
 
 def main() -> None:
     """Command line."""
-    print_table("Tags (reference: one copy of the page in memory; ratio = time of the check : time of the copy)", run())
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--path", type=Path, help="where the reference store is made; default: a temporary directory")
+    options = parser.parse_args()
+    print_table(
+        "Tags (reference: one copy of the page in memory; ratio = time of the check : time of the copy)", tag_rows()
+    )
+    with tempfile.TemporaryDirectory(dir=options.path) as folder:
+        print_table(
+            "Stored forms, 2 MiB pages (reference: file backend without tags; ratio = time of the codec : its time)",
+            form_rows(Path(folder)),
+        )
+        print_table(
+            "File backend, 2 MiB pages of noise (reference: the same without tags; ratio = time : time)",
+            backend_rows(Path(folder)),
+        )
 
 
 if __name__ == "__main__":

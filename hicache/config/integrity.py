@@ -75,7 +75,7 @@ class StorageFormatConfig(Section):
     )
     compression_level: Count = Field(
         default=1, ge=1, le=12,
-        description="Level of zstd. Higher takes several times as long for a few percent.",
+        description="Level of zstd. On KV, higher takes several times as long and wins little or nothing.",
     )
     encryption_key_file: FileSystemPath | None = Field(
         default=None,
