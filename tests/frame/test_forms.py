@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zstandard
@@ -164,6 +165,23 @@ def test_stored_forms_do_not_share_memory_while_they_are_held() -> None:
         frame = arrived(codec, stored)
         assert codec.accept(KEY, frame, len(stored)) is None
         assert payload_in(codec, frame) == smooth_payload(seed)
+
+
+def test_threads_seal_and_accept_with_one_codec_at_once() -> None:
+    codec = CODECS["zstd+gcm"]
+    payloads = [smooth_payload(seed) for seed in range(4)]
+
+    def work(number: int) -> int:
+        wrong = 0
+        for turn in range(60):
+            payload = payloads[(number + turn) % 4]
+            stored = codec.seal(KEY, filled(codec, payload))
+            frame = arrived(codec, stored)
+            wrong += codec.accept(KEY, frame, len(stored)) is not None or payload_in(codec, frame) != payload
+        return wrong
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(work, range(4))) == [0] * 4
 
 
 def test_a_buffer_is_lent_again_only_when_no_part_of_it_is_held() -> None:
