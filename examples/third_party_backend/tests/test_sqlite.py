@@ -1,0 +1,110 @@
+"""The store against the contracts of HiCache, and what is its own."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+from hicache_sqlite import SqliteBackend, SqliteRawStore
+
+from hicache.backends.limit import LimitedBackend
+from hicache.backends.registry import BackendSpec, open_backend, open_raw
+from hicache.backends.testing import (
+    NAMESPACE,
+    PAYLOAD_BYTES,
+    SET_ERROR,
+    STORED,
+    BackendContract,
+    OpenRaw,
+    OpenStore,
+    RawContract,
+    Store,
+    full_frames,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.errors import BackendUnavailable, ConfigError
+from hicache.frame import FrameCodec
+
+CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
+WHERE = "WHERE namespace = ? AND key = ?"
+
+
+def opened(path: Path, codec: FrameCodec = CODEC) -> Store:
+    """The store at `path`, with a side door that goes by SQL."""
+
+    def read(key: bytes) -> bytes | None:
+        db = sqlite3.connect(path)
+        found = db.execute(f"SELECT frame FROM pages {WHERE}", (codec.namespace, key)).fetchone()
+        db.close()
+        return None if found is None else bytes(found[0])
+
+    def write(key: bytes, data: bytes) -> None:
+        db = sqlite3.connect(path)
+        db.execute(f"UPDATE pages SET frame = ? {WHERE}", (data, codec.namespace, key))
+        db.commit()
+        db.close()
+
+    return Store(SqliteBackend(codec, path), read, write)
+
+
+class TestSqliteBackend(BackendContract):
+    @pytest.fixture
+    def open_store(self, tmp_path: Path) -> OpenStore:
+        return lambda codec: opened(tmp_path / "pages.db", codec)
+
+
+class TestSqliteRawStore(RawContract):
+    @pytest.fixture
+    def open_store(self, tmp_path: Path) -> OpenStore:
+        return lambda codec: opened(tmp_path / "pages.db", codec)
+
+    @pytest.fixture
+    def open_raw(self, tmp_path: Path) -> OpenRaw:
+        return lambda: SqliteRawStore(tmp_path / "pages.db")
+
+
+def test_a_store_that_somebody_holds_is_an_error_at_the_deadline(tmp_path: Path) -> None:
+    store = opened(tmp_path / "pages.db")
+    db = sqlite3.connect(tmp_path / "pages.db", isolation_level=None)
+    db.execute("BEGIN IMMEDIATE")
+    keys = make_keys(2)
+    frames = full_frames(CODEC, keys)
+    outcomes = store.backend.batch_set(keys, frames, parent=None, deadline=time.monotonic() + 0.05)
+    assert (outcomes, store.backend.statistics().errors) == ([SET_ERROR] * 2, {"SQLITE_BUSY": 1})
+    db.execute("ROLLBACK")
+    db.close()
+    assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [STORED] * 2
+    store.backend.close()
+
+
+def test_what_is_no_database_is_refused_and_left(tmp_path: Path) -> None:
+    (tmp_path / "diary.txt").write_text("Dear diary, " * 100)
+    with pytest.raises(BackendUnavailable, match="not a database"):
+        SqliteBackend(CODEC, tmp_path / "diary.txt")
+    assert (tmp_path / "diary.txt").read_text().startswith("Dear diary")
+
+
+def test_it_is_found_by_its_name_and_refuses_what_it_does_not_take(tmp_path: Path) -> None:
+    backend = open_backend("sqlite", CODEC, {"path": str(tmp_path / "pages.db")})
+    assert isinstance(backend, SqliteBackend)
+    backend.close()
+    with pytest.raises(ConfigError, match="did you mean 'path'"):
+        open_backend("sqlite", CODEC, {"pathh": str(tmp_path / "pages.db")})
+
+
+def test_a_limit_comes_with_being_listed(tmp_path: Path) -> None:
+    options = {"path": str(tmp_path / "pages.db"), "capacity_bytes": 10 * CODEC.frame_bytes}
+    backend = open_backend("sqlite", CODEC, options)
+    assert isinstance(backend, LimitedBackend) and backend.usage().capacity_bytes == 10 * CODEC.frame_bytes
+    store = Store(backend, lambda key: None, lambda key, data: None)
+    assert store_chain(store, make_keys(12))[:10] == [STORED] * 10
+    backend.close()
+    raw = open_raw(BackendSpec("sqlite", options))
+    assert 0 < len(list(raw.pages())) <= 10
+    raw.close()
+    with pytest.raises(ConfigError, match="at least a page"):
+        open_backend("sqlite", CODEC, {**options, "capacity_bytes": 1})
