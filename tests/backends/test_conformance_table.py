@@ -1,0 +1,83 @@
+"""The table of which backend passes which test says what happened."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = '''
+"""Two backends under contract, one of them wrong in one test, and a test that is of no contract."""
+
+import pytest
+
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import SoleBackendContract, Store
+
+
+class TestSound(SoleBackendContract):
+    @pytest.fixture
+    def open_store(self):
+        return lambda codec: make(MemoryBackend(codec))
+
+    def test_a_deadline_may_be_infinite(self):
+        pytest.skip("no clock")
+
+
+class Generous(MemoryBackend):
+    def batch_exists(self, keys, *, deadline):
+        return super().batch_exists(keys, deadline=deadline) and len(keys)
+
+
+class TestWrong(SoleBackendContract):
+    @pytest.fixture
+    def open_store(self):
+        return lambda codec: make(Generous(codec))
+
+
+def make(backend):
+    return Store(backend, backend.peek, backend.poke)
+
+
+def test_something_else():
+    raise AssertionError
+'''
+
+
+def rows(tmp_path: Path, repository: Path, *args: str) -> tuple[int, str, dict[str, list[str]]]:
+    """Exit code and output of pytest, and the table it wrote: cells by test."""
+    (tmp_path / "test_some.py").write_text(TESTS)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "hicache.backends.testing.table",
+         "test_some.py", "-k", "exists or infinite or deleting or something", *args],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(repository)}, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    table = tmp_path / "table.md"
+    lines = table.read_text().splitlines() if table.exists() else []
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return done.returncode, done.stdout, {row[0]: row[1:] for row in cells}
+
+
+def test_the_table_counts_cases_and_shows_failures_and_what_a_subclass_replaced(
+    tmp_path: Path, repository: Path
+) -> None:
+    code, _, cells = rows(tmp_path, repository, "--conformance", "table.md")
+    assert code == 1
+    assert cells["test"] == ["Sound", "Wrong"]
+    assert cells["deleting twice counts once"] == ["1", "1"]
+    assert cells["exists stops at the first hole"] == ["5", "1 **4 failed**"]
+    assert cells["a deadline may be infinite"] == ["0 own 1 skipped", "1"]
+    head = (tmp_path / "table.md").read_text().splitlines()[0]
+    assert head.startswith("2 backends, ") and head.endswith(" 5 of them not passed.")
+
+
+def test_a_dash_prints_the_table(tmp_path: Path, repository: Path) -> None:
+    _, out, _ = rows(tmp_path, repository, "--conformance", "-")
+    assert "| deleting twice counts once | 1 | 1 |" in out
+
+
+def test_without_the_option_every_test_runs_and_there_is_no_table(tmp_path: Path, repository: Path) -> None:
+    code, out, cells = rows(tmp_path, repository)
+    assert code == 1 and "test_something_else" in out and cells == {}
