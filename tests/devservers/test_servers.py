@@ -155,15 +155,23 @@ def test_a_unix_socket_serves_the_same_keys() -> None:
             assert other.get("key") == b"1"
 
 
-def test_a_port_that_is_taken_is_refused_by_name_or_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+class Unlucky(ValkeyServer):
+    """Its first choice of a port is one that somebody takes before it starts."""
+
+    def __init__(self, taken: int) -> None:
+        super().__init__()
+        self._choices = [taken, *free_ports(1)]
+
+    def _choose_ports(self) -> dict[str, int]:
+        return {"port": self._choices.pop(0)}
+
+
+def test_a_port_that_is_taken_is_refused_by_name_or_avoided() -> None:
     with socket.create_server(("127.0.0.1", free_ports(1)[0])) as holder:
         taken = holder.getsockname()[1]
         with pytest.raises(BackendUnavailable, match=f"port {taken} is taken"):
             ValkeyServer(port=taken).start()
-        # Taken between the choice and the start: the next attempt has another one.
-        server, choices = ValkeyServer(), [taken, *free_ports(1)]
-        monkeypatch.setattr(server, "_choose_ports", lambda: {"port": choices.pop(0)})
-        with server:
+        with Unlucky(taken) as server:
             assert server.serves() and server.port != taken
 
 
