@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 from ..errors import BackendUnavailable, InvalidInput
 from .launcher import launch
-from .ports import free_ports, is_free
+from .ports import free_ports, is_free, listening_ports
 
 # The `type` and the `options` of a configuration's section `storage`.
 Storage: TypeAlias = tuple[str, dict[str, Any]]
@@ -160,10 +160,11 @@ class DevServer(DevService):
             )
             if self._came_up():
                 return
-            taken = b"in use" in self._log_tail().lower().encode()
-            if not taken or chosen or attempt == _ATTEMPTS - 1:
-                raise BackendUnavailable(f"{self.name}: {self._failure()}; its log ends:\n{self._log_tail()}")
+            failure = f"{self.name}: {self._failure()}; its log ends:\n{self._log_tail()}"
             self.kill()
+            taken = not all(map(is_free, self.ports.values()))
+            if chosen or not taken or attempt == _ATTEMPTS - 1:
+                raise BackendUnavailable(failure)
 
     def _choose_ports(self) -> dict[str, int]:
         ports = free_ports(len(self.port_names))
@@ -176,8 +177,9 @@ class DevServer(DevService):
     def _came_up(self) -> bool:
         deadline_s = time.monotonic() + self.start_timeout_s
         while time.monotonic() < deadline_s and self.running:
-            if self.serves():
-                return self.running  # and not somebody else on the same port
+            # Somebody else on the same port may answer just as well.
+            if self.serves() and self.port in listening_ports(self.pid):
+                return True
             time.sleep(_POLL_S)
         return False
 

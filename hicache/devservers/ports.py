@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
+from pathlib import Path
 
 from ..errors import BackendUnavailable
 
@@ -12,6 +14,8 @@ LOOPBACK = "127.0.0.1"
 # else sits on a server's port while that is being restarted.
 _LOWEST, _HIGHEST = 20000, 32000
 _TRIES = 1000
+# The state of a socket in the kernel's tables.
+_LISTENING = "0A"
 
 
 def free_ports(count: int) -> list[int]:
@@ -40,3 +44,27 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports that a process of this user listens on, on any address; empty if there is no such process."""
+    return {port for _, port in listening(pid)}
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """As `listening_ports`, each port with its address in hexadecimal digits, as the kernel has it."""
+    try:
+        sockets = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()}
+        lines = [line for name in ("tcp", "tcp6") for line in _table(pid, name)]
+    except OSError:  # it has ended, or closed one of its files meanwhile
+        return set()
+    found = set()
+    for fields in map(str.split, lines):
+        if fields[3] == _LISTENING and f"socket:[{fields[9]}]" in sockets:
+            address, _, port = fields[1].partition(":")
+            found.add((address, int(port, 16)))
+    return found
+
+
+def _table(pid: int, name: str) -> list[str]:
+    return Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]

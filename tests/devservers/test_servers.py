@@ -24,7 +24,7 @@ from hicache.devservers import (
     SeaweedServer,
     ValkeyServer,
 )
-from hicache.devservers.ports import free_ports, is_free
+from hicache.devservers.ports import free_ports, is_free, listening
 from hicache.errors import BackendUnavailable, ConfigError, InvalidInput
 from tests.waiting import wait_for
 
@@ -57,19 +57,6 @@ def test_it_listens_on_loopback_alone(make: Callable[[], DevServer]) -> None:
     with make() as server:
         assert {address for address, _ in listening(server.pid)} == {"0100007F"}
         assert {port for _, port in listening(server.pid)} == set(server.ports.values())
-
-
-def listening(pid: int) -> set[tuple[str, int]]:
-    """The addresses (as the kernel prints them) and ports that a process listens on."""
-    sockets = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()}
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                address, _, port = fields[1].partition(":")
-                found.add((address, int(port, 16)))
-    return found
 
 
 def test_a_paused_server_answers_once_it_goes_on() -> None:
@@ -173,6 +160,11 @@ def test_a_port_that_is_taken_is_refused_by_name_or_avoided() -> None:
             ValkeyServer(port=taken).start()
         with Unlucky(taken) as server:
             assert server.serves() and server.port != taken
+
+
+def test_a_server_of_somebody_else_on_the_same_port_is_not_taken_for_ours() -> None:
+    with ValkeyServer() as other, Unlucky(other.port) as server:
+        assert server.port != other.port
 
 
 def test_a_server_that_does_not_come_up_shows_its_log_and_leaves_nothing() -> None:
