@@ -124,20 +124,22 @@ class _Transfer(ABC):
             # The first lane waits for a connection if other calls have them all; for the others there is no need.
             pool = self._parts.pools.of(server.address, Purpose.BODIES, read_only=server.read_only)
             with pool.lease(self._deadline) if is_first else pool.lease_nowait(self._deadline) as channel:
-                if channel is not None:
-                    self._pump(channel, group)
+                if channel is not None and not self._pump(channel, group):
+                    pool.close_idle()
         except Trouble as trouble:
             self._parts.router.note(trouble.fault)
             group.trouble = trouble
 
-    def _pump(self, channel: Channel, group: _Group) -> None:
-        """Keep up to `_depth` pages under way until there are no more. Raises Trouble where the connection fails."""
+    def _pump(self, channel: Channel, group: _Group) -> bool:
+        """Keep up to `_depth` pages under way until there are no more. False if the server or the network had given up
+        the connection while it was idle, which is no try. Raises Trouble where it fails otherwise.
+        """
         pending: deque[int] = deque()
         try:
             while True:
                 self._send(channel, group, pending)
                 if not pending:
-                    return
+                    return True
                 if group.asking:
                     channel.read_lines(1, self._deadline)
                 error = self._receive(channel, pending[0])
@@ -147,10 +149,11 @@ class _Transfer(ABC):
         except Oversize:
             pending.popleft()
             self._again += pending
+            return True
         except Trouble as trouble:
             if trouble.fault is Fault.LOST and not channel.answered:
-                self._again += pending  # the server had closed it while it was idle
-                return
+                self._again += pending
+                return False
             self._fail(pending, trouble)
             raise
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import select
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
@@ -26,9 +27,10 @@ Reply: TypeAlias = "bytes | int | ErrorReply | list[Reply] | None"
 _PAGE_HEAD_BYTES = 32
 # Read ahead of short replies, and the longest line that is believed: a server's own lines are far shorter.
 _BUFFER_BYTES = 16 << 10
-# A page is read and hashed so many bytes at a time: a part of a usual second-level cache, and enough that the calls
-# themselves do not count.
-_PIECE_BYTES = 256 << 10
+# Of a page so many bytes at most are received before the tag looks at them, while the processor's cache has them, and so
+# many at least, that the calls themselves do not count.
+_PIECE_MAX_BYTES = 1 << 20
+_PIECE_MIN_BYTES = 64 << 10
 # Of a body that is no page, this much is read away at a time; of a longer one nothing, the connection is given up.
 _DRAIN_BYTES = 256 << 10
 _DRAIN_MAX_BYTES = 64 << 20
@@ -36,6 +38,10 @@ _DRAIN_MAX_BYTES = 64 << 20
 REPLY_MAX_BYTES = 64 << 20
 _NESTING_MAX = 8
 _LENGTH_DIGITS_MAX = 20
+
+
+# struct timeval: seconds and microseconds, of which 0 and 0 would mean for ever.
+_TIMEVAL = struct.Struct("@ll")
 
 
 class OpenConnection(Protocol):
@@ -67,6 +73,8 @@ class Channel:
         self._connection = connection
         self._sock = connection._sock
         self._is_tls = isinstance(self._sock, ssl.SSLSocket)
+        if not self._is_tls:
+            self._sock.setblocking(True)
         self._timeout_s = timeout_s
         self._armed_s = -1.0
         self._buffer = bytearray(_BUFFER_BYTES)
@@ -128,13 +136,20 @@ class Channel:
         if wait_s <= 0:
             raise TimeoutError
         wait_s = min(wait_s, self._timeout_s)
-        if wait_s != self._armed_s:
+        if wait_s == self._armed_s:
+            return
+        self._armed_s = wait_s
+        if self._is_tls:
             self._sock.settimeout(wait_s)
-            self._armed_s = wait_s
+        else:
+            # The kernel's own timeouts: Python's would make it poll before every call, and cut a body into many.
+            limit = _TIMEVAL.pack(int(wait_s), max(1, int(wait_s % 1 * 1e6)))
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def _broken_by(self, error: OSError, deadline: float) -> Trouble:
         self.close()
-        if isinstance(error, TimeoutError) and time.monotonic() >= deadline:
+        if isinstance(error, (TimeoutError, BlockingIOError)) and time.monotonic() >= deadline:
             return Trouble(Fault.DEADLINE)
         return trouble_of(error)
 
@@ -218,27 +233,25 @@ class Channel:
             self._owed -= 1
             return None
         if fits(length):
-            self._read_frame(frame[:length], tag, deadline)
+            self._read_body(frame[:length], tag, deadline)
         else:
             self._drain(length, deadline)
         self._end_of_body(deadline)
         self._owed -= 1
         return length
 
-    def _read_frame(self, body: memoryview, tag: TagStream | None, deadline: float) -> None:
-        """Read a page piece by piece, each small enough to be in the processor's cache when the tag looks at it."""
-        for start in range(0, len(body), _PIECE_BYTES):
-            end = min(start + _PIECE_BYTES, len(body))
-            self._read_body(body[start:end], deadline)
-            if tag is not None:
-                tag.add(body, start, end)
-
-    def _read_body(self, body: memoryview, deadline: float) -> None:
+    def _read_body(self, body: memoryview, tag: TagStream | None, deadline: float) -> None:
         got = min(self._end - self._start, len(body))
         body[:got] = self._view[self._start : self._start + got]
         self._start += got
+        seen = 0
         while got < len(body):
-            got += self._receive(body[got:], deadline)
+            got += self._receive(body[got : got + _PIECE_MAX_BYTES], deadline)
+            if tag is not None and got - seen >= _PIECE_MIN_BYTES:
+                tag.add(body, seen, got)
+                seen = got
+        if tag is not None:
+            tag.add(body, seen, got)
 
     def _drain(self, length: int, deadline: float) -> None:
         if length > _DRAIN_MAX_BYTES:
@@ -247,7 +260,7 @@ class Channel:
         sink = memoryview(bytearray(min(length, _DRAIN_BYTES)))
         while length:
             piece = sink[:length]
-            self._read_body(piece, deadline)
+            self._read_body(piece, None, deadline)
             length -= len(piece)
 
     def _end_of_body(self, deadline: float) -> None:
@@ -287,7 +300,7 @@ class Channel:
         if kind == b"*":
             return [self._reply(deadline, depth + 1) for _ in range(number)]
         value = bytearray(number)
-        self._read_body(memoryview(value), deadline)
+        self._read_body(memoryview(value), None, deadline)
         self._end_of_body(deadline)
         return bytes(value)
 

@@ -70,6 +70,7 @@ _EXCEPTIONS: tuple[tuple[type[BaseException], Fault], ...] = (
     (socket.gaierror, Fault.DNS),
     (ssl.SSLError, Fault.TLS),
     (TimeoutError, Fault.TIMEOUT),
+    (BlockingIOError, Fault.TIMEOUT),  # how a socket with a timeout of the kernel's says it
     (ConnectionRefusedError, Fault.REFUSED),
     (FileNotFoundError, Fault.UNREACHABLE),  # no such Unix socket
     (PermissionError, Fault.UNREACHABLE),

@@ -110,6 +110,11 @@ class Pool:
         """Close the idle connections, and those that are lent when they come back."""
         with self._state:
             self._closed = True
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """Close the idle connections: one of them was dead without a sign, so the others are suspect."""
+        with self._state:
             idle, self._idle = self._idle, []
         for channel in idle:
             channel.close()

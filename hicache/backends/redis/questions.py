@@ -16,7 +16,7 @@ from ..workers import WorkerPool
 from .channel import Channel, Part, command
 from .errors import ErrorReply, Fault, Trouble
 from .options import RedisOptions
-from .pool import Pools, Purpose
+from .pool import Pool, Pools, Purpose
 from .routing import Router, Server, redirect
 
 # Keys asked about in one go: bounds what a server has to buffer for us, and holds any batch of an engine.
@@ -55,6 +55,7 @@ class Parts:
 @dataclass(frozen=True, slots=True)
 class _Sent:
     server: Server
+    pool: Pool
     channel: Channel
     positions: list[int]
     asking: bool
@@ -119,7 +120,7 @@ class Questions:
                 except Trouble as trouble:
                     self._fail(positions, trouble)
                     continue
-                self._send(_Sent(server, channel, positions, is_asking), sent, is_last)
+                self._send(_Sent(server, pool, channel, positions, is_asking), sent, is_last)
             for job in sent:
                 self._receive(job, is_last)
 
@@ -149,8 +150,9 @@ class Questions:
                 self.answers[position] = line
 
     def _lost(self, job: _Sent, trouble: Trouble, is_last: bool) -> None:
-        """A connection failed. One that the server had closed while it was idle was no try."""
+        """A connection failed. One that was given up by the server or the network while it was idle was no try."""
         if trouble.fault is Fault.LOST and not job.channel.answered and not is_last:
+            job.pool.close_idle()
             (self._asking if job.asking else self._again).setdefault(job.server, []).extend(job.positions)
         else:
             self._fail(job.positions, trouble)

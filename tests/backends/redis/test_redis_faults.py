@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +28,7 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.devservers import RedisCluster, RedisSentinel, ValkeyServer
+from hicache.devservers.ports import LOOPBACK
 from tests.proxy import Direction, Faults, Proxy
 from tests.waiting import wait_for
 
@@ -112,6 +117,69 @@ def test_connections_that_the_server_closed_while_idle_are_opened_again_silently
             client.client_kill_filter(_type="normal", skipme=True)
             assert backend.batch_exists(keys, deadline=soon()) == 6
         assert errors_of(store) == {}
+
+
+class Forgetful:
+    """Hands connections on to a server until it forgets them, without a word: their next request is answered by RST."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server((LOOPBACK, 0))
+        self.port = int(self._listener.getsockname()[1])
+        self.connections = 0
+        self._forgotten = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def forget(self) -> None:
+        """Forget all connections there are."""
+        self._forgotten = self.connections
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self.connections += 1
+                threading.Thread(target=self._hand_on, args=(client, self.connections), daemon=True).start()
+
+    def _hand_on(self, client: socket.socket, number: int) -> None:
+        with client, socket.create_connection((LOOPBACK, self._target)) as server, contextlib.suppress(OSError):
+            while True:
+                ready, _, _ = select.select([client, server], [], [])
+                data = ready[0].recv(65536)
+                if ready[0] is client and number <= self._forgotten:
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    return
+                if not data:
+                    return
+                (server if ready[0] is client else client).sendall(data)
+
+
+def test_connections_that_the_network_forgot_are_opened_again_silently(valkey: ValkeyServer) -> None:
+    """Nothing is to be seen of it before the first request, however many connections are idle."""
+    keys = make_keys(40)
+    relay = Forgetful(valkey.port)
+    with valkey.client() as client:
+        options = {"url": f"redis://{LOOPBACK}:{relay.port}", "key_prefix": fresh_prefix(), "connections": 8}
+        store = open_on(client, options)
+        for verb in (lambda: store_chain(store, keys), lambda: load(store, keys),
+                     lambda: store.backend.batch_exists(keys, deadline=soon())):  # fmt: skip
+            threads = [threading.Thread(target=load, args=(store, keys)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            before = relay.connections
+            relay.forget()
+            verb()
+            assert relay.connections > before
+            assert errors_of(store) == {}
+        assert load(store, keys) == [HIT] * 40
+        store.backend.close()
+    relay.close()
 
 
 @pytest.fixture
