@@ -189,7 +189,7 @@ class RedisBackend(StorageBackend):
                     shards = self._parts.router.routes(deadline).shards
                     held = [self._measure(shard.primary, deadline) for shard in shards]
                 except Trouble as trouble:
-                    self._parts.router.note(trouble.fault)
+                    self._parts.router.note(trouble.fault, None)
                     self._calls.count(errors=[trouble.fault])
                 else:
                     limits = [one.limit_bytes for one in held]

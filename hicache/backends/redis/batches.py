@@ -127,7 +127,7 @@ class _Transfer(ABC):
                 if channel is not None and not self._pump(channel, group):
                     pool.close_idle()
         except Trouble as trouble:
-            self._parts.router.note(trouble.fault)
+            self._parts.router.note(trouble.fault, server)
             group.trouble = trouble
 
     def _pump(self, channel: Channel, group: _Group) -> bool:
@@ -183,7 +183,7 @@ class _Transfer(ABC):
     def _refused(self, group: _Group, position: int, error: ErrorReply) -> None:
         trouble = error.trouble
         fault = trouble.fault
-        self._parts.router.note(fault)
+        self._parts.router.note(fault, group.server)
         if fault in (Fault.MOVED, Fault.ASK) and position not in self._redirected:
             target = redirect(error, group.server.address)
             if target is not None:

@@ -27,8 +27,8 @@ Reply: TypeAlias = "bytes | int | ErrorReply | list[Reply] | None"
 _PAGE_HEAD_BYTES = 32
 # Read ahead of short replies, and the longest line that is believed: a server's own lines are far shorter.
 _BUFFER_BYTES = 16 << 10
-# Of a page so many bytes at most are received before the tag looks at them, while the processor's cache has them, and so
-# many at least, that the calls themselves do not count.
+# Of a page so many bytes at most are received before the tag looks at them, while the processor's cache has them, and
+# so many at least, that the calls themselves do not count.
 _PIECE_MAX_BYTES = 1 << 20
 _PIECE_MIN_BYTES = 64 << 10
 # Of a body that is no page, this much is read away at a time; of a longer one nothing, the connection is given up.

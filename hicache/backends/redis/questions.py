@@ -93,14 +93,14 @@ class Questions:
 
     def _ask(self, positions: Sequence[int]) -> None:
         if time.monotonic() >= self._deadline:
-            self._fail(positions, Trouble(Fault.DEADLINE))
+            self._fail(positions, Trouble(Fault.DEADLINE), None)
             return
         try:
             groups = self._parts.router.by_server(
                 positions, self._names, to_read=self._to_read, deadline=self._deadline
             )
         except Trouble as trouble:
-            self._fail(positions, trouble)
+            self._fail(positions, trouble, None)
             return
         self._round(groups, is_asking=False, is_last=False)
         for again, is_asking in ((self._again, False), (self._asking, True)):
@@ -112,13 +112,13 @@ class Questions:
         with contextlib.ExitStack() as leases:
             for server, positions in sorted(groups.items(), key=lambda group: str(group[0])):
                 if server is None:
-                    self._fail(positions, Trouble(Fault.CLUSTER_DOWN, "no node has that slot"))
+                    self._fail(positions, Trouble(Fault.CLUSTER_DOWN, "no node has that slot"), None)
                     continue
                 try:
                     pool = self._parts.pools.of(server.address, Purpose.QUESTIONS, read_only=server.read_only)
                     channel = leases.enter_context(pool.lease(self._deadline))
                 except Trouble as trouble:
-                    self._fail(positions, trouble)
+                    self._fail(positions, trouble, server)
                     continue
                 self._send(_Sent(server, pool, channel, positions, is_asking), sent, is_last)
             for job in sent:
@@ -155,21 +155,21 @@ class Questions:
             job.pool.close_idle()
             (self._asking if job.asking else self._again).setdefault(job.server, []).extend(job.positions)
         else:
-            self._fail(job.positions, trouble)
+            self._fail(job.positions, trouble, job.server)
 
     def _refused(self, position: int, error: ErrorReply, server: Server, is_last: bool) -> None:
         fault = error.fault
         target = redirect(error, server.address) if fault in (Fault.MOVED, Fault.ASK) and not is_last else None
         if target is None:
-            self._fail([position], error.trouble)
+            self._fail([position], error.trouble, server)
             return
         if fault is Fault.MOVED:
-            self._parts.router.note(fault)
+            self._parts.router.note(fault, server)
         groups = self._asking if fault is Fault.ASK else self._again
         groups.setdefault(Server(target), []).append(position)
 
-    def _fail(self, positions: Sequence[int], trouble: Trouble) -> None:
-        self._parts.router.note(trouble.fault)
+    def _fail(self, positions: Sequence[int], trouble: Trouble, server: Server | None) -> None:
+        self._parts.router.note(trouble.fault, server)
         self.errors += [trouble.fault] * len(positions)
 
 

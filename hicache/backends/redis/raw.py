@@ -161,7 +161,7 @@ class RedisRawStore(RawStore):
         try:
             yield
         except Trouble as trouble:
-            self._router.note(trouble.fault)
+            self._router.note(trouble.fault, None)
             unavailable: BackendUnavailable = trouble.unavailable(self._options.where)
             raise unavailable from trouble
 

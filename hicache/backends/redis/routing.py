@@ -2,12 +2,14 @@
 
 Locking design: `_routes` is replaced as a whole, never changed, so it is read without a lock; `_lock` guards `_stale`
 and is held for an assignment. Whoever finds the routes stale first asks for new ones, the others use the old ones.
+`_avoid` has single items set and read, each atomic in CPython.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +21,8 @@ from .pool import Pools, Purpose
 
 SLOTS = 16384
 NOBODY = -1
+# A replica that has failed is left alone for so long, and then tried again with a share of the reads.
+_AVOID_S = 5.0
 # After one of these the server may not be the right one any more.
 _STALE = frozenset({
     Fault.TIMEOUT, Fault.REFUSED, Fault.UNREACHABLE, Fault.DNS, Fault.LOST, Fault.READ_ONLY, Fault.PRIMARY_DOWN,
@@ -73,14 +77,18 @@ class Router:
         self._pools = pools
         self._lock = threading.Lock()
         self._stale = False
+        self._avoid: dict[Address, float] = {}  # until when
         self._routes = Routes(())
         self._routes = self._find(deadline)
 
-    def note(self, fault: Fault) -> None:
-        """Learn that a server has failed so: the next call asks for the way again."""
+    def note(self, fault: Fault, server: Server | None) -> None:
+        """Learn that `server`, or the search for one, has failed so: the next call asks for the way again, and reads
+        go to other replicas for a while."""
         if fault in _STALE:
             with self._lock:
                 self._stale = True
+            if server is not None:
+                self._avoid[server.address] = time.monotonic() + _AVOID_S
 
     def routes(self, deadline: float) -> Routes:
         """The way as it is known now; asks if it is in doubt. Raises Trouble."""
@@ -116,9 +124,12 @@ class Router:
         }
 
     def _server(self, shard: Shard, to_replica: bool) -> Server:
-        if to_replica and shard.replicas:
-            return Server(random.choice(shard.replicas), read_only=self._options.mode == "cluster")
-        return Server(shard.primary)
+        """One of the replicas that have not failed lately, or else the primary."""
+        now_s = time.monotonic()
+        replicas = [one for one in shard.replicas if self._avoid.get(one, 0.0) <= now_s] if to_replica else []
+        if not replicas:
+            return Server(shard.primary)
+        return Server(random.choice(replicas), read_only=self._options.mode == "cluster")
 
     def _find(self, deadline: float) -> Routes:
         options = self._options

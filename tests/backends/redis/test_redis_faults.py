@@ -291,6 +291,23 @@ def test_after_a_failover_the_sentinels_lead_to_the_new_primary() -> None:
             store.backend.close()
 
 
+def test_reads_step_around_a_replica_that_died() -> None:
+    keys = make_keys(6)
+    with RedisSentinel() as group, group.primary.client() as client:
+        replicas = [f"{LOOPBACK}:{group.replica.port}"]
+        _, options = group.primary.storage(key_prefix=fresh_prefix(), read_from="replica", replicas=replicas)
+        store = open_on(client, options)
+        try:
+            store_chain(store, keys)
+            wait_for(lambda: store.backend.batch_exists(keys, deadline=soon()) == 6)
+            group.replica.kill()
+            assert load(store, keys) == [GET_ERROR] * 6
+            assert load(store, keys) == [HIT] * 6  # from the primary
+            assert errors_of(store) == {"refused": 6}
+        finally:
+            store.backend.close()
+
+
 def test_many_threads_on_a_dying_server_all_come_back() -> None:
     keys = make_keys(30)
     with ValkeyServer() as server, opened(server, timeout_s=TIMEOUT_S) as (_, store):
