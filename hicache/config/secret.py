@@ -13,7 +13,6 @@ from pathlib import Path
 from ..errors import ConfigError
 
 KEY_BYTES = 32
-_SECRET_BYTES_MAX = 4096
 _HOW_TO_MAKE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
@@ -82,6 +81,9 @@ def _from_hex(data: bytes) -> bytes | None:
     if len(text) != 2 * KEY_BYTES or text.strip(b"0123456789abcdefABCDEF"):
         return None
     return bytes.fromhex(text.decode("ascii"))
+
+
+# Of a file with a password; passwords are shorter.
 
 
 def read_secret(what: str, variable: str | None, path: Path | None, environ: Mapping[str, str]) -> str | None:
