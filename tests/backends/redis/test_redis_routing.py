@@ -27,6 +27,7 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.devservers import RedisCluster
+from tests.waiting import wait_for
 
 from .store import fresh_prefix, name_of, open_on
 
@@ -151,6 +152,45 @@ def test_a_slot_that_nobody_has_costs_its_pages(cluster: RedisCluster, store: St
     finally:
         slot._clients[slot.target].execute_command("CLUSTER", "ADDSLOTS", slot.slot)
         slot.end()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RedisCluster]:
+    """A cluster of one primary and its replica."""
+    with RedisCluster(primaries=1, replicas=1) as cluster:
+        yield cluster
+
+
+def test_replicas_of_a_cluster_serve_reads(pair: RedisCluster) -> None:
+    keys = make_keys(8)
+    primary, replica = pair.nodes
+    store = open_on(None, pair.storage(key_prefix=fresh_prefix(), read_from="replica")[1])
+    assert store_chain(store, keys) == [STORED] * 8
+    wait_for(lambda: store.backend.batch_exists(keys, deadline=soon()) == 8)
+    assert load(store, keys) == [HIT] * 8
+    assert dict(store.backend.statistics().errors) == {}
+    store.backend.close()
+    with primary.client() as there, replica.client() as here:
+        assert "cmdstat_get" not in there.info("commandstats")
+        assert here.info("commandstats")["cmdstat_get"]["calls"] == 8
+
+
+def test_after_a_failover_the_nodes_lead_to_the_new_primary(pair: RedisCluster) -> None:
+    keys = make_keys(8)
+    primary, replica = pair.nodes
+    store = open_on(None, pair.storage(key_prefix=fresh_prefix())[1])
+    with primary.client() as there, replica.client() as here:
+        store_chain(store, keys)
+        there.wait(1, 5000)
+        here.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+        wait_for(lambda: there.info("replication")["role"] == "slave")
+        # The old primary says where they are; that is no trouble.
+        assert load(store, keys) == [HIT] * 8
+        assert store_chain(store, make_keys(8, "new")) == [STORED] * 8
+        assert dict(store.backend.statistics().errors) == {}
+        primary.kill()
+        assert load(store, keys) == [HIT] * 8
+    store.backend.close()
 
 
 ASKED = Address("asked", 7000)
