@@ -60,7 +60,7 @@ class _Transfer(ABC):
         self._again: list[int] = []
         self._redirects: dict[tuple[Server, bool], list[int]] = {}
         self._redirected: set[int] = set()
-        self._stopped = False
+        self._end = len(keys)  # pages from here on are not tried any more
         self.errors: list[str] = []
 
     @abstractmethod
@@ -73,7 +73,7 @@ class _Transfer(ABC):
         Trouble, and Oversize once the outcome is noted."""
 
     def _move(self, positions: list[int]) -> None:
-        """Move the pages. Positions that were not tried because of `_stopped` are in no list."""
+        """Move the pages; those from `_end` on may stay untried, and are no errors."""
         groups = self._grouped(positions)
         for _ in range(_ROUNDS_MAX):
             if not groups:
@@ -110,11 +110,11 @@ class _Transfer(ABC):
 
     def _settle(self, group: _Group) -> None:
         """What no lane has taken: nobody could, or nobody should."""
+        left = [position for position in group.todo if position < self._end]
         if group.trouble is None:
-            if group.todo and not self._stopped:
-                self._again += group.todo
+            self._again += left
         else:
-            self._fail(group.todo, group.trouble)
+            self._fail(left, group.trouble)
 
     def _lane(self, group: _Group, is_first: bool) -> None:
         if group.trouble is not None or not group.todo:
@@ -170,15 +170,19 @@ class _Transfer(ABC):
             channel.send(parts, count * (1 + group.asking), self._deadline)
 
     def _take(self, group: _Group) -> int | None:
-        if group.stop or self._stopped or not group.todo:
+        if group.stop or not group.todo:
             return None
         if time.monotonic() >= self._deadline:
             group.stop, group.trouble = True, Trouble(Fault.DEADLINE)
             return None
         try:
-            return group.todo.popleft()
+            position = group.todo.popleft()
         except IndexError:
             return None  # another lane was faster
+        if position >= self._end:
+            group.todo.appendleft(position)
+            return None
+        return position
 
     def _refused(self, group: _Group, position: int, error: ErrorReply) -> None:
         trouble = error.trouble
@@ -284,7 +288,7 @@ class Writes(_Transfer):
             first_of.setdefault(key, position)
         todo = self._absent(list(first_of.values()))
         self._move(todo)
-        if self._stopped:
+        if self._end < len(self._keys):
             self._reject_behind(todo)
         for position, key in enumerate(self._keys):
             first = first_of[key]
@@ -325,7 +329,7 @@ class Writes(_Transfer):
             if error.fault is not Fault.OUT_OF_MEMORY:
                 return error
             self.outcomes[position] = SetOutcome.REJECTED
-            self._stopped = True
+            self._end = min(self._end, position)
         return None
 
     def _reject_behind(self, todo: list[int]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .channel import Channel, Reply, command
+from .channel import Channel, command
 from .errors import ErrorReply, Fault, Trouble
 
 SAMPLE_KEYS = 4096
@@ -29,15 +29,6 @@ class Held:
     limit_bytes: int | None
 
 
-def expect(reply: Reply, kind: type[int] | type[list[Reply]] | type[bytes]) -> Reply:
-    """`reply` if it is of that kind. Raises Trouble otherwise."""
-    if isinstance(reply, ErrorReply):
-        raise reply.trouble
-    if not isinstance(reply, kind):
-        raise Trouble(Fault.PROTOCOL, "a reply of another kind")
-    return reply
-
-
 def scan(channel: Channel, cursor: bytes, deadline: float, *more: bytes) -> tuple[bytes, list[bytes]]:
     """One step of SCAN: the next cursor, b"0" at the end, and some keys. Raises Trouble."""
     match channel.call(b"SCAN", cursor, *more, deadline=deadline):
@@ -50,7 +41,11 @@ def scan(channel: Channel, cursor: bytes, deadline: float, *more: bytes) -> tupl
 
 def measure(channel: Channel, prefix: bytes, deadline: float) -> Held:
     """Count or estimate the keys that start with `prefix`. Raises Trouble."""
-    total = expect(channel.call(b"DBSIZE", deadline=deadline), int)
+    total = channel.call(b"DBSIZE", deadline=deadline)
+    if isinstance(total, ErrorReply):
+        raise total.trouble
+    if not isinstance(total, int):
+        raise Trouble(Fault.PROTOCOL, "DBSIZE has a reply of another form")
     seen: set[bytes] = set()
     cursor = b"0"
     while total and len(seen) < SAMPLE_KEYS:
@@ -59,8 +54,8 @@ def measure(channel: Channel, prefix: bytes, deadline: float) -> Held:
         if cursor == b"0":
             break
     ours = [name for name in seen if name.startswith(prefix)]
-    share = 1.0 if cursor == b"0" or not isinstance(total, int) else max(1.0, total / len(seen))
-    pages = round(len(ours) * share)
+    # Keys that came while we looked may make the sample larger than the total.
+    pages = len(ours) if cursor == b"0" else round(len(ours) * max(1.0, total / len(seen)))
     lengths = _lengths(channel, ours[:_LENGTHS_MAX], deadline)
     mean_bytes = sum(lengths) / len(lengths) if lengths else 0.0
     return Held(pages, round(pages * mean_bytes), _limit(channel, deadline))
@@ -76,11 +71,9 @@ def _lengths(channel: Channel, names: Sequence[bytes], deadline: float) -> list[
 
 
 def _limit(channel: Channel, deadline: float) -> int | None:
-    reply = channel.call(b"INFO", b"memory", deadline=deadline)
-    if isinstance(reply, ErrorReply):
+    text = channel.call(b"INFO", b"memory", deadline=deadline)
+    if not isinstance(text, bytes):
         return None  # managed servers may forbid it
-    text = expect(reply, bytes)
-    assert isinstance(text, bytes)
     for line in text.split(b"\r\n"):
         name, _, value = line.partition(b":")
         if name == b"maxmemory" and value.isdigit():

@@ -18,10 +18,10 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.devservers import ValkeyServer
+from hicache.devservers import RedisCluster, ValkeyServer
 from hicache.frame import HEADER_BYTES
 
-from .store import CODEC, name_of, opened
+from .store import CODEC, PAGE, fresh_prefix, name_of, open_on, opened
 
 REJECTED = SetOutcome.REJECTED
 # What an empty server takes for itself is about a tenth of this.
@@ -41,6 +41,22 @@ def test_a_full_server_turns_away_the_tail_and_keeps_the_head() -> None:
         assert load(store, keys[: head + 1]) == [HIT] * head + [MISS]
         # Being full is no trouble: a lookup that sees errors grow would take the server for dead.
         assert dict(backend.statistics().errors) == {}
+
+
+def test_one_full_node_of_a_cluster_ends_the_batch_at_its_first_page() -> None:
+    keys = make_keys(1500)
+    with RedisCluster() as cluster:
+        store = open_on(None, cluster.storage(key_prefix=fresh_prefix())[1])
+        with cluster.nodes[1].client() as client:
+            client.config_set("maxmemory", client.info("memory")["used_memory"] + 200 * PAGE)
+        outcomes = store_chain(store, keys)
+        head = outcomes.count(STORED)
+        assert 10 < head < 1500
+        assert outcomes == [STORED] * head + [REJECTED] * (1500 - head)
+        assert store.backend.batch_exists(keys, deadline=soon()) == head
+        assert store.backend.usage().pages == head
+        assert dict(store.backend.statistics().errors) == {}
+        store.backend.close()
 
 
 def test_a_server_with_room_takes_all() -> None:
