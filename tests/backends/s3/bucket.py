@@ -41,8 +41,8 @@ class Bucket:
 def options(url: str, prefix: str = "test/", **changes: Any) -> S3Options:
     """Options for a store at `url`, with credentials from the environment."""
     chosen: dict[str, Any] = {
-        "bucket": "pages", "prefix": prefix, "endpoint_url": url, "access_key_env": "HICACHE_S3_ACCESS_KEY",
-        "secret_key_env": "HICACHE_S3_SECRET_KEY", "region": "us-east-1",
+        "bucket": "pages", "prefix": prefix, "endpoint_url": url, "access_key_env": "S3_ACCESS_KEY",
+        "secret_key_env": "S3_SECRET_KEY", "region": "us-east-1",
     }  # fmt: skip
     return S3Options(**(chosen | changes))
 

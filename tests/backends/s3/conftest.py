@@ -29,8 +29,8 @@ def bucket(shared_bucket: Bucket, seaweed: SeaweedServer, login: Callable[[DevSe
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubS3]:
     """A server that does as it is told, with credentials in the environment that it does not look at."""
-    monkeypatch.setenv("HICACHE_S3_ACCESS_KEY", "an-access-key")
-    monkeypatch.setenv("HICACHE_S3_SECRET_KEY", "a-secret-key")
+    monkeypatch.setenv("S3_ACCESS_KEY", "an-access-key")
+    monkeypatch.setenv("S3_SECRET_KEY", "a-secret-key")
     with StubS3("pages") as server:
         yield server
 

@@ -161,7 +161,7 @@ def test_a_full_store_has_no_room_for_a_page(stub: StubS3) -> None:
 def test_the_registry_opens_it(bucket: Bucket, unique_prefix: str) -> None:
     store = open_raw(BackendSpec("s3", {
         "bucket": bucket.name, "endpoint_url": bucket.url, "prefix": unique_prefix,
-        "access_key_env": "HICACHE_S3_ACCESS_KEY", "secret_key_env": "HICACHE_S3_SECRET_KEY",
+        "access_key_env": "S3_ACCESS_KEY", "secret_key_env": "S3_SECRET_KEY",
     }))  # fmt: skip
     assert list(store.pages()) == []
     store.close()

@@ -37,7 +37,7 @@ def test_a_bucket_that_is_not_there_is_said_at_start(bucket: Bucket, client: str
     assert "no_bucket" in message and "create the bucket" in message
 
 
-@pytest.mark.parametrize("variable", ["HICACHE_S3_ACCESS_KEY", "HICACHE_S3_SECRET_KEY"])
+@pytest.mark.parametrize("variable", ["S3_ACCESS_KEY", "S3_SECRET_KEY"])
 def test_wrong_credentials_are_said_at_start(
     bucket: Bucket, client: str, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +99,7 @@ def test_the_registry_knows_it_by_name(bucket: Bucket, unique_prefix: str) -> No
         open_backend("s3", CODEC, {"buckt": "x"})
     chosen = {
         "bucket": bucket.name, "endpoint_url": bucket.url, "prefix": unique_prefix,
-        "access_key_env": "HICACHE_S3_ACCESS_KEY", "secret_key_env": "HICACHE_S3_SECRET_KEY",
+        "access_key_env": "S3_ACCESS_KEY", "secret_key_env": "S3_SECRET_KEY",
     }  # fmt: skip
     backend = open_backend("s3", CODEC, chosen)
     assert isinstance(backend, S3Backend)
@@ -107,8 +107,8 @@ def test_the_registry_knows_it_by_name(bucket: Bucket, unique_prefix: str) -> No
 
 
 def test_a_variable_that_is_not_set_is_named(stub: StubS3, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HICACHE_S3_SECRET_KEY")
-    assert "HICACHE_S3_SECRET_KEY is not set" in refused(ConfigError, options(stub.url))
+    monkeypatch.delenv("S3_SECRET_KEY")
+    assert "S3_SECRET_KEY is not set" in refused(ConfigError, options(stub.url))
 
 
 def _file(folder: Path, text: str, mode: int = 0o600) -> Path:
