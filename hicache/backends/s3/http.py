@@ -127,6 +127,8 @@ class Connection:
 
     def is_idle(self) -> bool:
         """Whether the server has neither closed the connection nor sent what nobody asked for."""
+        if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
+            return False
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         return not poll.poll(0)

@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ from hicache.backends.testing import (
 )  # fmt: skip
 from tests.backends.s3.bucket import CODEC, PAGE, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error, etag_of, reply
+from tests.certificates import make_certificates
+from tests.seeds import rng, seeds
 from tests.waiting import wait_for
 
 Fault = Callable[[Request], Answer | None]
@@ -306,15 +309,44 @@ def test_connections_are_used_again(stub: StubS3, client: str) -> None:
     store.backend.close()
 
 
-def test_what_is_left_of_a_reply_is_never_taken_for_the_next(stub: StubS3) -> None:
-    store, keys = open_on(stub, connections=1), make_keys(3)
+@pytest.mark.parametrize("tls", [False, True])
+def test_what_is_left_of_a_reply_is_never_taken_for_the_next(stub: StubS3, tmp_path: Path, tls: bool) -> None:
+    certificates = make_certificates(tmp_path)
+    with StubS3("pages", certificates.server_context() if tls else None) as server:
+        store, keys = open_on(server, connections=1, ca_file=certificates.ca_file if tls else None), make_keys(3)
+        store_chain(store, keys)
+        # Small enough to come with the end of the reply, in one record of TLS.
+        rest = reply(200, b"").data
+        data = {name(key): server.objects[name(key)] for key in keys}
+        server.fault = lambda request: Answer(reply(200, data[request.name]).data + rest)
+        assert load(store, keys) == [HIT] * 3
+        assert errors(store) == {}
+        store.backend.close()
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_random_bytes_in_place_of_a_reply_are_errors_and_nothing_else(stub: StubS3, seed: int) -> None:
+    dice, store, keys = rng(seed), open_on(stub, connections=2), make_keys(4)
     store_chain(store, keys)
-    wrong = stub.objects[name(keys[2])]
-    real = stub.objects[name(keys[0])]
-    stub.fault = lambda request: Answer(reply(200, real).data + reply(200, wrong).data) if request.name == name(
-        keys[0]
-    ) else None
-    assert load(store, keys) == [HIT] * 3
+    sound = reply(200, stub.objects[name(keys[0])], etag='"x"').data
+
+    def fault(request: Request) -> Answer:
+        noise = bytearray(dice.choice([sound, sound[:300], b"HTTP/1.1 200 OK\r\n", b""]))
+        for _ in range(dice.randrange(1, 30)):
+            noise.insert(dice.randrange(min(len(noise), 200) + 1), dice.randrange(256))
+        return Answer(bytes(noise), "close")
+
+    for _ in range(15):
+        stub.fault = fault
+        load(store, keys)
+        store_chain(store, keys)
+        store.backend.batch_exists(keys, deadline=soon())
+        store.backend.delete(keys, deadline=soon())
+        store.backend.usage()
+        stub.fault = lambda request: None
+    assert "internal" not in errors(store)
+    store_chain(store, keys)
+    assert load(store, keys) == [HIT] * 4
     store.backend.close()
 
 

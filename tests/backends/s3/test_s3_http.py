@@ -1,0 +1,164 @@
+"""What is below the S3 client: replies as they may come, values that are renewed, and what the page says of it."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.backends.s3.http import Connection, parse_head
+from hicache.backends.s3.refreshed import Refreshed
+from hicache.backends.s3.trouble import RequestFailed, Trouble, failed_reply, trouble_of_exception
+from hicache.backends.testing import soon
+from tests.waiting import wait_for
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, socket.socket]]:
+    """A connection and the server's end of it."""
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours, 0.2)
+    yield connection, theirs
+    connection.close()
+    theirs.close()
+
+
+def received(pair: tuple[Connection, socket.socket], data: bytes, bytes_max: int = 1000) -> bytes:
+    """The body of the reply `data`, after which the server ends the connection."""
+    connection, server = pair
+    server.sendall(data)
+    server.shutdown(socket.SHUT_WR)
+    return connection.read_body(connection.read_head(soon()), bytes_max, soon())
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [("content-length: 5\r\n\r\nhello", b"hello"), ("Content-Length:   0\r\n\r\n", b""),
+     ("transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n", b"hello"),
+     ("Transfer-Encoding: chunked\r\n\r\n3;x=y\r\nhel\r\n2\r\nlo\r\n0\r\ntrailer: x\r\n\r\n", b"hello"),
+     ("\r\nhello", b"hello")],
+)  # fmt: skip
+def test_a_small_body_may_come_in_each_of_the_ways_of_http(
+    pair: tuple[Connection, socket.socket], body: str, expected: bytes
+) -> None:
+    assert received(pair, f"HTTP/1.1 200 OK\r\n{body}".encode()) == expected
+
+
+def test_interim_replies_are_skipped(pair: tuple[Connection, socket.socket]) -> None:
+    data = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 x\r\na: b\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+    assert received(pair, data) == b"ok"
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["content-length: 1001\r\n\r\n", "content-length: 5\r\n\r\nhell", "transfer-encoding: chunked\r\n\r\n5\r\nhe",
+     "transfer-encoding: chunked\r\n\r\nxyz\r\n", "transfer-encoding: chunked\r\n\r\n-5\r\nhello\r\n0\r\n\r\n",
+     "transfer-encoding: chunked\r\n\r\nfffffffff\r\n", "transfer-encoding: chunked\r\n\r\n3e9\r\n",
+     "\r\n" + "x" * 2000, "a b\r\n\r\n"],
+)  # fmt: skip
+def test_a_small_body_that_is_cut_or_too_long_is_refused(pair: tuple[Connection, socket.socket], body: str) -> None:
+    with pytest.raises(RequestFailed):
+        received(pair, f"HTTP/1.1 200 OK\r\n{body}".encode())
+
+
+def test_interim_replies_without_end_are_refused(pair: tuple[Connection, socket.socket]) -> None:
+    with pytest.raises(RequestFailed, match="interim"):
+        received(pair, b"HTTP/1.1 100 Continue\r\n\r\n" * 100)
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_whatever_comes_as_a_head_is_a_head_or_refused(noise: bytes, starts_well: bool) -> None:
+    try:
+        head = parse_head((b"HTTP/1.1 200 OK\r\n" if starts_well else b"") + noise + b"\r\n\r\n")
+    except RequestFailed as error:
+        assert error.trouble is Trouble.PROTOCOL
+    else:
+        assert 0 <= head.status <= 999
+
+
+def test_a_value_is_loaded_once_and_kept_while_it_is_young() -> None:
+    value = Refreshed("test", iter(range(100)).__next__, 3600.0)
+    assert [value.get(deadline=soon()) for _ in range(5)] == [0] * 5
+
+
+def test_an_old_value_serves_while_a_new_one_is_loaded() -> None:
+    gate, loads = threading.Event(), iter(range(100))
+
+    def load() -> str:
+        number = next(loads)
+        if number:
+            gate.wait(30)
+        return f"value {number}"
+
+    value = Refreshed("test", load, 3600.0)
+    assert value.get(deadline=soon()) == "value 0"
+    value.expire()
+    assert value.get(deadline=soon(0.0)) == "value 0"
+    gate.set()
+    wait_for(lambda: value.get(deadline=soon()) == "value 1")
+
+
+def test_who_needs_the_first_value_waits_no_longer_than_the_deadline() -> None:
+    gate = threading.Event()
+    value = Refreshed("test", lambda: gate.wait(30), 3600.0)
+    with pytest.raises(RequestFailed) as caught:
+        value.get(deadline=soon(0.05))
+    assert caught.value.trouble is Trouble.TIMEOUT
+    gate.set()
+    assert value.get(deadline=soon()) is True
+
+
+def test_a_failure_is_told_and_the_next_one_who_asks_tries_again() -> None:
+    answers = iter(["fails", "fails", "works"])
+
+    def load() -> str:
+        answer = next(answers)
+        if answer == "fails":
+            raise RequestFailed(Trouble.DNS, "no address")
+        return answer
+
+    value = Refreshed("test", load, 3600.0)
+    for _ in range(2):
+        with pytest.raises(RequestFailed, match="no address") as caught:
+            value.get(deadline=soon())
+        assert caught.value.trouble is Trouble.DNS
+    assert value.get(deadline=soon()) == "works"
+
+
+def test_a_bug_in_a_loader_is_a_failure_and_nobody_waits_for_ever() -> None:
+    value = Refreshed("test", lambda: 1 // 0, 3600.0)
+    with pytest.raises(RequestFailed, match="ZeroDivisionError"):
+        value.get(deadline=soon())
+
+
+@pytest.mark.parametrize(
+    ("error", "trouble"),
+    [(socket.gaierror(), Trouble.DNS), (ConnectionRefusedError(), Trouble.REFUSED),
+     (BlockingIOError(), Trouble.TIMEOUT), (TimeoutError(), Trouble.TIMEOUT),
+     (ConnectionResetError(), Trouble.LOST), (BrokenPipeError(), Trouble.LOST), (OSError(), Trouble.NETWORK)],
+)  # fmt: skip
+def test_exceptions_have_classes(error: Exception, trouble: Trouble) -> None:
+    assert trouble_of_exception(error) is trouble
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [("5", 5.0), ("9" * 30, 60.0), ("-5", 0.0), ("1.5", 0.0), ("", 0.0)])
+def test_a_pause_is_bounded_whatever_the_server_asks(asked: str, seconds: float) -> None:
+    assert failed_reply(503, "SlowDown", asked).retry_after_s == seconds
+
+
+def test_a_code_that_is_no_word_is_not_repeated() -> None:
+    assert "<script>" not in str(failed_reply(500, "<script>"))
+    assert "InternalError" in str(failed_reply(500, "InternalError"))
+
+
+def test_the_page_names_every_class(repository: Path) -> None:
+    page = (repository / "docs/backends/s3.md").read_text()
+    table = page.partition("| class |")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z_]+)`", row.split("|")[1])}
+    assert named == set(Trouble)
