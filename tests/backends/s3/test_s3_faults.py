@@ -5,6 +5,7 @@ Each fault hits every verb, with both clients. That the same verb succeeds once 
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -34,6 +35,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )  # fmt: skip
+from hicache.frame import FrameCodec
 from tests.backends.s3.bucket import CODEC, PAGE, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error, etag_of, reply
 from tests.certificates import make_certificates
@@ -299,6 +301,20 @@ def test_an_idle_connection_that_the_server_closed_costs_no_page(stub: StubS3, c
     store.backend.close()
 
 
+def test_a_connection_that_closes_under_a_request_is_replaced_once_if_it_was_idle(stub: StubS3) -> None:
+    """The server times it out at the very moment. That "no reply" on a new connection is an error is the control."""
+    store, keys, count = open_on(stub, connections=1), make_keys(3), itertools.count()
+    store_chain(store, keys)
+    stub.fault = lambda request: None if next(count) % 2 else Answer(b"", "close")
+    assert load(store, keys) == [HIT] * 3
+    assert errors(store) == {}
+    stub.fault = always(Answer(b"", "close"))
+    stub.forget_requests()
+    assert load(store, keys[:1]) == [GET_ERROR]
+    assert len(stub.requests) <= 2
+    store.backend.close()
+
+
 def test_connections_are_used_again(stub: StubS3, client: str) -> None:
     """The control of the test above."""
     store, keys = open_on(stub, client=client, connections=1), make_keys(10)
@@ -312,16 +328,18 @@ def test_connections_are_used_again(stub: StubS3, client: str) -> None:
 @pytest.mark.parametrize("tls", [False, True])
 def test_what_is_left_of_a_reply_is_never_taken_for_the_next(stub: StubS3, tmp_path: Path, tls: bool) -> None:
     certificates = make_certificates(tmp_path)
+    codec = FrameCodec(NAMESPACE, 60_000)  # more than is received along with a head
     with StubS3("pages", certificates.server_context() if tls else None) as server:
-        store, keys = open_on(server, connections=1, ca_file=certificates.ca_file if tls else None), make_keys(3)
-        store_chain(store, keys)
-        # Small enough to come with the end of the reply, in one record of TLS.
-        rest = reply(200, b"").data
-        data = {name(key): server.objects[name(key)] for key in keys}
+        ca_file = certificates.ca_file if tls else None
+        backend = S3Backend(codec, options(server.url, connections=1, ca_file=ca_file))
+        keys, frames = make_keys(3), empty_frames(codec, 3)
+        backend.batch_set(keys, full_frames(codec, keys), parent=None, deadline=soon())
+        data = dict(server.objects)
+        rest = reply(404, b"").data
         server.fault = lambda request: Answer(reply(200, data[request.name]).data + rest)
-        assert load(store, keys) == [HIT] * 3
-        assert errors(store) == {}
-        store.backend.close()
+        assert backend.batch_get(keys, frames, deadline=soon()) == [HIT] * 3
+        assert dict(backend.statistics().errors) == {}
+        backend.close()
 
 
 @pytest.mark.parametrize("seed", seeds(3))
