@@ -52,11 +52,11 @@ def open_access(options: S3Options) -> Access:
     """
     session = _session(options)
     region = options.region or session.get_config_variable("region") or _REGION
-    endpoint = options.endpoint_url or session.get_config_variable("endpoint_url") or _aws_endpoint(session, region)
-    # TLS certificates of AWS cover one label in front of the endpoint, which a bucket with a dot in it is not.
+    endpoint = options.endpoint_url or _usual_endpoint(session, region)
     path_style = options.path_style
     if path_style is None:
-        path_style = bool(options.endpoint_url) or "." in options.bucket
+        # TLS certificates of AWS cover one label in front of the endpoint, which a bucket with a dot in it is not.
+        path_style = ".amazonaws." not in endpoint or "." in options.bucket
     fixed = _fixed_credentials(options)
     source = _from_boto(session) if fixed is None else lambda deadline: fixed
     return Access(options, endpoint, region, path_style, source, fixed, session)
@@ -69,21 +69,22 @@ def open_client(options: S3Options) -> Client:
         from .boto import BotoClient  # noqa: PLC0415 - the one who asks for it pays for it
 
         return BotoClient(access)
-    url = urlsplit(access.endpoint)
-    host, path = url.netloc, url.path.rstrip("/")
-    name = url.hostname or ""
+    payload = Payload(checksum=options.checksum == "when_supported", sign=options.sign_payload)
+    return DirectClient(*where(access), payload, access.credentials)
+
+
+def where(access: Access) -> tuple[Server, Place]:
+    """What to connect to, and what to ask for there. Raises ConfigError as `tls_context`."""
+    options, url = access.options, urlsplit(access.endpoint)
+    host, path, name = url.netloc, url.path.rstrip("/"), url.hostname or ""
     if access.path_style:
         path = f"{path}/{options.bucket}"
     else:
         host, name = f"{options.bucket}.{host}", f"{options.bucket}.{name}"
-    tls = tls_context(options.ca_file) if url.scheme == "https" else None
+    ca_file = options.ca_file or access.session.get_config_variable("ca_bundle")
+    tls = tls_context(ca_file) if url.scheme == "https" else None
     port = url.port or (80 if tls is None else 443)
-    return DirectClient(
-        Server(name, port, tls, options.connect_timeout_s, options.timeout_s),
-        Place(host, path, access.region),
-        Payload(checksum=options.checksum == "when_supported", sign=options.sign_payload),
-        access.credentials,
-    )
+    return Server(name, port, tls, options.connect_timeout_s, options.timeout_s), Place(host, path, access.region)
 
 
 def tls_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
@@ -119,7 +120,8 @@ def _data_loader() -> Any:
     return botocore.loaders.create_loader()
 
 
-def _aws_endpoint(session: Any, region: str) -> str:
+def _usual_endpoint(session: Any, region: str) -> str:
+    """What AWS has for the region, or boto3 is configured for."""
     client = session.create_client("s3", region_name=region, aws_access_key_id="-", aws_secret_access_key="-")
     return str(client.meta.endpoint_url)
 

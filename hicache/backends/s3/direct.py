@@ -289,6 +289,7 @@ def _code(reply: bytes) -> str:
 
 
 def _xml(reply: bytes) -> ElementTree.Element:
+    # The length of a reply is bounded, and expat itself bounds what entities in it expand to.
     try:
         return ElementTree.fromstring(reply)
     except ElementTree.ParseError as error:

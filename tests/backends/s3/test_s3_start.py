@@ -10,11 +10,13 @@ from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from hicache.backends.registry import open_backend
 from hicache.backends.s3 import S3Backend, S3Options
+from hicache.backends.s3.access import open_access, where
 from hicache.backends.testing import HIT, STORED, load, make_keys, store_chain
 from hicache.errors import BackendUnavailable, ConfigError, InvalidInput
 from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
@@ -160,7 +162,8 @@ def test_a_credentials_file_that_will_not_do_is_refused_without_showing_it(
 @pytest.fixture
 def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing of this machine's own AWS configuration, and no questions to the network."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION",
+                 "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CA_BUNDLE"):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
@@ -230,6 +233,30 @@ def test_the_role_of_a_machine_gives_credentials_and_renews_them(
     # What ends within 15 minutes is renewed at once, so the first ones are never used.
     assert "Credential=second/" in seen[0].headers["authorization"]
     assert names == ["second"]
+
+
+@pytest.mark.usefixtures("bare_environment")
+@pytest.mark.parametrize(
+    ("changes", "environment", "host", "path"),
+    [({"region": "eu-central-1"}, {}, "pages.s3.eu-central-1.amazonaws.com", ""),
+     ({}, {"AWS_DEFAULT_REGION": "us-west-2"}, "pages.s3.us-west-2.amazonaws.com", ""),
+     ({"region": "cn-north-1"}, {}, "pages.s3.cn-north-1.amazonaws.com.cn", ""),
+     ({"region": "eu-west-1", "path_style": True}, {}, "s3.eu-west-1.amazonaws.com", "/pages"),
+     ({"region": "eu-west-1", "bucket": "my.pages"}, {}, "s3.eu-west-1.amazonaws.com", "/my.pages"),
+     ({"endpoint_url": "https://h.example:9000/s3/"}, {}, "h.example:9000", "/s3/pages"),
+     ({"endpoint_url": "https://[::1]:9000"}, {}, "[::1]:9000", "/pages"),
+     ({"endpoint_url": "https://h.example", "path_style": False}, {}, "pages.h.example", ""),
+     ({}, {"AWS_ENDPOINT_URL": "http://h.example:1"}, "h.example:1", "/pages")],
+)  # fmt: skip
+def test_requests_go_where_the_options_or_boto3_say(
+    changes: dict[str, Any], environment: dict[str, str], host: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "a-secret-key", **environment}.items():
+        monkeypatch.setenv(name, value)
+    server, place = where(open_access(S3Options(**{"bucket": "pages", **changes})))
+    assert (place.host, place.path) == (host, path)
+    assert server.host == urlsplit(f"//{host}").hostname
+    assert (server.tls is None) is (environment.get("AWS_ENDPOINT_URL") is not None)
 
 
 def test_nothing_shows_a_secret(bucket: Bucket, unique_prefix: str) -> None:
