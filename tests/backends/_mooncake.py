@@ -12,7 +12,8 @@ from hicache.devservers import MooncakeMaster
 from hicache.frame import FrameCodec
 from hicache.units import MIB
 
-LEASE_MS = 300
+# Longer than a read on a busy machine takes, which fails if its lease ends; short, since deletions wait for it.
+LEASE_MS = 500
 SEGMENT_BYTES = 64 * MIB
 STAGING_BYTES = MIB
 _POISON = b"\xee"
