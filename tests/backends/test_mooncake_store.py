@@ -15,7 +15,7 @@ from hicache.backends.base import MemoryRegistration, SetOutcome, leaves
 from hicache.backends.mooncake import MooncakeBackend, MooncakeOptions, RegisteringMooncakeBackend, codes
 from hicache.backends.mooncake.lanes import DirectLane, StagedLane, address_of
 from hicache.backends.mooncake.link import Link, Links
-from hicache.backends.mooncake.runner import Runner
+from hicache.backends.mooncake.runner import THREADS_MAX, Runner
 from hicache.backends.registry import open_backend as open_by_name
 from hicache.backends.testing import (
     CORRUPT,
@@ -163,6 +163,25 @@ def test_frames_take_the_direct_lane_only_if_they_are_registered_and_nothing_han
         roads.slow = True
         with roads.lane(memory.frames[:4], soon()) as lane:
             assert isinstance(lane, StagedLane)
+    finally:
+        link.leave()
+
+
+def test_frames_are_copied_from_a_slow_failure_until_pages_have_moved(master: MooncakeMaster) -> None:
+    link = Link(CODEC, MooncakeOptions(**options_for(master)))
+    parts = link.parts
+    try:
+        for result, is_slow in (
+            ([0], False), ([-704], False), ([4096, -800], True), ([-704], True), ([4096], False), (None, True),
+            ([0], False), ([-901], True),
+        ):  # fmt: skip
+            parts.moved(result)
+            assert parts.roads.slow is is_slow, result
+        assert parts.ask(lambda: [1], soon()) == [1]
+        assert parts.roads.slow  # the master answers; of the owners of pages that says nothing
+        parts.moved([0])
+        assert parts.ask(lambda: [-901], soon()) == [-901]
+        assert parts.roads.slow
     finally:
         link.leave()
 
@@ -317,11 +336,12 @@ def test_a_call_that_is_left_gives_back_what_it_uses_when_it_ends() -> None:
 
 
 def test_a_call_that_has_not_begun_by_its_deadline_never_does() -> None:
-    runner, let_go = Runner("test"), threading.Event()
+    runner, let_go, hanging = Runner("test"), threading.Event(), threading.Semaphore(0)
     begun: list[int] = []
     given_back: list[int] = []
 
     def hang() -> list[int]:
+        hanging.release()
         let_go.wait(60.0)
         return []
 
@@ -329,10 +349,14 @@ def test_a_call_that_has_not_begun_by_its_deadline_never_does() -> None:
         begun.append(1)
         return []
 
-    for _ in range(16):  # as many as there are threads
-        assert runner.run(hang, -math.inf, late=lambda: None) is None
+    callers = [threading.Thread(target=runner.run, args=(hang, soon(), lambda: None)) for _ in range(THREADS_MAX)]
+    for caller in callers:
+        caller.start()
+        assert hanging.acquire(timeout=60.0)
     assert runner.run(begin, -math.inf, late=lambda: given_back.append(1)) is None
     let_go.set()
+    for caller in callers:
+        caller.join()
     runner.close()
     assert (begun, given_back) == ([], [1])
 

@@ -56,11 +56,18 @@ class Parts:
         """What a library call that touches no frame says, or the class of error if it says nothing in time."""
         if time.monotonic() >= deadline:
             return "deadline"
-        return self.answer(self.runner.run(call, deadline, late=lambda: None))
+        result = self.runner.run(call, deadline, late=lambda: None)
+        if result is None or any(map(codes.is_slow, result)):
+            self.roads.slow = True
+        return "timeout" if result is None else result
 
-    def answer(self, result: list[int] | None) -> list[int] | str:
-        """`result` of a call, or the class of error if there is none; keeps in mind whether that was a slow failure."""
-        self.roads.slow = result is None or any(map(codes.is_slow, result))
+    def moved(self, result: list[int] | None) -> list[int] | str:
+        """`result` of a call that moves pages, or the class of error if it has none. Frames are copied from a slow
+        failure until pages have been moved again: that the master answers says nothing of the owners of pages."""
+        if result is None or any(map(codes.is_slow, result)):
+            self.roads.slow = True
+        elif any(code >= 0 for code in result):
+            self.roads.slow = False
         return "timeout" if result is None else result
 
 
@@ -94,7 +101,7 @@ class Reads:
         keys = self._keys[start : start + len(lane.buffers)]
         names = self._parts.names.of(keys)
         sizes = [self._parts.codec.frame_bytes] * len(names)
-        found = self._parts.answer(
+        found = self._parts.moved(
             lane.run(lambda: self._parts.client.get(names, lane.addresses, sizes), self._deadline)
         )
         if isinstance(found, str):
@@ -171,12 +178,15 @@ class Writes:
 
     def run(self) -> list[SetOutcome]:
         """Store all pages, as far as the deadline allows; one outcome per key."""
-        # A key that comes twice is stored once: the library would store both and call the second a success too.
-        first = list({key: position for position, key in reversed(list(enumerate(self._keys)))}.values())[::-1]
+        # A key that comes twice is stored once: the library would call the second store a success too.
+        places: dict[bytes, int] = {}
+        for position, key in enumerate(self._keys):
+            places.setdefault(key, position)
+        first = list(places.values())
         for start in range(0, len(first), self._parts.chunk_pages):
             self._store(first[start : start + self._parts.chunk_pages])
         if self._was_full:
-            self._settle([self._keys[position] for position in first])
+            self._settle(list(places))
         outcomes: list[SetOutcome] = []
         seen: set[bytes] = set()
         for key in self._keys:
@@ -232,7 +242,7 @@ class Writes:
         names = self._parts.names.of(keys)
         left = list(range(len(keys)))
         for _ in range(_FULL_TRIES):
-            found = self._parts.answer(lane.run(self._call(names, lane, left), self._deadline))
+            found = self._parts.moved(lane.run(self._call(names, lane, left), self._deadline))
             if isinstance(found, str):
                 self._fail([keys[index] for index in left], found)
                 return

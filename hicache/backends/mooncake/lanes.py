@@ -94,8 +94,8 @@ class StagedLane(Lane):
 
 
 class Roads:
-    """Which lane frames take. `slow` is set while the library's last call has failed in a way that costs time: then
-    registered frames are copied too, so that a verb can leave a call that hangs.
+    """Which lane frames take. `slow` is set from a failure that has cost time, or may cost it next time, until pages
+    have been moved again: then registered frames are copied too, so that a verb can leave a call that hangs.
 
     Locking design: `_registered` only grows, and is replaced as a whole; `slow` is one reference. Both are read
     without a lock.
