@@ -41,6 +41,8 @@ Outcome = TypeVar("Outcome", GetOutcome, SetOutcome)
 
 # Before failed pages are tried again, between half of this and the whole: a moment for what was only a hiccup.
 _RETRY_PAUSE_S = 0.05
+# What failed only after so long has hung. Whoever waits would wait twice, and the breaker would learn of it late.
+_RETRY_AFTER_S_MAX = 0.25
 # A call that was given less time than this and has used it up says nothing about the store.
 _SHORT_S = 0.1
 # How long `close` waits for the guard's own threads before it closes the backend all the same.
@@ -281,11 +283,13 @@ class GuardedBackend(StorageBackend):
         return [kind("error")] * pages
 
     def _may_retry(self, call: Call, pages: int) -> int:
-        """How many pages to try again, after a short pause; 0 if the rest of the time would not do."""
+        """How many pages to try again, after a short pause; 0 if the rest of the time would not do, or for a store that
+        hangs."""
         time_s = self._clock()
+        took_s = time_s - call.began_s
         pause_s = _RETRY_PAUSE_S * (0.5 + 0.5 * self._jitter())
         # A second try is expected to take as long as the first.
-        if time_s + pause_s + max(time_s - call.began_s, 0.01) >= call.deadline:
+        if took_s > _RETRY_AFTER_S_MAX or time_s + pause_s + max(took_s, 0.01) >= call.deadline:
             return 0
         granted = self._traffic.grant_retry(call, pages)
         if granted:

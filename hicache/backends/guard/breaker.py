@@ -25,6 +25,9 @@ from .options import GuardOptions, Override
 
 # The share of failures is taken over so many calls: enough that two bad ones among them mean nothing.
 WINDOW_CALLS = 20
+# A probe that follows a failed call counts as so many: it is small and asks for nothing that may be slow, so that it
+# fails says more.
+_PROBE_WEIGHT = 2
 
 
 class BreakerState(enum.IntEnum):
@@ -65,7 +68,7 @@ class Breaker:
         self._reason = ""
         self._opens = self._good_probes = self._failed_probes = 0
         self._failures = 0  # calls in a row
-        self._suspicions = 0  # bad probes in a row, while it is closed
+        self._suspicions = 0  # bad probes in a row while it is closed, in failed calls
         self._recent: deque[bool] = deque(maxlen=WINDOW_CALLS)
         self._backoff_s = options.backoff_min_s
         self._probe_at = math.inf
@@ -179,7 +182,7 @@ class Breaker:
             self._suspicions = 0
             self._calm_until = time_s + self._options.backoff_min_s
         else:
-            self._suspicions += 1
+            self._suspicions += _PROBE_WEIGHT
             self._judge(reason, time_s)
 
     # State

@@ -85,23 +85,33 @@ def test_after_a_single_failure_probes_alone_can_open_it() -> None:
     assert world.breaker.is_suspected
     assert world.breaker.probe_at == world.time_s
     world.probe(False)
-    assert world.breaker.probe_at == world.time_s
-    world.probe(False)
     assert world.state is OPEN
-    assert world.time_s == 1000.0, "without a pause between them"
+    assert world.time_s == 1000.0, "at once"
+
+
+def test_where_more_failures_are_wanted_probes_go_on_until_there_are_so_many() -> None:
+    world = World(GuardOptions(failures=6))
+    world.call(False)
+    probes = 0
+    while world.state is CLOSED:
+        world.probe(False)
+        probes += 1
+    assert probes == 3
+    assert world.time_s == 1000.0
 
 
 def test_a_good_probe_after_a_single_failure_ends_the_suspicion() -> None:
-    world = World()
+    world = World(GuardOptions(failures=4))
     world.call(False)
     world.probe(False)
     world.probe(True)
     assert world.breaker.probe_at == math.inf
-    world.call(False)
-    world.probe(True)
+    for _ in range(2):
+        world.call(False)
+        world.probe(True)
     assert world.state is CLOSED
     world.call(False)
-    assert world.state is OPEN, "three calls in a row have failed, whatever probes say"
+    assert world.state is OPEN, "four calls in a row have failed, whatever probes say"
 
 
 def test_single_failures_bring_a_probe_now_and_then_and_not_each() -> None:

@@ -220,6 +220,22 @@ def test_nothing_is_tried_again_when_the_time_would_not_do(store: Store) -> None
     assert guard.guard_statistics().retried_calls == {}
 
 
+def test_what_hung_is_not_tried_again() -> None:
+    """A clock of its own: each call takes half a second of it."""
+    time_s = [1000.0]
+
+    class Slow(Store):
+        def batch_get(
+            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+        ) -> list[GetOutcome]:
+            time_s[0] += 0.5
+            return [GET_ERROR] * len(keys)
+
+    with closing(GuardedBackend(Slow(), GuardOptions(read="on", retry_share=1.0), clock=lambda: time_s[0])) as guard:
+        guard.batch_get(make_keys(2), empty_frames(CODEC, 2), deadline=1060.0)
+        assert guard.guard_statistics().retried_calls == {}
+
+
 # Containment
 
 
