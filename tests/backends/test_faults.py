@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -119,11 +118,14 @@ def test_a_delay_longer_than_the_deadline_is_an_error_by_the_deadline() -> None:
 
 
 def test_a_narrow_line_carries_so_much_and_no_more() -> None:
-    backend = faulty(FaultOptions(bandwidth_bytes_per_s=200 * 20 * CODEC.frame_bytes))
-    began_s = time.monotonic()
-    for _ in range(10):
-        assert put(backend)[0].is_stored
-    assert time.monotonic() - began_s >= 0.05, "ten batches of a two hundredth of a second each"
+    """A batch in a millisecond: the first is through in time, the last of a thousand at once is not."""
+    batch_bytes = 20 * CODEC.frame_bytes
+    backend = faulty(FaultOptions(bandwidth_bytes_per_s=1000 * batch_bytes))
+    assert put(backend) == [STORED] * 20
+    narrow = faulty(FaultOptions(bandwidth_bytes_per_s=batch_bytes / 1000))
+    assert put(narrow, deadline=soon(0.02)) == [SetOutcome.ERROR] * 20
+    assert narrow.batch_exists(KEYS, deadline=soon(0.02)) == 0, "what is small waits behind what is large"
+    assert narrow.statistics().errors == {INJECTED: 21}
 
 
 def test_what_hangs_stays_until_it_is_released(full: FaultyBackend) -> None:

@@ -186,6 +186,8 @@ class GuardedBackend(StorageBackend):
             errors[f"guard_{refusal}"] += calls
         for kind, times in dict(self._raised).items():
             errors[f"raised_{kind}"] += times
+        for kind, times in dict(self._probes.errors).items():
+            errors[f"prober_{kind}"] += times
         return replace(inner, errors=dict(errors))
 
     def close(self) -> None:

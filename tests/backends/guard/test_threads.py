@@ -280,9 +280,8 @@ def test_a_probe_that_hangs_for_ever_does_not_keep_the_store_closed(threads: Thr
     guard.close()
 
 
-def test_a_dead_prober_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)  # a thread that dies says so
-
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_prober_is_replaced() -> None:
     class Deadly(Store):
         deaths = 0
 

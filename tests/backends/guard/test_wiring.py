@@ -1,0 +1,98 @@
+"""From a configuration to a guarded store: which options arrive, and what gets a guard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from hicache.backends.base import StorageBackend
+from hicache.backends.faults import FaultOptions, FaultyBackend
+from hicache.backends.guard import Direction, GuardedBackend, GuardOptions, Override
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.registry import BackendSpec, open_spec
+from hicache.cache.factory import create_tiered_cache
+from hicache.config import HiCacheConfig
+from hicache.config.guard import GuardConfig
+from hicache.frame import FrameCodec
+from tests.backends.guard.stores import CODEC
+from tests.cache.world import NAMESPACE
+
+ENTRIES: dict[str, Any] = {"page_size": 4, "device": {"tokens": 32}, "host": {"tokens": 32}}
+HERE = "tests.backends.guard.test_wiring"
+
+
+def test_an_empty_section_is_the_default_of_the_options() -> None:
+    assert GuardOptions(**GuardConfig().guard_options()) == GuardOptions()  # type: ignore[arg-type]
+
+
+def test_every_option_can_be_configured() -> None:
+    assert set(GuardConfig().guard_options()) == set(GuardOptions.__dataclass_fields__)
+    given = GuardConfig.model_validate({"inject": {"error_share": 0.5}}).guard_options()["inject"]
+    assert isinstance(given, dict) and set(given) == set(FaultOptions.__dataclass_fields__)
+
+
+@pytest.fixture
+def guard() -> Iterator[GuardedBackend]:
+    """The guard of a cache with a configured one."""
+    section = {"failures": 7, "in_flight": "1MiB", "backoff_max": "3s", "write": False, "inject": {"latency": "1ms"}}
+    config = HiCacheConfig.model_validate({**ENTRIES, "storage": {"type": "memory", "options": {}, "guard": section}})
+    with create_tiered_cache(config, NAMESPACE) as cache:
+        backend = cache.controller.backend
+        assert isinstance(backend, GuardedBackend)
+        yield backend
+
+
+def test_a_cache_has_the_guard_that_is_configured(guard: GuardedBackend) -> None:
+    assert (guard.name, guard.options.failures, guard.options.in_flight_bytes_max) == ("memory", 7, 1 << 20)
+    assert guard.options.backoff_max_s == 3.0
+    assert guard.guard_statistics().breakers[Direction.WRITE].override is Override.OFF, "YAML reads off as false"
+    (inner,) = guard.parts
+    assert isinstance(inner, FaultyBackend) and inner.options.latency_s == 0.001
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"failures": 0}, "failures"),
+        ({"backoff_min": "6s"}, "backoff_max is below"),
+        ({"read": "sometimes"}, "read"),
+        ({"inject": {"error_share": 2}}, "error_share"),
+        ({"retries": 3}, "retries"),
+    ],
+)
+def test_a_guard_that_cannot_work_is_refused(section: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        GuardConfig.model_validate(section)
+
+
+class Wrapper(MemoryBackend):
+    """Stands around others; its own verbs do not matter here."""
+
+    def __init__(self, codec: FrameCodec, *parts: StorageBackend) -> None:
+        super().__init__(codec)
+        self.parts = parts
+
+
+def around_one(codec: FrameCodec) -> StorageBackend:
+    """A wrapper around one store, as a limit is."""
+    return Wrapper(codec, MemoryBackend(codec))
+
+
+def around_two(codec: FrameCodec) -> StorageBackend:
+    """A composition whose parts have their own guards."""
+    return Wrapper(codec, *(open_spec(BackendSpec("memory"), codec) for _ in range(2)))
+
+
+def around_a_guard(codec: FrameCodec) -> StorageBackend:
+    """A composition of which one part is there so far."""
+    return Wrapper(codec, open_spec(BackendSpec("memory"), codec))
+
+
+@pytest.mark.parametrize(("name", "guarded"), [("around_one", True), ("around_two", False), ("around_a_guard", False)])
+def test_what_is_composed_gets_no_second_guard(name: str, guarded: bool) -> None:
+    with closing(open_spec(BackendSpec(f"{HERE}:{name}"), CODEC)) as backend:
+        assert isinstance(backend, GuardedBackend) is guarded
