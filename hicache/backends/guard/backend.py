@@ -74,7 +74,6 @@ class GuardedBackend(StorageBackend):
         self._jitter = jitter
         self._traffic = Traffic(self.options, clock, jitter)
         self._closing = threading.Event()
-        self._raised: Counter[str] = Counter()
         self._last_usage: Usage | None = None
         self._last_statistics = _NOTHING
         self._prober = Prober(inner, self._traffic, self._contain)
@@ -150,7 +149,8 @@ class GuardedBackend(StorageBackend):
                     before = keys[start - 1] if start else parent
                     outcomes[again] = self._set(call, keys[again], frames[again], before)
             failed = outcomes.count(SetOutcome.ERROR)
-            self._traffic.write_error_pages += failed
+            if failed:
+                self._traffic.count_failed_write()
             verdict = self._judge(call, failed, len(outcomes))
         finally:
             self._leave(call, verdict)
@@ -182,9 +182,10 @@ class GuardedBackend(StorageBackend):
         """See StorageBackend. Those of the backend, and as errors the calls that were not made and what it raised."""
         inner = self._inner_statistics()
         errors = Counter(inner.errors)
-        for (_, refusal), calls in self._traffic.statistics().refused.items():
+        own = self._traffic.statistics()
+        for (_, refusal), calls in own.refused.items():
             errors[f"guard_{refusal}"] += calls
-        for kind, times in dict(self._raised).items():
+        for kind, times in own.raised.items():
             errors[f"raised_{kind}"] += times
         for kind, times in dict(self._probes.errors).items():
             errors[f"prober_{kind}"] += times
@@ -242,13 +243,13 @@ class GuardedBackend(StorageBackend):
     def _look_up(self, call: Call, keys: Sequence[bytes]) -> tuple[int, Verdict]:
         """A store that is down has nothing, as one that is empty has: only its count of errors tells them apart."""
         errors_before = sum(self._inner_statistics().errors.values())
-        writes_before = self._traffic.write_error_pages
+        writes_before = self._traffic.failed_writes
         found = self._contain(lambda: self._inner.batch_exists(keys, deadline=call.deadline))
         if type(found) is not int or not 0 <= found <= len(keys):
             return 0, Verdict(False, "raised")
         if found == len(keys) or sum(self._inner_statistics().errors.values()) == errors_before:
             return found, Verdict(True)
-        if self._traffic.write_error_pages != writes_before or self._was_short(call):
+        if self._traffic.failed_writes != writes_before or self._was_short(call):
             return found, Verdict(None)  # the errors may be those of a write that ended meanwhile
         return found, Verdict(False, "lookup")
 
@@ -281,7 +282,7 @@ class GuardedBackend(StorageBackend):
         if isinstance(answer, list) and len(answer) == pages and all(type(outcome) is kind for outcome in answer):
             return answer
         if answer is not None:
-            self._raised["WrongAnswer"] += 1
+            self._traffic.count_raised("WrongAnswer")
         return [kind("error")] * pages
 
     def _may_retry(self, call: Call, pages: int) -> int:
@@ -329,8 +330,7 @@ class GuardedBackend(StorageBackend):
             raise  # the arguments are wrong, which is for the caller to know
         except Exception as error:
             kind = type(error).__name__
-            self._raised[kind] += 1
-            if self._raised[kind] == 1:
+            if self._traffic.count_raised(kind):
                 logger.exception("storage %s: unexpected %s; counted from now on", self.name, kind)
             return None
 

@@ -83,12 +83,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class GuardStatistics:
-    """Totals since the guard was made, and what is under way. `failures` counts calls and not pages."""
+    """Totals since the guard was made, and what is under way. `failures` counts calls and not pages, `raised` what the
+    backend raised or answered against the contract, by kind."""
 
     breakers: Mapping[Direction, BreakerStatistics]
     refused: Mapping[tuple[Direction, Refusal], int]
     failures: Mapping[tuple[Direction, str], int]
     retried_calls: Mapping[Direction, int]
+    raised: Mapping[str, int]
     latency: Mapping[Verb, LatencyStatistics]
     in_flight_calls: int
     in_flight_bytes: int
@@ -100,6 +102,7 @@ class _Counts:
     refused: Counter[tuple[Direction, Refusal]] = field(default_factory=Counter)
     failures: Counter[tuple[Direction, str]] = field(default_factory=Counter)
     retried_calls: Counter[Direction] = field(default_factory=Counter)
+    raised: Counter[str] = field(default_factory=Counter)
 
 
 class Traffic:
@@ -127,8 +130,7 @@ class Traffic:
         self._waiting: deque[object] = deque()
         self._closed = False
         self.probe_at = math.inf  # when the next probe is due; read by others without the lock
-        # Pages that could not be written, counted by callers: a hint, so an increment that is lost does no harm.
-        self.write_error_pages = 0
+        self.failed_writes = 0  # calls that left pages unwritten
 
     # Calls
 
@@ -175,6 +177,17 @@ class Traffic:
             granted = self._budget.spend(pages)
             self._counts.retried_calls[direction] += granted > 0
             return granted
+
+    def count_raised(self, kind: str) -> bool:
+        """Count what the backend raised, or answered against the contract. Whether it is the first of its kind."""
+        with self._state:
+            self._counts.raised[kind] += 1
+            return self._counts.raised[kind] == 1
+
+    def count_failed_write(self) -> None:
+        """A call has left pages unwritten."""
+        with self._state:
+            self.failed_writes += 1
 
     # Damage
 
@@ -244,6 +257,7 @@ class Traffic:
                 refused=dict(self._counts.refused),
                 failures=dict(self._counts.failures),
                 retried_calls=dict(self._counts.retried_calls),
+                raised=dict(self._counts.raised),
                 latency={verb: histogram.statistics() for verb, histogram in self._latency.items()},
                 in_flight_calls=len(self._calls),
                 in_flight_bytes=self._in_flight_bytes,
