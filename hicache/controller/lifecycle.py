@@ -46,7 +46,7 @@ class BackendLifecycle:
         self, adopt: Callable[[StorageBackend], StorageJobs], workers: WorkerFactory, clock: Callable[[], float]
     ) -> None:
         self.jobs: StorageJobs | None = None
-        self._overrides: dict[Direction, Override] = {}
+        self._overrides: dict[Direction, Override] = {}  # what is not left to the breakers
         self.open_failures = 0
         self.wanted = self.opened = 0  # the number of the backend that is wanted, and of the one that is open
         self._adopt = adopt
@@ -85,6 +85,8 @@ class BackendLifecycle:
         self._overrides[direction] = mode
         if self.jobs is not None:
             self._apply_overrides(self.jobs.backend)
+        if mode is Override.AUTO:
+            del self._overrides[direction]
 
     def advance(self) -> None:
         """Take over what was opened, try again what was not, close what is idle. Cheap if there is nothing to do."""
@@ -94,6 +96,8 @@ class BackendLifecycle:
         if self._opening is not None and self._attempt is None and self._clock() >= self._retry_at:
             self._attempt = self._opening
             self._submit(_Order(self._opening))
+        if self.jobs is not None:
+            self._apply_overrides(self.jobs.backend)  # a composition may have opened another part meanwhile
         for jobs in [jobs for jobs in self._retired if jobs.in_flight == 0]:
             self._retired.remove(jobs)
             self._submit(_Order(None, jobs.backend))
@@ -127,9 +131,11 @@ class BackendLifecycle:
         self.jobs = self._adopt(backend)
 
     def _apply_overrides(self, backend: StorageBackend) -> None:
-        for guard in guards_of(backend):
+        for guard in guards_of(backend) if self._overrides else ():
+            breakers = guard.guard_statistics().breakers
             for direction, mode in self._overrides.items():
-                guard.override(direction, mode)
+                if breakers[direction].override is not mode:
+                    guard.override(direction, mode)
 
     def _take_opened(self) -> None:
         for order in self._drain():
