@@ -18,6 +18,7 @@ def main() -> None:
         ("file_backend", []),
         ("levels", []),
         ("tags", []),
+        ("guard", []),
         ("copies", []),
         ("events", []),
         ("allocators", []),

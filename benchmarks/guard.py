@@ -1,0 +1,79 @@
+"""The price of the guard: calls to the file backend through it and without it, side by side, and one look per step.
+
+    python -m benchmarks.guard
+
+The store is in memory (tmpfs where there is one), so that nothing but the calls costs time: no store is faster. The
+guard costs a call some ten microseconds, whatever it carries. ratio = with the guard : without it; for the look it is
+the time against a limit, since a scheduler pays it twice per step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hicache.backends.base import StorageBackend
+from hicache.backends.file import open_file_backend
+from hicache.backends.guard import Direction, GuardedBackend, may_pass
+from hicache.frame import FrameCodec
+
+from ._table import Row, alternate, print_table, row
+
+PAYLOAD_BYTES = 2 << 20
+BATCH_PAGES = 16
+RUNS = 100
+LOOKS = 1000
+# A few microseconds per step are what bookkeeping may cost.
+LOOK_LIMIT_US = 2.0
+# For what a controller reads at once (a batch of large pages); single lookups have none, they carry nothing.
+GOAL = 1.05
+_MEMORY = "/dev/shm"
+
+
+def run(folder: Path) -> list[Row]:
+    """One row per verb, and the look."""
+    codec = FrameCodec(bytes(32), PAYLOAD_BYTES)
+    plain = open_file_backend(codec, path=str(folder / "store"))
+    guard = GuardedBackend(plain)
+    keys = [hashlib.sha256(number.to_bytes(4, "little")).digest() for number in range(BATCH_PAGES)]
+    frames = [memoryview(bytearray(codec.frame_bytes)) for _ in keys]
+    guard.batch_set(keys, frames, parent=None, deadline=_soon())
+    guard.batch_get(keys, frames, deadline=_soon())
+    verbs: dict[str, Callable[[StorageBackend], object]] = {
+        f"lookup of {BATCH_PAGES} pages": lambda b: b.batch_exists(keys, deadline=_soon()),
+        "read of 1 page of 2 MiB": lambda b: b.batch_get(keys[:1], frames[:1], deadline=_soon()),
+        f"read of {BATCH_PAGES}": lambda b: b.batch_get(keys, frames, deadline=_soon()),
+        f"store of {BATCH_PAGES} that are there": lambda b: b.batch_set(keys, frames, parent=None, deadline=_soon()),
+    }
+    rows = []
+    for what, verb in verbs.items():
+        times = alternate(RUNS, [lambda v=verb: v(guard), lambda v=verb: v(plain)])  # type: ignore[misc]
+        rows.append(row(what, times, GOAL if what.startswith("read") else None))
+
+    def look() -> None:
+        for _ in range(LOOKS):
+            may_pass(guard, Direction.READ)
+
+    (looks,) = alternate(RUNS // 10, [look])
+    rows.append(row("look of the scheduler", [[taken / LOOKS for taken in looks]], limit_us=LOOK_LIMIT_US))
+    guard.close()
+    return rows
+
+
+def _soon() -> float:
+    return time.monotonic() + 60.0
+
+
+def main() -> None:
+    """Command line."""
+    with tempfile.TemporaryDirectory(dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None) as folder:
+        rows = run(Path(folder))
+    print_table("Guard (reference: the file backend alone; ratio = with the guard : without)", rows)
+
+
+if __name__ == "__main__":
+    main()
