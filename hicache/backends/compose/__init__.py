@@ -46,7 +46,10 @@ def open_levels(
     if write not in list(CascadePolicy):
         raise InvalidInput(f"levels: write must be one of {', '.join(CascadePolicy)}; got {write!r}")
     options = LevelsOptions(promote, CascadePolicy(write), selective_hits, cascade_bytes_max)
-    parts = open_parts(codec, part_specs("levels", {"levels": levels}))
+    specs = part_specs("levels", {"levels": levels})
+    if options.cascade is CascadePolicy.ON_EVICTION and any(spec.optional for spec in specs[:-1]):
+        raise InvalidInput("levels: with write: on_eviction only the last level may be optional; the others are heard")
+    parts = open_parts(codec, specs)
     try:
         return LevelsBackend(codec, parts, options)
     except BaseException:

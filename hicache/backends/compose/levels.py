@@ -82,7 +82,7 @@ class LevelsBackend(CopyingBackend):
             raise InvalidInput(f"levels: two or more are needed, got {len(levels)}")
         super().__init__(codec, levels, options.cascade_bytes_max)
         self.options = options
-        self._uses = _Uses(options.selective_hits)
+        self._uses = Uses(options.selective_hits)
         if options.cascade is CascadePolicy.ON_EVICTION:
             self._listen(levels[0].name)
 
@@ -177,14 +177,15 @@ class LevelsBackend(CopyingBackend):
         return outcomes
 
 
-class _Uses:
-    """How often pages were read lately: the least recently read are forgotten first, beyond `USES_KEYS_MAX`.
+class Uses:
+    """How often pages were read lately; beyond `keys_max` the least recently read are forgotten.
 
     Locking design: one lock, held for one batch's keys.
     """
 
-    def __init__(self, due: int) -> None:
+    def __init__(self, due: int, keys_max: int = USES_KEYS_MAX) -> None:
         self._due = due
+        self._keys_max = keys_max
         self._lock = threading.Lock()
         self._counts: OrderedDict[bytes, int] = OrderedDict()
 
@@ -198,6 +199,6 @@ class _Uses:
                 self._counts.move_to_end(key)
                 if uses == self._due:
                     reached.append(value)
-            while len(self._counts) > USES_KEYS_MAX:
+            while len(self._counts) > self._keys_max:
                 self._counts.popitem(last=False)
         return reached

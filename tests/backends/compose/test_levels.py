@@ -10,6 +10,7 @@ import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome, Usage
 from hicache.backends.compose import CascadePolicy, LevelsBackend, LevelsOptions, MirrorBackend
+from hicache.backends.compose.levels import Uses
 from hicache.backends.compose.merge import LOOKUPS_MAX
 from hicache.backends.file import FileBackend
 from hicache.backends.memory import MemoryBackend
@@ -356,6 +357,14 @@ def test_selective_copies_a_page_once_it_was_read_often_enough(hits: int) -> Non
     world.settle()
     assert world.backend.copies()["part-1"].copied == 2, "copied once"
     world.backend.close()
+
+
+def test_reads_are_counted_for_a_bounded_number_of_pages() -> None:
+    uses = Uses(due=2, keys_max=3)
+    keys = make_keys(5)
+    assert uses.count([(key, position) for position, key in enumerate(keys)]) == []
+    assert uses.count([(keys[0], 0)]) == [], "forgotten meanwhile"
+    assert uses.count([(keys[4], 4), (keys[4], 5)]) == [4], "told once"
 
 
 def test_closing_writes_what_waits_and_then_closes_each_level_once() -> None:

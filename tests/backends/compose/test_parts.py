@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,8 @@ from hicache.errors import BackendUnavailable, ConfigError, InvalidInput, NotOur
 from hicache.frame import FrameCodec
 from tests.waiting import wait_for
 
-from ._parts import CODEC, PAGE, Switched
+from .._files import open_descriptors
+from ._parts import CODEC, PAGE, Switched, settle
 
 OPENED: list[Switched] = []
 REFUSING = threading.Event()
@@ -143,6 +145,7 @@ def test_a_wrong_list_of_parts_is_refused_before_anything_is_opened(options: dic
         ("levels", {"write": "back"}, "write must be one of through, on_eviction, selective"),
         ("levels", {"cascade_bytes_max": 1}, "hold no page"),
         ("levels", {"selective_hits": 0}, "selective_hits"),
+        ("levels", {"write": "on_eviction", "levels": [{**MEMORY, "optional": True}, MEMORY]}, "may be optional"),
         ("mirror", {"write_quorum": 3}, "write_quorum"),
         ("mirror", {"repair_bytes_max": 0}, "repair_bytes_max"),
         ("sharded", {}, "needs a name of its own"),
@@ -230,6 +233,43 @@ def test_a_part_that_comes_after_the_close_is_closed_again() -> None:
     may_open.set()
     wait_for(lambda: bool(OPENED) and OPENED[0].closes == 1)
     assert part.parts == []
+
+
+def test_the_raw_stores_of_all_parts_open_under_their_names(tmp_path: Path) -> None:
+    def file(name: str) -> dict[str, Any]:
+        return {"type": "file", "name": name, "options": {"path": str(tmp_path / name)}}
+
+    low = {"type": "sharded", "name": "low", "options": {"parts": [file("a"), file("b")]}}
+    spec = BackendSpec("levels", {"levels": [file("top"), low]})
+    backend = open_spec(spec, CODEC)
+    keys = make_keys(20)
+    store_chain(Store(backend, lambda key: None, lambda key, data: None), keys)
+    assert isinstance(backend, LevelsBackend)
+    settle(backend)
+    raws = open_raws(spec)
+    assert [name for name, _ in raws] == ["top", "low/a", "low/b"]
+    found = [{page.key for page in raw.pages()} for _, raw in raws]
+    assert found[0] == found[1] | found[2] == set(keys) and not found[1] & found[2]
+    for _, raw in raws:
+        raw.close()
+    backend.close()
+
+
+def test_if_one_raw_store_cannot_be_opened_the_others_are_closed(tmp_path: Path) -> None:
+    options = {"path": str(tmp_path / "s")}
+    file = {"type": "file", "options": options}
+    open_backend("file", CODEC, options).close()
+    before = open_descriptors()
+    with pytest.raises(ConfigError, match="cannot be listed"):
+        open_raws(BackendSpec("mirror", {"parts": [file, MEMORY]}))
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("wrapper", [LevelsBackend, MirrorBackend, ShardedBackend, LatePart])
+def test_every_composition_answers_for_every_name_itself(wrapper: type[StorageBackend]) -> None:
+    for name in StorageBackend.__abstractmethods__:
+        assert getattr(wrapper, name) is not getattr(StorageBackend, name), name
+        assert inspect.signature(getattr(wrapper, name)) == inspect.signature(getattr(StorageBackend, name)), name
 
 
 def test_memory_has_no_raw_store_and_says_so() -> None:
