@@ -53,8 +53,11 @@ class LatePart(StorageBackend):
         try:
             opened = self._open_part()
         except BackendError as error:
-            _log.warning("storage part %s cannot be opened yet: %s", self._name, error)
+            if self._thread is None:  # the first attempt; the others would only say it again
+                _log.warning("storage part %s cannot be opened yet: %s", self._name, error)
             return False
+        if self._thread is not None:
+            _log.info("storage part %s is open now", self._name)
         with self._state:
             if not self._closed:
                 self._inner = opened

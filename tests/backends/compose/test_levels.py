@@ -359,6 +359,29 @@ def test_selective_copies_a_page_once_it_was_read_often_enough(hits: int) -> Non
     world.backend.close()
 
 
+def test_a_copy_that_raises_is_counted_and_the_next_one_is_made() -> None:
+    class Raising(Switched):
+        raises = True
+
+        def batch_set(self, *args: object, **kwargs: object) -> list[SetOutcome]:
+            if self.raises:
+                raise RuntimeError("a bug")
+            return super().batch_set(*args, **kwargs)  # type: ignore[arg-type]
+
+    first, below, keys = Switched(), Raising(), make_keys(2)
+    backend = LevelsBackend(CODEC, named(first, below), LevelsOptions(cascade_bytes_max=COPIES))
+    store = Store(backend, first.peek, first.poke)
+    assert store_chain(store, keys[:1]) == [STORED]
+    settle(backend)
+    below.raises = False
+    assert store_chain(store, keys[1:], keys[0]) == [STORED]
+    settle(backend)
+    assert [below.peek(key) is not None for key in keys] == [False, True]
+    copies = backend.copies()["part-1"]
+    assert (copies.failed, copies.copied) == (1, 1)
+    backend.close()
+
+
 def test_reads_are_counted_for_a_bounded_number_of_pages() -> None:
     uses = Uses(due=2, keys_max=3)
     keys = make_keys(5)

@@ -7,6 +7,7 @@ import pytest
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.compose import MirrorBackend
 from hicache.backends.compose.mirror import EXPLORE_EVERY, Pace
+from hicache.backends.guard import GuardedBackend
 from hicache.backends.testing import (
     HIT,
     MISS,
@@ -16,6 +17,7 @@ from hicache.backends.testing import (
     SET_ERROR,
     STORED,
     Store,
+    full_frames,
     load,
     make_keys,
     soon,
@@ -184,6 +186,32 @@ def test_a_page_on_all_parts_is_deleted_once_and_from_all() -> None:
     assert world.backend.delete(keys, deadline=soon()) == 3
     assert [part.usage().pages for part in world.parts] == [0, 0, 0]
     world.backend.close()
+
+
+def test_a_part_that_hangs_is_left_at_the_deadline_and_the_other_counts() -> None:
+    world, keys = World(), make_keys(2)
+    world.parts[1].hanging = True
+    frames = full_frames(CODEC, keys)
+    assert world.backend.batch_set(keys, frames, parent=None, deadline=soon(0.05)) == [STORED] * 2
+    world.parts[1].released.set()
+    assert world.on(0, keys) == [True] * 2 and world.on(1, keys) == [False] * 2
+    world.backend.close()
+
+
+def test_a_part_that_raises_is_contained_by_its_guard() -> None:
+    class Raising(Switched):
+        def batch_set(self, *args: object, **kwargs: object) -> list[SetOutcome]:
+            raise RuntimeError("a bug")
+
+    good = Switched()
+    backend = MirrorBackend(
+        CODEC, named(good, GuardedBackend(Raising())), write_quorum=1, copy_bytes_max=COPIES
+    )
+    for number in range(20):
+        keys = make_keys(2, str(number))
+        assert store_chain(Store(backend, good.peek, good.poke), keys) == [STORED] * 2
+    assert backend.statistics().errors["raised_RuntimeError"] > 0
+    backend.close()
 
 
 def test_all_parts_are_closed_even_if_one_raises() -> None:

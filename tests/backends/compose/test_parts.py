@@ -235,6 +235,22 @@ def test_a_part_that_comes_after_the_close_is_closed_again() -> None:
     assert part.parts == []
 
 
+def test_a_part_whose_opening_goes_wrong_for_good_is_counted_and_fails_visibly() -> None:
+    REFUSING.set()
+
+    def broken_open() -> StorageBackend:
+        if REFUSING.is_set():
+            raise BackendUnavailable("not yet")
+        raise RuntimeError("a bug")
+
+    part = LatePart(CODEC, "late", broken_open)
+    REFUSING.clear()
+    wait_for(lambda: part.statistics().errors.get("internal") == 1)
+    assert part.batch_exists(make_keys(1), deadline=soon()) == 0
+    assert part.statistics().errors == {"internal": 1, "not_open": 1}
+    part.close()
+
+
 def test_the_raw_stores_of_all_parts_open_under_their_names(tmp_path: Path) -> None:
     def file(name: str) -> dict[str, Any]:
         return {"type": "file", "name": name, "options": {"path": str(tmp_path / name)}}

@@ -114,6 +114,17 @@ def test_a_part_that_is_down_ends_the_prefix_at_its_first_page_and_heals() -> No
     world.backend.close()
 
 
+def test_a_part_that_hangs_is_left_at_the_deadline_and_the_others_answer() -> None:
+    world, keys = World(), make_keys(12)
+    slow = world.part_of(keys[3])
+    world.parts[slow].hanging = True
+    frames = full_frames(CODEC, keys)
+    outcomes = world.backend.batch_set(keys, frames, parent=None, deadline=soon(0.05))
+    assert outcomes == [SetOutcome.ERROR if world.part_of(key) == slow else STORED for key in keys]
+    world.parts[slow].released.set()
+    world.backend.close()
+
+
 def test_pages_hang_on_the_last_page_before_them_on_their_part_over_batches() -> None:
     world, keys = World(), make_keys(48)
     for start in range(0, 48, 8):
