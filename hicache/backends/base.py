@@ -13,7 +13,8 @@ What may be raised is InvalidInput for arguments that break this contract and Ba
 repeating is the guard's business, which has one budget for it.
 
 What a backend stores is what `codec.seal` returns, and what it has read goes through `codec.accept`: the stored form
-may be shorter than the frame, its length is compared by `codec.fits` before a byte is read.
+may be shorter than the frame, its length is compared by `codec.fits` before a byte is read. Damage that `is_misfit`,
+such as a compressed page where zstd is missing, is a MISS and an error of that class: the page stays for others.
 
 Locking design: all verbs may be called from any threads at once and may block up to the deadline; none is called on an
 engine's scheduler thread. `close` waits for the calls that are under way; verbs after it report ERROR.

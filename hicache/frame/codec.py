@@ -210,9 +210,11 @@ class FrameCodec:
     ) -> Damage | None:
         """None if the stored form of the page `key` lies in the first bytes of `frame`, else what is wrong with it.
 
-        After None the frame holds the page as it was given to `seal`; after damage its bytes mean nothing. A frame that
-        was compressed or encrypted is proved now and carries no tag any more: the next `seal` makes one. `arrived`, if
-        given, comes from `stream` and has taken in exactly those bytes. REQUIRES: nobody else uses `frame` meanwhile.
+        After None the frame holds the page as it was given to `seal`; after damage its header is what arrived and its
+        payload means nothing. Damage that `is_misfit` is a miss and a counted error; any other is corruption, and what
+        lies there is removed. A page that was compressed or encrypted is proved now and carries no tag any more: the
+        next `seal` makes one. `arrived`, if given, comes from `stream` and has taken in exactly those bytes.
+        REQUIRES: nobody else uses `frame` meanwhile.
         """
         if not self.fits(stored_bytes):
             return Damage.SIZE

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from ...frame import HEADER_BYTES, Compression, FrameCodec, FrameHeader, frame_bytes
+from ...frame import HEADER_BYTES, Compression, Damage, FrameCodec, FrameHeader, TagStream, frame_bytes
 from .fixtures import ContractFixtures
 from .pages import (
     CORRUPT,
@@ -32,6 +32,17 @@ FORM_CODECS = {
     "gcm": FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=[_NEW_KEY]),
     "zstd+gcm": FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=[_NEW_KEY], compression=_ZSTD),
 }
+
+
+class _WithoutZstd(FrameCodec):
+    """A codec as it is where the extra `compression` is missing."""
+
+    def accept(
+        self, key: bytes, frame: memoryview, stored_bytes: int, arrived: TagStream | None = None
+    ) -> Damage | None:
+        header = FrameHeader.parse(frame)
+        damage = super().accept(key, frame, stored_bytes, arrived)
+        return Damage.NO_ZSTD if damage is None and header is not None and header.form else damage
 
 
 class FormsContract(ContractFixtures):
@@ -110,6 +121,19 @@ class FormsContract(ContractFixtures):
             plain.write(key, bytes(packed.seal(key, frame, parent=keys[number - 1])))
         assert load(plain, keys) == [HIT] * 4
         plain.backend.close()
+
+    def test_a_page_that_only_this_reader_cannot_use_is_a_miss_and_stays(self, open_store: OpenStore) -> None:
+        keys = make_keys(3)
+        store = open_store(_WithoutZstd(NAMESPACE, PAYLOAD_BYTES))
+        store_chain(store, keys)
+        (frame,) = full_frames(FORM_CODECS["zstd"], [keys[1]])
+        packed = bytes(FORM_CODECS["zstd"].seal(keys[1], frame, parent=keys[0]))
+        store.write(keys[1], packed)
+        assert load(store, keys) == [HIT, MISS, HIT]
+        assert sum(store.backend.statistics().corrupt.values()) == 0
+        assert any(Damage.NO_ZSTD in name for name in store.backend.statistics().errors)
+        assert store.read(keys[1]) == packed
+        store.backend.close()
 
     def test_only_encrypted_pages_are_believed_where_there_is_an_encryption_key(self, open_store: OpenStore) -> None:
         codec = FORM_CODECS["gcm"]
