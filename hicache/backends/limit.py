@@ -151,12 +151,14 @@ class LimitedBackend(StorageBackend):
     ) -> list[GetOutcome]:
         """See StorageBackend."""
         outcomes = self._inner.batch_get(keys, frames, deadline=deadline)
+        self._note_uses([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is GetOutcome.HIT])
+        return outcomes
+
+    def _note_uses(self, keys: Sequence[bytes]) -> None:
         now_s = time.time()
         with self._state:
             if len(self._uses) < _NOTES_MAX:
-                hits = (key for key, outcome in zip(keys, outcomes, strict=True) if outcome is GetOutcome.HIT)
-                self._uses.update(dict.fromkeys(hits, now_s))
-        return outcomes
+                self._uses.update(dict.fromkeys(keys, now_s))
 
     def batch_set(
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
@@ -189,6 +191,7 @@ class LimitedBackend(StorageBackend):
                 # What is there already needs no room, so that more of what is behind it may find some.
                 with self._state:
                     self._ledger.settle(fitting * size, 0)
+                self._note_uses(rest[:present])
                 outcomes += self._counted([SetOutcome.PRESENT] * present)
             elif fitting:
                 end, above = done + fitting, keys[done - 1] if done else parent
@@ -224,6 +227,7 @@ class LimitedBackend(StorageBackend):
                         self._fresh[key] = above
                 if self._ledger.used_bytes > HIGH_WATER * self._ledger.capacity_bytes:
                     self._ask_for_sweep()
+        self._note_uses([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is SetOutcome.PRESENT])
         return outcomes
 
     def _ask_for_sweep(self) -> None:

@@ -54,6 +54,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class TestFileBackend(BackendContract):
+    machine_examples = 100
+
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
         return lambda codec: open_file(tmp_path / "store", codec)

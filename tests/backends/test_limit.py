@@ -302,3 +302,15 @@ def test_a_page_to_be_read_is_a_head_until_its_header_is_known(tmp_path: Path) -
     chains.discard((CODEC.namespace, head))
     assert chains.unread() == []
     chains.check()
+
+
+def test_what_was_read_or_stored_again_lately_stays_longer(opened: Opened) -> None:
+    """The file store would know by itself; S3 knows only when a page was stored."""
+    store, read, again, idle = opened(20), make_keys(6, "read"), make_keys(6, "again"), make_keys(6, "idle")
+    for keys in (read, again, idle):
+        assert store_chain(store, keys) == [STORED] * 6
+    assert load(store, read) == [HIT] * 6
+    assert store_chain(store, again) == [PRESENT] * 6
+    more = make_keys(5, "more")
+    wait_for(lambda: store_chain(store, more) == [PRESENT] * 5)
+    assert (exists(store, read), exists(store, again)) == (6, 6) and exists(store, idle) <= 3

@@ -41,6 +41,8 @@ def small(capacity_pages: int, codec: FrameCodec = PLAIN) -> tuple[MemoryBackend
 
 
 class TestMemoryBackend(SoleBackendContract):
+    machine_examples = 100
+
     @pytest.fixture
     def open_store(self) -> OpenStore:
         return open_memory

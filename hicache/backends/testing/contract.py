@@ -60,8 +60,8 @@ from .pages import (
 class SoleBackendContract(BoundsContract, FormsContract):
     """What holds for every backend, also if nobody else can open its store. Subclass `BackendContract` if they can."""
 
-    # Walks of the state machine; a subclass for a slow store may have fewer.
-    machine_examples: ClassVar[int] = 50
+    # Walks of the state machine; each takes some forty calls, so a subclass for a slow store may have fewer.
+    machine_examples: ClassVar[int] = 20
 
     def test_a_stored_page_comes_back_byte_for_byte(self, store: Store) -> None:
         keys = make_keys(5)
