@@ -86,6 +86,10 @@ def _from_hex(data: bytes) -> bytes | None:
 # Of a file with a password; passwords are shorter.
 
 
+# Of a file with a password; passwords are shorter.
+_SECRET_BYTES_MAX = 4096
+
+
 def read_secret(what: str, variable: str | None, path: Path | None, environ: Mapping[str, str]) -> str | None:
     """A password from the environment variable `variable` or the private file `path`; None if neither is named.
 
