@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ import click
 
 # Without a terminal, a line this often shows a log's reader that a command of hours is alive.
 PLAIN_INTERVAL_S = 10.0
+# A bar need not move more often than somebody sees it move; steps may be microseconds apart.
+BAR_INTERVAL_S = 0.05
 
 Step = TypeVar("Step")
 
@@ -50,7 +53,15 @@ def _with_bar(steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -
     with Progress(*columns, "{task.fields[found]}", console=Console(stderr=True)) as progress:
         last = next(steps)
         task = progress.add_task(title, total=tell(last).total, found="")
-        for last in steps:
-            told = tell(last)
+
+        def show(step: Step) -> None:
+            told = tell(step)
             progress.update(task, completed=told.done, total=told.total, found=told.found)
+
+        shown_s = -math.inf
+        for last in steps:
+            if time.monotonic() - shown_s >= BAR_INTERVAL_S:
+                shown_s = time.monotonic()
+                show(last)
+        show(last)
     return last
