@@ -12,7 +12,8 @@ from hicache.cli.demo import DEMO_CONFIG
 from hicache.cli.demo_storage import STORAGES, demo_storage
 from hicache.config import load_config
 from hicache.errors import ConfigError
-from tests.cli.processes import hicache
+from tests.cli.processes import finish, hicache, start
+from tests.waiting import wait_for
 
 
 @pytest.mark.parametrize("storage", ["valkey", "mooncake", "file+s3"])
@@ -28,6 +29,18 @@ def test_a_demo_on_real_servers_has_equal_tokens_and_leaves_nothing(
     assert output.rstrip().endswith("identical with and without the cache, and after the restart")
     assert "no prefix came from storage" not in output
     assert list(scratch.iterdir()) == []
+
+
+def test_a_demo_that_is_terminated_takes_its_server_along(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    process = start(repository, "demo", "--storage", "valkey")
+    wait_for(lambda: any(tmp_path.glob("hicache-dev-*/socket")) and any(tmp_path.glob("hicache-demo-*/demo.yaml")))
+    process.terminate()
+    code, output = finish(process)
+    assert code == 130, output
+    assert list(tmp_path.iterdir()) == []
 
 
 def section(path: Path) -> dict[str, object]:
