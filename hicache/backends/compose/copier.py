@@ -104,14 +104,19 @@ class Copier:
     def submit(
         self, keys: Sequence[bytes], frames: Sequence[memoryview], parents: Sequence[bytes | None], epoch: int
     ) -> None:
-        """Stage pages, head first, and have them written; what does not fit is dropped. Blocks for copying memory only.
+        """Stage pages, head first, and have them written; the tail that does not fit is dropped. Blocks for copying
+        memory only.
 
         REQUIRES: each frame holds its page until this returns, and `epoch` is from before the frames were filled.
         """
         for position, key in enumerate(keys):
             staged = self._take(key, epoch)
             if staged is None:
-                continue
+                if key in self._keys:
+                    continue  # on its way already
+                # Behind a page that was dropped the others would be out of reach.
+                self._finish((), dropped=len(keys) - position)
+                return
             staged[:] = frames[position]
             self._put(_Copy(key, staged, parents[position]), epoch)
 
@@ -120,6 +125,7 @@ class Copier:
         epoch = self._epoch
         staged = self._take(key, epoch)
         if staged is None:
+            self._finish((), dropped=key not in self._keys)
             return
         try:
             page = open_page()
@@ -129,7 +135,7 @@ class Copier:
         self._put(_Copy(key, staged, None, page), epoch)
 
     def _take(self, key: bytes, epoch: int) -> memoryview | None:
-        """A frame for the page, None if it is on its way already or may not be copied now, which is counted."""
+        """A frame for the page, None if it is on its way already or may not be copied now."""
         with self._state:
             if key in self._keys:
                 return None
@@ -141,9 +147,7 @@ class Copier:
                     self._frames += 1
                     # Aligned to pages of memory, as direct I/O asks for; the mapping lives as long as its view.
                     made = memoryview(mmap.mmap(-1, self._codec.frame_bytes))
-            if made is None:
-                self._dropped += 1
-            else:
+            if made is not None:
                 self._keys.add(key)
             return made
 

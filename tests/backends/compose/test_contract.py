@@ -25,6 +25,8 @@ from ._parts import side_door
 
 # For a few pages of the largest size that the contract stores.
 ROOM = 8 << 20
+# Opening a file store takes some time, and walks open it again and again.
+FILE_WALKS = 15
 
 
 def memory(codec: FrameCodec) -> Store:
@@ -60,6 +62,8 @@ class TestMemoryLevels(SoleBackendContract):
 
 
 class TestFileOverMemory(SoleBackendContract):
+    machine_examples = FILE_WALKS
+
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
         options = LevelsOptions(cascade_bytes_max=ROOM)
@@ -67,6 +71,8 @@ class TestFileOverMemory(SoleBackendContract):
 
 
 class TestThreeLevels(SoleBackendContract):
+    machine_examples = FILE_WALKS
+
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
         options = LevelsOptions(cascade_bytes_max=ROOM)
@@ -80,12 +86,16 @@ class TestMemoryMirror(SoleBackendContract):
 
 
 class TestFileMirror(BackendContract):
+    machine_examples = FILE_WALKS
+
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
         return lambda codec: mirror(codec, [open_file(tmp_path / str(part), codec) for part in range(2)])
 
 
 class TestFileBesideMemory(SoleBackendContract):
+    machine_examples = FILE_WALKS
+
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
         return lambda codec: mirror(codec, [open_file(tmp_path / "s", codec), memory(codec)])
@@ -98,6 +108,8 @@ class TestMemoryShards(SoleBackendContract):
 
 
 class TestFileShards(BackendContract):
+    machine_examples = FILE_WALKS
+
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
         return lambda codec: sharded(codec, lambda codec, number: open_file(tmp_path / str(number), codec), 2)
