@@ -140,7 +140,7 @@ class CopyingBackend(ComposedBackend):
             for part in parts:
                 self._copiers.append(Copier(part.backend, part.name, copy_bytes_max))
         except BaseException:
-            self._before_parts_close()
+            self._stop_copying()
             raise
 
     def copies(self) -> dict[str, CopyStatistics]:
@@ -181,6 +181,10 @@ class CopyingBackend(ComposedBackend):
             copier.check()
 
     def _before_parts_close(self) -> None:
+        self._stop_copying()
+
+    def _stop_copying(self) -> None:
+        """Write what waits, within CLOSE_COPIES_S, and end the copiers."""
         stop_at = time.monotonic() + CLOSE_COPIES_S
         for copier in self._copiers:
             copier.stop(stop_at)

@@ -79,7 +79,8 @@ class Copier:
         self._frames_max = bytes_max // part.codec.frame_bytes
         if not self._frames_max:
             raise InvalidInput(
-                f"copies: {bytes_max} bytes hold no page of {part.codec.frame_bytes} bytes; raise cascade_bytes_max"
+                f"copies to {name}: {bytes_max} bytes hold no page of {part.codec.frame_bytes} bytes; raise "
+                "cascade_bytes_max of levels, repair_bytes_max of a mirror"
             )
         self._call_pages = max(1, _CALL_BYTES_MAX // part.codec.frame_bytes)
         self._state = threading.Condition()

@@ -91,7 +91,7 @@ class LevelsBackend(CopyingBackend):
             [leaf for leaf in leaves(part) if isinstance(leaf, EvictionSource)] for part in self._parts[:-1]
         ]
         if not sources[0]:
-            self._before_parts_close()
+            self._stop_copying()
             raise InvalidInput(
                 f"levels: {first_name} does not tell what it evicts; choose through or selective, not on_eviction"
             )

@@ -148,6 +148,7 @@ def test_a_wrong_list_of_parts_is_refused_before_anything_is_opened(options: dic
         ("levels", {"write": "on_eviction", "levels": [{**MEMORY, "optional": True}, MEMORY]}, "may be optional"),
         ("mirror", {"write_quorum": 3}, "write_quorum"),
         ("mirror", {"repair_bytes_max": 0}, "repair_bytes_max"),
+        ("mirror", {"repair_bytes_max": 1}, "hold no page"),
         ("sharded", {}, "needs a name of its own"),
     ],
 )
