@@ -292,3 +292,16 @@ def test_every_composition_answers_for_every_name_itself(wrapper: type[StorageBa
 def test_memory_has_no_raw_store_and_says_so() -> None:
     with pytest.raises(ConfigError, match="cannot be listed"):
         open_raws(BackendSpec("levels", {"levels": [MEMORY, MEMORY]}))
+
+
+@pytest.mark.parametrize("name", ["levels", "mirror", "sharded"])
+def test_a_closed_composition_leaves_no_thread_and_no_descriptor(name: str, tmp_path: Path) -> None:
+    parts = [{"type": "file", "name": part, "options": {"path": str(tmp_path / part)}} for part in ("a", "b")]
+    entry = "levels" if name == "levels" else "parts"
+    before = set(threading.enumerate()), open_descriptors()
+    backend = open_backend(name, CODEC, {entry: parts})
+    store = Store(backend, lambda key: None, lambda key, data: None)
+    assert store_chain(store, make_keys(8)) == [STORED] * 8
+    assert load(store, make_keys(8)) == [HIT] * 8
+    backend.close()
+    assert (set(threading.enumerate()), open_descriptors()) == before
