@@ -1,0 +1,173 @@
+"""Compositions over real servers: the contract, and servers that stop, hang and come back empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.backends.base import GetOutcome
+from hicache.backends.compose import LevelsBackend, LevelsOptions, Part, ShardCodec, ShardedBackend
+from hicache.backends.registry import open_backend
+from hicache.backends.testing import (
+    HIT,
+    MISS,
+    PRESENT,
+    STORED,
+    BackendContract,
+    OpenStore,
+    SoleBackendContract,
+    Store,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.devservers import DevService, SeaweedServer, ValkeyServer
+from hicache.frame import FrameCodec
+from tests.backends.redis.store import open_on
+from tests.waiting import wait_for
+
+from .._files import open_file
+from ._parts import CODEC, settle, side_door
+
+ROOM = 8 << 20
+
+
+class TestFileOverValkey(SoleBackendContract):
+    machine_examples = 6
+
+    @pytest.fixture
+    def open_store(self, valkey: ValkeyServer, unique_prefix: str, tmp_path: Path) -> Iterator[OpenStore]:
+        with valkey.client() as client:
+
+            def open_it(codec: FrameCodec) -> Store:
+                server = open_on(client, valkey.storage(key_prefix=unique_prefix)[1], codec)
+                stores = [open_file(tmp_path / "s", codec), server]
+                parts = [Part("file", stores[0].backend), Part("valkey", stores[1].backend)]
+                return side_door(LevelsBackend(codec, parts, LevelsOptions(cascade_bytes_max=ROOM)), stores)
+
+            yield open_it
+
+
+class TestShardsOnValkey(BackendContract):
+    """Three parts, which could be three servers: each has a prefix of its own."""
+
+    machine_examples = 6
+
+    @pytest.fixture
+    def open_store(self, valkey: ValkeyServer, unique_prefix: str) -> Iterator[OpenStore]:
+        with valkey.client() as client:
+
+            def open_it(codec: FrameCodec) -> Store:
+                shard_codec = ShardCodec(codec)
+                names = [f"{unique_prefix}{number}/" for number in range(3)]
+                stores = [open_on(client, valkey.storage(key_prefix=name)[1], shard_codec) for name in names]
+                parts = [Part(name, store.backend) for name, store in zip(names, stores, strict=True)]
+                return side_door(ShardedBackend(shard_codec, parts), stores)
+
+            yield open_it
+
+
+def part(service: tuple[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """A part on a server, that notices trouble soon and probes often."""
+    kind, options = service
+    return {"type": kind, "options": options, "guard": {"backoff_min_s": 0.05, "backoff_max_s": 0.2}, **more}
+
+
+def file_part(path: Path) -> dict[str, Any]:
+    return {"type": "file", "options": {"path": str(path)}}
+
+
+def open_levels(*parts: dict[str, Any], **options: Any) -> tuple[LevelsBackend, Store]:
+    backend = open_backend("levels", CODEC, {"levels": list(parts), **options})
+    assert isinstance(backend, LevelsBackend)
+    return backend, Store(backend, lambda key: None, lambda key, data: None)
+
+
+def test_a_lower_level_that_hangs_costs_its_own_pages_and_comes_back(tmp_path: Path) -> None:
+    keys, more = make_keys(6), make_keys(3, "more")
+    with ValkeyServer() as server:
+        backend, store = open_levels(file_part(tmp_path / "s"), part(server.storage(timeout_s=0.2)))
+        assert store_chain(store, keys) == [STORED] * 6
+        settle(backend)
+        server.pause()
+        assert load(store, keys) == [HIT] * 6, "the first level has them"
+        assert backend.batch_exists(keys, deadline=soon()) == 6
+        assert store_chain(store, more, keys[-1]) == [STORED] * 3
+        lost = make_keys(2, "lost")
+        assert load(store, lost) == [GetOutcome.ERROR] * 2
+        server.resume()
+        wait_for(lambda: load(store, lost) == [MISS] * 2)
+        extra = make_keys(2, "extra")
+
+        def arrives() -> bool:
+            backend.delete(extra, deadline=soon())
+            store_chain(store, extra)
+            settle(backend)
+            return backend.parts[1].batch_exists(extra, deadline=soon()) == 2
+
+        wait_for(arrives)
+        backend.close()
+
+
+def test_a_first_level_that_is_killed_is_stepped_over_and_filled_again_when_it_comes_back_empty(tmp_path: Path) -> None:
+    keys = make_keys(6)
+    with ValkeyServer() as server:
+        backend, store = open_levels(part(server.storage(timeout_s=0.2)), file_part(tmp_path / "s"))
+        assert store_chain(store, keys[:4]) == [STORED] * 4
+        settle(backend)
+        server.kill()
+        assert load(store, keys[:4]) == [HIT] * 4
+        assert store_chain(store, keys[4:], keys[3]) == [STORED] * 2, "they fall to the second level"
+        assert backend.batch_exists(keys, deadline=soon()) == 6
+        server.restart()
+
+        def is_filled() -> bool:
+            assert load(store, keys) == [HIT] * 6
+            settle(backend)
+            return backend.parts[0].batch_exists(keys, deadline=soon()) == 6
+
+        wait_for(is_filled)
+        backend.close()
+
+
+def test_an_optional_server_that_starts_late_is_taken_in(tmp_path: Path) -> None:
+    keys = make_keys(3)
+    with ValkeyServer() as server:
+        kind, options = server.storage(timeout_s=0.2)
+        server.kill()
+        backend, store = open_levels(file_part(tmp_path / "s"), part((kind, options), optional=True))
+        assert store_chain(store, keys) == [STORED] * 3
+        server.restart()
+
+        def arrives() -> bool:
+            backend.delete(keys, deadline=soon())
+            store_chain(store, keys)
+            settle(backend)
+            return backend.parts[1].batch_exists(keys, deadline=soon()) == 3
+
+        wait_for(arrives)
+        backend.close()
+
+
+def test_a_second_machine_finds_in_s3_what_the_first_one_stored(
+    seaweed: SeaweedServer, login: Callable[[DevService], None], unique_prefix: str, tmp_path: Path
+) -> None:
+    login(seaweed)
+    keys = make_keys(20)
+    low = part(seaweed.storage(prefix=unique_prefix))
+    first, store = open_levels(file_part(tmp_path / "one"), low)
+    assert store_chain(store, keys[:10]) == [STORED] * 10
+    assert store_chain(store, keys[10:], keys[9]) == [STORED] * 10
+    settle(first)
+    first.close()
+    second, store = open_levels(file_part(tmp_path / "two"), low)
+    assert second.batch_exists([*keys, *make_keys(1, "none")], deadline=soon()) == 20
+    assert load(store, keys) == [HIT] * 20
+    settle(second)
+    assert second.parts[0].batch_exists(keys, deadline=soon()) == 20, "promoted"
+    assert store_chain(store, keys) == [PRESENT] * 20
+    second.close()
