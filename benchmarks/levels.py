@@ -1,15 +1,17 @@
-"""What a second level costs a page that the first one has: levels of file and memory against the file backend alone.
+"""What a second level costs a page that the first one has: levels of file and another against the file backend alone.
 
-    python -m benchmarks.levels [--path DIRECTORY] [--runs N]
+    python -m benchmarks.levels [--path DIRECTORY] [--runs N] [--below memory|s3]
 
 Both sides read the same files through the same file backend, in turns, from the page cache; nothing is faster than
 that, so nothing shows the cost of a composition better. What is not a hit of the first level has no limit: a store
 through levels also copies the pages for the second one, and a page read from below costs what the second level costs.
+With `--below s3` the second level is a real S3 server on this machine, which takes the pages in the background.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import mmap
 import os
 import sys
@@ -24,7 +26,8 @@ from benchmarks._table import Row, alternate, print_table, row
 from hicache.backends.base import StorageBackend
 from hicache.backends.compose import CascadePolicy, LevelsBackend, LevelsOptions, Part
 from hicache.backends.file import FileBackend, FileBackendOptions
-from hicache.backends.memory import MemoryBackend
+from hicache.backends.registry import open_backend
+from hicache.devservers import SeaweedServer, Storage
 from hicache.frame import HEADER_BYTES, FrameCodec
 
 _KIB = 1 << 10
@@ -41,7 +44,7 @@ _SELECTIVE = LevelsOptions(cascade=CascadePolicy.SELECTIVE, selective_hits=1 << 
 class _Bench:
     """One page size: a batch of frames, a file store, and that store with a level of memory below it."""
 
-    def __init__(self, folder: str, page_kib: int, options: LevelsOptions) -> None:
+    def __init__(self, folder: str, page_kib: int, options: LevelsOptions, below: Storage) -> None:
         self.codec = FrameCodec(b"b" * 32, page_kib * _KIB - HEADER_BYTES)
         size = self.codec.frame_bytes
         self.pages = max(8, min(128, _BATCH_BYTES // size))
@@ -52,9 +55,8 @@ class _Bench:
         self.frames = [whole[i * size : (i + 1) * size] for i in range(self.pages)]
         self.keys = [i.to_bytes(4, "big") * 8 for i in range(self.pages)]
         self.file = FileBackend(self.codec, FileBackendOptions(os.path.join(folder, "store")))
-        self.levels = LevelsBackend(
-            self.codec, [Part("file", self.file), Part("memory", MemoryBackend(self.codec))], options
-        )
+        lower = open_backend(below[0], self.codec, below[1])
+        self.levels = LevelsBackend(self.codec, [Part("file", self.file), Part("below", lower)], options)
 
     def store(self, backend: StorageBackend) -> Callable[[], object]:
         return lambda: backend.batch_set(self.keys, self.frames, parent=None, deadline=_soon())
@@ -74,10 +76,10 @@ def _soon() -> float:
     return time.monotonic() + _FOREVER_S
 
 
-def _read_rows(folder: str, page_kib: int, runs: int) -> list[Row]:
+def _read_rows(folder: str, page_kib: int, runs: int, below: Storage) -> list[Row]:
     rows = []
     for label, options in (("", _COPIES), (", selective", _SELECTIVE)):
-        bench = _Bench(folder, page_kib, options)
+        bench = _Bench(folder, page_kib, options, below)
         try:
             bench.store(bench.file)()
             what = f"read {bench.pages} x {page_kib} KiB, all in the first level{label}"
@@ -88,8 +90,8 @@ def _read_rows(folder: str, page_kib: int, runs: int) -> list[Row]:
     return rows
 
 
-def _store_row(folder: str, page_kib: int, runs: int) -> Row:
-    bench = _Bench(folder, page_kib, _COPIES)
+def _store_row(folder: str, page_kib: int, runs: int, below: Storage) -> Row:
+    bench = _Bench(folder, page_kib, _COPIES, below)
     try:
         # Each side stores pages that are new to the file, and those of levels to memory as well: an upper bound.
         def fresh() -> None:
@@ -104,8 +106,8 @@ def _store_row(folder: str, page_kib: int, runs: int) -> Row:
         bench.levels.close()
 
 
-def _lookup_row(folder: str, runs: int) -> Row:
-    bench = _Bench(folder, 4, _COPIES)
+def _lookup_row(folder: str, runs: int, below: Storage) -> Row:
+    bench = _Bench(folder, 4, _COPIES, below)
     try:
         keys = [i.to_bytes(4, "big") * 8 for i in range(_LOOKUP_KEYS)]
         frames = [bench.frames[0]] * _LOOKUP_KEYS
@@ -120,29 +122,40 @@ def _lookup_row(folder: str, runs: int) -> Row:
         bench.levels.close()
 
 
-def run(path: str | None = None, *, runs: int = 60, page_kib: Sequence[int] = (256, 2048, 8192)) -> list[Row]:
+def run(
+    path: str | None = None, *, runs: int = 60, page_kib: Sequence[int] = (256, 2048, 8192),
+    below: Storage = ("memory", {}),
+) -> list[Row]:  # fmt: skip
     """Measure in a directory below `path` (the current directory), which is removed again."""
     rows: list[Row] = []
     for size in page_kib:
         with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as folder:
-            rows += _read_rows(folder, size, runs)
+            rows += _read_rows(folder, size, runs, below)
     for size in page_kib:
         with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as folder:
-            rows.append(_store_row(folder, size, max(3, runs // 6)))
+            rows.append(_store_row(folder, size, max(3, runs // 6), below))
     with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as folder:
-        rows.append(_lookup_row(folder, runs))
+        rows.append(_lookup_row(folder, runs, below))
     return rows
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description="Levels of file and memory against the file backend alone")
+    parser = argparse.ArgumentParser(description="Levels of two stores against the file backend alone")
     parser.add_argument("--path", help="directory to write in (default: a temporary one below the current directory)")
     parser.add_argument("--runs", type=int, default=60, help="batches per side and case")
     parser.add_argument("--page-kib", type=int, nargs="+", default=[256, 2048, 8192])
+    parser.add_argument("--below", choices=("memory", "s3"), default="memory", help="what the second level is")
     options = parser.parse_args()
-    rows = run(options.path, runs=options.runs, page_kib=options.page_kib)
-    print_table("Levels (file, memory) against the file backend alone; a ratio of 1.05 is 5 % more", rows)
+    with contextlib.ExitStack() as servers:
+        below: Storage = ("memory", {})
+        if options.below == "s3":
+            server = servers.enter_context(SeaweedServer())
+            os.environ.update(server.environ())
+            below = server.storage()
+        rows = run(options.path, runs=options.runs, page_kib=options.page_kib, below=below)
+    title = f"Levels (file, {options.below}) against the file backend alone; a ratio of 1.05 is 5 % more"
+    print_table(title, rows)
 
 
 if __name__ == "__main__":
