@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import xxhash
 
 from ...errors import InvalidInput
-from ...frame import FrameCodec
+from ...frame import Damage, FrameCodec, TagStream
 from ..base import GetOutcome, SetOutcome, Usage
 from ..calls import check_batch, check_keys
 from ..workers import WorkerPool
@@ -69,6 +69,7 @@ class ShardCodec(FrameCodec):
 
     def __init__(self, codec: FrameCodec) -> None:
         vars(self).update(vars(codec))  # one namespace, one set of keys and buffers: this is the same codec
+        self._codec = codec
         self._lock = threading.Lock()
         self._parents: dict[bytes, tuple[bytes | None, int]] = {}  # the page before, and how many calls store it now
 
@@ -89,7 +90,13 @@ class ShardCodec(FrameCodec):
 
     def seal(self, key: bytes, frame: memoryview, *, parent: bytes | None = None) -> memoryview:
         """See FrameCodec. Of a page that is not being stored through the set, such as a probe, `parent` counts."""
-        return super().seal(key, frame, parent=self._parents.get(key, (parent,))[0])
+        return self._codec.seal(key, frame, parent=self._parents.get(key, (parent,))[0])
+
+    def accept(
+        self, key: bytes, frame: memoryview, stored_bytes: int, arrived: TagStream | None = None
+    ) -> Damage | None:
+        """See FrameCodec."""
+        return self._codec.accept(key, frame, stored_bytes, arrived)
 
 
 class ShardedBackend(ComposedBackend):

@@ -179,7 +179,8 @@ class GuardedBackend(StorageBackend):
         return self._last_usage or Usage(0, 0, None)
 
     def statistics(self) -> BackendStatistics:
-        """See StorageBackend. Those of the backend, and as errors the calls that were not made and what it raised."""
+        """See StorageBackend. Those of the backend, with the pages of calls that were not made; as errors those calls,
+        and what it raised."""
         inner = self._inner_statistics()
         errors = Counter(inner.errors)
         own = self._traffic.statistics()
@@ -189,7 +190,10 @@ class GuardedBackend(StorageBackend):
             errors[f"raised_{kind}"] += times
         for kind, times in dict(self._probes.errors).items():
             errors[f"prober_{kind}"] += times
-        return replace(inner, errors=dict(errors))
+        gets, sets = Counter(inner.gets), Counter(inner.sets)
+        gets[GetOutcome.ERROR] += own.refused_pages.get(Verb.GET, 0)
+        sets[SetOutcome.ERROR] += own.refused_pages.get(Verb.SET, 0)
+        return replace(inner, gets=dict(+gets), sets=dict(+sets), errors=dict(errors))
 
     def close(self) -> None:
         """See StorageBackend. Raises as the backend's own."""

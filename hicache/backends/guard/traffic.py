@@ -83,11 +83,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class GuardStatistics:
-    """Totals since the guard was made, and what is under way. `failures` counts calls and not pages, `raised` what the
-    backend raised or answered against the contract, by kind."""
+    """Totals since the guard was made, and what is under way. `refused` and `failures` count calls, `refused_pages` the
+    pages of those that were refused, and `raised` what the backend raised or answered against the contract, by kind."""
 
     breakers: Mapping[Direction, BreakerStatistics]
     refused: Mapping[tuple[Direction, Refusal], int]
+    refused_pages: Mapping[Verb, int]
     failures: Mapping[tuple[Direction, str], int]
     retried_calls: Mapping[Direction, int]
     raised: Mapping[str, int]
@@ -100,6 +101,7 @@ class GuardStatistics:
 @dataclass(slots=True, eq=False)
 class _Counts:
     refused: Counter[tuple[Direction, Refusal]] = field(default_factory=Counter)
+    refused_pages: Counter[Verb] = field(default_factory=Counter)
     failures: Counter[tuple[Direction, str]] = field(default_factory=Counter)
     retried_calls: Counter[Direction] = field(default_factory=Counter)
     raised: Counter[str] = field(default_factory=Counter)
@@ -147,6 +149,7 @@ class Traffic:
                 time_s = self._clock()
             if refusal is not None:
                 self._counts.refused[direction, refusal] += 1
+                self._counts.refused_pages[verb] += pages
                 return refusal
             self._budget.earn(pages)
             call = Call(verb, pages, size_bytes, deadline, time_s, breaker.round)
@@ -255,6 +258,7 @@ class Traffic:
             return GuardStatistics(
                 breakers={direction: breaker.statistics() for direction, breaker in self._breakers.items()},
                 refused=dict(self._counts.refused),
+                refused_pages=dict(self._counts.refused_pages),
                 failures=dict(self._counts.failures),
                 retried_calls=dict(self._counts.retried_calls),
                 raised=dict(self._counts.raised),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...frame import FrameCodec
+from ...frame import Damage, FrameCodec
 from ..base import GetOutcome, SetOutcome
 from . import codes
 from .client import Client
@@ -121,10 +121,14 @@ class Reads:
             return GetOutcome.MISS
         reason: str | None
         if code >= 0:
-            reason = "size"
+            damage: Damage | None = Damage.SIZE
             if self._parts.codec.fits(code):
                 lane.fetch(index, code)
-                reason = self._parts.codec.accept(key, lane.buffers[index], code)
+                damage = self._parts.codec.accept(key, lane.buffers[index], code)
+            if damage is not None and damage.is_misfit:
+                self.errors.append(damage.value)
+                return GetOutcome.MISS
+            reason = damage
         elif code == codes.CHECKSUM:
             reason = "checksum"
         elif code == codes.BAD_PARAMETER and self._is_too_long(name):

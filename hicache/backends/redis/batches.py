@@ -249,6 +249,9 @@ class Reads(_Transfer):
             damage = codec.accept(self._keys[position], frame, found, tag)
             if damage is None:
                 self.outcomes[position] = GetOutcome.HIT
+            elif damage.is_misfit:
+                self.outcomes[position] = GetOutcome.MISS
+                self.errors.append(damage.value)
             else:
                 self._corrupt(position, damage, found, bytes(frame[:HEADER_BYTES]))
         return None

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ...frame import FrameCodec
+from ...frame import Damage, FrameCodec
 from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
 from ..calls import Calls, check_batch, check_keys
 from ..workers import WorkerPool
@@ -24,7 +24,6 @@ from .options import S3Options
 from .probing import stored_prefix
 from .trouble import RequestFailed, Trouble
 
-_SIZE = "size"  # the reason of a page whose object cannot be one by its length
 # A damaged page is removed even if the deadline has passed: within this time at most.
 _SETTLE_S = 0.25
 # Counting a namespace takes a request per thousand pages.
@@ -56,14 +55,18 @@ class _Reads:
             if got is None:
                 self.outcomes[position] = GetOutcome.MISS
                 return
-            damage: str | None = _SIZE
+            damage: Damage | None = Damage.SIZE
             if got.is_read:
                 damage = self._codec.accept(self._keys[position], frame, got.size_bytes)
             if damage is None:
                 self.outcomes[position] = GetOutcome.HIT
                 return
+            if damage.is_misfit:
+                self.outcomes[position] = GetOutcome.MISS
+                self.errors.append(damage.value)
+                return
             self.outcomes[position] = GetOutcome.CORRUPT
-            self.corrupt.append(str(damage))
+            self.corrupt.append(damage.value)
             settled = max(self._deadline, time.monotonic() + _SETTLE_S)
             self._objects.remove_damaged(name, got.etag, deadline=settled)
         except RequestFailed as error:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import GuardedBackend, GuardOptions
 from hicache.backends.memory import MemoryBackend
-from hicache.backends.testing import BackendContract, OpenStore, Store
+from hicache.backends.testing import BackendContract, OpenStore, SoleBackendContract, Store
 from hicache.frame import FrameCodec
+from tests.backends._files import open_file
 
 
 def guarded(codec: FrameCodec, options: GuardOptions | None = None) -> Store:
@@ -16,15 +19,25 @@ def guarded(codec: FrameCodec, options: GuardOptions | None = None) -> Store:
     return Store(GuardedBackend(FaultyBackend(memory), options), memory.peek, memory.poke)
 
 
-class TestGuardedBackend(BackendContract):
+class TestGuardedBackend(SoleBackendContract):
     @pytest.fixture
     def open_store(self) -> OpenStore:
         return guarded
 
 
-class TestGuardWithHardlyAnyRoom(BackendContract):
+class TestGuardWithHardlyAnyRoom(SoleBackendContract):
     """Each batch is larger than what may be in flight, so they go one by one."""
 
     @pytest.fixture
     def open_store(self) -> OpenStore:
         return lambda codec: guarded(codec, GuardOptions(in_flight_bytes_max=1))
+
+
+class TestGuardedFiles(BackendContract):
+    @pytest.fixture
+    def open_store(self, tmp_path: Path) -> OpenStore:
+        def open_it(codec: FrameCodec) -> Store:
+            store = open_file(tmp_path / "store", codec)
+            return Store(GuardedBackend(store.backend), store.read, store.write)
+
+        return open_it
