@@ -65,7 +65,7 @@ class BotoClient:
         self._client: Any = access.session.create_client(
             "s3",
             region_name=access.region,
-            endpoint_url=access.endpoint,
+            endpoint_url=options.endpoint_url,
             verify=None if options.ca_file is None else str(options.ca_file),
             config=botocore.config.Config(
                 connect_timeout=options.connect_timeout_s,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ from hicache.backends.s3.http import Connection, parse_head
 from hicache.backends.s3.refreshed import Refreshed
 from hicache.backends.s3.trouble import RequestFailed, Trouble, failed_reply, trouble_of_exception
 from hicache.backends.testing import soon
+from tests.backends.s3.bucket import Bucket
 from tests.waiting import wait_for
 
 
@@ -155,6 +159,26 @@ def test_a_pause_is_bounded_whatever_the_server_asks(asked: str, seconds: float)
 def test_a_code_that_is_no_word_is_not_repeated() -> None:
     assert "<script>" not in str(failed_reply(500, "<script>"))
     assert "InternalError" in str(failed_reply(500, "InternalError"))
+
+
+def test_the_lifecycle_rule_of_the_page_is_taken_by_a_real_server(
+    bucket: Bucket, repository: Path, tmp_path: Path
+) -> None:
+    page = (repository / "docs/backends/s3.md").read_text()
+    (rule,) = re.findall(r"^```json\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    (program,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "lifecycle.json").write_text(rule)
+    environment = {
+        **os.environ, "AWS_ENDPOINT_URL": bucket.url, "AWS_ACCESS_KEY_ID": os.environ["S3_ACCESS_KEY"],
+        "AWS_SECRET_ACCESS_KEY": os.environ["S3_SECRET_KEY"], "AWS_DEFAULT_REGION": "us-east-1",
+    }  # fmt: skip
+    program = program.replace('"pages"', repr(bucket.name))
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, check=False, capture_output=True,
+        text=True, timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "hicache-pages" in ran.stdout
 
 
 def test_the_page_names_every_class(repository: Path) -> None:
