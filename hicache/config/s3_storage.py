@@ -88,7 +88,7 @@ class S3StorageOptions(Section):
     )
     client: Literal["direct", "boto3"] = Field(
         default="direct",
-        description="Who talks to the store. `direct` copies no page and takes a third of the processor time. `boto3` "
+        description="Who talks to the store. `direct` copies no page and takes about a quarter of the processor time. `boto3` "
         "knows proxies and all endpoints of AWS.",
     )
     connections: Count = Field(

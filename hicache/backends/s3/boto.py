@@ -1,6 +1,6 @@
 """The client that goes through boto3, for what our own does not do: proxies, special endpoints of AWS, its logging.
 
-It costs two to four times the processor time per byte. A request of botocore cannot be told when to end, so each is
+It costs two to seven times the processor time per byte. A request of botocore cannot be told when to end, so each is
 made on a thread of its own that has no frame: the caller waits up to its deadline and leaves it to end by itself, after
 `timeout_s` without a byte. A body to be stored is copied for that reason; one that is read goes straight into its frame
 by the caller's own thread.
