@@ -88,8 +88,8 @@ class S3StorageOptions(Section):
     )
     client: Literal["direct", "boto3"] = Field(
         default="direct",
-        description="Who talks to the store. `direct` copies no page and takes about a quarter of the processor time. `boto3` "
-        "knows proxies and all endpoints of AWS.",
+        description="Who talks to the store. `direct` copies no page and takes about a quarter of the processor time. "
+        "`boto3` knows proxies and all endpoints of AWS.",
     )
     connections: Count = Field(
         default=8, ge=1, le=256,

@@ -6,12 +6,15 @@ deadline: a thread of its own makes them, and the others use the last value mean
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from .trouble import RequestFailed, Trouble
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -68,6 +71,7 @@ class Refreshed(Generic[T]):
             failure = error
         except Exception as error:  # where a thread ends: a loader's bug must not leave the others waiting
             failure = RequestFailed(Trouble.NETWORK, type(error).__name__)
+            _log.exception("loading %s failed unexpectedly", self._name)
         with self._state:
             if value is not None:
                 self._value = value
