@@ -126,7 +126,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         open_backend_at("127.0.0.1:1")
 
 
-def test_with_its_master_dead_every_verb_reports_errors(
+def test_with_its_master_dead_every_verb_reports_errors_and_close_returns(
     master: MooncakeMaster, backend: RegisteringMooncakeBackend
 ) -> None:
     keys = make_keys(3)
@@ -141,6 +141,8 @@ def test_with_its_master_dead_every_verb_reports_errors(
     assert set(found) <= SLOW_CLASSES | {"admin"} and found["admin"] == 1
     assert sum(found.values()) - found["admin"] >= 1 + 3 + 2 + 3
     assert backend.usage() == before
+    promptly(backend.close)
+    assert load(backend, keys) == [GET_ERROR] * 3
 
 
 def test_a_master_that_comes_back_empty_is_used_again(
@@ -231,14 +233,6 @@ def test_a_daemon_that_was_killed_and_started_again_is_used_again(
     assert set(through_daemon.statistics().errors) <= SLOW_CLASSES
     owner.start()
     wait_for(lambda: stores_again(through_daemon), timeout_s=60.0)
-
-
-def test_close_with_the_master_dead_returns(master: MooncakeMaster) -> None:
-    backend = open_backend(master)
-    store(backend, make_keys(2))
-    master.kill()
-    promptly(backend.close)
-    assert load(backend, make_keys(2)) == [GET_ERROR] * 2
 
 
 def test_the_raw_store_says_that_the_master_is_gone(master: MooncakeMaster) -> None:

@@ -205,7 +205,7 @@ def test_without_staging_memory_in_time_pages_are_errors(master: MooncakeMaster)
 def small() -> Iterator[RegisteringMooncakeBackend]:
     """A backend with pages of 1 MiB and a store of 16 MiB that is all its own."""
     # Longer than the backend waits for room, as the server's default of 10 s is.
-    with MooncakeMaster(lease_ms=5000) as master:
+    with MooncakeMaster(lease_ms=2000) as master:
         backend = open_backend(master, LARGE, segment_bytes=16 * MIB, staging_bytes=8 * MIB)
         assert isinstance(backend, RegisteringMooncakeBackend)
         yield backend

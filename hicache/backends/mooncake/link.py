@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from ...errors import BackendError, ConfigError
@@ -26,6 +28,8 @@ from .staging import Staging
 _log = logging.getLogger(__name__)
 
 _THREADS = "hicache-mooncake"
+# A new link that does not help is not replaced at once: each costs threads, memory and a second to leave.
+RENEW_EVERY_S = 5.0
 
 
 class Link:
@@ -76,6 +80,7 @@ class Links:
         self._state = threading.Lock()
         self._current = make()
         self._renewal: threading.Thread | None = None
+        self._renew_from = -math.inf  # monotonic
         self._closed = False
 
     @property
@@ -99,10 +104,15 @@ class Links:
                 _leave(link)
 
     def renew(self, link: Link) -> None:
-        """Replace `link`, unless that is done or under way. Does not block; the verbs meanwhile use the old one."""
+        """Replace `link`, unless that is done, under way or was tried in the last `RENEW_EVERY_S`. Does not block; the
+        verbs meanwhile use the old one."""
         with self._state:
             if link is not self._current or self._renewal is not None or self._closed:
                 return
+            now = time.monotonic()
+            if now < self._renew_from:
+                return
+            self._renew_from = now + RENEW_EVERY_S
             self._renewal = threading.Thread(target=self._renew, args=(link,), name=f"{_THREADS}-renew", daemon=True)
             self._renewal.start()
 
