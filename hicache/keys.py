@@ -270,7 +270,8 @@ class Namespace:
 
     `model` is a fingerprint of the weights, `weights_epoch` counts their updates, `kv_scales` fingerprints the scales
     of a quantised cache. `geometry` is one rank's, so ranks have namespaces of their own; but for the tensor-parallel
-    ranks of an MLA model, which all hold the same latent pages and share one.
+    ranks of an MLA model, which all hold the same latent pages and share one. `label` names the model for people who
+    look at a store, and is no part of what must agree.
     """
 
     model: str
@@ -281,6 +282,7 @@ class Namespace:
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    label: str = field(default="", compare=False)
     digest: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -251,7 +251,7 @@ def _storage_opener(
             encryption_keys=encryption_keys,
             compression=compression,
             weights_epoch=epoch,
-            label=namespace.model,
+            label=namespace.label or namespace.model,
         )
         return open_spec(spec, codec)
 

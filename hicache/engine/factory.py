@@ -35,7 +35,9 @@ def create_engine(
     options = options or EngineOptions()
     checkpoint = load_checkpoint(model) if isinstance(model, Path) else model
     geometry = checkpoint.config.geometry(config.page_size, kv_dtype)
-    cache = create_cache(config, Namespace(checkpoint.fingerprint, geometry), device=device)
+    folder = model if isinstance(model, Path) else None
+    label = "bundled" if folder == BUNDLED_MODEL else folder.resolve().name if folder else ""
+    cache = create_cache(config, Namespace(checkpoint.fingerprint, geometry, label=label), device=device)
     try:
         if not isinstance(cache.device, MHATokenToKVPool):
             raise InvalidInput("engine: a Llama model needs an MHA pool")

@@ -90,6 +90,13 @@ def test_stored_pages_carry_the_card_of_their_namespace(tmp_path: Path) -> None:
         assert (header.label, header.weights_epoch) == ("a model", 5)
 
 
+def test_a_label_names_the_model_for_people_and_changes_nothing_else(tmp_path: Path) -> None:
+    named = replace(NAMESPACE, label="a name")
+    assert (named.digest, named) == (NAMESPACE.digest, NAMESPACE)
+    for header in store_two_pages(config(storage=file_storage(tmp_path / "pages")), named, tmp_path / "pages"):
+        assert header.label == "a name"
+
+
 def test_an_engine_may_size_l1_itself() -> None:
     with create_tiered_cache(config(device={}), NAMESPACE, device_pages=5) as cache:
         assert cache.device.pages == 5
