@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hicache.backends.file.backend import FileBackendOptions
 from hicache.backends.file.raw import FileRaw, make_store, open_raw
 from hicache.backends.raw import StoredPage
 from hicache.backends.registry import BackendSpec
@@ -27,7 +31,7 @@ from hicache.backends.testing import (
 )
 from hicache.errors import BackendUnavailable, ConfigError, NotOurs
 
-from ._files import CODEC, PAGE, check, open_file, page_path, reserved_bytes, temporary_files
+from ._files import CODEC, PAGE, Faulty, check, open_file, page_path, reserved_bytes, temporary_files
 
 KEYS = make_keys(6)
 DATA = sealed(CODEC, KEYS)
@@ -147,3 +151,38 @@ def test_what_is_no_store_is_refused_and_left(tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailable):
         open_raw(path=tmp_path / "none")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("failing", "error", "said"),
+    [({"pwritev"}, errno.ENOSPC, None), ({"pwritev"}, errno.EIO, "Input/output error"),
+     ({"pwritev", "unlink"}, errno.EIO, "Input/output error"), ({"rename"}, errno.EIO, "Input/output error")],
+)  # fmt: skip
+def test_a_page_that_cannot_be_written_is_not_there_and_holds_no_room(
+    tmp_path: Path, failing: set[str], error: int, said: str | None
+) -> None:
+    root = tmp_path / "store"
+    make_store(root)
+
+    def fail(name: str, number: int, args: tuple[Any, ...]) -> None:
+        if name in failing:
+            raise OSError(error, os.strerror(error))
+
+    system = Faulty(fail)
+    system.armed = False
+    raw = FileRaw(FileBackendOptions(root), system=system)
+    raw.remove([])
+    system.armed = True
+    if said is None:
+        assert not raw.write(place(0), DATA[0], None)
+    else:
+        with pytest.raises(BackendUnavailable, match=said):
+            raw.write(place(0), DATA[0], None)
+    system.armed = False
+    assert reserved_bytes(root) == 0 and list(raw.pages()) == []
+    raw.close()
+    make_store(root)
+    assert temporary_files(root) == []
+    raw = open_raw(path=root)
+    assert raw.write(place(0), DATA[0], None)
+    raw.close()

@@ -21,7 +21,7 @@ from ...errors import BackendError, BackendUnavailable
 from ..raw import RawStore, StoredPage
 from .backend import FileBackendOptions
 from .index import Index
-from .pages import FULL_ERRNOS, READ_FLAGS, TMP_DIR, PageFiles, page_name, remove_page
+from .pages import FULL_ERRNOS, READ_FLAGS, TMP_DIR, LeftBehind, PageFiles, System, page_name, remove_page
 from .room import Room
 from .store import Store, now_us
 from .view import View, places
@@ -55,15 +55,15 @@ def make_store(path: str | PathLike[str]) -> None:
 class FileRaw(RawStore):
     """See the module's docstring. `used_s` is from the index, which engines bring up to date about every second.
 
-    Raises NotOurs and BackendUnavailable from the constructor: the store must exist.
+    Raises NotOurs and BackendUnavailable from the constructor: the store must exist. `system` is for tests.
     """
 
-    def __init__(self, options: FileBackendOptions) -> None:
+    def __init__(self, options: FileBackendOptions, *, system: System | None = None) -> None:
         self._options = options
         self._room = Room(options.capacity_bytes, options.free_space_floor_bytes)
         self._serial = 0
         self._store: Store | None = None
-        self._view: View | None = View(options.path)
+        self._view: View | None = View(options.path, system=system)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -71,11 +71,15 @@ class FileRaw(RawStore):
             yield
         except BackendError:
             raise
+        except LeftBehind as left:
+            # The temporary file goes when the next engine or tool opens the store after this one has closed it.
+            raise self._unavailable(left.cause) from left
         except (OSError, sqlite3.Error) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise BackendUnavailable(
-                f"file store {self._options.path}: {reason}; check disk and permissions"
-            ) from error
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: Exception) -> BackendUnavailable:
+        reason = getattr(error, "strerror", None) or str(error)
+        return BackendUnavailable(f"file store {self._options.path}: {reason}; check disk and permissions")
 
     def _looking(self) -> View:
         if self._view is None:
@@ -85,7 +89,7 @@ class FileRaw(RawStore):
     def _writing(self) -> Store:
         view = self._looking()
         if self._store is None:
-            self._store = Store(view.path, create=False, keep_damaged=True)
+            self._store = Store(view.path, create=False, keep_damaged=True, system=view.system)
         return self._store
 
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
