@@ -14,7 +14,8 @@ import click
 from ..backends.file.tools import PageKeys
 from ..backends.raw import RawStore
 from ..backends.registry import BackendSpec, open_raw, part_specs
-from ..config import load_config, read_key_file
+from ..config import entry_of_variable, load_config, read_key_file
+from ..config.entries import section_names
 from ..errors import ConfigError
 from ..units import counted, format_size, parse_duration, parse_size
 
@@ -130,10 +131,20 @@ def only_part(store: Path, part: str | None, option: str) -> StorePart:
 
 
 def _configured(path: Path) -> BackendSpec:
-    storage = load_config(path, environ=os.environ, overrides={}).storage
+    storage = load_config(path, environ=dict(_variables_of_entries()), overrides={}).storage
     if storage is None:
         raise ConfigError(f"{path}: has no section `storage`, so it names no store")
     return BackendSpec(storage.type, storage.backend_options())
+
+
+def _variables_of_entries() -> Iterator[tuple[str, str]]:
+    """The environment without `HICACHE_*` variables that are no entries of a configuration. An engine refuses those as
+    typos; a command that is given two stores has the credentials in it that the other configuration names."""
+    sections = section_names(())
+    for name, value in os.environ.items():
+        entry = entry_of_variable(name)
+        if entry is None or entry[0] in sections:
+            yield name, value
 
 
 def _parts_of_spec(name: str | None, spec: BackendSpec) -> Iterator[StorePart]:

@@ -178,6 +178,18 @@ def test_a_configuration_names_the_store_and_its_capacity(stores: Stores) -> Non
     assert "capacity  80.0 KiB, 50.0 % used" in invoke("stat", path).stdout
 
 
+def test_credentials_of_another_store_in_the_environment_are_no_typos(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = stores.configured(type="file", options={"path": str(stores.root("none"))})
+    monkeypatch.setenv("HICACHE_S3_SECRET_KEY", "of another store")
+    monkeypatch.setenv("HICACHE_STORAGE__OPTIONS__PATH", str(stores.root("a")))
+    (part,) = as_json("stat", path)
+    assert part["pages"] == 10
+    monkeypatch.setenv("HICACHE_STORAGE__OPTIONS__PTAH", str(stores.root("a")))
+    assert "did you mean storage.options.path?" in invoke("stat", path).stderr
+
+
 def test_each_part_of_a_composition_is_shown_and_one_can_be_chosen(stores: Stores) -> None:
     stores.fill("b", NEW, KEYS[:3])
     path = stores.levels("a", "b")
