@@ -314,3 +314,27 @@ def test_what_was_read_or_stored_again_lately_stays_longer(opened: Opened) -> No
     more = make_keys(5, "more")
     wait_for(lambda: store_chain(store, more) == [PRESENT] * 5)
     assert (exists(store, read), exists(store, again)) == (6, 6) and exists(store, idle) <= 3
+
+
+class Blind(Troubled):
+    """A raw store whose headers cannot be read."""
+
+    def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
+        return None
+
+
+@pytest.mark.parametrize("kind", [Troubled, Blind])
+def test_it_is_the_headers_that_keep_a_sweep_from_leaving_holes(tmp_path: Path, kind: type[Troubled]) -> None:
+    root, keys, opens = tmp_path / "store", make_keys(40), threading.Event()
+    opens.set()
+    first = open_file(root)
+    assert store_chain(first, keys) == [STORED] * 40
+    first.backend.close()
+    inner = open_file(root)
+    backend = LimitedBackend(
+        inner.backend, lambda: kind(open_raw(path=root), [], opens), capacity_bytes=20 * PAGE, list_interval_s=0.05
+    )
+    wait_for(lambda: backend.statistics().evicted_pages == 22)  # down to 90 %
+    found = backend.batch_exists(keys, deadline=soon())
+    assert disk_usage(root)[0] == 18 and (found == 18) == (kind is Troubled)
+    backend.close()
