@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -92,7 +93,11 @@ class RedisCluster(DevService):
             with self.nodes[i // self._replicas].client() as client:
                 primary = client.execute_command("CLUSTER", "MYID")
             with replica.client() as client:
-                client.execute_command("CLUSTER", "REPLICATE", primary)
+                # A node that it has just met has no name yet: until then this is an error.
+                _wait(
+                    functools.partial(client.execute_command, "CLUSTER", "REPLICATE", primary),
+                    "redis cluster: a replica did not find its primary",
+                )
 
     @staticmethod
     def _knows(node: RedisLike) -> int:

@@ -250,8 +250,8 @@ class Reads(_Transfer):
             if damage is None:
                 self.outcomes[position] = GetOutcome.HIT
             elif damage.is_misfit:
-                self.outcomes[position] = GetOutcome.MISS
-                self.errors.append(damage.value)
+                self.outcomes[position] = GetOutcome.MISS  # and it stays, for readers that can use it
+                self.errors.append(damage)
             else:
                 self._corrupt(position, damage, found, bytes(frame[:HEADER_BYTES]))
         return None
