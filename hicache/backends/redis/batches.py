@@ -300,8 +300,7 @@ class Writes(_Transfer):
                 self.outcomes[position] = SetOutcome.PRESENT if stored else self.outcomes[first]
 
     def _absent(self, positions: list[int]) -> list[int]:
-        """Which pages have to be sent: a question is cheaper than a body. Their lives start anew where they have one.
-        """
+        """Which pages have to be sent: a question is cheaper than a body. Those that are there count as used."""
         asked = exists(
             self._parts, self._names, positions, to_read=False, refresh=True, deadline=self._deadline
         )

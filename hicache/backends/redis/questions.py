@@ -176,10 +176,10 @@ class Questions:
 def exists(
     parts: Parts, names: Sequence[bytes], positions: Sequence[int], *, to_read: bool, refresh: bool, deadline: float
 ) -> Questions:
-    """Ask which of the names are stored: YES or NO. `refresh` starts the life of those with a time to live anew."""
+    """Ask which of the names are stored: YES or NO. `refresh` makes it a use, which a mere lookup is not."""
     ttl_s = parts.options.ttl_s if refresh else None
     if ttl_s is None:
-        request = _template(b"EXISTS", names)
+        request = _template(b"TOUCH" if refresh else b"EXISTS", names)
     else:
         request = _template(b"PEXPIRE", names, b"%d" % round(ttl_s * 1000))
     questions = Questions(parts, names, request, to_read=to_read, deadline=deadline)

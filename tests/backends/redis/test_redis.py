@@ -158,6 +158,20 @@ def test_pages_live_for_their_time_after_the_last_use(valkey: ValkeyServer) -> N
         assert [left_s(key) > 800 for key in keys] == [True, True, False]  # a lookup is no use
 
 
+def test_reading_and_storing_again_are_uses_for_the_servers_eviction_and_a_lookup_is_not(valkey: ValkeyServer) -> None:
+    keys = make_keys(3)
+    with opened(valkey) as (backend, store), valkey.client() as client:
+        store_chain(store, keys)
+        for key in keys:
+            name = name_of(backend, key)
+            client.restore(name, 0, client.dump(name), replace=True, idletime=1000)
+        assert load(store, keys[:1]) == [HIT]
+        assert store_chain(store, keys[1:2]) == [PRESENT]
+        assert backend.batch_exists(keys, deadline=soon()) == 3
+        idle = [client.object("idletime", name_of(backend, key)) >= 1000 for key in keys]
+        assert idle == [False, False, True]
+
+
 def test_without_a_time_to_live_pages_stay(valkey: ValkeyServer) -> None:
     (key,) = make_keys(1)
     with opened(valkey) as (backend, store), valkey.client() as client:

@@ -9,10 +9,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import redis
 
 from hicache.backends.raw import RawStore, StoredPage
 from hicache.backends.registry import BackendSpec, open_raw
-from hicache.backends.testing import HIT, NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, load, make_keys, store_chain
+from hicache.backends.testing import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    PAYLOAD_BYTES,
+    OpenRaw,
+    OpenStore,
+    RawContract,
+    make_keys,
+    store_chain,
+)
 from hicache.devservers import RedisCluster, ValkeyServer
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
@@ -45,6 +55,21 @@ def raw(options: dict[str, Any]) -> Iterator[RawStore]:
         yield store
 
 
+class TestRaw(RawContract):
+    @pytest.fixture
+    def open_store(self, options: dict[str, Any]) -> Iterator[OpenStore]:
+        if "cluster" in options:
+            client: Any = redis.RedisCluster.from_url(f"redis://{options['cluster'][0]}")
+        else:
+            client = redis.Redis.from_url(options["url"])
+        with client:
+            yield lambda codec: open_on(client, options, codec)
+
+    @pytest.fixture
+    def open_raw(self, options: dict[str, Any]) -> OpenRaw:
+        return lambda: open_raw(BackendSpec("redis", options))
+
+
 def fill(options: dict[str, Any], codec: FrameCodec, keys: list[bytes]) -> None:
     store = open_on(None, options, codec)
     store_chain(store, keys)
@@ -64,26 +89,6 @@ def test_all_pages_of_all_namespaces_are_listed_once(raw: RawStore, options: dic
     assert all(page.used_s is not None and abs(page.used_s - time.time()) < 600 for page in found)
     assert len(list(raw.pages(OTHER_NAMESPACE.hex()[:10]))) == 7
     assert not list(raw.pages("ffff"))
-
-
-def test_pages_are_read_written_and_removed_as_they_are(raw: RawStore, options: dict[str, Any]) -> None:
-    keys = make_keys(5)
-    fill(options, CODEC, keys)
-    pages = {page.key: page for page in raw.pages()}
-    sealed = {key: raw.read(pages[key], PAGE) for key in keys}
-    data = sealed[keys[0]]
-    assert data is not None and CODEC.check(keys[0], memoryview(data)) is None
-    assert raw.read(pages[keys[0]], 256) == data[:256]
-    assert not raw.write(pages[keys[0]], b"other bytes", None)  # it is there
-    assert raw.remove(list(pages.values())) == 5
-    assert raw.remove(list(pages.values())) == 0
-    assert raw.read(pages[keys[0]], PAGE) is None
-    assert not list(raw.pages())
-    for key, data in sealed.items():
-        assert raw.write(pages[key], data or b"", None)
-    store = open_on(None, options)
-    assert load(store, keys) == [HIT] * 5
-    store.backend.close()
 
 
 def test_what_is_no_page_is_not_listed_and_a_list_in_a_pages_place_is(valkey: ValkeyServer) -> None:
