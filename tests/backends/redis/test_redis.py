@@ -31,6 +31,8 @@ from tests.waiting import wait_for
 
 from .store import CODEC, PAGE, name_of, open_on, opened
 
+# Random walks where only the way to the server differs.
+_FEW = 5
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs/backends/redis.md"
 
 
@@ -42,6 +44,8 @@ class TestValkey(BackendContract):
 
 
 class TestUnixSocket(BackendContract):
+    machine_examples = _FEW
+
     @pytest.fixture
     def open_store(self, valkey: ValkeyServer, unique_prefix: str) -> Iterator[OpenStore]:
         with valkey.client() as client:
@@ -67,6 +71,8 @@ class TestCluster(BackendContract):
 
 
 class TestSentinel(BackendContract):
+    machine_examples = _FEW
+
     @pytest.fixture
     def open_store(self, redis_sentinel: RedisSentinel, unique_prefix: str) -> Iterator[OpenStore]:
         with redis_sentinel.primary.client() as client:
@@ -75,6 +81,8 @@ class TestSentinel(BackendContract):
 
 class TestTls(BackendContract):
     """The server behind the proxy speaks plainly; between us and the proxy is TLS, with certificates on both ends."""
+
+    machine_examples = _FEW
 
     @pytest.fixture
     def open_store(
