@@ -101,6 +101,7 @@ class Proxy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._await(self._close())
+        self._await(self._end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_WAIT_S)
         self._loop.close()
@@ -145,6 +146,13 @@ class Proxy:
             self._server.close()
             self._server = None
         await self._drop(reset=False)
+
+    async def _end_tasks(self) -> None:
+        """End what still runs: connections that were only being made when all were closed."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1

@@ -15,7 +15,7 @@ from ..backends.file.tools import PageKeys
 from ..backends.raw import RawStore
 from ..backends.registry import BackendSpec, open_raw, part_specs
 from ..config import entry_of_variable, load_config, read_key_file
-from ..config.entries import section_names
+from ..config.entries import entry_names, names_below
 from ..errors import ConfigError
 from ..units import counted, format_size, parse_duration, parse_size
 
@@ -140,7 +140,7 @@ def _configured(path: Path) -> BackendSpec:
 def _variables_of_entries() -> Iterator[tuple[str, str]]:
     """The environment without `HICACHE_*` variables that are no entries of a configuration. An engine refuses those as
     typos; a command that is given two stores has the credentials in it that the other configuration names."""
-    sections = section_names(())
+    sections = names_below(entry_names(), ())
     for name, value in os.environ.items():
         entry = entry_of_variable(name)
         if entry is None or entry[0] in sections:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -38,11 +39,18 @@ _FEW = 5
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs/backends/redis.md"
 
 
+def opener(client: Any, prefix: str, options: dict[str, Any]) -> Iterator[OpenStore]:
+    """Opens a store for one test, and empties it after that: a crowded server would be sampled and not counted."""
+    yield lambda codec: open_on(client, options, codec)
+    for name in client.scan_iter(f"{prefix}*", count=1000):
+        client.unlink(name)
+
+
 class TestValkey(BackendContract):
     @pytest.fixture
     def open_store(self, valkey: ValkeyServer, unique_prefix: str) -> Iterator[OpenStore]:
         with valkey.client() as client:
-            yield lambda codec: open_on(client, valkey.storage(key_prefix=unique_prefix, **_PATIENT)[1], codec)
+            yield from opener(client, unique_prefix, valkey.storage(key_prefix=unique_prefix, **_PATIENT)[1])
 
 
 class TestUnixSocket(BackendContract):
@@ -51,7 +59,7 @@ class TestUnixSocket(BackendContract):
     @pytest.fixture
     def open_store(self, valkey: ValkeyServer, unique_prefix: str) -> Iterator[OpenStore]:
         with valkey.client() as client:
-            yield lambda codec: open_on(client, valkey.unix_storage(key_prefix=unique_prefix, **_PATIENT)[1], codec)
+            yield from opener(client, unique_prefix, valkey.unix_storage(key_prefix=unique_prefix, **_PATIENT)[1])
 
 
 class TestOldRedis(BackendContract):
@@ -61,7 +69,7 @@ class TestOldRedis(BackendContract):
     def open_store(self, old_redis: RedisServer, unique_prefix: str) -> Iterator[OpenStore]:
         options = old_redis.storage(key_prefix=unique_prefix, **_PATIENT, ttl_s=600.0, connections=1)[1]
         with old_redis.client() as client:
-            yield lambda codec: open_on(client, options, codec)
+            yield from opener(client, unique_prefix, options)
 
 
 class TestCluster(BackendContract):
@@ -69,7 +77,7 @@ class TestCluster(BackendContract):
     def open_store(self, redis_cluster: RedisCluster, unique_prefix: str) -> Iterator[OpenStore]:
         options = redis_cluster.storage(key_prefix=unique_prefix, **_PATIENT)[1]
         with redis.RedisCluster("127.0.0.1", redis_cluster.nodes[0].port) as client:
-            yield lambda codec: open_on(client, options, codec)
+            yield from opener(client, unique_prefix, options)
 
 
 class TestSentinel(BackendContract):
@@ -78,7 +86,7 @@ class TestSentinel(BackendContract):
     @pytest.fixture
     def open_store(self, redis_sentinel: RedisSentinel, unique_prefix: str) -> Iterator[OpenStore]:
         with redis_sentinel.primary.client() as client:
-            yield lambda codec: open_on(client, redis_sentinel.storage(key_prefix=unique_prefix, **_PATIENT)[1], codec)
+            yield from opener(client, unique_prefix, redis_sentinel.storage(key_prefix=unique_prefix, **_PATIENT)[1])
 
 
 class TestTls(BackendContract):
@@ -97,7 +105,7 @@ class TestTls(BackendContract):
         }  # fmt: skip
         with valkey.client() as client, Proxy(valkey.port, tls=made.server_context(ask_client=True)) as proxy:
             options["url"] = f"rediss://127.0.0.1:{proxy.port}"
-            yield lambda codec: open_on(client, options, codec)
+            yield from opener(client, unique_prefix, options)
 
 
 def test_a_password_opens_a_server_that_asks_for_one(login: Callable[[DevService], None], tmp_path: Path) -> None:
