@@ -9,6 +9,7 @@ its result goes to the caller or is thrown away. Everything else is set once.
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -119,9 +120,14 @@ class Connector:
 
         def discover() -> list[Address]:
             servers = [(address.host, address.port) for address in options.addresses]
-            # Sentinels have no databases. Trying again is the guard's business.
-            settings = {**self._settings(options.sentinel_login), **_tls_settings(options.tls, for_client=True),
-                        "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0)}  # fmt: skip
+            random.shuffle(servers)
+            # One that hangs must leave time for the others. Trying again is the guard's business.
+            share_s = options.timeout_s / len(servers)
+            settings = {
+                **self._settings(options.sentinel_login), **_tls_settings(options.tls, for_client=True),
+                "socket_timeout": share_s, "socket_connect_timeout": share_s,
+                "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
+            }  # fmt: skip
             sentinel = redis.sentinel.Sentinel(servers, sentinel_kwargs=settings)
             try:
                 return [Address(host, int(port)) for host, port in ask(sentinel, options.service or "")]
@@ -135,7 +141,8 @@ class Connector:
         timeout_s = self._options.timeout_s
         return {
             "username": login.username, "password": login.password, "protocol": 2,
-            "socket_timeout": timeout_s, "socket_connect_timeout": timeout_s,
+            # A host may have two addresses, of which the first leads nowhere.
+            "socket_timeout": timeout_s, "socket_connect_timeout": timeout_s / 2,
         }  # fmt: skip
 
     def _connection(self, address: Address, login: Login, db: int) -> Any:
