@@ -44,7 +44,6 @@ _MISFITS = {
 }
 
 
-
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @MAC_KEYS

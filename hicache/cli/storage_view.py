@@ -240,7 +240,8 @@ def _stat_lines(part: StorePart, found: StoreSurvey) -> Iterator[str]:
     yield "  bytes by last use"
     for name, size in zip(_AGES, found.ages, strict=True):
         if size or name != "unknown":
-            bar = "#" * round(_BAR_CHARACTERS * size / found.bytes)
+            # A store may hold nothing but pages that were cut to no bytes.
+            bar = "#" * round(_BAR_CHARACTERS * size / max(1, found.bytes))
             yield f"    {name:<10}  {format_size(size):>10}  {format_share(size, found.bytes):>7}  {bar}".rstrip()
     yield ""
     yield from ("  " + line for line in _namespace_table(found))
