@@ -113,6 +113,8 @@ def parts_of(store: Path, part: str | None = None) -> list[StorePart]:
         found = [StorePart("file", BackendSpec("file", {"path": store}))]
     if len(found) > 1:
         found = [one for one in found if one.spec.type != "memory"]
+        if not found:
+            raise ConfigError(f"{store}: all parts of the store are memory, which only the engine itself can see")
     if part is None:
         return found
     chosen = [one for one in found if one.name == part]

@@ -160,6 +160,15 @@ def test_stat_sums_up_by_age_and_by_namespace(stores: Stores) -> None:
     assert "orphans" not in result.stdout
 
 
+def test_stat_of_a_store_whose_pages_have_no_bytes(stores: Stores) -> None:
+    stores.fill("cut", NEW, KEYS[:1])
+    (path,) = stores.root("cut").rglob(KEYS[0].hex())
+    path.write_bytes(b"")
+    result = invoke("stat", stores.root("cut"), "--chains")
+    assert (result.exit_code, result.stdout.splitlines()[0]) == (0, "file: 1 namespace, 1 page, 0 B")
+    assert "1 page without a sound header" in result.stdout
+
+
 def test_stat_counts_chains_and_what_nothing_leads_to(stores: Stores) -> None:
     (before,) = as_json("stat", stores.root("a"), "--chains")
     assert (before["heads"], before["tails"], before["orphans"], before["damaged"]) == (3, 3, 0, 0)
@@ -214,6 +223,14 @@ def test_what_names_no_store_is_one_line_and_exit_code_2(tmp_path: Path, args: l
     for store, words in ((tmp_path / "none", "check the path"), (empty, "has no section `storage`")):
         result = invoke(args[0], store, *args[1:])
         assert result.exit_code == 2 and words in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("args", [["ls"], ["stat"], ["trim", "--to", "1", "--yes"], ["verify"], ["purge", "--yes"]])
+def test_a_store_of_memory_alone_is_no_empty_store(stores: Stores, args: list[str]) -> None:
+    """Nothing to be seen must not look like nothing damaged, or like all removed."""
+    path = stores.configured(type="levels", options={"levels": [{"type": "memory"}, {"type": "memory"}]})
+    result = invoke(args[0], path, *args[1:])
+    assert result.exit_code == 2 and "all parts of the store are memory" in result.stderr
 
 
 def test_copy_makes_an_equal_store_and_then_finds_nothing_to_do(stores: Stores) -> None:
