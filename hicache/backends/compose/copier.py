@@ -19,6 +19,7 @@ import contextlib
 import logging
 import math
 import mmap
+import resource
 import threading
 import time
 from collections import deque
@@ -38,6 +39,10 @@ _CALL_BYTES_MAX = 16 << 20
 _CALL_S = 3.0
 # How late a call may return that holds its deadline.
 _GRACE_S = 1.0
+# Evicted pages that are open at once take at most this share of the descriptors that the process may have, and at least
+# so many: there are other copiers, and a store that finds none left can neither read nor write.
+_OPEN_SHARE = 1 / 8
+_OPEN_PAGES_MIN = 16
 _NO_PARENT = bytes(PAGE_KEY_BYTES)
 
 
@@ -67,6 +72,13 @@ def parent_of(frame: memoryview) -> bytes | None:
     return None if header is None or header.parent_key == _NO_PARENT else header.parent_key
 
 
+def _open_pages_max() -> int:
+    """How many evicted pages one copier may hold open; a file takes a descriptor."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors = 1 << 20 if soft == resource.RLIM_INFINITY else soft
+    return max(_OPEN_PAGES_MIN, int(_OPEN_SHARE * descriptors))
+
+
 class Copier:
     """Writes copies to `part`, of which `bytes_max` bytes may wait. Thread-safe; `name` is the part's.
 
@@ -83,6 +95,8 @@ class Copier:
                 "cascade_bytes_max of levels, repair_bytes_max of a mirror"
             )
         self._call_pages = max(1, _CALL_BYTES_MAX // part.codec.frame_bytes)
+        # Tells how many more evicted pages may be opened.
+        self._openings = threading.BoundedSemaphore(_open_pages_max())
         self._state = threading.Condition()
         self._frames = 0  # made so far; they are kept, since touching new memory costs more than copying into old
         self._free: list[memoryview] = []
@@ -122,18 +136,29 @@ class Copier:
             self._put(_Copy(key, staged, parents[position]), epoch)
 
     def take_evicted(self, key: bytes, open_page: Callable[[], EvictedPage]) -> None:
-        """An EvictionListener: keep the page of `key` open, and have it read and written."""
+        """An EvictionListener: keep the page of `key` open, and have it read and written. Drops it if too many are."""
         epoch = self._epoch
         staged = self._take(key, epoch)
         if staged is None:
             self._finish((), dropped=key not in self._keys)
             return
+        if not self._openings.acquire(blocking=False):
+            self._finish([_Copy(key, staged, None)], dropped=1)
+            return
         try:
             page = open_page()
         except OSError:
+            self._openings.release()
             self._finish([_Copy(key, staged, None)], failed=1)
             return
         self._put(_Copy(key, staged, None, page), epoch)
+
+    def _let_go(self, copy: _Copy) -> None:
+        """Close the page of an eviction, if it is one and still open."""
+        if copy.evicted is not None:
+            copy.evicted.close()
+            copy.evicted = None
+            self._openings.release()
 
     def _take(self, key: bytes, epoch: int) -> memoryview | None:
         """A frame for the page, None if it is on its way already or may not be copied now."""
@@ -165,9 +190,7 @@ class Copier:
 
     def _drop(self, copies: Sequence[_Copy]) -> None:
         for copy in copies:
-            if copy.evicted is not None:
-                copy.evicted.close()
-                copy.evicted = None
+            self._let_go(copy)
         self._finish(copies, dropped=len(copies))
 
     def _finish(
@@ -256,8 +279,7 @@ class Copier:
         except OSError:
             return False
         finally:
-            copy.evicted = None
-            page.close()
+            self._let_go(copy)
         if self._codec.accept(copy.key, copy.frame, stored_bytes) is not None:
             return False
         copy.parent = parent_of(copy.frame)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from hicache.backends.guard import GuardedBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, Store, make_keys, soon, store_chain
 from hicache.frame import FrameCodec
+from tests.waiting import wait_for
 
 from .._files import open_descriptors, open_file
 from ._parts import CODEC, COPIES, PAGE, Switched, named, settle
@@ -135,6 +138,44 @@ def test_evicted_pages_beyond_the_bound_are_dropped_and_leave_nothing_open(kind:
     settle(levels)
     assert open_descriptors() == before
     assert levels.copies()["part-1"].copied == 3
+    levels.close()
+
+
+@contextlib.contextmanager
+def descriptors_at_most(count: int) -> Iterator[None]:
+    """Lower the limit of this process for a moment."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(("descriptors", "kept"), [(256, 33), (512, 40)])
+def test_small_pages_that_are_evicted_leave_descriptors_for_others(descriptors: int, kept: int, tmp_path: Path) -> None:
+    """An eighth of what the process may open, besides the one page that is being written and open no more: all of its
+    descriptors would stop the store that evicts."""
+    file, below = open_file(tmp_path / "s", capacity_bytes=40 * PAGE).backend, Switched()
+    with descriptors_at_most(descriptors):
+        levels = LevelsBackend(
+            CODEC, named(file, below), LevelsOptions(cascade=CascadePolicy.ON_EVICTION, cascade_bytes_max=COPIES)
+        )
+    store = Store(levels, below.peek, below.poke)
+    before = open_descriptors()
+    below.gate.clear()
+    store_chain(store, make_keys(40, "old"))
+    store_chain(store, make_keys(1, "first"))
+    wait_for(lambda: below.at_gate == 1)
+    store_chain(store, make_keys(39, "new"))
+    copies = levels.copies()["part-1"]
+    assert (copies.waiting, copies.dropped) == (kept, 40 - kept)
+    assert open_descriptors() <= before + kept
+    below.gate.set()
+    settle(levels)
+    store_chain(store, make_keys(20, "more"))
+    settle(levels)
+    assert levels.copies()["part-1"].copied == kept + 20 and open_descriptors() == before
     levels.close()
 
 
