@@ -295,10 +295,10 @@ class Copier:
     def close(self) -> None:
         """Wait until the thread has ended, which may take a call of the part after `stop`; drop what is left.
 
-        A part that holds no deadline is waited for no longer than that. It keeps the frames it was given.
-        REQUIRES: `stop` was called.
+        A part that holds no deadline is waited for no longer than that, and several of them together no longer than
+        one. It keeps the frames it was given. REQUIRES: `stop` was called.
         """
-        self._thread.join(max(0.0, self._stop_at - time.monotonic()) + _CALL_S + _GRACE_S)
+        self._thread.join(max(0.0, self._stop_at + _CALL_S + _GRACE_S - time.monotonic()))
         with self._state:
             left = list(self._queue)
             self._queue.clear()
