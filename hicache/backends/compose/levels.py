@@ -20,13 +20,13 @@ from __future__ import annotations
 import enum
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...errors import InvalidInput
 from ...frame import FrameCodec
 from ...units import MIB
-from ..base import EvictionSource, GetOutcome, SetOutcome, leaves
+from ..base import Composite, EvictionSource, GetOutcome, SetOutcome, StorageBackend
 from ..calls import check_batch, check_keys
 from .composed import CopyingBackend, Part
 from .copier import parent_of
@@ -88,7 +88,7 @@ class LevelsBackend(CopyingBackend):
 
     def _listen(self, first_name: str) -> None:
         sources = [
-            [leaf for leaf in leaves(part) if isinstance(leaf, EvictionSource)] for part in self._parts[:-1]
+            [leaf for leaf in _evicting(part) if isinstance(leaf, EvictionSource)] for part in self._parts[:-1]
         ]
         if not sources[0]:
             self._stop_copying()
@@ -175,6 +175,17 @@ class LevelsBackend(CopyingBackend):
                         [keys[p] for p in below], [frames[p] for p in below], [parents[p] for p in below], epochs[level]
                     )
         return outcomes
+
+
+def _evicting(part: StorageBackend) -> Iterator[StorageBackend]:
+    """The leaves of a level that are not heard yet: levels that cascade on eviction hear all of theirs but the last."""
+    if isinstance(part, LevelsBackend) and part.options.cascade is CascadePolicy.ON_EVICTION:
+        yield from _evicting(part.parts[-1])
+    elif isinstance(part, Composite):
+        for inner in part.parts:
+            yield from _evicting(inner)
+    else:
+        yield part
 
 
 class Uses:

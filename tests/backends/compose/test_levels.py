@@ -343,6 +343,23 @@ def test_on_eviction_a_file_level_sends_its_pages_down(tmp_path: Path) -> None:
     backend.close()
 
 
+def test_on_eviction_levels_in_levels_hand_each_page_on_from_one_to_the_next() -> None:
+    top, middle, low = Switched(capacity_bytes=4 * PAGE), Switched(capacity_bytes=4 * PAGE), Switched()
+    options = LevelsOptions(promote=False, cascade=ON_EVICTION, cascade_bytes_max=COPIES)
+    inner = LevelsBackend(CODEC, named(top, middle), options)
+    outer = LevelsBackend(CODEC, named(inner, low), options)
+    store, chains = Store(outer, low.peek, low.poke), [make_keys(4, name) for name in ("old", "older", "new")]
+    for keys in chains:
+        assert store_chain(store, keys) == [STORED] * 4
+        for _ in range(2):  # what arrives in the middle evicts there
+            settle(inner)
+            settle(outer)
+    for level, keys in zip((low, middle, top), chains, strict=True):
+        assert [level.peek(key) is not None for key in keys] == [True] * 4
+        assert level.usage().pages == 4, "each page is on one level"
+    outer.close()
+
+
 @pytest.mark.parametrize("hits", [1, 3])
 def test_selective_copies_a_page_once_it_was_read_often_enough(hits: int) -> None:
     world, keys = World(3, cascade=SELECTIVE, hits=hits), make_keys(3)

@@ -146,12 +146,15 @@ def test_a_wrong_list_of_parts_is_refused_before_anything_is_opened(options: dic
         ("levels", {"cascade_bytes_max": 1}, "hold no page"),
         ("levels", {"selective_hits": 0}, "selective_hits"),
         ("levels", {"write": "on_eviction", "levels": [{**MEMORY, "optional": True}, MEMORY]}, "may be optional"),
+        ("levels", {"write": "on_eviction", "levels": [
+            {"type": "mirror", "options": {"parts": [MEMORY, {**MEMORY, "optional": True}]}}, MEMORY,
+        ]}, "may be optional"),
         ("mirror", {"write_quorum": 3}, "write_quorum"),
         ("mirror", {"repair_bytes_max": 0}, "repair_bytes_max"),
         ("mirror", {"repair_bytes_max": 1}, "hold no page"),
         ("sharded", {}, "needs a name of its own"),
     ],
-)
+)  # fmt: skip
 def test_options_that_cannot_work_are_refused_and_what_was_opened_is_closed(
     name: str, options: dict[str, Any], message: str
 ) -> None:
