@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeAlias, cast, get_origin, get_type_hints
 
-from ..errors import BackendError, ConfigError, InvalidInput
+from ..errors import ConfigError, InvalidInput
 from ..frame import FrameCodec
 from .base import Composite, StorageBackend
 from .faults import FaultOptions, FaultyBackend
@@ -225,27 +225,6 @@ def open_raw(spec: BackendSpec) -> RawStore:
         return factory(**options)
     except (InvalidInput, TypeError) as error:
         raise ConfigError(f"backend {spec.type}: {error}") from error
-
-
-def open_raws(spec: BackendSpec) -> list[tuple[str, RawStore]]:
-    """The raw stores of a backend: one, or those of all parts of a composition, each under the name of its part (of a
-    part inside a part: `outer/inner`). Opens all or none; blocks and raises as `open_raw`, also for parts that are
-    optional, and for memory, which has no raw store.
-    """
-    parts = part_specs(spec.type, spec.options)
-    if not parts:
-        return [(spec.type, open_raw(spec))]
-    opened: list[tuple[str, RawStore]] = []
-    try:
-        for part in parts:
-            nested = part.backend.type in _PARTS_OPTION
-            found = open_raws(part.backend)
-            opened += [(f"{part.name}/{name}" if nested else part.name, raw) for name, raw in found]
-    except (ConfigError, BackendError):
-        for _, raw in opened:
-            raw.close()
-        raise
-    return opened
 
 
 def backend_names() -> list[str]:

@@ -22,7 +22,7 @@ from hicache.backends.registry import (
     backend_names,
     check_backend,
     open_backend,
-    open_raws,
+    open_raw,
     open_spec,
     part_specs,
 )
@@ -32,7 +32,7 @@ from hicache.frame import FrameCodec
 from tests.waiting import wait_for
 
 from .._files import open_descriptors
-from ._parts import CODEC, PAGE, Switched, settle
+from ._parts import CODEC, PAGE, Switched
 
 OPENED: list[Switched] = []
 REFUSING = threading.Event()
@@ -255,36 +255,6 @@ def test_a_part_whose_opening_goes_wrong_for_good_is_counted_and_fails_visibly()
     part.close()
 
 
-def test_the_raw_stores_of_all_parts_open_under_their_names(tmp_path: Path) -> None:
-    def file(name: str) -> dict[str, Any]:
-        return {"type": "file", "name": name, "options": {"path": str(tmp_path / name)}}
-
-    low = {"type": "sharded", "name": "low", "options": {"parts": [file("a"), file("b")]}}
-    spec = BackendSpec("levels", {"levels": [file("top"), low]})
-    backend = open_spec(spec, CODEC)
-    keys = make_keys(20)
-    store_chain(Store(backend, lambda key: None, lambda key, data: None), keys)
-    assert isinstance(backend, LevelsBackend)
-    settle(backend)
-    raws = open_raws(spec)
-    assert [name for name, _ in raws] == ["top", "low/a", "low/b"]
-    found = [{page.key for page in raw.pages()} for _, raw in raws]
-    assert found[0] == found[1] | found[2] == set(keys) and not found[1] & found[2]
-    for _, raw in raws:
-        raw.close()
-    backend.close()
-
-
-def test_if_one_raw_store_cannot_be_opened_the_others_are_closed(tmp_path: Path) -> None:
-    options = {"path": str(tmp_path / "s")}
-    file = {"type": "file", "options": options}
-    open_backend("file", CODEC, options).close()
-    before = open_descriptors()
-    with pytest.raises(ConfigError, match="cannot be listed"):
-        open_raws(BackendSpec("mirror", {"parts": [file, MEMORY]}))
-    assert open_descriptors() == before
-
-
 @pytest.mark.parametrize("wrapper", [LevelsBackend, MirrorBackend, ShardedBackend, LatePart])
 def test_every_composition_answers_for_every_name_itself(wrapper: type[StorageBackend]) -> None:
     for name in StorageBackend.__abstractmethods__:
@@ -292,9 +262,10 @@ def test_every_composition_answers_for_every_name_itself(wrapper: type[StorageBa
         assert inspect.signature(getattr(wrapper, name)) == inspect.signature(getattr(StorageBackend, name)), name
 
 
-def test_memory_has_no_raw_store_and_says_so() -> None:
-    with pytest.raises(ConfigError, match="cannot be listed"):
-        open_raws(BackendSpec("levels", {"levels": [MEMORY, MEMORY]}))
+def test_memory_and_compositions_have_no_raw_store_and_say_so() -> None:
+    for spec in (BackendSpec("memory"), BackendSpec("levels", {"levels": [MEMORY, MEMORY]})):
+        with pytest.raises(ConfigError, match=f"{spec.type}: cannot be listed; file, .* can"):
+            open_raw(spec)
 
 
 @pytest.mark.parametrize("name", ["levels", "mirror", "sharded"])
