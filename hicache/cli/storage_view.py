@@ -234,7 +234,7 @@ def _stat_lines(part: StorePart, found: StoreSurvey) -> Iterator[str]:
         chains = found.chains
         yield f"  chains    {counted(chains.heads(), 'head')}, {counted(chains.tails(), 'tail')}"
         orphans = f"{counted(chains.orphans(), 'page')} ({format_share(chains.orphans(), found.pages)})"
-        yield f"  orphans   {orphans} behind a page that is not stored"
+        yield f"  orphans   {orphans} behind a page that is not in this part"
         if len(chains) < found.pages:
             yield f"  damaged   {counted(found.pages - len(chains), 'page')} without a sound header"
     yield "  bytes by last use"

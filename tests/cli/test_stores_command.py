@@ -14,6 +14,7 @@ import yaml
 
 from hicache.backends.file import FileBackend, FileBackendOptions
 from hicache.backends.file.raw import open_raw
+from hicache.backends.registry import open_backend
 from hicache.backends.testing import HIT, MISS, STORED, Store, exists, load, make_keys, store_chain
 from hicache.frame import FrameCodec
 from tests.cli.test_storage_command import invoke
@@ -177,7 +178,8 @@ def test_stat_counts_chains_and_what_nothing_leads_to(stores: Stores) -> None:
     store.backend.close()
     (after,) = as_json("stat", stores.root("a"), "--chains")
     assert (after["heads"], after["tails"], after["orphans"]) == (3, 4, 1)
-    assert "1 page (11.1 %) behind a page that is not stored" in invoke("stat", stores.root("a"), "--chains").stdout
+    shown = invoke("stat", stores.root("a"), "--chains").stdout
+    assert "1 page (11.1 %) behind a page that is not in this part" in shown
 
 
 def test_a_configuration_names_the_store_and_its_capacity(stores: Stores) -> None:
@@ -207,6 +209,21 @@ def test_each_part_of_a_composition_is_shown_and_one_can_be_chosen(stores: Store
     assert (part["part"], part["pages"]) == ("b", 3)
     result = invoke("ls", path, "--part", "c")
     assert result.exit_code == 2 and "has no part 'c'; it has: a, b" in result.stderr
+
+
+def test_parts_of_parts_are_shown_by_the_way_to_them(stores: Stores) -> None:
+    names = ("b", "c")
+    shards = [{"type": "file", "name": name, "options": {"path": str(stores.root(name))}} for name in names]
+    low = {"type": "sharded", "name": "low", "options": {"parts": shards}}
+    top = {"type": "file", "name": "top", "options": {"path": str(stores.root("a"))}}
+    path, many = stores.configured(type="levels", options={"levels": [top, low]}), make_keys(20)
+    backend = open_backend("sharded", CODECS[NEW], {"parts": shards})
+    assert store_chain(Store(backend, lambda key: None, lambda key, data: None), many) == [STORED] * 20
+    backend.close()
+    found = {part["part"]: part["pages"] for part in as_json("stat", path)}
+    assert list(found) == ["top", "low/b", "low/c"] and found["low/b"] + found["low/c"] == 20
+    (part,) = as_json("ls", path, "--part", "low/c")
+    assert part["namespaces"][0]["pages"] == found["low/c"]
 
 
 def test_a_part_that_cannot_be_listed_does_not_hide_the_others(stores: Stores) -> None:
