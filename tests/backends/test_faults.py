@@ -20,8 +20,8 @@ from hicache.backends.testing import (
     NAMESPACE,
     PAYLOAD_BYTES,
     STORED,
-    BackendContract,
     OpenStore,
+    SoleBackendContract,
     Store,
     empty_frames,
     full_frames,
@@ -36,7 +36,7 @@ CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 KEYS = make_keys(20)
 
 
-class TestFaultlessFaultyBackend(BackendContract):
+class TestFaultlessFaultyBackend(SoleBackendContract):
     @pytest.fixture
     def open_store(self) -> OpenStore:
         def open_it(codec: FrameCodec) -> Store:
