@@ -73,6 +73,12 @@ def test_the_table_counts_cases_and_shows_failures_and_what_a_subclass_replaced(
     assert head.startswith("2 backends, ") and head.endswith(" 5 of them not passed.")
 
 
+def test_two_classes_of_one_name_are_told_apart(tmp_path: Path, repository: Path) -> None:
+    (tmp_path / "test_other.py").write_text(TESTS.replace("class TestWrong", "class TestLast"))
+    _, _, cells = rows(tmp_path, repository, "test_other.py", "--conformance", "table.md")
+    assert cells["test"] == ["Sound (some)", "Wrong", "Sound (other)", "Last"]
+
+
 def test_a_dash_prints_the_table(tmp_path: Path, repository: Path) -> None:
     _, out, _ = rows(tmp_path, repository, "--conformance", "-")
     assert "| deleting twice counts once | 1 | 1 |" in out

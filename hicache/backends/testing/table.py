@@ -9,8 +9,8 @@ because its store cannot do what the contract asks, or does it in another way.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -19,12 +19,13 @@ import pytest
 
 from .fixtures import ContractFixtures
 
-Cell: TypeAlias = tuple[str, str]
+# The name of a test, and the class that has it.
+Cell: TypeAlias = tuple[str, type]
 
 
 @dataclass(slots=True)
 class _Results:
-    """Outcomes by (test, backend), each case of a test on its own; `own` are the cells that a subclass has replaced."""
+    """Outcomes by cell, each case of a test on its own; `own` are the cells that a subclass has replaced."""
 
     outcomes: dict[Cell, list[str]] = field(default_factory=lambda: defaultdict(list))
     cells: dict[str, Cell] = field(default_factory=dict)
@@ -51,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if isinstance(item, pytest.Function) and cls is not None and issubclass(cls, ContractFixtures):
             kept.append(item)
             name = item.originalname
-            cell = (name, cls.__name__.removeprefix("Test"))
+            cell = (name, cls)
             results.cells[item.nodeid] = cell
             if name in vars(cls):
                 results.own.add(cell)
@@ -102,11 +103,20 @@ def _table(results: _Results) -> Iterable[str]:
     cases = sum(map(len, results.outcomes.values()))
     yield f"{len(backends)} backends, {len(tests)} tests, {cases} cases, {bad or 'none'} of them not passed."
     yield ""
-    yield f"| test | {' | '.join(backends)} |"
+    yield f"| test | {' | '.join(_names(backends))} |"
     yield f"|---|{'---|' * len(backends)}"
     for test in tests:
         cells = [_cell(results, (test, backend)) for backend in backends]
         yield f"| {test.removeprefix('test_').replace('_', ' ')} | {' | '.join(cells)} |"
+
+
+def _names(backends: Sequence[type]) -> Iterable[str]:
+    """What each column is called: by its class, and by the module as well if another class is called so."""
+    shared = Counter(cls.__name__ for cls in backends)
+    for cls in backends:
+        module = cls.__module__.rpartition(".")[2].removeprefix("test_")
+        name = cls.__name__.removeprefix("Test")
+        yield f"{name} ({module})" if shared[cls.__name__] > 1 else name
 
 
 def _cell(results: _Results, cell: Cell) -> str:
