@@ -22,7 +22,7 @@ from hicache.backends.base import BackendStatistics, GetOutcome, SetOutcome, Sto
 from hicache.backends.calls import Calls, check_batch, check_keys
 from hicache.backends.raw import RawStore, StoredPage
 from hicache.errors import BackendUnavailable, InvalidInput
-from hicache.frame import FrameCodec
+from hicache.frame import Damage, FrameCodec
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS pages(id INTEGER PRIMARY KEY, namespace BLOB NOT NULL, key BLOB NOT NULL,
@@ -57,7 +57,7 @@ def _class_of(error: sqlite3.Error | TimeoutError) -> str:
 
 
 def _says_full(error: sqlite3.Error | TimeoutError) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
 
 
 class SqliteBackend(StorageBackend):
@@ -110,19 +110,16 @@ class SqliteBackend(StorageBackend):
                 try:
                     with self._locked(deadline) as db:
                         for position, key in enumerate(keys):
-                            if self._find(db, key) is None:
+                            if not self._has(db, key):
                                 return position
                         return len(keys)
                 except (sqlite3.Error, TimeoutError) as error:
                     self._calls.count(errors=[_class_of(error)])
         return 0
 
-    def _find(self, db: sqlite3.Connection, key: bytes) -> tuple[int, int] | None:
-        """Row and stored length of a page."""
-        found: tuple[int, int] | None = db.execute(
-            "SELECT id, length(frame) FROM pages WHERE namespace = ? AND key = ?", (self.codec.namespace, key)
-        ).fetchone()
-        return found
+    def _has(self, db: sqlite3.Connection, key: bytes) -> bool:
+        where = (self.codec.namespace, key)
+        return db.execute("SELECT 1 FROM pages WHERE namespace = ? AND key = ?", where).fetchone() is not None
 
     def batch_get(
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
@@ -132,41 +129,51 @@ class SqliteBackend(StorageBackend):
         with self._calls.enter() as is_open:
             if not is_open:
                 return self._calls.refuse_gets(len(keys))
-            outcomes, damages = [GetOutcome.ERROR] * len(keys), list[str]()
-            errors: list[str] = []
+            outcomes = [GetOutcome.ERROR] * len(keys)
+            corrupt, errors = list[str](), list[str]()
             rows: list[int] = []
             try:
                 for position, (key, frame) in enumerate(zip(keys, frames, strict=True)):
                     # The lock for a page at a time, so that a long batch lets others in between.
                     with self._locked(deadline) as db:
-                        outcomes[position] = self._read(db, key, frame, damages, rows)
+                        row, damage = self._read(db, key, frame)
+                        if row is None:
+                            outcomes[position] = GetOutcome.MISS
+                        elif damage is None:
+                            outcomes[position] = GetOutcome.HIT
+                            rows.append(row)
+                        elif damage.is_misfit:
+                            # Nothing is wrong with the page; others can use it.
+                            outcomes[position] = GetOutcome.MISS
+                            errors.append(damage)
+                        else:
+                            outcomes[position] = GetOutcome.CORRUPT
+                            corrupt.append(damage)
+                            db.execute("DELETE FROM pages WHERE id = ? AND key = ?", (row, key))
                 if rows:
                     with self._changing(deadline) as db:
                         db.executemany("UPDATE pages SET used = ? WHERE id = ?", [(time.time(), row) for row in rows])
             except (sqlite3.Error, TimeoutError) as error:
                 errors.append(_class_of(error))
-            self._calls.count(gets=outcomes, corrupt=damages, errors=errors)
+            self._calls.count(gets=outcomes, corrupt=corrupt, errors=errors)
             return outcomes
 
-    def _read(
-        self, db: sqlite3.Connection, key: bytes, frame: memoryview, damages: list[str], rows: list[int]
-    ) -> GetOutcome:
-        found = self._find(db, key)
+    def _read(self, db: sqlite3.Connection, key: bytes, frame: memoryview) -> tuple[int | None, Damage | None]:
+        """The row of a page, None if it is not there, and what is wrong with it."""
+        # Python's sqlite3 has no read into a buffer: one copy, and none of what is larger than a page. One statement,
+        # since other processes may remove the row, and use its number again, between two.
+        found = db.execute(
+            "SELECT id, length(frame), CASE WHEN length(frame) <= ? THEN frame END FROM pages"
+            " WHERE namespace = ? AND key = ?",
+            (self.codec.frame_bytes, self.codec.namespace, key),
+        ).fetchone()
         if found is None:
-            return GetOutcome.MISS
-        row, size = found
-        damage: str | None = "size"
-        if self.codec.fits(size):
-            # Python's sqlite3 has no read into a buffer: one copy, and none of a length that is no page's.
-            with db.blobopen("pages", "frame", row, readonly=True) as blob:
-                frame[:size] = blob.read()
-            damage = self.codec.accept(key, frame, size)
-        if damage is None:
-            rows.append(row)
-            return GetOutcome.HIT
-        damages.append(str(damage))
-        db.execute("DELETE FROM pages WHERE id = ?", (row,))
-        return GetOutcome.CORRUPT
+            return None, None
+        row, size, stored = found
+        if not self.codec.fits(size):
+            return row, Damage.SIZE
+        frame[:size] = stored
+        return row, self.codec.accept(key, frame, size)
 
     def batch_set(
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
@@ -187,15 +194,16 @@ class SqliteBackend(StorageBackend):
                         outcomes.append(self._write(db, key, frame, parent))
                         parent = key
             except (sqlite3.Error, TimeoutError) as error:
-                errors.append(_class_of(error))
-                # The transaction is undone, so nothing of the batch is there.
-                outcomes = [SetOutcome.REJECTED] * len(keys) if _says_full(error) else []
+                # The transaction is undone, so nothing of the batch is there. To be full is no trouble.
+                outcomes, errors = [], [_class_of(error)]
+                if _says_full(error):
+                    outcomes, errors = [SetOutcome.REJECTED] * len(keys), []
             outcomes += [SetOutcome.ERROR] * (len(keys) - len(outcomes))
             self._calls.count(sets=outcomes, errors=errors)
             return outcomes
 
     def _write(self, db: sqlite3.Connection, key: bytes, frame: memoryview, parent: bytes | None) -> SetOutcome:
-        if self._find(db, key) is not None:
+        if self._has(db, key):
             return SetOutcome.PRESENT
         stored = self.codec.seal(key, frame, parent=parent)
         db.execute(_INSERT, (self.codec.namespace, key, time.time(), stored))

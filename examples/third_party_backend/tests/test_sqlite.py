@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from hicache_sqlite import SqliteBackend, SqliteRawStore
 
+from hicache.backends.base import SetOutcome
 from hicache.backends.limit import LimitedBackend
 from hicache.backends.registry import BackendSpec, open_backend, open_raw
 from hicache.backends.testing import (
+    MISS,
     NAMESPACE,
     PAYLOAD_BYTES,
     SET_ERROR,
@@ -22,6 +24,7 @@ from hicache.backends.testing import (
     RawContract,
     Store,
     full_frames,
+    load,
     make_keys,
     soon,
     store_chain,
@@ -78,6 +81,22 @@ def test_a_store_that_somebody_holds_is_an_error_at_the_deadline(tmp_path: Path)
     db.execute("ROLLBACK")
     db.close()
     assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [STORED] * 2
+    store.backend.close()
+
+
+@pytest.mark.parametrize(
+    ("pragma", "outcome", "errors"),
+    [("max_page_count = 20", SetOutcome.REJECTED, {}), ("query_only = 1", SET_ERROR, {"SQLITE_READONLY": 1})],
+)
+def test_a_full_store_turns_pages_away_and_one_that_cannot_be_written_is_in_trouble(
+    tmp_path: Path, pragma: str, outcome: SetOutcome, errors: dict[str, int]
+) -> None:
+    store, keys = opened(tmp_path / "pages.db"), make_keys(30)
+    assert isinstance(store.backend, SqliteBackend)
+    store.backend._db.execute(f"PRAGMA {pragma}").fetchall()
+    assert store_chain(store, keys) == [outcome] * 30
+    assert store.backend.statistics().errors == errors
+    assert load(store, keys) == [MISS] * 30
     store.backend.close()
 
 
