@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -120,12 +121,17 @@ class LatePart(StorageBackend):
         return Usage(0, 0, None)
 
     def statistics(self) -> BackendStatistics:
-        """See StorageBackend. The part's own; `errors["not_open"]` says how often it was missed."""
+        """See StorageBackend. The part's own, and what was asked before it was open: `errors["not_open"]`."""
         own = self._calls.statistics()
         if self._inner is None:
             return own
         found = self._inner.statistics()
-        return replace(found, errors={**own.errors, **found.errors})
+        return replace(
+            found,
+            gets=dict(Counter(own.gets) + Counter(found.gets)),
+            sets=dict(Counter(own.sets) + Counter(found.sets)),
+            errors=dict(Counter(own.errors) + Counter(found.errors)),
+        )
 
     def close(self) -> None:
         """See StorageBackend. An attempt to open that is under way closes what it still opens."""

@@ -220,6 +220,21 @@ def test_a_late_part_answers_with_errors_until_it_is_open_and_checks_its_argumen
     assert part.batch_exists(keys, deadline=soon()) == 0
 
 
+def test_what_was_asked_before_a_part_was_open_still_counts_when_it_is() -> None:
+    REFUSING.set()
+    part, keys = LatePart(CODEC, "late", lambda: open_switched(CODEC)), make_keys(2)
+    frames = full_frames(CODEC, keys)
+    part.batch_set(keys, frames, parent=None, deadline=soon())
+    part.batch_get(keys, frames, deadline=soon())
+    REFUSING.clear()
+    wait_for(lambda: bool(part.parts))
+    assert part.batch_set(keys, frames, parent=None, deadline=soon()) == [STORED] * 2
+    found = part.statistics()
+    assert found.sets == {SetOutcome.ERROR: 2, STORED: 2} and found.gets == {GetOutcome.ERROR: 2}
+    assert found.errors == {"not_open": 4}
+    part.close()
+
+
 def test_a_part_that_comes_after_the_close_is_closed_again() -> None:
     opening, may_open = threading.Event(), threading.Event()
     REFUSING.set()
