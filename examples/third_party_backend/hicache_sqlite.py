@@ -299,12 +299,11 @@ class SqliteRawStore(RawStore):
 
     def remove(self, pages: Sequence[StoredPage]) -> int:
         """See RawStore."""
-        with self._translated():
+        with self._translated(), self._db:  # which ends the transaction, one way or the other
             self._db.execute("BEGIN IMMEDIATE")
             removed = self._db.executemany(
                 "DELETE FROM pages WHERE namespace = ? AND key = ?", [(page.namespace, page.key) for page in pages]
             ).rowcount
-            self._db.execute("COMMIT")
         return max(0, removed)
 
     def close(self) -> None:

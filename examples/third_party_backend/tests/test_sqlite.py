@@ -100,6 +100,20 @@ def test_a_full_store_turns_pages_away_and_one_that_cannot_be_written_is_in_trou
     store.backend.close()
 
 
+def test_a_removal_that_failed_can_be_tried_again(tmp_path: Path) -> None:
+    store = opened(tmp_path / "pages.db")
+    assert store_chain(store, make_keys(3)) == [STORED] * 3
+    raw = SqliteRawStore(tmp_path / "pages.db")
+    pages = list(raw.pages())
+    raw._db.execute("CREATE TRIGGER trouble BEFORE DELETE ON pages BEGIN SELECT RAISE(FAIL, 'trouble'); END")
+    with pytest.raises(BackendUnavailable, match="check disk and permissions"):
+        raw.remove(pages)
+    raw._db.execute("DROP TRIGGER trouble")
+    assert raw.remove(pages) == 3
+    raw.close()
+    store.backend.close()
+
+
 def test_what_is_no_database_is_refused_and_left(tmp_path: Path) -> None:
     (tmp_path / "diary.txt").write_text("Dear diary, " * 100)
     with pytest.raises(BackendUnavailable, match="not a database"):
