@@ -52,12 +52,14 @@ class TestLimitedBackend(BackendContract):
 
 
 def limited(root: Path, pages: int, codec: FrameCodec = CODEC, *, interval_s: float = 0.05) -> Store:
-    """A file store at `root` that has a limit only by what is tested here. Lists much more often than one would."""
+    """A file store at `root` that has a limit only by what is tested here. Lists much more often than one would, and
+    has done so once: a busy machine may take longer for that than a store waits."""
     inner = open_file(root, codec)
     backend = LimitedBackend(
         inner.backend, lambda: open_raw(path=root), capacity_bytes=pages * codec.frame_bytes,
         list_interval_s=interval_s, seed=0,
     )  # fmt: skip
+    wait_for(lambda: backend._ledger.is_listed)
     return Store(backend, inner.read, inner.write)
 
 
