@@ -81,6 +81,12 @@ class PartSpec:
     backend: BackendSpec
     optional: bool = False
 
+    @property
+    def may_come_late(self) -> bool:
+        """Whether it, or a part inside it, is optional."""
+        inside = part_specs(self.backend.type, self.backend.options)
+        return self.optional or any(part.may_come_late for part in inside)
+
 
 def part_specs(type_name: str, options: Mapping[str, object]) -> list[PartSpec]:
     """The parts that a built-in composition is configured with; none for any other backend. Opens nothing.

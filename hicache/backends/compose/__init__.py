@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import InvalidInput
 from ...frame import FrameCodec
-from ..registry import PartSpec, part_specs
+from ..registry import part_specs
 from .composed import ComposedBackend, CopyingBackend, Part, close_parts, open_parts
 from .copier import CopyStatistics
 from .levels import COPY_BYTES_MAX, SELECTIVE_HITS, CascadePolicy, LevelsBackend, LevelsOptions
@@ -47,7 +47,7 @@ def open_levels(
         raise InvalidInput(f"levels: write must be one of {', '.join(CascadePolicy)}; got {write!r}")
     options = LevelsOptions(promote, CascadePolicy(write), selective_hits, cascade_bytes_max)
     specs = part_specs("levels", {"levels": levels})
-    if options.cascade is CascadePolicy.ON_EVICTION and any(map(_may_come_late, specs[:-1])):
+    if options.cascade is CascadePolicy.ON_EVICTION and any(spec.may_come_late for spec in specs[:-1]):
         raise InvalidInput("levels: with write: on_eviction only the last level may be optional; the others are heard")
     parts = open_parts(codec, specs)
     try:
@@ -55,11 +55,6 @@ def open_levels(
     except BaseException:
         close_parts(parts)
         raise
-
-
-def _may_come_late(spec: PartSpec) -> bool:
-    """Whether a part, or a part of that, is optional."""
-    return spec.optional or any(map(_may_come_late, part_specs(spec.backend.type, spec.backend.options)))
 
 
 def open_mirror(
