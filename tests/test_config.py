@@ -279,11 +279,22 @@ def test_a_variable_that_is_not_text_is_refused(refused: Callable[..., list[str]
     assert "not valid UTF-8" in line
 
 
-def test_an_error_about_the_key_entries_does_not_repeat_what_stands_there(refused: Callable[..., list[str]]) -> None:
-    for name in ("integrity.mac_key_env", "integrity.previous_mac_key_env", "storage_format.encryption_key_env"):
-        section, _, entry = name.partition(".")
-        (line,) = refused(f"{section}: {{{entry}: {HEX_KEY}}}")
-        assert line.startswith(name) and HEX_KEY[:8] not in line
+@pytest.mark.parametrize("secret", [HEX_KEY, "hunter-2", "x" * 300])
+@pytest.mark.parametrize(
+    "text",
+    ["integrity: {mac_key_env: %s}", "integrity: {previous_mac_key_env: %s}",
+     "storage_format: {encryption_key_env: %s}",
+     "storage: {type: redis, options: {url: 'redis://h', password_env: %s}}",
+     "storage: {type: redis, options: {url: 'redis://h', sentinel_password_env: %s}}",
+     "storage: {type: levels, options: {levels: "
+     "[{type: memory}, {type: redis, options: {url: 'redis://h', password_env: %s}}]}}"],
+)  # fmt: skip
+def test_an_error_about_the_name_of_a_variable_does_not_repeat_what_stands_there(
+    refused: Callable[..., list[str]], text: str, secret: str
+) -> None:
+    (line,) = refused(text % f"'{secret}'")
+    assert "_env: must be the name of an environment variable, not what it holds (file" in line
+    assert secret[:8] not in line
 
 
 # The schema itself
@@ -356,6 +367,33 @@ def test_a_key_comes_from_the_named_variable_which_is_then_no_typo(load: Load) -
         config.integrity.mac_keys({})
     with pytest.raises(ConfigError, match="does not hold 64"):
         config.integrity.mac_keys({"HICACHE_KEY": "\udcff"})
+
+
+LONG_NAME = "A_NAME_THAT_IS_TOO_LONG_TO_BE_SHOWN_" + "X" * 60
+
+
+@pytest.mark.parametrize("name", ["SECRET", "s3__secret", LONG_NAME])
+@pytest.mark.parametrize(
+    "text",
+    ["integrity: {previous_mac_key_env: HICACHE_%s, mac_key_file: /x}",
+     "storage: {type: redis, options: {url: 'redis://h', password_env: HICACHE_%s}}",
+     "storage: {type: s3, options: {bucket: pages, access_key_env: A, secret_key_env: HICACHE_%s}}",
+     "storage: {type: 'mine:Store', options: {login: {token_env: HICACHE_%s}}}",
+     "storage: {type: levels, options: {levels: [{type: memory}, {type: mirror, options: {parts: "
+     "[{type: memory}, {type: redis, options: {url: 'redis://h', password_env: HICACHE_%s}}]}}]}}"],
+)  # fmt: skip
+def test_a_variable_that_the_configuration_names_for_a_secret_is_no_typo(
+    load: Load, refused: Callable[..., list[str]], text: str, name: str
+) -> None:
+    assert load(text % name, {name: "hunter2"}) == load(text % name)
+    (line,) = refused(text % name, {f"{name}X": "hunter2"})  # nobody names this one
+    assert "unknown entry" in line and "hunter2" not in line
+
+
+def test_a_variable_is_named_for_a_secret_by_another_variable_too(load: Load) -> None:
+    text = "storage: {type: redis, options: {url: 'redis://h'}}"
+    config = load(text, {"STORAGE__OPTIONS__PASSWORD_ENV": "HICACHE_SECRET", "SECRET": "hunter2"})
+    assert config.storage is not None and config.storage.backend_options()["password_env"] == "HICACHE_SECRET"
 
 
 def test_the_previous_key_comes_second(tmp_path: Path, load: Load) -> None:

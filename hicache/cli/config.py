@@ -36,8 +36,8 @@ One of several alternatives (`size`, `tokens`, `ratio`) replaces the others of a
 
 Sizes are written `200GiB`, `64MB` or as bytes; durations `5s`, `250ms`, `2h`, `7d` or as seconds. What is unknown,
 impossible or given twice is refused, with the nearest valid name, and so is a variable with the prefix
-`{ENVIRON_PREFIX}` that matches no entry. The exceptions are variables that
-`integrity.mac_key_env` and its like name.
+`{ENVIRON_PREFIX}` that matches no entry. The exceptions are variables that hold secrets: those that entries whose
+names end in `_env`, such as `integrity.mac_key_env`, name.
 
 """
 _TABLE_HEAD = """\

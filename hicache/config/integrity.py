@@ -11,11 +11,10 @@ from pydantic import Field, model_validator
 
 from ..units import Count
 from .secret import key_from_environ, read_key_file
-from .section import FileSystemPath, Section
+from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
 # The full name of an entry, and the file (a path) or the variable (text) that it names.
 KeySource: TypeAlias = tuple[str, Path | str]
-_VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
 
 
 class IntegrityConfig(Section):
@@ -32,7 +31,7 @@ class IntegrityConfig(Section):
         "write the store cannot make a page that is believed. Every engine that shares the store needs the same key.",
     )
     mac_key_env: str | None = Field(
-        default=None, pattern=_VARIABLE,
+        default=None, pattern=VARIABLE_PATTERN,
         description="Name of the environment variable that holds the MAC key as 64 hexadecimal digits. A file is "
         "safer: child processes inherit variables.",
     )
@@ -42,7 +41,7 @@ class IntegrityConfig(Section):
         "get the first. docs/formats/frame.md tells the steps. Remove it afterwards: what it sealed is then a miss.",
     )
     previous_mac_key_env: str | None = Field(
-        default=None, pattern=_VARIABLE,
+        default=None, pattern=VARIABLE_PATTERN,
         description="Name of the environment variable that holds the second MAC key.",
     )
 
@@ -84,7 +83,7 @@ class StorageFormatConfig(Section):
         "the MAC key. Every engine that shares the store needs the same key.",
     )
     encryption_key_env: str | None = Field(
-        default=None, pattern=_VARIABLE,
+        default=None, pattern=VARIABLE_PATTERN,
         description="Name of the environment variable that holds the encryption key as 64 hexadecimal digits. A file "
         "is safer: child processes inherit variables.",
     )
@@ -94,7 +93,7 @@ class StorageFormatConfig(Section):
         "pages get the first. docs/formats/frame.md tells the steps.",
     )
     previous_encryption_key_env: str | None = Field(
-        default=None, pattern=_VARIABLE,
+        default=None, pattern=VARIABLE_PATTERN,
         description="Name of the environment variable that holds the second encryption key.",
     )
 

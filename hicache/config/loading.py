@@ -5,7 +5,7 @@ are collected through all steps, so that one error lists everything that is wron
 
 A variable or flag value is read like a YAML scalar (`5`, `true`, `null`), anything else is text. Variables nest with
 two underscores: `HICACHE_HOST__SIZE=4GiB`. A variable with the prefix that matches no entry is refused as a typo, but
-for those that hold keys: the ones named by `integrity.mac_key_env` and its like.
+for those that hold secrets: the ones that entries ending in `_env` name, wherever these stand.
 """
 
 from __future__ import annotations
@@ -27,16 +27,13 @@ from .schema import HiCacheConfig
 from .section import ALTERNATIVES
 
 ENVIRON_PREFIX = "HICACHE_"
-# A configuration has some 40 entries; more than this is another file given by mistake.
+# A configuration has some hundred entries; more than this is another file given by mistake.
 FILE_BYTES_MAX = 1 << 20
 # How alike (0 to 1) two names must be for one to be a typo of the other; below 0.7 suggestions look random.
 _LIKENESS_MIN = 0.7
 _STORAGE_TYPE, _STORAGE_OPTIONS = ("storage", "type"), ("storage", "options")
-# Entries that name a variable with a key in it.
-_KEY_VARIABLES = {
-    section: tuple(name for names in groups for name in names if name.endswith("_env"))
-    for (section,), groups in ALTERNATIVES.items()
-}
+# How the names of entries end that name a variable with a secret in it.
+_NAMES_VARIABLE = "_env"
 
 # What pydantic's kinds of error mean, with what their context holds.
 _PLAIN = {
@@ -94,7 +91,7 @@ def load_config(
     merge.add(_environ_entries(environ, merge.problems))
     merge.add([_Entry(tuple(name.split(".")), _scalar(text), f"flag --set {_shown(name)}")
                for name, text in overrides.items()])  # fmt: skip
-    merge.drop_key_variables()
+    merge.drop_secret_variables()
     config: HiCacheConfig | None = None
     try:
         config = HiCacheConfig.model_validate(merge.tree)
@@ -169,15 +166,11 @@ class _Merge:
         node[entry.path[-1]] = entry.value
         self.origins[entry.path] = entry.origin
 
-    def drop_key_variables(self) -> None:
-        """Forget the variables that entries like `integrity.mac_key_env` name: they are keys and no entries."""
-        names = set()
-        for section, entries in _KEY_VARIABLES.items():
-            node = self.tree.get(section)
-            if isinstance(node, dict):
-                names |= {f"variable {node[entry]}" for entry in entries if entry in node}
-        for path, origin in list(self.origins.items()):
-            if origin in names:
+    def drop_secret_variables(self) -> None:
+        """Forget the variables that entries like `integrity.mac_key_env` name: they are secrets and no entries."""
+        for name in set(_named_variables(self.tree)):
+            path = entry_of_variable(name)
+            if path is not None and self.origins.get(path) == _origin_of_variable(name):
                 self._remove(path)
                 self._prune(path[:-1])
 
@@ -242,6 +235,18 @@ class _Merge:
         return node
 
 
+def _named_variables(node: Any) -> Iterator[str]:
+    """The values of all entries below `node` that name a variable."""
+    for value in node if isinstance(node, list) else ():
+        yield from _named_variables(value)
+    for name, value in node.items() if isinstance(node, dict) else ():
+        if isinstance(value, str):
+            if isinstance(name, str) and name.endswith(_NAMES_VARIABLE):
+                yield value
+        else:
+            yield from _named_variables(value)
+
+
 def _without_tags(loc: EntryPath) -> EntryPath:
     """Pydantic's location without the tags of the unions that `storage` and the parts of a composition are, and without
     the field in which a part keeps its storage."""
@@ -262,9 +267,11 @@ def _what(error: Any, value: Any, path: EntryPath, below: Sequence[str]) -> str:
         return "is missing"
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         return f"is a section: give its entries ({', '.join(below) or 'by name'}) below it"
+    if kind == "string_pattern_mismatch" and path[-1].endswith(_NAMES_VARIABLE):
+        return "must be the name of an environment variable, not what it holds"
     message = _plain(error, message)
-    # Of some values nothing is said: somebody may have put the key where its name belongs.
-    if isinstance(value, (dict, list)) or path[0] == "integrity" or path[-1] in _KEY_VARIABLES.get(path[0], ()):
+    # Of some values nothing is said: somebody may have put the secret where its name belongs.
+    if isinstance(value, (dict, list)) or path[0] == "integrity" or path[-1].endswith(_NAMES_VARIABLE):
         return message
     near = difflib.get_close_matches(str(value), _choices(error), n=1)
     got = _shown(value)
@@ -389,13 +396,17 @@ def _flatten(
             yield _Entry(path, value, origin)
 
 
+def _origin_of_variable(variable: str) -> str:
+    return f"variable {_shown(variable)}"
+
+
 def _environ_entries(environ: Mapping[str, str], problems: list[_Problem]) -> list[_Entry]:
     entries = []
     for variable in sorted(environ):
         path = entry_of_variable(variable)
         if path is None:
             continue
-        origin = f"variable {_shown(variable)}"
+        origin = _origin_of_variable(variable)
         try:
             environ[variable].encode()
             variable.encode()

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ..units import KIB, Count, PositiveDuration, PositiveSize
 from .guard import GuardConfig
-from .section import FileSystemPath, Section
+from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
 _PLACES = ("url", "unix_socket", "cluster", "sentinels")
 _Servers = Annotated[list[str], Field(min_length=1, max_length=64)]
@@ -47,7 +47,7 @@ class RedisStorageOptions(Section):
         default=None, min_length=1, max_length=256, description="User of the server's ACL; not set: `default`.",
     )
     password_env: str | None = Field(
-        default=None, min_length=1, max_length=256,
+        default=None, pattern=VARIABLE_PATTERN,
         description="Name of the environment variable that holds the password.",
     )
     password_file: FileSystemPath | None = Field(
@@ -58,7 +58,7 @@ class RedisStorageOptions(Section):
         default=None, min_length=1, max_length=256, description="As `username`, for the sentinels.",
     )
     sentinel_password_env: str | None = Field(
-        default=None, min_length=1, max_length=256, description="As `password_env`, for the sentinels.",
+        default=None, pattern=VARIABLE_PATTERN, description="As `password_env`, for the sentinels.",
     )
     sentinel_password_file: FileSystemPath | None = Field(
         default=None, description="As `password_file`, for the sentinels.",

@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 
 from ..units import Count, PositiveDuration
 from .guard import GuardConfig
-from .section import FileSystemPath, Section
+from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
 # Checked with the whole section, whose errors do not quote it: somebody may have put a secret where a name belongs.
 _ENDPOINT = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]*)?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+_VARIABLE = re.compile(VARIABLE_PATTERN)
 
 
 class S3StorageOptions(Section):

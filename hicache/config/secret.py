@@ -84,9 +84,6 @@ def _from_hex(data: bytes) -> bytes | None:
 
 
 # Of a file with a password; passwords are shorter.
-
-
-# Of a file with a password; passwords are shorter.
 _SECRET_BYTES_MAX = 4096
 
 
@@ -94,14 +91,14 @@ def read_secret(what: str, variable: str | None, path: Path | None, environ: Map
     """A password from the environment variable `variable` or the private file `path`; None if neither is named.
 
     Of a file the first line counts. Errors call it `what`. Blocks on the file system. Raises ConfigError if both are
-    named, the variable is unset, the file cannot be read or lets others in, or there is nothing in it.
+    named, the variable is unset or empty, the file cannot be read or lets others in, or there is nothing in it.
     """
     if variable is not None and path is not None:
         raise ConfigError(f"{what}: give a variable or a file, not both")
     if variable is not None:
         value = environ.get(variable)
         if not value:
-            raise ConfigError(f"{what}: the environment variable {variable} is not set")
+            raise ConfigError(f"{what}: the environment variable {variable} is not set, or empty; export it")
         return value
     if path is None:
         return None

@@ -20,6 +20,8 @@ ALTERNATIVES: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
         ("previous_encryption_key_file", "previous_encryption_key_env"),
     ),
 }
+# What entries ending in `_env` take: a name that every shell can set. Most secrets are none.
+VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
 
 
 def yaml_switch(value: Any) -> Any:
