@@ -84,10 +84,23 @@ def test_the_capacity_is_kept_by_dropping_the_oldest_tail(tmp_path: Path) -> Non
 def test_without_room_a_page_is_turned_away_whole(tmp_path: Path) -> None:
     root = tmp_path / "store"
     make_store(root)
-    raw = open_raw(path=root, capacity_bytes=PAGE - 1)
-    assert not raw.write(place(0), DATA[0], None)
+    raw = open_raw(path=root, capacity_bytes=PAGE)
+    assert raw.write(place(0), DATA[0], None)
+    assert not raw.write(place(1), DATA[1], KEYS[0])  # the only page that could go is its parent
     raw.close()
-    assert (reserved_bytes(root), temporary_files(root), page_path(root, CODEC, KEYS[0]).exists()) == (0, [], False)
+    assert (reserved_bytes(root), temporary_files(root), page_path(root, CODEC, KEYS[1]).exists()) == (0, [], False)
+
+
+def test_a_page_larger_than_the_capacity_evicts_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    store = open_file(root)
+    store_chain(store, KEYS)
+    raw = open_raw(path=root, capacity_bytes=6 * PAGE)
+    large = make_keys(1, "of a larger model")[0]
+    assert not raw.write(StoredPage(NAMESPACE, large, 7 * PAGE, None), bytes(7 * PAGE), None)
+    raw.close()
+    assert load(store, KEYS) == [HIT] * 6
+    store.backend.close()
 
 
 def test_a_written_page_keeps_the_time_of_its_last_use(tmp_path: Path) -> None:

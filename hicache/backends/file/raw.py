@@ -130,7 +130,10 @@ class FileRaw(RawStore):
                 view.system.close(fd)
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
-        """See RawStore. Evicts as an engine would; the page keeps its `used_s`."""
+        """See RawStore. Evicts as an engine would, and for a page over the capacity nothing; the page keeps its
+        `used_s`."""
+        if self._room.capacity_bytes is not None and len(data) > self._room.capacity_bytes:
+            return False
         with self._translated():
             store = self._writing()
             name = page_name(page.namespace.hex(), page.key)
