@@ -86,13 +86,13 @@ def _as_unsigned(tokens: TokenInput) -> npt.NDArray[Any]:
 def _as_array(tokens: TokenInput) -> npt.NDArray[Any]:
     if isinstance(tokens, np.ndarray):
         return tokens
-    if isinstance(tokens, array.array):
+    if isinstance(tokens, array.array) and tokens.typecode != "u":  # of characters
         return np.frombuffer(tokens, dtype=tokens.typecode) if len(tokens) else np.empty(0, np.int64)
     if type(tokens).__module__.partition(".")[0] == "torch":
         if str(tokens.dtype) not in ("torch.int8", "torch.uint8", "torch.int16", "torch.int32", "torch.int64"):  # type: ignore[union-attr]
             raise InvalidInput(f"tokens: expected integers, got {tokens.dtype}; convert them to int32 or int64")  # type: ignore[union-attr]
         return np.asarray(tokens.detach().cpu().numpy())  # type: ignore[union-attr]
-    if isinstance(tokens, (str, bytes)):
+    if isinstance(tokens, (str, bytes, array.array)):
         raise InvalidInput(f"tokens: expected token ids, got {type(tokens).__name__}; tokenize the text first")
     try:
         return np.frombuffer(array.array("q", tokens), dtype=np.int64) if len(tokens) else np.empty(0, np.int64)

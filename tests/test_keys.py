@@ -123,6 +123,7 @@ def test_all_kinds_of_tokens_are_the_same_bytes(tokens: TokenInput) -> None:
         (["a"], "expected integers"),
         ("text", "tokenize"),
         (b"text", "tokenize"),
+        (array.array("u", "text"), "tokenize"),
         (np.array([1.0]), "dtype float64"),
         (np.array([True]), "dtype bool"),
         (torch.tensor([1.0]), "float32"),
