@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from hicache.backends.file.backend import IO_THREADS_MAX as BACKEND_IO_THREADS_MAX
 from hicache.cli.config import effective_yaml
 from hicache.config import FileStorage, HiCacheConfig, HostConfig, PluginStorage, load_config, read_key_file
 from hicache.config.entries import all_entries, entry_names
 from hicache.config.schema import EVICTION_POLICIES
+from hicache.config.storage import IO_THREADS_MAX
 from hicache.errors import ConfigError
 from hicache.radix import POLICIES
 
@@ -121,6 +123,12 @@ def test_options_of_the_file_backend_are_handed_over_in_its_own_terms(load: Load
         "direct_io": False,
         "sync": True,
     }
+
+
+def test_the_file_backend_takes_as_many_threads_as_the_schema(refused: Callable[..., list[str]]) -> None:
+    assert IO_THREADS_MAX == BACKEND_IO_THREADS_MAX
+    (line,) = refused("storage: {type: file, options: {path: /data, io_threads: 65}}")
+    assert line.startswith("storage.options.io_threads: must be at most 64; got 65")
 
 
 def test_options_of_other_backends_are_passed_unchanged(load: Load) -> None:

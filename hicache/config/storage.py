@@ -23,6 +23,9 @@ from .redis_storage import RedisStorage
 from .s3_storage import S3Storage
 from .section import FileSystemPath, Section
 
+# As in hicache.backends.file, which this layer does not see; a test keeps them equal.
+IO_THREADS_MAX = 64
+
 
 class FileStorageOptions(Section):
     """Options of the `file` backend: one file per page below a directory of its own."""
@@ -41,7 +44,7 @@ class FileStorageOptions(Section):
         "`capacity` says.",
     )
     io_threads: Count = Field(
-        default=4, ge=1, le=256,
+        default=4, ge=1, le=IO_THREADS_MAX,
         description="Threads that read and write files. More keeps a fast disk busy; one core moves a few GB/s.",
     )
     direct_io: bool = Field(
