@@ -1,6 +1,6 @@
 """The memory backend: a dictionary of frames. The template for a backend of your own, and the one that tests trust.
 
-Locking design: one lock around every verb; a copy of a page is the longest thing done under it.
+Locking design: one lock around every verb's work on a page, which is sealed, copied and proved under it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class MemoryBackend(StorageBackend):
         """See StorageBackend."""
         check_keys(keys)
         with self._lock:
-            if self._closed or time.monotonic() >= deadline:
+            if not self._may_start(deadline):
                 return 0
             for position, key in enumerate(keys):
                 if key not in self._pages:
@@ -144,9 +144,11 @@ class MemoryBackend(StorageBackend):
         return SetOutcome.STORED
 
     def _make_room(self, need: int, parent: bytes | None) -> bool:
-        """Evict until `need` bytes more fit; never `parent`, which is about to get a child."""
+        """Evict until `need` bytes more fit; never `parent`, which is about to get a child, and nothing in vain."""
         if self._capacity_bytes is None:
             return True
+        if need > self._capacity_bytes:
+            return False
         while self._bytes + need > self._capacity_bytes:
             leaves = [key for key in self._pages if key not in self._children and key != parent]
             if not leaves:

@@ -60,6 +60,17 @@ class TestFileBackend(BackendContract):
     def open_store(self, tmp_path: Path) -> OpenStore:
         return lambda codec: open_file(tmp_path / "store", codec)
 
+    def test_a_lookup_or_removal_that_is_not_made_is_counted_by_its_reason(self, store: Store) -> None:
+        """As an empty store answers it, but for the count: a guard tells the two apart by that."""
+        backend, keys = store.backend, make_keys(2)
+        store_chain(store, keys)
+        past = time.monotonic() - 1.0
+        assert (backend.batch_exists(keys, deadline=past), backend.delete(keys, deadline=past)) == (0, 0)
+        assert backend.statistics().errors == {"deadline": 2}
+        backend.close()
+        assert (backend.batch_exists(keys, deadline=soon()), backend.delete(keys, deadline=soon())) == (0, 0)
+        assert backend.statistics().errors == {"deadline": 2, "closed": 2}
+
 
 class TestFileBackendDirect(BackendContract):
     """With direct I/O where the file system has it, synchronous, and with one thread."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from hicache.backends.base import SetOutcome
@@ -46,6 +48,17 @@ class TestMemoryBackend(SoleBackendContract):
     @pytest.fixture
     def open_store(self) -> OpenStore:
         return open_memory
+
+    def test_a_lookup_or_removal_that_is_not_made_is_counted_by_its_reason(self, store: Store) -> None:
+        """As an empty store answers it, but for the count: a guard tells the two apart by that."""
+        backend, keys = store.backend, make_keys(2)
+        store_chain(store, keys)
+        past = time.monotonic() - 1.0
+        assert (backend.batch_exists(keys, deadline=past), backend.delete(keys, deadline=past)) == (0, 0)
+        assert backend.statistics().errors == {"deadline": 2}
+        backend.close()
+        assert (backend.batch_exists(keys, deadline=soon()), backend.delete(keys, deadline=soon())) == (0, 0)
+        assert backend.statistics().errors == {"deadline": 2, "closed": 2}
 
 
 def test_a_full_store_drops_the_tail_of_the_oldest_chain() -> None:
@@ -124,6 +137,17 @@ def test_as_many_pages_fit_as_their_real_lengths_allow() -> None:
     assert store_chain(store, make_keys(1, "more")) == [STORED]
     assert backend.statistics().evicted_pages == 1
     backend.check()
+
+
+def test_a_page_larger_than_the_capacity_evicts_nothing() -> None:
+    keys = make_keys(2)
+    plain, packed = PLAIN.frame_bytes, FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression())
+    backend = MemoryBackend(packed, plain // 2)
+    store = Store(backend, backend.peek, backend.poke)
+    assert store_chain(store, keys[:1]) == [STORED], "half a frame"
+    noise = memoryview(bytearray(rng(1).randbytes(plain)))
+    assert backend.batch_set(keys[1:], [noise], parent=None, deadline=soon()) == [SetOutcome.REJECTED]
+    assert (load(store, keys), backend.statistics().evicted_pages) == ([HIT, MISS], 0)
 
 
 @pytest.mark.parametrize("capacity", [0, -1, True, 1.5])

@@ -26,7 +26,7 @@ from ...frame import FrameCodec
 from ..base import BackendStatistics, EvictionListener, GetOutcome, SetOutcome, StorageBackend, Usage
 from ..calls import Calls, check_batch, check_keys
 from ..workers import WorkerPool
-from .batches import SETTLE_S, Leftovers, Parts, Reads, Writes, class_of
+from .batches import DEADLINE, SETTLE_S, Leftovers, Parts, Reads, Writes, class_of
 from .evicted import EvictedFile
 from .index import Index, PageRow
 from .pages import PageFiles, System, error_name, page_name, remove_page
@@ -160,10 +160,12 @@ class FileBackend(StorageBackend):
         check_keys(keys)
         with self._calls.enter() as is_open:
             if not is_open:
+                self._calls.count(errors=["closed"])
                 return 0
             present, namespace_hex = self._parts.files.present, self._namespace_hex
             for position, key in enumerate(keys):
                 if not position % _EXISTS_PAGES_PER_CLOCK and time.monotonic() >= deadline:
+                    self._calls.count(errors=[DEADLINE])
                     return position
                 try:
                     if not present(page_name(namespace_hex, key)):
@@ -242,8 +244,11 @@ class FileBackend(StorageBackend):
         """See StorageBackend. One transaction for all of them."""
         check_keys(keys)
         removed = 0
+        if not keys:
+            return 0
         with self._calls.enter() as is_open:
-            if not is_open or not keys or time.monotonic() >= deadline:
+            if not is_open or time.monotonic() >= deadline:
+                self._calls.count(errors=[DEADLINE if is_open else "closed"])
                 return 0
             with self._settle(deadline) as index:
                 if index is not None:
