@@ -435,9 +435,10 @@ def test_processes_share_one_store_within_its_capacity(tmp_path: Path) -> None:
         for number in range(3)
     ]  # fmt: skip
     largest = 0
-    deadline = time.monotonic() + 60
+    pause, deadline = threading.Event(), time.monotonic() + 120
     while any(process.poll() is None for process in processes):
         assert time.monotonic() < deadline
+        pause.wait(0.001)  # or this loop would keep the lock from the others
         largest = max(largest, _files.bytes_on_disk(root))
     outputs = [process.communicate()[0].strip() for process in processes]
     assert outputs == ["True 0 {}"] * 3
@@ -473,7 +474,8 @@ def test_a_store_that_is_locked_costs_the_deadline_and_no_more(tmp_path: Path) -
         )
         assert outcomes == [SetOutcome.ERROR] * 2
         assert load(two, keys) == [HIT, HIT], "reading needs no lock"
-    assert two.backend.statistics().errors["ETIMEDOUT"] == 1
+    # On a busy machine the time may be over before the lock is asked for.
+    assert two.backend.statistics().errors in ({"ETIMEDOUT": 1}, {"deadline": 2})
     assert store_chain(two, make_keys(2, "new")) == [STORED] * 2
     check(two, tmp_path / "s")
     one.backend.close()

@@ -1,6 +1,6 @@
 """kill -9 anywhere: what is left is whole pages or misses, within the limits, and nothing that leaks.
 
-`SOAK_FACTOR` multiplies the kills at random moments; the kills at call boundaries are all made each time.
+`SOAK_FACTOR` multiplies the kills at random moments; the kills at call boundaries are made each time.
 """
 
 from __future__ import annotations
@@ -122,11 +122,12 @@ def verify(
 
 
 @pytest.mark.parametrize(
-    ("scenario", "form"),
-    [("write", "plain"), ("evict", "plain"), ("sweep", "plain"), ("evict", "zstd+gcm")],
+    ("scenario", "form", "step"),
+    # The calls are the same whatever the form, so of the second one some are enough.
+    [("write", "plain", 1), ("evict", "plain", 1), ("sweep", "plain", 1), ("evict", "zstd+gcm", 4)],
 )
 def test_a_kill_at_any_call_leaves_whole_pages_or_misses(
-    killing: Killing, tmp_path: Path, scenario: str, form: str
+    killing: Killing, tmp_path: Path, scenario: str, form: str, step: int
 ) -> None:
     template, root = make_template(tmp_path / "template", form), tmp_path / "s"
     shutil.copytree(template, root)
@@ -134,8 +135,8 @@ def test_a_kill_at_any_call_leaves_whole_pages_or_misses(
     assert whole["status"] == 0
     calls = whole["told"].pop("calls")
     assert calls > 30
-    killed = 0
-    for kill_at in range(1, calls + 1):
+    killed, moments = 0, range(1, calls + 1, step)
+    for kill_at in moments:
         shutil.rmtree(root)
         shutil.copytree(template, root)
         ended = killing.run(scenario, root, kill_at=kill_at, form=form)
@@ -145,7 +146,7 @@ def test_a_kill_at_any_call_leaves_whole_pages_or_misses(
         ended["told"].pop("calls", None)
         verify(root, ended["told"], f"killed before call {kill_at} of {calls}", form=form)
     print(f"{killed} kills at calls")
-    assert killed >= calls - 5
+    assert killed >= len(moments) - 5
 
 
 @pytest.mark.parametrize("seed", seeds(1))
