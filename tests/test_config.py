@@ -398,6 +398,11 @@ def test_a_variable_that_the_configuration_names_for_a_secret_is_no_typo(
     assert "unknown entry" in line and "hunter2" not in line
 
 
+def test_a_section_in_thousands_of_sections_is_only_unknown(refused: Callable[..., list[str]]) -> None:
+    (line,) = refused("", {"__".join(["A"] * 5000): "1"})
+    assert line.startswith("a.a.a.") and "unknown entry" in line
+
+
 def test_a_variable_is_named_for_a_secret_by_another_variable_too(load: Load) -> None:
     text = "storage: {type: redis, options: {url: 'redis://h'}}"
     config = load(text, {"STORAGE__OPTIONS__PASSWORD_ENV": "HICACHE_SECRET", "SECRET": "hunter2"})

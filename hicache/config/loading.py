@@ -235,16 +235,16 @@ class _Merge:
         return node
 
 
-def _named_variables(node: Any) -> Iterator[str]:
-    """The values of all entries below `node` that name a variable."""
-    for value in node if isinstance(node, list) else ():
-        yield from _named_variables(value)
-    for name, value in node.items() if isinstance(node, dict) else ():
-        if isinstance(value, str):
-            if isinstance(name, str) and name.endswith(_NAMES_VARIABLE):
-                yield value
-        else:
-            yield from _named_variables(value)
+def _named_variables(tree: Mapping[str, Any]) -> Iterator[str]:
+    """The values of all entries in `tree` that name a variable. Takes a tree of any depth."""
+    nodes: list[Any] = [tree]
+    for node in nodes:  # grows meanwhile
+        if isinstance(node, list):
+            nodes += node
+        elif isinstance(node, dict):
+            nodes += node.values()
+            named = (value for name, value in node.items() if str(name).endswith(_NAMES_VARIABLE))
+            yield from (value for value in named if isinstance(value, str))
 
 
 def _without_tags(loc: EntryPath) -> EntryPath:
