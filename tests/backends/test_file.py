@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import sqlite3
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.file import FileBackend
+from hicache.backends.file.backend import USES_FLUSH_S
 from hicache.backends.file.pages import System
 from hicache.backends.testing import (
     HIT,
@@ -458,6 +460,27 @@ def test_a_page_stored_by_one_backend_is_seen_by_another(tmp_path: Path) -> None
     assert two.backend.delete(keys[3:], deadline=soon()) == 1
     assert load(one, keys) == [HIT, HIT, HIT, MISS]
     assert one.backend.usage() == two.backend.usage()
+    one.backend.close()
+    two.backend.close()
+
+
+def test_while_the_store_is_locked_few_reads_wait_to_note_that_they_used_it(tmp_path: Path) -> None:
+    taken: list[str] = []
+    one, two = open_file(tmp_path / "s"), open_file(tmp_path / "s", system=Faulty(lambda name, *_: taken.append(name)))
+    keys = make_keys(2)
+    store_chain(one, keys)
+    assert isinstance(one.backend, FileBackend) and isinstance(two.backend, FileBackend)
+    two.backend._uses_since = -math.inf  # the use of some page waits to be written
+    waited = 0
+    with one.backend._store.transaction(soon()):
+        begin = time.monotonic()
+        for _ in range(20):
+            taken.clear()
+            assert load(two, keys) == [HIT] * 2
+            waited += "flock" in taken
+        assert 1 <= waited <= 1 + (time.monotonic() - begin) / USES_FLUSH_S
+    two.backend._flush_uses(soon())
+    assert two.backend._uses == {}
     one.backend.close()
     two.backend.close()
 

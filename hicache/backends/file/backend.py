@@ -7,7 +7,8 @@ kill may lose the recency of the last second. The format of the store is in docs
 
 Locking design: pages are read and written by the threads of a `WorkerPool` and by the caller, each page by one of them;
 outcomes are slots of a list that only that thread writes. `_state` guards `_uses` and is held for a few instructions
-only. Transactions are taken with `_state` free. `room` is used in transactions only.
+only; `_flush_after` is a hint, written by any thread. Transactions are taken with `_state` free. `room` changes in
+transactions only.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from .store import Store, now_us
 IO_THREADS_MAX = 64
 # Recency is written when this many pages wait or the oldest one waits this long, and never more are kept.
 _USES_FLUSH = 4096
-_USES_FLUSH_S = 1.0
+USES_FLUSH_S = 1.0
 _USES_MAX = 65_536
-# Recency is not worth waiting for a busy store.
+# Recency is not worth waiting for a busy store, and if that was in vain not again with the next batch.
 _FLUSH_WAIT_S = 0.02
 _CLOSE_S = 5.0
 _EXISTS_PAGES_PER_CLOCK = 64
@@ -106,6 +107,7 @@ class FileBackend(StorageBackend):
         self._close_lock = threading.Lock()
         self._uses: dict[bytes, int] = {}
         self._uses_since = math.inf
+        self._flush_after = -math.inf
         self._store = Store(options.path, create=True, system=system)
         self._usage = Usage(0, 0, options.capacity_bytes)
         files = PageFiles(
@@ -178,7 +180,8 @@ class FileBackend(StorageBackend):
     def batch_get(
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
     ) -> list[GetOutcome]:
-        """See StorageBackend. Needs no lock of the store but to remove a damaged page."""
+        """See StorageBackend. Takes the store's lock to remove damaged pages, and about once a second, if it is to be
+        had within a moment, to note which pages were used."""
         check_batch(self.codec, keys, frames)
         with self._calls.enter() as is_open:
             if not is_open:
@@ -198,7 +201,8 @@ class FileBackend(StorageBackend):
         with self._state:
             self._uses.update(dict.fromkeys(keys, now_us()))
             self._uses_since = min(self._uses_since, now)
-            due = len(self._uses) >= _USES_FLUSH or now - self._uses_since >= _USES_FLUSH_S
+            due = len(self._uses) >= _USES_FLUSH or now - self._uses_since >= USES_FLUSH_S
+            due = due and now >= self._flush_after
         if due:
             self._flush_uses(now + _FLUSH_WAIT_S)
 
@@ -207,7 +211,7 @@ class FileBackend(StorageBackend):
             with self._store.transaction(deadline) as index:
                 self._write_uses(index)
         except TimeoutError:
-            pass  # another process holds the store; the next batch tries again
+            self._flush_after = time.monotonic() + USES_FLUSH_S  # another thread or process holds the store
         except (OSError, sqlite3.Error) as error:
             self._calls.count(errors=[class_of(error)])
         with self._state:
