@@ -277,6 +277,15 @@ class LeftBehind(Exception):
         self.cause = cause
 
 
+def lies_there(system: System, root_fd: int, name: str) -> bool:
+    """Whether anything, page or not, has this name. Raises OSError."""
+    try:
+        system.lstat(name, dir_fd=root_fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def remove_page(system: System, root_fd: int, name: str) -> None:
     """Remove a page's file; a missing one is fine. REQUIRES: the store's lock. Raises OSError."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):

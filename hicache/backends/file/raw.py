@@ -21,7 +21,7 @@ from ...errors import BackendError, BackendUnavailable
 from ..raw import RawStore, StoredPage
 from .backend import FileBackendOptions
 from .index import Index
-from .pages import FULL_ERRNOS, READ_FLAGS, TMP_DIR, LeftBehind, PageFiles, System, page_name, remove_page
+from .pages import FULL_ERRNOS, READ_FLAGS, TMP_DIR, LeftBehind, PageFiles, System, lies_there, page_name, remove_page
 from .room import Room
 from .store import Store, now_us
 from .view import View, places
@@ -137,7 +137,7 @@ class FileRaw(RawStore):
         with self._translated():
             store = self._writing()
             name = page_name(page.namespace.hex(), page.key)
-            if _lies_there(store, name):
+            if lies_there(store.system, store.root_fd, name):
                 return False
             self._serial += 1
             writer = f"{store.owner}.{self._serial}"
@@ -164,9 +164,8 @@ class FileRaw(RawStore):
             sync=options.sync,
         )
         temporary = f"{TMP_DIR}/{writer}"
-        frame = memoryview(bytearray(data))
         try:
-            files.write(temporary, frame)
+            files.write(temporary, memoryview(data))
         except OSError as error:
             if error.errno not in FULL_ERRNOS:
                 raise
@@ -174,7 +173,7 @@ class FileRaw(RawStore):
                 index.release_all(writer)
             return False
         with store.transaction(time.monotonic() + _WAIT_S) as index:
-            if _lies_there(store, name):
+            if lies_there(store.system, store.root_fd, name):
                 remove_page(store.system, store.root_fd, temporary)
                 index.release_all(writer)
                 return False
@@ -210,17 +209,9 @@ def _regular(view: View, name: str) -> os.stat_result | None:
     return found if stat.S_ISREG(found.st_mode) else None
 
 
-def _lies_there(store: Store, name: str) -> bool:
-    try:
-        store.system.lstat(name, dir_fd=store.root_fd)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
 def _remove(store: Store, index: Index, page: StoredPage) -> bool:
     name = page_name(page.namespace.hex(), page.key)
-    there = _lies_there(store, name)
+    there = lies_there(store.system, store.root_fd, name)
     if there:
         remove_page(store.system, store.root_fd, name)
     index.drop(page.namespace, page.key)

@@ -18,7 +18,7 @@ from itertools import groupby
 from ...errors import BackendError, BackendUnavailable, InvalidInput
 from ...keys import PAGE_KEY_BYTES
 from .index import Index, PageRow
-from .pages import NOT_REGULAR, System, identity, is_hex, page_name, remove_damaged, remove_page
+from .pages import NOT_REGULAR, System, identity, is_hex, lies_there, page_name, remove_damaged, remove_page
 from .report import NO_KEYS, PageKeys, PageReport, inspect_page, report_on
 from .store import Store
 from .view import Place, View, places
@@ -142,17 +142,9 @@ def _remove(store: Store, place: Place, report: PageReport) -> bool:
         return False  # the disk may be able to read it later
     with store.transaction(time.monotonic() + _TOOL_WAIT_S) as index:
         removed = remove_damaged(store.system, store.root_fd, place.name, report.found)
-        if place.key is not None and not _exists(store, place.name):
+        if place.key is not None and not lies_there(store.system, store.root_fd, place.name):
             index.drop(place.namespace, place.key)
     return removed
-
-
-def _exists(store: Store, name: str) -> bool:
-    try:
-        store.system.lstat(name, dir_fd=store.root_fd)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 def purge_store(
