@@ -30,7 +30,8 @@ def create_engine(
     """Load `model` (a folder, or a checkpoint loaded before), build its cache as `config` says, and the engine.
 
     `kv_dtype` is what KV is kept in on all tiers; narrower than float32 saves memory and rounds. Raises ConfigError,
-    CapacityError and BackendError with what to change; nothing is left running then.
+    CapacityError and BackendError with what to change, InvalidInput for a `kv_dtype` that nobody knows; nothing is left
+    running then.
     """
     options = options or EngineOptions()
     checkpoint = load_checkpoint(model) if isinstance(model, Path) else model

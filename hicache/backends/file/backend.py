@@ -98,7 +98,8 @@ class FileBackend(StorageBackend):
         super().__init__(codec)
         if options.capacity_bytes is not None and options.capacity_bytes < codec.frame_bytes:
             raise InvalidInput(
-                f"file store: capacity_bytes {options.capacity_bytes} is below one page of {codec.frame_bytes} bytes"
+                f"file store: capacity_bytes {options.capacity_bytes} is below one page of {codec.frame_bytes} bytes;"
+                " raise it, or use smaller pages"
             )
         self.options = options
         self._namespace_hex = codec.namespace.hex()
