@@ -398,6 +398,13 @@ def test_a_variable_that_the_configuration_names_for_a_secret_is_no_typo(
     assert "unknown entry" in line and "hunter2" not in line
 
 
+def test_a_variable_stays_named_for_a_secret_where_another_source_replaces_the_entry(load: Load) -> None:
+    text = "storage: {type: redis, options: {url: 'redis://h', password_env: HICACHE_SECRET}}"
+    assert load(text, {"SECRET": "hunter2"}, {"storage.type": "memory"}).storage == PluginStorage(type="memory")
+    text = "integrity: {mac_key_env: HICACHE_SECRET}"
+    assert load(text, {"SECRET": HEX_KEY}, {"integrity.mac_key_file": "/x"}).integrity.mac_key_env is None
+
+
 def test_a_section_in_thousands_of_sections_is_only_unknown(refused: Callable[..., list[str]]) -> None:
     (line,) = refused("", {"__".join(["A"] * 5000): "1"})
     assert line.startswith("a.a.a.") and "unknown entry" in line

@@ -116,7 +116,8 @@ def entry_of_variable(variable: str) -> EntryPath | None:
 
 
 class _Merge:
-    """The entries so far: `tree` nested as pydantic takes it, `origins` by path for error messages.
+    """The entries so far: `tree` nested as pydantic takes it, `origins` by path for error messages. `secrets` are the
+    variables that any source has named for a secret, also where a stronger one has replaced that entry.
 
     Invariant: the paths in `origins` are the leaves of `tree`.
     """
@@ -125,9 +126,11 @@ class _Merge:
         self.tree: dict[str, Any] = {}
         self.origins: dict[EntryPath, str] = {}
         self.problems: list[_Problem] = []
+        self.secrets: set[str] = set()
 
     def add(self, entries: list[_Entry]) -> None:
         """Put the entries of one source over those of weaker ones."""
+        self.secrets.update(_named_variables([{entry.path[-1]: entry.value} for entry in entries]))
         self._displace({entry.path: entry.value for entry in entries})
         for entry in entries:
             self._put(entry)
@@ -168,7 +171,7 @@ class _Merge:
 
     def drop_secret_variables(self) -> None:
         """Forget the variables that entries like `integrity.mac_key_env` name: they are secrets and no entries."""
-        for name in set(_named_variables(self.tree)):
+        for name in self.secrets:
             path = entry_of_variable(name)
             if path is not None and self.origins.get(path) == _origin_of_variable(name):
                 self._remove(path)
@@ -235,10 +238,9 @@ class _Merge:
         return node
 
 
-def _named_variables(tree: Mapping[str, Any]) -> Iterator[str]:
-    """The values of all entries in `tree` that name a variable. Takes a tree of any depth."""
-    nodes: list[Any] = [tree]
-    for node in nodes:  # grows meanwhile
+def _named_variables(nodes: list[Any]) -> Iterator[str]:
+    """The values of all entries in the trees `nodes` that name a variable. Uses up the list."""
+    for node in nodes:  # which grows meanwhile
         if isinstance(node, list):
             nodes += node
         elif isinstance(node, dict):
