@@ -201,7 +201,7 @@ class RedisBackend(StorageBackend):
         return self._usage
 
     def _measure(self, primary: Address, deadline: float) -> Held:
-        with self._pools.of(primary, Purpose.QUESTIONS).lease(deadline) as channel:
+        with self._pools.of(primary, Purpose.INSPECTION).lease(deadline) as channel:
             return measure(channel, self.options.key_prefix.encode(), deadline)
 
     def statistics(self) -> BackendStatistics:

@@ -87,8 +87,9 @@ class Connector:
         self._options = options
         self._attempts = threading.BoundedSemaphore(_ATTEMPTS_MAX)
 
-    def open(self, address: Address, deadline: float, *, read_only: bool = False) -> Channel:
-        """A channel to a server, entered; with `read_only` a cluster's replica serves on it. Raises Trouble."""
+    def open(self, address: Address, deadline: float, *, read_only: bool, no_touch: bool) -> Channel:
+        """A channel to a server, entered. With `read_only` a cluster's replica serves on it; with `no_touch` nothing
+        that is looked at on it counts as used, if the server is one that can do so and lets us. Raises Trouble."""
         connection = self._connection(address, self._options.login, self._options.db)
 
         def connect() -> Channel:
@@ -98,6 +99,8 @@ class Connector:
         channel = self._within(connect, Channel.close, deadline)
         if read_only:
             self._expect_ok(channel, b"READONLY", deadline)
+        if no_touch:
+            channel.call(b"CLIENT", b"NO-TOUCH", b"ON", deadline=deadline)  # an error is no harm to the work itself
         return channel
 
     @staticmethod

@@ -23,6 +23,7 @@ class Purpose(enum.Enum):
 
     BODIES = "bodies"
     QUESTIONS = "questions"
+    INSPECTION = "inspection"  # what is looked at here does not count as used, where the server can tell (7.2)
 
 
 class Pool:
@@ -32,10 +33,13 @@ class Pool:
     lent and idle ones are `limit` at most together.
     """
 
-    def __init__(self, connector: Connector, address: Address, limit: int, read_only: bool) -> None:
+    def __init__(
+        self, connector: Connector, address: Address, limit: int, purpose: Purpose, *, read_only: bool
+    ) -> None:
         self._connector = connector
         self._address = address
         self._limit = limit
+        self._no_touch = purpose is Purpose.INSPECTION
         self._read_only = read_only
         self._state = threading.Condition()
         self._idle: list[Channel] = []
@@ -83,7 +87,9 @@ class Pool:
             channel.answered = False
             return channel
         try:
-            channel = self._connector.open(self._address, deadline, read_only=self._read_only)
+            channel = self._connector.open(
+                self._address, deadline, read_only=self._read_only, no_touch=self._no_touch
+            )
         except BaseException:
             self._free()
             raise
@@ -134,7 +140,7 @@ class Pools:
         with self._lock:
             pool = self._pools.get((address, purpose, read_only))
             if pool is None:
-                pool = Pool(self._connector, address, self._limit, read_only)
+                pool = Pool(self._connector, address, self._limit, purpose, read_only=read_only)
                 self._pools[(address, purpose, read_only)] = pool
             return pool
 

@@ -1,7 +1,8 @@
 """A Redis store as its operator sees it: every page under the key prefix, of all namespaces.
 
 Listing goes by SCAN, which costs a server time for every key it has, in pieces of about a millisecond; a page that is
-there all the while is listed once. Pages are listed and removed on the primaries.
+there all the while is listed once. Pages are listed and removed on the primaries. Looking at them does not count as a
+use, but for servers before 7.2, to which a page that was listed or read is one that was used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .opening import redis_options
 from .options import Address, RedisOptions
 from .pool import Pools, Purpose
 from .routing import Server
-from .usage import scan
+from .usage import number, scan
 
 _SCAN_COUNT = b"1000"
 # An operator's command has time, but a server that hangs must not hang it: for each piece of work.
@@ -65,7 +66,7 @@ class RedisRawStore(RawStore):
     ) -> tuple[bytes | None, list[StoredPage]]:
         """One step of SCAN and what there is to know about its pages; no cursor after the last step."""
         deadline = time.monotonic() + _WORK_S
-        with self._unavailable(), self._pools.of(primary, Purpose.QUESTIONS).lease(deadline) as channel:
+        with self._unavailable(), self._pools.of(primary, Purpose.INSPECTION).lease(deadline) as channel:
             following, names = scan(channel, cursor, deadline, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
             pages = self._look(channel, names, deadline)
         return (None if following == b"0" else following), pages
@@ -74,19 +75,19 @@ class RedisRawStore(RawStore):
         matches = [(name, match) for name in names if (match := _NAME.fullmatch(name.removeprefix(self._prefix)))]
         if not matches:
             return []
-        requests = [
+        requests = [  # when it was used comes first: to an old server, asking for the length is a use
             part
             for name, _ in matches
-            for part in (command(b"STRLEN", name), command(b"OBJECT", b"IDLETIME", name), command(b"EXISTS", name))
+            for part in (command(b"OBJECT", b"IDLETIME", name), command(b"STRLEN", name), command(b"EXISTS", name))
         ]
         channel.send([b"".join(requests)], len(requests), deadline)
         lines = channel.read_lines(len(requests), deadline)
         now_s = time.time()
         pages = []
-        for (_, match), size, idle, there in zip(matches, lines[::3], lines[1::3], lines[2::3], strict=True):
-            if there == b":1":
+        for (_, match), idle, size, there in zip(matches, lines[::3], lines[1::3], lines[2::3], strict=True):
+            if number(there):
                 # What is no string lies in a page's place all the same; under an LFU policy nobody knows idle times.
-                length = int(size[1:]) if size.startswith(b":") else 0
+                length = number(size) or 0
                 used_s = now_s - int(idle[1:]) if idle.startswith(b":") else None
                 pages.append(StoredPage(
                     bytes.fromhex(match[1].decode()), bytes.fromhex(match[2].decode()), length, used_s
@@ -99,17 +100,16 @@ class RedisRawStore(RawStore):
         end = b"%d" % (min(bytes_max, REPLY_MAX_BYTES) - 1)
         deadline = time.monotonic() + _WORK_S
         with self._unavailable(), self._lease(name, deadline) as channel:
-            there = channel.call(b"EXISTS", name, deadline=deadline)
-            if isinstance(there, ErrorReply):
-                raise there.trouble
-            if not there:
-                return None
             found = channel.call(b"GETRANGE", name, b"0", end, deadline=deadline)
             if isinstance(found, ErrorReply):
                 if found.fault is Fault.WRONG_TYPE:
                     return b""
                 raise found.trouble
-        return found if isinstance(found, bytes) else None
+            # What is not there has an empty range, too.
+            there = found or channel.call(b"EXISTS", name, deadline=deadline)
+            if isinstance(there, ErrorReply):
+                raise there.trouble
+        return found if there and isinstance(found, bytes) else None
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
         """See RawStore. Redis keeps no chains, so `parent` stays where it is: in the header."""
@@ -130,7 +130,7 @@ class RedisRawStore(RawStore):
         with self._unavailable():
             groups = self._router.by_server(range(len(names)), names, to_read=False, deadline=deadline)
             for server, positions in groups.items():
-                with self._pools.of(self._known(server).address, Purpose.QUESTIONS).lease(deadline) as channel:
+                with self._pools.of(self._known(server).address, Purpose.INSPECTION).lease(deadline) as channel:
                     requests = [command(b"UNLINK", names[position]) for position in positions]
                     channel.send([b"".join(requests)], len(requests), deadline)
                     for line in channel.read_lines(len(requests), deadline):
@@ -148,7 +148,7 @@ class RedisRawStore(RawStore):
 
     def _lease(self, name: bytes, deadline: float) -> contextlib.AbstractContextManager[Channel]:
         (server,) = self._router.by_server([0], [name], to_read=False, deadline=deadline)
-        return self._pools.of(self._known(server).address, Purpose.QUESTIONS).lease(deadline)
+        return self._pools.of(self._known(server).address, Purpose.INSPECTION).lease(deadline)
 
     @staticmethod
     def _known(server: Server | None) -> Server:

@@ -18,6 +18,8 @@ SAMPLE_KEYS = 4096
 _SCAN_COUNT = b"1024"
 # So many lengths are asked for; pages of one model are all equally long.
 _LENGTHS_MAX = 512
+# What was listed may be no string, or be on another node by now.
+_NO_LENGTH = frozenset({Fault.WRONG_TYPE, Fault.MOVED, Fault.ASK})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,17 @@ def _lengths(channel: Channel, names: Sequence[bytes], deadline: float) -> list[
         return []
     channel.send([b"".join([command(b"STRLEN", name) for name in names])], len(names), deadline)
     lines = channel.read_lines(len(names), deadline)
-    # What is no string is no page, and has no length.
-    return [int(line[1:]) for line in lines if line.startswith(b":")]
+    return [size for line in lines if (size := number(line)) is not None]
+
+
+def number(line: bytes) -> int | None:
+    """The reply to STRLEN or EXISTS; None for what is no string, and on a node that has it no more. Raises Trouble."""
+    if line.startswith(b":"):
+        return int(line[1:])
+    error = ErrorReply(line.removeprefix(b"-"))
+    if error.fault in _NO_LENGTH:
+        return None
+    raise error.trouble
 
 
 def _limit(channel: Channel, deadline: float) -> int | None:

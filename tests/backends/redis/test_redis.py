@@ -26,6 +26,7 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.devservers import DevService, RedisCluster, RedisSentinel, RedisServer, ValkeyServer
+from hicache.devservers.redis import RedisLike
 from tests.certificates import make_certificates
 from tests.proxy import Proxy
 from tests.waiting import wait_for
@@ -120,14 +121,14 @@ def test_a_password_opens_a_server_that_asks_for_one(login: Callable[[DevService
             assert store_chain(store, make_keys(3)) == [STORED] * 3
 
 
-@pytest.mark.parametrize("ttl_s", [None, 60.0])
+@pytest.mark.parametrize(("kind", "ttl_s"), [(ValkeyServer, None), (ValkeyServer, 60.0), (RedisServer, 60.0)])
 def test_a_user_with_the_documented_rights_can_do_everything(
-    login: Callable[[DevService], None], ttl_s: float | None
+    login: Callable[[DevService], None], kind: type[RedisLike], ttl_s: float | None
 ) -> None:
     (line,) = (line for line in DOCUMENT.read_text().splitlines() if "ACL SETUSER engine" in line)
     acl = line.split(">PASSWORD ")[1] + " +ping"  # with which the tests ask whether the server is up
     keys = make_keys(3)
-    with ValkeyServer(password="pass word", user="engine", acl=acl) as server:
+    with kind(password="pass word", user="engine", acl=acl) as server:
         login(server)
         with opened(server, key_prefix="hicache:", ttl_s=ttl_s, db=2) as (backend, store):
             assert store_chain(store, keys) == [STORED] * 3

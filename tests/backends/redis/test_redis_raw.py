@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import redis
 
+from hicache.backends.base import Usage
 from hicache.backends.raw import RawStore, StoredPage
 from hicache.backends.registry import BackendSpec, open_raw
 from hicache.backends.testing import (
@@ -23,11 +24,11 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
-from hicache.devservers import RedisCluster, ValkeyServer
+from hicache.devservers import RedisCluster, RedisServer, ValkeyServer
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
 
-from .store import CODEC, PAGE, fresh_prefix, open_on, opened
+from .store import CODEC, PAGE, fresh_prefix, name_of, open_on, opened
 
 OTHER = FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES)
 
@@ -103,6 +104,51 @@ def test_what_is_no_page_is_not_listed_and_a_list_in_a_pages_place_is(valkey: Va
         assert dataclasses.replace(page, used_s=None) == StoredPage(NAMESPACE, key, 0, None)
         assert raw.read(page, PAGE) == b""
         assert raw.remove([page]) == 1
+
+
+def grow_old(client: Any, names: list[str], seconds: int) -> None:
+    """Let the server believe that these were used so long ago."""
+    for name in names:
+        client.restore(name, 0, client.dump(name), replace=True, idletime=seconds)
+
+
+def test_looking_at_pages_does_not_count_as_their_use(valkey: ValkeyServer) -> None:
+    keys = make_keys(5)
+    with opened(valkey) as (backend, store), valkey.client() as client:
+        store_chain(store, keys)
+        names = [name_of(backend, key) for key in keys]
+        grow_old(client, names, 1000)
+        with raw_on(valkey.storage(key_prefix=backend.options.key_prefix)[1]) as raw:
+            for page in [*raw.pages(), *raw.pages()]:
+                assert page.used_s is not None and 900 < time.time() - page.used_s < 1100
+                assert raw.read(page, PAGE) is not None
+        assert backend.usage() == Usage(5, 5 * PAGE, None)
+        assert all(client.object("idletime", name) >= 1000 for name in names)
+
+
+def test_an_old_server_tells_the_last_use_once(old_redis: RedisServer) -> None:
+    """It takes looking for a use, so only the first listing is right."""
+    keys = make_keys(5)
+    with opened(old_redis) as (backend, store), old_redis.client() as client:
+        store_chain(store, keys)
+        grow_old(client, [name_of(backend, key) for key in keys], 1000)
+        with raw_on(old_redis.storage(key_prefix=backend.options.key_prefix)[1]) as raw:
+            ages_s = [[time.time() - (page.used_s or 0.0) for page in raw.pages()] for _ in range(2)]
+        assert [age_s > 900 for age_s in ages_s[0] + ages_s[1]] == [True] * 5 + [False] * 5
+
+
+@pytest.mark.parametrize("command", ["exists", "strlen"])
+def test_a_user_who_may_not_look_gets_an_error_and_no_empty_list(command: str) -> None:
+    with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
+        store_chain(store, make_keys(3))
+        with raw_on(server.storage(key_prefix=backend.options.key_prefix)[1]) as raw:
+            assert len(list(raw.pages())) == 3
+            before = backend.usage()
+            client.execute_command("ACL", "SETUSER", "default", f"-{command}")
+            with pytest.raises(BackendUnavailable, match="no_permission"):
+                list(raw.pages())
+        assert backend.usage() == before
+        assert dict(backend.statistics().errors) == ({"no_permission": 1} if command == "strlen" else {})
 
 
 def test_a_server_that_evicts_by_frequency_knows_no_times() -> None:
