@@ -84,6 +84,12 @@ class RedisStorageOptions(Section):
         default="hicache:", max_length=128, pattern=r"^[A-Za-z0-9_.:/-]*$",
         description="Beginning of every key. Two prefixes on one server are two stores.",
     )
+    capacity: PositiveSize | None = Field(
+        default=None,
+        description="Bytes that the pages under `key_prefix` may take, for a server without a maxmemory of its own. "
+        "Beyond that the least recently used ends of chains are removed. Not set: what the server takes. The store is "
+        "listed once a minute, and what the server needs beside the pages comes on top.",
+    )
     ttl: PositiveDuration | None = Field(
         default=None,
         description="How long a page lives after its last use; not set: until the server evicts it. With it every "
@@ -132,6 +138,8 @@ class RedisStorage(Section):
     def backend_options(self) -> dict[str, object]:
         """Keyword options as the `redis` backend takes them: plain numbers, unit in the name."""
         options = dict(self.options)
-        for name, plain in (("ttl", "ttl_s"), ("pipeline", "pipeline_bytes"), ("timeout", "timeout_s")):
+        for name, plain in (
+            ("capacity", "capacity_bytes"), ("ttl", "ttl_s"), ("pipeline", "pipeline_bytes"), ("timeout", "timeout_s"),
+        ):  # fmt: skip
             options[plain] = options.pop(name)
         return options

@@ -31,10 +31,11 @@ def test_the_backend_gets_what_the_section_says(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PASSWORD_OF_TESTS", "hush")
     options = loaded(tmp_path, {
         "sentinels": ["one", "two:7000"], "service": "cache", "ttl": "2h", "timeout": "250ms", "pipeline": "1MiB",
-        "read_from": "replica", "connections": 3, "db": 4, "key_prefix": "c:", "username": "me",
+        "read_from": "replica", "connections": 3, "db": 4, "key_prefix": "c:", "username": "me", "capacity": "2GiB",
         "password_env": "PASSWORD_OF_TESTS", "tls": True, "tls_ca_file": __file__, "tls_check_hostname": False,
     }).backend_options()  # fmt: skip
     check_backend("redis", options)
+    assert options.pop("capacity_bytes") == 2 << 30  # which is kept around the backend
     made = redis_options(**options)  # type: ignore[arg-type]
     assert (made.mode, made.service) == ("sentinel", "cache")
     assert made.addresses == (Address("one", 26379), Address("two", 7000))
@@ -47,6 +48,7 @@ def test_the_backend_gets_what_the_section_says(tmp_path: Path, monkeypatch: pyt
 
 def test_defaults_of_the_section_are_those_of_the_backend(tmp_path: Path) -> None:
     section = loaded(tmp_path, {"url": "redis://host/3"}).backend_options()
+    assert section.pop("capacity_bytes") is None
     assert redis_options(**section) == redis_options(url="redis://host/3")  # type: ignore[arg-type]
 
 
@@ -83,5 +85,7 @@ def test_the_examples_on_the_page_load(tmp_path: Path, monkeypatch: pytest.Monke
     for example in examples:
         storage = loaded(tmp_path, yaml.safe_load(example)["storage"]["options"])
         options = storage.backend_options()
+        check_backend("redis", options)
         if options["password_file"] is None:  # there are no files at the places in the examples
+            del options["capacity_bytes"]
             redis_options(**options)  # type: ignore[arg-type]

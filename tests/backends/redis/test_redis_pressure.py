@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import pytest
+import contextlib
 
-from hicache.backends.base import SetOutcome
+import pytest
+from redis.exceptions import MovedError
+
+from hicache.backends.base import SetOutcome, Usage
 from hicache.backends.redis.questions import remove_damaged
+from hicache.backends.registry import open_backend
 from hicache.backends.testing import (
     CORRUPT,
     HIT,
     MISS,
+    NAMESPACE,
     SET_ERROR,
     STORED,
+    Store,
     full_frames,
     load,
     make_keys,
     soon,
     store_chain,
 )
-from hicache.devservers import RedisCluster, ValkeyServer
+from hicache.devservers import RedisCluster, RedisServer, ValkeyServer
+from hicache.devservers.redis import RedisLike
 from hicache.frame import HEADER_BYTES
+from tests.waiting import wait_for
 
 from .store import CODEC, PAGE, fresh_prefix, name_of, open_on, opened
 
@@ -60,10 +68,40 @@ def test_one_full_node_of_a_cluster_ends_the_batch_at_its_first_page() -> None:
 
 
 def test_a_server_with_room_takes_all() -> None:
-    """The control of the test above."""
+    """The control of the tests above."""
     keys = make_keys(PAGES)
     with ValkeyServer() as server, opened(server) as (_, store):
         assert store_chain(store, keys) == [STORED] * PAGES
+
+
+@pytest.mark.parametrize("kind", ["valkey", "old_redis", "redis_cluster"])
+def test_a_capacity_is_kept_on_a_server_that_has_none(request: pytest.FixtureRequest, kind: str) -> None:
+    """The chain that was used last stays whole, and the other one loses its end."""
+    server = request.getfixturevalue(kind)
+    assert isinstance(server, (ValkeyServer, RedisServer, RedisCluster))
+    old, used, more = make_keys(10, "old"), make_keys(10, "used"), make_keys(30, "more")
+    options = server.storage(key_prefix=fresh_prefix())[1]
+    with contextlib.closing(open_backend("redis", CODEC, {**options, "capacity_bytes": 20 * PAGE})) as limited:
+        store = Store(limited, lambda key: None, lambda key, value: None)
+        assert store_chain(store, old) == [STORED] * 10
+        for number in range(10):
+            grow_old(server, f"{options['key_prefix']}{NAMESPACE.hex()}:{old[number].hex()}")
+        assert store_chain(store, used) == [STORED] * 10
+        wait_for(lambda: limited.statistics().evicted_pages > 0)
+        assert limited.usage() == Usage(18, 18 * PAGE, 20 * PAGE)
+        assert load(store, used) == [HIT] * 10
+        assert load(store, old) == [HIT] * 8 + [MISS] * 2
+        outcomes = store_chain(store, more)
+        head = outcomes.count(STORED)
+        assert 0 < head < 20 and outcomes == [STORED] * head + [REJECTED] * (30 - head)
+        assert dict(limited.statistics().errors) == {}
+
+
+def grow_old(server: RedisLike | RedisCluster, name: str) -> None:
+    """Let the server believe that a page was used long ago."""
+    for node in server.nodes if isinstance(server, RedisCluster) else [server]:
+        with node.client() as client, contextlib.suppress(MovedError):
+            client.restore(name, 0, client.dump(name), replace=True, idletime=1000)
 
 
 def test_after_random_evictions_a_hit_ends_at_the_first_hole_exactly() -> None:
