@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -11,6 +12,8 @@ from .guard import GuardConfig
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
 _PLACES = ("url", "unix_socket", "cluster", "sentinels")
+# Checked with the whole section, whose errors do not quote it: a password may be in it.
+_URL = re.compile(r"rediss?://[^/@?#\s]+(/[0-9]{0,5})?")
 _Servers = Annotated[list[str], Field(min_length=1, max_length=64)]
 
 
@@ -121,6 +124,13 @@ class RedisStorageOptions(Section):
         given = [name for name in _PLACES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of {', '.join(_PLACES)}; there are {' and '.join(given) or 'none'}")
+        if self.url is not None and not _URL.fullmatch(self.url):
+            raise ValueError(
+                "url must look like redis://host:6379/0, or rediss:// for TLS, and hold no credentials; these are "
+                "username with password_env or password_file"
+            )
+        if any("@" in address for address in (*(self.cluster or ()), *(self.sentinels or ()), *self.replicas)):
+            raise ValueError("addresses must look like host:port, without credentials")
         if (self.sentinels is None) != (self.service is None):
             raise ValueError("give sentinels and service together")
         if (self.read_from == "replica" and self.sentinels is None and self.cluster is None) != bool(self.replicas):

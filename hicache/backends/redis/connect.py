@@ -170,7 +170,7 @@ class Connector:
         except TimeoutError:
             raise late from None
         except (OSError, self._redis.RedisError) as error:
-            raise trouble_of(error) from error
+            raise trouble_of(error) from None  # its text may hold the password, which a traceback would show
 
 
 def _tls_settings(tls: Tls | None, *, for_client: bool) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from ...errors import BackendUnavailable
 
 # Of what a server says, this much goes into a message.
 _DETAIL_CHARS_MAX = 120
+# Behind this a server that does not know a command repeats what came with it: a password, or keys.
+_ECHO = ", with args beginning with"
 
 
 class Fault(enum.StrEnum):
@@ -143,12 +145,12 @@ class ErrorReply:
 
 
 class Trouble(Exception):
-    """A connection or a request failed. Never leaves this package."""
+    """A connection or a request failed. Never leaves this package. Its detail holds nothing that we have sent."""
 
     def __init__(self, fault: Fault, detail: str = "") -> None:
-        super().__init__(fault, detail)
         self.fault = fault
-        self.detail = detail
+        self.detail = detail.partition(_ECHO)[0]
+        super().__init__(fault, self.detail)
 
     def unavailable(self, where: str) -> BackendUnavailable:
         """What a constructor raises: what was tried, what came of it, what to do."""

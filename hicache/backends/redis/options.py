@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Literal, TypeAlias
-from urllib.parse import urlsplit
 
 from ...errors import InvalidInput
 
@@ -19,6 +18,7 @@ PORT = 6379
 SENTINEL_PORT = 26379
 _PORT_MAX = 65535
 _DB_MAX = 65535
+_URL = re.compile(r"(rediss?)://([^/@?#\s]+)(?:/([0-9]{0,5}))?")
 # SCAN patterns and cluster hash tags give other characters a meaning.
 _PREFIX = re.compile(r"[A-Za-z0-9_.:/-]{0,128}")
 
@@ -134,20 +134,21 @@ def parse_url(url: str) -> Place:
 
     Raises InvalidInput for anything else, and for a URL with a password in it: configurations are read by many.
     """
-    parts = urlsplit(url)
-    if "@" in parts.netloc:
+    if "@" in url:
         raise InvalidInput("redis: the url must hold no credentials; use username with password_env or password_file")
-    db = parts.path.removeprefix("/")
-    if parts.scheme not in ("redis", "rediss") or parts.fragment or parts.query or not re.fullmatch("[0-9]{0,5}", db):
+    match = _URL.fullmatch(url)
+    if match is None:
         raise InvalidInput("redis: the url must look like redis://host:6379/0, or rediss:// for TLS")
-    (address,) = parse_addresses([parts.netloc])
-    return Place(address, int(db or 0), parts.scheme == "rediss")
+    (address,) = parse_addresses([match[2]])
+    return Place(address, int(match[3] or 0), match[1] == "rediss")
 
 
 def parse_addresses(texts: Sequence[str], default_port: int = PORT) -> tuple[Address, ...]:
     """Each `host`, `host:port` or `[::1]:port`. Raises InvalidInput for anything else."""
     addresses = []
     for text in texts:
+        if "@" in text:
+            raise InvalidInput("redis: addresses must hold no credentials; use username with password_env")
         match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?", text)
         port = int(match[3] or default_port) if match else 0
         if match is None or not 1 <= port <= _PORT_MAX:

@@ -64,6 +64,11 @@ def test_defaults_of_the_section_are_those_of_the_backend(tmp_path: Path) -> Non
         ({"cluster": []}, "cluster"),
         ({"url": "redis://h", "timeout": 0}, "timeout"),
         ({"url": "redis://h", "password": "hush"}, "password"),
+        ({"url": "redis://me:hush@h"}, "must look like redis://host:6379/0.* no credentials"),
+        ({"url": "redis://h/0?password=hush"}, "must look like"),
+        ({"url": "http://h"}, "must look like"),
+        ({"cluster": ["h", "me:hush@h"]}, "without credentials"),
+        ({"sentinels": ["me:hush@h"], "service": "s"}, "without credentials"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(tmp_path: Path, options: dict[str, Any], match: str) -> None:

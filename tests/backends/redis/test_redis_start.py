@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,22 @@ def test_servers_of_another_kind(answering: Callable[[bytes], int], answer: byte
     refused(match, ConfigError if "sentinels" in match else BackendUnavailable, url=f"redis://127.0.0.1:{port}")
 
 
+@pytest.mark.parametrize("through_sentinels", [False, True])
+def test_a_server_that_repeats_the_password_does_not_get_it_into_the_message(
+    answering: Callable[[bytes], int], monkeypatch: pytest.MonkeyPatch, through_sentinels: bool
+) -> None:
+    """As one does whose AUTH was renamed."""
+    monkeypatch.setenv("PASSWORD_OF_TESTS", "hush")
+    port = answering(b"-ERR unknown command `AUTH`, with args beginning with: `hush`, \r\n")
+    options: dict[str, Any] = {"url": f"redis://127.0.0.1:{port}", "password_env": "PASSWORD_OF_TESTS"}
+    if through_sentinels:
+        place = {"sentinels": [f"127.0.0.1:{port}"], "service": "cache"}
+        options = {**place, "sentinel_password_env": "PASSWORD_OF_TESTS"}
+    with pytest.raises(BackendUnavailable, match="unknown command `AUTH`") as raised:
+        open_redis_backend(CODEC, **options)
+    assert "hush" not in "".join(traceback.format_exception(raised.value))
+
+
 def test_a_server_that_does_not_answer(valkey: ValkeyServer) -> None:
     with Proxy(valkey.port) as proxy:
         proxy.set(Faults(stall=Direction.BOTH))
@@ -169,6 +186,9 @@ def test_groups_that_are_none(
         ("must look like", {"url": "http://h"}),
         ("must look like", {"url": "redis://h/0?x=1"}),
         ("must hold no credentials", {"url": "redis://:hush@h"}),
+        ("must hold no credentials", {"url": "redis://me:hu/sh@h"}),
+        ("must hold no credentials", {"cluster": ["h:1", "me:hush@h"]}),
+        ("is no address", {"url": "redis://[::1"}),
         ("is no address", {"url": "redis://h:99999"}),
         ("is no address", {"cluster": ["h:1:2"]}),
         ("no address in the list", {"cluster": []}),
