@@ -73,12 +73,20 @@ class TestOldRedis(BackendContract):
             yield from opener(client, unique_prefix, options)
 
 
+@pytest.fixture(scope="module")
+def cluster_client(redis_cluster: RedisCluster) -> Iterator[Any]:
+    """A side door to the shared cluster; to open one takes as long as a test of the contract."""
+    with redis.RedisCluster("127.0.0.1", redis_cluster.nodes[0].port) as client:
+        yield client
+
+
 class TestCluster(BackendContract):
     @pytest.fixture
-    def open_store(self, redis_cluster: RedisCluster, unique_prefix: str) -> Iterator[OpenStore]:
+    def open_store(
+        self, redis_cluster: RedisCluster, cluster_client: Any, unique_prefix: str
+    ) -> Iterator[OpenStore]:
         options = redis_cluster.storage(key_prefix=unique_prefix, **_PATIENT)[1]
-        with redis.RedisCluster("127.0.0.1", redis_cluster.nodes[0].port) as client:
-            yield from opener(client, unique_prefix, options)
+        yield from opener(cluster_client, unique_prefix, options)
 
 
 class TestSentinel(BackendContract):
@@ -90,22 +98,29 @@ class TestSentinel(BackendContract):
             yield from opener(client, unique_prefix, redis_sentinel.storage(key_prefix=unique_prefix, **_PATIENT)[1])
 
 
-class TestTls(BackendContract):
-    """The server behind the proxy speaks plainly; between us and the proxy is TLS, with certificates on both ends."""
+@pytest.fixture(scope="module")
+def tls_options(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A way to the shared server on which both ends prove themselves: TLS to a proxy, behind which it speaks plainly.
+    """
+    made = make_certificates(tmp_path_factory.mktemp("certificates"))
+    with Proxy(valkey.port, tls=made.server_context(ask_client=True)) as proxy:
+        yield {
+            "url": f"rediss://127.0.0.1:{proxy.port}", "tls_ca_file": made.ca_file,
+            "tls_cert_file": made.client_cert_file, "tls_key_file": made.client_key_file,
+        }  # fmt: skip
 
-    machine_examples = _FEW
+
+class TestTls(BackendContract):
+    """With one connection for bodies: handshakes are most of what these tests do."""
+
+    machine_examples = 2
 
     @pytest.fixture
     def open_store(
-        self, valkey: ValkeyServer, unique_prefix: str, tmp_path: Path
+        self, valkey: ValkeyServer, tls_options: dict[str, Any], unique_prefix: str
     ) -> Iterator[OpenStore]:
-        made = make_certificates(tmp_path)
-        options = {
-            **_PATIENT, "url": "", "key_prefix": unique_prefix, "tls_ca_file": made.ca_file,
-            "tls_cert_file": made.client_cert_file, "tls_key_file": made.client_key_file,
-        }  # fmt: skip
-        with valkey.client() as client, Proxy(valkey.port, tls=made.server_context(ask_client=True)) as proxy:
-            options["url"] = f"rediss://127.0.0.1:{proxy.port}"
+        options = {**_PATIENT, **tls_options, "key_prefix": unique_prefix, "connections": 1}
+        with valkey.client() as client:
             yield from opener(client, unique_prefix, options)
 
 
