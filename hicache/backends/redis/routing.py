@@ -21,7 +21,8 @@ from .pool import Pools, Purpose
 
 SLOTS = 16384
 NOBODY = -1
-# A replica that has failed is left alone for so long, and then tried again with a share of the reads.
+# A replica that has failed is left alone for so long, and then tried again with a share of the reads; a node of a
+# cluster is asked for the way after all others.
 _AVOID_S = 5.0
 # After one of these the server may not be the right one any more.
 _STALE = frozenset({
@@ -142,9 +143,11 @@ class Router:
         return Routes((Shard(primary, tuple(replicas)),))
 
     def _find_cluster(self, deadline: float) -> Routes:
-        """Ask one node after the other, those that are known to serve first."""
+        """Ask one node after the other: first those that are known to serve, last those that have failed lately."""
         known = list(self._routes.addresses())
         random.shuffle(known)
+        now_s = time.monotonic()
+        known.sort(key=lambda address: self._avoid.get(address, 0.0) > now_s)
         trouble = Trouble(Fault.CLUSTER_DOWN)
         for address in dict.fromkeys([*known, *self._options.addresses]):
             try:

@@ -9,10 +9,11 @@ import pytest
 import redis
 from redis.crc import key_slot
 
+from hicache.backends.redis import RedisBackend
 from hicache.backends.redis.channel import Reply
 from hicache.backends.redis.errors import ErrorReply, Fault, Trouble
 from hicache.backends.redis.options import Address
-from hicache.backends.redis.routing import SLOTS, parse_slots, redirect
+from hicache.backends.redis.routing import SLOTS, Server, parse_slots, redirect
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
@@ -27,16 +28,15 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.devservers import RedisCluster
+from hicache.devservers.ports import LOOPBACK
 from tests.waiting import wait_for
 
 from .store import fresh_prefix, name_of, open_on
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RedisCluster]:
-    """One whose slots these tests push around."""
-    with RedisCluster() as cluster:
-        yield cluster
+@pytest.fixture
+def cluster(own_cluster: RedisCluster) -> RedisCluster:
+    return own_cluster
 
 
 @pytest.fixture
@@ -152,6 +152,24 @@ def test_a_slot_that_nobody_has_costs_its_pages(cluster: RedisCluster, store: St
     finally:
         slot._clients[slot.target].execute_command("CLUSTER", "ADDSLOTS", slot.slot)
         slot.end()
+
+
+def test_the_way_is_asked_of_nodes_that_have_not_failed_lately(cluster: RedisCluster) -> None:
+    """One that hangs would cost a timeout each time."""
+    store = open_on(None, cluster.storage(key_prefix=fresh_prefix())[1])
+    assert isinstance(store.backend, RedisBackend)
+    router, failed = store.backend._parts.router, cluster.nodes[1]
+    with failed.client() as client:
+
+        def asked() -> int:
+            return int(client.info("commandstats").get("cmdstat_cluster|slots", {"calls": 0})["calls"])
+
+        before = asked()
+        for _ in range(20):
+            router.note(Fault.TIMEOUT, Server(Address(LOOPBACK, failed.port)))
+            router.routes(soon())
+        assert asked() == before
+    store.backend.close()
 
 
 @pytest.fixture(scope="module")
