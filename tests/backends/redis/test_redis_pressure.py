@@ -51,20 +51,23 @@ def test_a_full_server_turns_away_the_tail_and_keeps_the_head() -> None:
         assert dict(backend.statistics().errors) == {}
 
 
-def test_one_full_node_of_a_cluster_ends_the_batch_at_its_first_page() -> None:
+def test_one_full_node_of_a_cluster_ends_the_batch_at_its_first_page(own_cluster: RedisCluster) -> None:
     keys = make_keys(1500)
-    with RedisCluster() as cluster:
-        store = open_on(None, cluster.storage(key_prefix=fresh_prefix())[1])
-        with cluster.nodes[1].client() as client:
-            client.config_set("maxmemory", client.info("memory")["used_memory"] + 200 * PAGE)
-        outcomes = store_chain(store, keys)
-        head = outcomes.count(STORED)
-        assert 10 < head < 1500
-        assert outcomes == [STORED] * head + [REJECTED] * (1500 - head)
-        assert store.backend.batch_exists(keys, deadline=soon()) == head
-        assert store.backend.usage().pages == head
-        assert dict(store.backend.statistics().errors) == {}
-        store.backend.close()
+    store = open_on(None, own_cluster.storage(key_prefix=fresh_prefix())[1])
+    with own_cluster.nodes[1].client() as client:
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + 200 * PAGE)
+        try:
+            outcomes = store_chain(store, keys)
+        finally:
+            client.config_set("maxmemory", 0)
+    head = outcomes.count(STORED)
+    assert 10 < head < 1500
+    assert outcomes == [STORED] * head + [REJECTED] * (1500 - head)
+    assert store.backend.batch_exists(keys, deadline=soon()) == head
+    assert store.backend.usage().pages == head
+    assert dict(store.backend.statistics().errors) == {}
+    assert store.backend.delete(keys, deadline=soon()) == head
+    store.backend.close()
 
 
 def test_a_server_with_room_takes_all() -> None:
