@@ -15,6 +15,8 @@ from .ports import LOOPBACK
 
 # Of the probe: loopback answers at once or not at all.
 _PROBE_TIMEOUT_S = 0.5
+# Of whoever works with the server: a busy machine may take seconds.
+_CLIENT_TIMEOUT_S = 20.0
 # Not HICACHE_...: variables named so are entries of the configuration.
 PASSWORD_ENV = "REDIS_PASSWORD"
 
@@ -113,12 +115,12 @@ class RedisLike(DevServer):
 
     def client(self, **options: Any) -> Any:
         """A client of the package `redis`, without retries. Close it. Raises ConfigError without the package."""
-        settings = {"socket_timeout": _PROBE_TIMEOUT_S, "username": self.user, "password": self.password}
+        settings = {"socket_timeout": _CLIENT_TIMEOUT_S, "username": self.user, "password": self.password}
         return import_redis().Redis(LOOPBACK, self.port, retry=None, **{**settings, **options})
 
     def serves(self) -> bool:
         redis = import_redis()
-        with self.client() as client:
+        with self.client(socket_timeout=_PROBE_TIMEOUT_S) as client:
             try:
                 return self._is_up(client)
             except redis.RedisError:
