@@ -4,12 +4,13 @@ Resolving a name, a handshake and a round of sentinels may each take long and ca
 of their own, which is left alone when the caller's time is over; what it still brings is closed.
 
 Locking design: `_attempts` bounds those threads. Each job has one lock, held for an assignment, that decides whether
-its result goes to the caller or is thrown away. Everything else is set once.
+its result goes to the caller or is thrown away. `_first_sentinel` is a hint, which is only assigned. Everything else is
+set once.
 """
 
 from __future__ import annotations
 
-import random
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -72,7 +73,7 @@ class _Job(Generic[Result]):
 
 class Connector:
     """Opens channels to servers, and asks sentinels. Thread-safe; its methods block until their deadline or until
-    `timeout_s` has passed.
+    `timeout_s` has passed, for each sentinel again.
 
     Raises ConfigError without the `redis` package.
     """
@@ -86,6 +87,7 @@ class Connector:
         self._redis: Any = redis
         self._options = options
         self._attempts = threading.BoundedSemaphore(_ATTEMPTS_MAX)
+        self._first_sentinel = 0  # where to begin: the one that answered last, or the one behind one that did not
 
     def open(self, address: Address, deadline: float, *, read_only: bool, no_touch: bool) -> Channel:
         """A channel to a server, entered. With `read_only` a cluster's replica serves on it; with `no_touch` nothing
@@ -111,34 +113,44 @@ class Connector:
             raise reply.trouble
 
     def find_primary(self, deadline: float) -> Address:
-        """The primary that the sentinels agree on. Raises Trouble."""
+        """The primary, as a sentinel names it. Raises Trouble."""
         return self._ask_sentinels(lambda sentinel, service: [sentinel.discover_master(service)], deadline)[0]
 
     def find_replicas(self, deadline: float) -> list[Address]:
-        """The replicas that the sentinels think alive. Raises Trouble."""
+        """The replicas that a sentinel thinks alive. Raises Trouble."""
         return self._ask_sentinels(lambda sentinel, service: sentinel.discover_slaves(service), deadline)
 
     def _ask_sentinels(self, ask: Callable[[Any, str], Any], deadline: float) -> list[Address]:
-        options, redis = self._options, self._redis
-
-        def discover() -> list[Address]:
-            servers = [(address.host, address.port) for address in options.addresses]
-            random.shuffle(servers)
-            # One that hangs must leave time for the others. Trying again is the guard's business.
-            share_s = options.timeout_s / len(servers)
-            settings = {
-                **self._settings(options.sentinel_login), **_tls_settings(options.tls, for_client=True),
-                "socket_timeout": share_s, "socket_connect_timeout": share_s,
-                "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
-            }  # fmt: skip
-            sentinel = redis.sentinel.Sentinel(servers, sentinel_kwargs=settings)
+        """What the first one says that knows something: each has its time, so that one that hangs does not take all."""
+        sentinels, first = self._options.addresses, self._first_sentinel
+        troubles: list[Trouble] = []
+        for number in (*range(first, len(sentinels)), *range(first)):
+            discover = functools.partial(self._discover, sentinels[number], ask)
             try:
-                return [Address(host, int(port)) for host, port in ask(sentinel, options.service or "")]
-            finally:
-                for client in sentinel.sentinels:
-                    client.close()
+                found = self._within(discover, lambda result: None, deadline)
+            except Trouble as trouble:
+                troubles.append(trouble)
+                # Also for the next call, if the time of this one is over.
+                self._first_sentinel = (number + 1) % len(sentinels)
+                continue
+            if found:
+                self._first_sentinel = number
+                return found
+        if len(troubles) == len(sentinels):
+            raise troubles[-1]
+        return []
 
-        return self._within(discover, lambda result: None, deadline)
+    def _discover(self, address: Address, ask: Callable[[Any, str], Any]) -> list[Address]:
+        options, redis = self._options, self._redis
+        # Sentinels have no databases. Trying again is the guard's business.
+        settings = {**self._settings(options.sentinel_login), **_tls_settings(options.tls, for_client=True),
+                    "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0)}  # fmt: skip
+        sentinel = redis.sentinel.Sentinel([(address.host, address.port)], sentinel_kwargs=settings)
+        try:
+            return [Address(host, int(port)) for host, port in ask(sentinel, options.service or "")]
+        finally:
+            for client in sentinel.sentinels:
+                client.close()
 
     def _settings(self, login: Login) -> dict[str, Any]:
         timeout_s = self._options.timeout_s

@@ -160,7 +160,7 @@ def test_a_value_far_too_long_costs_its_page_alone(valkey: ValkeyServer, megabyt
     """The short one is read away; for the long one the connection is given up, and the pages behind it are asked for
     again."""
     keys = make_keys(40)
-    with opened(valkey) as (backend, store), valkey.client(socket_timeout=30.0) as client:
+    with opened(valkey) as (backend, store), valkey.client() as client:
         store_chain(store, keys)
         long_ones = (3, 4, 20)
         for number in long_ones:

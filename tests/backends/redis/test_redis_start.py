@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 
 from hicache.backends.redis import open_redis_backend
-from hicache.backends.testing import SET_ERROR, make_keys, store_chain
+from hicache.backends.testing import HIT, SET_ERROR, STORED, load, make_keys, store_chain
 from hicache.devservers import DevService, RedisCluster, RedisSentinel, ValkeyServer
-from hicache.devservers.ports import free_ports
+from hicache.devservers.ports import LOOPBACK, free_ports
 from hicache.errors import BackendUnavailable, ConfigError, InvalidInput
 from hicache.frame import FrameCodec
 from tests.certificates import make_certificates
 from tests.proxy import Direction, Faults, Proxy
+from tests.waiting import wait_for
 
-from .store import CODEC, opened
+from .store import CODEC, fresh_prefix, open_on, opened
 
 
 def refused(match: str, kind: type[Exception] = BackendUnavailable, codec: FrameCodec = CODEC, **options: Any) -> str:
@@ -176,6 +177,20 @@ def test_groups_that_are_none(
     (port,) = free_ports(1)
     refused("no_primary|refused", sentinels=[f"127.0.0.1:{port}"], service="hicache")
     open_redis_backend(CODEC, cluster=[f"127.0.0.1:{port}", node]).close()  # one node that answers is enough
+
+
+@pytest.mark.parametrize("read_from", ["primary", "replica"])
+def test_a_sentinel_that_hangs_is_passed_over(redis_sentinel: RedisSentinel, read_from: str) -> None:
+    """It must not take the time of the others: it may be the first of the list, and gone for good."""
+    keys = make_keys(3)
+    _, options = redis_sentinel.storage(key_prefix=fresh_prefix(), read_from=read_from, timeout_s=0.5)
+    with socket.create_server((LOOPBACK, 0)) as silent, redis_sentinel.primary.client() as client:
+        options["sentinels"] = [f"{LOOPBACK}:{silent.getsockname()[1]}", *options["sentinels"]]
+        store = open_on(client, options)
+        assert store_chain(store, keys) == [STORED] * 3
+        wait_for(lambda: load(store, keys) == [HIT] * 3)
+        assert dict(store.backend.statistics().errors) == {}
+        store.backend.close()
 
 
 @pytest.mark.parametrize(
