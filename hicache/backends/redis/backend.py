@@ -201,8 +201,9 @@ class RedisBackend(StorageBackend):
         return self._usage
 
     def _measure(self, primary: Address, deadline: float) -> Held:
-        with self._pools.of(primary, Purpose.INSPECTION).lease(deadline) as channel:
-            return measure(channel, self.options.key_prefix.encode(), deadline)
+        prefix = self.options.key_prefix.encode()
+        pool = self._pools.of(primary, Purpose.INSPECTION)
+        return pool.run(lambda channel: measure(channel, prefix, deadline), deadline)
 
     def statistics(self) -> BackendStatistics:
         """See StorageBackend. What a server evicts it does not tell: `evicted_pages` stays 0."""

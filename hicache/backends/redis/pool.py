@@ -10,12 +10,15 @@ import contextlib
 import enum
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from .channel import Channel
 from .connect import Connector
 from .errors import Fault, Trouble
 from .options import Address
+
+Result = TypeVar("Result")
 
 
 class Purpose(enum.Enum):
@@ -66,6 +69,19 @@ class Pool:
         finally:
             if channel is not None:
                 self._give(channel)
+
+    def run(self, work: Callable[[Channel], Result], deadline: float) -> Result:
+        """What `work` makes of a connection, or of a second one if the first was given up while it was idle, which is
+        no try. Raises Trouble."""
+        with self.lease(deadline) as channel:
+            try:
+                return work(channel)
+            except Trouble as trouble:
+                if trouble.fault is not Fault.LOST or channel.answered:
+                    raise
+        self.close_idle()
+        with self.lease(deadline) as channel:
+            return work(channel)
 
     def _take(self, deadline: float, wait_s: float | None) -> Channel | None:
         dead: list[Channel] = []

@@ -8,6 +8,7 @@ use, but for servers before 7.2, to which a page that was listed or read is one 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 from ...errors import BackendUnavailable
 from ..raw import RawStore, StoredPage
 from .backend import open_router
-from .channel import REPLY_MAX_BYTES, Channel, command
+from .channel import REPLY_MAX_BYTES, Channel, Reply, command
 from .connect import Connector
 from .errors import ErrorReply, Fault, Trouble
 from .opening import redis_options
@@ -66,9 +67,13 @@ class RedisRawStore(RawStore):
     ) -> tuple[bytes | None, list[StoredPage]]:
         """One step of SCAN and what there is to know about its pages; no cursor after the last step."""
         deadline = time.monotonic() + _WORK_S
-        with self._unavailable(), self._pools.of(primary, Purpose.INSPECTION).lease(deadline) as channel:
+
+        def step(channel: Channel) -> tuple[bytes, list[StoredPage]]:
             following, names = scan(channel, cursor, deadline, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
-            pages = self._look(channel, names, deadline)
+            return following, self._look(channel, names, deadline)
+
+        with self._unavailable():
+            following, pages = self._pools.of(primary, Purpose.INSPECTION).run(step, deadline)
         return (None if following == b"0" else following), pages
 
     def _look(self, channel: Channel, names: Sequence[bytes], deadline: float) -> list[StoredPage]:
@@ -80,8 +85,7 @@ class RedisRawStore(RawStore):
             for name, _ in matches
             for part in (command(b"OBJECT", b"IDLETIME", name), command(b"STRLEN", name), command(b"EXISTS", name))
         ]
-        channel.send([b"".join(requests)], len(requests), deadline)
-        lines = channel.read_lines(len(requests), deadline)
+        lines = _ask(requests, deadline, channel)
         now_s = time.time()
         pages = []
         for (_, match), idle, size, there in zip(matches, lines[::3], lines[1::3], lines[2::3], strict=True):
@@ -98,29 +102,18 @@ class RedisRawStore(RawStore):
         """See RawStore. What is no string has no bytes. REQUIRES: `bytes_max` is not 0."""
         name = self._name(page)
         end = b"%d" % (min(bytes_max, REPLY_MAX_BYTES) - 1)
-        deadline = time.monotonic() + _WORK_S
-        with self._unavailable(), self._lease(name, deadline) as channel:
-            found = channel.call(b"GETRANGE", name, b"0", end, deadline=deadline)
-            if isinstance(found, ErrorReply):
-                if found.fault is Fault.WRONG_TYPE:
-                    return b""
-                raise found.trouble
-            # What is not there has an empty range, too.
-            there = found or channel.call(b"EXISTS", name, deadline=deadline)
-            if isinstance(there, ErrorReply):
-                raise there.trouble
+        found = self._call(name, b"GETRANGE", b"0", end, expected=Fault.WRONG_TYPE)
+        if isinstance(found, ErrorReply):
+            return b""
+        # What is not there has an empty range, too.
+        there = found or self._call(name, b"EXISTS")
         return found if there and isinstance(found, bytes) else None
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
         """See RawStore. Redis keeps no chains, so `parent` stays where it is: in the header."""
         name, ttl_s = self._name(page), self._options.ttl_s
         more = () if ttl_s is None else (b"PX", b"%d" % round(ttl_s * 1000))
-        deadline = time.monotonic() + _WORK_S
-        with self._unavailable(), self._lease(name, deadline) as channel:
-            reply = channel.call(b"SET", name, data, b"NX", *more, deadline=deadline)
-            if isinstance(reply, ErrorReply) and reply.fault is not Fault.OUT_OF_MEMORY:
-                raise reply.trouble
-        return reply == b"OK"
+        return self._call(name, b"SET", data, b"NX", *more, expected=Fault.OUT_OF_MEMORY) == b"OK"
 
     def remove(self, pages: Sequence[StoredPage]) -> int:
         """See RawStore. One round trip per server."""
@@ -130,13 +123,12 @@ class RedisRawStore(RawStore):
         with self._unavailable():
             groups = self._router.by_server(range(len(names)), names, to_read=False, deadline=deadline)
             for server, positions in groups.items():
-                with self._pools.of(self._known(server).address, Purpose.INSPECTION).lease(deadline) as channel:
-                    requests = [command(b"UNLINK", names[position]) for position in positions]
-                    channel.send([b"".join(requests)], len(requests), deadline)
-                    for line in channel.read_lines(len(requests), deadline):
-                        if line.startswith(b"-"):
-                            raise ErrorReply(line[1:]).trouble
-                        removed += line == b":1"
+                requests = [command(b"UNLINK", names[position]) for position in positions]
+                pool = self._pools.of(self._known(server).address, Purpose.INSPECTION)
+                for line in pool.run(functools.partial(_ask, requests, deadline), deadline):
+                    if line.startswith(b"-"):
+                        raise ErrorReply(line[1:]).trouble
+                    removed += line == b":1"
         return removed
 
     def close(self) -> None:
@@ -146,9 +138,16 @@ class RedisRawStore(RawStore):
     def _name(self, page: StoredPage) -> bytes:
         return self._prefix + f"{page.namespace.hex()}:{page.key.hex()}".encode()
 
-    def _lease(self, name: bytes, deadline: float) -> contextlib.AbstractContextManager[Channel]:
-        (server,) = self._router.by_server([0], [name], to_read=False, deadline=deadline)
-        return self._pools.of(self._known(server).address, Purpose.INSPECTION).lease(deadline)
+    def _call(self, name: bytes, verb: bytes, *more: bytes, expected: Fault | None = None) -> Reply:
+        """The reply to one request about the page under `name`; of errors only the `expected` one."""
+        deadline = time.monotonic() + _WORK_S
+        with self._unavailable():
+            (server,) = self._router.by_server([0], [name], to_read=False, deadline=deadline)
+            pool = self._pools.of(self._known(server).address, Purpose.INSPECTION)
+            reply = pool.run(lambda channel: channel.call(verb, name, *more, deadline=deadline), deadline)
+            if isinstance(reply, ErrorReply) and reply.fault is not expected:
+                raise reply.trouble
+        return reply
 
     @staticmethod
     def _known(server: Server | None) -> Server:
@@ -164,6 +163,12 @@ class RedisRawStore(RawStore):
             self._router.note(trouble.fault, None)
             unavailable: BackendUnavailable = trouble.unavailable(self._options.where)
             raise unavailable from trouble
+
+
+def _ask(requests: Sequence[bytes], deadline: float, channel: Channel) -> list[bytes]:
+    """The replies to requests that have one line each."""
+    channel.send([b"".join(requests)], len(requests), deadline)
+    return channel.read_lines(len(requests), deadline)
 
 
 def open_raw(**options: Any) -> RedisRawStore:

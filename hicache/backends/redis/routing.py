@@ -151,8 +151,8 @@ class Router:
         trouble = Trouble(Fault.CLUSTER_DOWN)
         for address in dict.fromkeys([*known, *self._options.addresses]):
             try:
-                with self._pools.of(address, Purpose.QUESTIONS).lease(deadline) as channel:
-                    reply = channel.call(b"CLUSTER", b"SLOTS", deadline=deadline)
+                pool = self._pools.of(address, Purpose.QUESTIONS)
+                reply = pool.run(lambda channel: channel.call(b"CLUSTER", b"SLOTS", deadline=deadline), deadline)
                 if isinstance(reply, ErrorReply):
                     raise reply.trouble
                 return parse_slots(reply, address)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hicache.backends.redis.raw import open_raw
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
@@ -180,6 +181,21 @@ def test_connections_that_the_network_forgot_are_opened_again_silently(valkey: V
             assert relay.connections > before
             assert errors_of(store) == {}
         assert load(store, keys) == [HIT] * 40
+        assert store.backend.usage().pages == 40
+        with contextlib.closing(open_raw(**options)) as raw:
+            for _ in range(2):
+                pages = list(raw.pages())
+                relay.forget()
+                assert len(list(raw.pages())) == 40
+                relay.forget()
+                assert raw.read(pages[0], PAGE) == store.read(pages[0].key)
+                relay.forget()
+                assert not raw.write(pages[0], b"x", None)
+                relay.forget()
+                assert store.backend.usage().pages == 40
+            relay.forget()
+            assert raw.remove(pages) == 40
+        assert errors_of(store) == {}
         store.backend.close()
     relay.close()
 
