@@ -164,8 +164,7 @@ class Forgetful:
 def test_connections_that_the_network_forgot_are_opened_again_silently(valkey: ValkeyServer) -> None:
     """Nothing is to be seen of it before the first request, however many connections are idle."""
     keys = make_keys(40)
-    relay = Forgetful(valkey.port)
-    with valkey.client() as client:
+    with contextlib.closing(Forgetful(valkey.port)) as relay, valkey.client() as client:
         options = {"url": f"redis://{LOOPBACK}:{relay.port}", "key_prefix": fresh_prefix(), "connections": 8}
         store = open_on(client, options)
         for verb in (lambda: store_chain(store, keys), lambda: load(store, keys),
@@ -197,7 +196,6 @@ def test_connections_that_the_network_forgot_are_opened_again_silently(valkey: V
             assert raw.remove(pages) == 40
         assert errors_of(store) == {}
         store.backend.close()
-    relay.close()
 
 
 @pytest.fixture
@@ -350,11 +348,13 @@ def test_many_threads_on_a_dying_server_all_come_back() -> None:
         threads = [threading.Thread(target=use, daemon=True) for _ in range(6)]
         for thread in threads:
             thread.start()
-        server.kill()
-        wait_for(lambda: bool(errors_of(store)))
-        server.start()
-        wait_for(lambda: load(store, keys) == [HIT] * 30)
-        stop.set()
+        try:
+            server.kill()
+            wait_for(lambda: bool(errors_of(store)))
+            server.start()
+            wait_for(lambda: load(store, keys) == [HIT] * 30)
+        finally:
+            stop.set()
         for thread in threads:
             thread.join(30.0)
             assert not thread.is_alive()
