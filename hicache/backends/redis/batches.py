@@ -23,8 +23,9 @@ from .routing import Server, redirect
 # Damaged pages are removed even if the deadline has passed: within this time at most.
 SETTLE_S = 0.25
 # Pages are asked for again on another connection or server: after MOVED or ASK (once), behind a body that was too long
-# to be read away, or where a pooled connection turned out to be closed. More rounds than that are a server's mischief.
-_ROUNDS_MAX = 4
+# to be read away, or where a pooled connection turned out to be closed. More rounds than that in which no page was done
+# are a server's mischief.
+_VAIN_ROUNDS_MAX = 4
 # Errors that concern one page; after any other one nothing more is asked of that server.
 _OF_ONE_PAGE = frozenset({Fault.WRONG_TYPE, Fault.MOVED, Fault.ASK, Fault.CLUSTER_DOWN})
 # A batch of less than this is moved sooner by one thread than another one is woken.
@@ -75,9 +76,8 @@ class _Transfer(ABC):
     def _move(self, positions: list[int]) -> None:
         """Move the pages; those from `_end` on may stay untried, and are no errors."""
         groups = self._grouped(positions)
-        for _ in range(_ROUNDS_MAX):
-            if not groups:
-                return
+        left, vain = len(positions), 0
+        while groups and vain < _VAIN_ROUNDS_MAX:
             self._run(groups)
             for group in groups:
                 self._settle(group)
@@ -85,6 +85,8 @@ class _Transfer(ABC):
             redirects, self._redirects = self._redirects, {}
             groups = self._grouped(sorted(again)) if again else []
             groups += [_Group(server, sorted(found), asking) for (server, asking), found in redirects.items()]
+            before, left = left, sum(len(group.todo) for group in groups)
+            vain += left >= before
         for group in groups:
             self._fail(group.todo, Trouble(Fault.LOST))
 
