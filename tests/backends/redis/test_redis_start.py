@@ -158,14 +158,6 @@ def test_a_server_that_does_not_answer(valkey: ValkeyServer) -> None:
         refused("timeout.*did not answer in time", url=f"redis://127.0.0.1:{proxy.port}", timeout_s=0.2)
 
 
-def test_a_sentinel_that_hangs_is_passed_over(redis_sentinel: RedisSentinel) -> None:
-    with Proxy(redis_sentinel.sentinel.port) as proxy:
-        proxy.set(Faults(stall=Direction.BOTH))
-        sentinels = [f"127.0.0.1:{port}" for port in (proxy.port, redis_sentinel.sentinel.port)]
-        while not proxy.connections:  # they are asked in any order
-            open_redis_backend(CODEC, sentinels=sentinels, service=redis_sentinel.service, timeout_s=2.0).close()
-
-
 def test_groups_that_are_none(
     valkey: ValkeyServer, redis_cluster: RedisCluster, redis_sentinel: RedisSentinel
 ) -> None:
