@@ -55,7 +55,10 @@ def preload(libraries: Mapping[str, str]) -> None:
     while left:
         still = [path for path in left if not _loads(str(path))]
         if len(still) == len(left):
-            raise ConfigError(f"{still[0].name}: was unpacked into {unpacked_libraries()} and does not load; remove it")
+            raise ConfigError(
+                f"{still[0].name}: was unpacked into {unpacked_libraries()} and does not load; remove that folder, and "
+                f"run: sudo apt-get install {' '.join(libraries.values())}"
+            )
         left = still
 
 

@@ -7,16 +7,16 @@ which takes no rights. Ends with 0 if all are there, with 1 after saying which p
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from ..backends.system_libraries import MOONCAKE_LIBRARIES, absent_libraries, unpacked_libraries
+from ..backends.system_libraries import MOONCAKE_LIBRARIES, absent_libraries, preload, unpacked_libraries
+from ..errors import ConfigError
 
-# What these packages need in turn and a bare system lacks.
-_COMPANIONS = {"libibverbs1": ("libnl-3-200", "libnl-route-3-200")}
 _TIMEOUT_S = 300
 
 
@@ -29,17 +29,23 @@ def install() -> None:
 
 def unpack(packages: list[str], target: Path) -> None:
     """Fetch `packages` and what they need, and put their libraries into `target`. Raises OSError or SubprocessError."""
-    wanted = [name for package in packages for name in (package, *_COMPANIONS.get(package, ()))]
     with tempfile.TemporaryDirectory() as folder:
-        _run(["apt-get", "download", "-qq", *wanted], directory=folder)
+        _run(["apt-get", "download", "-qq", *_with_dependencies(packages)], directory=folder)
         for archive in Path(folder).glob("*.deb"):
             _run(["dpkg-deb", "-x", str(archive), f"{folder}/unpacked"])
         target.mkdir(parents=True, exist_ok=True)
-        # Under the name that programs ask for; drivers of network cards, in folders below, are of no use here.
+        # Under the name that programs ask for, mostly a link; drivers of network cards, in folders below, stay out.
         for place in ("lib", "usr/lib"):
             for library in Path(folder, "unpacked", place).glob("*/lib*.so.*"):
-                if library.is_symlink():
+                if re.fullmatch(r".*\.so\.[0-9]+", library.name):
                     shutil.copyfile(library, target / library.name)
+
+
+def _with_dependencies(packages: list[str]) -> list[str]:
+    """`packages`, and what they need that is not installed. To ask takes no rights."""
+    plan = _run(["apt-get", "install", "--simulate", "--no-install-recommends", *packages])
+    # A line for each package; what is only brought up to date has its old version in brackets before the new one.
+    return list(dict.fromkeys([*packages, *re.findall(r"^Inst (\S+) \(", plan, flags=re.MULTILINE)]))
 
 
 def missing_packages() -> list[str]:
@@ -47,11 +53,13 @@ def missing_packages() -> list[str]:
     return [MOONCAKE_LIBRARIES[name] for name in absent_libraries(MOONCAKE_LIBRARIES)]
 
 
-def _run(command: list[str], *, directory: str | None = None, environ: dict[str, str] | None = None) -> None:
-    subprocess.run(
+def _run(command: list[str], *, directory: str | None = None, environ: dict[str, str] | None = None) -> str:
+    """What the command prints; its errors go where ours do."""
+    done = subprocess.run(
         command, cwd=directory, env=environ, check=True, timeout=_TIMEOUT_S,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
+    return done.stdout
 
 
 def main() -> int:
@@ -62,7 +70,8 @@ def main() -> int:
             install()
         elif missing:
             unpack(missing, unpacked_libraries())
-    except (OSError, subprocess.SubprocessError) as error:
+        preload(MOONCAKE_LIBRARIES)
+    except (OSError, subprocess.SubprocessError, ConfigError) as error:
         print(f"{error}\nMooncake needs system libraries; run: sudo apt-get install {' '.join(missing)}",
               file=sys.stderr)  # fmt: skip
         return 1

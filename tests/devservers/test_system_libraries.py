@@ -52,29 +52,49 @@ def test_an_unpacked_library_is_found_by_programs_and_loaded(folder: Path, monke
 
 def test_an_unpacked_file_that_is_no_library_is_named(folder: Path) -> None:
     (folder / "libhicache-nowhere.so.1").write_bytes(b"no library")
-    with pytest.raises(ConfigError, match=r"libhicache-nowhere\.so\.1: was unpacked .* does not load"):
+    with pytest.raises(ConfigError, match=r"nowhere\.so\.1: was unpacked .* does not load; .* libhicache1"):
         preload(NOWHERE)
+
+
+APT_GET = """#!/bin/sh
+case "$1" in
+install)
+  [ "$2" = --simulate ] && echo 'Reading state information...
+Inst libneeded (1 Debian:12/stable [amd64])
+Inst libthere [1] (2 Debian:12/stable [amd64])
+Inst libx (1 Debian:12/stable [amd64])
+Conf libx (1 Debian:12/stable [amd64])' ;;
+download)
+  shift 2
+  for name in "$@"; do dpkg-deb --build {packages}/$name "$PWD/$name.deb"; done ;;
+esac
+"""
 
 
 @pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="not a Debian system; install dpkg to run this")
 def test_packages_are_unpacked_without_installing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "package"
-    library = package / "usr/lib/anywhere/libx.so.1.0"
-    library.parent.mkdir(parents=True)
-    library.write_bytes(b"library")
-    (library.parent / "libx.so.1").symlink_to("libx.so.1.0")
-    (package / "DEBIAN").mkdir()
-    (package / "DEBIAN/control").write_text(
-        "Package: libx\nVersion: 1\nArchitecture: all\nMaintainer: nobody\nDescription: x\n"
-    )
-    # Instead of the real one, which needs a mirror: it puts the package where it is called.
+    for name in ("libx", "libneeded"):
+        package = tmp_path / name
+        folder = package / "usr/lib/anywhere"
+        folder.mkdir(parents=True)
+        (folder / f"{name}.so.1.0").write_bytes(b"library")
+        (folder / f"{name}.so.1").symlink_to(f"{name}.so.1.0")
+        (folder / f"{name}-alone.so.2").write_bytes(b"library")
+        (package / "DEBIAN").mkdir()
+        (package / "DEBIAN/control").write_text(
+            f"Package: {name}\nVersion: 1\nArchitecture: all\nMaintainer: nobody\nDescription: x\n"
+        )
+    # Instead of the real one, which needs a mirror: it says what would be installed, and puts packages where it is
+    # called.
     fetcher = tmp_path / "bin/apt-get"
     fetcher.parent.mkdir()
-    fetcher.write_text(f'#!/bin/sh\n[ "$1 $3" = "download libx" ] && dpkg-deb --build {package} "$PWD/libx.deb"\n')
+    fetcher.write_text(APT_GET.format(packages=tmp_path))
     fetcher.chmod(0o700)
     monkeypatch.setenv("PATH", f"{fetcher.parent}:{os.environ['PATH']}")
     unpack(["libx"], tmp_path / "target")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()} == {"libx.so.1": b"library"}
+    found = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
+    names = ["libx.so.1", "libx-alone.so.2", "libneeded.so.1", "libneeded-alone.so.2"]
+    assert found == dict.fromkeys(names, b"library")
 
 
 def test_the_installer_has_nothing_to_do_where_all_is_there() -> None:
