@@ -63,7 +63,7 @@ def seaweed() -> Iterator[SeaweedServer]:
 @pytest.fixture(scope="session")
 def mooncake_master() -> Iterator[MooncakeMaster]:
     """A shared master with short leases. Memory comes from its clients."""
-    with MooncakeMaster() as master:
+    with MooncakeMaster(lease_ms=500) as master:
         yield master
 
 

@@ -16,9 +16,6 @@ from .packages import package_file
 from .ports import LOOPBACK
 
 _PROBE_TIMEOUT_S = 0.5
-# A lease keeps a page from being evicted and removed after each question about it: ten seconds by default, too long for
-# tests that fill the store.
-_LEASE_MS = 500
 
 
 def _environ() -> dict[str, str]:
@@ -37,13 +34,14 @@ def _listens(port: int) -> bool:
 class MooncakeMaster(DevServer):
     """The master: knows which page is in whose memory, and holds none itself. A restart forgets everything.
 
-    `lease_ms` is how long a page stays after each question about it. `flags` are added to its command line.
+    `lease_ms` is how long a page stays after each question about it, Mooncake's own default of 10 s if None: too long
+    for tests that fill the store. `flags` are added to its command line.
     """
 
     name: ClassVar[str] = "mooncake master"
     port_names: ClassVar[tuple[str, ...]] = ("port", "metrics")
 
-    def __init__(self, *, lease_ms: int = _LEASE_MS, flags: tuple[str, ...] = (), port: int | None = None) -> None:
+    def __init__(self, *, lease_ms: int | None = None, flags: tuple[str, ...] = (), port: int | None = None) -> None:
         super().__init__(port=port)
         self._lease_ms = lease_ms
         self._flags = flags
@@ -59,11 +57,12 @@ class MooncakeMaster(DevServer):
         return f"{LOOPBACK}:{self.ports['metrics']}"
 
     def command(self) -> list[str]:
+        lease = [] if self._lease_ms is None else [f"--default_kv_lease_ttl={self._lease_ms}"]
         return [
             str(package_file("mooncake", "mooncake_master", extra="mooncake-cpu")),
             f"--rpc_address={LOOPBACK}", f"--rpc_port={self.port}",
             f"--metrics_host={LOOPBACK}", f"--metrics_port={self.ports['metrics']}",
-            f"--default_kv_lease_ttl={self._lease_ms}", "--logtostderr=true", *self._flags,
+            "--logtostderr=true", *lease, *self._flags,
         ]  # fmt: skip
 
     def program_environ(self) -> dict[str, str]:
