@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.mooncake import MooncakeBackend
+from hicache.backends.mooncake.admin import Admin
 from hicache.backends.mooncake.raw import MooncakeRawStore, open_raw
 from hicache.backends.raw import StoredPage
 from hicache.backends.registry import BackendSpec
@@ -173,6 +176,21 @@ def test_without_the_masters_http_server_listing_says_what_to_give(master: Moonc
     with pytest.raises(BackendUnavailable, match="--metrics_port as `admin`"):
         list(raw.pages())
     raw.close()
+
+
+@pytest.mark.parametrize(("length", "keys"), [(4, ["one"]), (400, None)])
+def test_a_list_that_was_cut_short_is_not_taken_for_the_whole(length: int, keys: list[str] | None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(Admin(server.getsockname()).all_keys)
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\none\n".encode())
+        if keys is None:
+            with pytest.raises(BackendUnavailable, match="4 bytes of a longer answer; try again"):
+                found.result()
+        else:
+            assert found.result() == keys
 
 
 def test_it_opens_by_name_and_refuses_wrong_options(master: MooncakeMaster, opened: MooncakeRawStore) -> None:

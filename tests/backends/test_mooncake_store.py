@@ -35,7 +35,7 @@ from hicache.backends.testing import (
 )
 from hicache.config import MooncakeStorage, load_config
 from hicache.devservers import MooncakeMaster
-from hicache.errors import BackendError, ConfigError, InvalidInput
+from hicache.errors import BackendError, BackendUnavailable, ConfigError, InvalidInput
 from hicache.frame import HEADER_BYTES, FrameCodec
 from hicache.units import MIB
 from tests.backends._mooncake import CODEC, LEASE_MS, Memory, SideDoor, open_backend, options_for
@@ -138,6 +138,15 @@ def test_two_backends_register_the_same_memory(master: MooncakeMaster, backend: 
     old.close()
     store(backend, keys)
     assert backend.batch_get(keys, memory.frames, deadline=soon()) == [HIT] * 2
+
+
+def test_a_closed_backend_registers_no_memory(master: MooncakeMaster, here: MooncakeBackend) -> None:
+    """The library ends the process that calls a client which has left."""
+    backend, memory = open_backend(master), Memory(CODEC, 1)
+    assert isinstance(backend, RegisteringMooncakeBackend)
+    backend.close()
+    with pytest.raises(BackendUnavailable, match="is closed"):
+        backend.register_memory(memory.whole)
 
 
 def test_registration_is_found_behind_the_name(master: MooncakeMaster, here: MooncakeBackend) -> None:

@@ -27,18 +27,17 @@ class Admin:
 
     def usage(self) -> Usage:
         """Pages and bytes in all segments, whoever has stored them, and what these can hold."""
-        numbers: dict[str, float] = {}
+        figures: dict[str, str] = {}
         for line in self._ask("/metrics").splitlines():
             name, _, value = line.partition(" ")
-            if name in ("master_key_count", "master_allocated_bytes", "master_total_capacity_bytes"):
-                numbers[name] = float(value)
+            figures[name] = value
         try:
             return Usage(
-                pages=int(numbers["master_key_count"]),
-                bytes=int(numbers["master_allocated_bytes"]),
-                capacity_bytes=int(numbers["master_total_capacity_bytes"]),
+                pages=int(float(figures["master_key_count"])),
+                bytes=int(float(figures["master_allocated_bytes"])),
+                capacity_bytes=int(float(figures["master_total_capacity_bytes"])),
             )
-        except KeyError as error:
+        except (KeyError, ValueError, OverflowError) as error:
             raise self._trouble("counts no keys or bytes: is it the metrics port of a Mooncake master?") from error
 
     def all_keys(self) -> list[str]:
@@ -65,17 +64,20 @@ class Admin:
             connection.request("GET", path)
             answer = connection.getresponse()
             status, body = answer.status, answer.read(_ANSWER_BYTES_MAX)
+            # A list without its end looks like a shorter list, and whoever purges would take it for the whole.
+            is_cut = bool(answer.length) or bool(answer.read(1))
         except (OSError, http.client.HTTPException) as error:
             raise self._trouble(f"does not answer ({type(error).__name__})") from error
         finally:
             connection.close()
         if status != http.HTTPStatus.OK:
             raise self._trouble(f"answered {status}")
+        if is_cut:
+            raise self._trouble(f"gave {len(body)} bytes of a longer answer", "try again")
         return body.decode("utf-8", errors="replace")
 
-    def _trouble(self, what: str) -> BackendUnavailable:
+    def _trouble(
+        self, what: str, remedy: str = "give its --metrics_host and --metrics_port as `admin`"
+    ) -> BackendUnavailable:
         host, port = self._address
-        return BackendUnavailable(
-            f"mooncake store: the master's HTTP server {host}:{port} {what}; give its --metrics_host and "
-            "--metrics_port as `admin`"
-        )
+        return BackendUnavailable(f"mooncake store: the master's HTTP server {host}:{port} {what}; {remedy}")

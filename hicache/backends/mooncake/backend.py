@@ -168,10 +168,16 @@ class RegisteringMooncakeBackend(MooncakeBackend):
     """
 
     def register_memory(self, memory: memoryview) -> None:
-        """See MemoryRegistration. `memory` must stay until the backend is closed. What is registered stays so."""
+        """See MemoryRegistration. `memory` must stay until the backend is closed. What is registered stays so.
+
+        Raises BackendUnavailable if the backend is closed.
+        """
         if not memory.nbytes or not memory.c_contiguous or memory.readonly:
             raise InvalidInput("mooncake store: the memory to register must be contiguous, writable and not empty")
         start = address_of(memory.cast("B"))
-        link = self._links.current
-        if (start, start + memory.nbytes) not in link.parts.roads.registered:
-            link.register(start, memory.nbytes)
+        with self._calls.enter() as is_open:
+            if not is_open:
+                raise BackendUnavailable("mooncake store: is closed, and has no use for memory")
+            link = self._links.current
+            if (start, start + memory.nbytes) not in link.parts.roads.registered:
+                link.register(start, memory.nbytes)
