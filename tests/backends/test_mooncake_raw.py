@@ -163,8 +163,8 @@ def test_a_namespace_is_removed_without_touching_others(
     prefixed = open_backend(master, prefix="a" + backend.options.prefix)
     store(prefixed, keys)
     assert backend.batch_exists(keys[:2], deadline=soon()) == 2  # leases are waited for
-    assert raw.remove_namespace(NAMESPACE) == 5
-    assert raw.remove_namespace(NAMESPACE) == 0
+    assert raw.remove(list(raw.pages(NAMESPACE.hex()))) == 5
+    assert list(raw.pages(NAMESPACE.hex())) == []
     for left in (other, prefixed):
         assert left.batch_exists(keys, deadline=soon()) == 5
         left.close()

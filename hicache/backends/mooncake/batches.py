@@ -22,8 +22,8 @@ from .runner import Runner
 # for the deadline to be looked at.
 _CHUNK_BYTES = 128 * MIB
 # A full store evicts in the background, and has room after some 10 ms if it can evict anything.
-_FULL_WAIT_S = 0.02
-_FULL_TRIES = 25
+FULL_WAIT_S = 0.02
+FULL_TRIES = 25
 
 
 class Names:
@@ -245,7 +245,7 @@ class Writes:
         """Store what is on the lane. A full store is asked again until it has made room, or has none to make."""
         names = self._parts.names.of(keys)
         left = list(range(len(keys)))
-        for _ in range(_FULL_TRIES):
+        for _ in range(FULL_TRIES):
             found = self._parts.moved(lane.run(self._call(names, lane, left), self._deadline))
             if isinstance(found, str):
                 self._fail([keys[index] for index in left], found)
@@ -255,10 +255,10 @@ class Writes:
             left = [index for index, code in zip(left, found, strict=True) if code == codes.NO_ROOM]
             if not left:
                 return
-            if time.monotonic() + _FULL_WAIT_S >= self._deadline:
+            if time.monotonic() + FULL_WAIT_S >= self._deadline:
                 break
             self._hold_chain()
-            time.sleep(_FULL_WAIT_S)
+            time.sleep(FULL_WAIT_S)
         self._full = True
 
     def _hold_chain(self) -> None:

@@ -145,11 +145,6 @@ class Client:
         """Remove pages; only with `force` those that somebody may be reading."""
         return list(self._store.batch_remove(keys, force))
 
-    def remove_matching(self, pattern: str) -> list[int]:
-        """Remove all pages whose key matches a regular expression, but for those that somebody may be reading; how
-        many were removed, in a list of one."""
-        return [int(self._store.remove_by_regex(pattern, False))]
-
     def leave(self) -> None:
         """Use the client no more. The last one to leave takes this process's segment out of the store.
 

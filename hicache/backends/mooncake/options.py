@@ -10,7 +10,7 @@ from ...errors import InvalidInput
 
 MIB = 1 << 20
 TIMEOUT_S_MAX = 60.0
-# Keys are lines of the master's list, parts of URLs, and of a pattern in which only the dot would mean something else.
+# Keys are lines of the master's list, and parts of URLs.
 _PREFIX = re.compile(r"[A-Za-z0-9._:/-]{0,128}")
 
 

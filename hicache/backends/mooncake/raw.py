@@ -13,15 +13,13 @@ from ...errors import BackendError, BackendUnavailable, ConfigError
 from ..raw import RawStore, StoredPage
 from . import codes
 from .admin import Admin
+from .batches import FULL_TRIES, FULL_WAIT_S
 from .client import join_store
 from .options import MIB, MooncakeOptions
-from .removal import LEASE_WAIT_S_MAX, remove_unleased
+from .removal import remove_unleased
 from .runner import Runner
 from .staging import RegisteredRoom
 
-_FULL_WAIT_S = 0.02
-_FULL_TRIES = 25
-_LEASE_WAIT_S = 0.1
 # How many pages are removed in one request.
 _REMOVE_PAGES = 1000
 
@@ -75,12 +73,12 @@ class MooncakeRawStore(RawStore):
             return False
         room = self._reserve(len(data))
         room.memory[: len(data)] = data
-        for _ in range(_FULL_TRIES):
+        for _ in range(FULL_TRIES):
             code = self._client.put([name], [room.address], [len(data)])[0]
             if code != codes.NO_ROOM:
                 self._require(code)
                 return True
-            time.sleep(_FULL_WAIT_S)
+            time.sleep(FULL_WAIT_S)
         return False
 
     def remove(self, pages: Sequence[StoredPage]) -> int:
@@ -96,25 +94,6 @@ class MooncakeRawStore(RawStore):
                     f"mooncake store: {len(errors)} pages were not removed ({errors[0]}); try again"
                 )
         return removed
-
-    def remove_namespace(self, namespace: bytes) -> int:
-        """Remove all pages of a namespace and nothing else, without a list of them; how many were there.
-
-        Waits for leases, and raises BackendUnavailable if there are still some after 30 s.
-        """
-        start = f"{self._prefix}{namespace.hex()}/"
-        pattern = "^" + start.replace(".", "[.]")
-        give_up = time.monotonic() + LEASE_WAIT_S_MAX
-        removed = 0
-        while True:
-            count = self._client.remove_matching(pattern)[0]
-            self._require(count)
-            removed += count
-            if not any(key.startswith(start) for key in self._admin.all_keys()):
-                return removed
-            if time.monotonic() >= give_up:
-                raise BackendUnavailable("mooncake store: some pages of the namespace are still being read; try again")
-            time.sleep(_LEASE_WAIT_S)
 
     def close(self) -> None:
         """See RawStore."""

@@ -10,7 +10,7 @@ from . import codes
 # A lease ends by itself; a deletion waits for that, but not for ever for readers that renew it. The server's default is
 # a lease of 10 s.
 _LEASE_WAIT_S = 0.05
-LEASE_WAIT_S_MAX = 30.0
+_LEASE_WAIT_S_MAX = 30.0
 
 
 def remove_unleased(
@@ -19,11 +19,11 @@ def remove_unleased(
     """Remove pages, again and again those that have a lease; how many were there, and the classes of what went wrong.
 
     `remove` makes one attempt for some names and says a code for each, or one class of error for all. Blocks until
-    `deadline`, or `LEASE_WAIT_S_MAX` if that is sooner, as long as there are leases.
+    `deadline`, or `_LEASE_WAIT_S_MAX` if that is sooner, as long as there are leases.
     """
     left = list(names)
     removed, errors = 0, list[str]()
-    give_up = min(deadline, time.monotonic() + LEASE_WAIT_S_MAX)
+    give_up = min(deadline, time.monotonic() + _LEASE_WAIT_S_MAX)
     while True:
         found = remove(left)
         if isinstance(found, str):
