@@ -117,7 +117,8 @@ def test_slices_arrive_whole_after_all(proxy: Proxy, slice_bytes: int) -> None:
 
 
 def test_slices_are_no_larger_than_asked_for(proxy: Proxy) -> None:
-    proxy.set(Faults(slice_bytes=3, bytes_per_s=300, direction=Direction.DOWN))
+    # The second follows after three seconds, so that the first is read alone.
+    proxy.set(Faults(slice_bytes=3, bytes_per_s=1, direction=Direction.DOWN))
     with client(proxy) as connection:
         connection.sendall(b"123456789")
         assert len(connection.recv(100)) <= 3
@@ -143,8 +144,10 @@ def test_a_stall_holds_bytes_back_until_it_is_healed(proxy: Proxy, direction: Di
         assert comes_back(connection, b"before")
         proxy.set(Faults(stall=direction))
         connection.sendall(b"during")
+        sent = 6 if direction & Direction.UP else 12
+        wait_for(lambda: proxy.bytes_up == sent)
         assert nothing_comes(connection)
-        assert proxy.bytes_up == (6 if direction & Direction.UP else 12)
+        assert proxy.bytes_up == sent
         proxy.heal()
         assert receive(connection, 6) == b"during"
 

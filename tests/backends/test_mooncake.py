@@ -68,6 +68,8 @@ class TestMooncakeInThisProcess(_MooncakeContract):
 
 
 class TestMooncakeThroughADaemon(_MooncakeContract):
+    machine_examples = 6  # the backend is the one above; only the way to the store differs
+
     @pytest.fixture
     def open_store(
         self, master: MooncakeMaster, daemon: MooncakeClientDaemon, at_daemon: MooncakeBackend, door: SideDoor
