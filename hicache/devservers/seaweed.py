@@ -34,7 +34,7 @@ class SeaweedServer(DevServer):
     port_names: ClassVar[tuple[str, ...]] = (
         "s3", "s3.grpc", "master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc",
     )  # fmt: skip
-    start_timeout_s: ClassVar[float] = 60.0
+    start_timeout_s: ClassVar[float] = 120.0  # a restart takes 20 s on a machine that does nothing else
     grace_s: ClassVar[float] = 0.0
 
     def __init__(self, *, bucket: str = "hicache", port: int | None = None, data: Path | None = None) -> None:

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hicache.cli.demo import DEMO_CONFIG
 from hicache.cli.demo_report import differences
 from hicache.cli.demo_run import Answer
-from tests.cli.processes import finish, hicache, start
+from tests.cli.processes import DEMO_TIMEOUT_S, demo_timeout, finish, hicache, start
 
 DEMO = ("demo", "--max-new-tokens", "8")
 
@@ -23,6 +23,7 @@ def hits(output: str, tier: str) -> int:
     return int(found[1].replace(",", ""))
 
 
+@demo_timeout
 def test_the_demo_hits_every_tier_with_equal_tokens_and_a_second_one_starts_from_storage(
     repository: Path, tmp_path: Path
 ) -> None:
@@ -33,22 +34,23 @@ def test_the_demo_hits_every_tier_with_equal_tokens_and_a_second_one_starts_from
     with urllib.request.urlopen(address, timeout=30) as response:
         names = {family.name for family in text_string_to_metric_families(response.read().decode())}
     assert {"hicache_hit_tokens", "hicache_queued_operations"} <= names
-    code, output = finish(process)
+    code, output = finish(process, DEMO_TIMEOUT_S)
     assert code == 0, output
     assert output.rstrip().endswith("identical with and without the cache, and after the restart")
     for tier in ("L1 device", "L2 host", "L3 storage"):
         assert hits(output, tier) > 0, output
     first = hits(output, "L3 storage")
-    code, output = hicache(repository, *DEMO, "--set", store)
+    code, output = hicache(repository, *DEMO, "--set", store, timeout_s=DEMO_TIMEOUT_S)
     assert code == 0, output
     assert hits(output, "L3 storage") > first, "the second demo found no more in storage than the first"
 
 
+@demo_timeout
 def test_zeroed_kv_changes_the_tokens_and_the_demo_says_so(repository: Path, tmp_path: Path) -> None:
     """Negative control of the comparison: KV that is wrong, but passes every check, is found by its tokens."""
     code, output = hicache(
         repository, *DEMO, "--set", "storage.type=tests.cli.zeroing:ZeroingBackend",
-        "--set", f"storage.options.path={tmp_path / 'pages'}",
+        "--set", f"storage.options.path={tmp_path / 'pages'}", timeout_s=DEMO_TIMEOUT_S,
     )  # fmt: skip
     assert code == 1, output
     assert "TOKENS DIFFER" in output.splitlines()[-1]

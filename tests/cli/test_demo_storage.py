@@ -12,10 +12,11 @@ from hicache.cli.demo import DEMO_CONFIG
 from hicache.cli.demo_storage import STORAGES, demo_storage
 from hicache.config import load_config
 from hicache.errors import ConfigError
-from tests.cli.processes import finish, hicache, start
+from tests.cli.processes import DEMO_TIMEOUT_S, demo_timeout, finish, hicache, start
 from tests.waiting import wait_for
 
 
+@demo_timeout
 @pytest.mark.parametrize("storage", ["valkey", "mooncake", "file+s3"])
 def test_a_demo_on_real_servers_has_equal_tokens_and_leaves_nothing(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
@@ -24,7 +25,7 @@ def test_a_demo_on_real_servers_has_equal_tokens_and_leaves_nothing(
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.chdir(tmp_path)
-    code, output = hicache(repository, "demo", "--max-new-tokens", "2", "--storage", storage)
+    code, output = hicache(repository, "demo", "--max-new-tokens", "2", "--storage", storage, timeout_s=DEMO_TIMEOUT_S)
     assert code == 0, output
     assert output.rstrip().endswith("identical with and without the cache, and after the restart")
     assert "no prefix came from storage" not in output
