@@ -155,7 +155,7 @@ class StubS3:
             with self._lock:
                 self._open.add(served)  # wrapping took the connection out of the socket that was accepted
             with served, served.makefile("rb") as stream:
-                for request in self._read(stream.readline, stream.read, served.sendall):
+                for request in self._read(stream.readline, stream.read):
                     with self._running(request):
                         answer = self.fault(request) or self._answer(request)
                         served.sendall(answer.data)
@@ -182,17 +182,13 @@ class StubS3:
             with self._lock:
                 self._counts.running -= 1
 
-    def _read(
-        self, readline: Callable[[], bytes], read: Callable[[int], bytes], send: Callable[[bytes], None]
-    ) -> Iterator[Request]:
+    def _read(self, readline: Callable[[], bytes], read: Callable[[int], bytes]) -> Iterator[Request]:
         while first := readline():
             method, target, _ = first.decode().split(" ", 2)
             headers: dict[str, str] = {}
             while (line := readline().decode().rstrip("\r\n")):
                 name, _, value = line.partition(":")
                 headers[name.lower()] = value.strip()
-            if "expect" in headers:
-                send(b"HTTP/1.1 100 Continue\r\n\r\n")
             path, _, query = target.partition("?")
             name = unquote(path).removeprefix(f"/{self.bucket}").removeprefix("/")
             yield Request(
