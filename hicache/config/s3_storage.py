@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ..units import Count, PositiveDuration
+from ..units import Count, PositiveDuration, PositiveSize
 from .guard import GuardConfig
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
@@ -28,6 +28,12 @@ class S3StorageOptions(Section):
         default="hicache/", max_length=1024, pattern=r"^[A-Za-z0-9_./-]*$",
         description="What the names of all objects start with, so that a bucket can hold other things too, and a "
         "lifecycle rule can be made for the pages alone.",
+    )
+    capacity: PositiveSize | None = Field(
+        default=None,
+        description="Bytes that the pages below `prefix` may take; a bucket has no limit of its own. Beyond that the "
+        "least recently used ends of chains are removed. Not set: no limit. The store is listed once a minute, at one "
+        "request per thousand pages.",
     )
     endpoint_url: str | None = Field(
         default=None,
@@ -129,7 +135,11 @@ class S3Storage(Section):
 
     def backend_options(self) -> dict[str, object]:
         """Keyword options as the `s3` backend takes them: plain values, unit in the name."""
-        chosen = self.options.model_dump(exclude={"timeout", "connect_timeout"})
+        chosen = self.options.model_dump()
+        for name, plain in (
+            ("capacity", "capacity_bytes"), ("timeout", "timeout_s"), ("connect_timeout", "connect_timeout_s"),
+        ):  # fmt: skip
+            chosen[plain] = chosen.pop(name)
         for name in ("credentials_file", "ca_file"):
             chosen[name] = None if chosen[name] is None else os.fspath(chosen[name])
-        return {**chosen, "timeout_s": self.options.timeout, "connect_timeout_s": self.options.connect_timeout}
+        return chosen

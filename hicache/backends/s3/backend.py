@@ -1,7 +1,7 @@
 """The S3 backend: one object per page, in any store that speaks the S3 API.
 
 Pages of a batch move at once, each by one request on a connection of its own. Nothing is tried twice here. A store has
-no limit of its own and does not know chains: bound it with a lifecycle rule (docs/backends/s3.md) or a CapacityLimit.
+no limit of its own and does not know chains: bound it with a lifecycle rule (docs/backends/s3.md) or a LimitedBackend.
 
 Locking design: pages are moved by the threads of a `WorkerPool` and by the caller, each page by one of them; outcomes
 are slots of a list that only that thread writes, errors are appended to lists, both atomic in CPython. Every request

@@ -31,17 +31,18 @@ def test_a_short_section_is_enough(tmp_path: Path) -> None:
 def test_everything_can_be_given(tmp_path: Path) -> None:
     config = load(
         tmp_path,
-        "bucket: pages, prefix: kv/, endpoint_url: 'http://127.0.0.1:8333', region: eu-west-1, path_style: true, "
-        "credentials_file: /etc/s3, profile: p, ca_file: /etc/ca, checksum: when_supported, sign_payload: true, "
-        "conditional_put: false, client: boto3, connections: 3, timeout: 250ms, connect_timeout: 1s",
+        "bucket: pages, prefix: kv/, capacity: 2TiB, endpoint_url: 'http://127.0.0.1:8333', region: eu-west-1, "
+        "path_style: true, credentials_file: /etc/s3, profile: p, ca_file: /etc/ca, checksum: when_supported, "
+        "sign_payload: true, conditional_put: false, client: boto3, connections: 3, timeout: 250ms, "
+        "connect_timeout: 1s",
     ).storage
     assert config is not None
     assert config.backend_options() == {
-        "bucket": "pages", "prefix": "kv/", "endpoint_url": "http://127.0.0.1:8333", "region": "eu-west-1",
-        "path_style": True, "access_key_env": None, "secret_key_env": None, "session_token_env": None,
-        "credentials_file": "/etc/s3", "profile": "p", "ca_file": "/etc/ca", "checksum": "when_supported",
-        "sign_payload": True, "conditional_put": False, "client": "boto3", "connections": 3, "timeout_s": 0.25,
-        "connect_timeout_s": 1.0,
+        "bucket": "pages", "prefix": "kv/", "capacity_bytes": 2 << 40, "endpoint_url": "http://127.0.0.1:8333",
+        "region": "eu-west-1", "path_style": True, "access_key_env": None, "secret_key_env": None,
+        "session_token_env": None, "credentials_file": "/etc/s3", "profile": "p", "ca_file": "/etc/ca",
+        "checksum": "when_supported", "sign_payload": True, "conditional_put": False, "client": "boto3",
+        "connections": 3, "timeout_s": 0.25, "connect_timeout_s": 1.0,
     }  # fmt: skip
 
 
@@ -52,7 +53,8 @@ def test_options_and_defaults_are_those_of_the_backend() -> None:
         for name, parameter in inspect.signature(open_s3_backend).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    assert given == taken | {"bucket": "pages"}
+    # The capacity is kept around the backend and not by it.
+    assert given == taken | {"bucket": "pages", "capacity_bytes": None}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,8 @@ def test_options_and_defaults_are_those_of_the_backend() -> None:
      ("bucket: pages, access_key_env: KEY", "secret_key_env"), ("bucket: pages, client: curl", "client"),
      ("bucket: pages, access_key_env: s3cr3t/x, secret_key_env: B", "access_key_env"),
      ("bucket: pages, access_key_env: A, secret_key_env: B, credentials_file: /x", "not both"),
-     ("bucket: pages, connections: 0", "connections"), ("bucket: pages, secret_key: s3cr3t", "secret_key")],
+     ("bucket: pages, connections: 0", "connections"), ("bucket: pages, capacity: 0", "capacity"),
+     ("bucket: pages, secret_key: s3cr3t", "secret_key")],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_by_name_and_without_a_secret(tmp_path: Path, options: str, word: str) -> None:
     with pytest.raises(ConfigError, match=word) as caught:

@@ -13,13 +13,36 @@ from hicache.backends.raw import RawStore, StoredPage
 from hicache.backends.registry import BackendSpec, open_raw
 from hicache.backends.s3 import S3RawStore
 from hicache.backends.s3.names import namespace_prefix, object_name, parse_name
-from hicache.backends.testing import HIT, NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, load, make_keys, store_chain
+from hicache.backends.testing import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    PAYLOAD_BYTES,
+    OpenRaw,
+    OpenStore,
+    RawContract,
+    make_keys,
+    store_chain,
+)
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from tests.backends.s3.bucket import CODEC, PAGE, Bucket, open_s3, options
 from tests.backends.s3.stub import Request, StubS3, error, reply
 
 KEYS = make_keys(5)
+
+
+class TestRawStore(RawContract):
+    """Against the contract, with each client."""
+
+    counts_removals = False
+
+    @pytest.fixture
+    def open_store(self, bucket: Bucket, unique_prefix: str) -> OpenStore:
+        return lambda codec: open_s3(bucket, unique_prefix, codec)
+
+    @pytest.fixture
+    def open_raw(self, bucket: Bucket, unique_prefix: str, client: str) -> OpenRaw:
+        return lambda: open_it(bucket, unique_prefix, client=client)
 
 
 def open_it(bucket: Bucket, prefix: str, **changes: Any) -> S3RawStore:
@@ -52,31 +75,6 @@ def test_all_pages_are_listed_and_nothing_else(bucket: Bucket, unique_prefix: st
     assert [page.namespace for page in pages] == sorted(page.namespace for page in pages)
     store.close()
     store.close()
-
-
-def test_a_namespace_is_listed_by_the_start_of_its_digest(bucket: Bucket, unique_prefix: str) -> None:
-    fill(bucket, unique_prefix)
-    store = open_it(bucket, unique_prefix)
-    assert seen(store, NAMESPACE.hex()[:6]) == {(NAMESPACE, key) for key in KEYS[:3]}
-    assert seen(store, NAMESPACE.hex()) == seen(store, NAMESPACE.hex()[:6])
-    assert seen(store, "zz") == set()
-    store.close()
-
-
-def test_pages_are_carried_over_and_still_believed(bucket: Bucket, unique_prefix: str, client: str) -> None:
-    fill(bucket, unique_prefix)
-    source = open_it(bucket, unique_prefix, client=client)
-    target = open_it(bucket, f"{unique_prefix}copy/", client=client)
-    for page in source.pages(NAMESPACE.hex()):
-        data = source.read(page, PAGE)
-        assert data is not None and len(data) == PAGE
-        assert source.read(page, 100) == data[:100]
-        assert target.write(page, data, None)
-        assert not target.write(page, bytes(PAGE), None)
-    copied = open_s3(bucket, f"{unique_prefix}copy/")
-    assert load(copied, KEYS[:3]) == [HIT] * 3
-    for closed in (copied.backend, source, target):
-        closed.close()
 
 
 def test_an_empty_object_and_a_missing_one_are_told_apart(bucket: Bucket, unique_prefix: str, client: str) -> None:
