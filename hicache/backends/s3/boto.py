@@ -2,8 +2,8 @@
 
 It costs two to seven times the processor time per byte. A request of botocore cannot be told when to end, so each is
 made on a thread of its own that has no frame: the caller waits up to its deadline and leaves it to end by itself, after
-`timeout_s` without a byte. A body to be stored is copied for that reason; one that is read goes straight into its frame
-by the caller's own thread.
+`timeout_s` without a byte. A body to be stored is copied for that reason; one that is read is put into its frame by the
+caller's own thread, which ends at the deadline.
 
 Locking design: boto3's client and the executor are safe for threads; there is no other state.
 """
@@ -24,7 +24,8 @@ from .access import Access
 from .client import Found, Got, Listed, Listing
 from .trouble import RequestFailed, Trouble, failed_reply
 
-_PIECE_BYTES = 1 << 20
+# About as much as a socket holds.
+_PIECE_BYTES = 256 << 10
 # Waiting for ever is none of what `Future.result` can do with a number.
 _WAIT_MAX_S = 86_400.0
 # botocore's exceptions have no common field that says what happened. The first that fits, from the narrow to the wide.
@@ -119,26 +120,26 @@ class BotoClient:
             refused.unless(404)
             return None
         with contextlib.closing(reply["Body"]) as body:
-            size = reply.get("ContentLength")
-            if size is None:
-                raise RequestFailed(Trouble.PROTOCOL, "the reply does not say how long the object is")
+            size = _length(reply)
             is_read = fits(size)
-            if is_read:
-                self._read(body, frame[:size], deadline)
+            # A head that was cut off within its length looks whole to botocore, but nothing comes after it.
+            self._read(body, frame[:size] if is_read else memoryview(bytearray(min(size, 1))), deadline)
             return Got(size, reply.get("ETag", ""), is_read)
 
     def _read(self, body: Any, target: memoryview, deadline: float) -> None:
-        done = 0
+        # botocore's own ways to read wait until all has come, each time anew for as long as a byte may take.
+        stream, done = body._raw_stream, 0
         try:
             while done < target.nbytes:
                 left = min(self._timeout_s, deadline - time.monotonic())
                 if left <= 0:
                     raise RequestFailed(Trouble.TIMEOUT)
                 body.set_socket_timeout(left)
-                count = body.readinto(target[done : done + _PIECE_BYTES])
-                if not count:
+                piece = stream.read1(min(target.nbytes - done, _PIECE_BYTES))
+                if not piece:
                     raise RequestFailed(Trouble.SHORT_BODY, f"{done} of {target.nbytes} bytes came")
-                done += count
+                target[done : done + len(piece)] = piece
+                done += len(piece)
         except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
             raise _failed(error) from error
 
@@ -151,8 +152,8 @@ class BotoClient:
                 return b""
             refused.unless(404)
             return None
-        data = bytearray(min(reply.get("ContentLength", 0), bytes_max))
         with contextlib.closing(reply["Body"]) as body:
+            data = bytearray(min(_length(reply), bytes_max))
             self._read(body, memoryview(data), deadline)
         return bytes(data)
 
@@ -223,6 +224,13 @@ def _require(reply: Mapping[str, Any], entry: str) -> None:
     behind its first line for a good one."""
     if entry not in reply:
         raise RequestFailed(Trouble.PROTOCOL, f"the reply has no {entry}")
+
+
+def _length(reply: Mapping[str, Any]) -> int:
+    """Bytes of the body of `reply`. Raises RequestFailed if it does not say."""
+    _require(reply, "ContentLength")
+    size: int = reply["ContentLength"]
+    return size
 
 
 def _without_expectation(request: Any, **_: Any) -> None:

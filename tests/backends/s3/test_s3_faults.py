@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.s3 import S3Backend
+from hicache.backends.raw import StoredPage
+from hicache.backends.s3 import S3Backend, S3RawStore
 from hicache.backends.s3.names import object_name
 from hicache.backends.testing import (
     CORRUPT,
@@ -35,6 +36,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )  # fmt: skip
+from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from tests.backends.s3.bucket import CODEC, PAGE, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error, etag_of, reply
@@ -200,18 +202,34 @@ def test_a_length_that_makes_no_sense_is_no_reply(stub: StubS3, header: str) -> 
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE + 1, PAGE * 2, 10**12])
-def test_a_length_that_no_page_has_is_damage_and_nothing_of_it_is_read(stub: StubS3, client: str, size: int) -> None:
+def test_a_length_that_no_page_has_is_damage_and_leaves_the_frame_alone(stub: StubS3, client: str, size: int) -> None:
     store = open_on(stub, client=client)
     key, data = _page(store, stub)
-    stub.fault = lambda request: (
-        Answer(f"HTTP/1.1 200 OK\r\ncontent-length: {size}\r\netag: {etag_of(data)}\r\n\r\n".encode(), "close")
-        if request.method == "GET" else None
-    )  # fmt: skip
+    head = f"HTTP/1.1 200 OK\r\ncontent-length: {size}\r\netag: {etag_of(data)}\r\n\r\n".encode()
+    stub.fault = lambda request: Answer(head + b"x" * min(size, PAGE), "close") if request.method == "GET" else None
     frame = memoryview(bytearray(b"\xee" * PAGE))
     assert store.backend.batch_get([key], [frame], deadline=soon()) == [CORRUPT]
     assert bytes(frame) == b"\xee" * PAGE
     assert dict(store.backend.statistics().corrupt) == {"size": 1}
     assert name(key) not in stub.objects
+    store.backend.close()
+
+
+@pytest.mark.parametrize("head", [
+    "content-length: 1", "etag: \"x\"\r\ncontent-length: 12", "content-length: 12\r\netag: \"", "content-le", "",
+])  # fmt: skip
+def test_a_head_that_is_cut_costs_no_stored_page(stub: StubS3, client: str, head: str) -> None:
+    """A length that lost its last digits is no page's, which would be damage."""
+    store, raw = open_on(stub, client=client), S3RawStore(options(stub.url, client=client))
+    key, data = _page(store, stub)
+    stub.fault = lambda request: (
+        Answer(f"HTTP/1.1 200 OK\r\n{head}".encode(), "close") if request.method == "GET" else None
+    )
+    assert load(store, [key]) == [GET_ERROR]
+    assert stub.objects == {name(key): data}
+    with pytest.raises(BackendUnavailable):
+        raw.read(StoredPage(NAMESPACE, key, len(data), None), 256)
+    raw.close()
     store.backend.close()
 
 

@@ -13,6 +13,7 @@ from hicache.backends.testing import (
     CORRUPT,
     GET_ERROR,
     HIT,
+    NAMESPACE,
     PRESENT,
     SET_ERROR,
     STORED,
@@ -26,6 +27,7 @@ from hicache.backends.testing import (
 )
 from hicache.devservers import DevService, SeaweedServer
 from hicache.errors import BackendUnavailable, ConfigError
+from hicache.frame import FrameCodec
 from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
 from tests.backends.s3.stub import StubS3
 from tests.backends.s3.test_s3_faults import errors
@@ -161,6 +163,24 @@ def test_a_page_cut_off_while_it_is_stored_is_not_there(behind: Store, proxy: Pr
     proxy.heal()
     assert behind.read(key) is None
     assert store_chain(behind, [key]) == [STORED]
+
+
+def test_a_page_that_trickles_costs_no_more_than_the_deadline(
+    bucket: Bucket, proxy: Proxy, unique_prefix: str, client: str
+) -> None:
+    """Bytes keep coming, and all of them would have come after six seconds. That they do at full speed is the control.
+    """
+    codec = FrameCodec(NAMESPACE, 600_000)
+    place = through(bucket, f"http://127.0.0.1:{proxy.port}")
+    store = open_s3(place, unique_prefix, codec, client=client, timeout_s=30.0)
+    key, frames = make_keys(1), empty_frames(codec, 1)
+    assert store.backend.batch_set(key, full_frames(codec, key), parent=None, deadline=soon()) == [STORED]
+    proxy.set(Faults(bytes_per_s=100_000, slice_bytes=1000, direction=Direction.DOWN))
+    assert store.backend.batch_get(key, frames, deadline=soon(0.5)) == [GET_ERROR]
+    assert errors(store) == {"timeout": 1}
+    proxy.heal()
+    assert store.backend.batch_get(key, frames, deadline=soon()) == [HIT]
+    store.backend.close()
 
 
 def test_a_server_that_is_stopped_costs_no_more_than_the_deadline(
