@@ -190,10 +190,7 @@ class BotoClient:
         reply = self._call(self._client.list_objects_v2, deadline, Prefix=prefix, MaxKeys=keys_max, **more)
         _require(reply, "IsTruncated")
         return Listing(
-            [
-                Listed(entry["Key"], entry["Size"], entry["LastModified"].timestamp())
-                for entry in reply.get("Contents", ())
-            ],
+            [_listed(entry) for entry in reply.get("Contents", ())],
             reply.get("NextContinuationToken") if reply.get("IsTruncated") else None,
         )
 
@@ -231,6 +228,11 @@ def _length(reply: Mapping[str, Any]) -> int:
     _require(reply, "ContentLength")
     size: int = reply["ContentLength"]
     return size
+
+
+def _listed(entry: Mapping[str, Any]) -> Listed:
+    modified = entry.get("LastModified")
+    return Listed(entry.get("Key", ""), entry.get("Size", 0), None if modified is None else modified.timestamp())
 
 
 def _without_expectation(request: Any, **_: Any) -> None:

@@ -124,6 +124,15 @@ def test_a_listing_of_several_parts_is_read_to_its_end(stub: StubS3, client: str
     store.close()
 
 
+def test_a_listing_that_tells_little_is_taken_as_it_is(stub: StubS3, client: str) -> None:
+    names = f"<Contents><Key>{object_name('test/', NAMESPACE, KEYS[0])}</Key></Contents><Contents/>"
+    listing = f"<ListBucketResult><IsTruncated>false</IsTruncated>{names}</ListBucketResult>".encode()
+    stub.fault = lambda request: reply(200, listing) if request.is_list else None
+    store = S3RawStore(options(stub.url, client=client))
+    assert list(store.pages()) == [StoredPage(NAMESPACE, KEYS[0], 0, None)]
+    store.close()
+
+
 def test_pages_that_cannot_be_removed_are_an_error(stub: StubS3, client: str) -> None:
     store = S3RawStore(options(stub.url, client=client))
     pages = [StoredPage(NAMESPACE, key, 1, None) for key in KEYS[:2]]
