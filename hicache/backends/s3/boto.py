@@ -96,10 +96,9 @@ class BotoClient:
             future.add_done_callback(_drop)
             raise RequestFailed(Trouble.TIMEOUT) from error
         except botocore.exceptions.ClientError as error:
-            raise _Refused(error) from error
+            raise _Refused(error) from _forgetful(error)
         except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-            raise _failed(error) from error
-
+            raise _failed(error) from _forgetful(error)
     def head(self, name: str, *, deadline: float) -> Found | None:
         """See Client."""
         try:
@@ -221,6 +220,12 @@ def _require(reply: Mapping[str, Any], entry: str) -> None:
     behind its first line for a good one."""
     if entry not in reply:
         raise RequestFailed(Trouble.PROTOCOL, f"the reply has no {entry}")
+
+
+def _forgetful(error: Exception) -> Exception:
+    """`error` without the calls that it went through. botocore's exceptions refer to themselves, so that with them the
+    frames of those calls would be held until the next garbage collection."""
+    return error.with_traceback(None)
 
 
 def _length(reply: Mapping[str, Any]) -> int:

@@ -5,6 +5,7 @@ Each fault hits every verb, with both clients. That the same verb succeeds once 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import threading
@@ -466,6 +467,29 @@ def test_what_was_not_sent_by_its_deadline_never_is(stub: StubS3) -> None:
     stub.released.set()
     store.backend.close()
     assert set(stub.objects) == {name(keys[0])}
+
+
+@pytest.mark.parametrize("body", ["short", "stalled", "no reply"])
+def test_nothing_holds_a_frame_once_the_verb_has_returned(stub: StubS3, client: str, body: str) -> None:
+    """Not even an exception that waits for the garbage collector: memory with a view of it cannot be given back."""
+    store = open_on(stub, client=client, timeout_s=_TIMEOUT_S if body == "stalled" else _PATIENCE_S)
+    answer = Answer(f"HTTP/1.1 200 OK\r\ncontent-length: {PAGE}\r\n\r\nx".encode(), "close")
+    answers = {"short": answer, "stalled": Answer(answer.data, "hang"), "no reply": Answer(b"", "close")}
+    stub.fault = always(answers[body])
+    memory = bytearray(PAGE)
+    gc.collect()
+    gc.disable()
+    try:
+        frames = [memoryview(memory)]
+        assert store.backend.batch_get(make_keys(1), frames, deadline=soon()) == [GET_ERROR]
+        if body == "no reply":
+            assert store.backend.batch_set(make_keys(1), frames, parent=None, deadline=soon()) == [SET_ERROR]
+        del frames
+        memory.append(0)  # raises BufferError while there is a view of it
+    finally:
+        gc.enable()
+    stub.released.set()
+    store.backend.close()
 
 
 def test_an_infinite_deadline_still_has_the_timeout(stub: StubS3, client: str) -> None:
