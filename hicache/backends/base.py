@@ -131,7 +131,8 @@ class StorageBackend(ABC):
 
 @runtime_checkable
 class MemoryRegistration(Protocol):
-    """A backend that moves registered memory faster (RDMA). Found with `leaves`."""
+    """A backend that moves registered memory faster (RDMA), or one that hands memory on to such. See
+    `register_memory`."""
 
     def register_memory(self, memory: memoryview) -> None:
         """Make `memory`, from which frames will come, known to the network. Called before the first verb; may block.
@@ -189,3 +190,15 @@ def leaves(backend: StorageBackend) -> Iterator[StorageBackend]:
             yield from leaves(part)
     else:
         yield backend
+
+
+def register_memory(backend: StorageBackend, memory: memoryview) -> None:
+    """Make `memory` known to all in `backend` that move registered memory faster. Before the first verb; may block.
+
+    REQUIRES: `memory` stays until the backend is closed. Raises BackendError where no guard counts it instead.
+    """
+    if isinstance(backend, MemoryRegistration):
+        backend.register_memory(memory)
+    elif isinstance(backend, Composite):
+        for part in backend.parts:
+            register_memory(part, memory)

@@ -6,11 +6,12 @@ operations.
 
 from __future__ import annotations
 
+import functools
 import queue
 from collections.abc import Callable
 from typing import Any
 
-from ..backends.base import StorageBackend
+from ..backends.base import StorageBackend, register_memory
 from ..tiers import HostPool
 from .lifecycle import BackendLifecycle, OpenBackend
 from .operations import BackupOperation, PrefetchOperation
@@ -26,7 +27,8 @@ class StorageWorkers:
     """Started with an open `backend`, or without one: then there are no threads until `replace`, and nothing may be
     submitted.
 
-    `workers` makes the groups, `clock` is monotonic, in seconds.
+    `workers` makes the groups, `clock` is monotonic, in seconds. Registers the memory of `host` with each backend,
+    which may block, here as well. Raises BackendError where no guard counts it instead.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class StorageWorkers:
         self._finished: queue.SimpleQueue[PrefetchOperation | BackupOperation] = queue.SimpleQueue()
         self.lifecycle = BackendLifecycle(self._jobs_for, workers, clock)
         if backend is not None:
+            register_memory(backend, host.memory)
             self.lifecycle.start(backend)
             self._start()
 
@@ -63,7 +66,7 @@ class StorageWorkers:
         """Have a backend opened in place of the one in use, if there is one. Does not block."""
         if not self.groups:
             self._start()
-        self.lifecycle.replace(open_backend)
+        self.lifecycle.replace(functools.partial(_open_registered, open_backend, self._host.memory))
 
     def _start(self) -> None:
         workers = self._workers
@@ -128,6 +131,17 @@ class StorageWorkers:
         for group in self.groups:
             ended = group.close(max(0.0, deadline - self._clock())) and ended
         return self.lifecycle.close(max(0.0, deadline - self._clock()), workers_ended=ended)
+
+
+def _open_registered(open_backend: OpenBackend, memory: memoryview) -> StorageBackend:
+    """Opening worker: a backend that knows the memory its frames will come from."""
+    backend = open_backend()
+    try:
+        register_memory(backend, memory)
+    except BaseException:
+        backend.close()
+        raise
+    return backend
 
 
 def _look_up(operation: PrefetchOperation, beat: Callable[[], None]) -> None:

@@ -45,7 +45,8 @@ class HostPool:
             )
         self.allocator = PageAllocator(pages)
         self._mapping = _touched_mapping(self.capacity_bytes)
-        self._memory = memoryview(self._mapping)
+        # All frames, one behind the other.
+        self.memory = memoryview(self._mapping)
         # uint8 [pages, frame_bytes] over the same memory.
         self.buffer: Bytes2D = np.frombuffer(self._mapping, dtype=np.uint8).reshape(pages, self.frame_bytes)
         self.tensor = torch.from_numpy(self.buffer)
@@ -77,7 +78,7 @@ class HostPool:
     def frame(self, page: int) -> memoryview:
         """The whole frame of one page, writable."""
         start = page * self.frame_bytes
-        return self._memory[start : start + self.frame_bytes]
+        return self.memory[start : start + self.frame_bytes]
 
     def frames(self, pages: PageIds) -> list[memoryview]:
         """The frames of several pages, in order."""
@@ -86,7 +87,7 @@ class HostPool:
     def payload(self, page: int) -> memoryview:
         """The KV bytes of one page, layer-major."""
         start = page * self.frame_bytes + HEADER_BYTES
-        return self._memory[start : start + self.geometry.payload_bytes]
+        return self.memory[start : start + self.geometry.payload_bytes]
 
     def block_slice(self, layer: int, block: int) -> slice:
         """Where block `block` (K = 0, V = 1) of `layer` lies within a frame, in bytes."""

@@ -1,7 +1,8 @@
 """A part that may be missing when its composition is opened: it is opened as soon as it can be.
 
 Locking design: `_inner` is set once, by the constructor or by the opening thread, under `_state`, and read without a
-lock. `_state` guards `_closed`; it is not held while the part is opened, so `close` does not wait for a server.
+lock. `_state` guards `_closed` and `_memory`; it is not held while the part is opened or registers memory, so `close`
+does not wait for a server.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 
 from ...errors import BackendError
 from ...frame import FrameCodec
-from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
+from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage, register_memory
 from ..calls import Calls, check_batch, check_keys
 
 _log = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ class LatePart(StorageBackend):
     """The backend that `open_part` opens; until it can be opened, a store where every call is an error.
 
     A Composite of that one backend. `open_part` is called in the constructor and then, until it raises no BackendError
-    any more, in a thread. Memory of a part that comes late is not registered. Raises what else `open_part` raises.
+    any more, in a thread. Memory that is to be registered is, before the first verb of a part that comes late. Raises
+    what else `open_part` raises.
     """
 
     def __init__(self, codec: FrameCodec, name: str, open_part: Callable[[], StorageBackend]) -> None:
@@ -40,6 +42,7 @@ class LatePart(StorageBackend):
         self._state = threading.Condition()
         self._closed = False
         self._inner: StorageBackend | None = None
+        self._memory: list[memoryview] = []
         self._thread: threading.Thread | None = None
         if not self._try():
             self._thread = threading.Thread(target=self._keep_trying, name=f"hicache-open-{name}", daemon=True)
@@ -53,18 +56,42 @@ class LatePart(StorageBackend):
     def _try(self) -> bool:
         try:
             opened = self._open_part()
+            if not self._take_in(opened):
+                opened.close()
         except BackendError as error:
             if self._thread is None:  # the first attempt; the others would only say it again
                 _log.warning("storage part %s cannot be opened yet: %s", self._name, error)
             return False
         if self._thread is not None:
             _log.info("storage part %s is open now", self._name)
-        with self._state:
-            if not self._closed:
-                self._inner = opened
-                return True
-        opened.close()
         return True
+
+    def _take_in(self, opened: StorageBackend) -> bool:
+        """Use a part from now on, with all memory registered; False if nobody wants it any more."""
+        registered = 0
+        try:
+            while True:
+                with self._state:
+                    if self._closed:
+                        return False
+                    memory = self._memory[registered:]
+                    if not memory:
+                        self._inner = opened
+                        return True
+                for piece in memory:
+                    register_memory(opened, piece)
+                registered += len(memory)
+        except BaseException:
+            opened.close()
+            raise
+
+    def register_memory(self, memory: memoryview) -> None:
+        """See MemoryRegistration. Keeps `memory` for a part that is not open yet."""
+        with self._state:
+            self._memory.append(memory)
+            inner = self._inner
+        if inner is not None:
+            register_memory(inner, memory)
 
     def _keep_trying(self) -> None:
         pause_s = RETRY_S_MIN
@@ -137,6 +164,7 @@ class LatePart(StorageBackend):
         """See StorageBackend. An attempt to open that is under way closes what it still opens."""
         with self._state:
             self._closed = True
+            self._memory.clear()
             self._state.notify_all()
         if self._inner is not None:
             self._inner.close()

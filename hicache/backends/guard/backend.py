@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ...errors import InvalidInput
-from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
+from ...errors import BackendError, InvalidInput
+from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage, register_memory
 from ..calls import check_batch, check_keys
 from .chore import Chore
 from .options import Direction, GuardOptions, Override
@@ -202,6 +202,17 @@ class GuardedBackend(StorageBackend):
         self._probes.close(_CLOSE_S)
         self._usage.close(_CLOSE_S)
         self._inner.close()
+
+    def register_memory(self, memory: memoryview) -> None:
+        """See MemoryRegistration, for the backend behind it. A failure is counted and logged: pages are copied then."""
+        self._contain(lambda: self._register(memory))
+
+    def _register(self, memory: memoryview) -> None:
+        try:
+            register_memory(self._inner, memory)
+        except BackendError as error:
+            self._traffic.count_raised("registration")
+            logger.warning("storage %s: host memory is not registered, so its pages are copied: %s", self.name, error)
 
     # What a guard adds
 

@@ -1,0 +1,267 @@
+"""Each store that wants to know the host pool's memory is told before its first verb, on no scheduler's time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend, leaves
+from hicache.backends.compose import LevelsBackend, LevelsOptions, Part
+from hicache.backends.compose.late import LatePart
+from hicache.backends.guard import GuardedBackend, GuardOptions
+from hicache.backends.limit import LimitedBackend
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.mooncake import RegisteringMooncakeBackend
+from hicache.backends.testing import soon
+from hicache.devservers import MooncakeMaster
+from hicache.errors import BackendError, BackendUnavailable
+from tests.backends._mooncake import open_backend
+from tests.cache.world import LastingBackend, World, codec, prompt
+from tests.waiting import wait_for
+
+KEY = prompt(1, 2, 3)
+
+
+class Registering(LastingBackend):
+    """A store that can move registered memory: who registered what, and how many verbs came before."""
+
+    def __init__(self, epoch: int = 0, refusal: Exception | None = None) -> None:
+        super().__init__(codec(epoch))
+        self.registered: list[memoryview] = []
+        self.threads: list[threading.Thread] = []
+        self.unregistered_calls = 0
+        self.closes = 0
+        self._refusal = refusal
+
+    def register_memory(self, memory: memoryview) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+        self.registered.append(memory)
+        self.threads.append(threading.current_thread())
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        self.unregistered_calls += not self.registered
+        return super().batch_exists(keys, deadline=deadline)
+
+    def batch_get(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+    ) -> list[GetOutcome]:
+        self.unregistered_calls += not self.registered
+        return super().batch_get(keys, frames, deadline=deadline)
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        self.unregistered_calls += not self.registered
+        return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+
+    def close(self) -> None:
+        self.closes += 1
+
+
+def until_open(world: World) -> None:
+    world.until(lambda: world.controller.backend is not None)
+    world.step()
+
+
+def store_and_load(world: World) -> int:
+    """Store a prompt and read it back; how many of its tokens come from storage."""
+    world.serve("first", KEY)
+    world.settle()
+    world.cache.clear()
+    return world.serve("second", KEY).storage_hit_tokens
+
+
+def assert_knows(store: Registering, world: World, times: int = 1) -> None:
+    assert store.registered == [world.host.memory] * times and store.unregistered_calls == 0
+    assert len(world.host.memory) == world.host.capacity_bytes
+
+
+def test_the_first_store_knows_the_host_memory_before_its_first_verb() -> None:
+    store = Registering()
+    world = World(backend=store)
+    assert_knows(store, world)
+    assert store_and_load(world) > 0
+    assert_knows(store, world)
+    world.close()
+
+
+def test_the_store_of_each_epoch_knows_it_and_is_told_off_the_scheduler_thread() -> None:
+    stores: dict[int, Registering] = {}
+
+    def open_storage(epoch: int) -> StorageBackend:
+        stores[epoch] = Registering(epoch)
+        return GuardedBackend(stores[epoch])
+
+    world = World(backend=open_storage(0), open_storage=open_storage)
+    for epoch in (1, 2):
+        world.cache.update_weights(epoch)
+        until_open(world)
+        assert store_and_load(world) > 0
+        assert_knows(stores[epoch], world)
+        assert stores[epoch].threads != [threading.current_thread()]
+    world.close()
+
+
+def test_an_attached_store_knows_it() -> None:
+    store, world = Registering(), World()
+    world.cache.storage.attach(lambda epoch: store)
+    until_open(world)
+    assert store_and_load(world) > 0
+    assert_knows(store, world)
+    assert store.threads != [threading.current_thread()]
+    world.close()
+
+
+def behind_a_limit(store: StorageBackend) -> StorageBackend:
+    def no_raw() -> Any:
+        raise BackendError("this store cannot be listed")
+
+    return LimitedBackend(store, no_raw, capacity_bytes=1 << 30)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        behind_a_limit,
+        lambda store: GuardedBackend(behind_a_limit(store)),
+        lambda store: LevelsBackend(
+            store.codec,
+            [Part("top", MemoryBackend(store.codec)), Part("low", GuardedBackend(store))],
+            LevelsOptions(),
+        ),
+        lambda store: LatePart(store.codec, "late", lambda: store),
+    ],
+    ids=["limit", "guard and limit", "levels", "late part that is in time"],
+)
+def test_a_store_knows_it_through_whatever_is_around_it(wrap: Callable[[Registering], StorageBackend]) -> None:
+    store = Registering()
+    world = World(backend=wrap(store))
+    assert_knows(store, world)
+    world.close()
+
+
+def test_a_part_that_comes_late_knows_it_before_its_first_verb() -> None:
+    store, may_open = Registering(), threading.Event()
+
+    def open_part() -> StorageBackend:
+        if not may_open.is_set():
+            raise BackendUnavailable("this server is not up yet")
+        return store
+
+    late = LatePart(store.codec, "late", open_part)
+    world = World(backend=late)
+    world.serve("before", prompt(7))
+    may_open.set()
+    wait_for(lambda: late.parts == [store], world.step)
+    assert store_and_load(world) > 0
+    assert_knows(store, world)
+    world.close()
+
+
+def test_a_late_part_that_nobody_wants_any_more_is_closed_and_keeps_no_memory() -> None:
+    world, store = World(), Registering()
+    opening, go_on = threading.Event(), threading.Event()
+
+    class Slow(Registering):
+        def register_memory(self, memory: memoryview) -> None:
+            opening.set()
+            assert go_on.wait(30.0)
+            super().register_memory(memory)
+
+    slow, is_down = Slow(), [True]
+
+    def open_part() -> StorageBackend:
+        if is_down:
+            raise BackendUnavailable("this server is not up yet")
+        return slow
+
+    late = LatePart(store.codec, "late", open_part)
+    late.register_memory(world.host.memory)
+    is_down.clear()
+    assert opening.wait(30.0)
+    late.close()
+    go_on.set()
+    wait_for(lambda: slow.closes == 1)
+    assert late.parts == []
+    world.close()
+
+
+@pytest.mark.parametrize("refusal", [BackendError("too little memory may be locked; raise ulimit -l"), KeyError("bug")])
+def test_a_store_that_cannot_register_is_used_all_the_same_and_the_guard_counts_it(
+    refusal: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Registering(refusal=refusal)
+    guard = GuardedBackend(store, GuardOptions(), name="fast")
+    world = World(backend=guard)
+    assert store_and_load(world) > 0
+    kind = "registration" if isinstance(refusal, BackendError) else "KeyError"
+    assert guard.statistics().errors == {f"raised_{kind}": 1}
+    assert "storage fast" in caplog.text and str(refusal) in caplog.text
+    world.close()
+
+
+def test_a_store_without_a_guard_that_cannot_register_is_not_opened_and_closed_again() -> None:
+    stores = [Registering(refusal=BackendError("no"))]
+
+    def open_storage(epoch: int) -> StorageBackend:
+        stores.append(Registering(epoch, refusal=BackendError("no") if len(stores) == 1 else None))
+        return stores[-1]
+
+    with pytest.raises(BackendError, match="no"):
+        World(backend=stores[0])
+    world = World()
+    world.cache.storage.attach(open_storage)
+    until_open(world)
+    assert world.controller.statistics().open_failures == 1
+    assert stores[1].closes == 1 and world.controller.backend is stores[2]
+    assert_knows(stores[2], world)
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[MooncakeMaster]:
+    with MooncakeMaster() as server:
+        yield server
+
+
+def exhausted(master: MooncakeMaster, epoch: int) -> RegisteringMooncakeBackend:
+    """A backend without staging memory to spare: frames go as they lie, or not at all."""
+    backend = open_backend(master, codec(epoch), staging_bytes=codec(epoch).frame_bytes)
+    assert isinstance(backend, RegisteringMooncakeBackend)
+    assert len(backend._links.current.staging.take(1, 0.0)) == 1
+    return backend
+
+
+def release(backend: StorageBackend | None) -> None:
+    assert backend is not None
+    (leaf,) = leaves(backend)
+    assert isinstance(leaf, RegisteringMooncakeBackend)
+    leaf._links.current.staging.give_back([0])
+
+
+def test_mooncake_moves_the_pages_of_the_host_pool_as_they_lie(master: MooncakeMaster) -> None:
+    def open_storage(epoch: int) -> StorageBackend:
+        return GuardedBackend(exhausted(master, epoch), GuardOptions(read="on", write="on"))
+
+    world = World(backend=open_storage(0), open_storage=open_storage)
+    assert store_and_load(world) > 0
+    release(world.controller.backend)
+    world.cache.update_weights(1)
+    until_open(world)
+    assert store_and_load(world) > 0
+    release(world.controller.backend)
+    world.close()
+
+
+def test_mooncake_could_not_move_them_unregistered(master: MooncakeMaster) -> None:
+    """The control of the test above."""
+    backend = exhausted(master, 0)
+    frames = [memoryview(bytearray(backend.codec.frame_bytes))]
+    assert backend.batch_set([bytes(32)], frames, parent=None, deadline=soon(0.2)) == [SetOutcome.ERROR]
+    assert backend.statistics().errors == {"staging": 1}
+    release(backend)
+    backend.close()
