@@ -14,6 +14,7 @@ import pytest
 from hicache.backends.base import SetOutcome, leaves
 from hicache.backends.chains import Chains
 from hicache.backends.file.raw import FileRaw, make_store, open_raw
+from hicache.backends.guard import leaf_statistics
 from hicache.backends.limit import LimitedBackend
 from hicache.backends.raw import RawStore, StoredPage
 from hicache.backends.testing import (
@@ -95,6 +96,9 @@ def test_what_has_no_room_is_turned_away_and_the_head_stays(opened: Opened) -> N
     assert store_chain(store, keys) == [STORED] * 5 + [REJECTED] * 3
     assert (exists(store, keys), store.backend.usage().capacity_bytes) == (5, 5 * PAGE)
     assert store.backend.statistics().sets == {STORED: 5, REJECTED: 3}
+    (shown,) = leaf_statistics(store.backend)
+    assert (shown.name, dict(shown.statistics.sets)) == ("file", {STORED: 5, REJECTED: 3})
+    assert shown.usage is not None and shown.usage.capacity_bytes == 5 * PAGE
 
 
 def test_without_the_limit_all_of_it_is_stored(tmp_path: Path) -> None:

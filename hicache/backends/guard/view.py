@@ -64,7 +64,10 @@ def _leaves(backend: StorageBackend) -> Iterator[tuple[str, StorageBackend]]:
     if isinstance(backend, GuardedBackend):
         yield backend.name, backend
     elif isinstance(backend, Composite):
-        for part in backend.parts:
-            yield from _leaves(part)
+        found = [leaf for part in backend.parts for leaf in _leaves(part)]
+        if len(backend.parts) == len(found) == 1 and not isinstance(found[0][1], GuardedBackend):
+            # A wrapper without a guard, such as a limit, counts what it does besides what is below it.
+            found = [(found[0][0], backend)]
+        yield from found
     else:
         yield type(backend).__name__.removesuffix("Backend").lower(), backend

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.base import Composite, GetOutcome, SetOutcome, Usage, leaves
+from hicache.backends.base import Composite, GetOutcome, SetOutcome, StorageBackend, Usage, leaves
+from hicache.backends.faults import FaultOptions, FaultyBackend
 from hicache.backends.guard import (
     BreakerState,
     Direction,
@@ -55,7 +56,7 @@ def guard_of(store: MemoryBackend, options: GuardOptions | None = None) -> Guard
     return guard
 
 
-def put(guard: GuardedBackend, keys: list[bytes], parent: bytes | None = None) -> list[SetOutcome]:
+def put(guard: StorageBackend, keys: list[bytes], parent: bytes | None = None) -> list[SetOutcome]:
     return guard.batch_set(keys, full_frames(guard.codec, keys), parent=parent, deadline=soon())
 
 
@@ -430,6 +431,16 @@ def test_each_store_shows_its_own_counts_under_its_own_name(store: Store) -> Non
     assert (alone.name, alone.guard, alone.usage) == ("store", None, Usage(0, 0, None))
     for part in pair.parts:
         part.close()
+
+
+def test_a_wrapper_without_a_guard_counts_for_its_store(store: Store) -> None:
+    faulty = FaultyBackend(store, FaultOptions(error_share=1.0))
+    assert put(faulty, make_keys(2)) == [SET_ERROR] * 2
+    (found,) = leaf_statistics(faulty)
+    assert (found.name, found.guard, dict(found.statistics.sets)) == ("store", None, {SetOutcome.ERROR: 2})
+    with closing(guard_of(MemoryBackend(CODEC))) as guard:
+        (guarded,) = leaf_statistics(FaultyBackend(guard))
+        assert guarded.guard is not None, "a guard shows more"
 
 
 def test_a_closed_guard_makes_no_calls(store: Store) -> None:
