@@ -260,6 +260,7 @@ def cache_metrics() -> CacheMetrics:
         *_controller_metrics(),
         *_event_metrics(),
         *backend_metrics(_backends_of),
+        *_copy_metrics(),
     )
 
 
@@ -357,6 +358,20 @@ def _controller_metrics() -> CacheMetrics:
              lambda s: {"": s.controller.open_failures}),
         _spec("workers_alive", gauge, "Workers that run and are not stuck.", "",
              lambda s: {"": s.controller.workers_alive}),
+    )  # fmt: skip
+
+
+def _copy_metrics() -> CacheMetrics:
+    def outcomes(state: CacheStatistics | None) -> Iterator[Sample]:
+        for part, copies in () if state is None else state.controller.copies.items():
+            for outcome in ("copied", "present", "failed", "dropped"):
+                yield (part, outcome), getattr(copies, outcome)
+
+    return (
+        MetricSpec("hicache_backend_copies_total", MetricKind.COUNTER, "Pages to be copied to a part of a composition "
+                   "in the background, by what became of them.", ("backend", "outcome"), outcomes),
+        _spec("backend_waiting_copies", MetricKind.GAUGE, "Pages that wait to be copied to a part.", "backend",
+              lambda s: {part: copies.waiting for part, copies in s.controller.copies.items()}),
     )  # fmt: skip
 
 

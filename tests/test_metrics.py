@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache.backends.base import BackendStatistics, GetOutcome, SetOutcome, Usage
+from hicache.backends.compose import LevelsBackend, LevelsOptions, MirrorBackend, Part
 from hicache.backends.guard import (
     BOUNDS_S,
     Direction,
@@ -38,7 +39,7 @@ from hicache.metrics import (
     cache_metrics,
     serve_metrics,
 )
-from tests.cache.world import World
+from tests.cache.world import World, codec, prompt
 
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -147,6 +148,28 @@ def test_a_scrape_shows_the_guard_of_each_backend() -> None:
     calls = {verb: value("call_seconds_count", verb=verb) for verb in ("exists", "get", "set", "delete")}
     assert calls == {"exists": 0, "get": 1, "set": 1, "delete": 0}
     assert value("call_seconds_bucket", verb="get", le="+Inf") == 1
+
+
+def test_a_scrape_shows_the_copies_of_compositions_by_the_part_they_go_to() -> None:
+    near, top, low = (Part(name, MemoryBackend(codec())) for name in ("near", "top", "low"))
+    far = Part("far", LevelsBackend(codec(), [top, low], LevelsOptions()))
+    mirror = MirrorBackend(codec(), [near, far], write_quorum=2, copy_bytes_max=1 << 20)
+    with closing(World(backend=mirror)) as world:
+        world.serve("one", prompt(1, 2))
+        world.until(lambda: world.cache.statistics().controller.copies["far/low"].copied == 2)
+        with serve_metrics(SnapshotCollector(world.cache.statistics, cache_metrics())) as server:
+            found = scrape(server.port)
+
+    def copies(backend: str) -> dict[str, float]:
+        return {
+            dict(labels)["outcome"]: value
+            for (name, labels), value in found.items()
+            if name == "hicache_backend_copies_total" and dict(labels)["backend"] == backend
+        }
+
+    assert copies("far/low") == {"copied": 2, "present": 0, "failed": 0, "dropped": 0}
+    assert set(copies("near").values()) == set(copies("far/top").values()) == {0}
+    assert found["hicache_backend_waiting_copies", (("backend", "far/low"),)] == 0
 
 
 def test_a_histogram_is_exported_with_its_bounds_cumulated() -> None:

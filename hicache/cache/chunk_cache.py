@@ -33,6 +33,7 @@ _IDLE = ControllerStatistics(
     ),
     written_pages=0, loaded_pages=0, prefetched_pages=0, stored_pages=0, refused={}, worker_errors={},
     worker_restarts=0, workers_alive=0, workers_stuck=0, open_failures=0, backend=None, backends=(),
+    copies={},
 )  # fmt: skip
 _UNDECIDED = Payoff().statistics()
 

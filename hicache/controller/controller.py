@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.base import StorageBackend
+from ..backends.compose import copies_of
 from ..backends.guard import Direction, Override, leaf_statistics
 from ..errors import InvariantError, TransferError
 from ..keys import PageChain, RadixKey
@@ -460,6 +461,7 @@ class HiCacheController:
             open_failures=storage.lifecycle.open_failures,
             backend=None if backend is None else backend.statistics(),
             backends=() if backend is None else leaf_statistics(backend),
+            copies={} if backend is None else copies_of(backend),
         )
 
     def stop_prefetching(self) -> None:

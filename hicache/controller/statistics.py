@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..backends.base import BackendStatistics, Usage
+from ..backends.compose import CopyStatistics
 from ..backends.guard import LeafStatistics
 
 
@@ -25,7 +27,8 @@ class QueueStatistics:
 class ControllerStatistics:
     """Totals since start. `refused` counts operations turned away by a bound, by queue.
 
-    `backend` is what storage as a whole counts, `backends` what each of its stores does; None and () without one.
+    `backend` is what storage as a whole counts, `backends` what each of its stores does, `copies` what goes from one of
+    them to another in the background, by part; None and empty without storage.
     """
 
     queues: QueueStatistics
@@ -41,6 +44,7 @@ class ControllerStatistics:
     open_failures: int
     backend: BackendStatistics | None
     backends: tuple[LeafStatistics, ...]
+    copies: Mapping[str, CopyStatistics]
 
     @property
     def usage(self) -> Usage | None:

@@ -8,7 +8,7 @@ from typing import Any
 from ...errors import InvalidInput
 from ...frame import FrameCodec
 from ..registry import part_specs
-from .composed import ComposedBackend, CopyingBackend, Part, close_parts, open_parts
+from .composed import ComposedBackend, CopyingBackend, Part, close_parts, copies_of, open_parts
 from .copier import CopyStatistics
 from .levels import COPY_BYTES_MAX, SELECTIVE_HITS, CascadePolicy, LevelsBackend, LevelsOptions
 from .mirror import MirrorBackend
@@ -26,6 +26,7 @@ __all__ = [
     "Placement",
     "ShardCodec",
     "ShardedBackend",
+    "copies_of",
     "open_levels",
     "open_mirror",
     "open_sharded",

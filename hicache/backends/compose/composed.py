@@ -14,12 +14,12 @@ import logging
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import BackendError
 from ...frame import FrameCodec
-from ..base import BackendStatistics, StorageBackend, Usage
+from ..base import BackendStatistics, Composite, StorageBackend, Usage
 from ..calls import Calls, check_keys
 from ..registry import PartSpec, open_spec
 from .copier import Copier, CopyStatistics
@@ -190,3 +190,18 @@ class CopyingBackend(ComposedBackend):
             copier.stop(stop_at)
         for copier in self._copiers:
             copier.close()
+
+
+def copies_of(backend: StorageBackend, prefix: str = "") -> Mapping[str, CopyStatistics]:
+    """What all compositions in `backend` copy in the background, by the part that it goes to; a part inside a part is
+    called `outer/inner`, and all names begin with `prefix`. Does not block."""
+    found: dict[str, CopyStatistics] = {}
+    if isinstance(backend, CopyingBackend):
+        found.update({prefix + name: copies for name, copies in backend.copies().items()})
+    if isinstance(backend, ComposedBackend):
+        for name, part in zip(backend.names, backend.parts, strict=True):
+            found.update(copies_of(part, f"{prefix}{name}/"))
+    elif isinstance(backend, Composite):
+        for part in backend.parts:
+            found.update(copies_of(part, prefix))
+    return found
