@@ -19,6 +19,7 @@ def main() -> None:
         ("levels", []),
         ("tags", []),
         ("guard", []),
+        ("outage", []),
         ("copies", []),
         ("events", []),
         ("allocators", []),

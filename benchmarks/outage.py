@@ -1,0 +1,152 @@
+"""What an outage of storage costs the scheduler: its steps while the store hangs, beside those while it is well.
+
+    python -m benchmarks.outage
+
+Two equal caches run in turns, with a store behind a guard each; every call of the one hangs from the first step on,
+past all deadlines, as those of a server that was stopped. A step polls, asks which requests need not wait for their
+prefetch any more, admits one of them, ends it, and begins the prefetch of a new one now and then: prompts nobody has
+seen, so that both caches look up, copy and store the same pages. Steps are from before the guard has noticed and from
+after, with its probes. The limit is 1 ms more for the slowest step in a hundred.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import itertools
+import logging
+import statistics
+import time
+
+import numpy as np
+
+from hicache.backends.faults import FaultyBackend
+from hicache.backends.guard import GuardedBackend
+from hicache.backends.memory import MemoryBackend
+from hicache.cache import CacheOptions, HiRadixCache
+from hicache.controller import ControllerOptions, HiCacheController
+from hicache.frame import FrameCodec
+from hicache.geometry import KVGeometry
+from hicache.keys import RadixKey
+from hicache.tiers import HostPool, create_copy_engine, create_device_pool
+
+from ._table import Row, print_table, row
+
+GEOMETRY = KVGeometry(layers=2, heads=1, head_dim=8, page_size=64)
+RUN_PAGES = 8  # of each request
+REQUESTS = 128  # that L1 has room for
+ROUNDS = 3
+STEPS = 2000  # of each side in a round
+STEPS_PER_REQUEST = 2
+# A step of an engine takes longer; the workers have the time in between.
+PAUSE_S = 0.001
+# Short, so that calls become overdue, the breaker opens, and probes hang during the run.
+DEADLINE_S = 0.25
+LIMIT_US = 1000.0
+WAIT_S = 10.0
+
+
+class Side:
+    """A cache over a store behind a guard, and its scheduler."""
+
+    def __init__(self) -> None:
+        pages = REQUESTS * RUN_PAGES
+        device, host = create_device_pool(GEOMETRY, pages), HostPool(GEOMETRY, 2 * pages)
+        self.store = FaultyBackend(MemoryBackend(FrameCodec(bytes(32), GEOMETRY.payload_bytes)))
+        self.guard = GuardedBackend(self.store)
+        options = ControllerOptions(backup_bytes_max=64 * RUN_PAGES * host.frame_bytes, storage_deadline_s=DEADLINE_S)
+        controller = HiCacheController(host, create_copy_engine(device, host), self.guard, options)
+        self.cache = HiRadixCache(device, host, controller, CacheOptions(prefetch_timeout_base_s=DEADLINE_S))
+        self.taken_s: list[float] = []
+        self.ended = 0
+        self._waiting: dict[str, RadixKey] = {}
+        self._number = itertools.count()
+
+    def work(self, steps: int) -> None:
+        """So many steps, with pauses."""
+        for _ in range(steps):
+            self.step()
+            time.sleep(PAUSE_S)
+
+    def step(self) -> None:
+        """One step of the scheduler, timed."""
+        number = next(self._number)
+        key = _prompt(number) if number % STEPS_PER_REQUEST == 0 else None
+        began_s = time.perf_counter()
+        self.cache.poll()
+        ready = next((rid for rid in self._waiting if self.cache.check_prefetch_progress(rid)), None)
+        if ready is not None:
+            self._serve(ready)
+        if key is not None:
+            self.cache.prefetch_from_storage(str(number), key)
+            self._waiting[str(number)] = key
+        self.taken_s.append(time.perf_counter() - began_s)
+
+    def _serve(self, rid: str) -> None:
+        request = self.cache.begin_request(rid, self._waiting[rid])
+        self.cache.start_loading()
+        if request is not None:  # there is room in the next step otherwise
+            self.cache.cache_finished_req(request, self._waiting.pop(rid))
+            self.ended += 1
+
+    def close(self) -> None:
+        """End what hangs, and the cache."""
+        self.store.release()
+        assert self.cache.drain(WAIT_S)
+        assert self.cache.close()
+
+
+def _prompt(number: int) -> RadixKey:
+    tokens = np.random.default_rng(number).integers(0, 128_000, RUN_PAGES * GEOMETRY.page_size + 1)
+    return RadixKey.of(array.array("q", tokens.tolist()))
+
+
+def run() -> list[Row]:
+    """All rows."""
+    stalled: list[list[float]] = []
+    healthy: list[list[float]] = []
+    opens: list[int] = []
+    ended = [0, 0]
+    for number in range(ROUNDS):
+        sides = Side(), Side()
+        for side in sides:
+            side.work(STEPS // 10)
+            side.taken_s.clear()
+        sides[0].store.hang()
+        for side in sides if number % 2 else reversed(sides):
+            gc.disable()
+            side.work(STEPS)
+            gc.enable()
+        stalled.append(sides[0].taken_s)
+        healthy.append(sides[1].taken_s)
+        opens.append(sum(breaker.opens for breaker in sides[0].guard.guard_statistics().breakers.values()))
+        for place, side in enumerate(sides):
+            ended[place] += side.ended
+            side.close()
+    rows = [_row(percent, stalled, healthy) for percent in (50, 99)]
+    added_us = 1e6 * (statistics.median(_percentiles(stalled, 99)) - statistics.median(_percentiles(healthy, 99)))
+    rows.append(Row("added to the 99th percentile", f"{added_us:.1f} us", f"{LIMIT_US:.0f} us", added_us / LIMIT_US, 1))
+    rows.append(Row("requests served", str(ended[0]), str(ended[1]), ended[1] / ended[0]))
+    rows.append(Row("times that a breaker opened, per round", f"{min(opens)} to {max(opens)}"))
+    return rows
+
+
+def _row(percent: int, ours: list[list[float]], reference: list[list[float]]) -> Row:
+    return row(f"step, {percent}th percentile", [_percentiles(side, percent) for side in (ours, reference)], None)
+
+
+def _percentiles(rounds: list[list[float]], percent: int) -> list[float]:
+    return [statistics.quantiles(times, n=100)[percent - 1] for times in rounds]
+
+
+def main() -> None:
+    """Command line."""
+    logging.getLogger("hicache").setLevel(logging.CRITICAL)  # workers that hang are what it is about
+    print_table(
+        "Outage (ours: the store hangs; reference: it is well, or the limit; best of all rounds, median in brackets)",
+        run(),
+    )
+
+
+if __name__ == "__main__":
+    main()
