@@ -60,8 +60,11 @@ class StorageControl:
         that the cache was built with. What was attached is detached.
 
         It is opened on a thread of its own, and tried again if that fails; until then there is none. What is on L2 is
-        stored there when it is used next. Raises InvalidInput if there is nothing to open; nothing has changed then.
+        stored there when it is used next. Raises InvalidInput if there is nothing to open, and once the cache is
+        closed; nothing has changed then.
         """
+        if self._controller.closed:
+            raise InvalidInput("the cache is closed; build a new one")
         opener = open_storage or self._open_storage
         if opener is None:
             raise InvalidInput("storage: the cache was built without any; say how to open one")

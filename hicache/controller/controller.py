@@ -83,6 +83,7 @@ class HiCacheController:
         self.options = options or ControllerOptions()
         self.host = host
         self.stores_pages = stores_pages
+        self.closed = False
         self.has_storage = backend is not None
         self.may_prefetch = self.may_store = self.has_storage
         self.figures: tuple[int, ...] = (0,) * figures
@@ -122,9 +123,11 @@ class HiCacheController:
     def replace_backend(self, open_backend: OpenBackend) -> None:
         """Stop using the backend, if there is one, and have another opened on a thread of its own. Does not block.
 
-        What is under way with the old one ends as a miss, or as not stored. REQUIRES: with ranks, all call this in the
-        same step.
+        What is under way with the old one ends as a miss, or as not stored. Does nothing once closed. REQUIRES: with
+        ranks, all call this in the same step.
         """
+        if self.closed:
+            return
         self._storage.replace(open_backend)
         self.has_storage = True
         self.may_prefetch = self.may_store = False
@@ -474,6 +477,7 @@ class HiCacheController:
         False if something did not end in time: its thread is left behind with the pages it was lent, and each stored
         object is whole or absent all the same.
         """
+        self.closed = True
         deadline = self.clock() + timeout_s
         self._leave_ranks()
         self._storage.stop_prefetching()

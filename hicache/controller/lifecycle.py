@@ -10,15 +10,18 @@ it was given and hands it back through one `SimpleQueue`.
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..backends.base import StorageBackend
 from ..backends.guard import Direction, Override, guards_of, may_pass
+from ..errors import BackendError
 from .storage import StorageJobs
 from .worker import WorkerFactory, WorkerGroup
 
+logger = logging.getLogger(__name__)
 OpenBackend = Callable[[], StorageBackend]
 
 # An attempt to open a store is repeated after 0.1, 0.2, 0.4 ... 30 s.
@@ -59,6 +62,7 @@ class BackendLifecycle:
         self._retry_s = REOPEN_S_MIN
         self._carried_out: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._worker: WorkerGroup[_Order] | None = None
+        self._closed = False
 
     def start(self, backend: StorageBackend) -> None:
         """Use a backend that is open. REQUIRES: there was none."""
@@ -89,7 +93,10 @@ class BackendLifecycle:
             del self._overrides[direction]
 
     def advance(self) -> None:
-        """Take over what was opened, try again what was not, close what is idle. Cheap if there is nothing to do."""
+        """Take over what was opened, try again what was not, close what is idle. Cheap if there is nothing to do, and
+        does nothing once closed."""
+        if self._closed:
+            return
         if self._worker is not None:
             self._worker.supervise()
             self._take_opened()
@@ -105,16 +112,16 @@ class BackendLifecycle:
     def close(self, timeout_s: float, *, workers_ended: bool) -> bool:
         """End the worker, and close all backends unless a worker is still in a call of one; blocks.
 
-        False if something is left behind.
+        False if something is left behind, or a backend could not be closed.
         """
-        self._opening = None
+        self._closed = True
         ended = self._worker is None or self._worker.close(timeout_s)
         for order in self._drain():
             if order.open_backend is not None and order.backend is not None:
-                order.backend.close()
+                ended &= _close(order.backend)
         if workers_ended:
             for jobs in [*self._retired, *([self.jobs] if self.jobs is not None else [])]:
-                jobs.backend.close()
+                ended &= _close(jobs.backend)
         return ended and workers_ended
 
     def _retire(self) -> None:
@@ -165,6 +172,16 @@ class BackendLifecycle:
                 deadline_s=ORDER_DEADLINE_S,
             )  # fmt: skip
         self._worker.submit(order)
+
+
+def _close(backend: StorageBackend) -> bool:
+    """Whether it was closed without trouble; one that was not keeps no other from being closed."""
+    try:
+        backend.close()
+    except BackendError as error:
+        logger.warning("storage failed to close: %s", error)
+        return False
+    return True
 
 
 def _carry_out(order: _Order, beat: Callable[[], None]) -> None:

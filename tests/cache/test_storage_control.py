@@ -422,3 +422,15 @@ def test_one_rank_whose_breaker_is_open_keeps_all_from_asking() -> None:
     assert [world.controller.may_store for world in worlds] == [False, False]
     for world in worlds:
         assert world.cache.close()
+
+
+def test_a_closed_cache_opens_no_storage() -> None:
+    server = Server()
+    for world in (world_of(server), World(open_storage=server.open)):
+        world.close()
+        opened, threads = len(server.guards), set(threading.enumerate())
+        with pytest.raises(InvalidInput, match="closed"):
+            world.cache.storage.attach(server.open)
+        world.cache.update_weights(1)
+        world.cache.poll()
+        assert (len(server.guards), set(threading.enumerate())) == (opened, threads)

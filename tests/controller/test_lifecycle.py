@@ -7,21 +7,29 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
+
 from hicache.backends.base import StorageBackend
 from hicache.controller.lifecycle import BackendLifecycle
 from hicache.controller.storage import StorageJobs
 from hicache.controller.worker import WorkerGroup
+from hicache.errors import BackendError
 from tests.waiting import WAIT_S, wait_for
 
 
 class Backend:
     """A backend that can be closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, trouble: BackendError | None = None) -> None:
         self.closed = threading.Event()
+        self.closes = 0
+        self._trouble = trouble
 
     def close(self) -> None:
+        self.closes += 1
         self.closed.set()
+        if self._trouble is not None:
+            raise self._trouble
 
 
 class Jobs:
@@ -90,3 +98,28 @@ def test_an_earlier_opening_that_fails_late_does_not_delay_the_one_that_is_wante
     wait_for(lambda: life.open_failures == 2, life.advance)
     assert (life._retry_at, life._retry_s) == pause
     assert life.close(WAIT_S, workers_ended=True)
+
+
+def test_a_backend_that_fails_to_close_keeps_no_other_from_being_closed(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = Backend(BackendError("the server does not answer")), Backend()
+    life = lifecycle(first)
+    assert life.jobs is not None
+    life.jobs.in_flight = 1
+    life.replace(opener(second))
+    wait_for(lambda: life.jobs is not None, life.advance)
+    assert not life.close(WAIT_S, workers_ended=True)
+    assert first.closes == second.closes == 1
+    assert "the server does not answer" in caplog.text
+
+
+def test_what_was_closed_with_the_lifecycle_is_not_closed_again() -> None:
+    backend, threads = Backend(), threading.active_count()
+    life = lifecycle(backend)
+    assert life.jobs is not None
+    jobs = life.jobs
+    jobs.in_flight = 1
+    life.detach()
+    jobs.in_flight = 0
+    assert life.close(WAIT_S, workers_ended=True)
+    life.advance()
+    assert (backend.closes, threading.active_count()) == (1, threads)
