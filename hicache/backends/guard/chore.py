@@ -44,13 +44,19 @@ class Chore:
         self._busy_since = math.inf
 
     def wake(self, at_s: float = 0.0) -> None:
-        """Have the work done at `at_s` or before; now, without it. Does not block. Whoever calls it again until the
-        work is done makes sure that it is: a thread that has died or hangs is replaced."""
+        """Have the work done at `at_s` or before; now, without it. Does not block. As `tend`."""
         with self._state:
             if at_s < self._next_at:
                 self._next_at = at_s
                 self._state.notify_all()
             self._require_thread()
+
+    def tend(self) -> None:
+        """Replace a thread that has died or hangs. Whoever calls it until the work is done makes sure that it is. Does
+        not block."""
+        with self._state:
+            if self._next_at < math.inf or self._busy_since < math.inf:
+                self._require_thread()
 
     def close(self, timeout_s: float) -> bool:
         """End the thread after what it is doing; blocks. False if it hangs: it is left behind. May be called twice."""

@@ -20,19 +20,22 @@ _DUTY = 50
 # Most stores answer within this; the caller waits as long, so that it sees what holds now.
 _WAIT_S = 0.05
 # A count that takes longer hangs.
-_PATIENCE_S = 300.0
+PATIENCE_S = 300.0
 
 
 class UsageSampler:
-    """The last known usage. `measure` may block; None from it means that it could not be had now."""
+    """The last known usage. `measure` may block; None from it means that it could not be had now. One that takes longer
+    than `patience_s` hangs, and is tried again by another thread."""
 
-    def __init__(self, name: str, measure: Callable[[], Usage | None]) -> None:
+    def __init__(
+        self, name: str, measure: Callable[[], Usage | None], patience_s: float = PATIENCE_S
+    ) -> None:
         self._measure = measure
         self._sample: Usage | None = None
         self._next_at = 0.0  # infinity while somebody counts
         self._took_s = 0.0
         self._renewed = threading.Event()
-        self._chore = Chore(f"usage-{name}", self._renew, _PATIENCE_S)
+        self._chore = Chore(f"usage-{name}", self._renew, patience_s)
 
     def sample(self) -> Usage | None:
         """What was found last, None before the first time; has it found anew if it is old.
@@ -45,6 +48,8 @@ class UsageSampler:
             self._chore.wake()
             if self._took_s < _WAIT_S:
                 self._renewed.wait(_WAIT_S)
+        elif self._next_at == math.inf:
+            self._chore.tend()
         return self._sample
 
     def close(self, timeout_s: float) -> bool:

@@ -9,9 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.base import GetOutcome, SetOutcome, Usage
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import Direction, GuardedBackend, GuardOptions, Override, Refusal
+from hicache.backends.guard.sampler import UsageSampler
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import HIT, MISS, STORED, empty_frames, full_frames, make_keys, soon
 from tests.backends.guard.stores import CODEC, LONG_S, Store, past, patient, quick, refused, until_passing
@@ -361,11 +362,27 @@ def test_a_sample_of_usage_does_not_wait_for_a_store_that_hangs() -> None:
     guard.close()
 
 
-def test_usage_that_is_quick_is_fresh() -> None:
+def test_a_count_that_hangs_for_ever_is_made_anew_by_another_thread() -> None:
+    gate, counts = threading.Event(), iter(range(1, 100))
+
+    def measure() -> Usage:
+        count = next(counts)
+        if count == 1:
+            gate.wait(60.0)
+        return Usage(count, 0, None)
+
+    sampler = UsageSampler("test", measure, patience_s=0.05)
+    wait_for(lambda: sampler.sample() is not None)
+    gate.set()
+    assert sampler.close(60.0)
+
+
+def test_usage_is_renewed() -> None:
     guard = GuardedBackend(Store(), patient())
-    put(guard, 3)
-    usage = guard.usage_sample()
-    assert usage is not None and usage.pages == 3
+    for pages in (3, 5):
+        put(guard, pages)
+        wait_for(lambda: guard.usage_sample() == guard.usage())
+        assert guard.usage().pages == pages
     guard.close()
 
 
