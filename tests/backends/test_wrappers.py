@@ -10,10 +10,12 @@ import inspect
 import pytest
 
 from hicache.backends.base import StorageBackend
+from hicache.backends.compose.late import LatePart
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import GuardedBackend
+from hicache.backends.limit import LimitedBackend
 
-WRAPPERS: list[type[StorageBackend]] = [FaultyBackend, GuardedBackend]
+WRAPPERS: list[type[StorageBackend]] = [FaultyBackend, GuardedBackend, LatePart, LimitedBackend]
 VERBS = sorted(StorageBackend.__abstractmethods__)
 
 
