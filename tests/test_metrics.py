@@ -40,6 +40,7 @@ from hicache.metrics import (
     serve_metrics,
 )
 from tests.cache.world import World, codec, prompt
+from tests.waiting import wait_for
 
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -129,6 +130,7 @@ def test_a_scrape_shows_the_guard_of_each_backend() -> None:
     with closing(GuardedBackend(MemoryBackend(codec), name="near")) as guard:
         guard.batch_set(keys, full_frames(codec, keys), parent=None, deadline=soon())
         guard.batch_get(keys, empty_frames(codec, 2), deadline=soon())
+        wait_for(lambda: guard.usage_sample() is not None)
         guard.override(Direction.READ, Override.OFF)
         guard.batch_get(keys, empty_frames(codec, 2), deadline=soon())
         with serve_metrics(SnapshotCollector(lambda: guard, backend_metrics(leaf_statistics))) as server:

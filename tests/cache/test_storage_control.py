@@ -386,8 +386,7 @@ def test_statistics_have_an_entry_for_each_store_and_do_not_wait_for_it() -> Non
     (leaf,) = world.cache.statistics().controller.backends
     assert leaf.name == "storage" and leaf.guard is not None
     assert leaf.statistics.sets[SetOutcome.STORED] == 3
-    usage = world.cache.statistics().controller.usage
-    assert usage is not None and usage.pages == 3
+    wait_for(lambda: (usage := world.cache.statistics().controller.usage) is not None and usage.pages == 3)
     world.cache.storage.detach()
     assert world.cache.statistics().controller.backends == ()
     world.close()

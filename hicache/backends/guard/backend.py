@@ -80,7 +80,7 @@ class GuardedBackend(StorageBackend):
         # One run makes a probe in each direction; what takes longer hangs.
         patience_s = 2 * (self.options.probe_timeout_s + self.options.grace_s)
         self._probes = Chore(f"probe-{name}", self._prober.run, patience_s)
-        self._usage = UsageSampler(name, self._measure_usage)
+        self._usage = UsageSampler(name, self._measure_usage_if_passing)
 
     @property
     def parts(self) -> Sequence[StorageBackend]:
@@ -329,6 +329,9 @@ class GuardedBackend(StorageBackend):
             self._last_usage = usage
             return usage
         return None
+
+    def _measure_usage_if_passing(self) -> Usage | None:
+        return self._measure_usage() if self._traffic.may_pass(Direction.READ) else None
 
     def _inner_statistics(self) -> BackendStatistics:
         found = self._contain(self._inner.statistics)

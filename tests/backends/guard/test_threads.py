@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -387,13 +388,25 @@ def test_usage_is_renewed() -> None:
 
 
 def test_a_store_that_is_left_alone_is_not_asked_for_its_usage() -> None:
-    store = Store()
+    class Counting(Store):
+        asked = 0
+
+        def usage(self) -> Usage:
+            self.asked += 1
+            return super().usage()
+
+    store = Counting()
     guard = GuardedBackend(store, patient())
     put(guard, 2)
     assert guard.usage().pages == 2
     put(guard, 1, name="more")
     guard.override(READ, Override.OFF)
     assert guard.usage().pages == 2
+    sampled = guard._usage
+    wait_for(lambda: sampled._next_at not in (0.0, math.inf), guard.usage_sample)
+    assert (guard.usage_sample(), store.asked) == (None, 1)
+    guard.override(READ, Override.AUTO)
+    wait_for(lambda: (sample := guard.usage_sample()) is not None and sample.pages == 3)
     guard.close()
 
 
