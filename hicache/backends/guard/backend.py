@@ -196,12 +196,21 @@ class GuardedBackend(StorageBackend):
         return replace(inner, gets=dict(+gets), sets=dict(+sets), errors=dict(errors))
 
     def close(self) -> None:
-        """See StorageBackend. Raises as the backend's own."""
+        """See StorageBackend. Raises the backend's own BackendError; whatever else it raises is counted."""
         self._closing.set()
         self._traffic.close()
         self._probes.close(_CLOSE_S)
         self._usage.close(_CLOSE_S)
-        self._inner.close()
+        failures: list[BackendError] = []
+        self._contain(lambda: self._close_inner(failures))
+        if failures:
+            raise failures[0]
+
+    def _close_inner(self, failures: list[BackendError]) -> None:
+        try:
+            self._inner.close()
+        except BackendError as error:
+            failures.append(error)
 
     def register_memory(self, memory: memoryview) -> None:
         """See MemoryRegistration, for the backend behind it. A failure is counted and logged: pages are copied then."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from hicache.backends.guard import (
 )
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import CORRUPT, HIT, MISS, PRESENT, STORED, empty_frames, full_frames, make_keys, soon
-from hicache.errors import InvalidInput
+from hicache.errors import BackendError, InvalidInput
 from hicache.frame import FrameCodec
 from tests.backends.guard.stores import CODEC, LONG_S, Store, past, patient, quick, refused, until_passing
 from tests.waiting import wait_for
@@ -249,6 +249,19 @@ def test_what_a_backend_raises_is_counted_and_an_outcome(store: Store, error: Ex
     assert guard.batch_exists(keys, deadline=soon()) == guard.delete(keys, deadline=soon()) == 0
     assert guard.statistics().errors[f"raised_{type(error).__name__}"] >= 4
     guard.check()
+
+
+@pytest.mark.parametrize("error", [BackendError("still busy"), RuntimeError("a bug")])
+def test_of_what_a_backend_raises_in_close_only_its_own_error_comes_out(error: Exception) -> None:
+    class Stuck(Store):
+        def close(self) -> None:
+            raise error
+
+    guard = GuardedBackend(Stuck(), patient())
+    with pytest.raises(BackendError, match="still busy") if isinstance(error, BackendError) else nullcontext():
+        guard.close()
+    counted = {} if isinstance(error, BackendError) else {"RuntimeError": 1}
+    assert guard.guard_statistics().raised == counted
 
 
 def test_a_backend_that_raises_opens_the_breaker(store: Store) -> None:
