@@ -304,7 +304,8 @@ class Traffic:
         refusal: Refusal | None = None
         while refusal is None and not (self._waiting[0] is place and self._has_room(size_bytes)):
             # Woken also when a call hangs too long, which may open the breaker.
-            self._state.wait(max(0.0, min(deadline, self._overdue_at) - self._clock()))
+            wait_s = min(deadline, self._overdue_at) - self._clock()
+            self._state.wait(max(0.0, min(wait_s, threading.TIMEOUT_MAX)))
             refusal = self._refusal(breaker, self._clock(), deadline, Refusal.BUSY)
         self._waiting.remove(place)
         self._state.notify_all()

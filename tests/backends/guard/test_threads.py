@@ -192,6 +192,16 @@ def test_who_finds_no_room_until_its_deadline_is_busy_and_no_failure(threads: Th
     guard.close()
 
 
+def test_who_has_all_the_time_in_the_world_waits_for_room(threads: ThreadPoolExecutor) -> None:
+    gate = Gate()
+    guard = GuardedBackend(gate, patient(in_flight_bytes_max=1))
+    calls = [threads.submit(get, guard, seconds=math.inf) for _ in range(3)]
+    wait_for(lambda: len(guard._traffic._waiting) == 2 or any(call.done() for call in calls))
+    gate.open.set()
+    assert [call.result() for call in calls] == [[MISS]] * 3
+    guard.close()
+
+
 def test_closing_sends_those_away_who_wait_for_room(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
     guard = GuardedBackend(gate, patient(in_flight_bytes_max=1))
