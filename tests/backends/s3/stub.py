@@ -184,9 +184,9 @@ class StubS3:
 
     def _read(self, readline: Callable[[], bytes], read: Callable[[int], bytes]) -> Iterator[Request]:
         while first := readline():
-            method, target, _ = first.decode().split(" ", 2)
+            method, target, _ = first.decode("latin-1").split(" ", 2)
             headers: dict[str, str] = {}
-            while (line := readline().decode().rstrip("\r\n")):
+            while (line := readline().decode("latin-1").rstrip("\r\n")):
                 name, _, value = line.partition(":")
                 headers[name.lower()] = value.strip()
             path, _, query = target.partition("?")
