@@ -227,7 +227,8 @@ class LimitedBackend(StorageBackend):
                         self._fresh[key] = above
                 if self._ledger.used_bytes > HIGH_WATER * self._ledger.capacity_bytes:
                     self._ask_for_sweep()
-        self._note_uses([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is SetOutcome.PRESENT])
+        # Of a new page too: the store's own clock may differ from ours, or count in whole seconds.
+        self._note_uses([key for key, outcome in zip(keys, outcomes, strict=True) if outcome.is_stored])
         return outcomes
 
     def _ask_for_sweep(self) -> None:
