@@ -8,6 +8,7 @@ what passed once passes again; a longer run draws new ones.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,11 @@ from hypothesis import HealthCheck, settings
 
 # Fixtures that are to be had everywhere.
 pytest_plugins = ["tests.servers"]
+
+# A run in the background may have been started with these ignored, and commands under test would inherit that.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 SOAK_FACTOR = int(os.environ.get("SOAK_FACTOR", "1"))
 
