@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,10 @@ from hicache.backends.registry import BackendSpec, open_spec
 from hicache.backends.testing import NAMESPACE
 from hicache.devservers import DevServer, RedisServer, SeaweedServer, ValkeyServer
 from hicache.devservers.ports import LOOPBACK
+from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from tests.proxy import Proxy
+from tests.waiting import wait_for
 
 # Larger than what sockets and the proxy hold, so that a cut or a stall in the middle of a page meets the page there.
 PAYLOAD_BYTES = 3 << 20
@@ -85,7 +87,15 @@ class Hurt:
 
 
 def _opened(spec: BackendSpec) -> Iterator[StorageBackend]:
-    backend = open_spec(spec, CODEC)
+    opened: list[StorageBackend] = []
+
+    def open_it() -> None:
+        # Nothing is wrong yet, but a busy machine may take longer than the timeout of a cell.
+        with suppress(BackendUnavailable):
+            opened.append(open_spec(spec, CODEC))
+
+    wait_for(lambda: bool(opened), open_it)
+    (backend,) = opened
     try:
         yield backend
     finally:
