@@ -134,6 +134,13 @@ def _report_open(path: str, fd: int, found: os.stat_result, keys: PageKeys, syst
         if (elsewhere := _misplaced(path, header)) is not None:
             damage = finding.damage or elsewhere.damage
             finding = Finding(damage, None, "; ".join(filter(None, (elsewhere.note, finding.note))))
+    return report_of(path, size, header, finding, identity(found))
+
+
+def report_of(
+    path: str, size: int, header: FrameHeader, finding: Finding, found: Identity | None = None
+) -> PageReport:
+    """What is known of a page whose header could be read, wherever it is stored."""
     return PageReport(
         path=path,
         size_bytes=size,
@@ -151,7 +158,7 @@ def _report_open(path: str, fd: int, found: os.stat_result, keys: PageKeys, syst
         stored_bytes=header.stored_bytes,
         weights_epoch=header.weights_epoch,
         label=header.label,
-        found=identity(found),
+        found=found,
     )
 
 

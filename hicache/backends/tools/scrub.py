@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 
 from ...errors import InvalidInput
-from ...frame import NO_PARENT, Damage, FrameHeader
-from ..file.report import PAGE_BYTES_MAX, Finding, PageKeys, PageReport, form_name, impossible, judge, tag_name
+from ...frame import Damage, FrameHeader
+from ..file.report import PAGE_BYTES_MAX, Finding, PageKeys, PageReport, impossible, judge, report_of
 from ..file.tools import ScrubProgress
 from ..raw import RawStore, StoredPage
 
@@ -35,24 +35,7 @@ def report_bytes(page: StoredPage, data: bytes, keys: PageKeys) -> PageReport:
         finding = Finding(Damage.PAGE_KEY.value)
     if finding.damage is None and header.namespace != page.namespace:
         finding = Finding(Damage.NAMESPACE.value)
-    return PageReport(
-        path=place,
-        size_bytes=len(data),
-        damage=finding.damage,
-        verified=finding == Finding(),
-        misfit=finding.misfit,
-        note=finding.note,
-        version=header.version,
-        tag_kind=tag_name(header),
-        payload_bytes=header.payload_bytes,
-        page_key=header.page_key.hex(),
-        parent_key=None if header.parent_key == NO_PARENT else header.parent_key.hex(),
-        namespace=header.namespace.hex(),
-        form=form_name(header),
-        stored_bytes=header.stored_bytes,
-        weights_epoch=header.weights_epoch,
-        label=header.label,
-    )
+    return report_of(place, len(data), header, finding)
 
 
 def verify_raw(
