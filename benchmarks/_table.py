@@ -6,7 +6,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO, TypeAlias
 
@@ -52,6 +52,32 @@ def row(what: str, times: list[list[float]], goal: float | None = 1.0, *, limit_
         return Row(what, text[0], f"{limit_us:.0f} us", statistics.median(times[0]) * 1e6 / limit_us, goal)
     ratio = min(times[0]) / min(times[1]) if len(times) > 1 else None
     return Row(what, text[0], text[1] if len(times) > 1 else None, ratio, goal)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that one call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def rate_rows(
+    label: str, size_bytes: int, times: Mapping[str, Sequence[float]], goal: float | None, *, other: str = "plain"
+) -> list[Row]:
+    """Reads and writes of `size_bytes` as rates, best and median; above 1 means that ours is faster.
+
+    `times` are seconds by "read ours", "write ours", and the same for `other`.
+    """
+    rows = []
+    for verb in ("read", "write"):
+        for kind, pick in (("best", min), ("median", statistics.median)):
+            ours, reference = pick(times[f"{verb} ours"]), pick(times[f"{verb} {other}"])
+            rows.append(Row(
+                f"{verb} {label}, {kind} of {len(times[f'{verb} ours'])}",
+                f"{size_bytes / ours / 1e9:.2f} GB/s", f"{size_bytes / reference / 1e9:.2f} GB/s",
+                reference / ours, goal,
+            ))  # fmt: skip
+    return rows
 
 
 def print_table(title: str, rows: Iterable[Row], *, file: TextIO | None = None) -> None:

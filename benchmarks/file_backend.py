@@ -13,7 +13,6 @@ import argparse
 import mmap
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import threading
@@ -23,7 +22,7 @@ from collections.abc import Callable, Sequence
 if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks._table import Row, print_table
+from benchmarks._table import Row, print_table, rate_rows, timed
 from hicache.backends.file import FileBackend, FileBackendOptions
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
 
@@ -114,12 +113,6 @@ class _Bench:
         return self.codec.frame_bytes * len(self.frames)
 
 
-def _timed(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
     """Seconds per batch of each of the four, in turns."""
     times: dict[str, list[float]] = {"write plain": [], "write ours": [], "read plain": [], "read ours": []}
@@ -132,26 +125,14 @@ def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
             if mine:
                 for frame in bench.frames:
                     unseal(frame)
-                times["write ours"].append(_timed(bench.our_write))
-                times["read ours"].append(_timed(bench.our_read))
+                times["write ours"].append(timed(bench.our_write))
+                times["read ours"].append(timed(bench.our_read))
                 bench.remove_ours()
             else:
-                times["write plain"].append(_timed(bench.plain_write))
-                times["read plain"].append(_timed(bench.plain_read))
+                times["write plain"].append(timed(bench.plain_write))
+                times["read plain"].append(timed(bench.plain_read))
                 bench.remove_plain()
     return {what: took[1:] for what, took in times.items()}  # the first round warms up
-
-
-def _rows(label: str, bench: _Bench, times: dict[str, list[float]], goal: float) -> list[Row]:
-    rows = []
-    for verb in ("read", "write"):
-        for kind, pick in (("best", min), ("median", statistics.median)):
-            ours, plain = pick(times[f"{verb} ours"]), pick(times[f"{verb} plain"])
-            rows.append(Row(
-                f"{verb} {label}, {kind} of {len(times[f'{verb} ours'])}",
-                f"{bench.bytes / ours / 1e9:.2f} GB/s", f"{bench.bytes / plain / 1e9:.2f} GB/s", plain / ours, goal,
-            ))  # fmt: skip
-    return rows
 
 
 def run(
@@ -172,7 +153,7 @@ def run(
                     times = _measure(bench, seconds)
                     refused = bench.backend.statistics().errors.get("direct_io_refused")
                     kind = "page cache" if not direct else "O_DIRECT refused" if refused else "O_DIRECT"
-                    rows += _rows(f"{batch} x {mib} MiB, {kind}", bench, times, 0.8)
+                    rows += rate_rows(f"{batch} x {mib} MiB, {kind}", bench.bytes, times, 0.8)
                 finally:
                     bench.close()
     return rows

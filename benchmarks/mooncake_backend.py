@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
-import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks._table import Row, print_table
+from benchmarks._table import Row, print_table, rate_rows, timed
 from hicache.backends.mooncake import MooncakeOptions, RegisteringMooncakeBackend
 from hicache.backends.mooncake.batches import Names
 from hicache.backends.mooncake.client import join_store
@@ -97,12 +96,6 @@ class _Bench:
         return self.codec.frame_bytes * len(self.frames)
 
 
-def _timed(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
     """Seconds per batch of each of the four, in turns."""
     times: dict[str, list[float]] = {"write plain": [], "write ours": [], "read plain": [], "read ours": []}
@@ -116,22 +109,10 @@ def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
             who, write, read = ("ours", bench.our_write, bench.our_read) if mine else (
                 "plain", bench.plain_write, bench.plain_read,
             )  # fmt: skip
-            times[f"write {who}"].append(_timed(write))
-            times[f"read {who}"].append(_timed(read))
+            times[f"write {who}"].append(timed(write))
+            times[f"read {who}"].append(timed(read))
     bench.forget()
     return {what: took[1:] for what, took in times.items()}  # the first round warms up
-
-
-def _rows(label: str, bench: _Bench, times: dict[str, list[float]], goal: float | None) -> list[Row]:
-    rows = []
-    for verb in ("read", "write"):
-        for kind, pick in (("best", min), ("median", statistics.median)):
-            ours, plain = pick(times[f"{verb} ours"]), pick(times[f"{verb} plain"])
-            rows.append(Row(
-                f"{verb} {label}, {kind} of {len(times[f'{verb} ours'])}",
-                f"{bench.bytes / ours / 1e9:.2f} GB/s", f"{bench.bytes / plain / 1e9:.2f} GB/s", plain / ours, goal,
-            ))  # fmt: skip
-    return rows
 
 
 def _lookups(options: MooncakeOptions, pages: int = 500) -> Row:
@@ -140,7 +121,7 @@ def _lookups(options: MooncakeOptions, pages: int = 500) -> Row:
     try:
         bench.our_write()
         bench.plain_write()
-        times = [[_timed(work) for _ in range(50)] for work in (bench.our_lookup, bench.plain_lookup)]
+        times = [[timed(work) for _ in range(50)] for work in (bench.our_lookup, bench.plain_lookup)]
         bench.forget()
     finally:
         bench.close()
@@ -167,7 +148,7 @@ def run(*, page_kib: Sequence[int] = (256, 2048, 8192), batch_mib: int = 128, se
                         try:
                             times = _measure(bench, seconds)
                             label = f"{len(bench.frames)} x {kib} KiB, {place}, {'no tag' if goal else 'tag'}"
-                            rows += _rows(label, bench, times, goal)
+                            rows += rate_rows(label, bench.bytes, times, goal)
                         finally:
                             bench.close()
                 rows.append(_lookups(options))

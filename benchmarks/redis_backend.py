@@ -25,7 +25,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks._table import Row, print_table
+from benchmarks._table import Row, print_table, rate_rows, timed
 from hicache.backends.redis import RedisBackend, open_redis_backend
 from hicache.devservers import ValkeyServer
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
@@ -154,12 +154,6 @@ class _Bench:
             unseal(frame)
 
 
-def _timed(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
     """Seconds per batch of each side and direction, in turns."""
     sides = {
@@ -176,23 +170,9 @@ def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
         for side in (*list(sides)[number % 3 :], *list(sides)[: number % 3]):
             bench.clear()
             write, read = sides[side]
-            times[f"write {side}"].append(_timed(write))
-            times[f"read {side}"].append(_timed(read))
+            times[f"write {side}"].append(timed(write))
+            times[f"read {side}"].append(timed(read))
     return {what: took[1:] for what, took in times.items()}  # the first round warms up
-
-
-def _rows(label: str, bench: _Bench, times: dict[str, list[float]]) -> list[Row]:
-    rows = []
-    for verb in ("read", "write"):
-        for other, goal in (("plain", 0.85), ("package", None)):
-            for kind, pick in (("best", min), ("median", statistics.median)):
-                ours, reference = pick(times[f"{verb} ours"]), pick(times[f"{verb} {other}"])
-                rows.append(Row(
-                    f"{verb} {label}, {kind} of {len(times[f'{verb} ours'])}, {other}",
-                    f"{bench.bytes / ours / 1e9:.2f} GB/s", f"{bench.bytes / reference / 1e9:.2f} GB/s",
-                    reference / ours, goal,
-                ))  # fmt: skip
-    return rows
 
 
 def _lookup_row(server: ValkeyServer, tcp: bool) -> Row:
@@ -224,7 +204,9 @@ def run(
             batch = max(2 * _CONNECTIONS, batch_mib * _KIB // kib)
             bench = _Bench(server, kib * _KIB, batch, tcp)
             try:
-                rows += _rows(f"{batch} x {kib} KiB", bench, _measure(bench, seconds))
+                times = _measure(bench, seconds)
+                for other, goal in (("plain", 0.85), ("package", None)):
+                    rows += rate_rows(f"{batch} x {kib} KiB, {other}", bench.bytes, times, goal, other=other)
             finally:
                 bench.close()
         rows.append(_lookup_row(server, tcp))
