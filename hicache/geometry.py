@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from .arguments import instance, whole
 from .errors import InvalidInput
 
 # Bytes of one element. Names are those of torch; a daemon that has no torch must be able to compute sizes too.
@@ -18,6 +19,8 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 PAGE_SIZE_MAX = 1024
+# Far above any model.
+_SIZE_MAX = 1 << 20
 
 
 class KVLayout(Enum):
@@ -44,12 +47,12 @@ class KVGeometry:
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim", "page_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise InvalidInput(f"geometry: {name} must be a positive integer, got {value!r}")
+            # Stored as an int: sizes made of numpy integers would overflow in silence.
+            object.__setattr__(self, name, whole(f"geometry: {name}", getattr(self, name), 1, _SIZE_MAX))
         if self.page_size > PAGE_SIZE_MAX:
             raise InvalidInput(f"geometry: page_size {self.page_size} is over {PAGE_SIZE_MAX}; 16 to 256 is usual")
-        if self.dtype not in DTYPE_BYTES:
+        instance("geometry: layout", self.layout, KVLayout)
+        if instance("geometry: dtype", self.dtype, str) not in DTYPE_BYTES:
             raise InvalidInput(f"geometry: unknown dtype {self.dtype!r}; known: {', '.join(sorted(DTYPE_BYTES))}")
 
     @property

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from .arguments import encoded, instance, whole
 from .errors import InvalidInput
 from .geometry import KVGeometry, KVLayout
 
@@ -33,6 +34,8 @@ BIGRAM_BYTES = 2 * TOKEN_BYTES
 TOKEN_ID_MAX = 2**31 - 1
 # Part of every namespace digest: a change of the frame or of the key scheme puts old pages out of reach.
 FORMAT_VERSION = 2
+# The header of a frame has 64 bits for it.
+EPOCH_MAX = 2**64 - 1
 
 _PACKED = np.dtype("<u4")
 _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
@@ -89,15 +92,24 @@ def _as_array(tokens: TokenInput) -> npt.NDArray[Any]:
     if isinstance(tokens, array.array) and tokens.typecode != "u":  # of characters
         return np.frombuffer(tokens, dtype=tokens.typecode) if len(tokens) else np.empty(0, np.int64)
     if type(tokens).__module__.partition(".")[0] == "torch":
-        if str(tokens.dtype) not in ("torch.int8", "torch.uint8", "torch.int16", "torch.int32", "torch.int64"):  # type: ignore[union-attr]
-            raise InvalidInput(f"tokens: expected integers, got {tokens.dtype}; convert them to int32 or int64")  # type: ignore[union-attr]
-        return np.asarray(tokens.detach().cpu().numpy())  # type: ignore[union-attr]
-    if isinstance(tokens, (str, bytes, array.array)):
+        return _host_array(tokens)
+    if isinstance(tokens, (str, bytes, bytearray, memoryview, array.array)):
         raise InvalidInput(f"tokens: expected token ids, got {type(tokens).__name__}; tokenize the text first")
     try:
         return np.frombuffer(array.array("q", tokens), dtype=np.int64) if len(tokens) else np.empty(0, np.int64)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(f"tokens: expected integers in 0 .. {TOKEN_ID_MAX}: {error}") from error
+
+
+def _host_array(tokens: Any) -> npt.NDArray[Any]:
+    """The ids of a torch tensor. Raises InvalidInput for anything else of torch, and for a tensor without content."""
+    dtype = getattr(tokens, "dtype", type(tokens).__name__)
+    if str(dtype) not in ("torch.int8", "torch.uint8", "torch.int16", "torch.int32", "torch.int64"):
+        raise InvalidInput(f"tokens: expected integers, got {dtype}; convert them to int32 or int64")
+    try:
+        return np.asarray(tokens.detach().cpu().numpy())
+    except (TypeError, RuntimeError) as error:
+        raise InvalidInput(f"tokens: this tensor cannot be read as an array; pass a dense one: {error}") from error
 
 
 def page_keys(tokens: bytes, page_size: int, prior: bytes = b"") -> list[bytes]:
@@ -187,6 +199,8 @@ class RadixKey:
     position_bytes: int = TOKEN_BYTES
 
     def __post_init__(self) -> None:
+        if type(self.tokens) is not bytes or type(self.seed) is not bytes or type(self.position_bytes) is not int:
+            raise InvalidInput("radix key: tokens and seed are bytes and position_bytes an int; use `RadixKey.of`")
         if len(self.seed) not in (0, PAGE_KEY_BYTES) or self.position_bytes not in (TOKEN_BYTES, BIGRAM_BYTES):
             raise InvalidInput(
                 f"radix key: {len(self.seed)} bytes of seed (0 or 32), {self.position_bytes} bytes a position (4 or 8)"
@@ -217,8 +231,8 @@ class RadixKey:
         return RadixKey(self.tokens[: positions * self.position_bytes], self.seed, self.position_bytes)
 
     def continues(self, other: RadixKey) -> bool:
-        """Whether this and `other` are of one prompt: one seed, and the longer begins with the shorter."""
-        return self.seed == other.seed and (
+        """Whether this and `other` are of one prompt: one kind and seed, and the longer begins with the shorter."""
+        return (self.seed, self.position_bytes) == (other.seed, other.position_bytes) and (
             self.tokens.startswith(other.tokens) or other.tokens.startswith(self.tokens)
         )
 
@@ -244,15 +258,11 @@ def _pairs(path: bytes) -> bytes:
 def namespace_seed(extra_key: str | None = None, cache_salt: str | None = None) -> bytes:
     """The seed of a (LoRA adapter, tenant) pair: empty for neither, else 32 bytes.
 
-    Raises InvalidInput for an empty string: a tenant whose salt got lost must not land among those who have none.
+    Raises InvalidInput for an empty string, since a tenant whose salt got lost must not land among those who have none,
+    for text that has no UTF-8 or is longer than `NAME_BYTES_MAX`, and for another type.
     """
-    fields = []
-    for name, value in (("extra_key", extra_key), ("cache_salt", cache_salt)):
-        if value is None:
-            continue
-        if not value or not isinstance(value, str):
-            raise InvalidInput(f"{name}: expected a non-empty string, or None for no {name}")
-        fields.append((name, value.encode()))
+    named = (("extra_key", extra_key), ("cache_salt", cache_salt))
+    fields = [(name, encoded(name, value)) for name, value in named if value is not None]
     return hashlib.sha256(_tagged("hicache.seed", fields)).digest() if fields else b""
 
 
@@ -264,6 +274,17 @@ def _tagged(domain: str, fields: Sequence[tuple[str, bytes]]) -> bytes:
     return b"".join(parts)
 
 
+def require_epoch(epoch: object, *, above: int = -1) -> int:
+    """Return `epoch`, a count of weight updates, as an int.
+
+    Raises InvalidInput unless it is an integer above `above` that the header of a frame can carry.
+    """
+    count = whole("weights epoch", epoch, 0, EPOCH_MAX)
+    if count <= above:
+        raise InvalidInput(f"weights epoch {count} is not above {above}; count every update")
+    return count
+
+
 @dataclass(frozen=True, slots=True)
 class Namespace:
     """Everything two engines must agree on before one may read a page the other stored.
@@ -271,7 +292,7 @@ class Namespace:
     `model` is a fingerprint of the weights, `weights_epoch` counts their updates, `kv_scales` fingerprints the scales
     of a quantised cache. `geometry` is one rank's, so ranks have namespaces of their own; but for the tensor-parallel
     ranks of an MLA model, which all hold the same latent pages and share one. `label` names the model for people who
-    look at a store, and is no part of what must agree.
+    look at a store, and is no part of what must agree. Raises InvalidInput for a field of another type or range.
     """
 
     model: str
@@ -286,8 +307,13 @@ class Namespace:
     digest: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise InvalidInput("namespace: the model fingerprint is empty; pages of two models would mix")
+        encoded("namespace: model", self.model)  # not empty: pages of two models would mix
+        encoded("namespace: kv_scales", self.kv_scales, least=0)
+        instance("namespace: label", self.label, str)
+        instance("namespace: geometry", self.geometry, KVGeometry)
+        require_epoch(self.weights_epoch)
+        for name in ("tp_rank", "tp_size", "pp_rank", "pp_size"):
+            whole(f"namespace: {name}", getattr(self, name))
         for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
             if not 0 <= getattr(self, rank) < getattr(self, size):
                 raise InvalidInput(f"namespace: {rank} {getattr(self, rank)} is not below {size} {getattr(self, size)}")
@@ -309,8 +335,8 @@ class Namespace:
             "pp_rank": self.pp_rank,
             "pp_size": self.pp_size,
         }
-        encoded = _tagged("hicache.namespace", [(name, str(value).encode()) for name, value in fields.items()])
-        object.__setattr__(self, "digest", hashlib.sha256(encoded).digest())
+        tagged = _tagged("hicache.namespace", [(name, str(value).encode()) for name, value in fields.items()])
+        object.__setattr__(self, "digest", hashlib.sha256(tagged).digest())
 
     @property
     def writes(self) -> bool:

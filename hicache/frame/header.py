@@ -7,8 +7,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from ..errors import InvalidInput
-from ..keys import FORMAT_VERSION, PAGE_KEY_BYTES
+from ..keys import FORMAT_VERSION, PAGE_KEY_BYTES, require_epoch
 
 HEADER_BYTES = 256
 FRAME_ALIGN = 4096  # what direct I/O and cudaHostRegister ask for
@@ -17,7 +16,6 @@ NO_PARENT = bytes(PAGE_KEY_BYTES)
 NONCE_BYTES = 12  # the length for which GCM needs no further hashing
 NO_NONCE = bytes(NONCE_BYTES)
 LABEL_BYTES = 32  # enough for the name of a model
-EPOCH_MAX = 2**64 - 1
 
 # magic, tag | nonce, version, tag kind, form, key id, payload bytes, page key, parent key, namespace, stored payload
 # bytes, weights epoch, label
@@ -90,12 +88,11 @@ def frame_bytes(payload_bytes: int) -> int:
 def encode_card(weights_epoch: int, label: str) -> bytes:
     """What tells an operator whose page this is: it is no part of its identity, which the namespace digest is.
 
-    A label is cut to 32 bytes of UTF-8. Raises InvalidInput for an epoch that is no unsigned 64-bit number.
+    A label is cut to 32 bytes of UTF-8. Raises InvalidInput for an epoch that is not an unsigned 64-bit integer.
     """
-    if not 0 <= weights_epoch <= EPOCH_MAX:
-        raise InvalidInput(f"frame: the weights epoch must lie between 0 and 2**64 - 1, got {weights_epoch}")
+    epoch = require_epoch(weights_epoch)
     cut = _printable(label).encode(errors="replace")[:LABEL_BYTES].decode(errors="ignore")
-    return struct.pack(f"<Q{LABEL_BYTES}s", weights_epoch, cut.encode())
+    return struct.pack(f"<Q{LABEL_BYTES}s", epoch, cut.encode())
 
 
 def _printable(text: str) -> str:

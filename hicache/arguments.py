@@ -1,0 +1,77 @@
+"""Checks of callers' arguments: each returns the value in the form that the package works with, or raises InvalidInput.
+
+A check reads the value only and comes before the call changes anything. Messages name the argument and show numbers;
+they never show text or objects, which may be prompts, salts or secrets.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from numbers import Real
+from typing import TypeVar
+
+from .errors import InvalidInput
+
+T = TypeVar("T")
+
+# Whole numbers end up in arrays and messages of 64 bits.
+WHOLE_MAX = 2**63 - 1
+# A thread cannot wait longer, and sums of such times do not overflow.
+SECONDS_MAX = threading.TIMEOUT_MAX
+# Names are hashed on the scheduler's thread, some 0.5 us per KiB.
+NAME_BYTES_MAX = 64 << 10
+
+
+def whole(name: str, value: object, least: int = 0, most: int = WHOLE_MAX) -> int:
+    """Return `value` as an int: an int or another integer (of numpy, say), but not a bool, from `least` to `most`."""
+    if type(value) is int:
+        number = value
+    else:
+        try:
+            number = operator.index(value)  # type: ignore[arg-type]  # the TypeError is the answer
+        except TypeError as error:
+            raise _bad(name, value, f"use a whole number from {least} to {most}") from error
+    if isinstance(value, bool) or not least <= number <= most:
+        raise _bad(name, value, f"use a whole number from {least} to {most}")
+    return number
+
+
+def number(name: str, value: object, *, most: float = SECONDS_MAX, positive: bool = False) -> float:
+    """Return `value` as a float: a number from 0 (`positive`: above 0) to `most`, neither a bool nor NaN."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= most or (positive and value == 0):
+        raise _bad(name, value, f"use a number {'above' if positive else 'from'} 0, at most {most:.4g}")
+    return float(value)
+
+
+def instance(name: str, value: object, kind: type[T]) -> T:
+    """Return `value`, an instance of `kind`."""
+    if not isinstance(value, kind):
+        raise _bad(name, value, f"pass a {kind.__name__}")
+    return value
+
+
+def encoded(name: str, value: object, *, least: int = 1) -> bytes:
+    """Return `value`, text of `least` to `NAME_BYTES_MAX` bytes, as UTF-8."""
+    try:
+        data = instance(name, value, str).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(
+            f"{name}: character {error.start} is half of a surrogate pair, which has no UTF-8; pass valid Unicode"
+        ) from None
+    if not least <= len(data) <= NAME_BYTES_MAX:
+        raise InvalidInput(f"{name}: {len(data)} bytes of text; use {least} to {NAME_BYTES_MAX}")
+    return data
+
+
+def _bad(name: str, value: object, hint: str) -> InvalidInput:
+    return InvalidInput(f"{name}: {_shown(value)} is not valid; {hint}")
+
+
+def _shown(value: object) -> str:
+    """Return a short name of `value`. It runs no code of its class, and prints no int of thousands of digits."""
+    if value is None or isinstance(value, bool) or type(value) is float:
+        return str(value)
+    if type(value) is int:
+        return str(value) if value.bit_length() <= 128 else f"an int of {value.bit_length()} bits"
+    return f"a value of type {type(value).__name__}"
