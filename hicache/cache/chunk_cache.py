@@ -11,20 +11,21 @@ Invariant, verified by `check()`: used pages of L1 = pages held by requests.
 
 from __future__ import annotations
 
-import operator
+import math
 from types import TracebackType
 
 import numpy as np
 
+from ..arguments import instance, number, whole
 from ..controller import ControllerStatistics, QueueStatistics
 from ..errors import InvalidInput, InvariantError
-from ..keys import RadixKey
+from ..keys import RadixKey, require_epoch
 from ..radix import Match, Peek, RadixTree, make_policy
 from ..tiers import KVPool, Transfer
 from ..types import NO_PAGES
 from .books import Books, Eviction
 from .payoff import Payoff
-from .requests import RequestKV
+from .requests import RequestKV, computed_pages, require_beginning, require_running
 from .statistics import CacheStatistics, TierStatistics
 
 _IDLE = ControllerStatistics(
@@ -44,7 +45,7 @@ class ChunkCache:
     def __init__(self, device: KVPool, *, weights_epoch: int = 0) -> None:
         self.page_size = device.geometry.page_size
         self.device = device
-        self.weights_epoch = weights_epoch
+        self.weights_epoch = require_epoch(weights_epoch)
         self._tree = RadixTree(self.page_size, make_policy("lru"))  # stays empty
         self._nothing = self._tree.match(RadixKey(b""))
         self._request_pages = 0
@@ -53,30 +54,37 @@ class ChunkCache:
 
     def match_prefix(self, key: RadixKey) -> Match:
         """No page, of any key."""
+        instance("key", key, RadixKey)
         return self._nothing
 
     def peek(self, key: RadixKey) -> Peek:
         """No page on any tier."""
+        instance("key", key, RadixKey)
         return Peek(0, 0)
 
     def prefetch_from_storage(self, rid: str, key: RadixKey) -> bool:
         """False: there is no storage."""
+        instance("rid", rid, str)
+        instance("key", key, RadixKey)
         return False
 
     def check_prefetch_progress(self, rid: str) -> bool:
         """True: there is nothing to wait for."""
+        instance("rid", rid, str)
         return True
 
     def abort_prefetch(self, rid: str) -> None:
         """Nothing to forget."""
+        instance("rid", rid, str)
 
     def begin_request(
         self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
     ) -> RequestKV | None:
         """Own pages for all of `key`; None if L1 has no room now. Raises as every cache does."""
+        priority = require_beginning(rid, key, priority, load_pages_max)
         if self._closed:
             raise InvalidInput("the cache is closed; build a new one")
-        request = RequestKV(rid, key, NO_PAGES, 0, self._tree, self._nothing.node, operator.index(priority))
+        request = RequestKV(rid, key, NO_PAGES, 0, self._tree, self._nothing.node, self, priority)
         if not self.extend(request, key.prompt_tokens):
             return None
         self._books.requests += 1
@@ -89,8 +97,8 @@ class ChunkCache:
 
     def extend(self, request: RequestKV, tokens: int) -> bool:
         """Make room for `tokens` tokens of KV in all; False if L1 is full (then nothing changed)."""
-        request.require_running()
-        missing = -(-tokens // self.page_size) - len(request.pages)
+        require_running(request, self)
+        missing = -(-whole("tokens", tokens) // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
         pages = self.device.allocator.alloc(missing)
@@ -103,14 +111,12 @@ class ChunkCache:
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
         """Share nothing: the request goes on with its pages. Raises InvalidInput as every cache does."""
-        request.require_running()
-        full = len(key) // self.page_size
-        if key.seed != request.key.seed or full > len(request.pages):
-            raise InvalidInput(f"request {request.rid!r}: {len(request.pages)} pages of KV are not of this key")
+        require_running(request, self)
+        computed_pages(request, key, self.page_size)
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
         """End a request and free all its pages."""
-        request.require_running()
+        require_running(request, self)
         if key is not None:
             self.cache_unfinished_req(request, key)
         self.device.allocator.free(request.pages)
@@ -120,7 +126,7 @@ class ChunkCache:
 
     def evict(self, pages: int) -> Eviction:
         """Nothing: all pages are requests' own."""
-        return Eviction(freed_pages=0, saving_pages=0, short_pages=pages)
+        return Eviction(freed_pages=0, saving_pages=0, short_pages=whole("pages", pages))
 
     @property
     def saving_pages(self) -> int:
@@ -131,13 +137,13 @@ class ChunkCache:
         """Nothing to forget."""
 
     def update_weights(self, epoch: int) -> None:
-        """Count the epoch. Raises InvalidInput for one that is not above the current one."""
-        if epoch <= self.weights_epoch:
-            raise InvalidInput(f"weights epoch {epoch} is not above {self.weights_epoch}; count every update")
-        self.weights_epoch = epoch
+        """Count the epoch. Raises InvalidInput for one that is not an integer above the current one."""
+        self.weights_epoch = require_epoch(epoch, above=self.weights_epoch)
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Nothing to compare it with."""
+        whole("tokens", tokens)
+        number("seconds", seconds)
 
     def poll(self) -> bool:
         """False: nothing is ever under way."""
@@ -176,10 +182,13 @@ class ChunkCache:
 
     def drain(self, timeout_s: float) -> bool:
         """True: nothing is ever under way."""
+        number("timeout_s", timeout_s, most=math.inf)
         return True
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Begin no further request. True: there is no thread to end."""
+        if timeout_s is not None:
+            number("timeout_s", timeout_s)
         self._closed = True
         return True
 

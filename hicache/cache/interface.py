@@ -7,6 +7,9 @@
 An implementation has every name with this signature (a test compares them) and derives from nothing here, so that a
 name it lacks is an error of the type checker and not an empty method. All calls come from the scheduler's thread; none
 does storage I/O, none raises for a storage reason, and only `drain` and `close` block, and with ranks `poll` may.
+
+Each call checks its arguments before it changes anything: a wrong type or range, a key that the cache cannot take, and
+a request that has ended or belongs to another cache are InvalidInput.
 """
 
 from __future__ import annotations
@@ -61,8 +64,7 @@ class TreeCache(Protocol):
 
         KV of the first `cached_tokens` tokens is there, or being loaded; at least the last token is left to compute.
         `priority` counts for the eviction policy of that name; at most `load_pages_max` pages are loaded back. None if
-        L1 has no room now. Raises TransferError after a device copy has failed, InvalidInput once closed, TypeError for
-        a priority that is no integer.
+        L1 has no room now. Raises TransferError after a device copy has failed, InvalidInput once closed.
         """
 
     def start_loading(self) -> Transfer | None:
@@ -78,7 +80,7 @@ class TreeCache(Protocol):
         """Share what a running request has computed: the whole pages of `key`, all of whose KV is written.
 
         May put other pages with the same content into `request.pages`. Raises InvalidInput for a key that the request
-        cannot have computed and for a request that has ended.
+        cannot have computed, for a request that has ended and for one of another cache.
         """
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
@@ -100,7 +102,8 @@ class TreeCache(Protocol):
     def update_weights(self, epoch: int) -> None:
         """The model has new weights: no page of an earlier epoch is served or stored from now on.
 
-        As `clear`. Raises InvalidInput for an epoch that is not above the current one; nothing has changed then.
+        As `clear`. Raises InvalidInput for an epoch that is not an integer above the current one; nothing has changed
+        then.
         """
 
     def record_prefill(self, tokens: int, seconds: float) -> None:

@@ -56,6 +56,8 @@ PROBE_EVERY = 16
 CALIBRATIONS_MAX = 2 * OBSERVATIONS_MIN
 # A fixed part below a microsecond is none, and figures stay small integers.
 OPERATIONS_PER_S_MAX = 1_000_000
+# What ranks can exchange. A time so short that a speed would be more rounds to no time at all.
+SPEED_MAX = 2.0**62
 
 
 class Route(enum.Enum):
@@ -157,7 +159,7 @@ class Pace:
         if len(self._seen) >= OBSERVATIONS_MIN:
             fixed_s = self._fixed_s()
             per_unit_s = statistics.median((seconds - fixed_s) / units for units, seconds in self._seen)
-            self.line = Line(fixed_s, per_unit_s)
+            self.line = Line(fixed_s, max(per_unit_s, 1 / SPEED_MAX))
 
     def _fixed_s(self) -> float:
         slopes = [
@@ -292,7 +294,7 @@ def _tier_figures(pace: Pace, given_bytes_per_s: int) -> tuple[int, int]:
 
 def _integer(speed: float) -> int:
     """A speed as a figure: at least 1, since 0 says that it is unknown, and no more than ranks can exchange."""
-    return round(min(max(speed, 1.0), 2.0**62))
+    return round(min(max(speed, 1.0), SPEED_MAX))
 
 
 def _transfer_s(bytes_: int, bytes_per_s: int, operations_per_s: int) -> float | None:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from ..errors import InvalidInput
 from ..radix import Match, Node, RadixTree
 
 # Pins that ended early stay in the expiry heap until they are half of it, or this many.
@@ -92,10 +91,8 @@ class Pins:
     def add(self, tree: RadixTree, match: Match, ttl_s: float) -> Pin | None:
         """Pin what was matched for `ttl_s` seconds; None if that would be too many pages.
 
-        For no page the pin has ended already. Raises InvalidInput for a time that is not positive.
+        For no page the pin has ended already. REQUIRES: the time is positive and finite.
         """
-        if not (math.isfinite(ttl_s) and ttl_s > 0):
-            raise InvalidInput(f"pin: ttl_s must be a positive number, got {ttl_s}")
         node, part, fresh_pages = match.node, match.node, 0
         while part.parent is not None:
             fresh_pages += 0 if part.pin_ref else tree.pages(part)

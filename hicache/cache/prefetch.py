@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..arguments import instance
 from ..controller import PREFETCH_S_MAX, HiCacheController, PrefetchOperation, PrefetchState
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
@@ -151,6 +152,7 @@ class Prefetcher:
 
     def ready(self, rid: str) -> bool:
         """Whether the request need not wait (any more). Ends the wait of one whose time is over."""
+        instance("rid", rid, str)
         if self._policy is PrefetchPolicy.BEST_EFFORT:
             return True
         follower = self._followers.get(rid)
@@ -193,7 +195,7 @@ class Prefetcher:
 
     def abort(self, rid: str) -> None:
         """Stop the prefetch of a request that will not run; what has arrived stays."""
-        self.conclude(rid)
+        self.conclude(instance("rid", rid, str))
         self.take_arrived(rid)
 
     def conclude(self, rid: str) -> None:

@@ -14,18 +14,19 @@ nodes + lent to operations = capacity. Device pages of a copy belong to nodes, w
 
 from __future__ import annotations
 
-import operator
+import math
 import time
 from collections.abc import Callable
 from types import TracebackType
 
 import numpy as np
 
+from ..arguments import WHOLE_MAX, instance, number, whole
 from ..backends.base import StorageBackend
 from ..controller import Acks, CopyOperation, HiCacheController
 from ..errors import InvalidInput, InvariantError, RankError, TransferError
 from ..events import EventStream, Publisher
-from ..keys import TOKEN_BYTES, RadixKey
+from ..keys import TOKEN_BYTES, RadixKey, require_epoch
 from ..radix import RUN_PAGES_MAX, Inserted, Match, Peek, RadixTree, make_policy
 from ..tiers import FailedTransfer, HostPool, KVPool, PageSource, Transfer
 from ..types import NO_PAGES, PageIds
@@ -38,7 +39,7 @@ from .payoff import Figures, Payoff, Route
 from .pins import Pin, Pins
 from .prefetch import Prefetcher
 from .recorder import EventRecorder
-from .requests import RequestKV
+from .requests import RequestKV, computed_pages, require_beginning, require_pages, require_running
 from .statistics import CacheStatistics, cache_statistics
 from .storage import StorageControl
 from .trees import Trees
@@ -72,7 +73,7 @@ class HiRadixCache:
         self.device = device
         self.host = host
         self.controller = controller
-        self.weights_epoch = weights_epoch
+        self.weights_epoch = weights_epoch = require_epoch(weights_epoch)
         self._position_bytes = position_bytes
         self._policy = make_policy(options.eviction_policy, slru_protected_hits=options.slru_protected_hits)
         self.payoff = payoff or Payoff(options.payoff)
@@ -140,10 +141,10 @@ class HiRadixCache:
         At least the last token is left to compute, since its logits are wanted. What it uses gets at least `priority`
         for the eviction policy of that name; at most `load_pages_max` pages are loaded back. None if L1 has no room
         now, even after evicting (with write_back, room may be on its way): nothing is held then. Raises TransferError
-        after a device copy has failed, TypeError for a priority that is no integer.
+        after a device copy has failed, InvalidInput once closed.
         """
+        priority = require_beginning(rid, key, priority, load_pages_max)
         self._require_service()
-        priority = operator.index(priority)  # here, where nothing is held yet
         tree, reusable = self.tree, self._reusable(key)
         if self._prefetcher.is_active(rid) and not self._l1.may_have_room(
             -(-key.prompt_tokens // self.page_size) - tree.peek(reusable).device_pages
@@ -165,7 +166,7 @@ class HiRadixCache:
         if own is None:
             raise InvariantError("L1: room was made for a request, but there is none")
         pages = np.concatenate((shared, own))
-        request = RequestKV(rid, key, pages, len(shared), tree, node, priority, load)
+        request = RequestKV(rid, key, pages, len(shared), tree, node, self, priority, load)
         tree.use(node, priority)
         self._pins.used(node)
         self._backup.used(node)
@@ -187,10 +188,10 @@ class HiRadixCache:
 
         While `saving_pages` is not 0, room is on its way.
         """
-        missing = -(-tokens // self.page_size) - len(request.pages)
+        require_running(request, self)
+        missing = -(-whole("tokens", tokens) // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
-        request.require_running()
         pages = self._l1.alloc(missing)
         if pages is None:
             return False
@@ -204,14 +205,10 @@ class HiRadixCache:
         moves to the end of what is shared. Does nothing for a request of earlier weights, nor where pages of the tree
         are not filled: while they are loaded, and after a device copy has failed.
         """
-        request.require_running()
+        require_running(request, self)
+        full = computed_pages(request, key, self.page_size)
         if request.tree is not self.tree or self._device_fault is not None:
             return
-        full = len(key) // self.page_size
-        if full < request.shared_pages or not key.continues(request.key):
-            raise InvalidInput(f"request {request.rid!r}: the key is not that of the request, or does not continue it")
-        if full > len(request.pages):
-            raise InvalidInput(f"request {request.rid!r}: {full} pages of tokens, but only {len(request.pages)} of KV")
         shared = request.shared_pages
         if self.controller.is_loading and self.tree.awaits_load(key, request.last_node, shared):
             return
@@ -234,7 +231,7 @@ class HiRadixCache:
 
         A load that was submitted for an aborted request, and not started, is taken back.
         """
-        request.require_running()
+        require_running(request, self)
         if key is not None:
             self.cache_unfinished_req(request, key)
         self._l1.free(request.pages[request.shared_pages :])
@@ -252,18 +249,19 @@ class HiRadixCache:
         The caller keeps `device_pages[:present_pages]`, which the tree had already. REQUIRES: the pages came from
         `alloc_pages`.
         """
-        inserted = self.tree.insert(key, device_pages, priority=priority)
+        priority = whole("priority", priority, -WHOLE_MAX)
+        inserted = self.tree.insert(key, require_pages(device_pages), priority=priority)
         self._l1.request_pages -= len(device_pages) - inserted.present_pages
         self._backup.used(inserted.node)
         return inserted
 
     def alloc_pages(self, count: int) -> PageIds | None:
         """L1 pages for the caller, evicting as needed; None if there is no room now."""
-        return self._l1.alloc(count)
+        return self._l1.alloc(whole("count", count))
 
     def free_pages(self, pages: PageIds) -> None:
         """Return pages of `alloc_pages` that were not handed to the tree."""
-        self._l1.free(pages)
+        self._l1.free(require_pages(pages))
 
     @property
     def page_source(self) -> PageSource:
@@ -275,7 +273,7 @@ class HiRadixCache:
 
         Never waits: what has to be copied to L2 first leaves L1 when a later `poll` finds it there.
         """
-        return self._l1.evict(pages)
+        return self._l1.evict(whole("pages", pages))
 
     @property
     def saving_pages(self) -> int:
@@ -291,8 +289,9 @@ class HiRadixCache:
         """Keep what is cached of `key` (whole pages) for `ttl_s` seconds after its last use; a handle to end it sooner.
 
         None, pinning nothing, if pins would take more than their share of L2. Raises InvalidInput for a time that is
-        not positive.
+        not positive and finite.
         """
+        ttl_s = number("ttl_s", ttl_s, positive=True)
         match = self.tree.match(key)
         pin = self._pins.add(self.tree, match, ttl_s)
         if pin is None:
@@ -308,9 +307,10 @@ class HiRadixCache:
 
         Then, or once `check_prefetch_progress` says so, the request may begin.
         """
-        if self._device_fault is not None or self._closed:
-            return False
-        return self._prefetcher.start(rid, self._reusable(key))
+        instance("rid", rid, str)
+        reusable = self._reusable(key)
+        in_service = self._device_fault is None and not self._closed
+        return in_service and self._prefetcher.start(rid, reusable)
 
     def check_prefetch_progress(self, rid: str) -> bool:
         """Whether the request need not wait for its prefetch (any more).
@@ -340,11 +340,10 @@ class HiRadixCache:
         """The model has new weights: no page of an earlier epoch is served or stored from now on. Does not block.
 
         As `clear`; besides, storage is opened anew under the namespace of `epoch`, where older pages are out of reach.
-        Until it is open there is none. Raises InvalidInput for an epoch that is not above the current one, and for a
-        cache that has storage but no way to open it anew; nothing has changed then.
+        Until it is open there is none. Raises InvalidInput for an epoch that is not an integer above the current one,
+        and for a cache that has storage but no way to open it again; nothing has changed then.
         """
-        if epoch <= self.weights_epoch:
-            raise InvalidInput(f"weights epoch {epoch!r} is not above {self.weights_epoch}; count every update")
+        epoch = require_epoch(epoch, above=self.weights_epoch)
         self.storage.require_opener()
         self.weights_epoch = epoch
         self.clear()
@@ -356,6 +355,7 @@ class HiRadixCache:
         `publisher` takes the stream elsewhere: it is closed with the cache, and `statistics` shows its counters. Raises
         InvalidInput if the cache is in use already, since the stream would lack what came before.
         """
+        instance("stream", stream, EventStream)
         if self.tree.node_count or self._events is not None:
             raise InvalidInput("events: record them from the start, before the first request, and into one stream")
         self._events = self.tree.observer = EventRecorder(stream)
@@ -368,7 +368,7 @@ class HiRadixCache:
 
         REQUIRES: the forward did not wait for a load. An engine that never calls it fetches every hit but a few.
         """
-        self.payoff.observe_prefill(tokens, seconds)
+        self.payoff.observe_prefill(whole("tokens", tokens), number("seconds", seconds))
 
     def poll(self) -> bool:
         """Take in everything that ended since the last step and start what is queued; once per step.
@@ -425,6 +425,7 @@ class HiRadixCache:
 
     def _reusable(self, key: RadixKey) -> RadixKey:
         """The whole pages of `key` that may come from the cache: the last token of the prompt is always computed."""
+        self.tree.require_fitting(key)
         reusable = (key.prompt_tokens - 1) // self.page_size * self.page_size
         # Lookups take whole pages only, so what is left of a page need not be cut off, which copies the key.
         return key if len(key) < reusable + self.page_size else key.head(reusable)
@@ -459,7 +460,7 @@ class HiRadixCache:
 
     def drain(self, timeout_s: float) -> bool:
         """Poll until no copy, prefetch or store is under way; blocks. False if some still are after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + number("timeout_s", timeout_s, most=math.inf)
         self.controller.launch_loads()
         while not self.controller.idle:
             if time.monotonic() >= deadline:
@@ -473,13 +474,14 @@ class HiRadixCache:
 
         Prefetches are given up. False if something was left; stored objects are whole or absent all the same.
         """
-        deadline = time.monotonic() + (self.options.shutdown_deadline_s if timeout_s is None else timeout_s)
+        timeout_s = self.options.shutdown_deadline_s if timeout_s is None else number("timeout_s", timeout_s)
+        deadline = time.monotonic() + timeout_s
         if self._closed:
             return self.controller.idle
         self._closed = True
         self.controller.stop_prefetching()
         try:
-            self.drain(deadline - time.monotonic())
+            self.drain(max(0.0, deadline - time.monotonic()))
         except RankError:
             pass  # the others are gone; what is under way here ends all the same
         ended = self.controller.close(max(0.0, deadline - time.monotonic()))

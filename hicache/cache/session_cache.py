@@ -45,6 +45,7 @@ from types import TracebackType
 
 import numpy as np
 
+from ..arguments import instance, number, whole
 from ..errors import CapacityError, InvalidInput, InvariantError, SessionBusy, UnknownSession
 from ..keys import RadixKey
 from ..radix import Match, Peek
@@ -52,7 +53,7 @@ from ..tiers import Transfer
 from ..types import NO_PAGES
 from .books import Eviction
 from .radix_cache import HiRadixCache
-from .requests import RequestKV
+from .requests import RequestKV, computed_pages, require_beginning, require_running
 from .statistics import CacheStatistics
 
 # Long enough for a person who reads an answer and types the next question.
@@ -112,13 +113,11 @@ class SessionCache:
         sessions_max: int = SESSIONS_MAX,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        if sessions_max < 1 or not ttl_s > 0:
-            raise InvalidInput(f"sessions: at most {sessions_max} for {ttl_s} s; both must be positive")
         self.inner = inner
         self.page_size = inner.page_size
         self.device = inner.device
-        self._ttl_s = ttl_s
-        self._sessions_max = sessions_max
+        self._ttl_s = number("ttl_s", ttl_s, most=math.inf, positive=True)
+        self._sessions_max = whole("sessions_max", sessions_max, 1)
         self._clock = clock or inner.controller.time_s
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
         self._turns: dict[str, _Session] = {}  # by request id
@@ -135,10 +134,11 @@ class SessionCache:
         Raises InvalidInput if it is open or the time is not positive, CapacityError if too many are: no other session
         is closed for it, since its owner would find out only by an error.
         """
+        instance("session_id", session_id, str)
+        ttl_s = self._ttl_s if ttl_s is None else number("ttl_s", ttl_s, most=math.inf, positive=True)
         self._expire()
-        ttl_s = self._ttl_s if ttl_s is None else ttl_s
-        if session_id in self._sessions or not ttl_s > 0:
-            raise InvalidInput(f"session {session_id!r}: open already, or its {ttl_s} s are not positive")
+        if session_id in self._sessions:
+            raise InvalidInput(f"session {session_id!r} is open already; close it or choose another name")
         if len(self._sessions) >= self._sessions_max:
             raise CapacityError(f"session {session_id!r}: {len(self._sessions)} are open; close one or try again later")
         self._sessions[session_id] = session = _Session(session_id, ttl_s, 0.0)
@@ -151,6 +151,8 @@ class SessionCache:
         after that joins again. Raises UnknownSession, SessionBusy if the session has a turn, InvalidInput if the
         request is one already.
         """
+        instance("rid", rid, str)
+        instance("session_id", session_id, str)
         self._expire()
         session = self._sessions.get(session_id)
         if session is None:
@@ -165,7 +167,7 @@ class SessionCache:
 
     def close_session(self, session_id: str) -> bool:
         """Release a session's KV and forget it. False if there is none (any more)."""
-        session = self._sessions.get(session_id)
+        session = self._sessions.get(instance("session_id", session_id, str))
         if session is None:
             return False
         self._close(session, "closed")
@@ -201,7 +203,7 @@ class SessionCache:
 
     def abort_prefetch(self, rid: str) -> None:
         """Forget a request that has not begun and will not: it is no turn any more."""
-        session = self._turns.get(rid)
+        session = self._turns.get(instance("rid", rid, str))
         if session is not None and session.idle:
             self._end_turn(session)
         self.inner.abort_prefetch(rid)
@@ -213,6 +215,8 @@ class SessionCache:
 
         `device_hit_tokens` then counts the tokens of that page. None if L1 has no room, whatever idle sessions give up.
         """
+        require_beginning(rid, key, priority, load_pages_max)
+        self.inner.tree.require_fitting(key)
         session = self._turns.get(rid)
         if session is not None and not session.idle:
             raise InvalidInput(f"request {rid!r} has begun already")
@@ -242,7 +246,8 @@ class SessionCache:
 
     def extend(self, request: RequestKV, tokens: int) -> bool:
         """Make room for `tokens` tokens of KV in all, at the cost of idle sessions; False if L1 is full then."""
-        missing = -(-tokens // self.page_size) - len(request.pages)
+        self._require_running(request)
+        missing = -(-whole("tokens", tokens) // self.page_size) - len(request.pages)
         while not self.inner.extend(request, tokens):
             if not self._give_way(missing, missing, None):
                 return False
@@ -250,10 +255,12 @@ class SessionCache:
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
         """As the inner cache."""
+        self._require_running(request)
         self.inner.cache_unfinished_req(request, key)
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
         """End a request. A turn leaves its KV to its session: that of `key`, or after an abort what it was before."""
+        self._require_running(request)
         session = self._turns.get(request.rid)
         if session is None or session.request is not request:
             self.inner.cache_finished_req(request, key)
@@ -308,6 +315,8 @@ class SessionCache:
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Close all sessions and the inner cache; blocks as that one."""
+        if timeout_s is not None:
+            number("timeout_s", timeout_s)
         for session in list(self._sessions.values()):
             self._close(session, "closed")
         return self.inner.close(timeout_s)
@@ -321,6 +330,12 @@ class SessionCache:
         self.close()
 
     # Inside
+
+    def _require_running(self, request: RequestKV) -> None:
+        """Raises InvalidInput unless `request` was begun here and has not ended."""
+        require_running(request, self.inner)
+        if request not in self._running:
+            raise InvalidInput(f"request {request.rid!r} was begun by the inner cache, or another one; pass it there")
 
     def _continue(self, session: _Session, held: RequestKV, request: RequestKV) -> None:
         """Move the partial page of a session to its turn, in place of the page that the turn got there."""
@@ -343,6 +358,7 @@ class SessionCache:
 
     def _keep(self, session: _Session, request: RequestKV, key: RadixKey) -> None:
         """Share the whole pages of a turn that has ended, and put all its KV into the session."""
+        computed_pages(request, key, self.page_size)
         pages = -(-len(key) // self.page_size)
         if pages > len(request.pages):
             raise InvalidInput(f"request {request.rid!r}: {len(request.pages)} pages cannot hold {len(key)} tokens")

@@ -7,10 +7,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from ..arguments import instance
 from ..backends.base import StorageBackend
 from ..backends.guard import Direction, Override
 from ..controller import HiCacheController
-from ..errors import InvalidInput
+from ..errors import BackendError, InvalidInput
 from .prefetch import Prefetcher
 from .trees import Trees
 
@@ -35,7 +36,9 @@ class StorageControl:
         self._controller = controller
         self._trees = trees
         self._prefetcher = prefetcher
-        self._open_storage = open_storage
+        if open_storage is not None:
+            _require_opener(open_storage)
+        self._configured = self._open_storage = open_storage
         self._epoch = weights_epoch
 
     @property
@@ -59,23 +62,27 @@ class StorageControl:
         """Use the storage that `open_storage` opens for a weights epoch, now and for later epochs; None for the one
         that the cache was built with. What was attached is detached.
 
-        It is opened on a thread of its own, and tried again if that fails; until then there is none. What is on L2 is
-        stored there when it is used next. Raises InvalidInput if there is nothing to open, and once the cache is
-        closed; nothing has changed then.
+        It is opened on a thread of its own, and tried again if that fails or gives something other than a
+        StorageBackend; until then there is none. What is on L2 is stored there when it is used next. Raises
+        InvalidInput if there is nothing to open, for something that cannot be called, and once the cache is closed;
+        nothing has changed then.
         """
-        if self._controller.closed:
-            raise InvalidInput("the cache is closed; build a new one")
-        opener = open_storage or self._open_storage
+        opener = self._configured if open_storage is None else open_storage
         if opener is None:
             raise InvalidInput("storage: the cache was built without any; say how to open one")
+        _require_opener(opener)
+        if self._controller.closed:
+            raise InvalidInput("the cache is closed; build a new one")
         self.detach()
         self._open_storage = opener
-        self._controller.replace_backend(functools.partial(opener, self._epoch))
+        self._controller.replace_backend(functools.partial(_open, opener, self._epoch))
 
     def override(self, direction: Direction, mode: Override) -> None:
         """Switch reading or writing off, or on whatever happens, or leave it to the breaker (AUTO). Holds for later
         stores too. Stores without a guard do not listen."""
-        self._controller.override_backend(direction, mode)
+        self._controller.override_backend(
+            instance("direction", direction, Direction), instance("mode", mode, Override)
+        )
 
     def require_opener(self) -> None:
         """Raises InvalidInput if there is storage that cannot be opened for another epoch."""
@@ -87,4 +94,19 @@ class StorageControl:
         REQUIRES: `require_opener` has passed, and the tree is empty."""
         self._epoch = epoch
         if self.attached and self._open_storage is not None:
-            self._controller.replace_backend(functools.partial(self._open_storage, epoch))
+            self._controller.replace_backend(functools.partial(_open, self._open_storage, epoch))
+
+
+def _require_opener(open_storage: object) -> None:
+    """Raises InvalidInput for something that cannot be called, such as a store that is open already."""
+    if not callable(open_storage):
+        kind = type(open_storage).__name__
+        raise InvalidInput(f"open_storage: a {kind} cannot be called; pass a function from a weights epoch to a store")
+
+
+def _open(open_storage: OpenStorage, epoch: int) -> StorageBackend:
+    """Open the store of an epoch, on a worker. Raises BackendError for something that no worker could use."""
+    backend: object = open_storage(epoch)
+    if not isinstance(backend, StorageBackend):
+        raise BackendError(f"open_storage gave a {type(backend).__name__} and not a StorageBackend; correct it")
+    return backend

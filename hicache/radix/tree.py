@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..arguments import instance
 from ..errors import InvalidInput, InvariantError
 from ..keys import TOKEN_BYTES, RadixKey
 from ..types import NO_PAGES, PageIds
@@ -88,7 +89,7 @@ class RadixTree(Residency):
     def match(self, key: RadixKey) -> Match:
         """The longest cached prefix in whole pages. Marks it as used; splits a node if the match ends inside it.
 
-        Raises InvalidInput, as all lookups and insertions do, for a bigram key in a tree of plain ones or vice versa.
+        Raises InvalidInput, as all lookups and insertions do, where `require_fitting` does.
         """
         path = self._walk(key)
         # Prefix closure: a tier holds the path down to some node, and nothing below it.
@@ -101,7 +102,7 @@ class RadixTree(Residency):
 
     def peek(self, key: RadixKey) -> Peek:
         """What `match` would find. Changes nothing: no node is marked or split."""
-        self._require_fitting(key)
+        self.require_fitting(key)
         tokens, page_bytes = key.tokens, self.page_bytes
         end = len(tokens) - len(tokens) % page_bytes
         root = self._roots.get(key.seed)
@@ -143,6 +144,7 @@ class RadixTree(Residency):
         Raises InvalidInput, and changes nothing, if the page counts differ. REQUIRES: the path to `below`, if given, is
         the first `start_page` pages of `key`, and on L1; else `start_page` is 0.
         """
+        self.require_fitting(key)
         pages = len(key.tokens) // self.page_bytes - start_page
         if len(device_pages) != pages:
             raise InvalidInput(f"insert: {len(device_pages)} pages for {pages} pages of tokens")
@@ -240,14 +242,15 @@ class RadixTree(Residency):
             node = node.parent
         return _joined(runs[::-1])
 
-    # Inside
-
-    def _require_fitting(self, key: RadixKey) -> None:
-        if key.position_bytes != self.position_bytes:
+    def require_fitting(self, key: RadixKey) -> None:
+        """Raises InvalidInput unless `key` is a key of the kind that this tree has, plain or bigram."""
+        if instance("key", key, RadixKey).position_bytes != self.position_bytes:
             raise InvalidInput(
                 f"radix key: {key.position_bytes} bytes a position, the tree has {self.position_bytes}; "
                 "bigram and plain keys do not mix"
             )
+
+    # Inside
 
     def _root(self, seed: bytes) -> Node:
         """The root of a seed. A new one enters the tree with its first child, so that lookups leave nothing behind."""
@@ -262,7 +265,7 @@ class RadixTree(Residency):
 
         Begins at `node`, if given, behind the first `offset` bytes of `key`; what is above counts as used all the same.
         """
-        self._require_fitting(key)
+        self.require_fitting(key)
         self._clock = now = self._clock + 1
         tokens, page_bytes = key.tokens, self.page_bytes
         end = len(tokens) - len(tokens) % page_bytes

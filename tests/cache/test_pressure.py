@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hicache.cache import CacheOptions, PayoffOptions
-from hicache.errors import CapacityError, TransferError
+from hicache.errors import CapacityError, InvalidInput, TransferError
 from hicache.tiers import PagedTokenToKVPoolAllocator, Transfer
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import PageIds
@@ -179,7 +179,7 @@ def test_an_allocation_that_is_refused_leaves_the_books_alone() -> None:
 
 def test_a_priority_that_is_no_number_is_refused_before_anything_is_held() -> None:
     world = World()
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidInput, match="priority"):
         world.cache.begin_request("a", prompt(1), priority="high")  # type: ignore[arg-type]
     world.cache.check()
     assert world.device.allocator.used_pages == 0
