@@ -13,7 +13,8 @@ from ..keys import Namespace
 from ..tiers import MHATokenToKVPool, RequestToTokenPool
 from .checkpoint import Checkpoint, load_checkpoint
 from .model import TILE, LlamaModel
-from .scheduler import Engine, EngineOptions
+from .options import EngineOptions
+from .scheduler import Engine
 
 # A small model that comes with the package, so that an engine runs without a download.
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "model"

@@ -6,9 +6,12 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ..cache import RequestKV
-from ..errors import HiCacheError, InvariantError
-from ..keys import RadixKey, token_bytes
+from ..errors import HiCacheError, InvalidInput, InvariantError
+from ..keys import RadixKey, TokenInput, token_bytes
+from .model import Span
 from .sampling import GREEDY, Sampling
 
 
@@ -126,6 +129,12 @@ class Request:
             raise InvariantError(f"engine: {self.rid} runs without KV")
         return self.kv
 
+    def span(self, tokens: int) -> Span:
+        """The next `tokens` tokens to compute. Raises InvariantError for a request that does not run."""
+        if self.row is None:
+            raise InvariantError(f"engine: {self.rid} runs without a row")
+        return Span(self.row, self.kv_tokens, self.tokens[self.kv_tokens : self.kv_tokens + tokens])
+
     def key(self, tokens: int) -> RadixKey:
         """The cache key of the first `tokens` tokens. That of all of them is kept: it is asked for in every step."""
         if self._key is None or len(self._key) != len(self.tokens):
@@ -150,3 +159,14 @@ class Request:
             recomputed_tokens=self.recomputed_tokens,
             preemptions=self.preemptions,
         )
+
+
+def prompt_ids(tokens: TokenInput, vocab_size: int) -> list[int]:
+    """The token ids of a prompt. Raises InvalidInput as `token_bytes`, for a bool and for an id beyond `vocab_size`."""
+    if isinstance(tokens, (list, tuple)) and bool in map(type, tokens):
+        raise InvalidInput("engine: a token of the prompt is a bool; pass token ids")
+    ids = np.frombuffer(token_bytes(tokens), dtype="<u4")
+    if ids.max() >= vocab_size:
+        raise InvalidInput(f"engine: token id {ids.max()} is outside 0 .. {vocab_size - 1}")
+    prompt: list[int] = ids.tolist()
+    return prompt

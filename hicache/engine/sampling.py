@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+import sys
 from dataclasses import dataclass
 
 import torch
 
-from ..errors import InvalidInput
+from ..arguments import number, whole
+from ..errors import HiCacheError
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a request picks its tokens. Temperature 0 is greedy; `top_k` 0 considers the whole vocabulary.
 
-    Raises InvalidInput for a negative or infinite value.
+    Raises InvalidInput for a value that is negative, infinite or of another type.
     """
 
     temperature: float = 0.0
@@ -28,15 +29,20 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < math.inf or self.top_k < 0 or not 0 <= self.seed < 1 << 63:
-            raise InvalidInput(f"sampling: temperature, top_k and seed must not be negative, got {self}")
+        temperature = number("sampling: temperature", self.temperature, most=sys.float_info.max)
+        object.__setattr__(self, "temperature", temperature)
+        whole("sampling: top_k", self.top_k)
+        whole("sampling: seed", self.seed)
 
 
 GREEDY = Sampling()
 
 
 def greedy(logits: torch.Tensor) -> list[int]:
-    """The most likely token of each row of `[rows, vocab_size]`; of equals the one with the smallest id."""
+    """The most likely token of each row of `[rows, vocab_size]`; of equals the one with the smallest id.
+
+    `vocab_size`, which is not a token, for a row with a NaN.
+    """
     # argmax promises no order among equals, a mask and a minimum do.
     ids = torch.arange(logits.shape[1], device=logits.device)
     best = logits == logits.max(dim=1, keepdim=True).values
@@ -44,17 +50,21 @@ def greedy(logits: torch.Tensor) -> list[int]:
     return tokens
 
 
-def pick(logits: torch.Tensor, choices: Sequence[tuple[Sampling, int]]) -> list[int]:
-    """The next token of each row of `[rows, vocab_size]`; `choices` has each row's sampling and token position."""
-    tokens = greedy(logits)
-    for row, (sampling, position) in enumerate(choices):
-        if sampling.temperature > 0.0:
-            tokens[row] = _draw(logits[row].cpu(), sampling, position)
-    return tokens
+def pick(logits: torch.Tensor, best: int, sampling: Sampling, position: int) -> int:
+    """The next token of a request: `logits` are `[vocab_size]`, and `best` is what `greedy` gives of them.
+
+    Raises HiCacheError for logits that have no most likely token, because one of them is not a finite number.
+    """
+    token = _draw(logits.cpu(), sampling, position) if sampling.temperature > 0 else best
+    if token == len(logits):
+        raise HiCacheError(f"sampling: a logit at position {position} is not a finite number; check the weights")
+    return token
 
 
 def _draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
-    scaled = logits / sampling.temperature
+    # Differences to the largest, in float64: no temperature makes them overflow upwards, or 0 / 0 of them.
+    wide = logits.double()
+    scaled = (wide - wide.max()) / sampling.temperature
     if 0 < sampling.top_k < len(scaled):
         scaled = torch.where(scaled >= scaled.topk(sampling.top_k).values[-1], scaled, -math.inf)
     name = hashlib.sha256(f"{sampling.seed}/{position}".encode()).digest()

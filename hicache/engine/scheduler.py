@@ -18,69 +18,49 @@ its pages, which hold at least its `kv_tokens`; a request that waits has none. B
 
 from __future__ import annotations
 
-import enum
+import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
 
+from ..arguments import WHOLE_MAX, instance, number, whole
 from ..cache import (
     Candidate,
     ChunkCache,
     RequestKV,
-    ScheduleOptions,
     SessionCache,
     TreeCache,
     longest_prefix_first,
 )
-from ..errors import CapacityError, HiCacheError, InvalidInput, InvariantError, SessionError, TransferError
-from ..keys import RadixKey
+from ..errors import (
+    CapacityError,
+    HiCacheError,
+    InvalidInput,
+    InvariantError,
+    RankError,
+    SessionError,
+    TransferError,
+)
+from ..keys import RadixKey, TokenInput
 from ..tiers import Transfer
 from .check import check_requests
-from .model import LlamaModel, Span
-from .requests import EngineStatistics, FinishReason, Request, RequestRecord, Update
-from .sampling import GREEDY, Sampling, pick
+from .model import LlamaModel
+from .options import EngineOptions, Schedule
+from .requests import EngineStatistics, FinishReason, Request, RequestRecord, Update, prompt_ids
+from .sampling import GREEDY, Sampling, greedy, pick
+
+logger = logging.getLogger(__name__)
 
 # How often `run_until_done` looks whether storage or a copy has come on while there is nothing to compute. Shorter
 # burns the core that storage workers need, longer adds to the time to first token.
 IDLE_WAIT_S = 0.0005
 # A check visits every node, some microseconds each.
 CHECK_EVERY_S = 1.0
-
-
-class Schedule(enum.StrEnum):
-    """Which waiting request begins first."""
-
-    FCFS = "fcfs"
-    LONGEST_PREFIX = "longest_prefix"  # see `hicache.cache.schedule`; without a prefix cache it is FCFS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Bounds of the engine. More `running_max` shares each weight load among more requests on a GPU and needs more L1.
-
-    `prefill_tokens_max` bounds the prompt tokens of one step: larger ends prefills sooner, smaller lets running
-    requests get their next token sooner. `waiting_max` bounds the queue; beyond it `submit` refuses. `longest_prefix`
-    has the bounds of that schedule. `check_when_idle` verifies all invariants after a step that had nothing to compute,
-    at most once per `CHECK_EVERY_S`: a walk over the whole tree, for those who would rather stop than serve from broken
-    books.
-    """
-
-    running_max: int = 8
-    prefill_tokens_max: int = 1024
-    waiting_max: int = 4096
-    schedule: Schedule = Schedule.FCFS
-    longest_prefix: ScheduleOptions = field(default_factory=ScheduleOptions)
-    check_when_idle: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("running_max", "prefill_tokens_max", "waiting_max"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(f"engine: {name} must be at least 1, got {getattr(self, name)}")
 
 
 class Engine:
@@ -115,6 +95,7 @@ class Engine:
         self._crowded = False  # after a preemption nobody is admitted until a request has ended
         self._preempted = False  # this step has taken L1 from a request
         self._worked = False  # the last step computed something
+        self._closed = False
         self._next_check_s = 0.0
         self._submitted = self._steps = 0
         self._finished: Counter[FinishReason] = Counter()
@@ -123,7 +104,7 @@ class Engine:
 
     def submit(
         self,
-        prompt_tokens: Sequence[int],
+        prompt_tokens: TokenInput,
         max_new_tokens: int,
         *,
         extra_key: str | None = None,
@@ -137,16 +118,18 @@ class Engine:
 
         `priority` is for the eviction policy of that name: what the request uses stays longer than what has less.
         With a `session_id` it is the next turn of that session of the engine's SessionCache. Raises InvalidInput for an
-        empty prompt, a token outside the vocabulary, no token to generate or a session without a SessionCache,
-        CapacityError for a prompt that never fits into L1 or the context and for a full queue, SessionError as
-        `SessionCache.join_session`; nothing is queued then.
+        argument of another type or range, an empty prompt, a token outside the vocabulary, no token to generate, a
+        session without a SessionCache, and once closed; CapacityError for a prompt that never fits into L1 or the
+        context and for a full queue; SessionError as `SessionCache.join_session`. Nothing is queued then.
         """
-        tokens = [int(token) for token in prompt_tokens]
+        tokens = prompt_ids(prompt_tokens, self.model.config.vocab_size)
         key = RadixKey.of(tokens, extra_key=extra_key, cache_salt=cache_salt)
-        if max_new_tokens < 1:
-            raise InvalidInput(f"engine: max_new_tokens must be at least 1, got {max_new_tokens}")
-        if max(tokens) >= self.model.config.vocab_size:
-            raise InvalidInput(f"engine: a token id is outside 0 .. {self.model.config.vocab_size - 1}")
+        max_new_tokens = whole("engine: max_new_tokens", max_new_tokens, 1)
+        priority = whole("engine: priority", priority, -WHOLE_MAX)
+        instance("engine: ignore_eos", ignore_eos, bool)
+        instance("engine: sampling", sampling, Sampling)
+        if self._closed:
+            raise InvalidInput("engine: it is closed; build a new one")
         # The last token that is generated is not computed again, so it needs no place.
         positions, context = len(tokens) + max_new_tokens - 1, self._context_tokens
         if positions > context:
@@ -167,6 +150,7 @@ class Engine:
 
     def abort(self, rid: str) -> bool:
         """End a request now; its record comes with the next step. False if there is no such request (any more)."""
+        instance("rid", rid, str)
         request = self._running.get(rid) or next((r for r in self._waiting if r.rid == rid), None)
         if request is None:
             return False
@@ -176,8 +160,8 @@ class Engine:
     def step(self) -> list[Update]:
         """Compute one prefill chunk for those who need it and one token for those who run; what came of it.
 
-        Returns at once if all waiting requests wait for storage or room. Raises only for bugs: what fails with a typed
-        error ends its own request.
+        Returns at once if all waiting requests wait for storage or room. If the work of one request fails, that
+        request ends as FAILED, with the error in its record. Raises only for bugs in the work that all share.
         """
         self._steps += 1
         self._worked = self._preempted = False
@@ -200,7 +184,7 @@ class Engine:
 
         Sleeps `IDLE_WAIT_S` after a step that had nothing to compute.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + number("timeout_s", timeout_s, most=math.inf)
         records = {}
         while (self._waiting or self._running or self._updates) and time.monotonic() < deadline:
             updates = self.step()
@@ -253,19 +237,33 @@ class Engine:
         for request in self._queue():
             if len(self._running) >= self.options.running_max or budget <= 0:
                 break
-            try:
-                kv = self.cache.begin_request(
-                    request.rid, request.key(len(request.tokens)), priority=request.priority
-                )
-            except TransferError as error:
-                self._end(request, FinishReason.FAILED, error)
-                continue
-            if kv is None:
-                break
-            self._start(request, kv)
-            admitted.append(request)
-            budget -= self._chunk(request, budget, chunks)
+            with self._alone(request):
+                key = request.key(len(request.tokens))
+                kv = self.cache.begin_request(request.rid, key, priority=request.priority)
+                if kv is None:
+                    break
+                self._start(request, kv)
+                admitted.append(request)
+                budget -= self._chunk(request, budget, chunks)
         return admitted
+
+    @contextmanager
+    def _alone(self, request: Request) -> Iterator[None]:
+        """Around the work of one request: if it fails, that request ends as FAILED and the others go on.
+
+        Raises InvariantError and RankError, which are about all requests.
+        """
+        try:
+            yield
+        except (InvariantError, RankError):
+            raise
+        except HiCacheError as error:
+            self._end(request, FinishReason.FAILED, error)
+        except Exception as error:  # a bug costs one request and not the step; `finished` counts it
+            logger.exception("engine: the work of %s failed", request.rid)
+            failure = HiCacheError(f"engine: the work of {request.rid} failed with {type(error).__name__}")
+            failure.__cause__ = error.with_traceback(None)  # its frames hold tensors
+            self._end(request, FinishReason.FAILED, failure)
 
     def _queue(self) -> Iterable[Request]:
         """The waiting requests in the order to begin them; those that had better wait, for storage or another, are left
@@ -305,7 +303,7 @@ class Engine:
         self._write_row(request)
 
     def _prefill(self, chunks: list[tuple[Request, int]], transfer: Transfer | None, admitted: list[Request]) -> None:
-        spans = [_span(request, count) for request, count in chunks]
+        spans = [request.span(count) for request, count in chunks]
         begin_s = time.perf_counter()
         try:
             logits = self.model.forward(spans, transfer)
@@ -322,11 +320,12 @@ class Engine:
                 request.recomputed_tokens += count
             else:
                 request.computed_tokens += count
-            kv = request.held_kv()
-            pages = kv.pages
-            self.cache.cache_unfinished_req(kv, request.key(request.kv_tokens))
-            if kv.pages is not pages:
-                self._write_row(request)
+            with self._alone(request):
+                kv = request.held_kv()
+                pages = kv.pages
+                self.cache.cache_unfinished_req(kv, request.key(request.kv_tokens))
+                if kv.pages is not pages:
+                    self._write_row(request)
         self._sample([request for request, _ in chunks], logits)
         if transfer is None:
             # Sampling has waited for the device, so this is what the forward took.
@@ -335,17 +334,20 @@ class Engine:
     def _decode(self) -> None:
         batch: list[Request] = []
         for request in sorted(self._running.values(), key=lambda request: request.sequence):
-            if request.rid in self._running and not request.prefilling and self._make_room(request):
-                batch.append(request)
+            if request.rid in self._running and not request.prefilling:
+                with self._alone(request):
+                    if self._make_room(request):
+                        batch.append(request)
         if batch:
             self._worked = True
-            logits = self.model.forward([_span(request, 1) for request in batch])
+            logits = self.model.forward([request.span(1) for request in batch])
             for request in batch:
                 request.kv_tokens += 1
             self._sample(batch, logits)
 
     def _make_room(self, request: Request) -> bool:
         """A place for the next token's KV, taken from the youngest if need be; False if it gets none in this step.
+        Raises CapacityError for a request that has outgrown L1.
 
         At most one request a step is preempted: its pages may still be on their way to L2, which is no reason to
         preempt another. Nobody is while evicted pages are on their way to L2, since those are free soon; and whoever
@@ -354,15 +356,12 @@ class Engine:
         kv = request.held_kv()
         pages = kv.pages
         while not self.cache.extend(kv, request.kv_tokens + 1):
-            try:
-                self._require_fit(request.kv_tokens + 1)
-            except CapacityError as error:
-                self._end(request, FinishReason.FAILED, error)
-                return False
+            self._require_fit(request.kv_tokens + 1)
             if self._preempted or len(self._running) == 1 or self.cache.saving_pages:
                 return False
             victim = max(self._running.values(), key=lambda other: other.sequence)
-            self._preempt(victim)
+            with self._alone(victim):
+                self._preempt(victim)
             if victim is request:
                 return False
         if kv.pages is not pages:
@@ -385,20 +384,22 @@ class Engine:
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
         """Append the next token to those requests whose prefill is complete, and end those that have enough."""
-        tokens = pick(logits, [(request.sampling, len(request.tokens)) for request in requests])
-        for request, token in zip(requests, tokens, strict=True):
-            if request.prefilling:
-                continue
-            request.tokens.append(token)
-            self._counts["output"] += 1
-            if request.first_token_s is None:
-                request.first_token_s = self._clock()
-            if token in self.model.config.eos_tokens and not request.ignore_eos:
-                self._end(request, FinishReason.EOS, token=token)
-            elif len(request.tokens) - request.prompt_tokens >= request.max_new_tokens:
-                self._end(request, FinishReason.LENGTH, token=token)
-            else:
-                self._updates.append(Update(request.rid, (token,)))
+        for request, row, best in zip(requests, logits, greedy(logits), strict=True):
+            if request.rid in self._running and not request.prefilling:
+                with self._alone(request):
+                    self._append(request, pick(row, best, request.sampling, len(request.tokens)))
+
+    def _append(self, request: Request, token: int) -> None:
+        request.tokens.append(token)
+        self._counts["output"] += 1
+        if request.first_token_s is None:
+            request.first_token_s = self._clock()
+        if token in self.model.config.eos_tokens and not request.ignore_eos:
+            self._end(request, FinishReason.EOS, token=token)
+        elif len(request.tokens) - request.prompt_tokens >= request.max_new_tokens:
+            self._end(request, FinishReason.LENGTH, token=token)
+        else:
+            self._updates.append(Update(request.rid, (token,)))
 
     def _end(
         self, request: Request, reason: FinishReason, error: HiCacheError | None = None, token: int | None = None
@@ -462,6 +463,8 @@ class Engine:
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Abort all requests and close the cache; blocks up to `timeout_s`. False if something did not end in time."""
+        number("timeout_s", timeout_s)
+        self._closed = True
         for request in [*self._running.values(), *self._waiting]:
             self._end(request, FinishReason.ABORTED)
         return self.cache.close(timeout_s)
@@ -473,9 +476,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _span(request: Request, tokens: int) -> Span:
-    if request.row is None:
-        raise InvariantError(f"engine: {request.rid} runs without a row")
-    return Span(request.row, request.kv_tokens, request.tokens[request.kv_tokens : request.kv_tokens + tokens])
