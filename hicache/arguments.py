@@ -39,9 +39,10 @@ def whole(name: str, value: object, least: int = 0, most: int = WHOLE_MAX) -> in
 
 def number(name: str, value: object, *, most: float = SECONDS_MAX, positive: bool = False) -> float:
     """Return `value` as a float: a number from 0 (`positive`: above 0) to `most`, neither a bool nor NaN."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= most or (positive and value == 0):
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    if not (is_real and 0 <= value <= most) or (positive and value == 0):  # type: ignore[operator]  # also for NaN
         raise _bad(name, value, f"use a number {'above' if positive else 'from'} 0, at most {most:.4g}")
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
 
 
 def instance(name: str, value: object, kind: type[T]) -> T:

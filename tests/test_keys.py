@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from hatch_build import LIBRARY, compile_narrow
 from hicache import keys as keys_module
+from hicache.arguments import NAME_BYTES_MAX
 from hicache.errors import InvalidInput
 from hicache.geometry import KVGeometry, KVLayout
 from hicache.keys import Namespace, RadixKey, TokenInput, namespace_seed, page_keys, token_bytes
@@ -132,6 +133,14 @@ def test_all_kinds_of_tokens_are_the_same_bytes(tokens: TokenInput) -> None:
         (torch.tensor([[1, 2]]), "shape"),
         (7, "expected"),
         (None, "expected"),
+        (bytearray(16), "tokenize"),
+        (memoryview(bytes(12)), "tokenize"),
+        (torch.Size([1, 2]), "Size"),
+        (torch.int64, "dtype"),
+        (torch.empty(2, dtype=torch.int64, device="meta"), "dense"),
+        (torch.tensor([1, 2]).to_sparse(), "dense"),
+        ([None], "expected integers"),
+        ([float("nan")], "expected integers"),
     ],
 )
 def test_bad_tokens_are_refused_with_a_typed_error(tokens: TokenInput, message: str) -> None:
@@ -173,10 +182,41 @@ def test_an_empty_name_is_refused() -> None:
         RadixKey.of(TOKENS, cache_salt="")
 
 
-@pytest.mark.parametrize(("tokens", "seed"), [(b"12345", b""), (b"1234", b"tenant"), (b"1234", b"x" * 33)])
-def test_a_malformed_radix_key_is_refused(tokens: bytes, seed: bytes) -> None:
+@pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
+@pytest.mark.parametrize(
+    "value",
+    ["\ud800", "a\udfff", "", 5, 0, b"bytes", ["a"], 1.5, True, np.array(["a", "b"]), "x" * (NAME_BYTES_MAX + 1)],
+    ids=lambda value: f"{type(value).__name__}-{len(value) if isinstance(value, str) else ''}",
+)
+def test_a_salt_that_cannot_be_hashed_is_refused_by_name_and_not_shown(name: str, value: Any) -> None:
+    with pytest.raises(InvalidInput, match=f"^{name}: ") as caught:
+        RadixKey.of(TOKENS, **{name: value})
+    assert "xx" not in str(caught.value)
+
+
+def test_the_longest_salt_makes_a_seed() -> None:
+    assert len(namespace_seed(cache_salt="x" * NAME_BYTES_MAX)) == 32
+    assert namespace_seed(cache_salt="\U0001f600") != namespace_seed(cache_salt="?")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seed", "position_bytes"),
+    [
+        (b"12345", b"", 4), (b"1234", b"tenant", 4), (b"1234", b"x" * 33, 4), (b"1234", b"", 5), (b"1234", b"", 4.0),
+        ("1234", b"", 4), (bytearray(4), b"", 4), (None, b"", 4), (b"1234", "", 4), (b"1234", None, 4),
+        (np.zeros(4, np.uint8), b"", 4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_malformed_radix_key_is_refused(tokens: Any, seed: Any, position_bytes: Any) -> None:
     with pytest.raises(InvalidInput):
-        RadixKey(tokens, seed)
+        RadixKey(tokens, seed, position_bytes)
+
+
+def test_plain_and_bigram_keys_of_the_same_bytes_do_not_continue_each_other() -> None:
+    bigram = RadixKey.of([1, 2, 3], bigram=True)
+    assert bigram.continues(bigram.head(1))
+    assert not bigram.continues(RadixKey(bigram.tokens))
 
 
 def test_a_key_grows_with_its_request() -> None:
@@ -211,18 +251,53 @@ def test_every_field_of_a_namespace_changes_its_digest() -> None:
     assert len(digests) == 1 + len(others)
 
 
-@pytest.mark.parametrize("change", [{"model": ""}, {"tp_rank": 2}, {"pp_rank": -1}])
-def test_an_impossible_namespace_is_refused(change: dict[str, object]) -> None:
+IMPOSSIBLE_NAMESPACES: list[dict[str, Any]] = [
+    *({"model": bad} for bad in ("", None, 5, b"m", "\ud800", "m" * (NAME_BYTES_MAX + 1))),
+    *({"geometry": bad} for bad in (None, 5, "shape")),
+    *({"weights_epoch": bad} for bad in (-1, 2**64, 10**5000, 1.0, float("nan"), True, "1", None)),
+    *({"kv_scales": bad} for bad in (None, 5, "\ud800")),
+    *({"label": bad} for bad in (None, 5)),
+    *({rank: bad} for rank in ("tp_rank", "pp_rank") for bad in (2, -1, 0.5, False, "0", None)),
+    *({size: bad} for size in ("tp_size", "pp_size") for bad in (0, -1, 2.0, True, 10**5000, None)),
+]
+IMPOSSIBLE_GEOMETRIES: list[dict[str, Any]] = [
+    *({"layers": bad} for bad in (0, -1, True, 1.0, float("nan"), "1", None, 10**5000)),
+    {"heads": -1}, {"head_dim": 2**21}, {"page_size": 4096}, {"page_size": 0.5},
+    *({"dtype": bad} for bad in ("float64", 5, None, ["float32"])),
+    *({"layout": bad} for bad in ("mla", None, 1)),
+]  # fmt: skip
+
+
+def _named(change: dict[str, Any]) -> str:
+    (name, value), = change.items()
+    return f"{name}-{type(value).__name__}"
+
+
+@pytest.mark.parametrize("change", IMPOSSIBLE_NAMESPACES, ids=_named)
+def test_an_impossible_namespace_is_refused(change: dict[str, Any]) -> None:
     base = Namespace(model="m", geometry=KVGeometry(1, 1, 8, 16), tp_size=2)
     with pytest.raises(InvalidInput):
-        replace(base, **change)  # type: ignore[arg-type]
+        replace(base, **change)
 
 
-@pytest.mark.parametrize("change", [{"layers": 0}, {"page_size": 4096}, {"dtype": "float64"}, {"heads": -1}])
-def test_an_impossible_geometry_is_refused(change: dict[str, object]) -> None:
+def test_a_label_may_be_what_no_utf_8_can_say() -> None:
+    """It is the name of a folder as a rule, and no part of what must agree."""
+    shape = KVGeometry(1, 1, 8, 16)
+    assert Namespace("m", shape, label="\udcff").digest == Namespace("m", shape).digest
+
+
+def test_numbers_of_numpy_make_the_same_namespace_and_exact_sizes() -> None:
+    shape = KVGeometry(np.int8(100), np.int8(100), np.int8(8), np.int16(16))  # type: ignore[arg-type]
+    assert shape == KVGeometry(100, 100, 8, 16) and type(shape.payload_bytes) is int
+    epoch: Any = np.uint64(2**64 - 1)
+    assert Namespace("m", shape, weights_epoch=epoch).digest == Namespace("m", shape, weights_epoch=2**64 - 1).digest
+
+
+@pytest.mark.parametrize("change", IMPOSSIBLE_GEOMETRIES, ids=_named)
+def test_an_impossible_geometry_is_refused(change: dict[str, Any]) -> None:
     base = KVGeometry(layers=1, heads=1, head_dim=8, page_size=16)
     with pytest.raises(InvalidInput):
-        replace(base, **change)  # type: ignore[arg-type]
+        replace(base, **change)
 
 
 def test_sizes_follow_the_geometry() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -190,6 +191,71 @@ def test_a_store_that_cannot_be_opened_is_tried_again() -> None:
     world.until(lambda: world.cache.statistics().controller.open_failures > 0)
     server.down = False
     until_open(world)
+    world.close()
+
+
+def test_a_bad_opener_is_refused_before_the_store_is_detached() -> None:
+    server = Server()
+    world = world_of(server)
+    backend = world.controller.backend
+    for bad in (5, 0, "file", server.store(), object()):
+        with pytest.raises(InvalidInput, match="open_storage"):
+            world.cache.storage.attach(bad)  # type: ignore[arg-type]
+        assert world.cache.storage.attached and world.controller.backend is backend
+    world.serve("a", KEY)
+    world.settle()
+    assert server.pages() == 3
+    world.close()
+
+
+def _raises(epoch: int) -> StorageBackend:
+    raise RuntimeError("a bug of the factory")
+
+
+def _gives_nothing(epoch: int) -> StorageBackend:
+    return None  # type: ignore[return-value]
+
+
+def _gives_a_number(epoch: int) -> StorageBackend:
+    return 5  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("opener", [_raises, _gives_nothing, _gives_a_number, lambda: 5, int])
+def test_after_an_opener_that_opens_nothing_the_configured_store_can_be_attached(opener: Any) -> None:
+    server = Server()
+    world = world_of(server)
+    world.cache.storage.attach(opener)
+    world.until(lambda: world.cache.statistics().controller.open_failures > 0)
+    assert world.cache.storage.attached and world.controller.backend is None
+    assert world.serve("a", prompt(7, 8)).cached_tokens == 0, "requests go on without storage"
+    world.cache.storage.attach()
+    until_open(world)
+    world.serve("b", KEY)
+    world.settle()
+    assert server.pages() == 3
+    world.cache.update_weights(1)
+    until_open(world)
+    assert 1 in server.by_epoch
+    world.close()
+
+
+@pytest.mark.parametrize("opener", [5, "file"])
+def test_a_cache_is_not_built_with_something_that_cannot_be_called(opener: Any) -> None:
+    with pytest.raises(InvalidInput, match="open_storage"):
+        World(open_storage=opener)
+
+
+def test_new_weights_of_an_impossible_epoch_leave_the_store_open() -> None:
+    server = Server()
+    world = world_of(server)
+    for epoch in (float("nan"), float("inf"), 1.5, 2**64, True):
+        with pytest.raises(InvalidInput, match="weights epoch"):
+            world.cache.update_weights(epoch)  # type: ignore[arg-type]
+    world.cache.update_weights(2**64 - 1)
+    until_open(world)
+    world.serve("a", KEY)
+    world.settle()
+    assert (server.pages(0), server.pages(2**64 - 1)) == (0, 3)
     world.close()
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from hicache.backends.memory import MemoryBackend
-from hicache.engine import Engine, EngineOptions, FinishReason
-from hicache.errors import CapacityError, InvalidInput, InvariantError, TransferError
+from hicache.cache import SessionCache
+from hicache.engine import Engine, EngineOptions, FinishReason, Sampling
+from hicache.errors import CapacityError, HiCacheError, InvalidInput, InvariantError, TransferError
 from hicache.frame import FrameCodec
 from hicache.keys import RadixKey
 from hicache.tiers import Transfer
@@ -197,9 +202,150 @@ def test_what_can_never_run_is_refused_at_once() -> None:
         assert_nothing_leaked(engine)
 
 
+NOT_WHOLE: list[Any] = [1.5, math.nan, "x", None, True, 2**63, 10**5000, [1]]
+BAD_FIELDS: list[dict[str, Any]] = [
+    *({"prompt_tokens": bad} for bad in ([1.5], ["a"], [None], [True], [math.nan], [2**40], [-1], [TINY.vocab_size],
+                                         [[1]], [], None, 5, "text", b"text", np.array([1.0]), torch.tensor([[1]]))),
+    *({"max_new_tokens": bad} for bad in (0, -1, *NOT_WHOLE)),
+    *({"priority": bad} for bad in NOT_WHOLE),
+    *({"ignore_eos": bad} for bad in (None, 1, "no")),
+    *({"sampling": bad} for bad in (None, 0.5, "greedy", {"temperature": 1}, Sampling)),
+    *({name: bad} for name in ("extra_key", "cache_salt") for bad in ("", "\ud800", 5, b"a", ["a"])),
+    *({"session_id": bad} for bad in (5, b"s", ["s"], "s")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("session", [False, True], ids=["plain", "sessions"])
+def test_a_bad_field_of_a_request_is_refused_at_the_door_and_stops_nobody(session: bool) -> None:
+    prompt = random_tokens(20, seed=34)
+    with make_engine(CHECKPOINT, around=SessionCache if session else lambda cache: cache) as engine:
+        running = engine.submit(prompt, 6, ignore_eos=True)
+        engine.step()
+        for fields in BAD_FIELDS:
+            before = engine.statistics()
+            with pytest.raises(HiCacheError):
+                engine.submit(**{"prompt_tokens": prompt, "max_new_tokens": 2, **fields})
+            assert engine.statistics() == before
+            engine.check()
+        assert drive(engine)[running].output_tokens == plain_greedy(prompt, 6)
+        assert_nothing_leaked(engine)
+
+
+def test_numbers_of_numpy_and_tensors_are_taken() -> None:
+    prompt = random_tokens(20, seed=34)
+    with make_engine(CHECKPOINT) as engine:
+        for tokens in (np.array(prompt), torch.tensor(prompt), tuple(prompt)):
+            rid = engine.submit(tokens, np.int64(4), priority=np.int32(1), ignore_eos=True)  # type: ignore[arg-type]
+            assert drive(engine)[rid].output_tokens == plain_greedy(prompt, 4)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e300])
+def test_an_extreme_temperature_gives_tokens_of_the_vocabulary(temperature: float) -> None:
+    prompt = random_tokens(20, seed=35)
+    with make_engine(CHECKPOINT) as engine:
+        rid = engine.submit(prompt, 8, sampling=Sampling(temperature), ignore_eos=True)
+        record = drive(engine)[rid]
+        assert record.reason is FinishReason.LENGTH
+        assert all(0 <= token < TINY.vocab_size for token in record.output_tokens)
+        assert temperature > 1 or record.output_tokens == plain_greedy(prompt, 8)
+
+
+def test_other_bad_arguments_of_an_engine_are_refused() -> None:
+    with make_engine(CHECKPOINT) as engine:
+        for rid in (None, 5, ["request-0"]):
+            with pytest.raises(InvalidInput, match="rid"):
+                engine.abort(rid)  # type: ignore[arg-type]
+        for timeout_s in (math.nan, -1, "1", None, True):
+            with pytest.raises(InvalidInput, match="timeout_s"):
+                engine.run_until_done(timeout_s)  # type: ignore[arg-type]
+            with pytest.raises(InvalidInput, match="timeout_s"):
+                engine.close(timeout_s)  # type: ignore[arg-type]
+        assert generate(engine, random_tokens(10, seed=36)).reason is FinishReason.LENGTH
+    with pytest.raises(InvalidInput, match="closed"):
+        engine.submit([1], 1)
+    assert engine.step() == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing(Sampling):
+    """A sampling that passes the door and fails when it is used, from its `after`-th use on."""
+
+    error: Exception = dataclasses.field(default_factory=lambda: RuntimeError("a secret of the prompt"))
+    after: int = 0
+    uses: list[int] = dataclasses.field(default_factory=list)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "seed" and object.__getattribute__(self, "temperature") > 0:
+            uses = object.__getattribute__(self, "uses")
+            uses.append(1)
+            if len(uses) > 1 + object.__getattribute__(self, "after"):  # the door reads it once
+                raise object.__getattribute__(self, "error")
+        return object.__getattribute__(self, name)
+
+
+@pytest.mark.parametrize(
+    ("after", "error", "session"),
+    [
+        (0, RuntimeError("a secret"), False),
+        (4, InvalidInput("typed"), False),
+        (4, RuntimeError("a secret"), True),
+        (1, MemoryError(), True),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_a_request_that_fails_inside_a_step_ends_alone(after: int, error: Exception, session: bool) -> None:
+    prompts = [random_tokens(length, seed=length) for length in (21, 40, 33)]
+    expected = [plain_greedy(prompt, 12) for prompt in prompts]
+    with make_engine(CHECKPOINT, around=SessionCache if session else lambda cache: cache) as engine:
+        rids = [engine.submit(prompt, 12, ignore_eos=True) for prompt in prompts[:2]]
+        bad = engine.submit(random_tokens(30, seed=37), 12, sampling=Failing(1.0, error=error, after=after))
+        rids.append(engine.submit(prompts[2], 12, ignore_eos=True))
+        records = drive(engine)
+        assert [records[rid].output_tokens for rid in rids] == expected
+        assert all(records[rid].reason is FinishReason.LENGTH for rid in rids)
+        failed = records[bad]
+        assert failed.reason is FinishReason.FAILED and len(failed.output_tokens) == after
+        assert isinstance(failed.error, HiCacheError)
+        assert failed.error is error or (failed.error.__cause__ is error and "secret" not in str(failed.error))
+        assert engine.statistics().finished == {FinishReason.LENGTH: 3, FinishReason.FAILED: 1}
+        assert not engine.abort(bad)
+        assert_nothing_leaked(engine)
+
+
+def test_a_request_whose_cache_calls_fail_ends_alone_and_returns_its_pages_once() -> None:
+    """Its key is planted wrong behind the door, so that the cache refuses to share it, whichever call comes first."""
+    prompt = random_tokens(40, seed=38)
+    for steps in (0, 2, 4):  # it waits, is in the middle of its prefill, decodes
+        with make_engine(CHECKPOINT, options=EngineOptions(prefill_tokens_max=30)) as engine:
+            good = engine.submit(prompt, 10, ignore_eos=True)
+            bad = engine.submit(random_tokens(30, seed=39), 10, ignore_eos=True)
+            for _ in range(steps):
+                engine.step()
+            request = next(each for each in (*engine._waiting, *engine._running.values()) if each.rid == bad)
+            request.seed, request._key = (b"x" * 31, None) if steps == 0 else (b"x" * 32, None)
+            records = drive(engine)
+            assert records[good].output_tokens == plain_greedy(prompt, 10)
+            assert records[bad].reason is FinishReason.FAILED and isinstance(records[bad].error, InvalidInput)
+            assert_nothing_leaked(engine)
+
+
+def test_broken_books_and_a_failed_forward_are_nobody_s_own() -> None:
+    """Negative control: what all share is raised, and no request is blamed for it."""
+    with make_engine(CHECKPOINT) as engine:
+        broken = Failing(1.0, error=InvariantError("the books are broken"))
+        engine.submit(random_tokens(20, seed=40), 4, sampling=broken)
+        with pytest.raises(InvariantError, match="broken"):
+            engine.step()
+        assert engine.statistics().finished == {}
+
+
 def test_options_and_parts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="running_max"):
-        EngineOptions(running_max=0)
+    for bad in (0, -1, *NOT_WHOLE):
+        for name in ("running_max", "prefill_tokens_max", "waiting_max"):
+            with pytest.raises(InvalidInput, match=name):
+                EngineOptions(**{name: bad})
+    with pytest.raises(InvalidInput, match="schedule"):
+        EngineOptions(schedule="fcfs")  # type: ignore[arg-type]
     with make_engine(CHECKPOINT) as engine, make_engine(CHECKPOINT) as other:
         with pytest.raises(InvalidInput, match="another pool"):
             Engine(engine.model, other.cache)

@@ -1,0 +1,112 @@
+"""A request belongs to the cache that began it: every other cache refuses it, and so does its own once it has ended."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hicache.cache import HiRadixCache, SessionCache, TreeCache
+from hicache.errors import InvalidInput
+from hicache.keys import RadixKey
+from tests.cache.sides import KINDS, Side
+from tests.cache.world import prompt
+
+Verb = Callable[[TreeCache, Any, RadixKey], object]
+# Every call that takes a request.
+VERBS: dict[str, Verb] = {
+    "extend": lambda cache, request, key: cache.extend(request, 24),
+    "extend to what it has": lambda cache, request, key: cache.extend(request, 1),
+    "share": lambda cache, request, key: cache.cache_unfinished_req(request, key),
+    "finish": lambda cache, request, key: cache.cache_finished_req(request, key),
+    "abort": lambda cache, request, key: cache.cache_finished_req(request, None),
+}
+
+
+def ended(side: Side) -> Any:
+    return side.serve("ended", side.key)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("theirs", KINDS)
+@pytest.mark.parametrize("mine", KINDS)
+def test_a_request_of_another_cache_is_refused_and_changes_neither(mine: str, theirs: str, verb: str) -> None:
+    """Both caches have the same shape, the same prompt and a request of the same name in the same pages."""
+    side, other = Side(mine), Side(theirs)
+    assert np.intersect1d(side.request.pages, other.request.pages).size
+    before = side.image(), other.image()
+    with pytest.raises(InvalidInput, match="another cache"):
+        VERBS[verb](side.cache, other.request, other.key)
+    assert (side.image(), other.image()) == before
+    side.close()
+    other.close()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_that_has_ended_and_what_is_not_a_request_change_nothing(kind: str, verb: str) -> None:
+    side = Side(kind)
+    stale = ended(side)
+    aborted = side.begin("aborted", prompt(8))
+    side.cache.cache_finished_req(aborted, None)
+    before = side.image()
+    for handle in (stale, aborted, copy.copy(stale), None, "running", 7, object(), side.key, [side.request]):
+        with pytest.raises(InvalidInput, match="request"):
+            VERBS[verb](side.cache, handle, side.key)
+        assert side.image() == before
+    side.close()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_session_cache_refuses_what_its_inner_cache_has_begun(verb: str) -> None:
+    side = Side("session")
+    assert isinstance(side.cache, SessionCache)
+    around = side.cache.inner.begin_request("around", prompt(8))
+    assert around is not None
+    pages = around.pages.copy()
+    with pytest.raises(InvalidInput, match="inner cache"):
+        VERBS[verb](side.cache, around, prompt(8))
+    assert np.array_equal(around.pages, pages) and not around.ended
+    side.cache.inner.cache_finished_req(around, None)
+    side.close()
+
+
+def test_without_its_owner_a_foreign_request_would_free_pages_that_others_hold() -> None:
+    """Negative control: what happened before requests knew their cache."""
+    side, other = Side("tiered"), Side("tiered", number=1)
+    other.request.owner = side.cache
+    side.cache.cache_finished_req(other.request, None)
+    thief = side.cache.begin_request("thief", prompt(8, 9))
+    assert thief is not None
+    assert np.intersect1d(thief.pages, side.request.pages).size, "one page has two requests"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_new_weights_leave_requests_to_their_cache(kind: str) -> None:
+    side, other = Side(kind), Side(kind)
+    side.cache.update_weights(1)
+    with pytest.raises(InvalidInput, match="another cache"):
+        other.cache.cache_finished_req(side.request, side.key)
+    with pytest.raises(InvalidInput, match="not that of the request"):
+        side.cache.cache_finished_req(side.request, prompt(9, 4))
+    assert side.cache.extend(side.request, 16)
+    side.cache.cache_finished_req(side.request, side.key)
+    side.close()
+    other.close()
+
+
+def test_a_pin_that_has_ended_ends_no_other() -> None:
+    side = Side("tiered")
+    cache = side.cache
+    assert isinstance(cache, HiRadixCache)
+    first, second = cache.pin(prompt(1, 2), 60), cache.pin(prompt(1, 2), 60)
+    assert first is not None and second is not None
+    for _ in range(3):
+        first.release()
+    assert second.active and cache.tree.pinned_pages == 2
+    second.release()
+    assert cache.tree.pinned_pages == 0
+    side.close()
