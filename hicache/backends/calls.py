@@ -58,6 +58,8 @@ class Calls:
     """The verbs under way in a backend, and what became of them: `close` waits for the ones, `statistics` tells the
     other.
 
+    `refusal` is the class of error of a verb that is not let in.
+
     Locking design: one condition guards all fields; it is held for a few instructions, and never while a verb runs.
     """
 
@@ -66,6 +68,7 @@ class Calls:
         self._state = threading.Condition()
         self._calls = 0
         self._closed = False
+        self.refusal = "closed"
         self._tally = Tally()
 
     @contextlib.contextmanager
@@ -100,16 +103,16 @@ class Calls:
             self._tally.errors.update(errors)
             self._tally.evicted_pages += evicted_pages
 
-    def refuse_gets(self, pages: int, reason: str = "closed") -> list[GetOutcome]:
+    def refuse_gets(self, pages: int, reason: str | None = None) -> list[GetOutcome]:
         """The outcomes of a read that is not even tried."""
         outcomes = [GetOutcome.ERROR] * pages
-        self.count(gets=outcomes, errors=[reason] * pages)
+        self.count(gets=outcomes, errors=[reason or self.refusal] * pages)
         return outcomes
 
-    def refuse_sets(self, pages: int, reason: str = "closed") -> list[SetOutcome]:
+    def refuse_sets(self, pages: int, reason: str | None = None) -> list[SetOutcome]:
         """The outcomes of a store that is not even tried."""
         outcomes = [SetOutcome.ERROR] * pages
-        self.count(sets=outcomes, errors=[reason] * pages)
+        self.count(sets=outcomes, errors=[reason or self.refusal] * pages)
         return outcomes
 
     def statistics(self) -> BackendStatistics:
@@ -124,3 +127,10 @@ class Calls:
             self._closed = True
             self._state.wait_for(lambda: not self._calls)
         return first
+
+    def after_fork(self) -> None:
+        """In the child of a fork: let no verb in. Another thread of the parent may have held the lock at the fork."""
+        self._state = threading.Condition()
+        self._calls = 0
+        self._closed = True
+        self.refusal = "forked"

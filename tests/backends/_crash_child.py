@@ -45,7 +45,7 @@ def _open(root: Path, killer: _Killer, form: str, **options: Any) -> Any:
     store = open_file(root, FORMS[form], system=Faulty(killer.step), **options)
     assert isinstance(store.backend, FileBackend)
     index = store.backend._store._index
-    assert index is not None
+    assert index is not None and index._db is not None
     index._db.set_trace_callback(killer.step)
     return store
 

@@ -13,14 +13,14 @@ transactions only.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
+from typing import TypeVar
 
 from ...errors import InvalidInput
 from ...frame import FrameCodec
@@ -32,7 +32,9 @@ from .evicted import EvictedFile
 from .index import Index, PageRow
 from .pages import PageFiles, System, error_name, page_name, remove_page
 from .room import Room
-from .store import Store, now_us
+from .store import Removal, Store, now_us
+
+T = TypeVar("T")
 
 IO_THREADS_MAX = 64
 # Recency is written when this many pages wait or the oldest one waits this long, and never more are kept.
@@ -91,7 +93,9 @@ class FileBackend(StorageBackend):
 
     Raises NotOurs and BackendUnavailable from the constructor (which scans the store and may block for as long as that
     takes), InvalidInput for a capacity below one page. Open it after a fork and not before: neither its threads nor
-    SQLite survive one. `system` is for tests.
+    SQLite survive one, so in the child of a fork every verb is refused (`errors["forked"]`). On a disk that is full or
+    read-only it opens, reads and removes pages, and turns others away until its index can be written. `system` is for
+    tests.
     """
 
     def __init__(self, codec: FrameCodec, options: FileBackendOptions, *, system: System | None = None) -> None:
@@ -127,25 +131,26 @@ class FileBackend(StorageBackend):
             WorkerPool(options.io_threads, "hicache-file", lambda: self._calls.count(errors=["internal"])),
             Leftovers(),
         )
+        self._store.at_fork = self._after_fork
         errors: list[str] = []
-        with self._settle(time.monotonic() + _CLOSE_S) as index:
-            if index is not None:
-                self._parts.room.fit(self._store, index, errors)
+        room = self._parts.room
+        self._settled(time.monotonic() + _CLOSE_S, lambda index: room.fit(self._store, index, errors), 0)
         self._calls.count(errors=errors)
 
-    @contextlib.contextmanager
-    def _settle(self, deadline: float) -> Iterator[Index | None]:
-        """A transaction whose failure is counted instead of raised; None if it could not even start."""
-        started = False
+    def _settled(self, deadline: float, work: Callable[[Index], T], otherwise: T) -> T:
+        """What `work` gives in a transaction. A failure is counted instead of raised, and gives `otherwise`."""
         try:
             with self._store.transaction(deadline) as index:
-                started = True
                 self._parts.leftovers.sweep(self._store, index)
-                yield index
+                return work(index)
         except (OSError, sqlite3.Error) as error:
             self._calls.count(errors=[class_of(error)])
-            if not started:
-                yield None
+            return otherwise
+
+    def _after_fork(self) -> None:
+        """In the child: neither the threads nor SQLite came along, so each verb is refused."""
+        self._calls.after_fork()
+        self._close_lock = threading.Lock()
 
     def on_eviction(self, listener: EvictionListener) -> None:
         """See EvictionSource. Pages of other namespaces, which are evicted as well, are not told of."""
@@ -163,7 +168,7 @@ class FileBackend(StorageBackend):
         check_keys(keys)
         with self._calls.enter() as is_open:
             if not is_open:
-                self._calls.count(errors=["closed"])
+                self._calls.count(errors=[self._calls.refusal])
                 return 0
             present, namespace_hex = self._parts.files.present, self._namespace_hex
             for position, key in enumerate(keys):
@@ -246,21 +251,26 @@ class FileBackend(StorageBackend):
         return batch.outcomes
 
     def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend. One transaction for all of them."""
+        """See StorageBackend. One transaction for all of them. Works on a full disk, and without an index."""
         check_keys(keys)
         removed = 0
         if not keys:
             return 0
         with self._calls.enter() as is_open:
             if not is_open or time.monotonic() >= deadline:
-                self._calls.count(errors=[DEADLINE if is_open else "closed"])
+                self._calls.count(errors=[DEADLINE if is_open else self._calls.refusal])
                 return 0
-            with self._settle(deadline) as index:
-                if index is not None:
-                    removed = sum(self._delete(index, key) for key in keys)
+            try:
+                with self._store.removing(deadline) as removal:
+                    removed = sum(self._delete(removal, key) for key in keys)
+                error = removal.error
+            except (OSError, sqlite3.Error) as failed:
+                error = failed
+            if error is not None:
+                self._calls.count(errors=[class_of(error)])
         return removed
 
-    def _delete(self, index: Index, key: bytes) -> bool:
+    def _delete(self, removal: Removal, key: bytes) -> bool:
         name = page_name(self._namespace_hex, key)
         try:
             there = self._parts.files.present(name)
@@ -269,18 +279,20 @@ class FileBackend(StorageBackend):
         except OSError as error:
             self._calls.count(errors=[error_name(error)])
             return False
-        index.drop(self.codec.namespace, key)
+        removal.pages.append((self.codec.namespace, key))
         return there
 
     def usage(self) -> Usage:
-        """See StorageBackend. Pages and bytes of all namespaces in the root, since they share the capacity."""
+        """See StorageBackend. Pages and bytes of all namespaces in the root, since they share the capacity; what was
+        found last while the index cannot be used."""
         with self._calls.enter() as is_open:
             if is_open:
-                with self._settle(time.monotonic() + SETTLE_S) as index:
-                    if index is not None:
-                        totals = index.totals()
-                        self._usage = Usage(totals.pages, totals.bytes, self.options.capacity_bytes)
+                self._usage = self._settled(time.monotonic() + SETTLE_S, self._measured, self._usage)
         return self._usage
+
+    def _measured(self, index: Index) -> Usage:
+        totals = index.totals()
+        return Usage(totals.pages, totals.bytes, self.options.capacity_bytes)
 
     def statistics(self) -> BackendStatistics:
         """See StorageBackend. `errors["direct_io_refused"]` says that the file system has no direct I/O."""
@@ -296,9 +308,7 @@ class FileBackend(StorageBackend):
             if not self._calls.close():
                 return
             self._parts.pool.close()
-            with self._settle(time.monotonic() + _CLOSE_S) as index:
-                if index is not None:
-                    self._write_uses(index)
+            self._settled(time.monotonic() + _CLOSE_S, self._write_uses, None)
             self._store.close()
 
     def check(self) -> None:

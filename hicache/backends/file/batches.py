@@ -6,6 +6,7 @@ position of its own; they write their own slot of the outcome list and append to
 
 from __future__ import annotations
 
+import errno
 import itertools
 import sqlite3
 import time
@@ -287,7 +288,8 @@ class Writes:
                 if shorter:
                     lengths = {self._keys[position]: self._lengths[position] for position in shorter}
                     index.resize(parts.codec.namespace, lengths, self._writer)
-                index.publish(self._writer)
+                if index.publish(self._writer) != len(named):
+                    raise OSError(errno.ESTALE, "the index was made again while the pages were written")
         except (OSError, sqlite3.Error) as error:
             # The names are given but not accounted for: take them back, so that ERROR means that nothing is visible.
             parts.leftovers.writers.add(self._writer)

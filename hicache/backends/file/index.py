@@ -11,58 +11,109 @@ go) and tested by `check`:
 1. `totals` are the sums over the rows.
 2. `children` of a row is the number of rows, stored or reserved, whose parent it is. So the chain above a page that is
    being written is as safe from eviction as the chain above a stored one.
+3. No page is above itself: the walk from parent to parent ends. A row whose parent would close a cycle is inserted
+   without a parent, so every page can be evicted at some time, whatever the headers of the pages say.
 
 SQLite is the right size for this: several processes, atomic changes of many rows, recovery after a kill, and no server.
-The file system has the last word on which pages exist; the index knows order, sizes and sums.
+The file system has the last word on which pages exist; the index knows order, sizes and sums. It is a cache: an index
+that cannot be read as one of ours is IndexDamaged, and the store makes another one from the files.
+
+The store's lock orders all transactions, so SQLite needs no concurrency of its own. A rollback journal is enough; it
+stays in place between transactions and is allocated in advance (JOURNAL_BYTES), so that a transaction finds room for it
+on a full disk. Nothing is mapped into memory: a file that is cut short is an error and not a SIGBUS. Nothing is synced:
+the page cache survives a kill, and what a power cut leaves is proved or replaced when the store is opened.
 
 Locking design: no lock here. REQUIRES everywhere: the store's lock (see `store`), which also orders the processes.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import ctypes
+import functools
+import graphlib
 import re
-import secrets
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...errors import InvariantError
+from ...keys import PAGE_KEY_BYTES
 
 _NAME = re.compile(r"index-[0-9a-f]{8}\.sqlite")
 _FILE = re.compile(r"index-[0-9a-f]{8}\.sqlite(-wal|-shm|-journal)?")
-SCHEMA_VERSION = 1
+_WRITER = re.compile(r"[0-9a-f]{16}\.[0-9]+")
+JOURNAL = "-journal"
+SCHEMA_VERSION = 2
 # Others wait for the store's lock and not for SQLite; what may still hold SQLite is a person with a shell on the file.
 _BUSY_TIMEOUT_MS = 2_000
-_WAL_BYTES_MAX = 16 << 20
+# A batch of 128 pages changes up to 250 pages of the index, and each takes 4 KiB of the journal. A larger transaction
+# makes the journal larger, never larger than the index, and its end cuts it back to this.
+JOURNAL_BYTES = 1 << 20
 
-_SCHEMA = """
-CREATE TABLE namespaces(id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE);
-CREATE TABLE totals(id INTEGER PRIMARY KEY CHECK (id = 1), pages INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    reserved INTEGER NOT NULL);
-INSERT INTO totals VALUES(1, 0, 0, 0);
-CREATE TABLE pages(id INTEGER PRIMARY KEY, namespace INTEGER NOT NULL, key BLOB NOT NULL, parent BLOB,
-    writer TEXT NOT NULL, size INTEGER NOT NULL, children INTEGER NOT NULL, last_use INTEGER NOT NULL);
-CREATE UNIQUE INDEX by_key ON pages(namespace, key, writer);
-CREATE INDEX by_parent ON pages(namespace, parent) WHERE parent IS NOT NULL;
-CREATE INDEX by_writer ON pages(writer) WHERE writer != '';
-CREATE INDEX leaves ON pages(last_use) WHERE children = 0 AND writer = '';
-CREATE TRIGGER added AFTER INSERT ON pages BEGIN
+_SCHEMA = (
+    """CREATE TABLE namespaces(id INTEGER PRIMARY KEY,
+    digest BLOB NOT NULL UNIQUE CHECK (typeof(digest) = 'blob' AND length(digest) = 32))""",
+    """CREATE TABLE totals(id INTEGER PRIMARY KEY CHECK (id = 1), pages INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    reserved INTEGER NOT NULL)""",
+    """CREATE TABLE pages(id INTEGER PRIMARY KEY, namespace INTEGER NOT NULL,
+    key BLOB NOT NULL CHECK (typeof(key) = 'blob' AND length(key) = 32),
+    parent BLOB CHECK (parent IS NULL OR typeof(parent) = 'blob' AND length(parent) = 32),
+    writer TEXT NOT NULL, size INTEGER NOT NULL CHECK (typeof(size) = 'integer' AND size >= 0),
+    children INTEGER NOT NULL, last_use INTEGER NOT NULL CHECK (typeof(last_use) = 'integer'))""",
+    "CREATE UNIQUE INDEX by_key ON pages(namespace, key, writer)",
+    "CREATE INDEX by_parent ON pages(namespace, parent) WHERE parent IS NOT NULL",
+    "CREATE INDEX by_writer ON pages(writer) WHERE writer != ''",
+    "CREATE INDEX leaves ON pages(last_use) WHERE children = 0 AND writer = ''",
+    """CREATE TRIGGER added AFTER INSERT ON pages BEGIN
     UPDATE pages SET children = children + 1 WHERE namespace = NEW.namespace AND key = NEW.parent;
     UPDATE totals SET pages = pages + (NEW.writer = ''), bytes = bytes + (NEW.writer = '') * NEW.size,
         reserved = reserved + (NEW.writer != '') * NEW.size;
-END;
-CREATE TRIGGER removed AFTER DELETE ON pages BEGIN
+END""",
+    """CREATE TRIGGER removed AFTER DELETE ON pages BEGIN
     UPDATE pages SET children = children - 1 WHERE namespace = OLD.namespace AND key = OLD.parent;
     UPDATE totals SET pages = pages - (OLD.writer = ''), bytes = bytes - (OLD.writer = '') * OLD.size,
         reserved = reserved - (OLD.writer != '') * OLD.size;
-END;
-"""
+END""",
+)
+# The bytes of SQLite's file header that are the same in each index of ours, by offset: page size, format and the like.
+# SQLite obeys them: one flipped bit makes an index read-only, gives it a log, or has it read in another encoding.
+_HEADER = {
+    0: b"SQLite format 3\0\x10\x00\x01\x01\x00\x40\x20\x20",
+    44: (4).to_bytes(4, "big") + bytes(8) + (1).to_bytes(4, "big"),
+    64: bytes(28),
+}
+_HEADER_BYTES = 100
+_PRAGMAS = (
+    "mmap_size = 0",
+    "temp_store = MEMORY",  # or a full temporary directory stops the index
+    "cell_size_check = ON",
+    "synchronous = OFF",
+    "journal_mode = PERSIST",
+    f"journal_size_limit = {JOURNAL_BYTES}",
+)
+_SCHEMA_ROWS = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY rowid"
+# A cycle can only be closed by a page on which others hang already, so all other inserts pass the walk by.
 _INSERT = """
 INSERT INTO pages(namespace, key, parent, writer, size, last_use, children)
-VALUES(:namespace, :key, :parent, :writer, :size, :last_use,
-    (SELECT count(*) FROM pages WHERE namespace = :namespace AND parent = :key))
+SELECT :namespace, :key, CASE WHEN :parent = :key OR (number > 0 AND EXISTS (
+        WITH RECURSIVE above(key) AS (SELECT :parent UNION
+            SELECT p.parent FROM above CROSS JOIN pages p
+            WHERE p.namespace = :namespace AND p.key = above.key AND p.parent IS NOT NULL)
+        SELECT 1 FROM above WHERE key = :key)) THEN NULL ELSE :parent END,
+    :writer, :size, :last_use, number
+FROM (SELECT count(*) AS number FROM pages WHERE namespace = :namespace AND parent = :key)
 """
+# What SQLite cannot do now and may do later. All other errors say that the file is not a sound index.
+_NOT_NOW = frozenset({
+    sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH,
+})  # fmt: skip
+# Of those, the ones that a flaw of the file cannot cause.
+_BLAMELESS = frozenset({
+    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_FULL,
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,87 +136,163 @@ class PageRow:
     last_use: int
 
 
-class IndexDamaged(Exception):
-    """The index file is missing, of another version, or not a sound database; it has to be rebuilt."""
+class IndexDamaged(sqlite3.DatabaseError):
+    """The index is missing, of another version, or not one that this module can have written; it has to be rebuilt."""
+
+    sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    sqlite_errorname = "SQLITE_CORRUPT"
+
+
+def _is_integer(value: object) -> bool:
+    return type(value) is int
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_key(value: object) -> bool:
+    return type(value) is bytes and len(value) == PAGE_KEY_BYTES
+
+
+def _is_writer(value: object) -> bool:
+    return type(value) is str and _WRITER.fullmatch(value) is not None
+
+
+_PAGE_ROW = (_is_integer, _is_key, _is_key, _is_count, _is_integer)
 
 
 class Index:
-    """An open index. All methods but `begin` run inside a transaction and may raise sqlite3.Error."""
+    """An open index. All methods but `begin`, `close` and `abandon` run inside a transaction and may raise
+    IndexDamaged, and sqlite3.Error for what SQLite cannot do now.
 
-    def __init__(self, path: str, *, new: bool = False) -> None:
-        """Open the index at `path`. Raises IndexDamaged if it is not a sound one of this version, and sqlite3.Error."""
-        self.path = path
-        self._namespaces: dict[bytes, int] = {}
-        self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_MS / 1000, isolation_level=None, check_same_thread=False)
+    `follows_files` is True once the transaction has made changes that go with changes of page files.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Open the index in the regular file `path`, prove it, and roll back what a kill has left of a transaction.
+
+        Raises IndexDamaged, sqlite3.Error for what SQLite cannot do now, and OSError.
+        """
+        with open(path, "rb") as file:
+            header = file.read(_HEADER_BYTES)
+        if any(header[offset:][: len(fixed)] != fixed for offset, fixed in _HEADER.items()):
+            raise IndexDamaged("the header of the file is not that of an index")
+        self._open(path)
         try:
-            self._configure()
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version != SCHEMA_VERSION and not new:
-                raise IndexDamaged(f"version {version}")
-            verdict = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if verdict != "ok":
-                raise IndexDamaged("quick_check")
-        except sqlite3.DatabaseError as error:
-            self._db.close()
-            if is_damage(error):
+            self._prove()
+        except sqlite3.Error as error:
+            self.close()
+            # A file that cannot be read is as good as lost, and the pages tell what it held.
+            if code_of(error) == sqlite3.SQLITE_IOERR:
                 raise IndexDamaged(str(error)) from error
-            raise
-        except BaseException:
-            self._db.close()
             raise
 
     @classmethod
-    def create(cls, folder: str) -> Index:
-        """Make an empty index under a new name. It counts as damaged until `mark_sound` is committed.
-
-        The name is new because a process that still has the old index open removes that one's log by name.
-        """
-        path = os.path.join(folder, f"index-{secrets.token_hex(4)}.sqlite")
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-        index = cls(path, new=True)
-        index._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+    def create(cls, path: str) -> Index:
+        """Make an empty index of the empty file at `path`. It counts as damaged until `mark_sound` is committed."""
+        index = cls.__new__(cls)
+        index._open(path)
+        try:
+            for statement in ("BEGIN", *_SCHEMA, "INSERT INTO totals VALUES(1, 0, 0, 0)", "COMMIT"):
+                index._run(statement)
+        except sqlite3.Error:
+            index.close()
+            raise
         return index
+
+    def _open(self, path: str) -> None:
+        self.path = path
+        self.follows_files = False
+        self._namespaces: dict[bytes, int] = {}
+        self._db: sqlite3.Connection | None = sqlite3.connect(
+            path, timeout=_BUSY_TIMEOUT_MS / 1000, isolation_level=None, check_same_thread=False
+        )
+        try:
+            for pragma in _PRAGMAS:
+                self._run(f"PRAGMA {pragma}")
+        except sqlite3.Error:
+            self.close()
+            raise
+
+    def _prove(self) -> None:
+        version = self._run("PRAGMA user_version")
+        if version != [(SCHEMA_VERSION,)]:
+            raise IndexDamaged(f"it is of version {version}, not {SCHEMA_VERSION}")
+        if self._run(_SCHEMA_ROWS) != _expected_schema():
+            raise IndexDamaged("its tables are not those of an index")
+        # Compares each row with all that the rest of the file says of it, so that no two of them disagree later.
+        if self._run("PRAGMA integrity_check(1)") != [("ok",)]:
+            raise IndexDamaged("its parts disagree")
 
     def mark_sound(self) -> None:
         """Say, with the commit of this transaction, that the index is complete."""
-        self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        self._run(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    def _configure(self) -> None:
-        for pragma in (
-            "journal_mode = WAL",
-            "synchronous = NORMAL",  # a power cut may lose the last transactions; opening the store finds that
-            f"journal_size_limit = {_WAL_BYTES_MAX}",
-        ):
-            self._db.execute(f"PRAGMA {pragma}").fetchall()
+    def _run(self, statement: str, values: Any = (), *, many: bool = False) -> list[Any]:
+        """All rows of a statement; `many` runs it for each of `values`. The only place that asks SQLite anything."""
+        if self._db is None:
+            raise sqlite3.ProgrammingError("the index is closed")
+        try:
+            return (self._db.executemany if many else self._db.execute)(statement, values).fetchall()
+        except (sqlite3.Error, ValueError) as error:  # ValueError: text, also of a message, that is not UTF-8
+            if code_of(error) in _NOT_NOW:
+                raise
+            raise IndexDamaged(str(error)) from error
+
+    def _read(
+        self, checks: Sequence[Callable[[object], bool]], statement: str, values: Any = ()
+    ) -> list[Any]:
+        """The rows of a query, whose columns pass `checks`. Raises IndexDamaged."""
+        rows = self._run(statement, values)
+        for row in rows:
+            for is_valid, value in zip(checks, row, strict=True):
+                if not is_valid(value):
+                    raise IndexDamaged(f"it holds {value!r:.80}")
+        return rows
 
     def begin(self) -> None:
         """Start a transaction that may write."""
-        self._db.execute("BEGIN IMMEDIATE")
+        self.follows_files = False
+        self._run("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
         """Make the transaction's changes last; a kill after this keeps them."""
-        self._db.execute("COMMIT")
+        self._run("COMMIT")
 
     def rollback(self) -> None:
         """Forget the transaction's changes, and the namespaces that were numbered in it."""
         self._namespaces.clear()
-        if self._db.in_transaction:
-            self._db.execute("ROLLBACK")
+        if self._db is not None and self._db.in_transaction:
+            self._run("ROLLBACK")
 
     def close(self) -> None:
-        """Close the file; the last process to do so folds the write-ahead log into it."""
-        self._db.close()
+        """Close the file. May be called twice."""
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    def abandon(self) -> None:
+        """In the child of a fork: leave the connection as it is. SQLite would end the parent's transaction with it."""
+        # The reference is never given back, or the end of the interpreter would close the connection.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._db))
+        self._db = None
 
     def totals(self) -> Totals:
         """The sums over the whole store, every namespace."""
-        return Totals(*self._db.execute("SELECT pages, bytes, reserved FROM totals").fetchone())
+        rows = self._read((_is_count,) * 3, "SELECT pages, bytes, reserved FROM totals")
+        if len(rows) != 1:
+            raise IndexDamaged("it has no sums")
+        return Totals(*rows[0])
 
     def _namespace(self, digest: bytes) -> int:
         number = self._namespaces.get(digest)
         if number is None:
-            self._db.execute("INSERT OR IGNORE INTO namespaces(digest) VALUES(?)", (digest,))
-            number = int(self._db.execute("SELECT id FROM namespaces WHERE digest = ?", (digest,)).fetchone()[0])
-            self._namespaces[digest] = number
+            self._run("INSERT OR IGNORE INTO namespaces(digest) VALUES(?)", (digest,))
+            rows = self._read((_is_integer,), "SELECT id FROM namespaces WHERE digest = ?", (digest,))
+            if len(rows) != 1:
+                raise IndexDamaged("it does not find the namespace that it holds")
+            self._namespaces[digest] = number = int(rows[0][0])
         return number
 
     def reserve(
@@ -173,156 +300,160 @@ class Index:
     ) -> None:
         """Take room of `size` bytes for each of `keys`, which are all different."""
         number = self._namespace(namespace)
-        self._db.executemany(_INSERT, [
+        self._run(_INSERT, [
             {"namespace": number, "key": key, "parent": parent, "writer": writer, "size": size, "last_use": now}
             for key, parent in zip(keys, parents, strict=True)
-        ])  # fmt: skip
+        ], many=True)  # fmt: skip
 
     def release(self, namespace: bytes, keys: Iterable[bytes], writer: str) -> None:
         """Give back the room of some pages of a writer that will not be written."""
+        self.follows_files = True
         number = self._namespace(namespace)
-        self._db.executemany(
-            "DELETE FROM pages WHERE namespace = ? AND key = ? AND writer = ?", [(number, key, writer) for key in keys]
-        )
+        rows = [(number, key, writer) for key in keys]
+        self._run("DELETE FROM pages WHERE namespace = ? AND key = ? AND writer = ?", rows, many=True)
 
     def release_all(self, writer: str) -> None:
         """Give back all room of a writer."""
-        self._db.execute("DELETE FROM pages WHERE writer = ? AND writer != ''", (writer,))
+        self._run("DELETE FROM pages WHERE writer = ? AND writer != ''", (writer,))
 
     def resize(self, namespace: bytes, lengths: Mapping[bytes, int], writer: str) -> None:
         """Set what pages of a writer really take, once that is known."""
+        self.follows_files = True
         number = self._namespace(namespace)
-        reserved = "SELECT coalesce(sum(size), 0) FROM pages WHERE writer = ? AND writer != ''"
-        before = self._db.execute(reserved, (writer,)).fetchone()[0]
-        self._db.executemany(
+        before = self._reserved(writer)
+        self._run(
             "UPDATE pages SET size = ? WHERE namespace = ? AND key = ? AND writer = ? AND size != ?",
             [(length, number, key, writer, length) for key, length in lengths.items()],
+            many=True,
         )
-        after = self._db.execute(reserved, (writer,)).fetchone()[0]
-        self._db.execute("UPDATE totals SET reserved = reserved + ?", (after - before,))
+        self._run("UPDATE totals SET reserved = reserved + ?", (self._reserved(writer) - before,))
 
-    def publish(self, writer: str) -> None:
-        """Turn all reservations of a writer into stored pages; their files have their names by now."""
+    def _reserved(self, writer: str) -> int:
+        query = "SELECT coalesce(sum(size), 0) FROM pages WHERE writer = ? AND writer != ''"
+        return int(self._read((_is_count,), query, (writer,))[0][0])
+
+    def publish(self, writer: str) -> int:
+        """Turn all reservations of a writer into stored pages; their files have their names by now. How many it were:
+        fewer than were reserved if the index was rebuilt since."""
+        self.follows_files = True
         # `writer != ''` lets SQLite use the index of reservations, which leaves out the many stored pages.
-        self._db.execute(
+        self._run(
             "DELETE FROM pages WHERE id IN (SELECT old.id FROM pages new CROSS JOIN pages old"
             " ON old.namespace = new.namespace AND old.key = new.key AND old.writer = ''"
             " WHERE new.writer = ? AND new.writer != '')",
             (writer,),
         )
-        self._db.execute(
-            "UPDATE totals SET (pages, bytes, reserved) = (SELECT totals.pages + count(*),"
-            " totals.bytes + coalesce(sum(p.size), 0), totals.reserved - coalesce(sum(p.size), 0)"
-            " FROM pages p WHERE p.writer = ? AND p.writer != '')",
-            (writer,),
-        )
-        self._db.execute("UPDATE pages SET writer = '' WHERE writer = ? AND writer != ''", (writer,))
+        query = "SELECT count(*), coalesce(sum(size), 0) FROM pages WHERE writer = ? AND writer != ''"
+        ((number, size),) = self._read((_is_count,) * 2, query, (writer,))
+        sums = "UPDATE totals SET pages = pages + ?, bytes = bytes + ?, reserved = reserved - ?"
+        self._run(sums, (number, size, size))
+        self._run("UPDATE pages SET writer = '' WHERE writer = ? AND writer != ''", (writer,))
+        return int(number)
 
     def add(self, namespace: bytes, key: bytes, parent: bytes | None, size: int, last_use: int) -> None:
         """A stored page whose file was found without a row."""
-        self._db.execute(_INSERT, {
-            "namespace": self._namespace(namespace), "key": key, "parent": None if parent == key else parent,
+        self._run(_INSERT, {
+            "namespace": self._namespace(namespace), "key": key, "parent": parent,
             "writer": "", "size": size, "last_use": last_use,
         })  # fmt: skip
 
-    def drop(self, namespace: bytes, key: bytes) -> bool:
-        """Forget a stored page; False if there was none."""
-        cursor = self._db.execute(
+    def drop(self, namespace: bytes, key: bytes) -> None:
+        """Forget a stored page, if there is one."""
+        self.follows_files = True
+        self._run(
             "DELETE FROM pages WHERE namespace = ? AND key = ? AND writer = ''", (self._namespace(namespace), key)
         )
-        return cursor.rowcount > 0
 
     def postpone(self, row: int, now: int) -> None:
         """Move a page that could not be removed to the end of the order."""
-        self._db.execute("UPDATE pages SET last_use = ? WHERE id = ?", (now, row))
+        self._run("UPDATE pages SET last_use = ? WHERE id = ?", (now, row))
 
     def drop_row(self, row: int) -> None:
         """Forget a stored page by its row."""
-        self._db.execute("DELETE FROM pages WHERE id = ?", (row,))
+        self._run("DELETE FROM pages WHERE id = ?", (row,))
 
     def touch(self, namespace: bytes, uses: Mapping[bytes, int]) -> None:
         """Note when pages were last used, in microseconds since 1970; never turns the clock of a page back."""
         number = self._namespace(namespace)
-        self._db.executemany(
+        self._run(
             "UPDATE pages SET last_use = max(last_use, ?) WHERE namespace = ? AND key = ? AND writer = ''",
             [(use, number, key) for key, use in uses.items()],
+            many=True,
         )
 
     def oldest_leaf(self) -> PageRow | None:
         """The stored page to evict next: least recently used of those that no stored or reserved page hangs on."""
-        found = self._db.execute(
+        self.follows_files = True
+        found = self._read(
+            _PAGE_ROW,
             "SELECT p.id, n.digest, p.key, p.size, p.last_use FROM pages p INDEXED BY leaves"
             " JOIN namespaces n ON n.id = p.namespace WHERE p.children = 0 AND p.writer = ''"
-            " ORDER BY p.last_use LIMIT 1"
-        ).fetchone()
-        return None if found is None else PageRow(*found)
+            " ORDER BY p.last_use LIMIT 1",
+        )
+        return PageRow(*found[0]) if found else None
 
     def writers(self) -> list[str]:
         """All writers that hold reservations."""
-        return [row[0] for row in self._db.execute("SELECT DISTINCT writer FROM pages WHERE writer != ''")]
+        return [row[0] for row in self._read((_is_writer,), "SELECT DISTINCT writer FROM pages WHERE writer != ''")]
 
     def reserved_keys(self, writer: str) -> list[tuple[bytes, bytes]]:
         """Namespace and key of each reservation of a writer."""
-        return self._db.execute(
+        return self._read(
+            (_is_key, _is_key),
             "SELECT n.digest, p.key FROM pages p JOIN namespaces n ON n.id = p.namespace"
             " WHERE p.writer = ? AND p.writer != ''",
             (writer,),
-        ).fetchall()
+        )
 
     def namespaces(self) -> list[bytes]:
         """Digests of all namespaces that ever had a page."""
-        return [row[0] for row in self._db.execute("SELECT digest FROM namespaces ORDER BY id")]
+        return [row[0] for row in self._read((_is_key,), "SELECT digest FROM namespaces ORDER BY id")]
 
     def stored(self, namespace: bytes, first: bytes, last: bytes) -> dict[bytes, int]:
         """Key and size of the stored pages of a namespace with `first <= key <= last`."""
-        return dict(self._db.execute(
+        return dict(self._read(
+            (_is_key, _is_count),
             "SELECT key, size FROM pages WHERE namespace = ? AND key BETWEEN ? AND ? AND writer = ''",
             (self._namespace(namespace), first, last),
         ))  # fmt: skip
 
-    def older_than(self, namespaces: Iterable[bytes], before: int, limit: int) -> list[PageRow]:
-        """Up to `limit` stored pages of the given namespaces last used before `before`, oldest first."""
-        numbers = [self._namespace(digest) for digest in namespaces]
-        found = self._db.execute(
+    def all_stored(self) -> list[PageRow]:
+        """Every stored page."""
+        found = self._read(
+            _PAGE_ROW,
             "SELECT p.id, n.digest, p.key, p.size, p.last_use FROM pages p JOIN namespaces n ON n.id = p.namespace"
-            f" WHERE p.namespace IN ({','.join('?' * len(numbers))}) AND p.writer = '' AND p.last_use < ?"
-            " ORDER BY p.last_use, p.id DESC LIMIT ?",
-            (*numbers, before, limit),
+            " WHERE p.writer = ''",
         )
         return [PageRow(*row) for row in found]
 
     def recount(self) -> None:
         """Set all sums and child counts from the rows; a sound index is not changed by this."""
-        self._db.execute(
-            "UPDATE totals SET (pages, bytes, reserved) = (SELECT coalesce(sum(writer = ''), 0),"
-            " coalesce(sum((writer = '') * size), 0), coalesce(sum((writer != '') * size), 0) FROM pages)"
-        )
-        wrong = self._db.execute(_WRONG_CHILDREN).fetchall()
-        self._db.executemany("UPDATE pages SET children = ? WHERE id = ?", [(count, row) for row, count in wrong])
+        self._run("UPDATE totals SET (pages, bytes, reserved) = (" + _SUMS + ")")
+        wrong = self._run(_WRONG_CHILDREN)
+        self._run("UPDATE pages SET children = ? WHERE id = ?", [(count, row) for row, count in wrong], many=True)
 
     def check(self) -> None:
-        """Raise InvariantError if a sum or a child count contradicts the rows."""
-        sums = self._db.execute(
-            "SELECT coalesce(sum(writer = ''), 0), coalesce(sum((writer = '') * size), 0),"
-            " coalesce(sum((writer != '') * size), 0) FROM pages"
-        ).fetchone()
-        if Totals(*sums) != self.totals():
-            raise InvariantError(f"file index: the rows sum up to {Totals(*sums)}, noted is {self.totals()}")
-        wrong = self._db.execute(_WRONG_CHILDREN).fetchall()
+        """Raise InvariantError if a sum or a child count contradicts the rows, or a page is above itself."""
+        sums = Totals(*self._run(_SUMS)[0])
+        if sums != self.totals():
+            raise InvariantError(f"file index: the rows sum up to {sums}, noted is {self.totals()}")
+        wrong = self._run(_WRONG_CHILDREN)
         if wrong:
             raise InvariantError(f"file index: {len(wrong)} pages have a wrong count of children")
+        above: dict[tuple[int, bytes], set[tuple[int, bytes]]] = {}
+        for namespace, key, parent in self._run("SELECT namespace, key, parent FROM pages WHERE parent IS NOT NULL"):
+            above.setdefault((namespace, key), set()).add((namespace, parent))
+        try:
+            graphlib.TopologicalSorter(above).prepare()
+        except graphlib.CycleError as error:
+            length = len(error.args[1]) - 1
+            raise InvariantError(f"file index: a page is above itself, in a cycle of {length}") from error
 
 
-def index_names(names: Iterable[str]) -> list[str]:
-    """The indices among the names in a root: one, but right after its loss or in the middle of a rebuild."""
-    return [name for name in names if _NAME.fullmatch(name)]
-
-
-def index_files(names: Iterable[str], keep: str) -> list[str]:
-    """All files of other indices than `keep`."""
-    return [name for name in names if _FILE.fullmatch(name) and not name.startswith(keep)]
-
-
+_SUMS = (
+    "SELECT coalesce(sum(writer = ''), 0), coalesce(sum((writer = '') * size), 0),"
+    " coalesce(sum((writer != '') * size), 0) FROM pages"
+)
 # A page may have a stored row and reservations; each of them carries the count of all rows that hang on its key.
 _WRONG_CHILDREN = """
 SELECT p.id, coalesce(c.number, 0) FROM pages p LEFT JOIN
@@ -332,7 +463,30 @@ WHERE p.children != coalesce(c.number, 0)
 """
 
 
-def is_damage(error: sqlite3.Error) -> bool:
-    """True if SQLite says that the file is no sound database, rather than busy, full or unreadable now."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+@functools.cache
+def _expected_schema() -> list[Any]:
+    """The rows of SQLite's own table in an index of ours."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        for statement in _SCHEMA:
+            db.execute(statement)
+        return db.execute(_SCHEMA_ROWS).fetchall()
+
+
+def index_names(names: Iterable[str]) -> list[str]:
+    """The indices among the names in a root: one, but right after its loss or in the middle of a rebuild."""
+    return [name for name in names if _NAME.fullmatch(name)]
+
+
+def index_files(names: Iterable[str]) -> list[str]:
+    """All files of indices, of each the index last."""
+    return sorted((name for name in names if _FILE.fullmatch(name)), reverse=True)
+
+
+def code_of(error: BaseException) -> int:
+    """SQLite's primary code of an error, 0 if it has none."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+def blames_file(error: BaseException) -> bool:
+    """True if an error of SQLite can come from a flaw of the file, which another opening would find."""
+    return isinstance(error, sqlite3.Error) and code_of(error) not in _BLAMELESS

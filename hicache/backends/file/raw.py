@@ -10,6 +10,7 @@ Locking design: belongs to one thread; the store's lock orders it with engines a
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sqlite3
 import stat
@@ -20,7 +21,6 @@ from os import PathLike
 from ...errors import BackendError, BackendUnavailable
 from ..raw import RawStore, StoredPage
 from .backend import FileBackendOptions
-from .index import Index
 from .pages import FULL_ERRNOS, READ_FLAGS, TMP_DIR, LeftBehind, PageFiles, System, lies_there, page_name, remove_page
 from .room import Room
 from .store import Store, now_us
@@ -178,17 +178,24 @@ class FileRaw(RawStore):
                 index.release_all(writer)
                 return False
             files.publish(temporary, name)
-            index.publish(writer)
+            if index.publish(writer) != 1:
+                remove_page(store.system, store.root_fd, name)
+                raise OSError(errno.ESTALE, "the index was made again while the page was written")
         return True
 
     def remove(self, pages: Sequence[StoredPage]) -> int:
-        """See RawStore. In transactions of some hundred pages, so that engines may go on."""
+        """See RawStore. Holds the lock for some hundred pages, so that engines may go on. Works on a full disk."""
         removed = 0
         with self._translated():
             store = self._writing()
             for first in range(0, len(pages), _REMOVE_CHUNK):
-                with store.transaction(time.monotonic() + _WAIT_S) as index:
-                    removed += sum(_remove(store, index, page) for page in pages[first : first + _REMOVE_CHUNK])
+                with store.removing(time.monotonic() + _WAIT_S) as removal:
+                    for page in pages[first : first + _REMOVE_CHUNK]:
+                        name = page_name(page.namespace.hex(), page.key)
+                        if lies_there(store.system, store.root_fd, name):
+                            remove_page(store.system, store.root_fd, name)
+                            removed += 1
+                        removal.pages.append((page.namespace, page.key))
         return removed
 
     def close(self) -> None:
@@ -208,11 +215,3 @@ def _regular(view: View, name: str) -> os.stat_result | None:
         return None
     return found if stat.S_ISREG(found.st_mode) else None
 
-
-def _remove(store: Store, index: Index, page: StoredPage) -> bool:
-    name = page_name(page.namespace.hex(), page.key)
-    there = lies_there(store.system, store.root_fd, name)
-    if there:
-        remove_page(store.system, store.root_fd, name)
-    index.drop(page.namespace, page.key)
-    return there

@@ -1,7 +1,7 @@
 """One open store: its root, its lock, its index, and how the three are made to agree again after a crash.
 
-Every page file is published and removed inside a transaction, that is under the store's lock. So whoever holds the lock
-sees files and rows that agree, but for what a process that was killed inside a transaction has left:
+Every page file is published and removed under the store's lock, its row in a transaction under the same lock. So the
+holder of the lock sees files and rows that agree, except for what a process left that was killed in between:
 
 | killed                                  | leaves                            | ends                          |
 |-----------------------------------------|-----------------------------------|-------------------------------|
@@ -9,14 +9,25 @@ sees files and rows that agree, but for what a process that was killed inside a 
 | while it gives pages their names        | files without rows, reservations  | `reap` (adopts whole pages)   |
 | while it evicts, deletes or sweeps      | rows without files                | `reconcile`                   |
 
-In all three the index says that more is used than there is, never less, so no limit is exceeded meanwhile. `reap` runs
-when room gets short and at every opening; `reconcile` compares every file with its row and runs at every opening.
+In all three the index says that more is used than there is, never less, so no limit is exceeded. `reap` runs when room
+gets short, `reconcile` compares every file with its row; both run before the first transaction of an opening, and after
+one that failed when files had changed.
+
+An index that is lost or damaged is removed and made again from the files. Where that finds no room, or the file system
+is read-only, the store is open without an index: pages are read, because that takes no index, and removed (`removing`);
+each transaction tries again and fails.
 
 A process is known by its owner file in `tmp`, which it keeps locked: a lock ends with its process, in every container,
-where a process id may mean somebody else.
+where a process id may mean another process. The locks are flock's. POSIX record locks would not pass to the child of a
+fork, but they end when any descriptor of the file is closed in the process, and do not exclude two openings in one. An
+flock ends with the last copy of its descriptor, so a child closes its copies right after the fork (`_after_fork`).
 
-Locking design: `transaction` takes the thread lock, then the file lock. The thread lock guards `_index`, `_stale` and
-`_doubtful`; the file lock (flock on `lock`, polled, as no wait may outlast its deadline) orders all processes, and
+SQLite opens files by path. So each transaction first compares the path with the open root; where they differ, the root
+was moved or replaced, and the transaction fails with ESTALE. Between that look and SQLite's own opening only a user who
+may rename the root or a directory above it can still put another directory there.
+
+Locking design: `transaction` and `removing` take the thread lock, then the file lock. The thread lock guards all fields
+that change; the file lock (flock on `lock`, polled, as no wait may outlast its deadline) orders all processes, and
 SQLite's own locks are behind it.
 """
 
@@ -26,16 +37,21 @@ import contextlib
 import errno
 import fcntl
 import logging
+import math
 import os
 import secrets
 import sqlite3
+import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ...errors import BackendUnavailable
-from .index import Index, IndexDamaged, index_files, index_names, is_damage
-from .pages import TMP_DIR, System
+from .index import JOURNAL, JOURNAL_BYTES, Index, IndexDamaged, blames_file, index_files, index_names
+from .pages import FULL_ERRNOS, TMP_DIR, System
 from .reconcile import OWNER_HEX_DIGITS, OWNER_SUFFIX, reap, reconcile
 from .root import open_root
 
@@ -46,6 +62,14 @@ LOCK_FILE = "lock"
 OPEN_TIMEOUT_S = 60.0
 _POLL_S_FIRST = 0.0002
 _POLL_S_MAX = 0.005
+_LOCKABLE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# Making an index scans the store. Where that took long and found no room, the next transactions fail without trying for
+# some times as long, so that a full disk does not keep the lock busy.
+_COSTLY_S = 0.25
+_PAUSE_FACTOR = 10.0
+_PAUSE_S_MAX = 10.0
+
+PageId: TypeAlias = tuple[bytes, bytes]
 
 
 def now_us() -> int:
@@ -66,12 +90,46 @@ def wait_for_flock(system: System, fd: int, operation: int, deadline: float) -> 
         pause_s = min(2 * pause_s, _POLL_S_MAX)
 
 
+def usable_index(system: System, root_fd: int) -> str | None:
+    """The name of the index in a root, None unless there is exactly one regular file of such a name.
+
+    Raises OSError, and IndexDamaged if it or its journal is not a file that only this user reads and writes.
+    """
+    names = [name for name in index_names(system.listdir(root_fd)) if _is_regular(system, root_fd, name)]
+    if len(names) != 1:
+        return None
+    for name in (names[0], names[0] + JOURNAL):
+        try:
+            found = system.lstat(name, dir_fd=root_fd)
+        except FileNotFoundError:
+            continue
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o600 != 0o600:
+            raise IndexDamaged(f"{name} is not a file that this user may read and write")
+    return names[0]
+
+
+def _is_regular(system: System, root_fd: int, name: str) -> bool:
+    try:
+        return stat.S_ISREG(system.lstat(name, dir_fd=root_fd).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+@dataclass(slots=True)
+class Removal:
+    """Pages whose files are gone. `error` says, at the end, why their rows have stayed; None if they have gone too."""
+
+    pages: list[PageId] = field(default_factory=list)
+    error: OSError | sqlite3.Error | None = None
+
+
 class Store:
     """An open file store. Thread-safe. Made by `FileBackend` and by tools that remove pages, of any namespace.
 
     With `keep_damaged` no file is removed for being damaged, only its row is dropped: for a tool that counts what it
-    removes. Tools that only look take a `View`. Raises NotOurs and BackendUnavailable from the constructor, which
-    blocks up to OPEN_TIMEOUT_S.
+    removes. Tools that only look take a `View`. `owner` names this opening in `tmp`. `at_fork` is called in the child
+    of a fork, where all that needs the lock fails. Raises NotOurs and BackendUnavailable from the constructor, which
+    blocks up to OPEN_TIMEOUT_S; a disk that is full or read-only is no reason for that.
     """
 
     def __init__(
@@ -83,45 +141,47 @@ class Store:
         system: System | None = None,
     ) -> None:
         self.system = System() if system is None else system
+        self.owner = secrets.token_hex(OWNER_HEX_DIGITS // 2)
+        self.at_fork: Callable[[], None] = lambda: None
         self._keep_damaged = keep_damaged
         self._thread_lock = threading.Lock()
+        self._lock_fd: int | None = None
+        self._owner_fd: int | None = None
+        self._ended: tuple[int, str] | None = None
         self._index: Index | None = None
+        self._index_id: tuple[int, int] | None = None
         self._stale = False
-        self._doubtful = False
-        self._closers: list[Callable[[], None]] = []
-        self.path, self.root_fd = open_root(path, create=create, system=self.system)
-        self._closers.append(lambda: self.system.close(self.root_fd))
+        self._doubtful = True
+        self._pause_until = -math.inf
+        self._refusal: OSError | sqlite3.Error | None = None
+        self.path, self.root_fd = self._open_root(path, create)
+        _stores.add(self)
         try:
+            self._root_id = _file_id(self.system.fstat(self.root_fd))
             self._open()
         except BackendUnavailable:
-            self._release()
+            self.close()
             raise
-        except (OSError, sqlite3.Error) as error:
-            self._release()
+        except OSError as error:
+            self.close()
             raise BackendUnavailable(f"file store {self.path}: {error}; check disk, permissions, space") from error
 
-    def _open(self) -> None:
-        system, root_fd = self.system, self.root_fd
-        with contextlib.suppress(FileExistsError):
-            system.mkdir(TMP_DIR, dir_fd=root_fd)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._lock_fd = system.open(LOCK_FILE, flags, dir_fd=root_fd)
-        self._closers.append(lambda: system.close(self._lock_fd))
-        with self._locked(time.monotonic() + OPEN_TIMEOUT_S):
-            # The owner file is made and locked under the store's lock, so nobody can take it for a dead one meanwhile.
-            self.owner = secrets.token_hex(OWNER_HEX_DIGITS // 2)
-            owner_name = f"{TMP_DIR}/{self.owner}{OWNER_SUFFIX}"
-            owner_fd = system.open(owner_name, flags | os.O_EXCL, dir_fd=root_fd)
-            self._closers.append(lambda: system.close(owner_fd))
-            self._closers.append(lambda: system.unlink(owner_name, dir_fd=root_fd))
-            system.flock(owner_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            index = self._current()
-            with _changes(index):
-                reap(index, system, root_fd, self.owner)
-                self._reconcile(index)
+    def _open_root(self, path: str | os.PathLike[str], create: bool) -> tuple[str, int]:
+        try:
+            return open_root(path, create=create, system=self.system)
+        except BackendUnavailable as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in FULL_ERRNOS:
+                raise
+            return open_root(path, create=False, read_only=True, system=self.system)
 
-    def _reconcile(self, index: Index) -> None:
-        reconcile(index, self.system, self.root_fd, keep_damaged=self._keep_damaged)
+    def _open(self) -> None:
+        try:
+            with self.transaction(time.monotonic() + OPEN_TIMEOUT_S):
+                pass
+        except (OSError, sqlite3.Error) as error:
+            if isinstance(error, OSError) and error.errno not in FULL_ERRNOS:
+                raise
+            _log.warning("file store %s: open without an index, so it stores nothing: %s", self.path, error)
 
     @contextlib.contextmanager
     def transaction(self, deadline: float) -> Iterator[Index]:
@@ -129,88 +189,247 @@ class Store:
 
         Blocks for the locks up to `deadline` (monotonic). Raises TimeoutError for them, sqlite3.Error and OSError.
         """
+        with self._locked(deadline), self._changes() as index:
+            yield index
+
+    @contextlib.contextmanager
+    def removing(self, deadline: float) -> Iterator[Removal]:
+        """The store's lock, for a block that removes files of pages and notes these pages in what it gets.
+
+        Their rows go at the end, if the index can be written then. Rows that stay say that more is used than there is,
+        and the next transaction drops them. Blocks and raises as `transaction`, but not for the index.
+        """
+        removal = Removal()
         with self._locked(deadline):
             try:
-                index = self._current()
-                with _changes(index):
-                    if self._doubtful:
-                        self._reconcile(index)
-                    # Should this transaction be rolled back, files may have come or gone without their rows.
-                    self._doubtful = True
-                    yield index
-                self._doubtful = False
-            except sqlite3.Error as error:
-                self._stale = self._stale or is_damage(error)
-                raise
+                yield removal
+            finally:
+                self._forget(removal)
+
+    def _forget(self, removal: Removal) -> None:
+        if not removal.pages:
+            return
+        try:
+            with self._changes() as index:
+                for namespace, key in removal.pages:
+                    index.drop(namespace, key)
+        except (OSError, sqlite3.Error) as error:
+            removal.error = error
+            self._doubtful = True
 
     @contextlib.contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
         wait_s = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
-        if not self._thread_lock.acquire(timeout=wait_s):
+        thread_lock = self._thread_lock
+        if not thread_lock.acquire(timeout=wait_s):
             raise TimeoutError(errno.ETIMEDOUT, "the store was busy until the deadline")
         try:
+            if self._ended is not None:
+                raise OSError(*self._ended)
+            if self._lock_fd is None:
+                self._lock_fd = self.system.open(LOCK_FILE, _LOCKABLE, dir_fd=self.root_fd)
             wait_for_flock(self.system, self._lock_fd, fcntl.LOCK_EX, deadline)
             try:
+                self._check_root()
                 yield
             finally:
-                self.system.flock(self._lock_fd, fcntl.LOCK_UN)
+                # In a child that was forked in this block there is nothing to unlock: the lock is the parent's.
+                if self._lock_fd is not None:
+                    self.system.flock(self._lock_fd, fcntl.LOCK_UN)
         finally:
-            self._thread_lock.release()
+            thread_lock.release()
 
-    def _current(self) -> Index:
-        """The index; opened again if it was replaced, and rebuilt from the files if it is damaged, lost or doubtful."""
-        if self._index is not None:
-            if not self._stale and os.path.exists(self._index.path):
-                return self._index
-            self._index.close()
-            self._index = None
-        names = index_names(self.system.listdir(self.root_fd))
-        if len(names) == 1 and not self._stale:
-            try:
-                self._index = Index(os.path.join(self.path, names[0]))
-                return self._index
-            except IndexDamaged as damage:
-                _log.warning("file store: its index is rebuilt (%s)", damage)
-        self._index = self._rebuild()
-        self._stale = False
-        return self._index
-
-    def _rebuild(self) -> Index:
-        index = Index.create(self.path)
+    def _check_root(self) -> None:
+        """Raise ESTALE unless the path still leads to the directory that was opened."""
         try:
-            with _changes(index):
-                self._reconcile(index)
+            moved = _file_id(self.system.lstat(self.path)) != self._root_id
+        except (FileNotFoundError, NotADirectoryError):
+            moved = True
+        if moved:
+            raise OSError(errno.ESTALE, f"{self.path} was moved or replaced; move it back, or open it where it is")
+
+    @contextlib.contextmanager
+    def _changes(self) -> Iterator[Index]:
+        """See `transaction`. REQUIRES: both locks."""
+        index = self._begin()
+        try:
+            yield index
+            index.commit()
+        except BaseException as error:
+            # The rows are as before; the files are not if some of them came or went.
+            self._doubtful = index.follows_files or not isinstance(error, sqlite3.Error)
+            self._undo(index, error)
+            raise
+
+    def _begin(self) -> Index:
+        """The index, in agreement with the files and in a transaction. REQUIRES: both locks."""
+        began = time.monotonic()
+        if self._refusal is not None and began < self._pause_until:
+            raise self._refusal.with_traceback(None)
+        try:
+            self._claim()
+            try:
+                return self._started()
+            except IndexDamaged:  # which is known now, and the next one is made from the files
+                return self._started()
+        except (OSError, sqlite3.Error) as error:
+            took_s = time.monotonic() - began
+            if took_s >= _COSTLY_S:
+                self._refusal = error
+                self._pause_until = time.monotonic() + min(_PAUSE_FACTOR * took_s, _PAUSE_S_MAX)
+            raise
+
+    def _started(self) -> Index:
+        index = self._current()
+        try:
+            if self._doubtful:
+                index.begin()
+                reap(index, self.system, self.root_fd, self.owner)
+                reconcile(index, self.system, self.root_fd, keep_damaged=self._keep_damaged)
                 index.mark_sound()
-            keep = os.path.basename(index.path)
-            for name in index_files(self.system.listdir(self.root_fd), keep):
-                with contextlib.suppress(FileNotFoundError):
-                    self.system.unlink(name, dir_fd=self.root_fd)
-        except BaseException:
-            index.close()
+                index.commit()
+                self._doubtful = False
+            index.begin()
+        except BaseException as error:
+            self._undo(index, error)
             raise
         return index
 
-    def close(self) -> None:
-        """Close the index and all descriptors, and withdraw the owner file. REQUIRES: no transaction is under way."""
-        self._release()
-
-    def _release(self) -> None:
-        if self._index is not None:
-            with contextlib.suppress(sqlite3.Error):
-                self._index.close()
-            self._index = None
-        while self._closers:
-            with contextlib.suppress(OSError):
-                self._closers.pop()()
-
-
-@contextlib.contextmanager
-def _changes(index: Index) -> Iterator[None]:
-    index.begin()
-    try:
-        yield
-        index.commit()
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):
+    def _undo(self, index: Index, error: BaseException) -> None:
+        """Roll back, and close an index that may be the cause: the next opening proves it."""
+        if isinstance(error, IndexDamaged):
+            _log.warning("file store %s: its index is damaged: %s", self.path, error)
+            self._stale = True
+        suspect = blames_file(error)
+        try:
             index.rollback()
-        raise
+        except sqlite3.Error:
+            suspect = True
+        if suspect:
+            self._close_index()
+
+    def _claim(self) -> None:
+        """Make and lock the owner file, under the store's lock, so that no other process takes it for a dead one's."""
+        if self._owner_fd is not None:
+            return
+        with contextlib.suppress(FileExistsError):
+            self.system.mkdir(TMP_DIR, dir_fd=self.root_fd)
+        self._owner_fd = self.system.open(self._owner_name, _LOCKABLE, dir_fd=self.root_fd)
+        try:
+            self.system.flock(self._owner_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._disown()
+            raise
+
+    @property
+    def _owner_name(self) -> str:
+        return f"{TMP_DIR}/{self.owner}{OWNER_SUFFIX}"
+
+    def _disown(self) -> None:
+        fd, self._owner_fd = self._owner_fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                self.system.unlink(self._owner_name, dir_fd=self.root_fd)
+            with contextlib.suppress(OSError):
+                self.system.close(fd)
+
+    def _current(self) -> Index:
+        """The index; opened again if it was replaced, and made again, empty, if it is lost or damaged."""
+        if self._index is not None:
+            if not self._stale and self._index_id == self._find(os.path.basename(self._index.path)):
+                return self._index
+            self._close_index()
+        if not self._stale:
+            try:
+                name = usable_index(self.system, self.root_fd)
+                if name is not None:
+                    return self._keep(name, Index(os.path.join(self.path, name)))
+            except IndexDamaged as damage:
+                _log.warning("file store %s: its index is made again: %s", self.path, damage)
+        # First of all: their room may be the only room. The name is new, because other processes have the old one open.
+        self._remove_indices()
+        name = f"index-{secrets.token_hex(4)}.sqlite"
+        self.system.close(self.system.open(name, _LOCKABLE | os.O_EXCL, dir_fd=self.root_fd))
+        try:
+            index = self._keep(name, Index.create(os.path.join(self.path, name)))
+        except (OSError, sqlite3.Error):
+            with contextlib.suppress(OSError):
+                self._remove_indices()
+            raise
+        self._stale, self._doubtful = False, True
+        return index
+
+    def _keep(self, name: str, index: Index) -> Index:
+        self._index, self._index_id = index, None
+        self._index_id = self._find(name)
+        # Room for the journal: zeros, which are not a journal to SQLite. What finds no room now may at another opening.
+        with contextlib.suppress(OSError):
+            fd = self.system.open(name + JOURNAL, _LOCKABLE, dir_fd=self.root_fd)
+            try:
+                there = self.system.fstat(fd).st_size
+                if there < JOURNAL_BYTES:
+                    self.system.pwritev(fd, memoryview(bytes(JOURNAL_BYTES - there)), there)
+            finally:
+                self.system.close(fd)
+        return index
+
+    def _find(self, name: str) -> tuple[int, int] | None:
+        try:
+            return _file_id(self.system.lstat(name, dir_fd=self.root_fd))
+        except FileNotFoundError:
+            return None
+
+    def _remove_indices(self) -> None:
+        for name in index_files(self.system.listdir(self.root_fd)):
+            try:
+                self.system.unlink(name, dir_fd=self.root_fd)
+            except FileNotFoundError:
+                continue
+            except IsADirectoryError:  # not made by a store, and not in its way unless it is empty
+                with contextlib.suppress(OSError):
+                    self.system.rmdir(name, dir_fd=self.root_fd)
+
+    def _close_index(self) -> None:
+        index, self._index = self._index, None
+        if index is not None:
+            with contextlib.suppress(sqlite3.Error):
+                index.close()
+
+    def close(self) -> None:
+        """Close the index and all descriptors, and withdraw the owner file. REQUIRES: no transaction is in flight."""
+        self._ended = self._ended or (errno.EBADF, "the store is closed")
+        self._close_index()
+        self._disown()
+        fds, self._lock_fd, self.root_fd = (self._lock_fd, self.root_fd), None, -1
+        for fd in fds:
+            if fd is not None and fd >= 0:
+                with contextlib.suppress(OSError):
+                    self.system.close(fd)
+
+    def after_fork(self) -> None:
+        """In the child: give up what is the parent's. A thread of the parent may have held each lock at the fork."""
+        self._thread_lock = threading.Lock()
+        self._ended = (errno.ECHILD, "the store was opened before a fork; open it again in this process")
+        for fd in (self._lock_fd, self._owner_fd):
+            if fd is not None:
+                os.close(fd)
+        self._lock_fd = self._owner_fd = None
+        if self._index is not None:
+            self._index.abandon()
+            self._index = None
+        self.at_fork()
+
+
+def _file_id(found: os.stat_result) -> tuple[int, int]:
+    return (found.st_dev, found.st_ino)
+
+
+_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in list(_stores):
+        store.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

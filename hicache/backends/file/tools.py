@@ -1,7 +1,8 @@
 """What an operator does with a whole file store: scrub its pages, remove some of them.
 
 A scrub and a dry run only look (`View`): they change nothing, take no lock for long and work on a read-only mount. What
-removes pages opens the store as an engine does, but leaves damaged files for the tool to count and remove.
+removes pages opens the store as an engine does, but leaves damaged files for the tool to count and remove. It needs no
+index: files go under the store's lock, and their rows as soon as there is room to write the index.
 """
 
 from __future__ import annotations
@@ -13,12 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import islice
 
 from ...errors import BackendError, BackendUnavailable, InvalidInput
-from ...keys import PAGE_KEY_BYTES
-from .index import Index, PageRow
-from .pages import NOT_REGULAR, System, identity, is_hex, lies_there, page_name, remove_damaged, remove_page
+from .pages import NOT_REGULAR, System, identity, is_hex, lies_there, remove_damaged, remove_page
 from .report import NO_KEYS, PageKeys, PageReport, inspect_page, report_on
 from .store import Store
 from .view import Place, View, places
@@ -140,10 +139,10 @@ def _report(system: System, root_fd: int, place: Place, keys: PageKeys) -> PageR
 def _remove(store: Store, place: Place, report: PageReport) -> bool:
     if report.damage == UNREADABLE:
         return False  # the disk may be able to read it later
-    with store.transaction(time.monotonic() + _TOOL_WAIT_S) as index:
+    with store.removing(time.monotonic() + _TOOL_WAIT_S) as removal:
         removed = remove_damaged(store.system, store.root_fd, place.name, report.found)
         if place.key is not None and not lies_there(store.system, store.root_fd, place.name):
-            index.drop(place.namespace, place.key)
+            removal.pages.append((place.namespace, place.key))
     return removed
 
 
@@ -157,36 +156,39 @@ def purge_store(
     """Remove the pages of the namespaces whose digest starts with `namespace` (hexadecimal; None: all of them) that
     were not used for `older_than_s` seconds (None: whenever), and damaged files in a page's place that are as old.
 
-    Removes page files of this store only, in short transactions, so engines may go on meanwhile; pages that are being
-    written now are left. With `dry_run` nothing is changed. Raises as `Store` does, BackendUnavailable, and
-    InvalidInput for a prefix that is no hexadecimal or an age that is negative.
+    The files decide, and the index says when each was used; without a sound index that is when it was stored. Removes
+    page files of this store only, and holds the lock for some hundred of them, so engines may go on; pages that are
+    being written are left. Works on a full disk. With `dry_run` nothing is changed. Raises as `Store` does,
+    BackendUnavailable, and InvalidInput for a prefix that is no hexadecimal or an age that is negative.
     """
     if namespace is not None and (not namespace or len(namespace) > 64 or not is_hex(namespace, len(namespace))):
         raise InvalidInput("purge: the namespace must be 1 to 64 lower-case hexadecimal digits")
     if older_than_s is not None and not older_than_s >= 0:
         raise InvalidInput(f"purge: the age must not be negative, got {older_than_s!r} seconds")
     before = None if older_than_s is None else int((time.time() - older_than_s) * 1e6)
-    opened = View(root) if dry_run else Store(root, create=False, keep_damaged=True)
+    view = View(root)
+    store = None
     try:
-        if isinstance(opened, View):
-            return _count(opened, namespace or "", before)
-        return _purge(opened, namespace or "", before)
+        chosen = _chosen(view, namespace or "", before)
+        if dry_run:
+            sizes = [found.st_size for _, found in chosen]
+        else:
+            store = Store(root, create=False, keep_damaged=True)
+            sizes = _purge(store, chosen)
+        return PurgeResult(len(sizes), sum(sizes))
     except BackendError:
         raise
     except (OSError, sqlite3.Error) as error:
-        raise _unavailable(opened.path, error) from error
+        raise _unavailable(view.path, error) from error
     finally:
-        opened.close()
+        if store is not None:
+            store.close()
+        view.close()
 
 
-def _is_old(used_us: int, before: int | None) -> bool:
-    return before is None or used_us < before
-
-
-def _count(view: View, prefix: str, before: int | None) -> PurgeResult:
-    """What `_purge` would remove."""
+def _chosen(view: View, prefix: str, before: int | None) -> Iterator[tuple[Place, os.stat_result]]:
+    """The files to remove, in the order of their places."""
     rows = {} if before is None else view.index_rows()
-    pages = size = 0
     for place in places(view.system, view.root_fd):
         if place.key is None or not place.namespace.hex().startswith(prefix):
             continue
@@ -194,12 +196,10 @@ def _count(view: View, prefix: str, before: int | None) -> PurgeResult:
         if found is None:
             continue
         row = rows.get((place.namespace, place.key))
-        # A row that does not fit its file is dropped, and the age of the file counts; so it is when a store is opened.
-        fits = row is not None and row.size == found.st_size
-        if _is_old(row.last_use if row is not None and fits else found.st_mtime_ns // 1000, before):
-            pages += 1
-            size += found.st_size
-    return PurgeResult(pages, size)
+        # A row that does not fit its file is stale, and the age of the file counts; so it is when a store is opened.
+        used_us = row.last_use if row is not None and row.size == found.st_size else found.st_mtime_ns // 1000
+        if before is None or used_us < before:
+            yield place, found
 
 
 def _file_at(system: System, root_fd: int, name: str) -> os.stat_result | None:
@@ -211,44 +211,16 @@ def _file_at(system: System, root_fd: int, name: str) -> os.stat_result | None:
     return None if stat.S_ISDIR(found.st_mode) else found
 
 
-def _purge(store: Store, prefix: str, before: int | None) -> PurgeResult:
-    # Without an age: whatever is there now, but not what engines store while this runs, or it might never end.
-    horizon = int(time.time() * 1e6) + 1 if before is None else before
-    pages = size = 0
-    while True:
-        with store.transaction(time.monotonic() + _TOOL_WAIT_S) as index:
-            chosen = [digest for digest in index.namespaces() if digest.hex().startswith(prefix)]
-            rows = index.older_than(chosen, horizon, _PURGE_CHUNK)
-            _purge_rows(store, index, rows)
-        pages += len(rows)
-        size += sum(row.size for row in rows)
-        if len(rows) < _PURGE_CHUNK:
-            break
-    sizes = _purge_damaged(store, prefix, before)
-    return PurgeResult(pages + len(sizes), size + sum(sizes))
-
-
-def _purge_rows(store: Store, index: Index, rows: list[PageRow]) -> None:
-    for row in rows:
-        remove_page(store.system, store.root_fd, page_name(row.namespace.hex(), row.key))
-        index.drop_row(row.row)
-
-
-def _purge_damaged(store: Store, prefix: str, before: int | None) -> list[int]:
-    """Remove what lies in a page's place and has no row, since the index knows every whole page; the sizes of that."""
-    removed: list[int] = []
-    chosen = (
-        (place.namespace, place.key, place.name)
-        for place in places(store.system, store.root_fd)
-        if place.key is not None and place.namespace.hex().startswith(prefix)
-    )
-    for (namespace, first), fan in groupby(chosen, key=lambda one: (one[0], one[1][:1])):
-        names = {key: name for _, key, name in fan}
-        with store.transaction(time.monotonic() + _TOOL_WAIT_S) as index:
-            rows = index.stored(namespace, first.ljust(PAGE_KEY_BYTES, b"\0"), first.ljust(PAGE_KEY_BYTES, b"\xff"))
-            for name in (name for key, name in names.items() if key not in rows):
-                found = _file_at(store.system, store.root_fd, name)
-                if found is not None and _is_old(found.st_mtime_ns // 1000, before):
-                    remove_page(store.system, store.root_fd, name)
-                    removed.append(found.st_size)
-    return removed
+def _purge(store: Store, chosen: Iterator[tuple[Place, os.stat_result]]) -> list[int]:
+    """Remove the files that are still what they were when they were chosen; their sizes."""
+    sizes: list[int] = []
+    while chunk := list(islice(chosen, _PURGE_CHUNK)):
+        with store.removing(time.monotonic() + _TOOL_WAIT_S) as removal:
+            for place, found in chunk:
+                now = _file_at(store.system, store.root_fd, place.name)
+                if place.key is None or now is None or identity(now) != identity(found):
+                    continue
+                remove_page(store.system, store.root_fd, place.name)
+                removal.pages.append((place.namespace, place.key))
+                sizes.append(found.st_size)
+    return sizes

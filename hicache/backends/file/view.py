@@ -18,20 +18,16 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from ...errors import BackendUnavailable
-from .index import Index, IndexDamaged, PageRow, index_names
-from .pages import System, is_hex
+from .index import JOURNAL, Index, IndexDamaged, PageRow
+from .pages import FULL_ERRNOS, System, is_hex
 from .root import open_root
-from .store import LOCK_FILE, wait_for_flock
+from .store import LOCK_FILE, PageId, usable_index, wait_for_flock
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOCK_TIMEOUT_S = 30.0
 _COPY_BYTES = 1 << 20
-
-PageId: TypeAlias = tuple[bytes, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,39 +92,42 @@ class View:
         self.path, self.root_fd = open_root(path, create=False, read_only=True, system=self.system)
 
     def index_rows(self) -> Mapping[PageId, PageRow]:
-        """The stored pages that the index knows; none if there is no sound index.
+        """The stored pages that the index knows; none if there is no sound index that can be read.
 
         Copies the index into a temporary directory and reads the copy, because SQLite writes beside whatever it opens.
-        Blocks up to half a minute for the store's lock. Raises BackendUnavailable, and OSError for the copying.
+        Blocks up to half a minute for the store's lock. Raises OSError for that, and if the copy finds no room.
         """
         with tempfile.TemporaryDirectory(prefix="hicache-index-") as folder:
-            copy = self._copy_index(folder)
+            with self._locked():
+                copy = self._copy_index(folder)
             if copy is None:
                 return {}
             try:
                 index = Index(copy)
-            except IndexDamaged:
+                try:
+                    rows = index.all_stored()
+                finally:
+                    index.close()
+            except sqlite3.Error:
                 return {}
-            except sqlite3.Error as error:
-                raise BackendUnavailable(f"file store {self.path}: its index cannot be read: {error}") from error
-            try:
-                rows = index.older_than(index.namespaces(), (1 << 63) - 1, -1)
-            finally:
-                index.close()
         return {(row.namespace, row.key): row for row in rows}
 
     def _copy_index(self, folder: str) -> str | None:
-        with self._locked():
-            names = index_names(self.system.listdir(self.root_fd))
-            if len(names) != 1:
+        try:
+            name = usable_index(self.system, self.root_fd)
+            if name is None:
                 return None
-            copy = os.path.join(folder, names[0])
-            # The log first: a process that closes the store folds it into the index without the lock. The log on top of
-            # an index into which it was folded, in part or in whole, gives the same index.
-            for suffix in ("-wal", ""):
-                with contextlib.suppress(FileNotFoundError):
-                    self._copy(names[0] + suffix, copy + suffix)
-            return copy if os.path.exists(copy) else None
+            # With the journal, from which the changes are undone that a killed process has left half done.
+            with contextlib.suppress(FileNotFoundError):
+                self._copy(name + JOURNAL, os.path.join(folder, name + JOURNAL))
+            self._copy(name, os.path.join(folder, name))
+        except IndexDamaged:
+            return None
+        except OSError as error:
+            if error.errno in FULL_ERRNOS:
+                raise
+            return None
+        return os.path.join(folder, name)
 
     def _copy(self, name: str, target: str) -> None:
         fd = self.system.open(name, _FILE_FLAGS, dir_fd=self.root_fd)
