@@ -19,11 +19,14 @@ from typing import Any
 
 from hicache.backends.file import FileBackend
 from hicache.backends.file.tools import purge_store
-from hicache.backends.testing import STORED, load, make_keys, soon, store_chain
+from hicache.backends.testing import NAMESPACE, STORED, load, make_keys, soon, store_chain
 
 from ._files import FORMS, PAGE, Faulty, open_file
 
 CAPACITY_PAGES = 8
+# A time of last use that no page has, and pages enough for an index of many blocks.
+MARK_US = 1 << 60
+HALF_PAGES = 200
 
 
 class _Killer:
@@ -71,6 +74,13 @@ def scenario(name: str, root: Path, killer: _Killer, form: str, acknowledge: Any
         store.backend.delete(make_keys(2, "old"), deadline=soon())
         store.backend.close()
         purge_store(root)
+    elif name == "half a transaction":
+        store = _open(root, killer, form)
+        with store.backend._store.transaction(soon()) as index:
+            # SQLite then writes into the index before the end of the transaction.
+            index._run("PRAGMA cache_size = 1")
+            index.touch(NAMESPACE, {key: MARK_US for key in make_keys(HALF_PAGES, "half")})
+            os.kill(os.getpid(), signal.SIGKILL)
     else:  # keep going until somebody kills us
         store = _open(root, killer, form, capacity_bytes=CAPACITY_PAGES * PAGE)
         turn = 0

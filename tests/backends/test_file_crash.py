@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from hicache.backends.file import FileBackend
+from hicache.backends.file.view import View
 from hicache.backends.testing import (
     CORRUPT,
     HIT,
@@ -31,7 +32,7 @@ from hicache.backends.testing import (
 )
 from tests.seeds import rng, seeds
 
-from ._crash_child import CAPACITY_PAGES
+from ._crash_child import CAPACITY_PAGES, HALF_PAGES, MARK_US
 from ._files import CODEC, FORMS, PAGE, bytes_on_disk, disk_usage, open_file, page_path, reserved_bytes, temporary_files
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -204,3 +205,28 @@ def test_without_opening_again_a_kill_does_leave_something(killing: Killing, tem
         killing.run("write", root, kill_at=kill_at)
         leftovers += any(name.partition(".")[2].isdigit() for name in temporary_files(root))
     assert leftovers > 5
+
+
+@pytest.mark.parametrize("next_one", ["an engine that lives", "an engine that starts", "a command that only looks"])
+def test_a_transaction_that_was_killed_half_way_is_undone_by(killing: Killing, tmp_path: Path, next_one: str) -> None:
+    root = tmp_path / "s"
+    store = open_file(root)
+    assert store_chain(store, make_keys(HALF_PAGES, "half")) == [STORED] * HALF_PAGES
+    (path,) = root.glob("index-*.sqlite")
+    before = path.read_bytes()
+    assert killing.run("half a transaction", root)["status"] == KILLED
+    assert path.read_bytes() != before, "the control: half of it is in the index"
+    if next_one == "an engine that starts":
+        store.backend.close()
+        store = open_file(root)
+    if next_one != "a command that only looks":
+        assert store_chain(store, make_keys(2, "next")) == [STORED] * 2
+        assert isinstance(store.backend, FileBackend)
+        store.backend.check()
+        assert store.backend.usage().pages == HALF_PAGES + 2
+    view = View(root)
+    rows = view.index_rows().values()
+    assert len(rows) >= HALF_PAGES and all(row.last_use < MARK_US for row in rows)
+    view.close()
+    assert list(root.glob("index-*.sqlite")) == [path]
+    store.backend.close()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -260,18 +258,6 @@ def test_refused_direct_io_falls_back_and_is_seen(tmp_path: Path) -> None:
     assert load(store, keys) == [HIT] * 3
     assert store.backend.statistics().errors == {"direct_io_refused": 1}
     store.backend.close()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB, really."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "none", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_a_really_full_disk_rejects_and_recovers(small_disk: Path) -> None:

@@ -362,16 +362,21 @@ class Store:
     def _keep(self, name: str, index: Index) -> Index:
         self._index, self._index_id = index, None
         self._index_id = self._find(name)
-        # Room for the journal: zeros, which are not a journal to SQLite. What finds no room now may at another opening.
         with contextlib.suppress(OSError):
-            fd = self.system.open(name + JOURNAL, _LOCKABLE, dir_fd=self.root_fd)
-            try:
-                there = self.system.fstat(fd).st_size
-                if there < JOURNAL_BYTES:
-                    self.system.pwritev(fd, memoryview(bytes(JOURNAL_BYTES - there)), there)
-            finally:
-                self.system.close(fd)
+            self._allocate(name + JOURNAL)
         return index
+
+    def _allocate(self, name: str) -> None:
+        """Give the journal its room, unless that takes the last of the disk. Zeros are not a journal to SQLite."""
+        space = self.system.statvfs(self.root_fd)
+        fd = self.system.open(name, _LOCKABLE, dir_fd=self.root_fd)
+        try:
+            there = self.system.fstat(fd).st_size
+            missing = JOURNAL_BYTES - there
+            if 0 < missing <= space.f_bavail * space.f_frsize // 2:
+                self.system.pwritev(fd, memoryview(bytes(missing)), there)
+        finally:
+            self.system.close(fd)
 
     def _find(self, name: str) -> tuple[int, int] | None:
         try:

@@ -1,0 +1,124 @@
+"""A process that forks: its child holds no lock of the store, uses nothing of it, and ends without a trace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.file import FileBackend
+from hicache.backends.testing import HIT, STORED, full_frames, load, make_keys
+
+from ._files import CODEC, PAGE, check, open_file, temporary_files
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+_KILLED = """
+import multiprocessing, os, signal, sys
+from hicache.backends.testing import NAMESPACE, make_keys, soon
+from tests.backends._files import PAGE, open_file
+root, how, alive = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+def help():
+    print("helping", flush=True)
+    os.read(alive, 1)
+
+store = open_file(root).backend._store
+with store.transaction(soon()) as index:
+    index.reserve(NAMESPACE, make_keys(8, "dead"), [None] * 8, f"{store.owner}.1", PAGE, 1)
+with store.transaction(soon()) as index:
+    if how == "os.fork":
+        if os.fork() == 0:
+            help()
+            os._exit(0)
+    else:
+        multiprocessing.get_context("fork").Process(target=help).start()
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
+def test_the_locks_of_a_killed_engine_end_with_it_though_a_child_of_it_lives(tmp_path: Path, how: str) -> None:
+    root = tmp_path / "s"
+    store = open_file(root, capacity_bytes=8 * PAGE)
+    alive, ended = os.pipe()
+    command = [sys.executable, "-c", _KILLED, str(root), how, str(alive)]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[alive], text=True
+    ) as engine:
+        assert engine.stdin is not None and engine.stdout is not None
+        assert engine.stdout.readline() == "helping\n"
+        engine.stdin.write("now\n")
+        engine.stdin.flush()
+        assert engine.wait() == -signal.SIGKILL
+        keys = make_keys(8, "new")
+        # All of the capacity was reserved by the engine, so its owner file has to be free as well.
+        stored = store.backend.batch_set(
+            keys, full_frames(CODEC, keys), parent=None, deadline=time.monotonic() + 5
+        )
+        assert (stored, dict(store.backend.statistics().errors)) == ([STORED] * 8, {})
+        assert isinstance(store.backend, FileBackend)
+        assert temporary_files(root) == [f"{store.backend._store.owner}.alive"]
+        os.close(ended)
+    os.close(alive)
+    check(store, root)
+    store.backend.close()
+
+
+_USED_BY_CHILD = """
+import os, sys
+from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_keys, soon, store_chain
+from tests.backends._files import CODEC, check, open_file
+from pathlib import Path
+root = Path(sys.argv[1])
+store, keys = open_file(root), make_keys(100)
+backend = store.backend
+store_chain(store, keys)
+with backend._store.transaction(soon()) as index:
+    index._run("PRAGMA cache_size = 1")
+    index.touch(NAMESPACE, dict.fromkeys(keys, 1 << 60))
+    pid = os.fork()
+    if pid == 0:
+        fresh = [os.open("/dev/null", os.O_RDONLY) for _ in range(4)]
+        print(set(backend.batch_get(keys, empty_frames(CODEC, 100), deadline=soon())), end=" ")
+        print(set(backend.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=soon())), end=" ")
+        print(backend.batch_exists(keys, deadline=soon()), backend.delete(keys, deadline=soon()), end=" ")
+        print(backend.usage().pages, dict(backend.statistics().errors))
+        backend.close()
+        for fd in fresh:
+            os.close(fd)
+        try:
+            index.totals()
+        except Exception as error:
+            print(type(error).__name__)
+        sys.stdout.flush()
+        # Through the end of the interpreter, which finalizes what it still knows.
+        sys.exit(0)
+    os.waitpid(pid, 0)
+check(store, root)
+rows = index.all_stored()
+print(len(rows), all(row.last_use == 1 << 60 for row in rows), set(store_chain(store, make_keys(5, "new"))))
+backend.close()
+"""
+
+
+def test_a_child_is_refused_and_its_end_leaves_the_transaction_of_its_parent_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _USED_BY_CHILD, str(tmp_path / "s")]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60)
+    child, stub, parent = result.stdout.splitlines()
+    assert child == (
+        "{<GetOutcome.ERROR: 'error'>} {<SetOutcome.ERROR: 'error'>} 0 0 0 {'forked': 202}"
+    )
+    assert stub == "ProgrammingError"
+    assert parent == "100 True {<SetOutcome.STORED: 'stored'>}"
+    assert result.returncode == 0
+    store = open_file(tmp_path / "s")
+    assert load(store, make_keys(100)) == [HIT] * 100
+    check(store, tmp_path / "s")
+    store.backend.close()

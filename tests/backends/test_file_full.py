@@ -1,0 +1,189 @@
+"""A disk that is full, or read-only, costs stores: what is stored is read, and can be removed to make room."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.base import SetOutcome
+from hicache.backends.file import FileBackend
+from hicache.backends.file.raw import open_raw
+from hicache.backends.file.tools import purge_store, verify_store
+from hicache.backends.testing import HIT, STORED, Store, load, make_keys, soon, store_chain
+from hicache.backends.tools.removal import purge_raw, trim_raw
+from tests.waiting import wait_for
+
+from ._files import PAGE, check, disk_usage, open_file
+
+REJECTED = SetOutcome.REJECTED
+PAGES = 60
+
+
+def fill_up(folder: Path) -> None:
+    """Others take all of the disk that is left."""
+    with contextlib.suppress(OSError), (folder / "others").open("ab", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_store_that_filled_the_disk_stores_again_after_its_pages_were_removed(small_disk: Path) -> None:
+    root = small_disk / "s"
+    store = open_file(root)
+    chains = []
+    for number in range(1000):
+        chains.append(make_keys(3, f"chain {number}"))
+        if REJECTED in store_chain(store, chains[-1]):
+            break
+    assert len(chains) > 50
+    # Each use is written into the index, and so is each removal.
+    for keys in chains:
+        load(store, keys)
+        store.backend.usage()
+    for keys in chains:
+        store.backend.delete(keys, deadline=soon())
+    assert disk_usage(root) == (0, 0)
+    assert store_chain(store, make_keys(20, "new")) == [STORED] * 20
+    check(store, root)
+    store.backend.close()
+    store = open_file(root)
+    assert store_chain(store, make_keys(20, "newer")) == [STORED] * 20
+    check(store, root)
+    store.backend.close()
+
+
+def trim(root: Path) -> None:
+    raw = open_raw(path=root)
+    *_, last = trim_raw(raw, 0)
+    assert last.pages == PAGES
+    raw.close()
+
+
+def purge_like_others(root: Path) -> None:
+    raw = open_raw(path=root)
+    *_, last = purge_raw(raw)
+    assert last.pages == PAGES
+    raw.close()
+
+
+def purge(root: Path) -> None:
+    assert purge_store(root, dry_run=True).pages == PAGES
+    assert purge_store(root).pages == PAGES
+
+
+def delete(root: Path) -> None:
+    store = open_file(root)
+    assert store.backend.delete(make_keys(PAGES), deadline=soon()) == PAGES
+    store.backend.close()
+
+
+def break_index(root: Path) -> None:
+    (path,) = root.glob("index-*.sqlite")
+    path.write_bytes(b"nonsense" * 1000)
+
+
+def lose_index(root: Path) -> None:
+    for path in root.glob("index-*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("spoil", [lambda root: None, break_index, lose_index], ids=["sound", "damaged", "lost"])
+@pytest.mark.parametrize("make_room", [purge, purge_like_others, trim, delete], ids=lambda value: value.__name__)
+def test_on_a_disk_that_others_filled_pages_are_read_and_removed(
+    small_disk: Path, make_room: Callable[[Path], None], spoil: Callable[[Path], None]
+) -> None:
+    root = small_disk / "s"
+    store = open_file(root)
+    keys = make_keys(PAGES)
+    assert store_chain(store, keys) == [STORED] * PAGES
+    store.backend.close()
+    spoil(root)
+    fill_up(small_disk)
+    engine = open_file(root)
+    fill_up(small_disk)  # what a damaged index took is free again
+    assert load(engine, keys) == [HIT] * PAGES
+    assert set(store_chain(engine, make_keys(3, "no room"))) == {REJECTED}
+    assert sum(engine.backend.statistics().errors.values()) >= 1
+    *_, last = verify_store(root)
+    assert (last.pages, dict(last.damaged)) == (PAGES, {})
+    make_room(root)
+    assert disk_usage(root) == (0, 0)
+    wait_for(lambda: store_chain(engine, make_keys(3, "room again")) != [REJECTED] * 3)
+    check(engine, root)
+    engine.backend.close()
+
+
+def test_an_engine_that_started_on_a_full_disk_stores_when_there_is_room(small_disk: Path) -> None:
+    root = small_disk / "s"
+    store = open_file(root)
+    store_chain(store, make_keys(PAGES))
+    store.backend.close()
+    lose_index(root)
+    fill_up(small_disk)
+    engine, capacity = open_file(root, capacity_bytes=PAGES * PAGE), PAGES * PAGE
+    assert set(store_chain(engine, make_keys(3, "no room"))) == {REJECTED}
+    (small_disk / "others").unlink()
+    wait_for(lambda: store_chain(engine, make_keys(3, "room")) == [STORED] * 3)
+    assert engine.backend.usage().bytes == capacity == disk_usage(root)[1]
+    check(engine, root)
+    engine.backend.close()
+
+
+def remount(folder: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+
+
+def test_a_store_on_a_read_only_disk_is_read_until_it_can_be_written_again(small_disk: Path) -> None:
+    root = small_disk / "s"
+    store = open_file(root)
+    keys = make_keys(5)
+    store_chain(store, keys)
+    store.backend.close()
+    remount(small_disk, "ro")
+    try:
+        engine = open_file(root)
+        assert load(engine, keys) == [HIT] * 5
+        assert store_chain(engine, make_keys(3, "new")) == [REJECTED] * 3
+        assert engine.backend.delete(keys, deadline=soon()) == 0
+        assert engine.backend.statistics().errors["EROFS"] >= 2
+    finally:
+        remount(small_disk, "rw")
+    wait_for(lambda: store_chain(engine, make_keys(3, "new")) == [STORED] * 3)
+    check(engine, root)
+    engine.backend.close()
+
+
+def test_a_transaction_without_room_does_not_have_the_store_compared_with_its_files(small_disk: Path) -> None:
+    """A comparison takes as long as an opening, which a full disk must not cost each batch."""
+    root = small_disk / "s"
+    store = open_file(root)
+    assert isinstance(store.backend, FileBackend)
+    store_chain(store, make_keys(PAGES))
+    fill_up(small_disk)
+    keys = make_keys(5000, "many")
+    outcomes = store.backend.batch_set(
+        keys, [frame_of(store)] * len(keys), parent=None, deadline=soon()
+    )
+    assert set(outcomes) == {REJECTED} and store.backend.statistics().errors == {"SQLITE_FULL": 1}
+    assert not store.backend._store._doubtful
+    assert store.backend.delete(make_keys(PAGES), deadline=soon()) == PAGES
+    assert store_chain(store, make_keys(5, "new")) == [STORED] * 5
+    check(store, root)
+    store.backend.close()
+
+
+def frame_of(store: Store) -> memoryview:
+    return memoryview(bytearray(store.backend.codec.frame_bytes))
+
+
+def test_the_disk_of_these_tests_gets_full(small_disk: Path) -> None:
+    """The control: nothing can be written there after `fill_up`, though there is room in the directory."""
+    fill_up(small_disk)
+    with pytest.raises(OSError, match="No space"):
+        (small_disk / "more").write_bytes(bytes(4096))
+    assert shutil.disk_usage(small_disk).free < 4096 and os.access(small_disk, os.W_OK)

@@ -1,0 +1,325 @@
+"""The index is a cache of the directory: bounded, and made again whenever it cannot be read as one of ours."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.base import SetOutcome
+from hicache.backends.file import FileBackend
+from hicache.backends.file.index import JOURNAL, JOURNAL_BYTES, Index
+from hicache.backends.file.raw import open_raw
+from hicache.backends.file.tools import purge_store, verify_store
+from hicache.backends.testing import (
+    HIT,
+    NAMESPACE,
+    STORED,
+    Store,
+    full_frames,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.backends.tools.removal import trim_raw
+from tests.seeds import rng, seeds
+
+from ._files import CODEC, PAGE, check, open_file, page_path
+from .test_file_crash import Killing
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+REJECTED = SetOutcome.REJECTED
+CHAINS = [make_keys(5, f"chain {number}") for number in range(12)]
+FLIPS = 50
+JOURNAL_FLIPS = 15
+
+
+def index_path(root: Path) -> Path:
+    (path,) = root.glob("index-*.sqlite")
+    return path
+
+
+def fill(root: Path) -> None:
+    store = open_file(root)
+    for keys in CHAINS:
+        store_chain(store, keys)
+    store.backend.close()
+
+
+def flip(path: Path, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        (byte,) = file.read(1)
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def assert_tools_work(root: Path, pages: int) -> None:
+    """Every command that looks, then those that remove."""
+    raw = open_raw(path=root)
+    assert len(list(raw.pages())) == pages
+    # The one flaw that nothing contradicts is another time of last use, of one page on which others hang.
+    assert purge_store(root, older_than_s=3600, dry_run=True).pages <= 1
+    *_, scrubbed = verify_store(root)
+    assert (scrubbed.pages, dict(scrubbed.damaged)) == (pages, {})
+    *_, trimmed = trim_raw(raw, 5 * PAGE)
+    assert trimmed.left_bytes == 5 * PAGE
+    raw.close()
+    assert purge_store(root).pages == 5
+
+
+def assert_sound(store: Store, root: Path) -> None:
+    """A store that was just opened: it stores pages, and its index agrees with the disk."""
+    assert store_chain(store, make_keys(5, "new")) == [STORED] * 5
+    check(store, root)
+    store.backend.close()
+    store = open_file(root, capacity_bytes=20 * PAGE)
+    assert store.backend.usage().pages == 20
+    check(store, root)
+    store.backend.close()
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+def test_an_index_with_a_flipped_bit_does_not_keep_a_store_from_starting(tmp_path: Path, seed: int) -> None:
+    dice, template = rng(seed), tmp_path / "template"
+    fill(template)
+    bits = index_path(template).stat().st_size * 8
+    # Half of them in the header, which SQLite obeys without a doubt.
+    for bit in [dice.randrange(800 if number % 2 else bits) for number in range(FLIPS)]:
+        root = tmp_path / f"bit {bit}"
+        shutil.copytree(template, root, dirs_exist_ok=True)
+        flip(index_path(root), bit)
+        shutil.copytree(root, tmp_path / "copy", dirs_exist_ok=True)
+        assert_tools_work(tmp_path / "copy", 60)
+        store = open_file(root)
+        assert [load(store, keys) for keys in CHAINS] == [[HIT] * 5] * 12
+        assert_sound(store, root)
+        shutil.rmtree(root)
+        shutil.rmtree(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+def test_an_index_with_a_bit_flipped_in_use_costs_one_batch_at_most(tmp_path: Path, seed: int) -> None:
+    dice, template = rng(seed), tmp_path / "template"
+    fill(template)
+    bits = index_path(template).stat().st_size * 8
+    for bit in [dice.randrange(bits) for _ in range(FLIPS)]:
+        root = tmp_path / f"bit {bit}"
+        shutil.copytree(template, root)
+        store, peer = open_file(root), open_file(root)
+        flip(index_path(root), bit)
+        batches = [store_chain(one, make_keys(3, f"{n}")) for n, one in enumerate((store, peer, store, peer, store))]
+        assert sum(batch != [STORED] * 3 for batch in batches) <= 1, f"bit {bit}: {batches}"
+        assert load(store, CHAINS[3]) == [HIT] * 5
+        store.backend.usage()
+        assert store.backend.delete(CHAINS[4][4:], deadline=soon()) == 1
+        store.backend.close()
+        peer.backend.close()
+        assert_sound(open_file(root), root)
+        shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("seed", seeds(1))
+def test_a_journal_with_flipped_bits_costs_the_index_at_most(tmp_path: Path, seed: int) -> None:
+    dice, template, killing = rng(seed), tmp_path / "template", Killing()
+    fill(template)
+    store_chain(store := open_file(template), make_keys(200, "half"))
+    store.backend.close()
+    killing.run("half a transaction", template)
+    killing.close()
+    journal = Path(f"{index_path(template)}{JOURNAL}")
+    assert journal.read_bytes()[0], "the control: there is something to undo"
+    bits = (len(journal.read_bytes().rstrip(b"\0")) + 1) * 8
+    for bit in [dice.randrange(512 if number % 3 else bits) for number in range(JOURNAL_FLIPS)]:
+        root = tmp_path / f"bit {bit}"
+        shutil.copytree(template, root, dirs_exist_ok=True)
+        flip(root / journal.name, bit)
+        assert_sound(open_file(root), root)
+        shutil.rmtree(root)
+
+
+OBSTACLES = ["directory", "full directory", "link", "FIFO", "not readable", "not ours"]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "obstacle"), list(itertools.product(["", JOURNAL], OBSTACLES)), ids=lambda value: value or "index"
+)
+def test_an_index_that_is_not_a_file_of_ours_is_set_aside_and_never_followed(
+    tmp_path: Path, suffix: str, obstacle: str
+) -> None:
+    root, outside = tmp_path / "s", tmp_path / "outside"
+    fill(root)
+    path = Path(f"{index_path(root)}{suffix}")
+    shutil.copy(path, outside)
+    before = outside.read_bytes()
+    if obstacle == "not readable":
+        path.chmod(0)
+    elif obstacle == "not ours":
+        if os.geteuid():
+            pytest.skip("needs root to give a file away")
+        os.chown(path, 12345, 12345)
+    else:
+        path.unlink()
+    if obstacle.endswith("directory"):
+        path.mkdir()
+    if obstacle == "full directory":
+        (path / "mine").write_text("keep me")
+    elif obstacle == "link":
+        path.symlink_to(outside)
+    elif obstacle == "FIFO":
+        os.mkfifo(path)
+    raw = open_raw(path=root)
+    assert len(list(raw.pages())) == 60
+    raw.close()
+    assert_sound(open_file(root), root)
+    assert outside.read_bytes() == before
+    assert obstacle != "full directory" or (path / "mine").read_text() == "keep me"
+    assert len([name for name in root.glob("index-*.sqlite") if name.is_file()]) == 1
+
+
+def test_a_failure_while_leftovers_are_swept_is_counted_and_raises_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    fill(root)
+    store = open_file(root)
+    assert isinstance(store.backend, FileBackend)
+    store.backend._parts.leftovers.writers.add(f"{'0' * 16}.1")
+    db = sqlite3.connect(index_path(root))
+    db.execute("DROP TABLE pages")
+    db.close()
+    store.backend.usage()
+    assert store.backend.statistics().errors == {"SQLITE_CORRUPT": 1}
+    assert store.backend.usage().pages == 60
+    check(store, root)
+    store.backend.close()
+
+
+_CUT_SHORT = """
+import os, sys
+from pathlib import Path
+from hicache.backends.testing import make_keys, soon, store_chain
+from tests.backends._files import check, open_file
+root = Path(sys.argv[1])
+store = open_file(root)
+store_chain(store, make_keys(50, "old"))
+for path in root.glob("index-*"):
+    os.truncate(path, 0)
+store_chain(store, make_keys(5, "lost at most"))
+assert set(store_chain(store, make_keys(5, "new"))) == {"stored"}
+store.backend.delete(make_keys(5, "old"), deadline=soon())
+check(store, root)
+store.backend.close()
+"""
+
+
+def test_files_of_the_index_that_are_cut_short_in_use_do_not_kill_the_engine(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _CUT_SHORT, str(tmp_path / "s")]
+    assert subprocess.run(command, cwd=REPOSITORY, check=False, timeout=60).returncode == 0
+
+
+def test_the_journal_is_allocated_ahead_and_never_stays_longer(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    store = open_file(root)
+    assert isinstance(store.backend, FileBackend)
+    journal = Path(f"{index_path(root)}{JOURNAL}")
+    assert (journal.stat().st_size, journal.stat().st_blocks * 512) == (JOURNAL_BYTES, JOURNAL_BYTES)
+    keys = make_keys(10_000)
+    longest = 0
+    for change in (
+        lambda index: index.reserve(NAMESPACE, keys, [None] * len(keys), f"{'0' * 16}.1", PAGE, 1),
+        lambda index: index.release_all(f"{'0' * 16}.1"),
+    ):
+        with store.backend._store.transaction(soon()) as index:
+            change(index)
+            longest = max(longest, journal.stat().st_size)
+        assert journal.stat().st_size == JOURNAL_BYTES
+    assert longest > JOURNAL_BYTES, "the control: one of them was too large for it"
+    store.backend.close()
+    assert {path.name for path in root.glob("index-*")} == {journal.name, journal.name.removesuffix(JOURNAL)}
+
+
+# Chains that close
+
+
+def plant(root: Path, key: bytes, parent: bytes) -> None:
+    """A page file whose header names any parent, as a forger writes it."""
+    (frame,) = full_frames(CODEC, [key])
+    mark = b"parent!!" * 4
+    path = page_path(root, CODEC, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(CODEC.seal(key, frame, parent=mark)).replace(mark, parent, 1))
+
+
+def cycles(length: int, pages: int) -> list[tuple[bytes, bytes]]:
+    """Keys and parents of some pages, which hang on each other in circles of `length`."""
+    keys = make_keys(pages, f"cycles of {length}")
+    circles = [keys[first : first + length] for first in range(0, pages, length)]
+    return [(key, parent) for circle in circles for key, parent in zip(circle, [circle[-1], *circle], strict=False)]
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_a_store_full_of_pages_that_hang_on_each_other_takes_new_ones(tmp_path: Path, length: int) -> None:
+    root = tmp_path / "s"
+    store = open_file(root, capacity_bytes=12 * PAGE)
+    for key, parent in cycles(length, 12):
+        stored = store.backend.batch_set([key], full_frames(CODEC, [key]), parent=parent, deadline=soon())
+        assert stored == [STORED]
+    check(store, root)
+    assert store_chain(store, make_keys(12, "new")) == [STORED] * 12
+    check(store, root)
+    store.backend.close()
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_planted_pages_that_hang_on_each_other_are_evicted_like_others(tmp_path: Path, length: int) -> None:
+    root = tmp_path / "s"
+    open_file(root).backend.close()
+    for key, parent in cycles(length, 12):
+        plant(root, key, parent)
+    store = open_file(root, capacity_bytes=12 * PAGE)
+    check(store, root)
+    assert store_chain(store, make_keys(12, "new")) == [STORED] * 12
+    check(store, root)
+    store.backend.close()
+
+
+def test_with_a_cycle_in_the_index_a_full_store_takes_nothing(tmp_path: Path) -> None:
+    """The control of the two tests above."""
+    store = open_file(tmp_path / "s", capacity_bytes=3 * PAGE)
+    assert isinstance(store.backend, FileBackend)
+    for key in make_keys(3):
+        assert store_chain(store, [key]) == [STORED]
+    with store.backend._store.transaction(soon()) as index:
+        index._run("UPDATE pages SET parent = key, children = 1")
+        with pytest.raises(AssertionError, match="above itself"):
+            index.check()
+    assert store_chain(store, make_keys(1, "new")) == [REJECTED]
+    store.backend.close()
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_however_pages_hang_on_each_other_the_index_holds_no_cycle(tmp_path: Path, seed: int) -> None:
+    dice, keys, path = rng(seed), make_keys(8), tmp_path / "index.sqlite"
+    path.touch()
+    index = Index.create(str(path))
+    index.begin()
+    for number in range(300):
+        key, parent = dice.choice(keys), dice.choice([None, *keys])
+        action = dice.choice(["reserve", "publish", "add", "drop"])
+        if action == "reserve":
+            writer = f"{'0' * 16}.{number}"
+            index.reserve(NAMESPACE, [key], [parent], writer, PAGE, number)
+        elif action == "publish" and index.writers():
+            index.publish(dice.choice(index.writers()))
+        else:
+            index.drop(NAMESPACE, key)
+            if action == "add":
+                index.add(NAMESPACE, key, parent, PAGE, number)
+        index.check()
+    index.close()
