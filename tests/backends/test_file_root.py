@@ -9,6 +9,8 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.file import FileBackendOptions
+from hicache.backends.file.pages import System
+from hicache.backends.file.root import open_root
 from hicache.backends.file.tools import purge_store
 from hicache.backends.testing import (
     CORRUPT,
@@ -139,8 +141,101 @@ def test_below_a_shared_directory_the_root_has_to_be_private(tmp_path: Path) -> 
         open_file(shared / "s")
     (shared / "s").chmod(0o700)
     shared.chmod(0o777)
-    with pytest.raises(NotOurs, match="parent"):
+    with pytest.raises(NotOurs, match=f"{shared} above it can be written by everybody"):
         open_file(shared / "s")
+
+
+def test_each_directory_above_is_checked_and_named(tmp_path: Path) -> None:
+    high = tmp_path / "high"
+    root = high / "middle" / "s"
+    open_file(root).backend.close()
+    high.chmod(0o777)
+    with pytest.raises(NotOurs, match=f": {high} above it can be written by everybody.* run chmod o-w"):
+        open_file(root)
+    high.chmod(0o1777)
+    open_file(root).backend.close()
+    high.chmod(0o2775)
+    open_file(root).backend.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a directory away")
+def test_a_directory_above_that_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
+    high = tmp_path / "high"
+    (high / "middle").mkdir(parents=True)
+    os.chown(high, 12345, 12345)
+    with pytest.raises(NotOurs, match=f": {high} above it belongs to user id 12345.* run chown"):
+        open_file(high / "middle" / "s")
+    assert list((high / "middle").iterdir()) == []
+
+
+def modes(folder: Path) -> set[tuple[bool, int]]:
+    """Of everything below a directory: whether it is a directory, and its mode."""
+    return {(path.is_dir(), path.lstat().st_mode & 0o7777) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_what_a_store_makes_is_private_with_any_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        store = open_file(tmp_path / "a" / "b" / "s")
+        store_chain(store, make_keys(3))
+        assert modes(tmp_path) == {(True, 0o700), (False, 0o600)}
+        store.backend.close()
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("umask", [0o777, 0o100])
+def test_a_umask_that_takes_rights_of_the_owner_is_refused_and_leaves_nothing(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        with pytest.raises(BackendUnavailable, match="umask"):
+            open_file(tmp_path / "a" / "s")
+    finally:
+        os.umask(before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_above_the_root_is_resolved_once(tmp_path: Path) -> None:
+    root = tmp_path / "real" / "s"
+    open_file(root).backend.close()
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to(tmp_path / "one" / ".." / "real")
+    with pytest.raises(BackendUnavailable, match="too many"):
+        open_file(tmp_path / "one" / "s")
+    (tmp_path / "two").unlink()
+    (tmp_path / "two").symlink_to("../" + tmp_path.name + "/./real")
+    path, fd = open_root(tmp_path / "one" / "s", create=False, system=System())
+    os.close(fd)
+    assert path == str(root)
+    (tmp_path / "real").chmod(0o777)
+    with pytest.raises(NotOurs, match=f": {tmp_path / 'real'} above it"):
+        open_file(tmp_path / "one" / "s")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a link away")
+def test_a_link_of_another_user_above_the_root_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    os.chown(tmp_path / "link", 12345, 12345, follow_symlinks=False)
+    with pytest.raises(NotOurs, match=f"the symbolic link {tmp_path / 'link'} belongs to user id 12345"):
+        open_file(tmp_path / "link" / "s")
+    assert list((tmp_path / "real").iterdir()) == []
+
+
+def test_the_root_is_made_in_the_directory_that_was_checked(tmp_path: Path) -> None:
+    high, moved = tmp_path / "high", tmp_path / "moved"
+    high.mkdir()
+
+    def replace(name: str, number: int, args: tuple[object, ...]) -> None:
+        if (name, number) == ("mkdir", 1):  # after the check of `high`, before the root is made in it
+            high.rename(moved)
+            high.mkdir()
+
+    _, fd = open_root(high / "s", create=True, system=Faulty(replace))
+    os.close(fd)
+    assert (moved / "s" / "HICACHE_STORE").exists()
+    assert list(high.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a directory away")

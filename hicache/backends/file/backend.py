@@ -170,13 +170,13 @@ class FileBackend(StorageBackend):
             if not is_open:
                 self._calls.count(errors=[self._calls.refusal])
                 return 0
-            present, namespace_hex = self._parts.files.present, self._namespace_hex
+            present = self._parts.files.lookup(self._namespace_hex)
             for position, key in enumerate(keys):
                 if not position % _EXISTS_PAGES_PER_CLOCK and time.monotonic() >= deadline:
                     self._calls.count(errors=[DEADLINE])
                     return position
                 try:
-                    if not present(page_name(namespace_hex, key)):
+                    if not present(key):
                         return position
                 except OSError as error:
                     self._calls.count(errors=[error_name(error)])

@@ -189,7 +189,8 @@ class Writes:
 
     def _look(self) -> list[tuple[int, int]]:
         """Note what is there and what is to do; pairs of a repeated key's position and its first one."""
-        parts, first_of = self._parts, dict[bytes, int]()
+        first_of = dict[bytes, int]()
+        present = self._parts.files.lookup(self._parts.namespace_hex)
         repeated = []
         for position, key in enumerate(self._keys):
             first = first_of.setdefault(key, position)
@@ -197,7 +198,7 @@ class Writes:
                 repeated.append((position, first))
                 continue
             try:
-                if parts.files.present(page_name(parts.namespace_hex, key)):
+                if present(key):
                     self.outcomes[position] = SetOutcome.PRESENT
                 else:
                     self._todo.append(position)

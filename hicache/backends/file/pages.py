@@ -2,12 +2,14 @@
 
 A page lives at `<namespace, 64 hex>/<first 2 hex of the key>/<key, 64 hex>` below the root of its store, and the file
 is exactly one page in its stored form. Every call goes through a `System`, so that a test can fail or kill at each of
-them, and is relative to the root's descriptor, so that a renamed or replaced root is never written by accident.
+them, and is relative to the root's descriptor, so that a renamed or replaced root is never written by accident. A
+`System` also walks each directory below the root by itself: no link below the root is followed, at any level.
 
 What is found in place of a page is never trusted: it is opened without following a link and without waiting (a FIFO
 would block), and has to be a regular file of a size that a page can have.
 
-Locking design: `PageFiles` holds nothing that changes but `direct_io`, which only ever goes from True to False.
+Locking design: `PageFiles` holds nothing that changes but `direct_io`, which only ever goes from True to False, and
+`_fans`, which any thread replaces as a whole.
 `write` and `read` may run in any threads at once; `publish` and `remove` run under the store's lock (see `store`).
 """
 
@@ -18,8 +20,9 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from ...frame import Damage, TagStream
 
@@ -30,13 +33,20 @@ _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 READ_FLAGS = os.O_RDONLY | _SAFE
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
+# A directory that is opened to look up a name in it. A link in its place gives ENOTDIR.
+_STEP_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
 # No room, or no right to write now: the caller's page is turned away and nothing is wrong with the device.
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 # What open(2) says of a symbolic link (with O_NOFOLLOW), a socket, or a device without a driver.
-_NOT_A_FILE_ERRNOS = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV})
+NOT_A_FILE_ERRNOS = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV})
 
 # As much as stays in a second-level cache until it is hashed. Smaller pieces cost more calls than they save.
 _PIECE_BYTES = 1 << 20
+# The times of a file system move in steps of some milliseconds. A list of a directory that changed this long ago shows
+# all of its changes up to that time.
+_SETTLED_NS = 1_000_000_000
 
 NOT_REGULAR = "not_regular"
 SIZE = Damage.SIZE.value
@@ -44,11 +54,38 @@ SIZE = Damage.SIZE.value
 Identity: TypeAlias = tuple[int, int, int]
 
 
+_T = TypeVar("_T")
+
+
 class System:
-    """The calls of the operating system that a file store makes. Tests put errors, short transfers and kills here."""
+    """The calls of the operating system that a file store makes. Tests put errors, short transfers and kills here.
+
+    A path below `dir_fd` is walked one directory at a time: a link or a file in place of a directory is a
+    NotADirectoryError, and the target of a link is not touched. The operating system follows a path without `dir_fd`.
+    """
+
+    def step(self, name: str, *, dir_fd: int | None = None) -> int:
+        """Open a directory to look up names in it; follow no link."""
+        return os.open(name, _STEP_FLAGS, dir_fd=dir_fd)
+
+    def _walk(self, path: str, dir_fd: int | None, call: Callable[[str, int | None], _T]) -> _T:
+        """Make `call` with the last name of `path` and the directory of that name."""
+        if dir_fd is None or "/" not in path:
+            return call(path, dir_fd)
+        *folders, name = path.split("/")
+        fd = dir_fd
+        try:
+            for folder in folders:
+                above, fd = fd, self.step(folder, dir_fd=fd)
+                if above != dir_fd:
+                    os.close(above)  # not `close`: a descriptor for looking up has nothing to lose
+            return call(name, fd)
+        finally:
+            if fd != dir_fd:
+                os.close(fd)
 
     def open(self, path: str, flags: int, mode: int = FILE_MODE, *, dir_fd: int | None = None) -> int:
-        return os.open(path, flags, mode, dir_fd=dir_fd)
+        return self._walk(path, dir_fd, lambda name, fd: os.open(name, flags, mode, dir_fd=fd))
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -57,7 +94,24 @@ class System:
         return os.fstat(fd)
 
     def lstat(self, path: str, *, dir_fd: int | None = None) -> os.stat_result:
+        return self._walk(path, dir_fd, lambda name, fd: os.stat(name, dir_fd=fd, follow_symlinks=False))
+
+    def lstat_listed(self, path: str, *, dir_fd: int) -> os.stat_result:
+        """`lstat` without a walk. REQUIRES: the caller has just found the directories of `path` with `folders`."""
         return os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+
+    def folders(self, path: str, *, dir_fd: int) -> frozenset[str]:
+        """Return the names of the directories in a directory, without links to directories."""
+        fd = self.open(path, LIST_FLAGS, dir_fd=dir_fd)
+        try:
+            with os.scandir(fd) as entries:
+                return frozenset(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        finally:
+            self.close(fd)
+
+    def readlink(self, fd: int) -> str:
+        """Return the target of the link that `fd` is."""
+        return os.readlink("", dir_fd=fd)
 
     def preadv(self, fd: int, frame: memoryview, offset: int) -> int:
         return os.preadv(fd, [frame], offset)
@@ -69,16 +123,18 @@ class System:
         os.fdatasync(fd)
 
     def rename(self, source: str, target: str, *, dir_fd: int) -> None:
-        os.rename(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        self._walk(source, dir_fd, lambda old, old_fd: self._walk(
+            target, dir_fd, lambda new, new_fd: os.rename(old, new, src_dir_fd=old_fd, dst_dir_fd=new_fd)
+        ))  # fmt: skip
 
     def unlink(self, path: str, *, dir_fd: int) -> None:
-        os.unlink(path, dir_fd=dir_fd)
+        self._walk(path, dir_fd, lambda name, fd: os.unlink(name, dir_fd=fd))
 
-    def mkdir(self, path: str, *, dir_fd: int | None = None) -> None:
-        os.mkdir(path, DIR_MODE, dir_fd=dir_fd)
+    def mkdir(self, path: str, *, dir_fd: int) -> None:
+        self._walk(path, dir_fd, lambda name, fd: os.mkdir(name, DIR_MODE, dir_fd=fd))
 
     def rmdir(self, path: str, *, dir_fd: int) -> None:
-        os.rmdir(path, dir_fd=dir_fd)
+        self._walk(path, dir_fd, lambda name, fd: os.rmdir(name, dir_fd=fd))
 
     def listdir(self, fd: int) -> list[str]:
         return os.listdir(fd)
@@ -139,16 +195,50 @@ class PageFiles:
         self._fits = fits
         self._system = system
         self._sync = sync
+        self._fans: tuple[tuple[str, int, int], frozenset[str]] = ("", 0, 0), frozenset()
         self.direct_io = direct_io
         self.direct_refused = 0
 
     def present(self, name: str) -> bool:
         """True if a regular file of a fitting size is there. Raises OSError but for a missing file."""
+        return self._is_page(self._system.lstat, name)
+
+    def _is_page(self, lstat: Callable[..., os.stat_result], name: str) -> bool:
         try:
-            found = self._system.lstat(name, dir_fd=self._root_fd)
+            found = lstat(name, dir_fd=self._root_fd)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return self._fits(found.st_size) and stat.S_ISREG(found.st_mode)
+
+    def lookup(self, namespace_hex: str) -> Callable[[bytes], bool]:
+        """Return what tells of a key whether its page is there: as `present`, cheaper, for one call and one thread.
+
+        It looks at the directories once, so it may miss a page in a directory that is newer.
+        """
+        lstat, fans = self._system.lstat_listed, None
+
+        def present(key: bytes) -> bool:
+            nonlocal fans
+            if fans is None:
+                fans = self._fans_of(namespace_hex)
+            text = key.hex()
+            return text[:2] in fans and self._is_page(lstat, f"{namespace_hex}/{text[:2]}/{text}")
+
+        return present
+
+    def _fans_of(self, namespace_hex: str) -> frozenset[str]:
+        """The directories of pages in a namespace, listed again after each change of the namespace's directory."""
+        try:
+            found = self._system.lstat(namespace_hex, dir_fd=self._root_fd)
+            listed = (namespace_hex, found.st_ino, found.st_ctime_ns)
+            if self._fans[0] == listed:
+                return self._fans[1]
+            fans = self._system.folders(namespace_hex, dir_fd=self._root_fd)
+        except (FileNotFoundError, NotADirectoryError):
+            return frozenset()
+        if time.time_ns() - found.st_ctime_ns > _SETTLED_NS:
+            self._fans = listed, fans
+        return fans
 
     def read(self, name: str, frame: memoryview, stream: TagStream | None) -> Identity:
         """Read the file into the first bytes of `frame`, and `stream`; the last part of what is returned is its length.
@@ -183,7 +273,7 @@ class PageFiles:
         try:
             return self._system.open(name, READ_FLAGS | (os.O_DIRECT if direct else 0), dir_fd=self._root_fd)
         except OSError as error:
-            if error.errno in _NOT_A_FILE_ERRNOS:
+            if error.errno in NOT_A_FILE_ERRNOS:
                 raise Damaged(NOT_REGULAR, None) from error
             if error.errno == errno.ENOTDIR:
                 raise FileNotFoundError(errno.ENOENT, "a directory of the store is missing") from error
@@ -253,16 +343,15 @@ class PageFiles:
     def publish(self, temporary: str, name: str) -> None:
         """Give a written file its name, in one step and over whatever was there. Raises OSError.
 
-        REQUIRES: the store's lock. Makes the page's directories where they are missing.
+        REQUIRES: the store's lock. Makes the page's directories, also in place of a link or a file.
         """
         system, root_fd = self._system, self._root_fd
         try:
             return system.rename(temporary, name, dir_fd=root_fd)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             namespace, fan, _ = name.split("/")
-            for directory in (namespace, f"{namespace}/{fan}"):
-                with contextlib.suppress(FileExistsError):
-                    system.mkdir(directory, dir_fd=root_fd)
+            for folder in (namespace, f"{namespace}/{fan}"):
+                make_folder(system, root_fd, folder)
         except (IsADirectoryError, FileExistsError):
             system.rmdir(name, dir_fd=root_fd)
         return system.rename(temporary, name, dir_fd=root_fd)
@@ -275,6 +364,18 @@ class LeftBehind(Exception):
         super().__init__(temporary)
         self.temporary = temporary
         self.cause = cause
+
+
+def make_folder(system: System, root_fd: int, name: str) -> None:
+    """Make a directory of the store unless it is there. Remove a link or a file of that name; leave the target of a
+    link as it is. REQUIRES: the store's lock. Raises OSError."""
+    try:
+        return system.mkdir(name, dir_fd=root_fd)
+    except FileExistsError:
+        if stat.S_ISDIR(system.lstat(name, dir_fd=root_fd).st_mode):
+            return None
+    system.unlink(name, dir_fd=root_fd)
+    return system.mkdir(name, dir_fd=root_fd)
 
 
 def lies_there(system: System, root_fd: int, name: str) -> bool:

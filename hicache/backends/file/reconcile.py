@@ -10,11 +10,23 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Iterator
 
 from ...frame import FRAME_ALIGN, HEADER_BYTES, NO_PARENT, FrameHeader
 from ...keys import FORMAT_VERSION, PAGE_KEY_BYTES
 from .index import Index
-from .pages import READ_FLAGS, TMP_DIR, System, identity, is_hex, page_name, remove_damaged, remove_page
+from .pages import (
+    LIST_FLAGS,
+    NOT_A_FILE_ERRNOS,
+    READ_FLAGS,
+    TMP_DIR,
+    System,
+    identity,
+    is_hex,
+    page_name,
+    remove_damaged,
+    remove_page,
+)
 
 OWNER_SUFFIX = ".alive"
 OWNER_HEX_DIGITS = 16
@@ -33,7 +45,7 @@ def reap(index: Index, system: System, root_fd: int, own: str) -> bool:
 
     A page of theirs that has its name already is whole, and stays.
     """
-    tmp_fd = system.open(TMP_DIR, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
+    tmp_fd = system.open(TMP_DIR, LIST_FLAGS, dir_fd=root_fd)
     try:
         names = [name for name in system.listdir(tmp_fd) if owner_of(name) is not None]
         alive = {own}
@@ -43,7 +55,7 @@ def reap(index: Index, system: System, root_fd: int, own: str) -> bool:
         # Owner files go last: a kill in between leaves a dead owner that is still seen as one.
         dead = sorted((name for name in names if owner_of(name) not in alive), key=lambda n: n.endswith(OWNER_SUFFIX))
         for name in dead:
-            system.unlink(name, dir_fd=tmp_fd)
+            _remove(system, tmp_fd, name)
     finally:
         system.close(tmp_fd)
     writers = [writer for writer in index.writers() if writer.partition(".")[0] not in alive]
@@ -58,11 +70,22 @@ def reap(index: Index, system: System, root_fd: int, own: str) -> bool:
     return bool(dead or writers)
 
 
+def _remove(system: System, tmp_fd: int, name: str) -> None:
+    try:
+        system.unlink(name, dir_fd=tmp_fd)
+    except IsADirectoryError:
+        with contextlib.suppress(OSError):  # a directory that is not empty is not ours to clear
+            system.rmdir(name, dir_fd=tmp_fd)
+
+
 def _is_locked(system: System, tmp_fd: int, name: str) -> bool:
     try:
         fd = system.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=tmp_fd)
-    except FileNotFoundError:
-        return False  # its owner closed the store just now
+    except OSError as error:
+        # Its owner closed the store just now, or it is a link, a socket or a directory, which an owner does not make.
+        if error.errno not in (errno.ENOENT, errno.EISDIR, *NOT_A_FILE_ERRNOS):
+            raise
+        return False
     try:
         system.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -75,7 +98,7 @@ def _is_locked(system: System, tmp_fd: int, name: str) -> bool:
 def _file_length(system: System, root_fd: int, name: str) -> int | None:
     try:
         found = system.lstat(name, dir_fd=root_fd)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
@@ -88,7 +111,7 @@ def reconcile(index: Index, system: System, root_fd: int, *, keep_damaged: bool 
     """
     on_disk = {bytes.fromhex(name) for name in system.listdir(root_fd) if is_hex(name, 64)}
     for namespace in sorted(on_disk | set(index.namespaces())):
-        fans = set(_names(system, root_fd, namespace.hex(), keep_damaged))
+        fans = set(_names(system, root_fd, namespace.hex()))
         kept = sum(
             _reconcile_fan(index, system, root_fd, namespace, fan, f"{fan:02x}" in fans, keep_damaged=keep_damaged)
             for fan in range(_FANS)
@@ -105,60 +128,63 @@ def _reconcile_fan(
     rows = index.stored(namespace, first.ljust(PAGE_KEY_BYTES, b"\x00"), first.ljust(PAGE_KEY_BYTES, b"\xff"))
     folder = f"{namespace.hex()}/{fan:02x}"
     kept = 0
-    for name in _names(system, root_fd, folder, keep_damaged) if there else ():
-        if not is_hex(name, 64) or not name.startswith(folder[-2:]):
-            continue
-        key = bytes.fromhex(name)
-        row_bytes = rows.pop(key, None)
-        kept += _reconcile_page(index, system, root_fd, namespace, key, row_bytes, keep_damaged=keep_damaged)
+    with _opened(system, root_fd, folder if there else None, keep_damaged) as fan_fd:
+        if fan_fd is not None:
+            for name in system.listdir(fan_fd):
+                if not is_hex(name, 64) or not name.startswith(folder[-2:]):
+                    continue
+                key = bytes.fromhex(name)
+                row_bytes = rows.pop(key, None)
+                kept += _reconcile_page(index, system, fan_fd, namespace, key, row_bytes, keep_damaged=keep_damaged)
     for key in rows:
         index.drop(namespace, key)
     return kept
 
 
-def _names(system: System, root_fd: int, folder: str, keep_damaged: bool = True) -> list[str]:
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+@contextlib.contextmanager
+def _opened(system: System, root_fd: int, folder: str | None, keep_damaged: bool = True) -> Iterator[int | None]:
+    """Open a directory below the root, if there is one. Remove a link or a file in place of a directory of pages."""
+    fd = None
     try:
-        fd = system.open(folder, flags, dir_fd=root_fd)
+        if folder is not None:
+            fd = system.open(folder, LIST_FLAGS, dir_fd=root_fd)
     except FileNotFoundError:
-        return []
-    except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-            raise
-        # A link or file where a directory belongs: not followed, and in our way.
-        if not keep_damaged and "/" in folder and _is_dir(system, root_fd, folder.partition("/")[0]):
+        pass
+    except NotADirectoryError:
+        if not keep_damaged and folder is not None and "/" in folder:
             remove_page(system, root_fd, folder)
-        return []
     try:
-        return system.listdir(fd)
+        yield fd
     finally:
-        system.close(fd)
+        if fd is not None:
+            system.close(fd)
 
 
-def _is_dir(system: System, root_fd: int, name: str) -> bool:
-    return stat.S_ISDIR(system.lstat(name, dir_fd=root_fd).st_mode)
+def _names(system: System, root_fd: int, folder: str) -> list[str]:
+    with _opened(system, root_fd, folder) as fd:
+        return [] if fd is None else system.listdir(fd)
 
 
 def _reconcile_page(
-    index: Index, system: System, root_fd: int, namespace: bytes, key: bytes, row_bytes: int | None, *,
+    index: Index, system: System, fan_fd: int, namespace: bytes, key: bytes, row_bytes: int | None, *,
     keep_damaged: bool,
 ) -> bool:
     """True if the page stays."""
-    name = page_name(namespace.hex(), key)
-    found = system.lstat(name, dir_fd=root_fd)
+    name = key.hex()
+    found = system.lstat(name, dir_fd=fan_fd)
     regular = stat.S_ISREG(found.st_mode)
     if row_bytes is not None:
         if regular and found.st_size == row_bytes:
             return True
         index.drop(namespace, key)
-    header = _header(system, root_fd, name) if regular else None
+    header = _header(system, fan_fd, name) if regular else None
     if (
         header is None
         or header.page_key != key
         or header.namespace != namespace
         or not _is_whole(header, found.st_size)
     ):
-        return keep_damaged or not remove_damaged(system, root_fd, name, identity(found))
+        return keep_damaged or not remove_damaged(system, fan_fd, name, identity(found))
     parent = None if header.parent_key == NO_PARENT else header.parent_key
     index.add(namespace, key, parent, found.st_size, found.st_mtime_ns // 1000)
     return True
@@ -169,8 +195,8 @@ def _is_whole(header: FrameHeader, size: int) -> bool:
     return size == header.object_bytes if header.version == FORMAT_VERSION else not size % FRAME_ALIGN
 
 
-def _header(system: System, root_fd: int, name: str) -> FrameHeader | None:
-    fd = system.open(name, READ_FLAGS, dir_fd=root_fd)
+def _header(system: System, fan_fd: int, name: str) -> FrameHeader | None:
+    fd = system.open(name, READ_FLAGS, dir_fd=fan_fd)
     try:
         buffer = memoryview(bytearray(HEADER_BYTES))
         return FrameHeader.parse(buffer[: system.preadv(fd, buffer, 0)])

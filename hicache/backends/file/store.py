@@ -51,7 +51,7 @@ from typing import TypeAlias
 
 from ...errors import BackendUnavailable
 from .index import JOURNAL, JOURNAL_BYTES, Index, IndexDamaged, blames_file, index_files, index_names
-from .pages import FULL_ERRNOS, TMP_DIR, System
+from .pages import FULL_ERRNOS, TMP_DIR, System, make_folder
 from .reconcile import OWNER_HEX_DIGITS, OWNER_SUFFIX, reap, reconcile
 from .root import open_root
 
@@ -312,8 +312,7 @@ class Store:
         """Make and lock the owner file, under the store's lock, so that no other process takes it for a dead one's."""
         if self._owner_fd is not None:
             return
-        with contextlib.suppress(FileExistsError):
-            self.system.mkdir(TMP_DIR, dir_fd=self.root_fd)
+        make_folder(self.system, self.root_fd, TMP_DIR)
         self._owner_fd = self.system.open(self._owner_name, _LOCKABLE, dir_fd=self.root_fd)
         try:
             self.system.flock(self._owner_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,252 @@
+"""No link below the root of a file store is followed, at any level and at any time, and no strange file blocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from hicache.backends.base import EvictedPage
+from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.backends.file.pages import System
+from hicache.backends.file.raw import FileRaw
+from hicache.backends.file.tools import verify_store
+from hicache.backends.file.view import View
+from hicache.backends.raw import StoredPage
+from hicache.backends.testing import (
+    HIT,
+    MISS,
+    NAMESPACE,
+    SET_ERROR,
+    STORED,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.errors import BackendError
+from tests.waiting import wait_for
+
+from ._files import CODEC, PAGE, check, exists, open_file, page_path, temporary_files
+
+T = TypeVar("T")
+LEVELS = {"namespace": 1, "fan": 0}
+OWNER = "0123456789abcdef"
+
+
+class Following(System):
+    """A system that leaves the walk to the kernel, which follows links."""
+
+    def _walk(self, path: str, dir_fd: int | None, call: Callable[[str, int | None], T]) -> T:
+        return call(path, dir_fd)
+
+
+def link_away(root: Path, key: bytes, level: str, outside: Path) -> Path:
+    """Move a directory above a page to `outside` and leave a link in its place."""
+    folder = page_path(root, CODEC, key).parents[LEVELS[level]]
+    folder.rename(outside)
+    folder.symlink_to(outside)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Names, bytes and times of the files below a directory."""
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_directory_that_becomes_a_link_hides_its_pages_until_they_are_stored_again(
+    tmp_path: Path, level: str
+) -> None:
+    root, outside = tmp_path / "s", tmp_path / "outside"
+    store = open_file(root)
+    (key,) = make_keys(1)
+    store_chain(store, [key])
+    folder = link_away(root, key, level, outside)
+    before = contents(outside)
+    assert len(before) == 1
+
+    assert exists(store, [key]) == 0
+    assert load(store, [key]) == [MISS]
+    assert store.backend.delete([key], deadline=soon()) == 0
+    assert store.backend.statistics().corrupt == {}
+    assert folder.is_symlink() and contents(outside) == before
+
+    assert store_chain(store, [key]) == [STORED]
+    assert load(store, [key]) == [HIT]
+    assert not folder.is_symlink() and contents(outside) == before
+    check(store, root)
+    store.backend.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_system_that_follows_links_serves_and_removes_the_page_outside(tmp_path: Path, level: str) -> None:
+    """The control of the test above."""
+    root, outside = tmp_path / "s", tmp_path / "outside"
+    store = open_file(root, system=Following())
+    (key,) = make_keys(1)
+    store_chain(store, [key])
+    link_away(root, key, level, outside)
+    assert load(store, [key]) == [HIT]
+    assert store.backend.delete([key], deadline=soon()) == 1
+    assert contents(outside) == {}
+    store.backend.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_eviction_and_its_listener_do_not_follow_a_link(tmp_path: Path, level: str) -> None:
+    root, outside = tmp_path / "s", tmp_path / "outside"
+    store = open_file(root, capacity_bytes=2 * PAGE)
+    assert isinstance(store.backend, FileBackend)
+    refused: list[OSError] = []
+
+    def listener(key: bytes, open_page: Callable[[], EvictedPage]) -> None:
+        try:
+            open_page().close()
+        except OSError as error:
+            refused.append(error)
+
+    store.backend.on_eviction(listener)
+    old, new = make_keys(1, "old"), make_keys(2, "new")
+    store_chain(store, old)
+    link_away(root, old[0], level, outside)
+    before = contents(outside)
+    assert store_chain(store, new) == [STORED] * 2
+    assert (store.backend.statistics().evicted_pages, len(refused)) == (1, 1)
+    assert contents(outside) == before
+    store.backend.close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_tools_do_not_follow_a_link(tmp_path: Path, level: str) -> None:
+    root, outside = tmp_path / "s", tmp_path / "outside"
+    store = open_file(root)
+    (key,) = make_keys(1)
+    store_chain(store, [key])
+    store.backend.close()
+    link_away(root, key, level, outside)
+    before = contents(outside)
+    raw = FileRaw(FileBackendOptions(root))
+    page = StoredPage(NAMESPACE, key, PAGE, None)
+    assert list(raw.pages()) == []
+    assert raw.read(page, PAGE) is None
+    assert raw.remove([page]) == 0
+    raw.close()
+    assert [*verify_store(root, remove=True)][-1].bytes < PAGE
+    assert contents(outside) == before
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_strange_tmp_costs_stores_and_is_replaced_at_the_next_opening(tmp_path: Path, kind: str) -> None:
+    root, outside = tmp_path / "s", tmp_path / "outside"
+    outside.mkdir()
+    store = open_file(root)
+    keys = make_keys(2)
+    store_chain(store, keys[:1])
+    (root / "tmp").rename(tmp_path / "old")
+    if kind == "link":
+        (root / "tmp").symlink_to(outside)
+    else:
+        (root / "tmp").write_bytes(b"mine")
+    assert store_chain(store, keys[1:]) == [SET_ERROR]
+    assert load(store, keys) == [HIT, MISS]
+    store.backend.close()
+    store = open_file(root)
+    assert store_chain(store, keys[1:]) == [STORED]
+    check(store, root)
+    store.backend.close()
+    assert list(outside.iterdir()) == []
+
+
+def put(path: Path, kind: str, outside: Path) -> None:
+    """A strange thing in place of a file."""
+    if path.exists():
+        path.unlink()
+    if kind == "link":
+        path.symlink_to(outside)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        os.mknod(path, 0o140600)
+    else:
+        path.mkdir()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "socket", "directory"])
+@pytest.mark.parametrize("name", ["lock", "HICACHE_STORE", "index"])
+def test_a_strange_file_of_the_store_neither_blocks_nor_raises_an_untyped_error(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    root, outside = tmp_path / "s", tmp_path / "outside"
+    outside.write_bytes(b"mine")
+    open_file(root).backend.close()
+    path = next(root.glob("index-*.sqlite")) if name == "index" else root / name
+    put(path, kind, outside)
+
+    def look() -> None:
+        view = View(root)
+        try:
+            view.index_rows()
+        finally:
+            view.close()
+
+    actions: list[Callable[[], Any]] = [look]
+    if name != "index":  # what the index may be is up to the index
+        actions.append(lambda: open_file(root).backend.close())  # noqa: PLW0108  it opens the store, too
+    for action in actions:
+        try:
+            action()
+        except (BackendError, OSError) as error:
+            assert isinstance(error, BackendError) or action is look
+    assert outside.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "socket", "directory"])
+@pytest.mark.parametrize("suffix", ["alive", "7"])
+def test_strange_files_in_tmp_do_not_keep_a_store_from_being_opened(tmp_path: Path, kind: str, suffix: str) -> None:
+    root, outside = tmp_path / "s", tmp_path / "outside"
+    outside.write_bytes(b"mine")
+    open_file(root).backend.close()
+    put(root / "tmp" / f"{OWNER}.{suffix}", kind, outside)
+    store = open_file(root)
+    assert len(temporary_files(root)) == 1
+    check(store, root)
+    store.backend.close()
+    assert outside.read_bytes() == b"mine"
+
+
+def test_a_reservation_below_a_file_in_place_of_a_directory_ends_with_its_owner(tmp_path: Path) -> None:
+    root, (key,) = tmp_path / "s", make_keys(1)
+    store = open_file(root)
+    store_chain(store, [key])
+    assert isinstance(store.backend, FileBackend)
+    with store.backend._store.transaction(soon()) as index:
+        index.reserve(NAMESPACE, [key], [None], f"{OWNER}.1", PAGE, 1)
+    store.backend.close()
+    fan = page_path(root, CODEC, key).parent
+    fan.rename(tmp_path / "away")
+    fan.write_bytes(b"in the way")
+    store = open_file(root)
+    check(store, root)
+    assert store_chain(store, [key]) == [STORED]
+    store.backend.close()
+
+
+def test_a_page_in_a_directory_made_by_another_process_is_found(tmp_path: Path) -> None:
+    """A lookup keeps its list of directories only as long as the directory above has not changed."""
+    root, keys = tmp_path / "s", make_keys(30)
+    ours, theirs = open_file(root), open_file(root)
+    for number, key in enumerate(keys):
+        assert exists(ours, [key]) == 0
+        assert store_chain(theirs, [key]) == [STORED]
+        assert exists(ours, keys) == number + 1
+    assert isinstance(ours.backend, FileBackend)
+    files = ours.backend._parts.files
+    wait_for(lambda: exists(ours, keys) == 30 and len(files._fans[1]) == len({key[0] for key in keys}))
+    link_away(root, keys[0], "fan", tmp_path / "outside")
+    assert exists(ours, keys) == 0
+    ours.backend.close()
+    theirs.backend.close()
