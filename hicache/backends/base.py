@@ -105,8 +105,9 @@ class StorageBackend(ABC):
         """Store pages, one outcome per key. Idempotent; each page appears whole or not at all.
 
         `parent` is the key of the page before `keys[0]`, None at the start of a chain: with it a backend that evicts
-        can drop tails before heads. Seals the frames.
-        REQUIRES: as `batch_get`, and complete payloads.
+        can drop tails before heads. Seals the frames. A key that comes twice is stored once, and its parent is the page
+        before its first place.
+        REQUIRES: as `batch_get`, complete payloads, and `parent` is not one of `keys`.
         """
 
     @abstractmethod

@@ -20,15 +20,40 @@ def check_keys(keys: Iterable[bytes]) -> None:
             raise InvalidInput(f"backend: a key must be {PAGE_KEY_BYTES} bytes, got {len(key)}")
 
 
-def check_batch(codec: FrameCodec, keys: Sequence[bytes], frames: Sequence[memoryview]) -> None:
-    """Raise InvalidInput unless `frames` are frames of `codec`, one for each key."""
+def check_batch(
+    codec: FrameCodec, keys: Sequence[bytes], frames: Sequence[memoryview], parent: bytes | None = None
+) -> None:
+    """Raise InvalidInput unless `frames` are frames of `codec`, one for each key, and `parent` can be the page before
+    all of them: a page must not hang on itself, at any distance."""
     if len(keys) != len(frames):
         raise InvalidInput(f"backend: {len(keys)} keys but {len(frames)} frames")
     check_keys(keys)
+    if parent is not None:
+        check_keys([parent])
+        if parent in keys:
+            raise InvalidInput(
+                f"backend: the parent of the batch is also its key number {keys.index(parent)}; "
+                "give the key of the page before the batch"
+            )
     size = codec.frame_bytes
     for frame in frames:
         if frame.nbytes != size or frame.itemsize != 1 or not frame.c_contiguous or frame.readonly:
             raise InvalidInput(f"backend: a frame must be {size} contiguous writable bytes")
+
+
+def parents_of(keys: Sequence[bytes], parent: bytes | None) -> list[bytes | None]:
+    """Return the key of the page before each page of a batch. A key that comes again has the parent of its first place,
+    so the pages of one batch never hang on each other in a cycle. REQUIRES: `check_batch` accepts them."""
+    parents: dict[bytes, bytes | None] = {}
+    for key, before in zip(keys, [parent, *keys], strict=False):
+        parents.setdefault(key, before)
+    return [parents[key] for key in keys]
+
+
+def parent_outside(keys: Sequence[bytes], parent: bytes | None) -> bytes | None:
+    """Return `parent` for a batch of `keys`, or None if it is one of them. For a part of a batch: where a key of the
+    batch comes twice, the page before the part can be in it."""
+    return None if parent in keys else parent
 
 
 class Tally:

@@ -119,54 +119,69 @@ class Chains:
     def tails_first(self) -> Iterator[StoredPage]:
         """All pages in the order of eviction: always the least recently used of those on which none hangs any more.
 
-        Changes nothing; REQUIRES that nothing changes meanwhile. Pages that hang on each other in a circle, which no
-        engine makes, come last.
+        Changes nothing; REQUIRES that nothing changes meanwhile. No engine makes pages that hang on each other in a
+        cycle. Each of them goes as if it hung on none: otherwise a cycle would outlast the pages of engines.
         """
-        children = dict(self._children)
-        order = [(_used(link.page), where) for where, link in self._links.items() if where not in children]
+        children, cycles = self._cut_cycles()
+        order = [(_used(link.page), where) for where, link in self._links.items() if not children.get(where)]
         heapq.heapify(order)
-        done: set[PageId] = set()
         while order:
             _, where = heapq.heappop(order)
             link = self._links[where]
-            done.add(where)
             yield link.page
             above = link.parent
-            if above is None:
+            if above is None or where in cycles:
                 continue
             children[above] -= 1
             if not children[above] and above in self._links:
                 heapq.heappush(order, (_used(self._links[above].page), above))
-        yield from (link.page for where, link in self._links.items() if where not in done)
+
+    def _cut_cycles(self) -> tuple[dict[PageId, int], set[PageId]]:
+        """How many pages hang on each page if those in cycles hang on none, and the pages in cycles."""
+        children = dict(self._children)
+        tails = [where for where in self._links if where not in children]
+        cycles = set(self._links)
+        while tails:
+            where = tails.pop()
+            cycles.discard(where)
+            above = self._links[where].parent
+            if above is not None:
+                children[above] -= 1
+                if not children[above] and above in self._links:
+                    tails.append(above)
+        # Only pages in a cycle are left, since a page hangs on one other at most.
+        children = dict(self._children)
+        for where in cycles:
+            above = self._links[where].parent
+            assert above is not None
+            children[above] -= 1
+        return children, cycles
 
     def heads_first(self) -> Iterator[tuple[StoredPage, bytes | None]]:
         """All pages with the keys of their parents, each behind its parent, the chain that was used last at first.
 
-        Changes nothing; REQUIRES that nothing changes meanwhile. Stopped anywhere, what was given are whole prefixes.
+        Changes nothing; REQUIRES that nothing changes meanwhile. A page in a cycle comes as if it began a chain.
+        Stopped anywhere, what was given are whole prefixes.
         """
         newest: dict[PageId, float] = {}
         below: dict[PageId, list[PageId]] = {}
         roots: list[PageId] = []
+        _, cycles = self._cut_cycles()
         for page in self.tails_first():
             where = (page.namespace, page.key)
             newest[where] = max(newest.get(where, 0.0), _used(page))
             above = self._links[where].parent
-            if above is None or above not in self._links:
+            if above is None or above not in self._links or where in cycles:
                 roots.append(where)
             else:
                 newest[above] = max(newest.get(above, 0.0), newest[where])
                 below.setdefault(above, []).append(where)
         roots.sort(key=newest.__getitem__)
-        done: set[PageId] = set()
         while roots:
             where = roots.pop()
             link = self._links[where]
-            done.add(where)
             yield link.page, None if link.parent is None else link.parent[1]
             roots += sorted(below.get(where, ()), key=newest.__getitem__)
-        for where, link in self._links.items():
-            if where not in done:
-                yield link.page, None if link.parent is None else link.parent[1]
 
     def check(self) -> None:
         """Raise InvariantError if a sum or a count contradicts the pages."""

@@ -121,7 +121,7 @@ class FaultyBackend(StorageBackend):
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See StorageBackend."""
-        check_batch(self.codec, keys, frames)
+        check_batch(self.codec, keys, frames, parent)
         if self._goes_wrong(len(keys) * self.codec.frame_bytes, deadline):
             self._count(len(keys), sets=len(keys))
             return [SetOutcome.ERROR] * len(keys)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import BackendError, ConfigError, InvalidInput
 from .base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
-from .calls import Calls, check_batch
+from .calls import Calls, check_batch, parent_outside, parents_of
 from .chains import Chains, PageId, parent_in, read_header
 from .raw import RawStore, StoredPage
 
@@ -164,7 +164,7 @@ class LimitedBackend(StorageBackend):
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See StorageBackend. Turns away the tail of a batch for which there is no room; its head stays."""
-        check_batch(self.codec, keys, frames)
+        check_batch(self.codec, keys, frames, parent)
         with self._calls.enter() as is_open:
             if not is_open:
                 return self._calls.refuse_sets(len(keys))
@@ -194,7 +194,8 @@ class LimitedBackend(StorageBackend):
                 self._note_uses(rest[:present])
                 outcomes += self._counted([SetOutcome.PRESENT] * present)
             elif fitting:
-                end, above = done + fitting, keys[done - 1] if done else parent
+                end = done + fitting
+                above = parent_outside(keys[done:end], keys[done - 1] if done else parent)
                 outcomes += self._store_reserved(keys[done:end], frames[done:end], above, deadline)
             else:
                 break
@@ -222,7 +223,7 @@ class LimitedBackend(StorageBackend):
             with self._state:
                 # A page whose answer was lost may be there, and after an exception all of them.
                 self._ledger.settle(len(keys) * size, (len(keys) - idle) * size)
-                for key, above, outcome in zip(keys, [parent, *keys], outcomes, strict=False):
+                for key, above, outcome in zip(keys, parents_of(keys, parent), outcomes, strict=False):
                     if outcome is SetOutcome.STORED and len(self._fresh) < _NOTES_MAX:
                         self._fresh[key] = above
                 if self._ledger.used_bytes > HIGH_WATER * self._ledger.capacity_bytes:

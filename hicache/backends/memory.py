@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..errors import InvalidInput, InvariantError
 from ..frame import Damage, FrameCodec
 from .base import BackendStatistics, EvictionListener, GetOutcome, SetOutcome, StorageBackend, Usage
-from .calls import Tally, check_batch, check_keys
+from .calls import Tally, check_batch, check_keys, parents_of
 
 
 @dataclass(slots=True)
@@ -115,17 +115,16 @@ class MemoryBackend(StorageBackend):
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See StorageBackend. Turns away the tail of a batch that does not fit; its head stays."""
-        check_batch(self.codec, keys, frames)
+        check_batch(self.codec, keys, frames, parent)
         outcomes: list[SetOutcome] = []
-        for key, frame in zip(keys, frames, strict=True):
+        for key, frame, before in zip(keys, frames, parents_of(keys, parent), strict=True):
             with self._lock:
                 outcome = SetOutcome.ERROR
                 if self._may_start(deadline):
                     # Behind a page that was turned away there is no chain to protect: a new page would evict the head.
-                    outcome = self._write(key, frame, parent, full=SetOutcome.REJECTED in outcomes)
+                    outcome = self._write(key, frame, before, full=SetOutcome.REJECTED in outcomes)
                 self._tally.sets[outcome] += 1
             outcomes.append(outcome)
-            parent = key
         return outcomes
 
     def _write(self, key: bytes, frame: memoryview, parent: bytes | None, full: bool) -> SetOutcome:
@@ -137,11 +136,22 @@ class MemoryBackend(StorageBackend):
         stored = bytes(self.codec.seal(key, frame, parent=parent))
         if not self._make_room(len(stored), parent):
             return SetOutcome.REJECTED
+        if self._is_above(key, parent):
+            parent = None  # pages in a cycle would never be evicted
         self._pages[key] = _Page(stored, parent, self._tick())
         self._bytes += len(stored)
         if parent is not None:
             self._children.setdefault(parent, set()).add(key)
         return SetOutcome.STORED
+
+    def _is_above(self, key: bytes, below: bytes | None) -> bool:
+        """True if the stored page `below` hangs on `key`, at any distance. At once for a page without children."""
+        while key in self._children and below is not None:
+            if below == key:
+                return True
+            page = self._pages.get(below)
+            below = None if page is None else page.parent
+        return False
 
     def _make_room(self, need: int, parent: bytes | None) -> bool:
         """Evict until `need` bytes more fit; never `parent`, which is about to get a child, and nothing in vain."""

@@ -141,7 +141,10 @@ class FrameCodec:
         encrypted form lies in a buffer of its own, which lives as long as the view, and `frame` stays as it is.
         `parent` is the key of the page before this one, None for the first page of a chain.
         REQUIRES: the payload is complete, and nobody writes it until the stored form has been written.
+        Raises InvalidInput if the page is its own parent.
         """
+        if parent == key:
+            raise InvalidInput(f"frame: the page {key.hex()} is its own parent; give the key of the page before it")
         plain = self._fixed(Form(0), key, parent, self.payload_bytes)
         if not self._encrypts and frame[:8] == MAGIC and frame[FIXED] == plain:
             return frame
@@ -282,6 +285,7 @@ class FrameCodec:
             header[VERSION_AND_KIND] != self._version_and_kind
             or header[KEY_ID] not in self._known_ids
             or header[LENGTH_AND_KEY] != self._length + key
+            or header[PARENT] == key
             or header[NAMESPACE] != self.namespace
             or header[FORM] not in FORMS
             or not header.startswith(MAGIC)
@@ -329,6 +333,7 @@ class FrameCodec:
             (Damage.ENCRYPTION_KEY if self._encrypts else Damage.MAC_KEY, found.key_id not in self._known_ids),
             (Damage.LENGTH, found.payload_bytes != self.payload_bytes),
             (Damage.PAGE_KEY, found.page_key != key),
+            (Damage.PARENT_KEY, found.parent_key == key),
             (Damage.NAMESPACE, found.namespace != self.namespace),
         ):
             if differs:

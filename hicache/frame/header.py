@@ -67,6 +67,7 @@ class Damage(enum.StrEnum):
     ENCRYPTION_KEY = "encryption_key"
     LENGTH = "length"
     PAGE_KEY = "page_key"
+    PARENT_KEY = "parent_key"
     NAMESPACE = "namespace"
     HEADER = "header"
     SIZE = "size"

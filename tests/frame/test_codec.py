@@ -38,6 +38,15 @@ def test_a_sealed_frame_is_believed(codec: FrameCodec) -> None:
     assert codec.check(KEY, sealed(codec)) is None
 
 
+def test_a_page_is_not_its_own_parent(codec: FrameCodec) -> None:
+    with pytest.raises(InvalidInput, match="its own parent"):
+        sealed(codec, KEY, parent=KEY)
+    frame = sealed(codec, KEY, parent=b"p" * 32)
+    frame[88:120] = KEY
+    assert codec.check(KEY, frame) is Damage.PARENT_KEY
+    assert codec.accept(KEY, frame, len(frame)) is Damage.PARENT_KEY
+
+
 def test_an_unsealed_frame_is_not(codec: FrameCodec) -> None:
     frame = sealed(codec)
     unseal(frame)

@@ -22,7 +22,7 @@ from ...frame import FrameCodec
 from ..base import BackendStatistics, Composite, StorageBackend, Usage
 from ..calls import Calls, check_keys
 from ..registry import PartSpec, open_spec
-from .copier import Copier, CopyStatistics
+from .copier import Copier, CopyStatistics, parents_read
 from .late import LatePart
 from .merge import held_positions
 
@@ -146,6 +146,16 @@ class CopyingBackend(ComposedBackend):
     def copies(self) -> dict[str, CopyStatistics]:
         """By part: what was copied to it in the background, and what was not."""
         return {name: copier.statistics() for name, copier in zip(self._names, self._copiers, strict=True)}
+
+    def _copy_read(
+        self, part: int, positions: Sequence[int], keys: Sequence[bytes], frames: Sequence[memoryview], epoch: int
+    ) -> None:
+        """Have the pages at `positions` of a batch that was just read copied to a part."""
+        if positions:
+            self._copiers[part].submit(
+                [keys[p] for p in positions], [frames[p] for p in positions],
+                parents_read(keys, frames, positions), epoch,
+            )  # fmt: skip
 
     def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See ComposedBackend. Looks first which pages are on which part: the counts of parts alone do not tell how

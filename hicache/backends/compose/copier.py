@@ -30,6 +30,7 @@ from ...errors import InvalidInput, InvariantError
 from ...frame import HEADER_BYTES, FrameHeader
 from ...keys import PAGE_KEY_BYTES
 from ..base import EvictedPage, SetOutcome, StorageBackend
+from ..calls import parent_outside
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,21 @@ def parent_of(frame: memoryview) -> bytes | None:
     """The key of the page before the one in a sealed frame, as its header says; None at the start of a chain."""
     header = FrameHeader.parse(frame[:HEADER_BYTES])
     return None if header is None or header.parent_key == _NO_PARENT else header.parent_key
+
+
+def parents_read(
+    keys: Sequence[bytes], frames: Sequence[memoryview], positions: Sequence[int]
+) -> list[bytes | None]:
+    """The parents of the pages at `positions` of a batch that was just read, as their headers say.
+
+    None for a header that names the page itself or one behind it in the batch: the batch is in the order of its chain,
+    and a header is the word of any process that can write the store.
+    """
+    places: dict[bytes, int] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, place)
+    named = [(position, parent_of(frames[position])) for position in positions]
+    return [None if parent is None or places.get(parent, -1) >= position else parent for position, parent in named]
 
 
 def _open_pages_max() -> int:
@@ -265,7 +281,8 @@ class Copier:
                 return {"failed": len(batch)}  # an evicted page is a batch of its own
         keys, frames = [copy.key for copy in batch], [copy.frame for copy in batch]
         deadline = min(time.monotonic() + _CALL_S, self._stop_at)
-        outcomes = self._part.batch_set(keys, frames, parent=batch[0].parent, deadline=deadline)
+        parent = parent_outside(keys, batch[0].parent)
+        outcomes = self._part.batch_set(keys, frames, parent=parent, deadline=deadline)
         copied, present = outcomes.count(SetOutcome.STORED), outcomes.count(SetOutcome.PRESENT)
         return {"copied": copied, "present": present, "failed": len(batch) - copied - present}
 

@@ -129,7 +129,7 @@ class LatePart(StorageBackend):
         """See StorageBackend."""
         if self._inner is not None:
             return self._inner.batch_set(keys, frames, parent=parent, deadline=deadline)
-        check_batch(self.codec, keys, frames)
+        check_batch(self.codec, keys, frames, parent)
         return self._calls.refuse_sets(len(keys), _NOT_OPEN)
 
     def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:

@@ -27,9 +27,8 @@ from ...errors import InvalidInput
 from ...frame import FrameCodec
 from ...units import MIB
 from ..base import Composite, EvictionSource, GetOutcome, SetOutcome, StorageBackend
-from ..calls import check_batch, check_keys
+from ..calls import check_batch, check_keys, parent_outside, parents_of
 from .composed import CopyingBackend, Part
-from .copier import parent_of
 from .merge import chain_runs, merge_sets, merged_exists, merged_get
 
 # Keys whose reads are counted for `selective`. At some 150 bytes each they take 10 MiB.
@@ -120,49 +119,32 @@ class LevelsBackend(CopyingBackend):
             self._calls.count(gets=read.outcomes, corrupt=["every_copy"] * corrupt)
             if self.options.promote:
                 for level in range(len(self._parts)):
-                    self._copy(level, read.found_below(level), keys, frames, epochs)
+                    self._copy_read(level, read.found_below(level), keys, frames, epochs[level])
             if self.options.cascade is CascadePolicy.SELECTIVE:
                 hits = [p for p, outcome in enumerate(read.outcomes) if outcome is GetOutcome.HIT]
                 due = self._uses.count((keys[p], p) for p in hits)
                 for level in range(1, len(self._parts)):
-                    self._copy(level, [p for p in due if read.served[p] < level], keys, frames, epochs)
+                    below = [p for p in due if read.served[p] < level]
+                    self._copy_read(level, below, keys, frames, epochs[level])
         return read.outcomes
-
-    def _copy(
-        self,
-        level: int,
-        positions: Sequence[int],
-        keys: Sequence[bytes],
-        frames: Sequence[memoryview],
-        epochs: Sequence[int],
-    ) -> None:
-        """Have pages that were just read copied to a level; their parents are in their frames."""
-        if positions:
-            chosen = [frames[p] for p in positions]
-            self._copiers[level].submit(
-                [keys[p] for p in positions], chosen, [parent_of(frame) for frame in chosen], epochs[level]
-            )
 
     def batch_set(
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See StorageBackend. STORED if a page that the first level did not have is on any level now."""
-        check_batch(self.codec, keys, frames)
-        if parent is not None:
-            check_keys([parent])
+        check_batch(self.codec, keys, frames, parent)
         with self._calls.enter() as is_open:
             if not is_open:
                 return self._calls.refuse_sets(len(keys))
             epochs = [copier.epoch for copier in self._copiers]
-            parents = [parent, *keys[:-1]]
+            parents = parents_of(keys, parent)
             outcomes = self._parts[0].batch_set(keys, frames, parent=parent, deadline=deadline)
             stored_on = [0] * len(keys)
             for level in range(1, len(self._parts)):
                 fallen = [p for p, outcome in enumerate(outcomes) if not outcome.is_stored]
                 for run in chain_runs(fallen):
-                    answers = self._parts[level].batch_set(
-                        keys[run], frames[run], parent=parents[run.start], deadline=deadline
-                    )
+                    before = parent_outside(keys[run], parents[run.start])
+                    answers = self._parts[level].batch_set(keys[run], frames[run], parent=before, deadline=deadline)
                     for position, answer in enumerate(answers, run.start):
                         outcomes[position] = merge_sets((outcomes[position], answer))
                         stored_on[position] = level

@@ -21,10 +21,9 @@ from collections.abc import Callable, Sequence
 from ...errors import InvalidInput
 from ...frame import FrameCodec, TagKind
 from ..base import GetOutcome, SetOutcome, StorageBackend
-from ..calls import check_batch, check_keys
+from ..calls import check_batch, check_keys, parents_of
 from ..workers import WorkerPool
 from .composed import INTERNAL, CopyingBackend, Part
-from .copier import parent_of
 from .merge import merge_sets, merged_exists, merged_get
 
 # Every so many reads a part other than the fastest is read first. Rare enough to cost little where it stays slower.
@@ -86,12 +85,7 @@ class MirrorBackend(CopyingBackend):
             corrupt = read.outcomes.count(GetOutcome.CORRUPT)
             self._calls.count(gets=read.outcomes, corrupt=["every_copy"] * corrupt)
             for number, part in enumerate(order):
-                repaired = read.found_below(number)
-                if repaired:
-                    good = [frames[p] for p in repaired]
-                    self._copiers[part].submit(
-                        [keys[p] for p in repaired], good, [parent_of(frame) for frame in good], epochs[part]
-                    )
+                self._copy_read(part, read.found_below(number), keys, frames, epochs[part])
         return read.outcomes
 
     def batch_set(
@@ -99,14 +93,12 @@ class MirrorBackend(CopyingBackend):
     ) -> list[SetOutcome]:
         """See StorageBackend. All parts at once; returns when the slowest has ended or reached the deadline. PRESENT if
         one of them had the page before."""
-        check_batch(self.codec, keys, frames)
-        if parent is not None:
-            check_keys([parent])
+        check_batch(self.codec, keys, frames, parent)
         with self._calls.enter() as is_open:
             if not is_open or time.monotonic() >= deadline:
                 return self._calls.refuse_sets(len(keys), "deadline" if is_open else "closed")
             if self.codec.tag_kind is not TagKind.AES_256_GCM:
-                for key, frame, before in zip(keys, frames, [parent, *keys[:-1]], strict=False):
+                for key, frame, before in zip(keys, frames, parents_of(keys, parent), strict=True):
                     self.codec.seal(key, frame, parent=before)
             answers = [[SetOutcome.ERROR] * len(keys) for _ in self._parts]
 

@@ -33,7 +33,7 @@ import xxhash
 from ...errors import InvalidInput
 from ...frame import Damage, FrameCodec, TagStream
 from ..base import GetOutcome, SetOutcome, Usage
-from ..calls import check_batch, check_keys
+from ..calls import check_batch, check_keys, parent_outside, parents_of
 from ..workers import WorkerPool
 from .composed import INTERNAL, ComposedBackend, Part
 
@@ -77,7 +77,7 @@ class ShardCodec(FrameCodec):
     def storing(self, keys: Sequence[bytes], parent: bytes | None) -> Iterator[None]:
         """While this block stores `keys`, the page before the first of them is `parent`."""
         with self._lock:
-            for before, key in zip([parent, *keys], keys, strict=False):
+            for before, key in zip(parents_of(keys, parent), keys, strict=True):
                 self._parents[key] = before, self._parents.get(key, (None, 0))[1] + 1
         try:
             yield
@@ -168,9 +168,7 @@ class ShardedBackend(ComposedBackend):
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See StorageBackend. All parts at once, one call each."""
-        check_batch(self.codec, keys, frames)
-        if parent is not None:
-            check_keys([parent])
+        check_batch(self.codec, keys, frames, parent)
         with self._calls.enter() as is_open:
             if not is_open:
                 return self._calls.refuse_sets(len(keys))
@@ -179,9 +177,10 @@ class ShardedBackend(ComposedBackend):
             lasts: dict[int, bytes] = {}
 
             def store(part: int, positions: list[int]) -> None:
+                its = [keys[p] for p in positions]
                 answers = self._parts[part].batch_set(
-                    [keys[p] for p in positions], [frames[p] for p in positions],
-                    parent=before.get(part, parent), deadline=deadline,
+                    its, [frames[p] for p in positions],
+                    parent=parent_outside(its, before.get(part, parent)), deadline=deadline,
                 )  # fmt: skip
                 for position, answer in zip(positions, answers, strict=True):
                     outcomes[position] = answer

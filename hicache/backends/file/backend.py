@@ -234,9 +234,7 @@ class FileBackend(StorageBackend):
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See StorageBackend. Two transactions per batch; pages appear together at its end, head first."""
-        check_batch(self.codec, keys, frames)
-        if parent is not None:
-            check_keys([parent])
+        check_batch(self.codec, keys, frames, parent)
         with self._calls.enter() as is_open:
             if not is_open:
                 return self._calls.refuse_sets(len(keys))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ...frame import FrameCodec
 from ..base import GetOutcome, SetOutcome
+from ..calls import parents_of
 from ..workers import WorkerPool
 from .index import Index
 from .pages import (
@@ -159,7 +160,7 @@ class Writes:
         self._parts = parts
         self._keys = keys
         self._frames = frames
-        self._parents = [parent, *keys[:-1]]
+        self._parents = parents_of(keys, parent)
         self._deadline = deadline
         self._writer = f"{parts.store.owner}.{parts.serial()}"
         self._todo: list[int] = []

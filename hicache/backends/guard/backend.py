@@ -29,7 +29,7 @@ from typing import TypeVar
 
 from ...errors import BackendError, InvalidInput
 from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage, register_memory
-from ..calls import check_batch, check_keys
+from ..calls import check_batch, check_keys, parent_outside
 from .chore import Chore
 from .options import Direction, GuardOptions, Override
 from .probes import Prober
@@ -133,7 +133,7 @@ class GuardedBackend(StorageBackend):
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See StorageBackend."""
-        check_batch(self.codec, keys, frames)
+        check_batch(self.codec, keys, frames, parent)
         size_bytes = len(keys) * self.codec.frame_bytes
         call = self._enter(Verb.SET, len(keys), size_bytes, deadline) if keys else None
         if call is None:
@@ -146,7 +146,7 @@ class GuardedBackend(StorageBackend):
                 granted = self._may_retry(call, end - start)
                 if granted:
                     again = slice(start, start + granted)
-                    before = keys[start - 1] if start else parent
+                    before = parent_outside(keys[again], keys[start - 1] if start else parent)
                     outcomes[again] = self._set(call, keys[again], frames[again], before)
             failed = outcomes.count(SetOutcome.ERROR)
             if failed:

@@ -92,9 +92,7 @@ class MooncakeBackend(StorageBackend):
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See StorageBackend. Waits for up to half a second for a full store to make room."""
-        check_batch(self.codec, keys, frames)
-        if parent is not None:
-            check_keys([parent])
+        check_batch(self.codec, keys, frames, parent)
         with self._calls.enter() as is_open:
             if not is_open:
                 return self._calls.refuse_sets(len(keys))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ...frame import Damage, FrameCodec
 from ..base import GetOutcome, SetOutcome
+from ..calls import parents_of
 from . import codes
 from .client import Client
 from .lanes import Lane, Roads
@@ -174,7 +175,7 @@ class Writes:
         self._parts = parts
         self._keys = keys
         self._frames = frames
-        self._parents = [parent, *keys[:-1]]
+        self._parents = parents_of(keys, parent)
         self._deadline = deadline
         self._known: dict[bytes, SetOutcome] = {}
         self._full = False  # a page was turned away

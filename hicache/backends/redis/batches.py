@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from ...frame import HEADER_BYTES
 from ..base import GetOutcome, SetOutcome
+from ..calls import parents_of
 from .channel import Channel, Oversize, Part, command
 from .errors import ErrorReply, Fault, Trouble
 from .pool import Purpose
@@ -276,7 +277,7 @@ class Writes(_Transfer):
         deadline: float,
     ) -> None:
         super().__init__(parts, keys, frames, deadline, to_read=False)
-        self._parents = [parent, *keys[:-1]]
+        self._parents = parents_of(keys, parent)
         ttl_s = parts.options.ttl_s
         more = (b"NX",) if ttl_s is None else (b"NX", b"PX", b"%d" % round(ttl_s * 1000))
         self._arguments = 3 + len(more)

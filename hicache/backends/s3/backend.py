@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from ...frame import Damage, FrameCodec
 from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
-from ..calls import Calls, check_batch, check_keys
+from ..calls import Calls, check_batch, check_keys, parents_of
 from ..workers import WorkerPool
 from .names import namespace_prefix, object_name, parse_name
 from .objects import Objects
@@ -85,7 +85,7 @@ class _Writes:
         self._names = names
         self._keys = keys
         self._frames = frames
-        self._parents = [parent, *keys[:-1]]
+        self._parents = parents_of(keys, parent)
         self._deadline = deadline
         self._is_full = False
         self.outcomes = [SetOutcome.ERROR] * len(keys)
@@ -187,9 +187,7 @@ class S3Backend(StorageBackend):
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See StorageBackend. One request per page, which the server refuses if the page is there."""
-        check_batch(self.codec, keys, frames)
-        if parent is not None:
-            check_keys([parent])
+        check_batch(self.codec, keys, frames, parent)
         with self._calls.enter() as is_open:
             if not is_open:
                 return self._calls.refuse_sets(len(keys))

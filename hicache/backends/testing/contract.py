@@ -26,7 +26,7 @@ from typing import ClassVar
 import pytest
 
 from ...errors import InvalidInput
-from ...frame import HEADER_BYTES, FrameCodec, TagKind
+from ...frame import HEADER_BYTES, NO_PARENT, FrameCodec, FrameHeader, TagKind
 from .bounds import BoundsContract
 from .forms import FormsContract
 from .machine import run_machine
@@ -47,6 +47,7 @@ from .pages import (
     churn,
     empty_frames,
     exists,
+    forged,
     full_frames,
     holds,
     in_threads,
@@ -96,6 +97,13 @@ class SoleBackendContract(BoundsContract, FormsContract):
         (key,) = make_keys(1)
         assert store_chain(store, [key, key]) == [STORED, PRESENT]
         assert store.backend.usage().pages == 1
+
+    def test_a_key_that_comes_twice_has_the_parent_of_its_first_place(self, store: Store) -> None:
+        one, two, three = make_keys(3)
+        assert store_chain(store, [one, one, two, one, three]) == [STORED, PRESENT, STORED, PRESENT, STORED]
+        assert load(store, [one, two, three]) == [HIT] * 3
+        headers = [FrameHeader.parse(store.read(key) or b"") for key in (one, two, three)]
+        assert [header and header.parent_key for header in headers] == [NO_PARENT, one, one]
 
     def test_empty_batches_are_fine(self, store: Store) -> None:
         assert store.backend.batch_set([], [], parent=None, deadline=soon()) == []
@@ -170,6 +178,11 @@ class SoleBackendContract(BoundsContract, FormsContract):
         (frame,) = full_frames(other, [keys[1]])
         other.seal(keys[1], frame)
         self._refuses(store, keys, bytes(frame))
+
+    def test_a_page_that_names_itself_as_its_parent_is_corrupt_and_removed(self, store: Store) -> None:
+        keys = make_keys(3)
+        store_chain(store, keys)
+        self._refuses(store, keys, forged(store.backend.codec, keys[1], parent=keys[1]))
 
     def test_a_page_without_a_tag_is_not_believed_by_a_reader_that_wants_one(self, store: Store) -> None:
         keys = make_keys(3)
@@ -248,6 +261,11 @@ class SoleBackendContract(BoundsContract, FormsContract):
             store.backend.batch_get(keys, [frames[0], short], deadline=soon())
         with pytest.raises(InvalidInput):
             store.backend.batch_set([keys[0], b"short"], frames, parent=None, deadline=soon())
+        for number in range(2):  # a page would hang on itself, at once or by way of the batch
+            with pytest.raises(InvalidInput):
+                store.backend.batch_set(keys, frames, parent=keys[number], deadline=soon())
+        with pytest.raises(InvalidInput):
+            store.backend.batch_set(keys, frames, parent=b"short", deadline=soon())
         with pytest.raises(InvalidInput):
             store.backend.batch_exists([b"../../etc/passwd"], deadline=soon())
         with pytest.raises(InvalidInput):

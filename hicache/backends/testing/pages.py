@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import xxhash
+
 from ...frame import HEADER_BYTES, FrameCodec
 from ..base import GetOutcome, SetOutcome, StorageBackend
 
@@ -67,6 +69,18 @@ def empty_frames(codec: FrameCodec, count: int) -> list[memoryview]:
 def holds(codec: FrameCodec, key: bytes, frame: memoryview) -> bool:
     """True if `frame` holds the right payload of `key`."""
     return frame[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes] == payload_of(key, codec.payload_bytes)
+
+
+def forged(codec: FrameCodec, key: bytes, parent: bytes) -> bytes:
+    """The page of `key` as any process can forge it that knows no key: with any parent, and with a right checksum.
+
+    REQUIRES: the tag of `codec` is XXH3-128, and it stores pages as they are.
+    """
+    (frame,) = full_frames(codec, [key])
+    codec.seal(key, frame)
+    frame[88:120] = parent
+    frame[8:24] = xxhash.xxh3_128_digest(frame[24 : HEADER_BYTES + codec.payload_bytes])
+    return bytes(frame)
 
 
 def store_chain(store: Store, keys: Sequence[bytes], parent: bytes | None = None) -> list[SetOutcome]:

@@ -191,6 +191,25 @@ def test_pages_are_stored_again_behind_their_parents(store: Store) -> None:
     assert store.parents == [parent, parent, keys[2]]
 
 
+class StopsEarly(Store):
+    """Stores the first page alone of its first batch."""
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        pages = len(keys) if self.calls else 1
+        done = super().batch_set(keys[:pages], frames[:pages], parent=parent, deadline=deadline)
+        return done + [SET_ERROR] * (len(keys) - pages)
+
+
+def test_a_part_of_a_batch_that_is_stored_again_does_not_follow_one_of_its_own_pages() -> None:
+    """Where a key comes twice, the page before the failed ones can be among them."""
+    store, (one, two, three) = StopsEarly(), make_keys(3)
+    guard = guard_of(store, patient(retry_share=0.1))
+    assert put(guard, [one, two, one, three]) == [STORED, STORED, SetOutcome.PRESENT, STORED]
+    assert store.parents == [None, None]
+
+
 def test_a_lookup_that_failed_is_tried_again(store: Store) -> None:
     guard, keys = guard_of(store, patient(retry_share=0.1)), make_keys(4)
     put(guard, keys)

@@ -1,0 +1,210 @@
+"""Pages that hang on themselves or on each other in a cycle: any process that writes an unkeyed store can forge them.
+
+They enter no store that evicts by chains, and no store or tool waits for them or keeps them longer than others.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.base import SetOutcome
+from hicache.backends.compose import LevelsBackend, LevelsOptions, MirrorBackend, ShardCodec, ShardedBackend
+from hicache.backends.compose.copier import parents_read
+from hicache.backends.file.raw import make_store, open_raw
+from hicache.backends.file.report import NO_KEYS
+from hicache.backends.limit import LimitedBackend
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.raw import RawStore, StoredPage
+from hicache.backends.testing import (
+    CORRUPT,
+    HIT,
+    NAMESPACE,
+    PRESENT,
+    STORED,
+    Store,
+    exists,
+    forged,
+    full_frames,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.backends.tools.copying import copy_raw
+from hicache.backends.tools.removal import trim_raw
+from hicache.backends.tools.survey import survey
+from tests.waiting import wait_for
+
+from ._files import CODEC, PAGE, open_file
+from .compose._parts import COPIES, Switched, named, settle
+
+SELVES = make_keys(8, "self")
+CYCLE = make_keys(2, "cycle")
+FORGED = {
+    **{key: forged(CODEC, key, key) for key in SELVES},
+    CYCLE[0]: forged(CODEC, CYCLE[0], CYCLE[1]),
+    CYCLE[1]: forged(CODEC, CYCLE[1], CYCLE[0]),
+}
+CAPACITY_PAGES = 6
+
+
+def levels_over_forged(local: Store) -> tuple[Store, LevelsBackend]:
+    """A local level over one that any process can write, with forged pages in it."""
+    below = MemoryBackend(CODEC)
+    for key, data in FORGED.items():
+        below.poke(key, data)
+    backend = LevelsBackend(CODEC, named(local.backend, below), LevelsOptions(cascade_bytes_max=COPIES))
+    return Store(backend, local.read, local.write), backend
+
+
+def memory(capacity_pages: int | None = None) -> Store:
+    backend = MemoryBackend(CODEC, None if capacity_pages is None else capacity_pages * PAGE)
+    return Store(backend, backend.peek, backend.poke)
+
+
+def takes_new_pages(store: Store) -> bool:
+    """True if the store evicts all of its pages for new chains."""
+    return all(store_chain(store, make_keys(CAPACITY_PAGES, f"new {number}")) == [STORED] * 6 for number in range(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "together"), [("memory", True), ("memory", False), ("file", True)],
+    ids=["memory-together", "memory-apart", "file-together"],
+)  # fmt: skip
+def test_reading_forged_pages_does_not_wedge_the_local_level(tmp_path: Path, kind: str, together: bool) -> None:
+    capacity_bytes = CAPACITY_PAGES * PAGE
+    local = memory(CAPACITY_PAGES) if kind == "memory" else open_file(tmp_path / "s", capacity_bytes=capacity_bytes)
+    store, backend = levels_over_forged(local)
+    assert load(store, SELVES) == [CORRUPT] * 8
+    for batch in [CYCLE] if together else [[key] for key in CYCLE]:
+        assert load(store, batch) == [HIT] * len(batch), "their bytes are those of their keys"
+        settle(backend)
+    assert exists(local, CYCLE) == 2
+    assert exists(local, SELVES) == 0
+    assert takes_new_pages(local)
+    assert exists(local, CYCLE) == 0
+    backend.close()
+
+
+def test_a_header_that_the_order_of_a_batch_contradicts_is_not_believed() -> None:
+    one, two, three, other = make_keys(4)
+    parents = {one: two, two: one, three: other, other: three}
+    frames = full_frames(CODEC, list(parents))
+    for frame, (key, parent) in zip(frames, parents.items(), strict=True):
+        CODEC.seal(key, frame, parent=parent)
+    assert parents_read([one, two], frames[:2], [0, 1]) == [None, one]
+    assert parents_read([three], frames[2:3], [0]) == [other], "the batch does not say"
+    assert parents_read([three, other], frames[2:], [0]) == [None], "also if only one page is copied"
+
+
+def test_copies_that_wait_are_not_written_behind_one_of_their_own() -> None:
+    """Each page is read by itself, so no batch contradicts a header. The copies are written as one batch."""
+    local, (busy,) = Switched(), make_keys(1, "busy")
+    store, backend = levels_over_forged(Store(local, local.peek, local.poke))
+    store_chain(Store(backend.parts[1], local.peek, local.poke), [busy])
+    local.gate.clear()
+    assert load(store, [busy]) == [HIT]
+    wait_for(lambda: local.at_gate == 1)  # the thread is in the first copy until the others are queued
+    for key in CYCLE:
+        assert load(store, [key]) == [HIT]
+    local.gate.set()
+    settle(backend)
+    assert [call for call in local.calls if call[0] == "set"][1:] == [("set", tuple(CYCLE), None)]
+    backend.close()
+
+
+def test_a_mirror_repairs_a_part_with_what_the_batch_says() -> None:
+    whole, repaired = memory(), memory()
+    for key in CYCLE:
+        whole.write(key, FORGED[key])
+    backend = MirrorBackend(CODEC, named(repaired.backend, whole.backend), write_quorum=1, copy_bytes_max=COPIES)
+    assert load(Store(backend, whole.read, whole.write), CYCLE) == [HIT] * 2
+    settle(backend)
+    assert isinstance(repaired.backend, MemoryBackend)
+    assert exists(repaired, CYCLE) == 2
+    assert [repaired.backend._pages[key].parent for key in CYCLE] == [None, CYCLE[0]]
+    backend.close()
+
+
+def test_the_memory_backend_closes_no_cycle() -> None:
+    store = memory(3)
+    one, two, three = make_keys(3)
+    assert store_chain(store, [two], parent=one) == [STORED]
+    assert store_chain(store, [three], parent=two) == [STORED]
+    assert store_chain(store, [one], parent=three) == [STORED]
+    assert isinstance(store.backend, MemoryBackend)
+    assert store.backend._pages[one].parent is None
+    assert store_chain(store, make_keys(3, "new")) == [STORED] * 3
+    store.backend.check()
+
+
+def test_a_share_of_a_batch_does_not_follow_one_of_its_own_pages() -> None:
+    """The second batch contradicts the first, from which the set knows the last page of each part."""
+    codec = ShardCodec(CODEC)
+    parts = [MemoryBackend(codec) for _ in range(2)]
+    backend = ShardedBackend(codec, named(*parts))
+    store, keys = Store(backend, parts[0].peek, parts[0].poke), make_keys(6)
+    assert store_chain(store, keys) == [STORED] * 6
+    assert store_chain(store, keys[:5], parent=keys[5]) == [PRESENT] * 5
+    assert backend.delete(keys, deadline=soon()) == 6
+    assert store_chain(store, keys[:5], parent=keys[5]) == [STORED] * 5
+    assert backend.statistics().errors == {}
+    backend.close()
+
+
+def limited(root: Path, pages: int) -> Store:
+    inner = open_file(root)
+    backend = LimitedBackend(
+        inner.backend, lambda: open_raw(path=root), capacity_bytes=pages * PAGE, list_interval_s=0.05, seed=0
+    )
+    wait_for(lambda: backend._ledger.is_listed)
+    return Store(backend, inner.read, inner.write)
+
+
+def write_forged(raw: RawStore, used_s: float = 1.0) -> None:
+    for key, data in FORGED.items():
+        assert raw.write(StoredPage(NAMESPACE, key, PAGE, used_s), data, None)
+
+
+def _is_stored(store: Store, keys: list[bytes]) -> bool:
+    return set(store_chain(store, keys)) == {PRESENT}
+
+
+def test_a_limit_removes_forged_pages_in_their_turn(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    make_store(root)
+    raw = open_raw(path=root)
+    write_forged(raw)
+    raw.close()
+    store, chains = limited(root, 20), [make_keys(6, f"chain {number}") for number in range(4)]
+    for keys in chains:
+        wait_for(partial(_is_stored, store, keys))
+    assert exists(store, CYCLE[:1]) == exists(store, CYCLE[1:]) == 0, "they are the oldest, and pages had to go"
+    assert exists(store, chains[-1]) == 6
+    store.backend.close()
+
+
+def test_a_limit_stores_a_batch_in_which_a_key_comes_twice_part_by_part(tmp_path: Path) -> None:
+    store, (one, two, three) = limited(tmp_path / "s", 2), make_keys(3)
+    assert store_chain(store, [one, two, one, three]) == [STORED, STORED, PRESENT, SetOutcome.REJECTED]
+    store.backend.close()
+
+
+def test_tools_end_and_leave_forged_pages_behind(tmp_path: Path) -> None:
+    raws: list[RawStore] = []
+    for name in ("from", "to"):
+        make_store(tmp_path / name)
+        raws.append(open_raw(path=tmp_path / name))
+    source, target = raws
+    write_forged(source)
+    found = [*survey(source, with_chains=True)][-1]
+    assert (found.pages, found.chains and len(found.chains)) == (10, 10)
+    copied = [*copy_raw(source, target, keys=NO_KEYS)][-1]
+    assert (copied.seen, copied.damaged, copied.behind, copied.copied) == (10, 8, 2, 0)
+    trimmed = [*trim_raw(source, PAGE)][-1]
+    assert (trimmed.pages, trimmed.left_bytes) == (9, PAGE)
+    for raw in raws:
+        raw.close()
