@@ -70,10 +70,8 @@ def takes_new_pages(store: Store) -> bool:
     return all(store_chain(store, make_keys(CAPACITY_PAGES, f"new {number}")) == [STORED] * 6 for number in range(3))
 
 
-@pytest.mark.parametrize(
-    ("kind", "together"), [("memory", True), ("memory", False), ("file", True)],
-    ids=["memory-together", "memory-apart", "file-together"],
-)  # fmt: skip
+@pytest.mark.parametrize("together", [True, False], ids=["together", "apart"])
+@pytest.mark.parametrize("kind", ["memory", "file"])
 def test_reading_forged_pages_does_not_wedge_the_local_level(tmp_path: Path, kind: str, together: bool) -> None:
     capacity_bytes = CAPACITY_PAGES * PAGE
     local = memory(CAPACITY_PAGES) if kind == "memory" else open_file(tmp_path / "s", capacity_bytes=capacity_bytes)
