@@ -161,7 +161,8 @@ class Proxy:
         except OSError:
             writer.transport.abort()
             return
-        if self._faults.refuse:  # since it was accepted
+        # Since it was accepted, the client may have gone as well.
+        if self._faults.refuse or writer.transport.is_closing():
             writer.transport.abort()
             there_writer.close()
             return

@@ -128,6 +128,11 @@ class Calls:
             self._tally.errors.update(errors)
             self._tally.evicted_pages += evicted_pages
 
+    def refuse(self, reason: str | None = None) -> int:
+        """The result of a lookup or removal that is not even tried: 0, and one error."""
+        self.count(errors=[reason or self.refusal])
+        return 0
+
     def refuse_gets(self, pages: int, reason: str | None = None) -> list[GetOutcome]:
         """The outcomes of a read that is not even tried."""
         outcomes = [GetOutcome.ERROR] * pages

@@ -43,6 +43,12 @@ class RedisStorageOptions(Section):
         description="Replicas of the server in `url`, each `host:port`, for `read_from: replica`. Sentinels and "
         "clusters name their own.",
     )
+    allowed_nodes: _Servers | None = Field(
+        default=None,
+        description="Bounds the nodes that sentinels and nodes of a cluster may name: networks (`10.0.0.0/8`), IP "
+        "addresses, host names and domains (`.cache.example`), compared as they are named. Not set: each node that "
+        "they name gets the password and the pages, so a server that was taken over can name one of its own.",
+    )
     db: Count = Field(
         default=0, ge=0, le=65535, description="Number of the database, if `url` does not say; a cluster has 0 alone.",
     )
@@ -133,6 +139,10 @@ class RedisStorageOptions(Section):
             raise ValueError("addresses must look like host:port, without credentials")
         if (self.sentinels is None) != (self.service is None):
             raise ValueError("give sentinels and service together")
+        if self.allowed_nodes is not None and self.sentinels is None and self.cluster is None:
+            raise ValueError("allowed_nodes go with sentinels or cluster, whose servers name others")
+        if self.tls and self.unix_socket is not None:
+            raise ValueError("a unix_socket has no TLS; leave tls out")
         if (self.read_from == "replica" and self.sentinels is None and self.cluster is None) != bool(self.replicas):
             raise ValueError("replicas and read_from: replica go together for a single server, and with it alone")
         return self

@@ -23,7 +23,7 @@ from ..workers import WorkerPool
 from .batches import Reads, Writes
 from .connect import Connector, check_server
 from .errors import ErrorReply, Fault, Trouble
-from .options import Address, RedisOptions
+from .options import Endpoint, RedisOptions
 from .pool import Pools, Purpose
 from .questions import NO, YES, Parts, exists, unlink
 from .routing import Router
@@ -50,7 +50,7 @@ def open_router(options: RedisOptions, connector: Connector, pools: Pools) -> Ro
         router = Router(options, connector, pools, deadline)
         if options.mode != "cluster":
             primary = router.routes(deadline).shards[0].primary
-            where = str(primary)
+            where = options.shown(primary)
             with pools.of(primary, Purpose.QUESTIONS).lease(deadline) as channel:
                 check_server(channel, options.mode, deadline)
     except Trouble as trouble:
@@ -74,9 +74,9 @@ class RedisBackend(StorageBackend):
     """Pages in Redis or Valkey. See the module's docstring; `StorageBackend` says what each verb does.
 
     The constructor connects and blocks for a few times `timeout_s` at most. It raises BackendUnavailable for a server
-    that cannot be found, reached, entered or used, ConfigError for one of another mode or without the `redis` package,
-    InvalidInput for pages too long for a Redis string. Open it after a fork and not before: connections are not shared
-    between processes, and threads do not survive one.
+    that cannot be found, reached, entered or used, ConfigError for one of another mode, InvalidInput for pages too long
+    for a Redis string. Open it after a fork and not before: connections are not shared between processes, and threads
+    do not survive one.
     """
 
     def __init__(self, codec: FrameCodec, options: RedisOptions) -> None:
@@ -112,7 +112,7 @@ class RedisBackend(StorageBackend):
             for server in router.by_server([0], [name], to_read=True, deadline=deadline):
                 if server is None:
                     continue
-                where = str(server.address)
+                where = self.options.shown(server.address)
                 pool = self._pools.of(server.address, Purpose.QUESTIONS, read_only=server.read_only)
                 with pool.lease(deadline) as channel:
                     reply = channel.call(b"EXISTS", name, deadline=deadline)
@@ -125,8 +125,8 @@ class RedisBackend(StorageBackend):
         """See StorageBackend. One round trip per server, on all of them at once."""
         check_keys(keys)
         with self._calls.enter() as is_open:
-            if not is_open or not keys:
-                return 0
+            if not is_open:
+                return self._calls.refuse()
             names = self._parts.names(keys)
             asked = exists(self._parts, names, range(len(keys)), to_read=True, refresh=False, deadline=deadline)
             self._calls.count(errors=asked.errors)
@@ -169,8 +169,8 @@ class RedisBackend(StorageBackend):
         """See StorageBackend. One round trip per server; memory is freed by the server's own threads."""
         check_keys(keys)
         with self._calls.enter() as is_open:
-            if not is_open or not keys:
-                return 0
+            if not is_open:
+                return self._calls.refuse()
             asked = unlink(self._parts, self._parts.names(keys), range(len(keys)), deadline)
             self._calls.count(errors=asked.errors)
             return sum(answer not in (None, NO) for answer in asked.answers)
@@ -198,7 +198,7 @@ class RedisBackend(StorageBackend):
                     )
         return self._usage
 
-    def _measure(self, primary: Address, deadline: float) -> Held:
+    def _measure(self, primary: Endpoint, deadline: float) -> Held:
         prefix = self.options.key_prefix.encode()
         pool = self._pools.of(primary, Purpose.INSPECTION)
         return pool.run(lambda channel: measure(channel, prefix, deadline), deadline)

@@ -17,9 +17,10 @@ from ..base import GetOutcome, SetOutcome
 from ..calls import parents_of
 from .channel import Channel, Oversize, Part, command
 from .errors import ErrorReply, Fault, Trouble
+from .options import Address
 from .pool import Purpose
 from .questions import ASKING, YES, Parts, exists, remove_damaged, unlink
-from .routing import Server, redirect
+from .routing import Server
 
 # Damaged pages are removed even if the deadline has passed: within this time at most.
 SETTLE_S = 0.25
@@ -60,7 +61,7 @@ class _Transfer(ABC):
         self._names = parts.names(keys)
         self._depth = min(_DEPTH_MAX, max(2, parts.options.pipeline_bytes // parts.codec.frame_bytes))
         self._again: list[int] = []
-        self._redirects: dict[tuple[Server, bool], list[int]] = {}
+        self._redirects: dict[tuple[Address, bool], list[int]] = {}
         self._redirected: set[int] = set()
         self._end = len(keys)  # pages from here on are not tried any more
         self.errors: list[str] = []
@@ -83,9 +84,8 @@ class _Transfer(ABC):
             for group in groups:
                 self._settle(group)
             again, self._again = self._again, []
-            redirects, self._redirects = self._redirects, {}
             groups = self._grouped(sorted(again)) if again else []
-            groups += [_Group(server, sorted(found), asking) for (server, asking), found in redirects.items()]
+            groups += self._redirected_groups()
             before, left = left, sum(len(group.todo) for group in groups)
             vain += left >= before
         for group in groups:
@@ -101,6 +101,17 @@ class _Transfer(ABC):
             return []
         self._fail(by_server.pop(None, []), Trouble(Fault.CLUSTER_DOWN))
         return [_Group(server, found, False) for server, found in by_server.items() if server is not None]
+
+    def _redirected_groups(self) -> list[_Group]:
+        redirects, self._redirects = self._redirects, {}
+        followable = self._parts.router.followable([target for target, _ in redirects], self._deadline)
+        groups = []
+        for (target, asking), found in redirects.items():
+            if target in followable:
+                groups.append(_Group(Server(target), sorted(found), asking))
+            else:
+                self._fail(found, Trouble(Fault.FOREIGN))
+        return groups
 
     def _run(self, groups: list[_Group]) -> None:
         width = self._parts.options.connections
@@ -191,12 +202,11 @@ class _Transfer(ABC):
         trouble = error.trouble
         fault = trouble.fault
         self._parts.router.note(fault, group.server)
-        if fault in (Fault.MOVED, Fault.ASK) and position not in self._redirected:
-            target = redirect(error, group.server.address)
-            if target is not None:
-                self._redirected.add(position)
-                self._redirects.setdefault((Server(target), fault is Fault.ASK), []).append(position)
-                return
+        target = self._parts.router.redirection(error, group.server)
+        if target is not None and position not in self._redirected:
+            self._redirected.add(position)
+            self._redirects.setdefault((target, fault is Fault.ASK), []).append(position)
+            return
         self._fail([position], trouble)
         if fault not in _OF_ONE_PAGE:
             group.stop, group.trouble = True, trouble

@@ -1,21 +1,22 @@
 """One connection to a Redis server, on which the bodies of pages go straight from and into frames.
 
-It speaks RESP2 (https://redis.io/docs/latest/develop/reference/protocol-spec/). The `redis` package has opened the
-connection, with TLS, AUTH and SELECT; this module sends and reads from then on, because the package can receive into no
-buffer of a caller.
+It speaks RESP2 (https://redis.io/docs/latest/develop/reference/protocol-spec/), and it believes no server: each reply
+has a limit for all of its bytes and elements together, whatever lengths it announces, so that no server can take more
+memory than that.
 
 A channel belongs to one call at a time and has no lock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import ssl
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from ...frame import TagStream
 from .errors import ErrorReply, Fault, Trouble, trouble_of
@@ -31,26 +32,22 @@ _BUFFER_BYTES = 16 << 10
 # so many at least, that the calls themselves do not count.
 _PIECE_MAX_BYTES = 1 << 20
 _PIECE_MIN_BYTES = 64 << 10
-# Of a body that is no page, this much is read away at a time; of a longer one nothing, the connection is given up.
+# A body that is not a page is read away in pieces of this size. Of a longer body nothing is read and the connection is
+# closed, which takes less time.
 _DRAIN_BYTES = 256 << 10
-_DRAIN_MAX_BYTES = 64 << 20
-# Replies other than pages: a piece of SCAN is the longest, and nests two deep.
-REPLY_MAX_BYTES = 64 << 20
+_DRAIN_MAX_BYTES = 4 << 20
+# What one reply other than a page may take, values, elements and all. The longest are CLUSTER SLOTS of a cluster whose
+# 16,384 slots are all apart (some 210,000 elements, 3 MiB) and a piece of SCAN, some 1,000 keys, which may be others'.
+_REPLY_MAX_BYTES = 8 << 20
+_ELEMENTS_MAX = 1 << 18
 _NESTING_MAX = 8
+# Replies of one line each may have this length on average: a server's longest error texts do not.
+_LINE_MEAN_BYTES = 512
 _LENGTH_DIGITS_MAX = 20
 
 
 # struct timeval: seconds and microseconds, of which 0 and 0 would mean for ever.
 _TIMEVAL = struct.Struct("@ll")
-
-
-class OpenConnection(Protocol):
-    """What is needed of a connection of the `redis` package that is connected."""
-
-    _sock: socket.socket
-
-    def disconnect(self) -> None:
-        """Close the socket."""
 
 
 class Oversize(Exception):
@@ -69,9 +66,8 @@ class Channel:
     Every method that moves bytes raises Trouble, after which the channel is broken.
     """
 
-    def __init__(self, connection: OpenConnection, timeout_s: float) -> None:
-        self._connection = connection
-        self._sock = connection._sock
+    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+        self._sock = sock
         self._is_tls = isinstance(self._sock, ssl.SSLSocket)
         if not self._is_tls:
             self._sock.setblocking(True)
@@ -81,6 +77,7 @@ class Channel:
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
         self._owed = 0
+        self._left_bytes = self._left_elements = 0  # of the limits of the reply that is being read
         self._broken = False
         self._poll = select.poll()
         self._poll.register(self._sock, select.POLLIN)
@@ -99,7 +96,10 @@ class Channel:
     def close(self) -> None:
         """Close it. May be called twice."""
         self._broken = True
-        self._connection.disconnect()
+        with contextlib.suppress(OSError):  # not connected any more
+            # The server hears of it, even if a child process holds the descriptor too.
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
 
     def send(self, parts: Sequence[Part], replies: int, deadline: float) -> None:
         """Send requests that will have `replies` replies. Copies no part."""
@@ -201,16 +201,22 @@ class Channel:
     def read_lines(self, count: int, deadline: float) -> list[bytes]:
         """`count` replies that are one line each: `+OK`, `:1`, `$-1`, `-ERR ...`."""
         lines: list[bytes] = []
+        left_bytes = _BUFFER_BYTES + count * _LINE_MEAN_BYTES
         while len(lines) < count:
             end = self._buffer.rfind(b"\r\n", self._start, self._end)
             if end < 0:
                 lines.append(self._line(_BUFFER_BYTES, deadline))
-                continue
-            wanted = count - len(lines)
-            found = bytes(self._view[self._start : end]).split(b"\r\n", wanted)[:wanted]
-            lines += found
-            self._start += sum(map(len, found)) + 2 * len(found)
-            self.answered = True
+                left_bytes -= len(lines[-1])
+            else:
+                wanted = count - len(lines)
+                found = bytes(self._view[self._start : end]).split(b"\r\n", wanted)[:wanted]
+                lines += found
+                found_bytes = sum(map(len, found)) + 2 * len(found)
+                self._start += found_bytes
+                left_bytes -= found_bytes
+                self.answered = True
+            if left_bytes < 0:
+                raise self._not_redis("endless lines")
         self._owed -= count
         return lines
 
@@ -270,13 +276,15 @@ class Channel:
             raise self._not_redis("a value longer than it says")
         self._start += 2
 
-    def call(self, *arguments: bytes, deadline: float) -> Reply:
-        """Send one command and read its reply, whatever that is."""
+    def call(self, *arguments: bytes, deadline: float, bytes_max: int = _REPLY_MAX_BYTES) -> Reply:
+        """Send one command and read its reply, as `read_reply` does."""
         self.send([command(*arguments)], 1, deadline)
-        return self.read_reply(deadline)
+        return self.read_reply(deadline, bytes_max)
 
-    def read_reply(self, deadline: float) -> Reply:
-        """The next reply, whatever it is; values are copied. An error is returned, not raised."""
+    def read_reply(self, deadline: float, bytes_max: int = _REPLY_MAX_BYTES) -> Reply:
+        """The next reply of any kind; values are copied. An error is returned, not raised. A reply with more than
+        `bytes_max` bytes or _ELEMENTS_MAX elements in all breaks the channel."""
+        self._left_bytes, self._left_elements = bytes_max + _BUFFER_BYTES, _ELEMENTS_MAX
         reply = self._reply(deadline, 0)
         self._owed -= 1
         return reply
@@ -284,6 +292,10 @@ class Channel:
     def _reply(self, deadline: float, depth: int) -> Reply:
         line = self._line(_BUFFER_BYTES, deadline)
         kind = line[:1]
+        self._left_elements -= 1
+        self._left_bytes -= len(line)
+        if self._left_elements < 0 or self._left_bytes < 0:
+            raise self._not_redis("an endless reply")
         if kind == b"+":
             return line[1:]
         if kind == b"-":
@@ -295,10 +307,12 @@ class Channel:
             return number
         if number < 0:
             return None
-        if number > REPLY_MAX_BYTES or depth > _NESTING_MAX:
+        is_list = kind == b"*"
+        if depth > _NESTING_MAX or number > (self._left_elements if is_list else self._left_bytes):
             raise self._not_redis("an endless reply")
-        if kind == b"*":
+        if is_list:
             return [self._reply(deadline, depth + 1) for _ in range(number)]
+        self._left_bytes -= number
         value = bytearray(number)
         self._read_body(memoryview(value), None, deadline)
         self._end_of_body(deadline)

@@ -1,133 +1,126 @@
-"""Connections through the `redis` package: TCP, Unix socket, TLS, passwords, sentinels.
+"""Connections: TCP, Unix socket, TLS, passwords, and the questions to sentinels.
 
-Resolving a name, a handshake and a round of sentinels may each take long and cannot be broken off. They run in a thread
-of their own, which is left alone when the caller's time is over; what it still brings is closed.
+Resolving a name, a connect and a TLS handshake may each take long and cannot be interrupted. They run in a thread of
+their own, which the caller leaves when its time is over; a socket that is still opened then is closed. All replies,
+those of sentinels too, are read by a `Channel`, which bounds them.
+
+What a server says about other servers is not trusted: an address that it names is one on the network, never a Unix
+socket, is within `allowed_nodes` where these are given, and is spoken to with the TLS of the configuration.
 
 Locking design: `_attempts` bounds those threads. Each job has one lock, held for an assignment, that decides whether
-its result goes to the caller or is thrown away. `_first_sentinel` is a hint, which is only assigned. Everything else is
+its socket goes to the caller or is closed. `_first_sentinel` is a hint, which is only assigned. Everything else is
 set once.
 """
 
 from __future__ import annotations
 
-import functools
+import re
+import socket
+import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
 
 from ...errors import ConfigError
-from .channel import Channel, OpenConnection, Reply
+from .channel import Channel, Reply, command
 from .errors import ErrorReply, Fault, Trouble, trouble_of
-from .options import Address, Login, Mode, RedisOptions, Tls
+from .options import Address, Endpoint, Login, Mode, RedisOptions, Tls, UnixSocket, named_address
 
 # Connection attempts of one backend at a time, hanging ones included.
 _ATTEMPTS_MAX = 32
+# The largest cluster that Redis is made for; a server that names more nodes is not believed.
+NODES_MAX = 1000
+# Servers that do not know or permit one of these are used all the same.
+_OPTIONAL = frozenset({b"HELLO", b"CLIENT"})
+_UNABLE = frozenset({Fault.REPLY, Fault.PERMISSION})
+_DOWN = frozenset({b"s_down", b"o_down"})
 _VERSION_MIN = (6, 2)
-_INSTALL = 'the redis package is not installed; pip install "hicache[redis]"'
-
-Result = TypeVar("Result")
+_VERSION = re.compile(rb"([0-9]{1,4})\.([0-9]{1,4})(?![0-9])")
 
 
-class _Job(Generic[Result]):
-    """A piece of work in a thread of its own, whose caller may leave it."""
+class _Job:
+    """The opening of a socket in a thread of its own, whose caller may leave it."""
 
-    def __init__(
-        self, work: Callable[[], Result], discard: Callable[[Result], None], ended: Callable[[], None]
-    ) -> None:
-        self._work = work
-        self._discard = discard
+    def __init__(self, dial: Callable[[], socket.socket], ended: Callable[[], None]) -> None:
+        self._dial = dial
         self._ended = ended
         self._lock = threading.Lock()
         self._left = False
         self._done = threading.Event()
-        self._result: Result | None = None
+        self._sock: socket.socket | None = None
         self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            result = self._work()
-        except BaseException as error:  # the thread ends here; the caller raises it, or nobody waits any more
+            sock = self._dial()
+        except BaseException as error:  # the thread ends here; the caller raises it unless it has left
             self._error = error
         else:
             with self._lock:
-                self._result = result
+                self._sock = sock
                 late = self._left
             if late:
-                self._discard(result)
+                sock.close()
         finally:
             self._ended()
             self._done.set()
 
-    def result(self, wait_s: float) -> Result:
+    def result(self, wait_s: float) -> socket.socket:
         """Wait for it. Raises what the work raised, and TimeoutError if that takes too long."""
-        if not self._done.wait(wait_s):
-            with self._lock:
-                self._left = True
-                if self._result is None:
-                    raise TimeoutError
-        if self._error is not None:
-            raise self._error
-        return cast(Result, self._result)
+        self._done.wait(wait_s)
+        with self._lock:
+            if self._sock is not None:
+                return self._sock
+            self._left = True
+        raise self._error or TimeoutError()
 
 
 class Connector:
     """Opens channels to servers, and asks sentinels. Thread-safe; its methods block until their deadline or until
-    `timeout_s` has passed, for each sentinel again.
-
-    Raises ConfigError without the `redis` package.
-    """
+    `timeout_s` has passed, for each sentinel again."""
 
     def __init__(self, options: RedisOptions) -> None:
-        try:
-            import redis  # noqa: PLC0415 - an optional dependency
-            import redis.sentinel  # noqa: PLC0415
-        except ImportError as error:
-            raise ConfigError(f"backend redis: {_INSTALL}") from error
-        self._redis: Any = redis
         self._options = options
         self._attempts = threading.BoundedSemaphore(_ATTEMPTS_MAX)
         self._first_sentinel = 0  # where to begin: the one that answered last, or the one behind one that did not
 
-    def open(self, address: Address, deadline: float, *, read_only: bool, no_touch: bool) -> Channel:
+    def open(self, endpoint: Endpoint, deadline: float, *, read_only: bool, no_touch: bool) -> Channel:
         """A channel to a server, entered. With `read_only` a cluster's replica serves on it; with `no_touch` nothing
         that is looked at on it counts as used, if the server is one that can do so and lets us. Raises Trouble."""
-        connection = self._connection(address, self._options.login, self._options.db)
-
-        def connect() -> Channel:
-            connection.connect()
-            return Channel(cast(OpenConnection, connection), self._options.timeout_s)
-
-        channel = self._within(connect, Channel.close, deadline)
+        orders = _login(self._options.login)
+        if self._options.db:
+            orders.append((b"SELECT", b"%d" % self._options.db))
+        # At least one request: a server that refuses connections says so in place of the first reply.
+        orders.append((b"HELLO", b"2"))
         if read_only:
-            self._expect_ok(channel, b"READONLY", deadline)
+            orders.append((b"READONLY",))
         if no_touch:
-            channel.call(b"CLIENT", b"NO-TOUCH", b"ON", deadline=deadline)  # an error is no harm to the work itself
-        return channel
-
-    @staticmethod
-    def _expect_ok(channel: Channel, name: bytes, deadline: float) -> None:
-        reply = channel.call(name, deadline=deadline)
-        if isinstance(reply, ErrorReply):
-            channel.close()
-            raise reply.trouble
+            orders.append((b"CLIENT", b"NO-TOUCH", b"ON"))
+        return self._enter(endpoint, orders, deadline)[0]
 
     def find_primary(self, deadline: float) -> Address:
         """The primary, as a sentinel names it. Raises Trouble."""
-        return self._ask_sentinels(lambda sentinel, service: [sentinel.discover_master(service)], deadline)[0]
+        found = self._ask_sentinels(b"MASTER", lambda reply: [reply], deadline)
+        if not found:
+            raise Trouble(Fault.NO_PRIMARY)
+        return found[0]
 
     def find_replicas(self, deadline: float) -> list[Address]:
         """The replicas that a sentinel thinks alive. Raises Trouble."""
-        return self._ask_sentinels(lambda sentinel, service: sentinel.discover_slaves(service), deadline)
+        return self._ask_sentinels(b"REPLICAS", lambda reply: reply, deadline)
 
-    def _ask_sentinels(self, ask: Callable[[Any, str], Any], deadline: float) -> list[Address]:
+    def _ask_sentinels(self, what: bytes, entries: Callable[[Reply], Reply], deadline: float) -> list[Address]:
         """What the first one says that knows something: each has its time, so that one that hangs does not take all."""
         sentinels, first = self._options.addresses, self._first_sentinel
+        question = (b"SENTINEL", what, (self._options.service or "").encode())
         troubles: list[Trouble] = []
         for number in (*range(first, len(sentinels)), *range(first)):
-            discover = functools.partial(self._discover, sentinels[number], ask)
             try:
-                found = self._within(discover, lambda result: None, deadline)
+                # Sentinels have no databases.
+                orders = [*_login(self._options.sentinel_login), question]
+                channel, reply = self._enter(sentinels[number], orders, deadline)
+                channel.close()
+                found = self._alive(entries(reply))
             except Trouble as trouble:
                 troubles.append(trouble)
                 # Also for the next call, if the time of this one is over.
@@ -140,59 +133,94 @@ class Connector:
             raise troubles[-1]
         return []
 
-    def _discover(self, address: Address, ask: Callable[[Any, str], Any]) -> list[Address]:
-        options, redis = self._options, self._redis
-        # Sentinels have no databases. Trying again is the guard's business.
-        settings = {**self._settings(options.sentinel_login), **_tls_settings(options.tls, for_client=True),
-                    "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0)}  # fmt: skip
-        sentinel = redis.sentinel.Sentinel([(address.host, address.port)], sentinel_kwargs=settings)
-        try:
-            return [Address(host, int(port)) for host, port in ask(sentinel, options.service or "")]
-        finally:
-            for client in sentinel.sentinels:
-                client.close()
+    def _alive(self, entries: Reply) -> list[Address]:
+        if not isinstance(entries, list) or len(entries) > NODES_MAX:
+            raise Trouble(Fault.PROTOCOL, "SENTINEL has a reply of another form")
+        found = [_facts(entry) for entry in entries]
+        return [
+            named_node(self._options, _bytes(facts, b"ip"), facts.get(b"port"))
+            for facts in found
+            if _DOWN.isdisjoint(_bytes(facts, b"flags").split(b","))
+        ]
 
-    def _settings(self, login: Login) -> dict[str, Any]:
+    def _enter(self, endpoint: Endpoint, orders: Sequence[Sequence[bytes]], deadline: float) -> tuple[Channel, Reply]:
+        """A channel on which a server has taken the orders, and its last reply. All of it takes `timeout_s` at most."""
         timeout_s = self._options.timeout_s
-        return {
-            "username": login.username, "password": login.password, "protocol": 2,
-            # A host may have two addresses, of which the first leads nowhere.
-            "socket_timeout": timeout_s, "socket_connect_timeout": timeout_s / 2,
-        }  # fmt: skip
+        wait_s = min(deadline - time.monotonic(), timeout_s)
+        late = Trouble(Fault.TIMEOUT if wait_s == timeout_s else Fault.DEADLINE)
+        by = time.monotonic() + wait_s
+        channel = Channel(self._connect(endpoint, wait_s, late), timeout_s)
+        reply: Reply = None
+        try:
+            channel.send([b"".join([command(*order) for order in orders])], len(orders), by)
+            for order in orders:
+                reply = channel.read_reply(by)
+                if isinstance(reply, ErrorReply) and not (order[0] in _OPTIONAL and reply.fault in _UNABLE):
+                    raise reply.trouble
+        except Trouble as trouble:
+            channel.close()
+            raise (late if trouble.fault is Fault.DEADLINE else trouble) from None
+        return channel, reply
 
-    def _connection(self, address: Address, login: Login, db: int) -> Any:
-        settings = {**self._settings(login), "db": db}
-        if not address.port:
-            return self._redis.UnixDomainSocketConnection(path=address.host, **settings)
-        settings |= {"host": address.host, "port": address.port}
-        if self._options.tls is None:
-            return self._redis.Connection(**settings)
-        return self._redis.SSLConnection(**settings, **_tls_settings(self._options.tls, for_client=False))
-
-    def _within(self, work: Callable[[], Result], discard: Callable[[Result], None], deadline: float) -> Result:
-        """Do `work` aside and give up waiting for it when time is over."""
-        wait_s = min(deadline - time.monotonic(), self._options.timeout_s)
-        late = Trouble(Fault.TIMEOUT if wait_s == self._options.timeout_s else Fault.DEADLINE)
+    def _connect(self, endpoint: Endpoint, wait_s: float, late: Trouble) -> socket.socket:
+        """Open a socket aside and give up waiting for it when time is over."""
         if wait_s <= 0 or not self._attempts.acquire(timeout=wait_s):
             raise late
-        job = _Job(work, discard, self._attempts.release)
+        job = _Job(lambda: _dial(endpoint, self._options), self._attempts.release)
         threading.Thread(target=job.run, name="hicache-redis-connect", daemon=True).start()
         try:
             return job.result(wait_s)
         except TimeoutError:
             raise late from None
-        except (OSError, self._redis.RedisError) as error:
-            raise trouble_of(error) from None  # its text may hold the password, which a traceback would show
+        except OSError as error:
+            raise trouble_of(error) from error
 
 
-def _tls_settings(tls: Tls | None, *, for_client: bool) -> dict[str, Any]:
-    if tls is None:
-        return {}
-    settings: dict[str, Any] = {
-        "ssl_ca_certs": tls.ca_file, "ssl_certfile": tls.cert_file, "ssl_keyfile": tls.key_file,
-        "ssl_check_hostname": tls.check_hostname, "ssl_cert_reqs": "required",
-    }  # fmt: skip
-    return settings | ({"ssl": True} if for_client else {})
+def _login(login: Login) -> list[Sequence[bytes]]:
+    """The order that enters a server. Bytes of a secret that are not UTF-8 come back as they were read."""
+    words = [word.encode(errors="surrogateescape") for word in (login.username, login.password) if word is not None]
+    return [(b"AUTH", *words)] if words else []
+
+
+def _dial(endpoint: Endpoint, options: RedisOptions) -> socket.socket:
+    """Open a socket, with TLS where the options say so. Blocks. Raises OSError."""
+    timeout_s = options.timeout_s
+    if isinstance(endpoint, UnixSocket):
+        sock = socket.socket(socket.AF_UNIX)
+    else:
+        # A host may have two addresses, of which the first leads nowhere.
+        sock = socket.create_connection((endpoint.host, endpoint.port), timeout_s / 2)
+    try:
+        sock.settimeout(timeout_s)
+        if isinstance(endpoint, UnixSocket):
+            sock.connect(endpoint.path)
+            return sock
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if options.tls is None:
+            return sock
+        return _tls_context(options.tls).wrap_socket(sock, server_hostname=endpoint.host)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _tls_context(tls: Tls) -> ssl.SSLContext:
+    """Made for each connection: certificates may be renewed while engines run."""
+    context = ssl.create_default_context(cafile=tls.ca_file)
+    context.check_hostname = tls.check_hostname
+    if tls.cert_file is not None:
+        context.load_cert_chain(tls.cert_file, tls.key_file)
+    return context
+
+
+def named_node(options: RedisOptions, host: bytes, port: Reply) -> Address:
+    """The address of a node that a server has named so. Raises Trouble for one that is malformed or not allowed."""
+    address = named_address(host, port)
+    if address is None:
+        raise Trouble(Fault.PROTOCOL, "a server names a node whose address is not valid")
+    if not options.allows(address):
+        raise Trouble(Fault.FOREIGN)
+    return address
 
 
 def check_server(channel: Channel, mode: Mode, deadline: float) -> None:
@@ -202,18 +230,24 @@ def check_server(channel: Channel, mode: Mode, deadline: float) -> None:
         if reply.fault is Fault.REPLY:
             raise Trouble(Fault.REPLY, "older than Redis 6.2; use Redis 6.2 or later, or Valkey")
         raise reply.trouble
-    if not isinstance(reply, list):
-        raise Trouble(Fault.PROTOCOL, "HELLO has no list as its answer")
-    pairs = iter(reply)
-    facts = {name: value for name, value in zip(pairs, pairs, strict=False) if isinstance(name, bytes)}
-    version = _bytes(facts, b"version").decode(errors="replace")
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if numbers < _VERSION_MIN:
-        raise Trouble(Fault.REPLY, f"version {version or 'unknown'}; use Redis 6.2 or later, or Valkey")
+    facts = _facts(reply)
+    match = _VERSION.match(_bytes(facts, b"version"))
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
+    if version < _VERSION_MIN:
+        text = "version {}.{}".format(*version) if match else "no version"
+        raise Trouble(Fault.REPLY, f"{text}; use Redis 6.2 or later, or Valkey")
     found = {b"sentinel": "sentinels", b"cluster": "cluster"}.get(_bytes(facts, b"mode"), "url or unix_socket")
     wanted = "cluster" if mode == "cluster" else "url or unix_socket"
     if found != wanted:
         raise ConfigError(f"backend redis: a server of another kind answers; name it under {found}, not {wanted}")
+
+
+def _facts(reply: Reply) -> dict[bytes, Reply]:
+    """The values of a list of names and values. Raises Trouble for another reply."""
+    if not isinstance(reply, list):
+        raise Trouble(Fault.PROTOCOL, "a reply has no list of facts")
+    pairs = iter(reply)
+    return {name: value for name, value in zip(pairs, pairs, strict=False) if isinstance(name, bytes)}
 
 
 def _bytes(facts: Mapping[bytes, Reply], name: bytes) -> bytes:

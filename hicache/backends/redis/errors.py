@@ -1,4 +1,4 @@
-"""What can go wrong with a Redis server, in one table: replies, sockets and the `redis` package's own exceptions.
+"""What can go wrong with a Redis server, in one table: error replies and exceptions of sockets.
 
 Inside this package trouble travels as a `Trouble`, which carries a `Fault`. The verbs turn it into outcomes and a count
 under the fault's name; constructors turn it into `BackendUnavailable` with the fault's advice.
@@ -7,17 +7,17 @@ under the fault's name; constructors turn it into `BackendUnavailable` with the 
 from __future__ import annotations
 
 import enum
+import re
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ...errors import BackendUnavailable
 
-# Of what a server says, this much goes into a message.
-_DETAIL_CHARS_MAX = 120
-# Behind this a server that does not know a command repeats what came with it: a password, or keys.
-_ECHO = ", with args beginning with"
+# The command that an error reply names in quotes stands near its beginning.
+_SEARCHED_BYTES = 256
+_QUOTED = re.compile(rb"['`]([A-Za-z|-]{2,20})['`]")
 
 
 class Fault(enum.StrEnum):
@@ -44,6 +44,7 @@ class Fault(enum.StrEnum):
     CLUSTER_DOWN = "cluster_down"
     MOVED = "moved"
     ASK = "ask"
+    FOREIGN = "foreign_address"  # a server named a node that we must not follow it to
     NO_PRIMARY = "no_primary"
     WRONG_TYPE = "wrong_type"
     REPLY = "error_reply"
@@ -64,9 +65,17 @@ _REPLIES: Mapping[bytes, Fault] = {
     b"ASK": Fault.ASK,
     b"WRONGTYPE": Fault.WRONG_TYPE,
     b"NOAUTH": Fault.CREDENTIALS,
+    b"DENIED": Fault.CREDENTIALS,  # a server without a password, to anyone from another machine
     b"WRONGPASS": Fault.CREDENTIALS,
     b"NOPERM": Fault.PERMISSION,
 }
+# Other codes that messages show, and the commands that we send.
+_OTHER_CODES = frozenset({b"ERR", b"NOPROTO", b"NOSCRIPT", b"CROSSSLOT", b"EXECABORT", b"UNKILLABLE", b"IOERR"})
+_COMMANDS = frozenset(
+    b"AUTH HELLO SELECT READONLY ASKING CLIENT CLIENT|NO-TOUCH CLUSTER CLUSTER|SLOTS SENTINEL SENTINEL|MASTER "
+    b"SENTINEL|REPLICAS GET GETEX SET EXISTS TOUCH PEXPIRE UNLINK EVAL TYPE STRLEN GETRANGE SCAN DBSIZE INFO OBJECT "
+    b"OBJECT|IDLETIME".split()
+)
 # Exceptions of the standard library, the special ones first.
 _EXCEPTIONS: tuple[tuple[type[BaseException], Fault], ...] = (
     (socket.gaierror, Fault.DNS),
@@ -79,22 +88,6 @@ _EXCEPTIONS: tuple[tuple[type[BaseException], Fault], ...] = (
     (ConnectionError, Fault.LOST),
     (OSError, Fault.UNREACHABLE),
 )
-# Exceptions of the `redis` package by name, as it is imported late; the special ones come first in their hierarchy.
-_PACKAGE_EXCEPTIONS: Mapping[str, Fault] = {
-    "AuthenticationError": Fault.CREDENTIALS,
-    "AuthenticationWrongNumberOfArgsError": Fault.CREDENTIALS,
-    "NoPermissionError": Fault.PERMISSION,
-    "BusyLoadingError": Fault.LOADING,
-    "MaxClientsError": Fault.CONNECTIONS,
-    "MaxConnectionsError": Fault.CONNECTIONS,
-    "MasterDownError": Fault.PRIMARY_DOWN,
-    "MasterNotFoundError": Fault.NO_PRIMARY,
-    "SlaveNotFoundError": Fault.NO_PRIMARY,
-    "InvalidResponse": Fault.PROTOCOL,
-    "TimeoutError": Fault.TIMEOUT,
-    "ResponseError": Fault.REPLY,
-    "ConnectionError": Fault.LOST,
-}
 _ADVICE: Mapping[Fault, str] = {
     Fault.DEADLINE: "it did not answer in time; check that it is not stopped or overloaded",
     Fault.TIMEOUT: "it did not answer in time; check address, firewall, redis:// against rediss://, and that it is not "
@@ -113,14 +106,17 @@ _ADVICE: Mapping[Fault, str] = {
     Fault.PRIMARY_DOWN: "it is a replica without its primary; wait for the failover or repair the replication",
     Fault.CLUSTER_DOWN: "the cluster does not serve all slots; look at CLUSTER INFO",
     Fault.MOVED: "it is a node of a cluster; name its nodes under `cluster` instead",
+    Fault.FOREIGN: "a server names a node outside `allowed_nodes` or the known cluster; allow that node if it is "
+    "yours, or else do not trust that server",
     Fault.NO_PRIMARY: "no sentinel knows a primary of that name; check `service` and the sentinels",
 }
 _NO_ADVICE = "look at the server's log"
-# Error replies without a code of their own, by their text behind "ERR", which the package cuts off.
+# Error replies without a code of their own, by their text behind "ERR".
 _TEXTS: tuple[tuple[bytes, Fault], ...] = (
     (b"max number of clients", Fault.CONNECTIONS),
     (b"invalid password", Fault.CREDENTIALS),
     (b"AUTH", Fault.CREDENTIALS),
+    (b"No such master", Fault.NO_PRIMARY),
 )
 
 
@@ -128,7 +124,7 @@ _TEXTS: tuple[tuple[bytes, Fault], ...] = (
 class ErrorReply:
     """An error that the server has sent in place of a result. The connection is as good as before."""
 
-    text: bytes
+    text: bytes = field(repr=False)
 
     @property
     def fault(self) -> Fault:
@@ -140,46 +136,35 @@ class ErrorReply:
 
     @property
     def trouble(self) -> Trouble:
-        """The same as an exception."""
-        return Trouble(self.fault, self.text.decode(errors="replace"))
+        """The same as an exception, whose detail is the error's code and the command that it names.
+
+        A server may repeat what was sent to it, passwords and keys included, in any form. So words of the reply are
+        shown only if they are in a table of this module.
+        """
+        code = self.text.split(b" ", 1)[0]
+        words = [code] if code in _REPLIES or code in _OTHER_CODES else []
+        words += [word for word in _QUOTED.findall(self.text[:_SEARCHED_BYTES]) if word.upper() in _COMMANDS][:1]
+        return Trouble(self.fault, b" ".join(words).decode())
 
 
 class Trouble(Exception):
-    """A connection or a request failed. Never leaves this package. Its detail holds nothing that we have sent."""
+    """A connection or a request failed. Never leaves this package. Its detail holds nothing that we have sent and no
+    word that a server has chosen."""
 
     def __init__(self, fault: Fault, detail: str = "") -> None:
         self.fault = fault
-        self.detail = detail.partition(_ECHO)[0]
-        super().__init__(fault, self.detail)
+        self.detail = detail
+        super().__init__(fault, detail)
 
     def unavailable(self, where: str) -> BackendUnavailable:
         """What a constructor raises: what was tried, what came of it, what to do."""
-        detail = f" ({self.detail[:_DETAIL_CHARS_MAX]})" if self.detail else ""
+        detail = f" ({self.detail})" if self.detail else ""
         return BackendUnavailable(f"redis at {where}: {self.fault}{detail}: {_ADVICE.get(self.fault, _NO_ADVICE)}")
 
 
-def trouble_of(error: BaseException) -> Trouble:
-    """The trouble behind an exception of the standard library or the `redis` package.
-
-    The package wraps what the operating system said; that is looked for first, since it is more exact.
-    """
-    for cause in _chain(error):
-        for kind, fault in _EXCEPTIONS:
-            if isinstance(cause, kind):
-                return Trouble(fault, str(cause))
-    text = str(error)
-    reply = ErrorReply(text.encode()).fault
-    for kind in type(error).__mro__:
-        found = _PACKAGE_EXCEPTIONS.get(kind.__name__)
-        if found in (Fault.REPLY, Fault.LOST) and reply is not Fault.REPLY:
-            found = reply
-        if found is not None:
-            return Trouble(found, text)
-    return Trouble(Fault.REPLY, text)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
+def trouble_of(error: OSError) -> Trouble:
+    """The trouble behind an exception of a socket."""
+    fault = next(fault for kind, fault in _EXCEPTIONS if isinstance(error, kind))
+    # The text of a TLS error may name the host, which a server may have chosen.
+    text = str(getattr(error, "verify_message", error.reason)) if isinstance(error, ssl.SSLError) else str(error)
+    return Trouble(fault, text.partition(",")[0])

@@ -11,7 +11,19 @@ from ...config.secret import read_secret
 from ...errors import ConfigError, InvalidInput
 from ...frame import FrameCodec
 from .backend import RedisBackend
-from .options import SENTINEL_PORT, Address, Login, Mode, ReadFrom, RedisOptions, Tls, parse_addresses, parse_url
+from .options import (
+    SENTINEL_PORT,
+    Endpoint,
+    Login,
+    Mode,
+    ReadFrom,
+    RedisOptions,
+    Tls,
+    UnixSocket,
+    parse_addresses,
+    parse_allowed,
+    parse_url,
+)
 
 
 def redis_options(  # noqa: PLR0913 - one parameter for each entry of the configuration
@@ -22,6 +34,7 @@ def redis_options(  # noqa: PLR0913 - one parameter for each entry of the config
     sentinels: Sequence[str] | None = None,
     service: str | None = None,
     replicas: Sequence[str] = (),
+    allowed_nodes: Sequence[str] | None = None,
     db: int = 0,
     username: str | None = None,
     password_env: str | None = None,
@@ -51,10 +64,10 @@ def redis_options(  # noqa: PLR0913 - one parameter for each entry of the config
         raise InvalidInput("redis: give exactly one of url, unix_socket, cluster and sentinels")
     if url is not None:
         place = parse_url(url)
-        addresses: tuple[Address, ...] = (place.address,)
+        addresses: tuple[Endpoint, ...] = (place.address,)
         db, tls = db or place.db, tls or place.is_tls
     elif unix_socket is not None:
-        addresses = (Address(os.fspath(unix_socket), 0),)
+        addresses = (UnixSocket(os.fspath(unix_socket)),)
     elif cluster is not None:
         mode, addresses = "cluster", parse_addresses(cluster)
     else:
@@ -69,6 +82,7 @@ def redis_options(  # noqa: PLR0913 - one parameter for each entry of the config
         mode=mode,
         service=service,
         replicas=parse_addresses(replicas),
+        allowed_nodes=None if allowed_nodes is None else parse_allowed(allowed_nodes),
         db=db,
         tls=Tls(tls_ca_file, tls_cert_file, tls_key_file, tls_check_hostname) if tls else None,
         login=_login("password", username, password_env, password_file),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,21 +18,56 @@ CONNECTIONS_MAX = 64
 PORT = 6379
 SENTINEL_PORT = 26379
 _PORT_MAX = 65535
+_PORT = re.compile(rb"[0-9]{1,5}")
 _DB_MAX = 65535
 _URL = re.compile(r"(rediss?)://([^/@?#\s]+)(?:/([0-9]{0,5}))?")
 # SCAN patterns and cluster hash tags give other characters a meaning.
 _PREFIX = re.compile(r"[A-Za-z0-9_.:/-]{0,128}")
+# Names that a resolver takes (longer labels and empty ones are a UnicodeError there), and addresses with colons.
+_HOST = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?|[0-9A-Fa-f:.]{2,45}")
+
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server: host and port, or the path of a Unix socket in `host` and port 0."""
+    """A server on the network. Raises InvalidInput for a host or port that is not valid."""
 
     host: str
     port: int
 
+    def __post_init__(self) -> None:
+        if not _is_address(self.host, self.port):
+            raise InvalidInput(f"redis: {self.host[:80]!r} with port {self.port!r} is not a valid address")
+
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}" if self.port else self.host
+        return f"{self.host}:{self.port}"
+
+
+def _is_address(host: str, port: object) -> bool:
+    return _HOST.fullmatch(host) is not None and type(port) is int and 1 <= port <= _PORT_MAX
+
+
+def named_address(host: bytes, port: object) -> Address | None:
+    """The address that a server has named by a host and a port, a number or its digits; None if it is not valid."""
+    if isinstance(port, bytes) and _PORT.fullmatch(port):
+        port = int(port)
+    name = host.decode("ascii", errors="replace")
+    return Address(name, port) if isinstance(port, int) and _is_address(name, port) else None
+
+
+@dataclass(frozen=True, slots=True)
+class UnixSocket:
+    """A server on this machine, by the path of its socket. Only a configuration makes one: a server that names nodes
+    names an `Address`."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+
+Endpoint: TypeAlias = Address | UnixSocket
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +97,7 @@ class RedisOptions:
 
     Place: `addresses` of the server, of some nodes of the cluster, or of the sentinels, which know the primary as
     `service`; `replicas` of a single server; database `db`; `tls` None for none.
+    `allowed_nodes` bounds the addresses that servers name (sentinels, nodes of a cluster); None allows all of them.
     Behaviour: `key_prefix` keeps stores on one server apart; pages expire `ttl_s` after their last use, None for never;
     `read_from` "replica" sends reads and lookups to replicas, which may lag behind.
     Performance: `connections` carry the pages of one batch, each with up to `pipeline_bytes` (two pages at least) asked
@@ -69,10 +106,11 @@ class RedisOptions:
     Raises InvalidInput for values that cannot work.
     """
 
-    addresses: Sequence[Address]
+    addresses: Sequence[Endpoint]
     mode: Mode = "single"
     service: str | None = None
     replicas: Sequence[Address] = ()
+    allowed_nodes: Sequence[Network | str] | None = None
     db: int = 0
     tls: Tls | None = None
     login: Login = Login()
@@ -89,6 +127,10 @@ class RedisOptions:
             raise InvalidInput(f"redis: read_from must be primary or replica, got {self.read_from!r}")
         if not self.addresses:
             raise InvalidInput("redis: there is no address in the list")
+        if any(isinstance(address, UnixSocket) for address in self.addresses) and (self.mode != "single" or self.tls):
+            raise InvalidInput("redis: a Unix socket leads to a single server and has no TLS")
+        if self.allowed_nodes is not None and self.mode == "single":
+            raise InvalidInput("redis: allowed_nodes go with sentinels or a cluster; no other server names nodes")
         if (self.mode == "sentinel") != (self.service is not None):
             raise InvalidInput("redis: `sentinels` know the primary by the name in `service`; give both or none")
         if (self.mode == "single" and self.read_from == "replica") != bool(self.replicas):
@@ -118,6 +160,31 @@ class RedisOptions:
     def where(self) -> str:
         """The place, for messages."""
         return ",".join(str(address) for address in self.addresses)
+
+    def shown(self, endpoint: Endpoint) -> str:
+        """The endpoint, for messages. A host name that a server has chosen is left out: it may repeat a secret."""
+        is_ours = endpoint in self.addresses or endpoint in self.replicas
+        if is_ours or isinstance(endpoint, UnixSocket) or _ip(endpoint.host):
+            return str(endpoint)
+        return f"{self.where} (a node that it names, port {endpoint.port})"
+
+    def allows(self, address: Address) -> bool:
+        """True if a server may name this address: it is configured, or `allowed_nodes` hold it or are not given."""
+        if self.allowed_nodes is None or address in self.addresses:
+            return True
+        host = address.host.lower().removesuffix(".")
+        number = _ip(host)
+        if number is not None:
+            return any(number in entry for entry in self.allowed_nodes if not isinstance(entry, str))
+        names = [entry for entry in self.allowed_nodes if isinstance(entry, str)]
+        return any(host == name or (name.startswith(".") and host.endswith(name)) for name in names)
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +218,27 @@ def parse_addresses(texts: Sequence[str], default_port: int = PORT) -> tuple[Add
             raise InvalidInput("redis: addresses must hold no credentials; use username with password_env")
         match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?", text)
         port = int(match[3] or default_port) if match else 0
-        if match is None or not 1 <= port <= _PORT_MAX:
+        host = (match[1] or match[2]) if match else ""
+        if not _is_address(host, port):
             raise InvalidInput(f"redis: {text[:80]!r} is no address; write it like host:{default_port}")
-        addresses.append(Address(match[1] or match[2], port))
+        addresses.append(Address(host, port))
     return tuple(addresses)
+
+
+def parse_allowed(texts: Sequence[str]) -> tuple[Network | str, ...]:
+    """Each a network (`10.0.0.0/8`), an IP address, a host name, or a domain (`.cache.example`).
+
+    Raises InvalidInput for anything else.
+    """
+    allowed: list[Network | str] = []
+    for text in texts:
+        try:
+            allowed.append(ipaddress.ip_network(text))
+        except ValueError:
+            if ":" in text or not _HOST.fullmatch(text.removeprefix(".")):
+                raise InvalidInput(
+                    f"redis: {text[:80]!r} is not valid in allowed_nodes; write a network like 10.0.0.0/8, a host "
+                    "name, or a domain like .cache.example"
+                ) from None
+            allowed.append(text.lower().removesuffix("."))
+    return tuple(allowed)

@@ -16,9 +16,12 @@ from typing import TypeVar
 from .channel import Channel
 from .connect import Connector
 from .errors import Fault, Trouble
-from .options import Address
+from .options import Endpoint
 
 Result = TypeVar("Result")
+
+# Servers outside the known ones that have pools at a time: where redirections lead to, and what has left lately.
+_STRANGERS_MAX = 8
 
 
 class Purpose(enum.Enum):
@@ -37,7 +40,7 @@ class Pool:
     """
 
     def __init__(
-        self, connector: Connector, address: Address, limit: int, purpose: Purpose, *, read_only: bool
+        self, connector: Connector, address: Endpoint, limit: int, purpose: Purpose, *, read_only: bool
     ) -> None:
         self._connector = connector
         self._address = address
@@ -143,27 +146,41 @@ class Pool:
 
 
 class Pools:
-    """The pools of one backend, made when they are first asked for."""
+    """The pools of one backend, made when they are first asked for.
+
+    Invariant: the pools belong to the servers that `keep` has named last and to _STRANGERS_MAX others at most.
+    """
 
     def __init__(self, connector: Connector, limit: int) -> None:
         self._connector = connector
         self._limit = limit
         self._lock = threading.Lock()
-        self._pools: dict[tuple[Address, Purpose, bool], Pool] = {}
+        self._pools: dict[tuple[Endpoint, Purpose, bool], Pool] = {}
+        self._known: set[Endpoint] = set()
 
-    def of(self, address: Address, purpose: Purpose, *, read_only: bool = False) -> Pool:
+    def of(self, address: Endpoint, purpose: Purpose, *, read_only: bool = False) -> Pool:
         """The pool of connections to `address`."""
+        gone: list[Pool] = []
         with self._lock:
             pool = self._pools.get((address, purpose, read_only))
             if pool is None:
+                strangers = dict.fromkeys(key[0] for key in self._pools if key[0] not in self._known)
+                if address not in self._known and address not in strangers and len(strangers) >= _STRANGERS_MAX:
+                    gone = self._take_out({next(iter(strangers))})
                 pool = Pool(self._connector, address, self._limit, purpose, read_only=read_only)
                 self._pools[(address, purpose, read_only)] = pool
-            return pool
+        for one in gone:
+            one.close()
+        return pool
 
-    def keep(self, addresses: set[Address]) -> None:
+    def _take_out(self, addresses: set[Endpoint]) -> list[Pool]:
+        return [self._pools.pop(key) for key in list(self._pools) if key[0] in addresses]
+
+    def keep(self, addresses: set[Endpoint]) -> None:
         """Close the pools of all other servers: they have left."""
         with self._lock:
-            gone = [self._pools.pop(key) for key in list(self._pools) if key[0] not in addresses]
+            self._known = addresses
+            gone = self._take_out({key[0] for key in self._pools} - addresses)
         for pool in gone:
             pool.close()
 

@@ -15,9 +15,9 @@ from ...frame import FrameCodec
 from ..workers import WorkerPool
 from .channel import Channel, Part, command
 from .errors import ErrorReply, Fault, Trouble
-from .options import RedisOptions
+from .options import Address, RedisOptions
 from .pool import Pool, Pools, Purpose
-from .routing import Router, Server, redirect
+from .routing import Router, Server
 
 # Keys asked about in one go: bounds what a server has to buffer for us, and holds any batch of an engine.
 _KEYS_PER_SEND = 8192
@@ -81,8 +81,8 @@ class Questions:
         self._request = request
         self._to_read = to_read
         self._deadline = deadline
-        self._again: dict[Server | None, list[int]] = {}
-        self._asking: dict[Server | None, list[int]] = {}
+        self._again: dict[Server, list[int]] = {}
+        self._redirects: dict[tuple[Address, bool], list[int]] = {}
         self.answers: list[bytes | None] = [None] * len(names)
         self.errors: list[str] = []
 
@@ -103,11 +103,20 @@ class Questions:
             self._fail(positions, trouble, None)
             return
         self._round(groups, is_asking=False, is_last=False)
-        for again, is_asking in ((self._again, False), (self._asking, True)):
-            self._round(dict(again), is_asking=is_asking, is_last=True)
-            again.clear()
+        again, self._again = self._again, {}
+        redirects, self._redirects = self._redirects, {}
+        followable = self._parts.router.followable([target for target, _ in redirects], self._deadline)
+        asking: dict[Server, list[int]] = {}
+        for (target, is_asking), found in redirects.items():
+            if target in followable:
+                (asking if is_asking else again).setdefault(Server(target), []).extend(found)
+            else:
+                self._fail(found, Trouble(Fault.FOREIGN), None)
+        self._round(again, is_asking=False, is_last=True)
+        self._round(asking, is_asking=True, is_last=True)
 
-    def _round(self, groups: Mapping[Server | None, list[int]], *, is_asking: bool, is_last: bool) -> None:
+    def _round(self, groups: Mapping[Server, list[int]] | Mapping[Server | None, list[int]], *, is_asking: bool,
+               is_last: bool) -> None:
         sent: list[_Sent] = []
         with contextlib.ExitStack() as leases:
             for server, positions in sorted(groups.items(), key=lambda group: str(group[0])):
@@ -146,27 +155,29 @@ class Questions:
         for position, line in zip(job.positions, lines[step - 1 :: step], strict=True):
             if line.startswith(b"-"):
                 self._refused(position, ErrorReply(line[1:]), job.server, is_last)
-            else:
+            elif line.startswith(b":"):
                 self.answers[position] = line
+            else:  # the lines behind it may be parts of it
+                job.channel.close()
+                self._fail([position], Trouble(Fault.PROTOCOL), job.server)
 
     def _lost(self, job: _Sent, trouble: Trouble, is_last: bool) -> None:
         """A connection failed. One that was given up by the server or the network while it was idle was no try."""
         if trouble.fault is Fault.LOST and not job.channel.answered and not is_last:
             job.pool.close_idle()
-            (self._asking if job.asking else self._again).setdefault(job.server, []).extend(job.positions)
+            self._again.setdefault(job.server, []).extend(job.positions)
         else:
             self._fail(job.positions, trouble, job.server)
 
     def _refused(self, position: int, error: ErrorReply, server: Server, is_last: bool) -> None:
         fault = error.fault
-        target = redirect(error, server.address) if fault in (Fault.MOVED, Fault.ASK) and not is_last else None
+        target = None if is_last else self._parts.router.redirection(error, server)
         if target is None:
             self._fail([position], error.trouble, server)
             return
         if fault is Fault.MOVED:
             self._parts.router.note(fault, server)
-        groups = self._asking if fault is Fault.ASK else self._again
-        groups.setdefault(Server(target), []).append(position)
+        self._redirects.setdefault((target, fault is Fault.ASK), []).append(position)
 
     def _fail(self, positions: Sequence[int], trouble: Trouble, server: Server | None) -> None:
         self._parts.router.note(trouble.fault, server)

@@ -17,11 +17,11 @@ from typing import Any
 from ...errors import BackendUnavailable
 from ..raw import RawStore, StoredPage
 from .backend import open_router
-from .channel import REPLY_MAX_BYTES, Channel, Reply, command
+from .channel import Channel, Reply, command
 from .connect import Connector
 from .errors import ErrorReply, Fault, Trouble
 from .opening import redis_options
-from .options import Address, RedisOptions
+from .options import Endpoint, RedisOptions
 from .pool import Pools, Purpose
 from .routing import Server
 from .usage import number, scan
@@ -29,6 +29,8 @@ from .usage import number, scan
 _SCAN_COUNT = b"1000"
 # An operator's command has time, but a server that hangs must not hang it: for each piece of work.
 _WORK_S = 60.0
+# Of a value so much is read at most: more than any page of an engine has.
+_READ_MAX_BYTES = 64 << 20
 _NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
 
 
@@ -63,7 +65,7 @@ class RedisRawStore(RawStore):
                         yield page
 
     def _page_of_scan(
-        self, primary: Address, cursor: bytes, pattern: bytes
+        self, primary: Endpoint, cursor: bytes, pattern: bytes
     ) -> tuple[bytes | None, list[StoredPage]]:
         """One step of SCAN and what there is to know about its pages; no cursor after the last step."""
         deadline = time.monotonic() + _WORK_S
@@ -92,7 +94,7 @@ class RedisRawStore(RawStore):
             if number(there):
                 # What is no string lies in a page's place all the same; under an LFU policy nobody knows idle times.
                 length = number(size) or 0
-                used_s = now_s - int(idle[1:]) if idle.startswith(b":") else None
+                used_s = None if idle.startswith((b"-", b"$-1")) else now_s - (number(idle) or 0)
                 pages.append(StoredPage(
                     bytes.fromhex(match[1].decode()), bytes.fromhex(match[2].decode()), length, used_s
                 ))  # fmt: skip
@@ -101,8 +103,8 @@ class RedisRawStore(RawStore):
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
         """See RawStore. What is no string has no bytes. REQUIRES: `bytes_max` is not 0."""
         name = self._name(page)
-        end = b"%d" % (min(bytes_max, REPLY_MAX_BYTES) - 1)
-        found = self._call(name, b"GETRANGE", b"0", end, expected=Fault.WRONG_TYPE)
+        size = min(bytes_max, _READ_MAX_BYTES)
+        found = self._call(name, b"GETRANGE", b"0", b"%d" % (size - 1), expected=Fault.WRONG_TYPE, value_max=size)
         if isinstance(found, ErrorReply):
             return b""
         # What is not there has an empty range, too.
@@ -138,13 +140,18 @@ class RedisRawStore(RawStore):
     def _name(self, page: StoredPage) -> bytes:
         return self._prefix + f"{page.namespace.hex()}:{page.key.hex()}".encode()
 
-    def _call(self, name: bytes, verb: bytes, *more: bytes, expected: Fault | None = None) -> Reply:
-        """The reply to one request about the page under `name`; of errors only the `expected` one."""
+    def _call(
+        self, name: bytes, verb: bytes, *more: bytes, expected: Fault | None = None, value_max: int = 0
+    ) -> Reply:
+        """The reply to one request about the page under `name`, a value of `value_max` bytes at most; of errors only
+        the `expected` one."""
         deadline = time.monotonic() + _WORK_S
         with self._unavailable():
             (server,) = self._router.by_server([0], [name], to_read=False, deadline=deadline)
             pool = self._pools.of(self._known(server).address, Purpose.INSPECTION)
-            reply = pool.run(lambda channel: channel.call(verb, name, *more, deadline=deadline), deadline)
+            reply = pool.run(
+                lambda channel: channel.call(verb, name, *more, deadline=deadline, bytes_max=value_max), deadline
+            )
             if isinstance(reply, ErrorReply) and reply.fault is not expected:
                 raise reply.trouble
         return reply

@@ -1,22 +1,28 @@
 """Which server a page is on: one server, the primary that the sentinels name, or the nodes of a cluster.
 
+A redirection (MOVED, ASK) is a server's word, so only those of a cluster are followed, and only to nodes that the
+configuration names, that CLUSTER SLOTS of a known node names, or that `allowed_nodes` hold.
+
 Locking design: `_routes` is replaced as a whole, never changed, so it is read without a lock; `_lock` guards `_stale`
 and is held for an assignment. Whoever finds the routes stale first asks for new ones, the others use the old ones.
-`_avoid` has single items set and read, each atomic in CPython.
+`_avoid` has single items set and read, each atomic in CPython, and is replaced with the routes; an item that is set
+just then is lost, which costs a timeout.
 """
 
 from __future__ import annotations
 
+import binascii
+import contextlib
 import random
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .channel import Reply
-from .connect import Connector
+from .connect import NODES_MAX, Connector, named_node
 from .errors import ErrorReply, Fault, Trouble
-from .options import Address, RedisOptions
+from .options import Address, Endpoint, RedisOptions, named_address
 from .pool import Pools, Purpose
 
 SLOTS = 16384
@@ -35,7 +41,7 @@ _STALE = frozenset({
 class Shard:
     """A primary and its replicas."""
 
-    primary: Address
+    primary: Endpoint
     replicas: tuple[Address, ...] = ()
 
 
@@ -43,7 +49,7 @@ class Shard:
 class Server:
     """Where a request goes. `read_only`: a cluster's replica, which serves only who says that this will do."""
 
-    address: Address
+    address: Endpoint
     read_only: bool = False
 
 
@@ -58,7 +64,7 @@ class Routes:
     shards: tuple[Shard, ...]
     slots: Sequence[int] = field(default=(), repr=False)
 
-    def addresses(self) -> set[Address]:
+    def addresses(self) -> set[Endpoint]:
         """All servers."""
         return {address for shard in self.shards for address in (shard.primary, *shard.replicas)}
 
@@ -70,17 +76,14 @@ class Router:
     """
 
     def __init__(self, options: RedisOptions, connector: Connector, pools: Pools, deadline: float) -> None:
-        from redis.crc import key_slot  # noqa: PLC0415 - an optional dependency, which the connector has found
-
-        self._key_slot = key_slot
         self._options = options
         self._connector = connector
         self._pools = pools
         self._lock = threading.Lock()
         self._stale = False
-        self._avoid: dict[Address, float] = {}  # until when
+        self._avoid: dict[Endpoint, float] = {}  # until when
         self._routes = Routes(())
-        self._routes = self._find(deadline)
+        self._learn(deadline)
 
     def note(self, fault: Fault, server: Server | None) -> None:
         """Learn that `server`, or the search for one, has failed so: the next call asks for the way again, and reads
@@ -97,13 +100,40 @@ class Router:
             ask, self._stale = self._stale, False
         if ask and self._options.mode != "single":
             try:
-                self._routes = self._find(deadline)
+                self._learn(deadline)
             except Trouble:
                 with self._lock:
                     self._stale = True
                 raise
-            self._pools.keep(self._routes.addresses())
         return self._routes
+
+    def _learn(self, deadline: float) -> None:
+        """Ask for the way, and forget the servers that are not on it."""
+        self._routes = self._find(deadline)
+        known = self._routes.addresses()
+        self._pools.keep(known)
+        self._avoid = {address: until for address, until in self._avoid.items() if address in known}
+
+    def redirection(self, error: ErrorReply, server: Server) -> Address | None:
+        """The address in `MOVED slot host:port` or `ASK slot host:port`; None for another error, for an address that is
+        not valid, and for servers that are not a cluster, which have nowhere to redirect to."""
+        if self._options.mode != "cluster" or error.fault not in (Fault.MOVED, Fault.ASK):
+            return None
+        return redirect(error, server.address)
+
+    def followable(self, targets: Collection[Address], deadline: float) -> set[Address]:
+        """Those of the targets of redirections that may be followed. Asks for the way if one of them is not on it.
+        REQUIRES: the caller holds no connection, since asking needs one."""
+        if self._known().issuperset(targets):
+            return set(targets)
+        self.note(Fault.MOVED, None)
+        with contextlib.suppress(Trouble):  # then the old way counts
+            self.routes(deadline)
+        known, is_bounded = self._known(), self._options.allowed_nodes is not None
+        return {one for one in targets if one in known or (is_bounded and self._options.allows(one))}
+
+    def _known(self) -> set[Endpoint]:
+        return self._routes.addresses() | set(self._options.addresses)
 
     def by_server(
         self, positions: Iterable[int], names: Sequence[bytes], *, to_read: bool, deadline: float
@@ -118,7 +148,7 @@ class Router:
             return {self._server(routes.shards[0], to_replica): list(positions)}
         by_shard: dict[int, list[int]] = {}
         for position in positions:
-            by_shard.setdefault(routes.slots[self._key_slot(names[position])], []).append(position)
+            by_shard.setdefault(routes.slots[_slot_of(names[position])], []).append(position)
         return {
             None if number == NOBODY else self._server(routes.shards[number], to_replica): found
             for number, found in by_shard.items()
@@ -148,53 +178,65 @@ class Router:
         random.shuffle(known)
         now_s = time.monotonic()
         known.sort(key=lambda address: self._avoid.get(address, 0.0) > now_s)
-        trouble = Trouble(Fault.CLUSTER_DOWN)
-        for address in dict.fromkeys([*known, *self._options.addresses]):
+        trouble, options = Trouble(Fault.CLUSTER_DOWN), self._options
+        for address in dict.fromkeys([*known, *options.addresses]):
             try:
                 pool = self._pools.of(address, Purpose.QUESTIONS)
                 reply = pool.run(lambda channel: channel.call(b"CLUSTER", b"SLOTS", deadline=deadline), deadline)
                 if isinstance(reply, ErrorReply):
                     raise reply.trouble
-                return parse_slots(reply, address)
+                return parse_slots(reply, address, options)
             except Trouble as error:
                 trouble = error
         raise trouble
 
 
-def parse_slots(reply: Reply, asked: Address) -> Routes:
-    """The routes in the reply to CLUSTER SLOTS. Raises Trouble for one that is malformed or names no node."""
+def _slot_of(name: bytes) -> int:
+    """The hash slot of a key of ours, which has no braces and so no hash tag."""
+    return binascii.crc_hqx(name, 0) % SLOTS
+
+
+def parse_slots(reply: Reply, asked: Endpoint, options: RedisOptions) -> Routes:
+    """The routes in the reply to CLUSTER SLOTS. Raises Trouble for one that is malformed, names no node, names more
+    than a cluster has, or names one that is not allowed."""
     slots = [NOBODY] * SLOTS
     shards: list[Shard] = []
     numbers: dict[Address, int] = {}
+    nodes_seen: set[Address] = set()
     for entry in reply if isinstance(reply, list) else []:
         match entry:
             case [int(first), int(last), *nodes] if nodes and 0 <= first <= last < SLOTS:
-                addresses = [_node(node, asked) for node in nodes]
+                addresses = [_node(node, asked, options) for node in nodes]
                 # One shard for each primary, though its ranges may name the replicas in another order.
                 number = numbers.setdefault(addresses[0], len(shards))
                 if number == len(shards):
                     shards.append(Shard(addresses[0], tuple(addresses[1:])))
+                    nodes_seen.update(addresses)
                 slots[first : last + 1] = [number] * (last + 1 - first)
             case _:
                 raise Trouble(Fault.PROTOCOL, "CLUSTER SLOTS has a reply of another form")
+        if len(nodes_seen) > NODES_MAX:
+            raise Trouble(Fault.PROTOCOL, f"CLUSTER SLOTS names more than {NODES_MAX} nodes")
     if not shards:
         raise Trouble(Fault.CLUSTER_DOWN, "no slot is assigned")
     return Routes(tuple(shards), slots)
 
 
-def _node(node: Reply, asked: Address) -> Address:
+def _node(node: Reply, asked: Endpoint, options: RedisOptions) -> Address:
     match node:
         case [bytes(host), int(port), *_] if host not in (b"", b"?"):
-            return Address(host.decode(errors="replace"), port)
-        case [bytes() | None, int(port), *_]:
-            return Address(asked.host, port)  # it does not know its own name
+            return named_node(options, host, port)
+        case [bytes() | None, int(port), *_] if isinstance(asked, Address):
+            return named_node(options, asked.host.encode(), port)  # it does not know its own name
     raise Trouble(Fault.PROTOCOL, "CLUSTER SLOTS names a node in another form")
 
 
-def redirect(error: ErrorReply, asked: Address) -> Address | None:
+def redirect(error: ErrorReply, asked: Endpoint) -> Address | None:
     """Where `MOVED slot host:port` and `ASK slot host:port` point to; None if they point nowhere."""
-    words = error.text.decode(errors="replace").split(" ")
-    host, _, port = words[-1].rpartition(":")
-    if len(words) != 3 or not (port.isascii() and port.isdigit()) or len(port) > 5:
+    words = error.text.split(b" ")
+    host, _, port = words[-1].rpartition(b":")
+    if len(words) != 3:
         return None
-    return Address(host.strip("[]") or asked.host, int(port))
+    if not host and isinstance(asked, Address):
+        host = asked.host.encode()
+    return named_address(host.removeprefix(b"[").removesuffix(b"]"), port)

@@ -8,6 +8,7 @@ the square root of their number.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,8 +17,12 @@ from .errors import ErrorReply, Fault, Trouble
 
 SAMPLE_KEYS = 4096
 _SCAN_COUNT = b"1024"
+# Steps of SCAN, which may be empty: in a table that has just shrunk most are.
+_SCANS_MAX = 1024
 # So many lengths are asked for; pages of one model are all equally long.
 _LENGTHS_MAX = 512
+# A cursor and a count fit into 64 bits.
+_COUNT = re.compile(rb"[0-9]{1,20}")
 # What was listed may be no string, or be on another node by now.
 _NO_LENGTH = frozenset({Fault.WRONG_TYPE, Fault.MOVED, Fault.ASK})
 
@@ -36,7 +41,7 @@ def scan(channel: Channel, cursor: bytes, deadline: float, *more: bytes) -> tupl
     match channel.call(b"SCAN", cursor, *more, deadline=deadline):
         case ErrorReply() as error:
             raise error.trouble
-        case [bytes(following), list(found)]:
+        case [bytes(following), list(found)] if _COUNT.fullmatch(following):
             return following, [name for name in found if isinstance(name, bytes)]
     raise Trouble(Fault.PROTOCOL, "SCAN has a reply of another form")
 
@@ -46,18 +51,18 @@ def measure(channel: Channel, prefix: bytes, deadline: float) -> Held:
     total = channel.call(b"DBSIZE", deadline=deadline)
     if isinstance(total, ErrorReply):
         raise total.trouble
-    if not isinstance(total, int):
+    if not isinstance(total, int) or total < 0:
         raise Trouble(Fault.PROTOCOL, "DBSIZE has a reply of another form")
     seen: set[bytes] = set()
     cursor = b"0"
-    while total and len(seen) < SAMPLE_KEYS:
+    for _ in range(_SCANS_MAX if total else 0):
         cursor, found = scan(channel, cursor, deadline, b"COUNT", _SCAN_COUNT)
         seen.update(found)
-        if cursor == b"0":
+        if cursor == b"0" or len(seen) >= SAMPLE_KEYS:
             break
     ours = [name for name in seen if name.startswith(prefix)]
     # Keys that came while we looked may make the sample larger than the total.
-    pages = len(ours) if cursor == b"0" else round(len(ours) * max(1.0, total / len(seen)))
+    pages = len(ours) if cursor == b"0" else round(len(ours) * max(1.0, total / max(1, len(seen))))
     lengths = _lengths(channel, ours[:_LENGTHS_MAX], deadline)
     mean_bytes = sum(lengths) / len(lengths) if lengths else 0.0
     return Held(pages, round(pages * mean_bytes), _limit(channel, deadline))
@@ -73,8 +78,10 @@ def _lengths(channel: Channel, names: Sequence[bytes], deadline: float) -> list[
 
 def number(line: bytes) -> int | None:
     """The reply to STRLEN or EXISTS; None for what is no string, and on a node that has it no more. Raises Trouble."""
-    if line.startswith(b":"):
+    if line.startswith(b":") and _COUNT.fullmatch(line, 1):
         return int(line[1:])
+    if not line.startswith(b"-"):
+        raise Trouble(Fault.PROTOCOL, "a reply is not a count")
     error = ErrorReply(line.removeprefix(b"-"))
     if error.fault in _NO_LENGTH:
         return None
@@ -87,6 +94,6 @@ def _limit(channel: Channel, deadline: float) -> int | None:
         return None  # managed servers may forbid it
     for line in text.split(b"\r\n"):
         name, _, value = line.partition(b":")
-        if name == b"maxmemory" and value.isdigit():
+        if name == b"maxmemory" and _COUNT.fullmatch(value):
             return int(value) or None
     return None

@@ -124,7 +124,7 @@ def answering() -> Iterator[Callable[[bytes], int]]:
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not a Redis server"),
         (b"-ERR unknown command\r\n", "older than Redis 6.2"),
-        (b"*4\r\n$7\r\nversion\r\n$5\r\n5.0.7\r\n$4\r\nmode\r\n$10\r\nstandalone\r\n", "version 5.0.7; use Redis 6.2"),
+        (b"*4\r\n$7\r\nversion\r\n$5\r\n5.0.7\r\n$4\r\nmode\r\n$10\r\nstandalone\r\n", "version 5.0; use Redis 6.2"),
         (b"*4\r\n$7\r\nversion\r\n$5\r\n6.2.0\r\n$4\r\nmode\r\n$8\r\nsentinel\r\n", "name it under sentinels"),
         (b"-LOADING Redis is loading the dataset in memory\r\n", "still reading its data set"),
         (b"-ERR max number of clients reached\r\n", "maxclients"),
@@ -147,7 +147,7 @@ def test_a_server_that_repeats_the_password_does_not_get_it_into_the_message(
     if through_sentinels:
         place = {"sentinels": [f"127.0.0.1:{port}"], "service": "cache"}
         options = {**place, "sentinel_password_env": "PASSWORD_OF_TESTS"}
-    with pytest.raises(BackendUnavailable, match="unknown command `AUTH`") as raised:
+    with pytest.raises(BackendUnavailable, match="ERR AUTH") as raised:
         open_redis_backend(CODEC, **options)
     assert "hush" not in "".join(traceback.format_exception(raised.value))
 
@@ -221,20 +221,20 @@ def test_pages_longer_than_a_string_can_be() -> None:
     refused("longer than a Redis string", InvalidInput, FrameCodec(b"n" * 32, 600 << 20), url="redis://127.0.0.1:1")
 
 
-def test_the_package_is_asked_for_by_the_name_of_its_extra() -> None:
+def test_the_redis_package_is_not_needed() -> None:
     program = """
 import sys
 sys.modules["redis"] = None
 from hicache.backends.registry import open_backend
-from hicache.errors import ConfigError
+from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 try:
     open_backend("redis", FrameCodec(bytes(32), 100), {"url": "redis://127.0.0.1:1"})
-except ConfigError as error:
+except BackendUnavailable as error:
     print(error)
 """
     ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
-    assert 'pip install "hicache[redis]"' in ran.stdout
+    assert "refused" in ran.stdout
 
 
 def test_a_password_that_changed_later_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

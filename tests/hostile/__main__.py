@@ -1,0 +1,122 @@
+"""Hostile replies for some minutes: the memory, the descriptors and the threads of a client stay flat.
+
+    python -m tests.hostile --minutes 10 --seed 1
+
+Rounds against the hostile Redis server and the hostile S3 server (with both of its clients) take turns, each with a
+seed of its own. A round opens stores, runs every verb on them and closes them; it fails for an untyped error, a secret
+in a text, or a connection to another address. The first fifth of the time is the warm-up. After it, the resident memory
+at the end of a round stays within `GROWTH_MAX` of the most that the warm-up saw, the memory that Python counts likewise,
+and descriptors and threads do not exceed the warm-up's. Exit code 0 if all of this holds, 1 if not.
+
+The command runs itself again with one arena of malloc: otherwise the arenas of ended threads hide what grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import sys
+import threading
+import time
+import tracemalloc
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import redis_server, s3_server
+
+ARENAS = "MALLOC_ARENA_MAX"
+# Of the largest value in the warm-up: caches of the interpreter and fragments of the heap.
+GROWTH_MAX = 1.1
+WARM_UP = 0.2
+REPORT_S = 30.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the process holds after a round."""
+
+    resident_bytes: int
+    python_bytes: int
+    descriptors: int
+    threads: int
+
+    @classmethod
+    def now(cls) -> Held:
+        """Measure, after a collection of garbage."""
+        gc.collect()
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        python_bytes, _ = tracemalloc.get_traced_memory()
+        descriptors = len(os.listdir("/proc/self/fd"))
+        return cls(resident_pages * _PAGE_BYTES, python_bytes, descriptors, threading.active_count())
+
+    def most(self, other: Held) -> Held:
+        """The larger value of each."""
+        pairs = zip(self.values(), other.values(), strict=True)
+        return Held(*(max(pair) for pair in pairs))
+
+    def values(self) -> tuple[int, int, int, int]:
+        return (self.resident_bytes, self.python_bytes, self.descriptors, self.threads)
+
+    def exceeds(self, limit: Held) -> list[str]:
+        """The names of the values that are above what `limit` allows."""
+        allowed = (limit.resident_bytes * GROWTH_MAX, limit.python_bytes * GROWTH_MAX, limit.descriptors, limit.threads)
+        names = ("resident memory", "Python memory", "descriptors", "threads")
+        return [name for name, value, most in zip(names, self.values(), allowed, strict=True) if value > most]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.resident_bytes / _MIB:.1f} MiB resident, {self.python_bytes / _MIB:.2f} MiB of Python,"
+            f" {self.descriptors} descriptors, {self.threads} threads"
+        )
+
+
+def run(minutes: float, first_seed: int) -> list[str]:
+    """Run rounds for `minutes`, print what the process holds, and return what grew."""
+    tracemalloc.start()
+    counts: Counter[str] = Counter()
+    began = time.monotonic()
+    end_s, warm_s = 60 * minutes, 60 * minutes * WARM_UP
+    warm = most = Held.now()
+    report_s = 0.0
+    for seed in itertools.count(first_seed):
+        elapsed_s = time.monotonic() - began
+        if elapsed_s >= end_s:
+            break
+        run_round = redis_server.run_round if seed % 2 else lambda number: s3_server.run_round(number // 2)
+        results = run_round(seed)
+        counts["rounds"] += 1
+        counts["results"] += results.total()
+        held = Held.now()
+        warming = elapsed_s < warm_s
+        if warming:
+            warm = warm.most(held)
+        most = held if warming else most.most(held)
+        if elapsed_s >= report_s:
+            report_s += REPORT_S
+            note = "warm-up" if warming else f"most {most}"
+            print(f"{elapsed_s:5.0f} s, {counts['rounds']} rounds: {held} ({note})", flush=True)
+    print(f"{counts['rounds']} rounds, {counts['results']} results, seeds {first_seed} to {seed - 1}")
+    print(f"most in the warm-up: {warm}\nmost after it:       {most}")
+    return most.exceeds(warm)
+
+
+def main() -> int:
+    """Parse the arguments, run, print the verdict; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    if os.environ.get(ARENAS) != "1":
+        os.execve(sys.executable, [sys.executable, "-m", "tests.hostile", *sys.argv[1:]], {**os.environ, ARENAS: "1"})
+    grown = run(arguments.minutes, arguments.seed)
+    print(f"grown: {', '.join(grown)}" if grown else "flat: memory, descriptors and threads stayed within their limits")
+    return 1 if grown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
