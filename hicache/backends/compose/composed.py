@@ -163,8 +163,7 @@ class CopyingBackend(ComposedBackend):
         check_keys(keys)
         with self._calls.enter() as is_open, contextlib.ExitStack() as doors:
             if not is_open or time.monotonic() >= deadline:
-                self._calls.count(errors=["deadline" if is_open else "closed"])
-                return 0
+                return self._calls.refuse("deadline" if is_open else "closed")
             for copier in self._copiers:
                 doors.enter_context(copier.forgetting(keys, deadline))
             unseen = list(dict.fromkeys(keys))

@@ -102,7 +102,7 @@ class LevelsBackend(CopyingBackend):
         """See StorageBackend. A prefix may go on from one level to another and back."""
         check_keys(keys)
         with self._calls.enter() as is_open:
-            return merged_exists(self._parts, keys, deadline) if is_open else 0
+            return merged_exists(self._parts, keys, deadline) if is_open else self._calls.refuse()
 
     def batch_get(
         self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float

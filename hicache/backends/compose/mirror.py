@@ -67,7 +67,7 @@ class MirrorBackend(CopyingBackend):
         check_keys(keys)
         with self._calls.enter() as is_open:
             if not is_open:
-                return 0
+                return self._calls.refuse()
             return merged_exists([self._parts[part] for part in self._pace.order()], keys, deadline)
 
     def batch_get(

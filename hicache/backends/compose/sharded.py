@@ -139,7 +139,7 @@ class ShardedBackend(ComposedBackend):
 
         with self._calls.enter() as is_open:
             if not is_open:
-                return 0
+                return self._calls.refuse()
             self._on_parts(keys, look)
         return min(holes)
 
@@ -204,8 +204,7 @@ class ShardedBackend(ComposedBackend):
 
         with self._calls.enter() as is_open:
             if not is_open:
-                self._calls.count(errors=["closed"])
-                return 0
+                return self._calls.refuse()
             self._on_parts(keys, remove)
         return sum(removed)
 

@@ -57,7 +57,9 @@ class MooncakeBackend(StorageBackend):
         """See StorageBackend. One request for all of them; each page that is there has a lease then."""
         check_keys(keys)
         with self._calls.enter() as is_open:
-            if not is_open or not keys:
+            if not is_open:
+                return self._calls.refuse()
+            if not keys:
                 return 0
             with self._links.use() as link:
                 parts = link.parts
@@ -115,7 +117,9 @@ class MooncakeBackend(StorageBackend):
         """See StorageBackend. Waits for the leases of pages that were looked up or read lately, 30 s at most."""
         check_keys(keys)
         with self._calls.enter() as is_open:
-            if not is_open or not keys:
+            if not is_open:
+                return self._calls.refuse()
+            if not keys:
                 return 0
             with self._links.use() as link:
                 parts = link.parts

@@ -147,8 +147,7 @@ class S3Backend(StorageBackend):
         check_keys(keys)
         with self._calls.enter() as is_open:
             if not is_open:
-                self._calls.count(errors=["closed"])
-                return 0
+                return self._calls.refuse()
             names = self._names(keys)
             return stored_prefix(len(keys), lambda some: self._are_there([names[i] for i in some], deadline))
 
@@ -204,8 +203,7 @@ class S3Backend(StorageBackend):
         check_keys(keys)
         with self._calls.enter() as is_open:
             if not is_open:
-                self._calls.count(errors=["closed"])
-                return 0
+                return self._calls.refuse()
             names = list(dict.fromkeys(self._names(keys)))
             there = [name for name, found in zip(names, self._are_there(names, deadline), strict=True) if found]
             try:

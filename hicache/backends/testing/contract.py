@@ -298,10 +298,21 @@ class SoleBackendContract(BoundsContract, FormsContract):
         store.backend.close()
         store.backend.close()
         frames = full_frames(store.backend.codec, keys)
+        closed = self._closed_errors(store)
         assert store.backend.batch_exists(keys, deadline=soon()) == 0
+        assert closed < (closed := self._closed_errors(store))
         assert store.backend.batch_get(keys, frames, deadline=soon()) == [GET_ERROR] * 2
+        assert closed < (closed := self._closed_errors(store))
         assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [SET_ERROR] * 2
+        assert closed < (closed := self._closed_errors(store))
         assert store.backend.delete(keys, deadline=soon()) == 0
+        assert closed < self._closed_errors(store)
+
+    @staticmethod
+    def _closed_errors(store: Store) -> int:
+        """How often a verb was refused because the backend, or the guard before it, is closed."""
+        errors = store.backend.statistics().errors
+        return errors.get("closed", 0) + errors.get("guard_closed", 0)
 
     def test_threads_on_the_same_keys_see_whole_pages_or_none(self, store: Store, seed: int) -> None:
         keys = make_keys(12)
