@@ -23,8 +23,8 @@ _DB_MAX = 65535
 _URL = re.compile(r"(rediss?)://([^/@?#\s]+)(?:/([0-9]{0,5}))?")
 # SCAN patterns and cluster hash tags give other characters a meaning.
 _PREFIX = re.compile(r"[A-Za-z0-9_.:/-]{0,128}")
-# Names that a resolver takes (longer labels and empty ones are a UnicodeError there), and addresses with colons.
-_HOST = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?|[0-9A-Fa-f:.]{2,45}")
+# Names that a resolver takes: longer labels and empty ones are a UnicodeError there.
+_HOST = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -45,7 +45,8 @@ class Address:
 
 
 def _is_address(host: str, port: object) -> bool:
-    return _HOST.fullmatch(host) is not None and type(port) is int and 1 <= port <= _PORT_MAX
+    is_host = "%" not in host and _ip(host) is not None if ":" in host else _HOST.fullmatch(host) is not None
+    return is_host and type(port) is int and 1 <= port <= _PORT_MAX
 
 
 def named_address(host: bytes, port: object) -> Address | None:

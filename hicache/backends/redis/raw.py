@@ -27,6 +27,8 @@ from .routing import Server
 from .usage import number, scan
 
 _SCAN_COUNT = b"1000"
+# Steps of SCAN through one server: enough for a thousand million keys, and an end for a server whose cursor has none.
+_SCANS_MAX = 1 << 20
 # An operator's command has time, but a server that hangs must not hang it: for each piece of work.
 _WORK_S = 60.0
 # Of a value so much is read at most: more than any page of an engine has.
@@ -55,19 +57,23 @@ class RedisRawStore(RawStore):
             shards = self._router.routes(time.monotonic() + _WORK_S).shards
         for shard in shards:
             seen: set[bytes] = set()
-            cursor: bytes | None = b"0"
-            while cursor is not None:
+            cursor = b"0"
+            for _ in range(_SCANS_MAX):
                 cursor, found = self._page_of_scan(shard.primary, cursor, pattern)
                 for page in found:
                     name = page.namespace + page.key
                     if name not in seen:
                         seen.add(name)
                         yield page
+                if cursor == b"0":
+                    break
+            else:
+                raise Trouble(Fault.PROTOCOL, "SCAN does not end").unavailable(self._options.shown(shard.primary))
 
     def _page_of_scan(
         self, primary: Endpoint, cursor: bytes, pattern: bytes
-    ) -> tuple[bytes | None, list[StoredPage]]:
-        """One step of SCAN and what there is to know about its pages; no cursor after the last step."""
+    ) -> tuple[bytes, list[StoredPage]]:
+        """One step of SCAN and what there is to know about its pages; the cursor is b"0" after the last step."""
         deadline = time.monotonic() + _WORK_S
 
         def step(channel: Channel) -> tuple[bytes, list[StoredPage]]:
@@ -75,8 +81,7 @@ class RedisRawStore(RawStore):
             return following, self._look(channel, names, deadline)
 
         with self._unavailable():
-            following, pages = self._pools.of(primary, Purpose.INSPECTION).run(step, deadline)
-        return (None if following == b"0" else following), pages
+            return self._pools.of(primary, Purpose.INSPECTION).run(step, deadline)
 
     def _look(self, channel: Channel, names: Sequence[bytes], deadline: float) -> list[StoredPage]:
         matches = [(name, match) for name in names if (match := _NAME.fullmatch(name.removeprefix(self._prefix)))]

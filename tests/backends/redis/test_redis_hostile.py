@@ -1,0 +1,375 @@
+"""Servers that were taken over: they redirect, name other nodes, repeat secrets, and send replies without an end."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import threading
+import traceback
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.backends.redis import open_redis_backend
+from hicache.backends.redis.connect import Connector
+from hicache.backends.redis.options import Address, RedisOptions, UnixSocket, parse_allowed
+from hicache.backends.redis.pool import Pools, Purpose
+from hicache.backends.redis.raw import open_raw
+from hicache.backends.testing import GET_ERROR, MISS, SET_ERROR, full_frames, make_keys, soon
+from hicache.errors import BackendUnavailable, InvalidInput
+from tests.certificates import make_certificates
+from tests.hostile.redis_server import (
+    ELSEWHERE,
+    LOOPBACK,
+    PASSWORD,
+    PASSWORD_ENV,
+    HostileServer,
+    Trap,
+    array,
+    bulk,
+    encodings,
+    run_round,
+)
+from tests.proxy import Proxy
+from tests.seeds import seeds
+from tests.waiting import wait_for
+
+from .store import CODEC
+
+# A whole reply may hold 8 MiB and some 260,000 elements; Python needs some three times that.
+MEMORY_MAX_BYTES = 48 << 20
+
+
+@pytest.fixture
+def trap(tmp_path: Path) -> Iterator[Trap]:
+    """Asserts at the end that no connection came."""
+    trap = Trap(tmp_path)
+    yield trap
+    assert trap.close() == 0
+
+
+@pytest.fixture(autouse=True)
+def password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PASSWORD_ENV, PASSWORD)
+
+
+@contextlib.contextmanager
+def hostile(lie: Callable[[list[bytes]], bytes | None], mode: str = "single") -> Iterator[tuple[HostileServer, Any]]:
+    """A server that lies once it is hostile, and the options of a store on it."""
+    with contextlib.closing(HostileServer(0, mode, lie=lie)) as server:
+        address = f"{LOOPBACK}:{server.port}"
+        places: dict[str, dict[str, Any]] = {
+            "single": {"url": f"redis://{address}"},
+            "cluster": {"cluster": [address]},
+            "sentinel": {"sentinels": [address], "service": "cache"},
+        }
+        yield server, {**places[mode], "password_env": PASSWORD_ENV}
+
+
+def use_all(backend: Any, keys: list[bytes]) -> None:
+    """Every verb, with nothing but errors as its result."""
+    frames = full_frames(CODEC, keys)
+    assert backend.batch_exists(keys, deadline=soon()) == 0
+    assert backend.batch_get(keys, frames, deadline=soon()) == [GET_ERROR] * len(keys)
+    assert backend.batch_set(keys, frames, parent=None, deadline=soon()) == [SET_ERROR] * len(keys)
+    assert backend.delete(keys, deadline=soon()) == 0
+
+
+@pytest.mark.parametrize("seed", seeds(12))
+def test_every_verb_ends_with_outcomes_or_typed_errors(seed: int) -> None:
+    assert run_round(seed)
+
+
+def test_hostile_rounds_leave_no_descriptor_and_no_memory_behind() -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    run_round(1000)
+    before = descriptors()
+    tracemalloc.start()
+    try:
+        for seed in range(1001, 1004):
+            run_round(seed)
+        gc.collect()
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    wait_for(lambda: descriptors() <= before)
+    assert held_bytes < 4 << 20
+
+
+@pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
+@pytest.mark.parametrize("mode", ["single", "sentinel"])
+@pytest.mark.parametrize("target", ["port", "unix socket", "not a name"])
+def test_only_clusters_are_followed(trap: Trap, mode: str, word: bytes, target: str) -> None:
+    """400 redirections cost neither a connection to another address nor one to the server."""
+    where = {"port": f"{ELSEWHERE}:{trap.port}", "unix socket": f"{trap.path}:0", "not a name": "a..b:7000"}[target]
+    keys = make_keys(100)
+    with hostile(lambda request: b"-%b 1 %b\r\n" % (word, where.encode()), mode) as (server, options):
+        with contextlib.closing(open_redis_backend(CODEC, **options)) as backend:
+            server.hostile = True
+            use_all(backend, keys)
+            assert backend.statistics().errors[word.decode().lower()] >= 301
+        assert server.connections < 10
+
+
+@pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
+@pytest.mark.parametrize("target", ["port", "unix socket", "not a name", "a long name"])
+def test_a_cluster_is_followed_to_its_own_nodes_alone(trap: Trap, word: bytes, target: str) -> None:
+    where = {
+        "port": f"{ELSEWHERE}:{trap.port}", "unix socket": f"{trap.path}:0", "not a name": "a..b:7000",
+        "a long name": f"{'x' * 64}.example:7000",
+    }[target]  # fmt: skip
+
+    def lie(request: list[bytes]) -> bytes | None:
+        if request[0] in (b"CLUSTER", b"AUTH", b"HELLO"):
+            return None
+        return b"-%b 1 %b\r\n" % (word, where.encode())
+
+    with hostile(lie, "cluster") as (server, options):
+        with contextlib.closing(open_redis_backend(CODEC, **options)) as backend:
+            server.hostile = True
+            use_all(backend, make_keys(100))
+            expected = "foreign_address" if target == "port" else word.decode().lower()
+            assert set(backend.statistics().errors) == {expected}
+        assert server.connections < 10
+        assert server.requests[b"CLUSTER"] < 10  # the way is asked for once a call, not once a redirection
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_node_without_slots_is_followed_to_if_it_is_allowed(allowed: bool) -> None:
+    """The control of the tests above, and of the configured networks: the other server serves the page."""
+    keys = make_keys(3)
+    with hostile(lambda request: None, "cluster") as (new_node, _):
+        new_node.hostile = True
+        ask = b"-ASK 1 %b:%d\r\n" % (LOOPBACK.encode(), new_node.port)
+        with hostile(lambda request: ask if request[0] == b"GET" else None, "cluster") as (server, options):
+            more = {"allowed_nodes": ["127.0.0.0/8"]} if allowed else {}
+            with contextlib.closing(open_redis_backend(CODEC, **options, **more)) as backend:
+                server.hostile = True
+                outcomes = backend.batch_get(keys, full_frames(CODEC, keys), deadline=soon())
+                assert outcomes == [MISS if allowed else GET_ERROR] * 3
+                assert dict(backend.statistics().errors) == ({} if allowed else {"foreign_address": 3})
+        assert new_node.requests[b"GET"] == (3 if allowed else 0)
+
+
+@pytest.mark.parametrize("mode", ["cluster", "sentinel"])
+def test_a_topology_outside_the_allowed_nodes_is_not_used(trap: Trap, mode: str) -> None:
+    facts = array(*map(bulk, (b"ip", ELSEWHERE.encode(), b"port", b"%d" % trap.port, b"flags", b"master")))
+    node = array(bulk(ELSEWHERE.encode()), b":%d\r\n" % trap.port)
+    lies = {b"CLUSTER": array(array(b":0\r\n", b":16383\r\n", node)), b"SENTINEL": facts}
+    with hostile(lambda request: lies.get(request[0]), mode) as (server, options):
+        server.hostile = True
+        with pytest.raises(BackendUnavailable, match=r"foreign_address.*allowed_nodes"):
+            open_redis_backend(CODEC, **options, allowed_nodes=[LOOPBACK, ".cache.example"])
+
+
+@pytest.mark.parametrize(
+    ("host", "port"),
+    [("{path}", "0"), ("{path}", "7000"), ("a..b", "7000"), ("host", "0"), ("host", "65536"), ("x" * 300, "7000"),
+     ("", "7000"), ("h", "-1")],
+)  # fmt: skip
+def test_sentinels_and_nodes_name_addresses_on_the_network_only(trap: Trap, host: str, port: str) -> None:
+    name = host.format(path=trap.path).encode()
+    facts = array(*map(bulk, (b"ip", name, b"port", port.encode(), b"flags", b"master")))
+    slots = array(array(b":0\r\n", b":16383\r\n", array(bulk(name or b"/"), b":%b\r\n" % port.encode())))
+    for mode, word, lie in (("sentinel", b"SENTINEL", facts), ("cluster", b"CLUSTER", slots)):
+        lies = {word: lie}
+        with hostile(lambda request, lies=lies: lies.get(request[0]), mode) as (server, options):  # type: ignore[misc]
+            server.hostile = True
+            with pytest.raises(BackendUnavailable, match="protocol"):
+                open_redis_backend(CODEC, **options)
+
+
+def test_a_node_that_a_cluster_names_is_spoken_to_in_tls_alone(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path)
+    heard: list[bytes] = []
+    with socket.create_server((ELSEWHERE, 0)) as listener:
+
+        def listen() -> None:
+            with contextlib.suppress(OSError), listener.accept()[0] as sock:
+                heard.append(sock.recv(4096))
+
+        thread = threading.Thread(target=listen, daemon=True)
+        thread.start()
+        node = array(bulk(ELSEWHERE.encode()), b":%d\r\n" % listener.getsockname()[1])
+        slots = array(array(b":0\r\n", b":16383\r\n", node))
+        with hostile(lambda request: slots if request[0] == b"CLUSTER" else None, "cluster") as (server, options):
+            server.hostile = True
+            with Proxy(server.port, tls=made.server_context()) as proxy:
+                options.update({
+                    "cluster": [f"{LOOPBACK}:{proxy.port}"], "tls": True, "tls_ca_file": made.ca_file, "timeout_s": 5.0,
+                })  # fmt: skip
+                with pytest.raises(BackendUnavailable):
+                    open_redis_backend(CODEC, **options)
+        thread.join(30.0)
+    assert heard[0][:1] == bytes([0x16])  # a TLS handshake
+    assert PASSWORD.encode() not in heard[0]
+
+
+def test_pools_of_unknown_servers_are_bounded() -> None:
+    pools = Pools(Connector(RedisOptions([Address("h", 1)])), 2)
+    known = {Address("known", port) for port in range(1, 4)}
+    for address in known:
+        pools.of(address, Purpose.BODIES)
+    pools.keep(set(known))
+    for port in range(1, 401):
+        pools.of(Address("stranger", port), Purpose.BODIES)
+        pools.of(Address("stranger", port), Purpose.QUESTIONS)
+    kept = {address for address, _, _ in pools._pools}
+    assert known <= kept and len(kept - known) <= 8
+    pools.close()
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["-ERR unknown command 'AUTH {}'", "-{}", "-WRONGPASS {} is wrong", "-NOPERM '{}' command", "+{}",
+     "-ERR {} and more", "-MOVED 1 {}:7000", ":{}"],
+)  # fmt: skip
+@pytest.mark.parametrize("mode", ["single", "sentinel", "cluster"])
+def test_no_text_of_a_server_gets_into_a_message(mode: str, form: str) -> None:
+    for secret in sorted(encodings(PASSWORD)):
+        answer = form.format(secret).encode() + b"\r\n"
+        with hostile(lambda request, answer=answer: answer, mode) as (server, options):  # type: ignore[misc]
+            if mode == "sentinel":
+                options["sentinel_password_env"] = options.pop("password_env")
+            server.hostile = True
+            with pytest.raises(BackendUnavailable) as raised:
+                open_redis_backend(CODEC, **options)
+        link: BaseException | None = raised.value
+        texts = "".join(traceback.format_exception(link))
+        while link is not None:
+            texts += repr((link, vars(link)))
+            link = link.__cause__ or link.__context__
+        assert secret not in texts
+
+
+@pytest.mark.parametrize("version", [b"\xc2\xb2.\xc2\xb3", b"9" * 5000, b"", PASSWORD.encode()])
+def test_a_version_that_is_none_is_not_shown(version: bytes) -> None:
+    hello = array(*map(bulk, (b"version", version, b"mode", b"standalone")))
+    with hostile(lambda request: hello if request[0] == b"HELLO" else None) as (server, options):
+        server.hostile = True
+        with pytest.raises(BackendUnavailable, match=r"no version; use Redis 6\.2"):
+            open_redis_backend(CODEC, **options)
+
+
+ENDLESS = {
+    "elements": b"*200000\r\n" + b"*0\r\n" * 50_000 + b"*200000\r\n" + b"$1\r\nx\r\n" * 300_000,
+    "an element count": b"*10000000\r\n" + b"*0\r\n" * 400_000,
+    "values": b"*9\r\n" + bulk(bytes(5 << 20)) * 9,
+    "one value": b"$60000000\r\n" + bytes(10 << 20),
+    "lists in lists": b"*1\r\n" * 100_000,
+    "lines": b"*200000\r\n" + (b"+" + b"x" * 16_000 + b"\r\n") * 2000,
+    "errors": (b"-" + b"x" * 16_000 + b"\r\n") * 2000,
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+@pytest.mark.parametrize("verb", ["open", "sentinel", "usage", "exists", "list"])
+def test_a_reply_without_an_end_takes_bounded_memory(kind: str, verb: str) -> None:
+    mode = "sentinel" if verb == "sentinel" else "single"
+    with hostile(lambda request: ENDLESS[kind], mode) as (server, options), contextlib.ExitStack() as opened:
+        store: Any = None
+        if verb in ("usage", "exists"):
+            store = opened.enter_context(contextlib.closing(open_redis_backend(CODEC, **options)))
+        elif verb == "list":
+            store = opened.enter_context(contextlib.closing(open_raw(**options)))
+        keys = make_keys(1000)
+        server.hostile = True
+        tracemalloc.start()
+        try:
+            if store is None:
+                with pytest.raises(BackendUnavailable):
+                    open_redis_backend(CODEC, **options)
+            elif verb == "usage":
+                assert store.usage().pages == 0 and store.statistics().errors
+            elif verb == "exists":
+                assert store.batch_exists(keys, deadline=soon()) == 0 and store.statistics().errors
+            else:
+                with pytest.raises(BackendUnavailable):
+                    list(store.pages())
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak_bytes < MEMORY_MAX_BYTES
+
+
+@pytest.mark.parametrize(
+    ("verb", "reply"),
+    [("DBSIZE", b"*0\r\n"), ("DBSIZE", b":-5\r\n"), ("SCAN", array(bulk(b"x"), array())), ("SCAN", b"+OK\r\n"),
+     ("STRLEN", b":" + b"9" * 5000 + b"\r\n"), ("STRLEN", b":x\r\n"), ("STRLEN", b"+5\r\n")],
+)  # fmt: skip
+def test_a_usage_that_is_none_is_an_error(verb: str, reply: bytes) -> None:
+    with (
+        hostile(lambda request: reply if request[0] == verb.encode() else None) as (server, options),
+        contextlib.closing(open_redis_backend(CODEC, **options)) as backend,
+    ):
+        honest = backend.usage()
+        server.hostile = True
+        assert backend.usage() == honest and sum(backend.statistics().errors.values()) == 1
+
+
+@pytest.mark.parametrize("text", [b"9" * 5000, b"-1", b"\xc2\xb2", b""])
+def test_a_limit_that_is_none_is_not_reported(text: bytes) -> None:
+    info = bulk(b"maxmemory:" + text + b"\r\n")
+    with hostile(lambda request: info if request[0] == b"INFO" else None) as (server, options):
+        server.hostile = True
+        with contextlib.closing(open_redis_backend(CODEC, **options)) as backend:
+            assert backend.usage().capacity_bytes is None
+
+
+def test_a_value_far_too_long_is_not_read_away() -> None:
+    """The connection is closed instead: 20 of them would be 120 MiB."""
+    keys = make_keys(20)
+    sent = Counter[str]()
+
+    def lie(request: list[bytes]) -> bytes | None:
+        if request[0] != b"GET":
+            return None
+        sent["values"] += 1
+        return bulk(bytes(6 << 20))
+
+    with hostile(lie) as (server, options), contextlib.closing(open_redis_backend(CODEC, **options)) as backend:
+        server.hostile = True
+        assert "hit" not in map(str, backend.batch_get(keys, full_frames(CODEC, keys), deadline=soon()))
+        assert backend.statistics().corrupt == {"size": 20}
+
+
+@pytest.mark.parametrize(("host", "port"), [("a..b", 1), ("x" * 64, 1), ("/run/socket", 1), ("", 1), ("h", 0),
+                                            ("h", 65536), ("h", True), ("h", "1"), ("h\n", 1), ("::a..b", 1),
+                                            ("fe80::1%a/b", 1)])  # fmt: skip
+def test_an_address_is_on_the_network(host: str, port: Any) -> None:
+    with pytest.raises(InvalidInput, match="not a valid address"):
+        Address(host, port)
+
+
+def test_a_unix_socket_has_no_tls_and_no_cluster() -> None:
+    with pytest.raises(InvalidInput, match="no TLS"):
+        open_redis_backend(CODEC, unix_socket="/run/socket", tls=True)
+    with pytest.raises(InvalidInput, match="single server"):
+        RedisOptions([UnixSocket("/run/socket")], mode="cluster")
+
+
+def test_allowed_nodes_are_networks_addresses_names_and_domains() -> None:
+    options = RedisOptions(
+        [Address("configured", 1)], mode="cluster",
+        allowed_nodes=parse_allowed(["10.0.0.0/8", "fd00::/8", "one.example", ".cache.example"]),
+    )  # fmt: skip
+    for host in ("10.1.2.3", "fd00::5", "one.example", "ONE.example.", "a.cache.example"):
+        assert options.allows(Address(host, 1)), host
+    for host in ("11.0.0.1", "::1", "10.1", "010.0.0.1", "two.example", "cache.example", "xcache.example",
+                 "configured"):  # fmt: skip
+        assert not options.allows(Address(host, 2)), host
+    assert options.allows(Address("configured", 1))
+    for wrong in ("10.0.0.1/8", "a b", "", ".", "h:1", "*.example"):
+        with pytest.raises(InvalidInput, match="not valid in allowed_nodes"):
+            parse_allowed([wrong])
+    with pytest.raises(InvalidInput, match="sentinels or a cluster"):
+        open_redis_backend(CODEC, url="redis://h", allowed_nodes=["10.0.0.0/8"])
+
