@@ -260,9 +260,9 @@ def test_a_version_that_is_none_is_not_shown(version: bytes) -> None:
 
 
 ENDLESS = {
-    "elements": b"*200000\r\n" + b"*0\r\n" * 50_000 + b"*200000\r\n" + b"$1\r\nx\r\n" * 300_000,
+    "elements": b"*9\r\n" + (b"*200000\r\n" + b"*0\r\n" * 200_000) * 9,
     "an element count": b"*10000000\r\n" + b"*0\r\n" * 400_000,
-    "values": b"*9\r\n" + bulk(bytes(5 << 20)) * 9,
+    "values": b"*9\r\n" + bulk(bytes(7 << 20)) * 9,
     "one value": b"$60000000\r\n" + bytes(10 << 20),
     "lists in lists": b"*1\r\n" * 100_000,
     "lines": b"*200000\r\n" + (b"+" + b"x" * 16_000 + b"\r\n") * 2000,
