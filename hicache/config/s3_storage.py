@@ -13,8 +13,14 @@ from .guard import GuardConfig
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
 # Checked with the whole section, whose errors do not quote it: somebody may have put a secret where a name belongs.
-_ENDPOINT = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]*)?")
+_ENDPOINT = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?(?:/[!\"$->A-~]*)?")
 _VARIABLE = re.compile(VARIABLE_PATTERN)
+
+
+def is_endpoint(url: str) -> bool:
+    """True if `url` names a scheme, a host and perhaps a port and a path, and nothing else: visible ASCII alone."""
+    found = _ENDPOINT.fullmatch(url)
+    return found is not None and 0 < int(found[1] or 80) < 65536
 
 
 class S3StorageOptions(Section):
@@ -114,7 +120,7 @@ class S3StorageOptions(Section):
 
     @model_validator(mode="after")
     def _check(self) -> S3StorageOptions:
-        if self.endpoint_url is not None and not _ENDPOINT.fullmatch(self.endpoint_url):
+        if self.endpoint_url is not None and not is_endpoint(self.endpoint_url):
             raise ValueError("endpoint_url must look like https://HOST or http://HOST:PORT, without user and password")
         variables = (self.access_key_env, self.secret_key_env, self.session_token_env)
         if not all(_VARIABLE.fullmatch(name) for name in variables if name is not None):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import functools
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
+from ...config.s3_storage import is_endpoint
 from ...config.secret import read_private_file
 from ...errors import ConfigError
 from .client import Client
@@ -26,6 +28,8 @@ from .trouble import RequestFailed, Trouble
 _CREDENTIALS_AGE_MAX_S = 60.0
 _CREDENTIALS_FILE_BYTES_MAX = 64 << 10
 _REGION = "us-east-1"  # what stores without regions expect in a signature
+
+_NO_KEY = "no key has: remove line ends, spaces and the like"
 
 # Gives credentials until a deadline, or raises RequestFailed.
 CredentialsSource: TypeAlias = Callable[[float], Credentials]
@@ -53,6 +57,8 @@ def open_access(options: S3Options) -> Access:
     session = _session(options)
     region = options.region or session.get_config_variable("region") or _REGION
     endpoint = options.endpoint_url or _usual_endpoint(session, region)
+    if not is_endpoint(endpoint):
+        raise ConfigError("s3 store: the endpoint that boto3 is configured for is not https://HOST or http://HOST:PORT")
     path_style = options.path_style
     if path_style is None:
         # TLS certificates of AWS cover one label in front of the endpoint, which a bucket with a dot in it is not.
@@ -68,7 +74,8 @@ def open_client(options: S3Options) -> Client:
     if options.client == "boto3":
         from .boto import BotoClient  # noqa: PLC0415 - the one who asks for it pays for it
 
-        return BotoClient(access)
+        with _typed("boto3 cannot make a client"):
+            return BotoClient(access)
     payload = Payload(checksum=options.checksum == "when_supported", sign=options.sign_payload)
     return DirectClient(*where(access), payload, access.credentials)
 
@@ -122,8 +129,22 @@ def _data_loader() -> Any:
 
 def _usual_endpoint(session: Any, region: str) -> str:
     """What AWS has for the region, or boto3 is configured for."""
-    client = session.create_client("s3", region_name=region, aws_access_key_id="-", aws_secret_access_key="-")
+    with _typed("boto3 has no endpoint for the region"):
+        client = session.create_client("s3", region_name=region, aws_access_key_id="-", aws_secret_access_key="-")
     return str(client.meta.endpoint_url)
+
+
+@contextlib.contextmanager
+def _typed(what: str) -> Iterator[None]:
+    """Turn what botocore raises for values and sources that do not work into ConfigError, without its text: that may
+    quote the answer of a source of credentials."""
+    import botocore.exceptions  # noqa: PLC0415
+
+    try:
+        yield
+    except (botocore.exceptions.BotoCoreError, LookupError, TypeError, ValueError, RequestFailed) as error:
+        reason = str(error) if isinstance(error, RequestFailed) else type(error).__name__
+        raise ConfigError(f"s3 store: {what} ({reason}); check the variables, files and role that it uses") from None
 
 
 def _fixed_credentials(options: S3Options) -> Credentials | None:
@@ -141,7 +162,10 @@ def _from_environment(options: S3Options) -> Credentials:
         if name and not value:
             raise ConfigError(f"s3 store: the environment variable {name} is not set; it should hold a credential")
         values.append(value)
-    return Credentials(values[0] or "", values[1] or "", values[2])
+    found = Credentials(values[0] or "", values[1] or "", values[2])
+    if not found.is_usable:
+        raise ConfigError(f"s3 store: {options.access_key_env} and the like hold characters that {_NO_KEY}")
+    return found
 
 
 def _from_file(path: Path, section: str) -> Credentials:
@@ -149,9 +173,9 @@ def _from_file(path: Path, section: str) -> Credentials:
     parser = configparser.RawConfigParser()
     try:
         parser.read_string(data.decode())
-        found = parser[section]
-        return Credentials(
-            found["aws_access_key_id"], found["aws_secret_access_key"], found.get("aws_session_token")
+        values = parser[section]
+        found = Credentials(
+            values["aws_access_key_id"], values["aws_secret_access_key"], values.get("aws_session_token") or None
         )
     except (configparser.Error, KeyError, UnicodeError):
         # Without the cause: it quotes lines of the file.
@@ -159,6 +183,9 @@ def _from_file(path: Path, section: str) -> Credentials:
             f"S3 credentials file {os.fspath(path)!r}: has no section [{section}] with aws_access_key_id and "
             "aws_secret_access_key"
         ) from None
+    if not found.is_usable:
+        raise ConfigError(f"S3 credentials file {os.fspath(path)!r}: [{section}] holds characters that {_NO_KEY}")
+    return found
 
 
 def _from_boto(session: Any) -> CredentialsSource:
@@ -168,21 +195,23 @@ def _from_boto(session: Any) -> CredentialsSource:
     def load() -> Credentials:
         try:
             frozen = found.get_frozen_credentials()
-        except BotoCoreError as error:
-            raise RequestFailed(Trouble.CREDENTIALS, type(error).__name__) from error
-        return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
+            loaded = Credentials(frozen.access_key, frozen.secret_key, frozen.token)
+            is_usable = loaded.is_usable
+        except (BotoCoreError, LookupError, TypeError, ValueError) as error:
+            raise RequestFailed(Trouble.CREDENTIALS, type(error).__name__) from None
+        if not is_usable:
+            raise RequestFailed(Trouble.CREDENTIALS, f"they hold characters that {_NO_KEY}")
+        return loaded
 
-    try:
+    with _typed("boto3 cannot get credentials"):
         found = session.get_credentials()
-    except BotoCoreError as error:
-        raise ConfigError(f"s3 store: credentials cannot be had: {error}") from error
+        fixed = None if found is None or isinstance(found, RefreshableCredentials) else load()
     if found is None:
         raise ConfigError(
             "s3 store: no credentials found; give access_key_env and secret_key_env, credentials_file or profile, or "
             "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
-    if not isinstance(found, RefreshableCredentials):
-        fixed = load()
+    if fixed is not None:
         return lambda deadline: fixed
     refreshed = Refreshed("credentials", load, _CREDENTIALS_AGE_MAX_S)
     return lambda deadline: refreshed.get(deadline=deadline)

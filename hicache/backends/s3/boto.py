@@ -1,33 +1,49 @@
 """The client that goes through boto3, for what our own does not do: proxies, special endpoints of AWS, its logging.
 
 It costs two to seven times the processor time per byte. A request of botocore cannot be told when to end, so each is
-made on a thread of its own that has no frame: the caller waits up to its deadline and leaves it to end by itself, after
-`timeout_s` without a byte. A body to be stored is copied for that reason; one that is read is put into its frame by the
+made on a thread of its own that has no frame: the caller waits up to its deadline, then shuts the connection down, so
+that the thread ends too. A body to be stored is copied for that reason; one that is read is put into its frame by the
 caller's own thread, which ends at the deadline.
 
-Locking design: boto3's client and the executor are safe for threads; there is no other state.
+botocore and urllib3 read bodies, chunks and XML of any size. Here bodies are read before botocore sees them, as the
+direct client reads them, and botocore parses only documents within its bounds. Heads are http.client's: 100 headers of
+64 KiB at most, and interim replies until the deadline.
+
+Locking design: boto3's client and the executor are safe for threads. `_Call.connection` is set by the thread of the
+request and read by its caller; both are single references.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import http.client
+import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import botocore.awsrequest
 import botocore.config
 import botocore.exceptions
+import botocore.parsers
 import urllib3.exceptions
 
 from .access import Access
 from .client import Found, Got, Listed, Listing
+from .http import content_length, read_chunks
+from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, error_code, expect_root, usable_token
 from .trouble import RequestFailed, Trouble, failed_reply
 
 # About as much as a socket holds.
 _PIECE_BYTES = 256 << 10
+# Lines around the chunks of a body: longer ones are cut, and then refused.
+_LINE_BYTES_MAX = 4096
 # Waiting for ever is none of what `Future.result` can do with a number.
 _WAIT_MAX_S = 86_400.0
+# The operations whose replies are documents that botocore reads, and the roots of these.
+_ROOTS = {"ListObjectsV2": "ListBucketResult", "DeleteObjects": "DeleteResult"}
 # botocore's exceptions have no common field that says what happened. The first that fits, from the narrow to the wide.
 _BY_EXCEPTION: tuple[tuple[type[Exception], Trouble], ...] = (
     (botocore.exceptions.SSLError, Trouble.TLS),
@@ -44,9 +60,76 @@ _BY_EXCEPTION: tuple[tuple[type[Exception], Trouble], ...] = (
     (botocore.exceptions.BotoCoreError, Trouble.PROTOCOL),
     (urllib3.exceptions.TimeoutError, Trouble.TIMEOUT),
     (urllib3.exceptions.HTTPError, Trouble.SHORT_BODY),
+    (TimeoutError, Trouble.TIMEOUT),
     (OSError, Trouble.NETWORK),
-    (ValueError, Trouble.PROTOCOL),  # a header that should be a number
+    # What botocore's parsers and http.client make of replies that are not those of S3: numbers that are none, dates
+    # out of range, elements in other places.
+    (botocore.parsers.ResponseParserError, Trouble.PROTOCOL),
+    (http.client.HTTPException, Trouble.PROTOCOL),
+    (ValueError, Trouble.PROTOCOL),
+    (TypeError, Trouble.PROTOCOL),
+    (LookupError, Trouble.PROTOCOL),
+    (AttributeError, Trouble.PROTOCOL),
+    (ArithmeticError, Trouble.PROTOCOL),
 )
+_KNOWN = tuple(kind for kind, _ in _BY_EXCEPTION)
+_this_thread = threading.local()
+
+
+class _Call:
+    """One request, and what ends it from another thread."""
+
+    def __init__(self) -> None:
+        self.connection: Any = None
+        self._is_over = False
+
+    def end(self) -> None:
+        """Let the thread of the request find its connection closed."""
+        self._is_over = True
+        connection = self.connection
+        sock = None if connection is None or connection.call is not self else connection.sock
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                # Not of the class for TLS, whose state belongs to the thread that reads.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    def check(self) -> None:
+        """Raise TimeoutError if nobody waits for the request any more."""
+        if self._is_over:
+            raise TimeoutError
+
+
+class _Endable:
+    """A connection that knows the request it is used for."""
+
+    call: _Call | None = None
+
+    def connect(self) -> None:
+        """See http.client.HTTPConnection."""
+        super().connect()  # type: ignore[misc]
+        _this_thread.call.check()
+
+    def request(self, *args: Any, **more: Any) -> None:
+        """See http.client.HTTPConnection."""
+        self.call = _this_thread.call
+        _this_thread.call.connection = self
+        super().request(*args, **more)  # type: ignore[misc]
+
+
+class _Connection(_Endable, botocore.awsrequest.AWSHTTPConnection):  # type: ignore[misc]
+    pass
+
+
+class _TlsConnection(_Endable, botocore.awsrequest.AWSHTTPSConnection):  # type: ignore[misc]
+    pass
+
+
+class _Pool(botocore.awsrequest.AWSHTTPConnectionPool):  # type: ignore[misc]
+    ConnectionCls = _Connection
+
+
+class _TlsPool(botocore.awsrequest.AWSHTTPSConnectionPool):  # type: ignore[misc]
+    ConnectionCls = _TlsConnection
 
 
 class BotoClient:
@@ -82,23 +165,58 @@ class BotoClient:
             ),
             **keys,
         )
-        self._client.meta.events.register("before-send.s3.PutObject", _without_expectation)
+        self._session: Any = self._client._endpoint.http_session
+        self._session._pool_classes_by_scheme.update(http=_Pool, https=_TlsPool)
+        self._client.meta.events.register("before-send.s3", self._send)
+        self._client.meta.events.register_last("before-parameter-build.s3", _without_redirection)
         self._threads = concurrent.futures.ThreadPoolExecutor(options.connections, "hicache-s3-boto")
 
     def _call(self, method: Callable[..., Any], deadline: float, **parameters: Any) -> Mapping[str, Any]:
         """The reply of one request. Raises RequestFailed, of the kind _Refused for replies that are errors."""
-        future = self._threads.submit(method, Bucket=self._bucket, **parameters)
+        call = _Call()
+        future = self._threads.submit(_made, call, method, {"Bucket": self._bucket, **parameters})
         try:
             reply: Mapping[str, Any] = future.result(max(0.0, min(deadline - time.monotonic(), _WAIT_MAX_S)))
             return reply
-        except concurrent.futures.TimeoutError as error:
+        except concurrent.futures.TimeoutError:
             future.cancel()  # if it has not begun: nobody knows what it would meet by then
             future.add_done_callback(_drop)
-            raise RequestFailed(Trouble.TIMEOUT) from error
-        except botocore.exceptions.ClientError as error:
-            raise _Refused(error) from _forgetful(error)
-        except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-            raise _failed(error) from _forgetful(error)
+            call.end()
+            raise RequestFailed(Trouble.TIMEOUT) from None
+        finally:
+            del future  # it holds the exception, which holds this call and with it the views of its callers
+
+    def _send(self, request: Any, event_name: str, **_: Any) -> Any:
+        """Send a request for botocore, and read its reply unless that is a page. Raises RequestFailed and what urllib3
+        raises."""
+        # A body is sent without being asked to. It costs a round trip less, and botocore reads for ever where a
+        # connection ends within the reply that asks for the body.
+        request.headers.pop("Expect", None)
+        is_page, request.stream_output = request.stream_output, True
+        response = self._session.send(request)
+        root, status = _ROOTS.get(event_name.rpartition(".")[2]), response.status_code
+        if is_page and 200 <= status < 300:
+            return response
+        try:
+            if status < 200 or status == 300:  # botocore takes these for a success
+                raise RequestFailed(Trouble.PROTOCOL, f"a reply of status {status}")
+            has_body = request.method != "HEAD" and status not in (204, 304)
+            body = _read_small(response.raw, LISTING_BYTES_MAX if root else ERROR_BYTES_MAX) if has_body else b""
+            response.raw._fp.close()  # it is read to its end, so the connection can be used again
+            response.raw.release_conn()
+        except BaseException:
+            response.raw.close()
+            raise
+        if status > 300:
+            code = error_code(body)
+            body = f"<Error><Code>{code}</Code></Error>".encode() if code.isascii() and code.isalnum() else b""
+        elif root:
+            expect_root(body, root)
+        else:
+            body = b""
+        response._content = body
+        return response
+
     def head(self, name: str, *, deadline: float) -> Found | None:
         """See Client."""
         try:
@@ -107,7 +225,7 @@ class BotoClient:
             refused.unless(404)
             return None
         _require(reply, "ETag")
-        return Found(reply.get("ContentLength", 0), reply["ETag"])
+        return Found(_length(reply) if "ContentLength" in reply else 0, reply["ETag"])
 
     def get(
         self, name: str, frame: memoryview, fits: Callable[[int], bool], *, deadline: float
@@ -139,7 +257,7 @@ class BotoClient:
                     raise RequestFailed(Trouble.SHORT_BODY, f"{done} of {target.nbytes} bytes came")
                 target[done : done + len(piece)] = piece
                 done += len(piece)
-        except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
+        except _KNOWN as error:
             raise _failed(error) from error
 
     def get_start(self, name: str, bytes_max: int, *, deadline: float) -> bytes | None:
@@ -152,8 +270,11 @@ class BotoClient:
             refused.unless(404)
             return None
         with contextlib.closing(reply["Body"]) as body:
-            data = bytearray(min(_length(reply), bytes_max))
-            self._read(body, memoryview(data), deadline)
+            left, data = min(_length(reply), bytes_max), bytearray()
+            while len(data) < left:  # memory is taken for what has come
+                piece = bytearray(min(left - len(data), _PIECE_BYTES))
+                self._read(body, memoryview(piece), deadline)
+                data += piece
         return bytes(data)
 
     def put(self, name: str, body: memoryview, *, if_absent: bool, deadline: float) -> bool:
@@ -188,10 +309,8 @@ class BotoClient:
         more = {} if token is None else {"ContinuationToken": token}
         reply = self._call(self._client.list_objects_v2, deadline, Prefix=prefix, MaxKeys=keys_max, **more)
         _require(reply, "IsTruncated")
-        return Listing(
-            [_listed(entry) for entry in reply.get("Contents", ())],
-            reply.get("NextContinuationToken") if reply.get("IsTruncated") else None,
-        )
+        objects = [_listed(entry) for entry in reply.get("Contents", ())]
+        return Listing(objects, usable_token(reply.get("NextContinuationToken", "")) if reply["IsTruncated"] else None)
 
     def close(self) -> None:
         """See Client. Waits for requests that were left to end by themselves."""
@@ -222,28 +341,70 @@ def _require(reply: Mapping[str, Any], entry: str) -> None:
         raise RequestFailed(Trouble.PROTOCOL, f"the reply has no {entry}")
 
 
-def _forgetful(error: Exception) -> Exception:
-    """`error` without the calls that it went through. botocore's exceptions refer to themselves, so that with them the
-    frames of those calls would be held until the next garbage collection."""
-    return error.with_traceback(None)
+def _made(call: _Call, method: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
+    """The reply of one request. Raises RequestFailed alone, without what botocore has raised: that quotes the reply."""
+    _this_thread.call = call
+    try:
+        call.check()
+        return method(**parameters)
+    except botocore.exceptions.ClientError as error:
+        failed: RequestFailed = _Refused(error)
+    except _KNOWN as error:
+        failed = _failed(error)
+    try:
+        raise failed
+    finally:
+        del failed  # it holds this call
+
+
+def _read_small(raw: Any, bytes_max: int) -> bytes:
+    """The body of a reply that is no page. Raises RequestFailed if it is longer than `bytes_max` or in malformed
+    chunks, and what urllib3 raises."""
+    if "transfer-encoding" in raw.headers:
+        return _read_chunked(raw, bytes_max)
+    body = bytearray()
+    while piece := raw.read(min(_PIECE_BYTES, bytes_max + 1 - len(body)), decode_content=False):
+        body += piece
+        if len(body) > bytes_max:
+            raise RequestFailed(Trouble.PROTOCOL, f"a reply of more than {bytes_max} bytes")
+    return bytes(body)
+
+
+def _read_chunked(raw: Any, bytes_max: int) -> bytes:
+    # urllib3 reads lines of any length, and http.client reads on to the end for a chunk of -1 bytes.
+    stream = raw._fp.fp
+
+    def read(size: int) -> bytes:
+        data: bytes = stream.read(size)
+        if len(data) < size:
+            raise RequestFailed(Trouble.PROTOCOL, "the connection ended within the chunks")
+        return data
+
+    return read_chunks(lambda: stream.readline(_LINE_BYTES_MAX), read, bytes_max)
 
 
 def _length(reply: Mapping[str, Any]) -> int:
     """Bytes of the body of `reply`. Raises RequestFailed if it does not say."""
-    _require(reply, "ContentLength")
-    size: int = reply["ContentLength"]
-    return size
+    headers = reply["ResponseMetadata"]["HTTPHeaders"]
+    if "content-length" not in headers or "transfer-encoding" in headers:
+        raise RequestFailed(Trouble.PROTOCOL, "the reply does not say how long the object is")
+    return content_length(headers["content-length"])
 
 
 def _listed(entry: Mapping[str, Any]) -> Listed:
-    modified = entry.get("LastModified")
-    return Listed(entry.get("Key", ""), entry.get("Size", 0), None if modified is None else modified.timestamp())
+    size: int = entry.get("Size", 0)
+    if size < 0:
+        raise RequestFailed(Trouble.PROTOCOL, "a size in the listing is below zero")
+    try:
+        modified_s = entry["LastModified"].timestamp() if "LastModified" in entry else None
+    except (ValueError, OverflowError):  # a year that no clock of this machine has
+        modified_s = None
+    return Listed(entry.get("Key", ""), size, modified_s)
 
 
-def _without_expectation(request: Any, **_: Any) -> None:
-    """Send a body without being asked to. It costs a round trip less, and botocore reads for ever where a connection
-    ends within the reply that asks for the body."""
-    request.headers.pop("Expect", None)
+def _without_redirection(context: dict[str, Any], **_: Any) -> None:
+    """Have botocore follow no reply to another region, and ask for none: which one is right, the options say."""
+    context["s3_redirect"]["redirected"] = True
 
 
 def _drop(future: concurrent.futures.Future[Any]) -> None:
@@ -252,9 +413,7 @@ def _drop(future: concurrent.futures.Future[Any]) -> None:
         future.result()["Body"].close()
 
 
-def _failed(
-    error: botocore.exceptions.BotoCoreError | urllib3.exceptions.HTTPError | OSError | ValueError,
-) -> RequestFailed:
+def _failed(error: Exception) -> RequestFailed:
     if isinstance(error, botocore.exceptions.EndpointConnectionError) and isinstance(
         error.kwargs.get("error"), urllib3.exceptions.NameResolutionError
     ):

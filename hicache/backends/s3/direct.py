@@ -11,22 +11,18 @@ import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TypeVar
-from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from .client import Found, Got, Listed, Listing
-from .http import Connection, ConnectionPool, Head, Server, StaleConnection
+from .client import Found, Got, Listing
+from .http import Connection, ConnectionPool, Head, Server, StaleConnection, request_head
+from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, error_code, read_listing, read_removals
 from .signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, Credentials, Signer, query_string
 from .trouble import RequestFailed, Trouble, failed_reply, trouble_of_exception
 
 T = TypeVar("T")
 
 _NOTHING = memoryview(b"")
-_ERROR_BYTES_MAX = 64 << 10
-# A thousand keys of the greatest length the API allows, with what stands around each.
-_LISTING_BYTES_MAX = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +112,10 @@ class DirectClient:
             length = head.length
             if length is None or head.is_chunked:
                 raise RequestFailed(Trouble.PROTOCOL, "the reply does not say how long the object is")
-            data = bytearray(min(length, bytes_max))
-            connection.read_into(memoryview(data), deadline)
+            data = connection.read_exactly(min(length, bytes_max), deadline)
             if length == len(data):
                 connection.finish()
-            return bytes(data)
+            return data
 
         return self._exchange(_Request("GET", name, headers={"range": f"bytes=0-{bytes_max - 1}"}), read, deadline)
 
@@ -149,7 +144,7 @@ class DirectClient:
         def read(connection: Connection, head: Head) -> None:
             reply = _read_small(connection, head, deadline)
             # 412 and 409: it is another object by now, which is not ours to remove.
-            if head.status not in (200, 202, 204, 404, 409, 412) or _code(reply) == "NoSuchBucket":
+            if head.status not in (200, 202, 204, 404, 409, 412) or error_code(reply) == "NoSuchBucket":
                 raise _failure(head, reply)
 
         headers = {"if-match": etag} if etag else None
@@ -166,11 +161,10 @@ class DirectClient:
         }
 
         def read(connection: Connection, head: Head) -> list[Trouble]:
-            reply = _read_small(connection, head, deadline, _LISTING_BYTES_MAX)
+            reply = _read_small(connection, head, deadline, LISTING_BYTES_MAX)
             if head.status != 200:
                 raise _failure(head, reply)
-            root = _xml(reply)
-            return [failed_reply(400, _text(error, "Code")).trouble for error in root.iterfind("{*}Error")]
+            return read_removals(reply)
 
         digest = hashlib.sha256(body).hexdigest()
         request = _Request("POST", query="delete=", headers=headers, body=memoryview(body), sha256=digest)
@@ -183,15 +177,10 @@ class DirectClient:
             parameters["continuation-token"] = token
 
         def read(connection: Connection, head: Head) -> Listing:
-            reply = _read_small(connection, head, deadline, _LISTING_BYTES_MAX)
+            reply = _read_small(connection, head, deadline, LISTING_BYTES_MAX)
             if head.status != 200:
                 raise _failure(head, reply)
-            root = _xml(reply)
-            truncated = _text(root, "IsTruncated") == "true"
-            return Listing(
-                [_listed(entry) for entry in root.iterfind("{*}Contents")],
-                (_text(root, "NextContinuationToken") or None) if truncated else None,
-            )
+            return read_listing(reply)
 
         return self._exchange(_Request("GET", query=query_string(parameters)), read, deadline)
 
@@ -247,9 +236,8 @@ class DirectClient:
         )
         if request.method in ("PUT", "POST"):
             headers["content-length"] = str(request.body.nbytes)
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         target = f"{path}?{request.query}" if request.query else path
-        return f"{request.method} {target} HTTP/1.1\r\n{lines}accept-encoding: identity\r\n\r\n".encode("latin-1")
+        return request_head(request.method, target, {**headers, "accept-encoding": "identity"})
 
 
 def _early_reply(connection: Connection, deadline: float, error: OSError) -> Head:
@@ -260,7 +248,7 @@ def _early_reply(connection: Connection, deadline: float, error: OSError) -> Hea
         raise StaleConnection from error
 
 
-def _read_small(connection: Connection, head: Head, deadline: float, bytes_max: int = _ERROR_BYTES_MAX) -> bytes:
+def _read_small(connection: Connection, head: Head, deadline: float, bytes_max: int = ERROR_BYTES_MAX) -> bytes:
     if head.status == 204:
         connection.finish()
         return b""
@@ -272,41 +260,9 @@ def _read_small(connection: Connection, head: Head, deadline: float, bytes_max: 
 def _missing(connection: Connection, head: Head, deadline: float) -> None:
     """Return if the reply says that the object is not there. Raises RequestFailed for all else."""
     reply = _read_small(connection, head, deadline)
-    if head.status != 404 or _code(reply) == "NoSuchBucket":
+    if head.status != 404 or error_code(reply) == "NoSuchBucket":
         raise _failure(head, reply)
 
 
 def _failure(head: Head, reply: bytes) -> RequestFailed:
-    return failed_reply(head.status, _code(reply), head.headers.get("retry-after", ""))
-
-
-def _code(reply: bytes) -> str:
-    """The code in the body of an error reply, empty if there is none."""
-    try:
-        return _text(ElementTree.fromstring(reply), "Code")
-    except ElementTree.ParseError:
-        return ""
-
-
-def _xml(reply: bytes) -> ElementTree.Element:
-    # The length of a reply is bounded, and expat itself bounds what entities in it expand to.
-    try:
-        return ElementTree.fromstring(reply)
-    except ElementTree.ParseError as error:
-        raise RequestFailed(Trouble.PROTOCOL, "the reply is no XML") from error
-
-
-def _text(element: ElementTree.Element, name: str) -> str:
-    return element.findtext(f"{{*}}{name}") or element.findtext(name) or ""
-
-
-def _listed(entry: ElementTree.Element) -> Listed:
-    size = _text(entry, "Size")
-    return Listed(_text(entry, "Key"), int(size) if size.isdigit() else 0, _unix_time(_text(entry, "LastModified")))
-
-
-def _unix_time(text: str) -> float | None:
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
+    return failed_reply(head.status, error_code(reply), head.headers.get("retry-after", ""))

@@ -12,13 +12,14 @@ not held while one is opened, used or closed.
 
 from __future__ import annotations
 
+import re
 import select
 import socket
 import ssl
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -38,6 +39,17 @@ _TIMEOUT_MIN_S = 0.001
 _ADDRESSES_AGE_MAX_S = 60.0
 # A server that sends interim replies only gets no further than this.
 _INTERIM_MAX = 8
+# Stores send about twenty headers.
+_HEADERS_MAX = 200
+# The grammar of RFC 9112, 4 and 5, and RFC 9110, 5.5. No control character but a tab is part of it, so that no line
+# ends within a line, and digits are those of ASCII. Some servers leave out the space before an empty reason.
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t -~\x80-\xff]*)?")
+_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
+_LENGTH = re.compile("[0-9]{1,15}")
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[\t -~\x80-\xff]*)?\r\n")
+# What is sent is narrower still: visible ASCII, with spaces and tabs in values of headers.
+_TARGET = re.compile("/[!-~]*")
+_FIELD = re.compile("[0-9a-z-]+: [\t -~]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +79,14 @@ class Head:
     def length(self) -> int | None:
         """Bytes of the body, None if the reply does not say. Raises RequestFailed for what is no length."""
         text = self.headers.get("content-length")
-        if text is None:
-            return None
-        if not (text.isascii() and text.isdigit() and len(text) < 16):
-            raise RequestFailed(Trouble.PROTOCOL, "content-length is no number")
-        return int(text)
+        return None if text is None else content_length(text)
+
+
+def content_length(text: str) -> int:
+    """The number in a header `content-length`. Raises RequestFailed for what is no length."""
+    if not _LENGTH.fullmatch(text):
+        raise RequestFailed(Trouble.PROTOCOL, "content-length is not a number")
+    return int(text)
 
 
 class StaleConnection(Exception):
@@ -80,20 +95,65 @@ class StaleConnection(Exception):
 
 def parse_head(data: bytes) -> Head:
     """The head in `data`, which ends with its empty line. Raises RequestFailed if it is none."""
-    lines = data[:-4].decode("latin-1").split("\r\n")
-    version, _, rest = lines[0].partition(" ")
-    if version not in ("HTTP/1.1", "HTTP/1.0") or not rest[:3].isdigit():
+    first, *lines = data[:-4].split(b"\r\n")
+    status = _STATUS_LINE.fullmatch(first)
+    if status is None:
         raise RequestFailed(Trouble.PROTOCOL, "the reply is not HTTP/1.1")
-    headers: dict[str, str] = {}
-    for line in lines[1:]:
-        name, colon, value = line.partition(":")
-        name, value = name.lower(), value.strip()
-        if not colon or (name == "content-length" and headers.get(name, value) != value):
-            raise RequestFailed(Trouble.PROTOCOL, "a header of the reply makes no sense")
+    if len(lines) > _HEADERS_MAX:
+        raise RequestFailed(Trouble.PROTOCOL, f"the reply has more than {_HEADERS_MAX} headers")
+    headers = {} if status[1] == b"1" else {"connection": "close"}
+    for line in lines:
+        found = _HEADER.fullmatch(line)
+        if found is None:
+            raise RequestFailed(Trouble.PROTOCOL, "a line of the reply's head is not a header")
+        name, value = found[1].decode().lower(), found[2].decode("latin-1").strip(" \t")
+        if name == "content-length" and headers.get(name, value) != value:
+            raise RequestFailed(Trouble.PROTOCOL, "the reply has two lengths")
         headers[name] = value
-    if version == "HTTP/1.0":
-        headers.setdefault("connection", "close")
-    return Head(int(rest[:3]), headers)
+    return Head(int(status[2]), headers)
+
+
+def request_head(method: str, target: str, headers: Mapping[str, str]) -> bytes:
+    """The head of a request. Names of headers are lower-case.
+
+    Raises RequestFailed for a target or header with a character that would end it or that HTTP does not allow,
+    wherever it comes from: it could make another header or request of the rest.
+    """
+    fields = [f"{name}: {value}" for name, value in headers.items()]
+    if not _TARGET.fullmatch(target) or not all(map(_FIELD.fullmatch, fields)):
+        wrong = next((name for name, field in zip(headers, fields, strict=True) if not _FIELD.fullmatch(field)), "path")
+        raise RequestFailed(Trouble.REFUSED_REQUEST, f"not sent: {wrong!r} would hold a character that HTTP forbids")
+    return "\r\n".join([f"{method} {target} HTTP/1.1", *fields, "", ""]).encode("ascii")
+
+
+def read_chunks(readline: Callable[[], bytes], read: Callable[[int], bytes], bytes_max: int) -> bytes:
+    """A body in chunks (RFC 9112, 7.1), of at most `bytes_max` bytes and as many around the chunks.
+
+    `readline` gives a line with its end, cut where it is too long; `read` gives exactly so many bytes or raises. Raises
+    what these raise, and RequestFailed.
+    """
+    body = bytearray()
+    framing_left = bytes_max + _HEAD_BYTES_MAX
+    is_trailer = False
+    while framing_left > 0:
+        line = readline()
+        framing_left -= len(line)
+        if is_trailer:
+            if line == b"\r\n":
+                return bytes(body)
+            if not line.endswith(b"\n"):
+                break
+            continue
+        found = _CHUNK_SIZE.fullmatch(line)
+        size = int(found[1], 16) if found else -1
+        if not 0 <= size <= bytes_max - len(body):
+            raise RequestFailed(Trouble.PROTOCOL, "a chunk of the reply has no proper size")
+        is_trailer = not size
+        if size:
+            body += read(size)
+            if read(2) != b"\r\n":
+                break
+    raise RequestFailed(Trouble.PROTOCOL, "the chunks of the reply make no sense")
 
 
 class Connection:
@@ -194,27 +254,26 @@ class Connection:
             return self._read_to_end(bytes_max, deadline)
         if length > bytes_max:
             raise RequestFailed(Trouble.PROTOCOL, f"a reply of {length} bytes, where {bytes_max} are plenty")
-        body = bytearray(length)
-        self.read_into(memoryview(body), deadline)
-        return bytes(body)
+        return self.read_exactly(length, deadline)
+
+    def read_exactly(self, size: int, deadline: float) -> bytes:
+        """The next `size` bytes. Takes no memory for those that have not come. Raises as `read_into`."""
+        data = bytearray()
+        while len(data) < size:
+            piece = bytearray(min(size - len(data), _PIECE_BYTES))
+            self.read_into(memoryview(piece), deadline)
+            data += piece
+        return bytes(data)
 
     def _read_chunks(self, bytes_max: int, deadline: float) -> bytes:
-        body = bytearray()
         try:
-            while True:
-                line = self._read_to(b"\r\n", _HEAD_BYTES_MAX, deadline).partition(b";")[0].strip()
-                size = int(line, 16) if line.isalnum() and len(line) <= 8 else -1
-                if not 0 <= size <= bytes_max - len(body):
-                    raise RequestFailed(Trouble.PROTOCOL, "a chunk of the reply has no proper size")
-                chunk = bytearray(size + 2)
-                if not size:
-                    while self._read_to(b"\r\n", _HEAD_BYTES_MAX, deadline) != b"\r\n":
-                        pass  # trailers
-                    return bytes(body)
-                self.read_into(memoryview(chunk), deadline)
-                body += chunk[:-2]
-        except (ValueError, StaleConnection) as error:
-            raise RequestFailed(Trouble.PROTOCOL, "the chunks of the reply make no sense") from error
+            return read_chunks(
+                lambda: self._read_to(b"\r\n", _HEAD_BYTES_MAX, deadline),
+                lambda size: self.read_exactly(size, deadline),
+                bytes_max,
+            )
+        except StaleConnection as error:
+            raise RequestFailed(Trouble.PROTOCOL, "the connection ended within the chunks") from error
 
     def _read_to_end(self, bytes_max: int, deadline: float) -> bytes:
         self._has_closing_reply = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,6 +14,8 @@ from .options import S3Options
 from .throttle import Throttle
 from .trouble import RequestFailed, Trouble
 
+# RFC 9110, 8.8.3, without the bytes beyond ASCII that it allows in a tag.
+_ENTITY_TAG = re.compile(r'(?:W/)?"[!#-~]*"')
 # What to do about the troubles that a person can do something about.
 _ADVICE = {
     Trouble.DNS: "check endpoint_url: its host has no address",
@@ -96,29 +99,41 @@ class Objects:
         return True
 
     def remove_damaged(self, name: str, etag: str, *, deadline: float) -> None:
-        """Remove an object if it still is the one that was found damaged."""
+        """Remove an object if it still is the one that was found damaged. An `etag` that is not an entity tag is
+        compared with the present one, and not sent."""
         try:
-            with self._turn(deadline):
-                self._client.remove(name, etag, deadline=deadline)
+            if not etag or _ENTITY_TAG.fullmatch(etag):
+                with self._turn(deadline):
+                    return self._client.remove(name, etag, deadline=deadline)
         except RequestFailed as error:
             if error.trouble not in (Trouble.UNSUPPORTED, Trouble.REFUSED_REQUEST):
                 raise
-            found = self.head(name, deadline=deadline)
-            if found is not None and found.etag == etag:
-                with self._turn(deadline):
-                    self._client.remove(name, "", deadline=deadline)
+        found = self.head(name, deadline=deadline)
+        if found is not None and found.etag == etag:
+            with self._turn(deadline):
+                self._client.remove(name, "", deadline=deadline)
 
     def remove_many(self, names: Sequence[str], *, deadline: float) -> list[Trouble]:
         """Remove any number of objects; what went wrong with each that could not be."""
         troubles: list[Trouble] = []
         for first in range(0, len(names), LISTED_MAX):
             with self._turn(deadline):
-                troubles += self._client.remove_many(names[first : first + LISTED_MAX], deadline=deadline)
+                some = names[first : first + LISTED_MAX]
+                found = self._client.remove_many(some, deadline=deadline)
+                if len(found) > len(some):
+                    raise RequestFailed(Trouble.PROTOCOL, f"{len(found)} of {len(some)} objects were not removed")
+                troubles += found
         return troubles
 
     def list(self, prefix: str, *, deadline: float) -> Iterator[Listed]:
-        """All objects whose names start with `prefix`."""
+        """All objects whose names start with `prefix`. A listing whose tokens go round in a circle is an error.
+
+        The circle is found as Brent does (An improved Monte Carlo factorization algorithm, 1980): each token is
+        compared with one before it, and that is replaced after 1, 2, 4, ... tokens.
+        """
         token: str | None = None
+        mark: str | None = None
+        steps, steps_max = 0, 1
         while True:
             with self._turn(deadline):
                 listing = self._client.list(prefix, token, LISTED_MAX, deadline=deadline)
@@ -126,6 +141,11 @@ class Objects:
             token = listing.next_token
             if token is None:
                 return
+            if token == mark:
+                raise RequestFailed(Trouble.PROTOCOL, "the listing comes back to a place where it was")
+            steps += 1
+            if steps == steps_max:
+                mark, steps, steps_max = token, 0, 2 * steps_max
 
     def close(self) -> None:
         """Close the connections. REQUIRES: no call is under way."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from os import PathLike
-from urllib.parse import urlsplit
 
+from ...config.s3_storage import is_endpoint
 from ...errors import InvalidInput
 
 CONNECTIONS_MAX = 256
@@ -15,6 +15,7 @@ CHECKSUMS = ("when_required", "when_supported")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 # Characters that need no encoding in an URL, so that names are the same in requests, signatures and listings.
 _PREFIX = re.compile(r"(?:[A-Za-z0-9_.-]{1,128}/){0,8}")
+_REGION = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
@@ -80,13 +81,13 @@ class S3Options:
                 raise InvalidInput(f"s3 store: {name} must be {' or '.join(choices)}, got {getattr(self, name)!r}")
 
     def _check_endpoint(self) -> None:
-        if self.endpoint_url is None:
-            return
-        parts = urlsplit(self.endpoint_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidInput("s3 store: endpoint_url must look like https://HOST or http://HOST:PORT")
-        if parts.username or parts.password or parts.query or parts.fragment:
-            raise InvalidInput("s3 store: endpoint_url must be host and port; credentials have options of their own")
+        if self.endpoint_url is not None and not is_endpoint(self.endpoint_url):
+            raise InvalidInput(
+                "s3 store: endpoint_url must look like https://HOST or http://HOST:PORT; credentials have options of "
+                "their own"
+            )
+        if self.region is not None and not _REGION.fullmatch(self.region):
+            raise InvalidInput(f"s3 store: region must be the name of a region, got {self.region!r}")
 
     def _check_identity(self) -> None:
         variables = (self.access_key_env, self.secret_key_env, self.session_token_env)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
 UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
+_VISIBLE = re.compile("[!-~]+")
 EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 
@@ -24,6 +26,13 @@ class Credentials:
     access_key: str
     secret_key: str = field(repr=False)
     session_token: str | None = field(default=None, repr=False)
+
+    @property
+    def is_usable(self) -> bool:
+        """True if the keys can be part of a request: visible ASCII, of the secret key any printable characters.
+        Raises TypeError for what is not text."""
+        sent = (self.access_key, "-" if self.session_token is None else self.session_token)
+        return all(map(_VISIBLE.fullmatch, sent)) and str.isprintable(self.secret_key)
 
 
 def query_string(parameters: Mapping[str, str]) -> str:

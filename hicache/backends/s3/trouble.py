@@ -18,7 +18,7 @@ class Trouble(enum.StrEnum):
     LOST = "connection_lost"
     NETWORK = "network"
     TLS = "tls"
-    PROTOCOL = "protocol"  # what came is no HTTP reply of an S3 store
+    PROTOCOL = "protocol"  # the reply is not one of an S3 store
     SHORT_BODY = "short_body"  # the reply ended early; the object itself may be whole
     SLOW_DOWN = "slow_down"
     SERVER = "server_error"
@@ -32,7 +32,7 @@ class Trouble(enum.StrEnum):
     CONFLICT = "conflict"  # another writer is at the same object
     FULL = "full"
     UNSUPPORTED = "unsupported"
-    REFUSED_REQUEST = "bad_request"
+    REFUSED_REQUEST = "bad_request"  # by the server, or by us: it would hold a character that HTTP forbids
 
 
 class RequestFailed(Exception):
@@ -49,10 +49,8 @@ class RequestFailed(Exception):
 
 # A server may ask for any time; what is asked for beyond this is not believed.
 _RETRY_AFTER_MAX_S = 60.0
-# Codes are words. What else stands in their place is not repeated in messages.
-_CODE_LENGTH_MAX = 64
 # Codes in the body of an error say more than its status. From the list of error codes in the S3 API reference, and
-# what servers other than AWS use.
+# what servers other than AWS use. Messages name these codes only: a server can send what it was sent in place of one.
 _BY_CODE: Mapping[str, Trouble] = {
     "SlowDown": Trouble.SLOW_DOWN,
     "Throttling": Trouble.SLOW_DOWN,
@@ -82,6 +80,12 @@ _BY_CODE: Mapping[str, Trouble] = {
     "InsufficientStorage": Trouble.FULL,
     "XMinioStorageFull": Trouble.FULL,
     "NotImplemented": Trouble.UNSUPPORTED,
+    "InvalidArgument": Trouble.REFUSED_REQUEST,
+    "InvalidBucketName": Trouble.REFUSED_REQUEST,
+    "InvalidRequest": Trouble.REFUSED_REQUEST,
+    "MalformedXML": Trouble.REFUSED_REQUEST,
+    "MethodNotAllowed": Trouble.REFUSED_REQUEST,
+    "MissingContentLength": Trouble.REFUSED_REQUEST,
 }
 _BY_STATUS: Mapping[int, Trouble] = {
     301: Trouble.WRONG_REGION,
@@ -124,9 +128,8 @@ def trouble_of_status(status: int, code: str) -> Trouble:
 
 def failed_reply(status: int, code: str, retry_after: str = "") -> RequestFailed:
     """What an error reply means; `retry_after` is its header of that name. Dates in it are not understood."""
-    is_code = code.isascii() and code.isalnum() and len(code) < _CODE_LENGTH_MAX
     seconds = min(float(retry_after), _RETRY_AFTER_MAX_S) if retry_after.isascii() and retry_after.isdigit() else 0.0
-    detail = f"status {status} {code if is_code else ''}".rstrip()
+    detail = f"status {status} {code if code in _BY_CODE else ''}".rstrip()
     return RequestFailed(trouble_of_status(status, code), detail, retry_after_s=seconds)
 
 

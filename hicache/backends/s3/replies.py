@@ -1,0 +1,150 @@
+"""The XML of replies: the few fields that the clients ask for.
+
+A hostile store may send any bytes. Documents are read as UTF-8, with no entities of their own, and with bounds on tags,
+elements and depth, so that reading takes a small multiple of the bytes of a body, which the clients bound.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from xml.etree import ElementTree
+
+from .client import LISTED_MAX, Listed, Listing
+from .trouble import RequestFailed, Trouble, failed_reply
+
+# Bodies of errors, and of what is not asked for.
+ERROR_BYTES_MAX = 64 << 10
+# A thousand keys of the greatest length the API allows, with what stands around each.
+LISTING_BYTES_MAX = 8 << 20
+# The documents of S3 have four levels, and about fifteen elements in an entry.
+_DEPTH_MAX = 8
+_ELEMENTS_MAX = 40 * LISTED_MAX
+# S3 declares no document type, and its tags have at most one attribute. Each attribute would become several objects.
+_SUSPECT = re.compile(rb"<!DOCTYPE|<[^<>]{4096}")
+# The parser ends at the first piece that breaks a bound.
+_PIECE_BYTES = 64 << 10
+_ENTRIES = frozenset({"Contents", "Error"})
+_FIELDS = frozenset({"Code", "IsTruncated", "Key", "LastModified", "NextContinuationToken", "Size"})
+# Tokens travel in the target of the next request, which servers limit to 8 KiB and more.
+_TOKEN_LENGTH_MAX = 4096
+_SIZE = re.compile("[0-9]{1,15}")
+
+
+class Document:
+    """A parser's target: the name of the root, the fields in it, and the fields of each of its entries."""
+
+    def __init__(self) -> None:
+        self.root = ""
+        self.fields: dict[str, str] = {}
+        self.entries: list[dict[str, str]] = []
+        self._depth = self._elements = 0
+        self._entry: dict[str, str] | None = None
+        self._text: list[str] | None = None
+
+    def start(self, tag: str, _attributes: Mapping[str, str]) -> None:
+        """See xml.etree.ElementTree.XMLParser."""
+        self._depth += 1
+        self._elements += 1
+        if self._depth > _DEPTH_MAX or self._elements > _ELEMENTS_MAX:
+            raise RequestFailed(Trouble.PROTOCOL, "the reply is deeper or longer than a document of S3")
+        name = tag.rpartition("}")[2]
+        if self._depth == 1:
+            self.root = name
+        elif self._depth == 2 and name in _ENTRIES:
+            self._entry = {}
+            self.entries.append(self._entry)
+            if len(self.entries) > LISTED_MAX:
+                raise RequestFailed(Trouble.PROTOCOL, f"the reply has more than {LISTED_MAX} entries")
+        elif name in _FIELDS and self._depth <= 3:
+            self._text = []
+
+    def data(self, text: str) -> None:
+        """See xml.etree.ElementTree.XMLParser."""
+        if self._text is not None:
+            self._text.append(text)
+
+    def end(self, tag: str) -> None:
+        """See xml.etree.ElementTree.XMLParser."""
+        if self._text is not None and self._depth <= 3:
+            into = self.fields if self._depth == 2 else self._entry
+            if into is not None:
+                into.setdefault(tag.rpartition("}")[2], "".join(self._text))
+            self._text = None
+        self._depth -= 1
+        if self._depth == 1:
+            self._entry = None
+
+
+def read_document(reply: bytes) -> Document:
+    """Parse `reply`. Raises RequestFailed if it is not such a document."""
+    if _SUSPECT.search(reply):
+        raise RequestFailed(Trouble.PROTOCOL, "the reply is not a document of S3")
+    document = Document()
+    # The encoding is given, because one that the document names would be looked up among all of Python's.
+    parser = ElementTree.XMLParser(target=document, encoding="utf-8")
+    try:
+        for start in range(0, len(reply), _PIECE_BYTES):
+            parser.feed(reply[start : start + _PIECE_BYTES])
+        parser.close()
+    except ElementTree.ParseError as error:
+        raise RequestFailed(Trouble.PROTOCOL, "the reply is not XML") from error
+    return document
+
+
+def expect_root(reply: bytes, root: str) -> Document:
+    """The document in `reply`. Raises RequestFailed for one with another root; an error that comes with the status of
+    a success is one too."""
+    document = read_document(reply)
+    if document.root == "Error":
+        raise failed_reply(500, document.fields.get("Code", ""))
+    if document.root != root:
+        raise RequestFailed(Trouble.PROTOCOL, f"the reply is not a {root}")
+    return document
+
+
+def error_code(reply: bytes) -> str:
+    """The code in the body of an error reply, empty if there is none."""
+    try:
+        return read_document(reply).fields.get("Code", "")
+    except RequestFailed:
+        return ""
+
+
+def read_removals(reply: bytes) -> list[Trouble]:
+    """What went wrong with each object that could not be removed. Raises RequestFailed."""
+    entries = expect_root(reply, "DeleteResult").entries
+    return [failed_reply(400, entry.get("Code", "")).trouble for entry in entries]
+
+
+def read_listing(reply: bytes) -> Listing:
+    """One page of a listing. Raises RequestFailed."""
+    document = expect_root(reply, "ListBucketResult")
+    if "IsTruncated" not in document.fields:
+        raise RequestFailed(Trouble.PROTOCOL, "the listing does not say whether it is the whole")
+    objects = [_listed(entry) for entry in document.entries]
+    if document.fields["IsTruncated"] != "true":
+        return Listing(objects, None)
+    return Listing(objects, usable_token(document.fields.get("NextContinuationToken", "")))
+
+
+def usable_token(token: str) -> str:
+    """Return `token`, with which a listing goes on. Raises RequestFailed if it is empty or too long to be sent."""
+    if not 0 < len(token) <= _TOKEN_LENGTH_MAX:
+        raise RequestFailed(Trouble.PROTOCOL, f"the listing goes on, and its token has {len(token)} characters")
+    return token
+
+
+def _listed(entry: Mapping[str, str]) -> Listed:
+    size = entry.get("Size", "0")
+    if not _SIZE.fullmatch(size):
+        raise RequestFailed(Trouble.PROTOCOL, "a size in the listing is not a number")
+    return Listed(entry.get("Key", ""), int(size), _unix_time(entry.get("LastModified", "")))
+
+
+def _unix_time(text: str) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):  # the latter for years that no clock of this machine has
+        return None
