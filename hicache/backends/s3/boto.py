@@ -32,7 +32,7 @@ import urllib3.exceptions
 
 from .access import Access
 from .client import Found, Got, Listed, Listing
-from .http import content_length, read_chunks
+from .http import HEADER_VALUE, content_length, read_chunks
 from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, error_code, expect_root, usable_token
 from .trouble import RequestFailed, Trouble, failed_reply
 
@@ -81,6 +81,7 @@ class _Call:
 
     def __init__(self) -> None:
         self.connection: Any = None
+        self.reply: Any = None
         self._is_over = False
 
     def end(self) -> None:
@@ -98,10 +99,31 @@ class _Call:
         if self._is_over:
             raise TimeoutError
 
+    def drop(self) -> None:
+        """Close the connection if its reply was not read to the end: neither botocore nor urllib3 does in each case."""
+        if self.reply is not None and not self.reply.isclosed():
+            self.connection.close()
+            self.reply.close()
+
+
+class _Reply(http.client.HTTPResponse):
+    """A reply whose head is refused where it is not what HTTP allows; urllib3 would log it and go on."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        _this_thread.call.reply = self
+
+    def begin(self) -> None:
+        """See http.client.HTTPResponse."""
+        super().begin()
+        if self.headers.defects or not all(map(HEADER_VALUE.fullmatch, self.headers.values())):
+            raise http.client.HTTPException("a line of the head is not a header")
+
 
 class _Endable:
     """A connection that knows the request it is used for."""
 
+    response_class = _Reply
     call: _Call | None = None
 
     def connect(self) -> None:
@@ -197,16 +219,12 @@ class BotoClient:
         root, status = _ROOTS.get(event_name.rpartition(".")[2]), response.status_code
         if is_page and 200 <= status < 300:
             return response
-        try:
-            if status < 200 or status == 300:  # botocore takes these for a success
-                raise RequestFailed(Trouble.PROTOCOL, f"a reply of status {status}")
-            has_body = request.method != "HEAD" and status not in (204, 304)
-            body = _read_small(response.raw, LISTING_BYTES_MAX if root else ERROR_BYTES_MAX) if has_body else b""
-            response.raw._fp.close()  # it is read to its end, so the connection can be used again
-            response.raw.release_conn()
-        except BaseException:
-            response.raw.close()
-            raise
+        if status < 200 or status == 300:  # botocore takes these for a success
+            raise RequestFailed(Trouble.PROTOCOL, f"a reply of status {status}")
+        has_body = request.method != "HEAD" and status not in (204, 304)
+        body = _read_small(response.raw, LISTING_BYTES_MAX if root else ERROR_BYTES_MAX) if has_body else b""
+        response.raw._fp.close()  # it is read to its end, so the connection can be used again
+        response.raw.release_conn()
         if status > 300:
             code = error_code(body)
             body = f"<Error><Code>{code}</Code></Error>".encode() if code.isascii() and code.isalnum() else b""
@@ -349,8 +367,11 @@ def _made(call: _Call, method: Callable[..., Any], parameters: Mapping[str, Any]
         return method(**parameters)
     except botocore.exceptions.ClientError as error:
         failed: RequestFailed = _Refused(error)
+    except RequestFailed as error:
+        failed = error.with_traceback(None)
     except _KNOWN as error:
         failed = _failed(error)
+    call.drop()
     try:
         raise failed
     finally:

@@ -45,6 +45,7 @@ _HEADERS_MAX = 200
 # ends within a line, and digits are those of ASCII. Some servers leave out the space before an empty reason.
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t -~\x80-\xff]*)?")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
+HEADER_VALUE = re.compile("[\t -~\x80-\xff]*")
 _LENGTH = re.compile("[0-9]{1,15}")
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[\t -~\x80-\xff]*)?\r\n")
 # What is sent is narrower still: visible ASCII, with spaces and tabs in values of headers.
@@ -127,13 +128,13 @@ def request_head(method: str, target: str, headers: Mapping[str, str]) -> bytes:
 
 
 def read_chunks(readline: Callable[[], bytes], read: Callable[[int], bytes], bytes_max: int) -> bytes:
-    """A body in chunks (RFC 9112, 7.1), of at most `bytes_max` bytes and as many around the chunks.
+    """A body in chunks (RFC 9112, 7.1), of at most `bytes_max` bytes and a sixteenth of that around the chunks.
 
     `readline` gives a line with its end, cut where it is too long; `read` gives exactly so many bytes or raises. Raises
     what these raise, and RequestFailed.
     """
     body = bytearray()
-    framing_left = bytes_max + _HEAD_BYTES_MAX
+    framing_left = bytes_max // 16 + _HEAD_BYTES_MAX
     is_trailer = False
     while framing_left > 0:
         line = readline()

@@ -12,7 +12,7 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from urllib.parse import parse_qs, unquote
@@ -37,10 +37,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Bytes to send; then `then` says what happens to the connection."""
+    """Bytes to send, and those of `more`, which may be endless; then `then` says what happens to the connection."""
 
     data: bytes
     then: str = "keep"  # keep, close, reset, hang
+    more: Iterable[bytes] = ()
 
 
 def reply(status: int, body: bytes = b"", **headers: str) -> Answer:
@@ -159,6 +160,8 @@ class StubS3:
                     with self._running(request):
                         answer = self.fault(request) or self._answer(request)
                         served.sendall(answer.data)
+                        for piece in answer.more:
+                            served.sendall(piece)
                         if answer.then == "hang":
                             self.released.wait()
                     if answer.then == "reset":

@@ -1,0 +1,386 @@
+"""A hostile S3 server: replies that no store sends, drawn from a seed, against every verb of both clients.
+
+`run_round(seed)` opens a backend and a raw store on such a server, runs verbs, and checks that each gives an outcome or
+a typed error, that a HIT has the right bytes, and that no text holds a key or token. It returns what happened, counted.
+A reply that is dripped or has no end is sent until the client closes the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import random
+import select
+import socket
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.raw import StoredPage
+from hicache.backends.s3 import S3Backend, S3RawStore
+from hicache.backends.s3.names import object_name
+from hicache.backends.testing import HIT, NAMESPACE, empty_frames, full_frames, make_keys
+from hicache.errors import BackendUnavailable
+from hicache.frame import HEADER_BYTES
+from tests.backends.s3.bucket import CODEC, PAGE, options
+from tests.backends.s3.stub import Answer, Request, StubS3, reply
+from tests.waiting import wait_for
+
+T = TypeVar("T")
+
+CLIENTS = ("direct", "boto3")
+# The server is told the first two with each request, and may send them back.
+_SECRETS = {
+    "HOSTILE_S3_ID": "HOSTILEACCESSKEYID", "HOSTILE_S3_TOKEN": "HostileSessionToken", "HOSTILE_S3_KEY": "Secret0000key",
+}  # fmt: skip
+_TIMEOUT_S = 0.15
+_VERB_S = 0.3
+_STEPS = 16
+_KEYS = make_keys(3, "hostile")
+_NAME = object_name("test/", NAMESPACE, _KEYS[0])
+
+_OK = "HTTP/1.1 200 OK"
+_STATUS_LINES = [
+    "HTTP/1.1 \u00b200 OK", "HTTP/1.1 2\u00b20", "HTTP/1.1 \u0662\u0660\u0660 OK", "HTTP/1.1 -20 OK", "HTTP/1.1 2_0 OK",
+    "HTTP/1.1 99999 OK", "HTTP/1.1 000 OK", "HTTP/1.1", "HTTP/2 200 OK", "HTTP/1.\u0661 200 OK", "ICY 200 OK",
+    "HTTP/1.1 200\n", "HTTP/1.1  200 OK", "",
+]  # fmt: skip
+_STATUSES = [
+    100, 101, 103, 199, 200, 201, 204, 206, 299, 300, 304, 400, 403, 404, 405, 409, 412, 416, 418, 500, 501, 503, 507,
+    599, 600, 999,
+]  # fmt: skip
+_LENGTHS = [
+    "-1", "+5", "0x10", "\u00b2", "\u0665", "1e3", "9" * 30, "9" * 5000, "5, 7", "1_0", " ", "5\r\ncontent-length: 7",
+    str(10**14),
+]  # fmt: skip
+_SPLITS = ["\n", "\r", "\x00", "\x0b", "\x1b[2J", "\x7f", "\x85", "\u2028", "\n ", "\r\n "]
+_CHUNKS = [
+    "-1", "-ffffffff", "ffffffff", "0x5", "+5", "1_0", "\u00b2", "\u0665", " 5", "5 5", "", "5;" + "x" * 70_000,
+    "9" * 5000,
+]  # fmt: skip
+_ENCODINGS = [
+    "utf-16", "utf-7", "idna", "punycode", "hex", "zlib", "rot13", "unicode_escape", "cp037", "big5", "no-such", "",
+    "\u00fc",
+]  # fmt: skip
+_DATES = [
+    "99999-01-01T00:00:00Z", "0001-01-01T00:00:00", "9999-12-31T23:59:59-23:59", "yesterday", "", "9" * 5000,
+    "2026-13-45T99:99:99Z",
+]  # fmt: skip
+_SIZES = ["-1", "\u00b2", "\u0665", "1e9", "9" * 5000, "0x10", " 5 ", "", "NaN", str(10**14)]
+_NAMES = ["../" + _NAME, _NAME + "\u0661", _NAME.upper(), "%00", "x" * 5000]
+_CODES = ["SlowDown", "<b>x</b>", "", "\u00fc", "x" * 70_000, "<Code>a</Code>", "NoSuchBucket", "a\nb"]
+
+
+def _listing(entries: str = "", token: str | None = None, *, truncated: bool = True) -> str:
+    more = "" if token is None else f"<NextContinuationToken>{token}</NextContinuationToken>"
+    return f"<ListBucketResult><IsTruncated>{str(truncated).lower()}</IsTruncated>{more}{entries}</ListBucketResult>"
+
+
+def _entry(size: str = "1", date: str = "2026-01-02T03:04:05Z", key: str = _NAME) -> str:
+    return f"<Contents><Key>{key}</Key><Size>{size}</Size><LastModified>{date}</LastModified></Contents>"
+
+
+def _bomb() -> str:
+    laughs = "".join(f'<!ENTITY a{n} "{f"&a{n - 1};" * 10}">' for n in range(1, 9))
+    return f'<!DOCTYPE x [<!ENTITY a0 "{"ha" * 50}">{laughs}]><Error><Code>&a8;</Code></Error>'
+
+
+_DOCUMENTS: list[Callable[[], str]] = [
+    lambda: "<a>" * 200_000, lambda: "<a>" * 20_000 + "</a>" * 20_000, lambda: "<Error>" * 3000 + "</Error>" * 3000,
+    _bomb, lambda: f"<!DOCTYPE x [<!ENTITY a '{'x' * 50_000}'>]><Error><Code>{'&a;' * 3000}</Code></Error>",
+    lambda: "<!DOCTYPE x SYSTEM 'file:///etc/passwd'><Error><Code>&x;</Code></Error>",
+    lambda: "<Error " + " ".join(f"a{n}=''" for n in range(100_000)) + "/>",
+    lambda: "<x>" + "".join(f"<e{n}/>" for n in range(150_000)) + "</x>",
+    lambda: "<ListBucketResult/>", lambda: "<html/>",
+    lambda: "<DeleteResult>" + "<Error><Code>AccessDenied</Code></Error>" * 900 + "</DeleteResult>",
+    lambda: "<Error><Code>SlowDown</Code></Error>", lambda: "", lambda: "\x00" * 1000, lambda: "<" * 100_000,
+    lambda: f"<x>{'&' * 1000}</x>", lambda: "<Error><Error><Error>SlowDown</Error></Error></Error>",
+]  # fmt: skip
+
+
+class HostileS3:
+    """A StubS3 whose replies are drawn from `dice` while `kind` is set, each of that kind; sound ones otherwise."""
+
+    def __init__(self, stub: StubS3, dice: random.Random, trap_port: int) -> None:
+        self.kind: str | None = None
+        self.replies = 0
+        self._stub = stub
+        self._dice = dice
+        self._trap = f"http://127.0.0.1:{trap_port}/"
+        choice = dice.choice
+        self._kinds: dict[str, Callable[[Request], Answer]] = {
+            "garbage": lambda request: Answer(dice.randbytes(dice.randrange(3000)) + b"\r\n\r\n", "close"),
+            "status line": lambda request: self._head(choice(_STATUS_LINES), "content-length: 0"),
+            "status": lambda request: self._coded(choice(_STATUSES), choice(_CODES)),
+            "header injection": self._injection,
+            "length": lambda request: self._head(
+                _OK, f"content-length: {choice(_LENGTHS)}", etag='"x"', body=b"x" * PAGE
+            ),
+            "chunks": self._chunks,
+            "interim": lambda request: Answer(
+                b"", more=self._endless(f"HTTP/1.1 {choice([100, 101, 103])} x\r\n\r\n")
+            ),
+            "endless head": lambda request: Answer(
+                b"HTTP/1.1 200 OK\r\n", more=self._endless(choice(["x: y\r\n", "x"]))
+            ),
+            "many headers": lambda request: self._head(
+                _OK, "\r\n".join(f"h{n}: v" for n in range(choice([90, 150, 3000])))
+            ),
+            "endless body": lambda request: Answer(b"HTTP/1.1 500 x\r\n\r\n", more=self._endless("x" * 4096)),
+            "encoding": self._encoded,
+            "document": lambda request: reply(choice([200, 400, 503]), choice(_DOCUMENTS)().encode(), etag='"x"'),
+            "listing": self._listed,
+            "wrong length": self._cut,
+            "slow": self._slow,
+            "echo": self._echo,
+            "redirection": lambda request: reply(
+                choice([301, 302, 303, 307, 308, 400, 403]), location=self._trap,
+                x_amz_bucket_region=choice(["eu-west-1", "a\nb", "x" * 5000]),
+            ),
+            "mutation": self._mutated,
+        }  # fmt: skip
+        stub.fault = self._fault
+
+    @property
+    def kinds(self) -> list[str]:
+        return list(self._kinds)
+
+    def _fault(self, request: Request) -> Answer | None:
+        if self.kind is None:
+            return None
+        self.replies += 1
+        return self._kinds[self.kind](request)
+
+    def _endless(self, piece: str) -> Iterator[bytes]:
+        data = piece.encode() * (1 + 8192 // len(piece))
+        while not self._stub.released.is_set():
+            yield data
+
+    def _head(self, *lines: str, body: bytes = b"", **headers: str) -> Answer:
+        fields = [*lines, *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+        encoding = self._dice.choice(["utf-8", "latin-1"])
+        return Answer("\r\n".join(fields).encode(encoding, "replace") + body, "close")
+
+    def _coded(self, status: int, code: str) -> Answer:
+        root = self._dice.choice(["Error", "ErrorResponse", "x:Error"])
+        return reply(status, f"<{root}><Code>{code}</Code></{root}>".encode())
+
+    def _sound(self, request: Request) -> bytes:
+        return self._stub._answer(request).data
+
+    def _injection(self, request: Request) -> Answer:
+        split = self._dice.choice(_SPLITS)
+        etag = self._dice.choice([f'"a{split}x-injected: 1"', f"a{split}b", "a b", '"', 'W/"', f'"{"x" * 20_000}"'])
+        return self._head(_OK, f"content-length: {PAGE}", etag=etag, body=b"x" * PAGE)
+
+    def _chunks(self, request: Request) -> Answer:
+        head = b"HTTP/1.1 %d x\r\ntransfer-encoding: chunked\r\n\r\n" % self._dice.choice([200, 404, 503])
+        long = "1;" + "y" * 3000 + "\r\nx\r\n"
+        more = self._dice.choice(["1\r\nx\r\n", long, "0\r\nx: y\r\n", "x: y\r\n", "5\r\nhelloXX"])
+        bad = self._dice.choice(_CHUNKS).encode()
+        return self._dice.choice([
+            Answer(head + bad + b"\r\nhello\r\n0\r\n\r\n", "close"), Answer(head, more=self._endless(more)),
+            Answer(head + b"0\r\n", more=self._endless("x: y\r\n")), Answer(head + bad, "close"),
+            Answer(head + b"-1\r\n", more=self._endless("x")), Answer(head, more=self._endless("1")),
+        ])  # fmt: skip
+
+    def _encoded(self, request: Request) -> Answer:
+        encoding = self._dice.choice(_ENCODINGS)
+        text = f'<?xml version="1.0" encoding="{encoding}"?>{_listing(_entry(), truncated=False)}'
+        with contextlib.suppress(LookupError, ValueError, AssertionError):
+            return reply(self._dice.choice([200, 400]), text.encode(self._dice.choice([encoding, "utf-8", "utf-16"])))
+        return reply(200, text.encode())
+
+    def _listed(self, request: Request) -> Answer:
+        dice = self._dice
+        token = request.query.get("continuation-token", ["0"])[0]
+        return reply(200, dice.choice([
+            _listing(_entry(), "same"), _listing("", {"a": "b", "b": "c"}.get(token, "a")), _listing(),
+            _listing("", "x" * 100_000), _listing("", ""), _listing("", "a\u2028&#10;&#13;b\u00e9"),
+            _listing(_entry(size=dice.choice(_SIZES)), truncated=False),
+            _listing(_entry(date=dice.choice(_DATES)), truncated=False),
+            _listing(_entry(key=dice.choice(_NAMES)), truncated=False), _listing(_entry() * 3000, truncated=False),
+            _listing("<Contents><Contents/></Contents>" * 50, truncated=False),
+            "<ListBucketResult>" + _entry() + "</ListBucketResult>",
+        ]).encode())  # fmt: skip
+
+    def _cut(self, request: Request) -> Answer:
+        data = self._sound(request)
+        end = self._dice.choice([self._dice.randrange(len(data) + 1), len(data)])
+        after = b"x" * self._dice.choice([0, 1, 5000])
+        return Answer(data[:end] + after, self._dice.choice(["keep", "close", "reset", "hang"]))
+
+    def _slow(self, request: Request) -> Answer:
+        data = self._sound(request)
+        start = self._dice.choice([0, 5, 40, len(data) // 2])
+
+        def drip() -> Iterator[bytes]:
+            for number in itertools.chain(data[start:], itertools.repeat(120)):
+                if self._stub.released.wait(0.02):
+                    return
+                yield bytes([number])
+
+        return Answer(data[:start], more=drip())
+
+    def _echo(self, request: Request) -> Answer:
+        """What the request has told: the identity, the token, the signature."""
+        told = self._dice.choice([*_SECRETS.values(), request.headers.get("authorization", "")])
+        status = self._dice.choice([400, 403, 503])
+        body = f"<Error><Code>{told}</Code><Message>{told}</Message><AWSAccessKeyId>{told}</AWSAccessKeyId></Error>"
+        length = f"content-length: {len(body)}"
+        return self._head(f"HTTP/1.1 {status} {told}", length, f"etag: {told}", body=body.encode())
+
+    def _mutated(self, request: Request) -> Answer:
+        data = bytearray(self._sound(request))
+        for _ in range(self._dice.randrange(1, 20)):
+            at = self._dice.randrange(min(len(data), 400) + 1)
+            data[at : at + self._dice.randrange(3)] = self._dice.randbytes(self._dice.randrange(3))
+        return Answer(bytes(data), "close")
+
+
+class _Lines(logging.Handler):
+    """The lines that are logged from the level WARNING on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+def _assert_silent(text: str) -> None:
+    assert not any(secret in text for secret in _SECRETS.values()), f"a text holds a secret: {text}"
+
+
+def _opened(attempt: Callable[[], T]) -> T:
+    """What `attempt` opens. On a busy machine even a sound server may not answer in time."""
+    found: list[T] = []
+
+    def open_it() -> None:
+        with contextlib.suppress(BackendUnavailable):
+            found.append(attempt())
+
+    wait_for(lambda: bool(found), open_it)
+    return found[0]
+
+
+class _Verbs:
+    """The verbs of one client. Each checks what it gives, and raises BackendUnavailable at most."""
+
+    def __init__(self, url: str, client: str) -> None:
+        self._options = options(
+            url, client=client, connections=3, timeout_s=_TIMEOUT_S, connect_timeout_s=1.0,
+            access_key_env="HOSTILE_S3_ID", secret_key_env="HOSTILE_S3_KEY", session_token_env="HOSTILE_S3_TOKEN",
+        )  # fmt: skip
+        self._frames = full_frames(CODEC, _KEYS)
+        self._payloads = [bytes(frame[HEADER_BYTES:]) for frame in self._frames]
+        parents = [None, *_KEYS[:-1]]
+        self.pages = {
+            object_name("test/", NAMESPACE, key): bytes(CODEC.seal(key, frame, parent=parent))
+            for key, frame, parent in zip(_KEYS, self._frames, parents, strict=True)
+        }
+        self._page = StoredPage(NAMESPACE, _KEYS[0], PAGE, None)
+        self.backend: S3Backend = _opened(lambda: S3Backend(CODEC, self._options))
+        self._raw: S3RawStore = _opened(lambda: S3RawStore(self._options))
+        self.verbs: dict[str, Callable[[], object]] = {
+            "get": self.get, "set": self._set, "exists": self._exists, "delete": self._delete, "usage": self._usage,
+            "list": lambda: list(itertools.islice(self._raw.pages(), 5000)),
+            "read": lambda: self._raw.read(self._page, 1 << 30),
+            "write": lambda: self._raw.write(self._page, b"x" * PAGE, None),
+            "remove": lambda: self._raw.remove([self._page]),
+            "open": lambda: S3Backend(CODEC, self._options).close(),
+            "open raw": lambda: S3RawStore(self._options).close(),
+        }  # fmt: skip
+
+    def get(self) -> list[GetOutcome]:
+        """Read all pages; those that are hit have the right bytes."""
+        frames = empty_frames(CODEC, len(_KEYS))
+        outcomes = self.backend.batch_get(_KEYS, frames, deadline=time.monotonic() + _VERB_S)
+        assert len(outcomes) == len(_KEYS)
+        for outcome, frame, payload in zip(outcomes, frames, self._payloads, strict=True):
+            assert isinstance(outcome, GetOutcome)
+            assert outcome is not HIT or frame[HEADER_BYTES:] == payload
+        return outcomes
+
+    def _set(self) -> list[SetOutcome]:
+        outcomes = self.backend.batch_set(_KEYS, self._frames, parent=None, deadline=time.monotonic() + _VERB_S)
+        assert len(outcomes) == len(_KEYS) and all(isinstance(outcome, SetOutcome) for outcome in outcomes)
+        return outcomes
+
+    def _exists(self) -> None:
+        assert 0 <= self.backend.batch_exists(_KEYS, deadline=time.monotonic() + _VERB_S) <= len(_KEYS)
+
+    def _delete(self) -> None:
+        assert 0 <= self.backend.delete(_KEYS, deadline=time.monotonic() + _VERB_S) <= len(_KEYS)
+
+    def _usage(self) -> None:
+        usage = self.backend.usage()
+        assert usage.pages >= 0 and usage.bytes >= 0
+
+    def close(self) -> None:
+        """Close both stores."""
+        self.backend.close()
+        self._raw.close()
+
+
+@contextlib.contextmanager
+def _secrets() -> Iterator[list[str]]:
+    """Credentials in the environment, and the lines that are logged."""
+    lines = _Lines()
+    os.environ.update(_SECRETS)
+    logging.getLogger().addHandler(lines)
+    try:
+        yield lines.lines
+    finally:
+        logging.getLogger().removeHandler(lines)
+        for name in _SECRETS:
+            del os.environ[name]
+
+
+def _run_verb(verbs: _Verbs, name: str, kind: str, counts: Counter[str]) -> None:
+    try:
+        result = verbs.verbs[name]()
+    except BackendUnavailable as error:
+        counts[f"{name}: refused"] += 1
+        _assert_silent("".join(traceback.format_exception(error)))
+    except BaseException as error:
+        error.add_note(f"by {name}, against {kind}")
+        raise
+    else:
+        outcomes = result if isinstance(result, list) and name in ("get", "set") else ["answered"]
+        counts.update(f"{name}: {outcome}" for outcome in outcomes)
+
+
+def run_round(seed: int, client: str | None = None) -> Counter[str]:
+    """Run one round, with the client that `seed` or `client` says. Returns the replies by kind and verbs by result.
+
+    Blocks for one to three seconds. Raises AssertionError, or what a verb has raised. Leaves no thread or descriptor.
+    """
+    dice = random.Random(seed)
+    counts: Counter[str] = Counter()
+    with _secrets() as lines, socket.create_server(("127.0.0.1", 0)) as trap, StubS3("pages") as stub:
+        server = HostileS3(stub, dice, trap.getsockname()[1])
+        verbs = _Verbs(stub.url, client or CLIENTS[seed % len(CLIENTS)])
+        for _ in range(_STEPS):
+            stub.objects = dict(verbs.pages)
+            server.kind = dice.choice(server.kinds)
+            before = server.replies
+            # These have no deadline of their caller, and wait for a minute.
+            lasting = {"usage", "list", "read", "write", "remove"} if server.kind in ("slow", "interim") else set()
+            _run_verb(verbs, dice.choice([name for name in verbs.verbs if name not in lasting]), server.kind, counts)
+            counts[f"reply: {server.kind}"] += server.replies - before
+        server.kind, stub.objects = None, dict(verbs.pages)
+        wait_for(lambda: verbs.get() == [HIT] * len(_KEYS))
+        errors = dict(verbs.backend.statistics().errors)
+        verbs.close()
+        assert not select.select([trap], [], [], 0)[0], "a redirection was followed"
+        assert not any("x-injected" in request.headers for request in stub.requests)
+    assert "internal" not in errors
+    _assert_silent("\n".join([*lines, *errors]))
+    return counts

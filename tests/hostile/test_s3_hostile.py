@@ -1,0 +1,38 @@
+"""Rounds of hostile replies to both clients of the S3 backend. See `s3_server`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import threading
+
+import pytest
+
+from tests.hostile.s3_server import CLIENTS, run_round
+from tests.seeds import seeds
+
+# A listing of 8 MiB, read, parsed and thrown away, by some threads at once.
+_GROWTH_MIB_MAX = 160
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("seed", seeds(4))
+def test_any_reply_is_an_outcome_or_a_typed_error(seed: int, client: str) -> None:
+    counts = run_round(seed, client)
+    assert sum(count for name, count in counts.items() if name.startswith("reply")) > 10
+    print(dict(counts))
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_hostile_replies_leave_no_descriptor_and_no_thread_and_take_little_memory(client: str) -> None:
+    run_round(0, client)
+    gc.collect()
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for seed in range(1000, 1002):
+        run_round(seed, client)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= files
+    assert threading.active_count() <= threads
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_kib < _GROWTH_MIB_MAX << 10
