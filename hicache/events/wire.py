@@ -139,7 +139,7 @@ def decode_batch(payload: bytes) -> WireBatch:
     try:
         timestamp_s, raws, rank = _envelope.decode(payload)
         return WireBatch(timestamp_s, tuple(_event(raw) for raw in raws), rank)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter is no DecodeError of msgspec
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # msgspec raises all three
         raise InvalidInput("KV events: not a batch of events in the form of docs/formats/kv_events.md") from error
 
 

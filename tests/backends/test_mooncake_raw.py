@@ -193,6 +193,32 @@ def test_a_list_that_was_cut_short_is_not_taken_for_the_whole(length: int, keys:
             assert found.result() == keys
 
 
+@pytest.mark.parametrize("body", [
+    '{"data": ' + "[" * 100_000, '{"data": {"k": {"ok": true, "values": [{"size_": Infinity}]}}}',
+    '{"data": {"k": {"ok": true, "values": "x"}}}', '{"data": []}', "\u0665", "",
+])  # fmt: skip
+def test_sizes_of_another_form_are_a_typed_error(body: str) -> None:
+    with pytest.raises(BackendUnavailable, match="another form"):
+        _asked(f"Content-Length: {len(body.encode())}\r\n\r\n{body}")
+
+
+@pytest.mark.parametrize("size", ["xyz", "-5", "\u0665"])
+def test_chunks_that_make_no_sense_are_a_typed_error(size: str) -> None:
+    with pytest.raises(BackendUnavailable, match="does not answer"):
+        _asked(f"Transfer-Encoding: chunked\r\n\r\n{size}\r\n")
+
+
+def _asked(reply: str) -> list[tuple[str, int]]:
+    """The sizes that `reply` gives, when the connection ends behind it."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: list(Admin(server.getsockname()).sizes(["k"])))
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(f"HTTP/1.1 200 OK\r\n{reply}".encode())
+        return found.result()
+
+
 def test_it_opens_by_name_and_refuses_wrong_options(master: MooncakeMaster, opened: MooncakeRawStore) -> None:
     raw = open_raw_by_name(BackendSpec("mooncake", options_for(master)))
     assert list(raw.pages()) == []

@@ -390,6 +390,13 @@ def test_codes_have_classes(code: int, name: str, is_slow: bool) -> None:
     assert (codes.class_of(code), codes.is_slow(code)) == (name, is_slow)
 
 
+@pytest.mark.parametrize("answer", [None, 3, "ab", [], [0], [0, 0, 0], [0, None], [0, "1"], [0, True], [0, 1.5]])
+def test_an_answer_that_is_not_a_number_for_each_key_is_an_error_of_each(answer: object) -> None:
+    found = codes.checked(answer, 2)
+    assert [codes.class_of(code) for code in found] == ["protocol"] * 2
+    assert codes.checked([0, -704], 2) == [0, -704], "the control"
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("master", "nowhere"), ("master", "host:0"), ("master", "host:99999"), ("daemon", ":1"), ("admin", "host:x"),

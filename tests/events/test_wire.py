@@ -165,6 +165,21 @@ def test_damaged_batches_raise_nothing_but_the_typed_error(data: st.DataObject) 
         pass
 
 
+@pytest.mark.parametrize("start", ["", "93cb" + "00" * 8 + "91", "93cb" + "00" * 8 + "9181a178"])
+def test_a_batch_that_nests_deeply_is_the_typed_error(start: str) -> None:
+    """As the whole, as an event, and as a field that is skipped."""
+    with pytest.raises(InvalidInput, match="not a batch of events"):
+        decode_batch(bytes.fromhex(start) + b"\x91" * 100_000 + b"\xc0\xc0")
+
+
+@given(st.binary(max_size=300), st.sampled_from([b"", b"\x93\xcb" + bytes(8), b"\x93\xcb" + bytes(8) + b"\x91\x98"]))
+def test_any_bytes_are_a_batch_or_the_typed_error(noise: bytes, start: bytes) -> None:
+    try:
+        decode_batch(start + noise)
+    except InvalidInput:
+        pass
+
+
 @pytest.mark.parametrize("dialect", READABLE)
 def test_text_that_is_no_utf_8_is_the_typed_error(dialect: Dialect) -> None:
     whole = BatchEncoder(dialect).encode([Removed(Medium.DEVICE, (bytes(32),))], 1.0)

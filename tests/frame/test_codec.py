@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hicache.errors import InvalidInput
-from hicache.frame import HEADER_BYTES, Damage, FrameCodec, FrameHeader, TagKind, frame_bytes, unseal
+from hicache.frame import HEADER_BYTES, MAGIC, Damage, FrameCodec, FrameHeader, TagKind, frame_bytes, unseal
 
 NAMESPACE = b"n" * 32
 KEY = b"k" * 32
@@ -153,6 +155,12 @@ def test_a_label_from_a_stranger_is_shown_without_control_characters() -> None:
     frame[168:174] = b"\x1b[2J\xff\n"
     header = FrameHeader.parse(frame)
     assert header is not None and header.label.isprintable()
+
+
+@given(st.binary(max_size=400), st.booleans())
+def test_any_bytes_are_a_printable_header_or_none(noise: bytes, starts_well: bool) -> None:
+    header = FrameHeader.parse((MAGIC if starts_well else b"") + noise)
+    assert header is None or (header.label.isprintable() and header.object_bytes > 0)
 
 
 def test_a_codec_that_cannot_work_is_refused() -> None:

@@ -55,7 +55,7 @@ class Admin:
                     replicas = found[key]["values"] if found[key]["ok"] else None
                     if replicas:
                         yield key, int(replicas[0]["size_"])
-            except (KeyError, TypeError, ValueError) as error:
+            except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 raise self._trouble("gave an answer of another form: is it of another version?") from error
 
     def _ask(self, path: str) -> str:
@@ -66,7 +66,7 @@ class Admin:
             status, body = answer.status, answer.read(_ANSWER_BYTES_MAX)
             # A list without its end looks like a shorter list, and whoever purges would take it for the whole.
             is_cut = bool(answer.length) or bool(answer.read(1))
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: the size of a chunk
             raise self._trouble(f"does not answer ({type(error).__name__})") from error
         finally:
             connection.close()

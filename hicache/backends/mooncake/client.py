@@ -120,30 +120,31 @@ class Client:
 
     def exist(self, keys: list[str]) -> list[int]:
         """1 for a page that is there, 0 for one that is not. Those that are there cannot be evicted for a while."""
-        return list(self._store.batch_is_exist(keys))
+        return codes.checked(self._store.batch_is_exist(keys), len(keys))
 
     def get(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
         """Read whole pages; the bytes of each. A page longer than its buffer is not read."""
-        return list(self._store.batch_get_into(keys, addresses, sizes))
+        return codes.checked(self._store.batch_get_into(keys, addresses, sizes), len(keys))
 
     def get_start(self, key: str, address: int, size: int) -> list[int]:
         """Read the first `size` bytes of a page that is at least as long."""
-        found: list[list[list[int]]] = self._store.get_into_ranges(
-            [address], [[key]], [[[0]]], [[[0]]], [[[size]]]
-        )  # fmt: skip
-        return [found[0][0][0]]
+        found: Any = self._store.get_into_ranges([address], [[key]], [[[0]]], [[[0]]], [[[size]]])
+        try:
+            return codes.checked(found[0][0], 1)
+        except (LookupError, TypeError):
+            return [codes.UNREADABLE]
 
     def put(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
         """Store pages. One that is there stays as it is, and the code is the same."""
-        return list(self._store.batch_put_from(keys, addresses, sizes))
+        return codes.checked(self._store.batch_put_from(keys, addresses, sizes), len(keys))
 
     def sizes(self, keys: list[str]) -> list[int]:
         """Bytes of each page. Grants leases as `exist` does."""
-        return [self._store.get_size(key) for key in keys]
+        return codes.checked([self._store.get_size(key) for key in keys], len(keys))
 
     def remove(self, keys: list[str], *, force: bool) -> list[int]:
         """Remove pages; only with `force` those that somebody may be reading."""
-        return list(self._store.batch_remove(keys, force))
+        return codes.checked(self._store.batch_remove(keys, force), len(keys))
 
     def leave(self) -> None:
         """Use the client no more. The last one to leave takes this process's segment out of the store.

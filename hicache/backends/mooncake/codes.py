@@ -5,7 +5,7 @@ A call on a batch returns one number per key: 0 or a size for success, below 0 a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 OK = 0
 NO_ROOM = -200
@@ -16,6 +16,7 @@ PRESENT = -705
 LEASED = -706
 GONE = -712
 CHECKSUM = -801
+UNREADABLE = -(1 << 31)  # not of Mooncake: the library has answered something else than a number for each key
 
 # Nothing is there to be read: it never was, was removed, or is not written to its end.
 MISSES = frozenset({BEING_WRITTEN, NOT_FOUND, GONE})
@@ -41,9 +42,18 @@ _CLASSES: Mapping[int, str] = {
     -901: "timeout",
     -1010: "not_leader",
     -1011: "not_leader",
+    UNREADABLE: "protocol",
 }
 # After one of these the next call may hang as long as the one that got it did.
 _SLOW = frozenset({"connection", "timeout", "transfer", "no_segment", "replica"})
+
+
+def checked(answer: object, count: int) -> list[int]:
+    """The codes in what the library has answered for `count` keys, all UNREADABLE if these are not so many numbers."""
+    found = list(answer) if isinstance(answer, Iterable) else []
+    if len(found) != count or any(type(code) is not int for code in found):
+        return [UNREADABLE] * count
+    return found
 
 
 def class_of(code: int) -> str:

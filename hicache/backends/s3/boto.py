@@ -71,6 +71,7 @@ _BY_EXCEPTION: tuple[tuple[type[Exception], Trouble], ...] = (
     (LookupError, Trouble.PROTOCOL),
     (AttributeError, Trouble.PROTOCOL),
     (ArithmeticError, Trouble.PROTOCOL),
+    (RuntimeError, Trouble.PROTOCOL),
 )
 _KNOWN = tuple(kind for kind, _ in _BY_EXCEPTION)
 _this_thread = threading.local()

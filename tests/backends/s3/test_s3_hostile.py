@@ -1,0 +1,268 @@
+"""Hostile replies one by one: what a store may not put into our requests, our texts, our memory and our time.
+
+`tests/hostile` draws such replies at random.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hicache.backends.raw import StoredPage
+from hicache.backends.s3 import S3Backend, S3RawStore
+from hicache.backends.s3.http import request_head
+from hicache.backends.s3.replies import LISTING_BYTES_MAX, read_document, read_listing
+from hicache.backends.s3.trouble import RequestFailed, Trouble, failed_reply
+from hicache.backends.testing import CORRUPT, GET_ERROR, NAMESPACE, load, make_keys, soon, store_chain
+from hicache.errors import BackendUnavailable, ConfigError, InvalidInput
+from tests.backends.s3.bucket import CODEC, PAGE, options
+from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
+from tests.backends.s3.test_s3_faults import errors, name, open_on
+
+KEYS = make_keys(2)
+
+
+def damaged(etag: str) -> Callable[[Request], Answer | None]:
+    """Pages that are none, under an ETag."""
+    head = f"HTTP/1.1 200 OK\r\ncontent-length: {PAGE}\r\netag: {etag}\r\n\r\n".encode("latin-1")
+    return lambda request: Answer(head + b"x" * PAGE) if request.method == "GET" and not request.is_list else None
+
+
+@pytest.mark.parametrize("split", ["\n", "\r", "\x00", "\x0b", "\x7f", "\n "])
+def test_a_control_character_in_an_etag_reaches_no_request(stub: StubS3, client: str, split: str) -> None:
+    store = open_on(stub, client=client)
+    store_chain(store, KEYS[:1])
+    stub.forget_requests()
+    stub.fault = damaged(f'"a{split}x-injected: 1"')
+    assert load(store, KEYS[:1])[0] in (GET_ERROR, CORRUPT)
+    stub.fault = lambda request: None
+    assert not any("x-injected" in request.headers for request in stub.requests)
+    assert not any("a" in request.headers.get("if-match", "") for request in stub.requests)
+    store.backend.close()
+
+
+@pytest.mark.parametrize(
+    ("etag", "sent"),
+    [('"abc"', True), ('W/"abc"', True), ("abc", False), ('"a"b"', False), ('"\xe9"', False)],
+)  # fmt: skip
+def test_an_etag_is_sent_only_if_it_is_an_entity_tag(stub: StubS3, client: str, etag: str, sent: bool) -> None:
+    """Another one is compared with the present one, so that a page that was stored in between stays."""
+    store = open_on(stub, client=client)
+    store_chain(store, KEYS[:1])
+    stub.forget_requests()
+    stub.fault = damaged(etag)
+    assert load(store, KEYS[:1]) == [CORRUPT]
+    assert [request.headers.get("if-match") for request in stub.requests if request.method == "DELETE"] == [etag] * sent
+    assert name(KEYS[0]) in stub.objects, "the page has another etag by now"
+    store.backend.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "headers"),
+    [("/a\r\nx: y", {}), ("/a b", {}), ("/\x00", {}), ("/\xe9", {}), ("a", {}), ("/a", {"if-match": "a\nx: y"}),
+     ("/a", {"if-match": "a\r"}), ("/a", {"x": "\x00"}), ("/a", {"x": "\ud800"}), ("/a", {"x y": "z"})],
+)  # fmt: skip
+def test_a_request_that_would_hold_a_forbidden_character_is_not_sent(target: str, headers: dict[str, str]) -> None:
+    with pytest.raises(RequestFailed) as caught:
+        request_head("GET", target, headers)
+    assert caught.value.trouble is Trouble.REFUSED_REQUEST
+    assert request_head("GET", "/a", {"x": "y z"}) == b"GET /a HTTP/1.1\r\nx: y z\r\n\r\n", "the control"
+
+
+@pytest.mark.parametrize("value", ["a-key\n", "a\rb", "a\tb", "a b", "\udcff", "\xe9"])
+@pytest.mark.parametrize("variable", ["S3_ACCESS_KEY", "S3_TOKEN"])
+def test_credentials_that_cannot_travel_are_refused_at_start(
+    stub: StubS3, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv("S3_TOKEN", "a-token")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match="hold characters"):
+        S3Backend(CODEC, options(stub.url, session_token_env="S3_TOKEN"))
+    monkeypatch.setenv(variable, "a-key")
+    S3Backend(CODEC, options(stub.url, session_token_env="S3_TOKEN")).close()
+
+
+@pytest.mark.parametrize("changes", [
+    {"endpoint_url": "http://127.0.0.1:99999"}, {"endpoint_url": "http://[::1"}, {"endpoint_url": "http://a b"},
+    {"endpoint_url": "http://h/\r\nx: y"}, {"endpoint_url": "http://h\n"}, {"endpoint_url": "http://h:0"},
+    {"region": "a\nb"}, {"region": "us-east-1\n"}, {"region": ""},
+])  # fmt: skip
+def test_names_that_cannot_be_part_of_a_request_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match=next(iter(changes))):
+        options("http://127.0.0.1:9", **changes)
+
+
+@pytest.mark.parametrize("line", [
+    "HTTP/1.1 \u0662\u0660\u0660 OK", "HTTP/1.1 2\u00b20 OK", "HTTP/1.1 20 OK", "HTTP/1.1 2000 OK", "HTTP/1.1 -20 OK",
+])  # fmt: skip
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_status_of_other_digits_is_an_error(stub: StubS3, client: str, line: str, encoding: str) -> None:
+    store = open_on(stub, client=client)
+    head = f"{line}\r\ncontent-length: 0\r\n\r\n".encode(encoding, "replace")
+    stub.fault = lambda request: Answer(head, "close")
+    assert load(store, KEYS) == [GET_ERROR] * 2
+    store.backend.usage()
+    assert "internal" not in errors(store) and sum(errors(store).values()) == 3
+    store.backend.close()
+
+
+def _listing(inside: str, root: str = "ListBucketResult") -> Callable[[Request], Answer | None]:
+    return lambda request: reply(200, f"<{root}>{inside}</{root}>".encode()) if request.is_list else None
+
+
+WHOLE, PART = "<IsTruncated>false</IsTruncated>", "<IsTruncated>true</IsTruncated>"
+LISTINGS = {
+    "the same token": PART + "<NextContinuationToken>same</NextContinuationToken>",
+    "no token": PART,
+    "an empty token": PART + "<NextContinuationToken/>",
+    "a long token": PART + f"<NextContinuationToken>{'x' * 100_000}</NextContinuationToken>",
+    "not said whether whole": "<Contents/>",
+    "a size of other digits": WHOLE + "<Contents><Size>\u00b2</Size></Contents>",
+    "a size below zero": WHOLE + "<Contents><Size>-1</Size></Contents>",
+    "a long size": WHOLE + f"<Contents><Size>{'9' * 5000}</Size></Contents>",
+    "more than was asked for": WHOLE + "<Contents/>" * 1001,
+    "deep": WHOLE + "<a>" * 5000 + "</a>" * 5000,
+}
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_a_listing_that_is_not_one_is_an_error(stub: StubS3, client: str, listing: str) -> None:
+    store, raw = open_on(stub, client=client), S3RawStore(options(stub.url, client=client))
+    stub.fault = _listing(LISTINGS[listing])
+    with pytest.raises(BackendUnavailable, match="protocol"):
+        list(raw.pages())
+    store.backend.usage()
+    assert errors(store) == {"protocol": 1}
+    raw.close()
+    store.backend.close()
+
+
+def test_a_listing_that_goes_round_in_a_circle_is_an_error(stub: StubS3, client: str) -> None:
+    raw, tokens = S3RawStore(options(stub.url, client=client)), itertools.cycle("abcde")
+    stub.fault = lambda request: reply(
+        200, f"<ListBucketResult>{PART}<NextContinuationToken>{next(tokens)}</NextContinuationToken></ListBucketResult>"
+        .encode())  # fmt: skip
+    with pytest.raises(BackendUnavailable, match="comes back"):
+        list(raw.pages())
+    raw.close()
+
+
+@pytest.mark.parametrize("date", ["99999-01-01T00:00:00Z", "0001-01-01T00:00:00", "yesterday", "9" * 5000])
+def test_a_date_out_of_range_is_unknown_or_an_error(stub: StubS3, client: str, date: str) -> None:
+    raw = S3RawStore(options(stub.url, client=client))
+    stub.fault = _listing(f"{WHOLE}<Contents><Key>{name(KEYS[0])}</Key><LastModified>{date}</LastModified></Contents>")
+    try:
+        assert [page.key for page in raw.pages()] == [KEYS[0]]
+    except BackendUnavailable as failed:
+        assert "protocol" in str(failed) and client == "boto3"
+    raw.close()
+
+
+@pytest.mark.parametrize("encoding", ["no-such", "idna", "hex", "utf-16", "unicode_escape", "punycode", "big5", ""])
+@pytest.mark.parametrize("status", [200, 400])
+def test_no_encoding_that_a_document_names_is_looked_up(stub: StubS3, client: str, encoding: str, status: int) -> None:
+    store = open_on(stub, client=client)
+    body = f'<?xml version="1.0" encoding="{encoding}"?><Error><Code>a\u00fc</Code></Error>'.encode()
+    stub.fault = lambda request: reply(status, body)
+    store_chain(store, KEYS)
+    store.backend.usage()
+    assert "internal" not in errors(store)
+    store.backend.close()
+
+
+def test_no_document_takes_more_than_a_small_multiple_of_its_bytes() -> None:
+    laughs = "".join(f'<!ENTITY a{n} "{f"&a{n - 1};" * 10}">' for n in range(1, 9))
+    for body in (
+        f'<!DOCTYPE x [<!ENTITY a0 "ha">{laughs}]><Error><Code>&a8;</Code></Error>',
+        "<x " + " ".join(f"a{n}=''" for n in range(100_000)) + "/>", "<x>" + "<y/>" * (LISTING_BYTES_MAX // 4) + "</x>",
+        "<x>" * (LISTING_BYTES_MAX // 3), "<x>" + "".join(f"<e{n}/>" for n in range(500_000)) + "</x>",
+    ):  # fmt: skip
+        with pytest.raises(RequestFailed):
+            read_document(body.encode())
+    entry = "<Contents><Key>k</Key><Size>1</Size><Owner><ID>x</ID><DisplayName>y</DisplayName></Owner></Contents>"
+    root = "ListBucketResult xmlns='http://s3.amazonaws.com/doc/2006-03-01/'"
+    whole = f"<{root}>{WHOLE}{entry * 1000}</ListBucketResult>"
+    assert len(read_listing(whole.encode()).objects) == 1000, "the control"
+
+
+def test_a_server_cannot_have_more_errors_than_objects_to_remove(stub: StubS3, client: str) -> None:
+    store = open_on(stub, client=client)
+    store_chain(store, KEYS)
+    body = b"<DeleteResult>" + b"<Error><Code>AccessDenied</Code></Error>" * 5 + b"</DeleteResult>"
+    stub.fault = lambda request: reply(200, body) if request.method == "POST" else None
+    assert store.backend.delete(KEYS, deadline=soon()) == 0
+    assert errors(store) == {"protocol": 2}
+    store.backend.close()
+
+
+@pytest.mark.parametrize("code", ["<b>x</b>", "", "<Code>a</Code>", "SlowDown</Code><Code>b", "\u00fc"])
+def test_a_code_of_another_form_is_the_class_of_the_status(stub: StubS3, client: str, code: str) -> None:
+    store = open_on(stub, client=client)
+    stub.fault = lambda request: error(403, code)
+    load(store, KEYS)
+    assert set(errors(store)) <= {"access_denied", "slow_down"} and sum(errors(store).values()) == 2
+    store.backend.close()
+
+
+def test_a_server_that_echoes_what_it_was_told_puts_it_into_no_message(stub: StubS3, client: str) -> None:
+    told = "AnAccessKey"
+    assert told not in str(failed_reply(403, told)) and "AccessDenied" in str(failed_reply(403, "AccessDenied"))
+    stub.fault = lambda request: error(403, told)
+    with pytest.raises(BackendUnavailable) as caught:
+        S3Backend(CODEC, options(stub.url, client=client))
+    assert told not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308, 400])
+def test_no_redirection_is_followed_and_no_region_is_asked_for(stub: StubS3, client: str, status: int) -> None:
+    with StubS3("pages") as elsewhere:
+        store = open_on(stub, client=client)
+        stub.forget_requests()
+        stub.fault = lambda request: reply(
+            status, b"<Error><Code>PermanentRedirect</Code><Region>eu-west-1</Region></Error>",
+            location=elsewhere.url + "/pages/x", x_amz_bucket_region="eu-west-1",
+        )  # fmt: skip
+        store.backend.batch_exists(KEYS[:1], deadline=soon())
+        assert load(store, KEYS[:1]) == [GET_ERROR]
+        assert stub.methods() == ["HEAD", "GET"] and not elsewhere.connections
+        store.backend.close()
+
+
+def test_memory_is_taken_for_what_has_come_and_not_for_what_was_announced(stub: StubS3, client: str) -> None:
+    raw = S3RawStore(options(stub.url, client=client))
+    head = b'HTTP/1.1 200 OK\r\ncontent-length: 99999999999999\r\netag: "x"\r\n\r\n'
+    stub.fault = lambda request: Answer(head + b"x", "close")
+    with pytest.raises(BackendUnavailable):
+        raw.read(StoredPage(NAMESPACE, KEYS[0], 1, None), 1 << 50)
+    raw.close()
+
+
+ENDLESS = {
+    "chunks": (b"HTTP/1.1 500 x\r\ntransfer-encoding: chunked\r\n\r\n", b"1;" + b"x" * 3000 + b"\r\ny\r\n"),
+    "trailers": (b"HTTP/1.1 500 x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n", b"x: y\r\n"),
+    "a chunk below zero": (b"HTTP/1.1 500 x\r\ntransfer-encoding: chunked\r\n\r\n-1\r\n", b"x" * 4096),
+    "a line of a chunk": (b"HTTP/1.1 500 x\r\ntransfer-encoding: chunked\r\n\r\n", b"1" * 4096),
+    "a body": (b"HTTP/1.1 500 x\r\n\r\n", b"x" * 4096),
+    "a head": (b"HTTP/1.1 500 x\r\n", b"x: y\r\n" * 100),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_a_reply_without_end_is_left_after_some_bytes(stub: StubS3, client: str, what: str) -> None:
+    """No deadline and no silence ends it: a server that sends for ever is the control."""
+    store = open_on(stub, client=client)
+    start, piece = ENDLESS[what]
+    sent = itertools.count()
+
+    def endless() -> Any:
+        while not stub.released.is_set():
+            next(sent)
+            yield piece
+
+    stub.fault = lambda request: Answer(start, more=endless())
+    assert load(store, KEYS[:1]) == [GET_ERROR]
+    assert next(sent) * len(piece) < 32 << 20
+    store.backend.close()
