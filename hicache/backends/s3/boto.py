@@ -42,8 +42,11 @@ _PIECE_BYTES = 256 << 10
 _LINE_BYTES_MAX = 4096
 # Waiting for ever is none of what `Future.result` can do with a number.
 _WAIT_MAX_S = 86_400.0
-# The operations whose replies are documents that botocore reads, and the roots of these.
-_ROOTS = {"ListObjectsV2": "ListBucketResult", "DeleteObjects": "DeleteResult"}
+# The operations whose replies are documents that botocore reads, and the roots of these. It makes sessions by itself,
+# for directory buckets.
+_ROOTS = {
+    "ListObjectsV2": "ListBucketResult", "DeleteObjects": "DeleteResult", "CreateSession": "CreateSessionResult",
+}  # fmt: skip
 # botocore's exceptions have no common field that says what happened. The first that fits, from the narrow to the wide.
 _BY_EXCEPTION: tuple[tuple[type[Exception], Trouble], ...] = (
     (botocore.exceptions.SSLError, Trouble.TLS),
