@@ -94,14 +94,15 @@ _PRAGMAS = (
     f"journal_size_limit = {JOURNAL_BYTES}",
 )
 _SCHEMA_ROWS = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY rowid"
-# A cycle can only be closed by a page on which others hang already, so all other inserts pass the walk by.
+# A cycle can only be closed by a page on which others hang already, so all other inserts leave out the walk. The plus
+# sign keeps SQLite from making an index of the walk, which then ends where it meets the page.
 _INSERT = """
 INSERT INTO pages(namespace, key, parent, writer, size, last_use, children)
 SELECT :namespace, :key, CASE WHEN :parent = :key OR (number > 0 AND EXISTS (
         WITH RECURSIVE above(key) AS (SELECT :parent UNION
-            SELECT p.parent FROM above CROSS JOIN pages p
-            WHERE p.namespace = :namespace AND p.key = above.key AND p.parent IS NOT NULL)
-        SELECT 1 FROM above WHERE key = :key)) THEN NULL ELSE :parent END,
+            SELECT p.parent FROM above CROSS JOIN pages p INDEXED BY by_key
+            WHERE p.namespace = :namespace AND p.key = above.key)
+        SELECT 1 FROM above WHERE +key = :key)) THEN NULL ELSE :parent END,
     :writer, :size, :last_use, number
 FROM (SELECT count(*) AS number FROM pages WHERE namespace = :namespace AND parent = :key)
 """
