@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ..units import GIB, MIB, Duration, PositiveSize, Size
+from .addresses import HTTP_PORTS, check_host, split_address, split_url
 from .guard import GuardConfig
 from .section import Section
 
-Address: TypeAlias = Annotated[str, Field(pattern=r"^[^\s:/][^\s/]*:[0-9]{1,5}$", max_length=256)]
+_METADATA_PORTS = {**HTTP_PORTS, "etcd": 2379, "redis": 6379}
+
+
+def _check_address(text: str) -> str:
+    split_address(text)
+    return text
+
+
+def _check_metadata(text: str) -> str:
+    """Several servers, where there are several, stand in one URL with `;` or `,` between them."""
+    scheme, mark, rest = text.partition("://")
+    for server in re.split("[;,]", rest if mark else text):
+        if mark:
+            split_url(f"{scheme}://{server}", _METADATA_PORTS)
+        else:
+            split_address(server, _METADATA_PORTS["etcd"])
+    return text
+
+
+Address: TypeAlias = Annotated[str, Field(max_length=300), AfterValidator(_check_address)]
 
 
 class MooncakeStorageOptions(Section):
@@ -40,13 +61,13 @@ class MooncakeStorageOptions(Section):
         description="Address of the master's HTTP server (its `--metrics_host`, `--metrics_port`), which counts and "
         "lists pages. Unset: port 9003 of the master's host.",
     )
-    host: str = Field(
-        default="127.0.0.1", min_length=1, max_length=256,
+    host: Annotated[str, AfterValidator(check_host)] = Field(
+        default="127.0.0.1",
         description="Name or IP address under which other nodes reach this process. The library listens on all "
         "interfaces without authentication: let trusted nodes alone reach it.",
     )
-    metadata: str = Field(
-        default="P2PHANDSHAKE", min_length=1, max_length=256,
+    metadata: Annotated[str, AfterValidator(_check_metadata)] = Field(
+        default="P2PHANDSHAKE", max_length=256,
         description="Where nodes find each other's addresses. `P2PHANDSHAKE` needs no server; otherwise the URL of "
         "Mooncake's metadata server.",
     )

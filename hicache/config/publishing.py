@@ -3,23 +3,65 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Literal
+import os
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ..units import MIB, Count, PositiveDuration, PositiveSize, refuse_bool
+from ..units import MIB, Count, PositiveDuration, PositiveSize
+from .addresses import PORT_MAX, Address, check_host, check_port, split_address
 from .section import FileSystemPath, Section
+
+_TCP = "tcp://"
+_IPC = "ipc://"
+# The name of a Unix socket, with its closing zero, has 108 bytes on Linux.
+_IPC_PATH_BYTES_MAX = 107
+
+
+def split_endpoint(endpoint: str, *, listens: bool) -> Address | Path:
+    """Split a ZeroMQ endpoint: the address of `tcp://host:port`, or the socket of `ipc:///path`.
+
+    With `listens` the host may be `*`, for all interfaces, and the port `*` or 0, for a free one; either port becomes
+    0. Raises ValueError that names no part of the endpoint if it is not valid. ZeroMQ itself would take any port modulo
+    65536.
+    """
+    if endpoint.startswith(_IPC):
+        path = Path(endpoint.removeprefix(_IPC))
+        if not path.is_absolute() or "\0" in str(path) or len(os.fsencode(path)) > _IPC_PATH_BYTES_MAX:
+            raise ValueError(f"ipc:// needs an absolute path of at most {_IPC_PATH_BYTES_MAX} bytes")
+        return path
+    if not endpoint.startswith(_TCP):
+        raise ValueError("the endpoint is not valid; write tcp://127.0.0.1:5557 or ipc:///run/hicache/kv")
+    host, _, port = endpoint.removeprefix(_TCP).rpartition(":")
+    if not listens:
+        return split_address(f"{host}:{port}")
+    if host == "*":
+        return Address(host, 0 if port == "*" else check_port(port, lowest=0))
+    return split_address(f"{host}:{'0' if port == '*' else port}", lowest=0)
+
+
+def _check_port(port: object) -> int:
+    return check_port(port, lowest=0)
+
+
+def _check_endpoint(endpoint: str) -> str:
+    split_endpoint(endpoint, listens=True)
+    return endpoint
+
+
+Endpoint: TypeAlias = Annotated[str, Field(max_length=255), AfterValidator(_check_endpoint)]
 
 
 class MetricsConfig(Section):
     """The Prometheus exporter."""
 
-    port: Annotated[int, Field(ge=0, le=65535), BeforeValidator(refuse_bool)] | None = Field(
+    port: Annotated[int, Field(ge=0, le=PORT_MAX), BeforeValidator(_check_port)] | None = Field(
         default=None,
         description="TCP port to serve metrics on; 0 takes a free one. Without a port there is no exporter.",
     )
-    host: str = Field(
-        default="127.0.0.1", min_length=1, max_length=255,
+    host: Annotated[str, AfterValidator(check_host)] = Field(
+        default="127.0.0.1",
         description="Address to listen on. Only a loopback address is taken, unless `allow_remote` is set.",
     )
     allow_remote: bool = Field(
@@ -46,13 +88,13 @@ def is_loopback(host: str) -> bool:
 class EventsConfig(Section):
     """KV events: what appeared on and left which tier, published for routers and monitors over ZeroMQ."""
 
-    endpoint: str | None = Field(
-        default=None, min_length=1, max_length=255,
+    endpoint: Endpoint | None = Field(
+        default=None,
         description="Where to publish KV events: `tcp://127.0.0.1:5557`, or `ipc:///run/hicache/kv` in a directory "
         "that is yours alone. Without it nothing is published. An address that others can reach needs CURVE keys.",
     )
-    replay_endpoint: str | None = Field(
-        default=None, min_length=1, max_length=255,
+    replay_endpoint: Endpoint | None = Field(
+        default=None,
         description="Where subscribers ask for batches they missed. Without it one that missed something stays wrong.",
     )
     topic: str = Field(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from ..units import KIB, Count, PositiveDuration, PositiveSize
+from .addresses import split_address, split_url
 from .guard import GuardConfig
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
 _PLACES = ("url", "unix_socket", "cluster", "sentinels")
-# Checked with the whole section, whose errors do not quote it: a password may be in it.
-_URL = re.compile(r"rediss?://[^/@?#\s]+(/[0-9]{0,5})?")
+_URL_PORTS = {"redis": 6379, "rediss": 6379}
+_SENTINEL_PORT = 26379
 _Servers = Annotated[list[str], Field(min_length=1, max_length=64)]
 
 
@@ -130,13 +130,7 @@ class RedisStorageOptions(Section):
         given = [name for name in _PLACES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of {', '.join(_PLACES)}; there are {' and '.join(given) or 'none'}")
-        if self.url is not None and not _URL.fullmatch(self.url):
-            raise ValueError(
-                "url must look like redis://host:6379/0, or rediss:// for TLS, and hold no credentials; these are "
-                "username with password_env or password_file"
-            )
-        if any("@" in address for address in (*(self.cluster or ()), *(self.sentinels or ()), *self.replicas)):
-            raise ValueError("addresses must look like host:port, without credentials")
+        self._check_addresses()
         if (self.sentinels is None) != (self.service is None):
             raise ValueError("give sentinels and service together")
         if self.allowed_nodes is not None and self.sentinels is None and self.cluster is None:
@@ -146,6 +140,27 @@ class RedisStorageOptions(Section):
         if (self.read_from == "replica" and self.sentinels is None and self.cluster is None) != bool(self.replicas):
             raise ValueError("replicas and read_from: replica go together for a single server, and with it alone")
         return self
+
+    def _check_addresses(self) -> None:
+        # With the whole section, whose errors do not quote it: a password may be in an address.
+        if self.url is not None:
+            _check_url(self.url)
+        for name, port in (("cluster", 6379), ("sentinels", _SENTINEL_PORT), ("replicas", 6379)):
+            for address in getattr(self, name) or ():
+                try:
+                    split_address(address, port)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
+
+
+def _check_url(url: str) -> None:
+    try:
+        path = split_url(url, _URL_PORTS).path.removeprefix("/")
+    except ValueError as error:
+        what = f"url must look like redis://host:6379/0, or rediss:// for TLS, and hold no credentials; {error}"
+        raise ValueError(f"{what}; for credentials, use username with password_env or password_file") from error
+    if path and (not path.isdigit() or len(path) > 5):
+        raise ValueError("url must look like redis://host:6379/0: the path is not the number of a database")
 
 
 class RedisStorage(Section):

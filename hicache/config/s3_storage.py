@@ -9,18 +9,12 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from ..units import Count, PositiveDuration, PositiveSize
+from .addresses import HTTP_PORTS, split_url
 from .guard import GuardConfig
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
 # Checked with the whole section, whose errors do not quote it: somebody may have put a secret where a name belongs.
-_ENDPOINT = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?(?:/[!\"$->A-~]*)?")
 _VARIABLE = re.compile(VARIABLE_PATTERN)
-
-
-def is_endpoint(url: str) -> bool:
-    """True if `url` names a scheme, a host and perhaps a port and a path, and nothing else: visible ASCII alone."""
-    found = _ENDPOINT.fullmatch(url)
-    return found is not None and 0 < int(found[1] or 80) < 65536
 
 
 class S3StorageOptions(Section):
@@ -120,8 +114,11 @@ class S3StorageOptions(Section):
 
     @model_validator(mode="after")
     def _check(self) -> S3StorageOptions:
-        if self.endpoint_url is not None and not is_endpoint(self.endpoint_url):
-            raise ValueError("endpoint_url must look like https://HOST or http://HOST:PORT, without user and password")
+        if self.endpoint_url is not None:
+            try:
+                split_url(self.endpoint_url, HTTP_PORTS)
+            except ValueError as error:
+                raise ValueError(f"endpoint_url: {error}") from error
         variables = (self.access_key_env, self.secret_key_env, self.session_token_env)
         if not all(_VARIABLE.fullmatch(name) for name in variables if name is not None):
             raise ValueError("access_key_env and the like must be names of environment variables, not what they hold")

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeAlias
 
+from ..config.addresses import check_port
 from ..errors import BackendUnavailable, InvalidInput
 from .launcher import launch
 from .ports import free_ports, is_free, listening_ports
@@ -79,6 +80,8 @@ class DevServer(DevService):
 
     `port` fixes its (first) port, otherwise free ones are chosen. `data` keeps its files in a directory that stays;
     without it they are removed at the end. The process ends with the one that started it, even if that is killed.
+
+    Raises InvalidInput for a port that is not between 1 and 65535.
     """
 
     name: ClassVar[str]
@@ -89,7 +92,10 @@ class DevServer(DevService):
     grace_s: ClassVar[float] = 3.0
 
     def __init__(self, *, port: int | None = None, data: Path | None = None) -> None:
-        self._fixed_port = port
+        try:
+            self._fixed_port = None if port is None else check_port(port)
+        except ValueError as error:
+            raise InvalidInput(f"{self.name}: {error}; got {port!r}") from error
         self._given_data = data
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None

@@ -12,13 +12,9 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..config.publishing import is_loopback
+from ..config.publishing import is_loopback, split_endpoint
 from ..errors import ConfigError
 
-_TCP = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/@;]+)):([0-9]{1,5}|\*)")
-_IPC = "ipc://"
-# The name of a Unix socket, with its closing zero, has 108 bytes on Linux.
-_IPC_PATH_BYTES_MAX = 107
 _KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # 32 bytes in Z85 (ZeroMQ RFC 32)
 
 
@@ -47,26 +43,24 @@ def require_private(endpoint: str, curve: CurveKeys | None) -> None:
     A loopback address counts as private, though other users of the machine can connect to it; a socket in a directory
     does not have that weakness. Resolves no name.
     """
-    if endpoint.startswith(_IPC):
-        _require_private_directory(endpoint.removeprefix(_IPC))
-        return
-    match = _TCP.fullmatch(endpoint)
-    if match is None:
-        raise ConfigError(f"events: endpoint {endpoint[:80]!r} is none; write tcp://127.0.0.1:5557 or ipc:///run/x/kv")
-    if curve is None and not is_loopback(match[1] or match[2]):
+    try:
+        place = split_endpoint(endpoint, listens=True)
+    except ValueError as error:
+        raise ConfigError(f"events: endpoint {endpoint[:80]!r}: {error}") from error
+    if isinstance(place, Path):
+        _require_private_directory(place)
+    elif curve is None and not is_loopback(place.host):
         raise ConfigError(
             f"events: endpoint {endpoint[:80]!r} is open to others; use 127.0.0.1 or ipc://, or configure CURVE keys"
         )
 
 
-def _require_private_directory(name: str) -> None:
+def _require_private_directory(path: Path) -> None:
     """A socket has no keys of its own worth trusting: whoever may enter its directory may connect."""
-    path = Path(name)
-    if not path.is_absolute() or "\0" in name or len(os.fsencode(name)) > _IPC_PATH_BYTES_MAX:
-        raise ConfigError(f"events: ipc:// needs an absolute path of at most {_IPC_PATH_BYTES_MAX} bytes")
+    where = f"events: the directory of {str(path)[:80]!r}"
     try:
         state = path.parent.stat()
     except OSError as error:
-        raise ConfigError(f"events: the directory of {name[:80]!r} cannot be used: {error.strerror}") from error
+        raise ConfigError(f"{where} cannot be used: {error.strerror}") from error
     if state.st_uid != os.geteuid() or state.st_mode & 0o077:
-        raise ConfigError(f"events: the directory of {name[:80]!r} must be yours and closed to others: chmod 700")
+        raise ConfigError(f"{where} must be yours and closed to others: chmod 700")

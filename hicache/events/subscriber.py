@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from ..config.publishing import split_endpoint
 from ..errors import ConfigError, InvalidInput
 from .index import PrefixIndex
 from .publisher import END_OF_REPLAY, SEQUENCE_BYTES
@@ -46,7 +47,8 @@ class FollowerStatistics:
 class EventFollower:
     """Connects to the two endpoints of a publisher. Used by one thread; a context manager that closes.
 
-    `queued_batches_max` bounds what is received and not yet polled. Raises ConfigError for an endpoint that is none.
+    `queued_batches_max` bounds what is received and not yet polled. Raises ConfigError for an endpoint that is not
+    valid.
     """
 
     def __init__(
@@ -110,6 +112,10 @@ class EventFollower:
         self.close()
 
     def _connect(self, kind: int, endpoint: str, curve: ClientCurve | None, hwm: int) -> zmq.Socket[bytes]:
+        try:
+            split_endpoint(endpoint, listens=False)
+        except ValueError as error:
+            raise ConfigError(f"events: cannot connect to {endpoint[:80]!r}: {error}") from error
         connected = self._context.socket(kind)
         connected.set_hwm(hwm)
         connected.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)

@@ -65,7 +65,7 @@ def test_an_open_endpoint_without_keys_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("section", "message"),
-    [({"endpoint": "tcp://0.0.0.0:1"}, "open to others"), ({"endpoint": "udp://x"}, "is none"),
+    [({"endpoint": "tcp://0.0.0.0:1"}, "open to others"),
      ({"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://*:2"}, "open to others"),
      ({"endpoint": "tcp://127.0.0.1:1", "curve_secret_key_file": "/no/s", "curve_client_keys_file": "/no/c"},
       "No such file")],
@@ -79,6 +79,9 @@ def test_the_check_refuses_what_the_start_refuses(section: dict[str, object], me
 @pytest.mark.parametrize(
     ("section", "message"),
     [({"replay_endpoint": "tcp://127.0.0.1:5558"}, "nothing to replay"),
+     ({"endpoint": "udp://x"}, "the endpoint is not valid"),
+     ({"endpoint": "tcp://127.0.0.1:99999"}, "port is not a number from 0 to 65535"),
+     ({"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://127.0.0.1:65536"}, "port is not a number"),
      ({"curve_secret_key_file": "x"}, "need each other"), ({"dialect": "json"}, "dialect"), ({"buffer": 0}, "buffer")],
 )  # fmt: skip
 def test_an_impossible_section_is_refused(section: dict[str, object], message: str) -> None:

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from ...config import addresses
 from ...errors import InvalidInput
 
 MIB = 1 << 20
@@ -55,6 +56,10 @@ class MooncakeOptions:
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise InvalidInput(f"mooncake store: {name} must be a name, got {value!r}")
+        try:
+            addresses.check_host(self.host)
+        except ValueError as error:
+            raise InvalidInput(f"mooncake store: host {self.host[:80]!r}: {error}") from error
         devices: object = self.devices
         if not isinstance(devices, str):
             raise InvalidInput(f"mooncake store: devices must be names with commas between them, got {devices!r}")
@@ -99,7 +104,7 @@ class MooncakeOptions:
 
 def split_address(name: str, value: object) -> tuple[str, int]:
     """Host and port of `value`; errors call it `name`. Raises InvalidInput."""
-    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise InvalidInput(f"mooncake store: {name} must be host:port, got {value!r}")
-    return host, int(port)
+    try:
+        return addresses.split_address(value if isinstance(value, str) else "")
+    except ValueError as error:
+        raise InvalidInput(f"mooncake store: {name} must be host:port, got {value!r}: {error}") from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from ...config.s3_storage import is_endpoint
+from ...config.addresses import HTTP_PORTS, split_url
 from ...config.secret import read_private_file
 from ...errors import ConfigError
 from .client import Client
@@ -57,8 +57,10 @@ def open_access(options: S3Options) -> Access:
     session = _session(options)
     region = options.region or session.get_config_variable("region") or _REGION
     endpoint = options.endpoint_url or _usual_endpoint(session, region)
-    if not is_endpoint(endpoint):
-        raise ConfigError("s3 store: the endpoint that boto3 is configured for is not https://HOST or http://HOST:PORT")
+    try:
+        split_url(endpoint, HTTP_PORTS)
+    except ValueError as error:
+        raise ConfigError(f"s3 store: the endpoint that boto3 is configured for is not valid: {error}") from None
     path_style = options.path_style
     if path_style is None:
         # TLS certificates of AWS cover one label in front of the endpoint, which a bucket with a dot in it is not.

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from os import PathLike
 
-from ...config.s3_storage import is_endpoint
+from ...config.addresses import HTTP_PORTS, split_url
 from ...errors import InvalidInput
 
 CONNECTIONS_MAX = 256
@@ -81,11 +81,11 @@ class S3Options:
                 raise InvalidInput(f"s3 store: {name} must be {' or '.join(choices)}, got {getattr(self, name)!r}")
 
     def _check_endpoint(self) -> None:
-        if self.endpoint_url is not None and not is_endpoint(self.endpoint_url):
-            raise InvalidInput(
-                "s3 store: endpoint_url must look like https://HOST or http://HOST:PORT; credentials have options of "
-                "their own"
-            )
+        if self.endpoint_url is not None:
+            try:
+                split_url(self.endpoint_url, HTTP_PORTS)
+            except ValueError as error:
+                raise InvalidInput(f"s3 store: endpoint_url: {error}") from error
         if self.region is not None and not _REGION.fullmatch(self.region):
             raise InvalidInput(f"s3 store: region must be the name of a region, got {self.region!r}")
 

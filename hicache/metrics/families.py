@@ -1,47 +1,32 @@
-"""The Prometheus exporter: reads a snapshot of `statistics()` at each scrape and turns it into metric families.
+"""The metrics themselves: a snapshot of `statistics()` becomes metric families at each scrape.
 
 What is exported is an explicit table of `MetricSpec`, each with a function that picks its samples out of the snapshot.
 Nothing counts twice and no hot path touches a metric object: the numbers are those of `statistics()`.
 
 Locking design: the collector holds nothing that changes. `snapshot` is called on the server's threads, one call per
-scrape and possibly several at once; making that safe is the snapshot's business (frozen values are). The server's
-threads are daemons and own nothing but their socket.
+scrape and possibly several at once; making that safe is the snapshot's business (frozen values are).
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-import logging
 import re
-import socket
-import socketserver
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import make_wsgi_app
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 
-from .backends.base import GetOutcome, SetOutcome
-from .backends.guard import BOUNDS_S, GuardStatistics, LatencyStatistics, LeafStatistics, Override, Verb
-from .cache.statistics import CacheStatistics
-from .config import HiCacheConfig
-from .config.publishing import is_loopback
-from .errors import ConfigError, InvalidInput
+from ..backends.base import GetOutcome, SetOutcome
+from ..backends.guard import BOUNDS_S, GuardStatistics, LatencyStatistics, LeafStatistics, Override, Verb
+from ..cache.statistics import CacheStatistics
+from ..errors import InvalidInput
 
 # Few labels with few values each. Never a key, a tenant or a path: a label value lives as long as the time series.
 LABELS = frozenset({"tier", "backend", "direction", "reason", "outcome", "queue", "worker", "route", "verb"})
 _NAME = re.compile(r"hicache(_[a-z0-9]+)+")
-# A scraper that stops reading in the middle gives its thread back after this.
-SOCKET_TIMEOUT_S = 10.0
-# Threads of scrapes at once; one Prometheus needs one, more means that somebody does not read.
-SCRAPES_MAX = 16
-
-_log = logging.getLogger(__name__)
 S = TypeVar("S")
 Sample = tuple[tuple[str, ...], float]
 
@@ -393,100 +378,3 @@ def _event_metrics() -> CacheMetrics:
         _spec("event_publisher_errors_total", counter, "Unexpected errors of the publisher, by class.", "reason",
               lambda s: {} if s.publisher is None else s.publisher.errors),
     )  # fmt: skip
-
-
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    allow_reuse_address = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._slots = threading.BoundedSemaphore(SCRAPES_MAX)
-
-    def server_bind(self) -> None:
-        # HTTPServer would ask a name server for our own name here, which may take as long as it likes.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-        self.setup_environ()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve on a thread of its own, or hang up if too many are busy."""
-        if self._slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """What the thread does."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that hung up is its own business: no traceback on stderr."""
-        _log.debug("a scrape ended early", exc_info=True)
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = SOCKET_TIMEOUT_S
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes come every few seconds: no line for each."""
-
-
-class MetricsServer:
-    """An HTTP server on a thread of its own. `port` is the real one. A context manager that closes."""
-
-    def __init__(self, server: WSGIServer) -> None:
-        self._server = server
-        self.port: int = server.server_address[1]
-        self._thread = threading.Thread(target=server.serve_forever, name="hicache-metrics", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop listening; blocks for up to half a second. Scrapes under way end by themselves. May be called twice."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
-
-    def __enter__(self) -> MetricsServer:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
-def serve_configured(config: HiCacheConfig, statistics: Callable[[], CacheStatistics | None]) -> MetricsServer | None:
-    """Serve a cache's `statistics` as the section `metrics` says; None if it names no port. Raises as `serve_metrics`.
-    """
-    section = config.metrics
-    if section.port is None:
-        return None
-    collector = SnapshotCollector(statistics, cache_metrics())
-    return serve_metrics(collector, section.host, section.port, allow_remote=section.allow_remote)
-
-
-def serve_metrics(
-    collector: Collector, host: str = "127.0.0.1", port: int = 0, *, allow_remote: bool = False
-) -> MetricsServer:
-    """Serve `collector` at `http://host:port/metrics`; port 0 takes a free one.
-
-    Starts a thread. Raises ConfigError if the address is not loopback (without `allow_remote`: there is no
-    authentication) or cannot be listened on.
-    """
-    if not allow_remote and not is_loopback(host):
-        raise ConfigError(f"metrics.host: {host!r} is no loopback address; set metrics.allow_remote to listen on it")
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
-    server_class = _Server6 if ":" in host else _Server
-    try:
-        server = make_server(host, port, make_wsgi_app(registry), server_class=server_class, handler_class=_Handler)
-    except OSError as error:
-        raise ConfigError(f"metrics: cannot listen on {host} port {port}: {error.strerror}") from error
-    return MetricsServer(server)

@@ -1,0 +1,98 @@
+"""Hosts, ports, addresses and URLs: one place decides which texts are valid, for configurations and at run time.
+
+A library that gets an invalid port may use it modulo 65536, and so listen on or connect to another port than the one
+that was asked for. Nothing here resolves a name. Messages quote no value: a URL may hold a password by mistake.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+PORT_MAX = 65535
+# The ports of schemes, for `split_url`.
+HTTP_PORTS = {"https": 443, "http": 80}
+# RFC 1035, with the underscores that container networks use.
+_NAME_MAX = 253
+_LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+_IPV6 = re.compile(r"[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9_.-]{1,15})?")
+_ADDRESS = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::([^:\[\]]*))?")
+_URL = re.compile(r"([a-z0-9]+)://([^/?#]*)((?:/[!-~]*)?)")
+
+
+class Address(NamedTuple):
+    """A host, without the brackets around an IPv6 address, and a port."""
+
+    host: str
+    port: int
+
+
+class Url(NamedTuple):
+    """The parts of a URL. `path` is empty or begins with a slash."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+
+def check_host(host: str) -> str:
+    """Return `host`, a name or an IP address; IPv6 stands without brackets. Raises ValueError if it is not valid."""
+    if ":" in host:
+        is_valid = _IPV6.fullmatch(host) is not None and _is_ip(host)
+    else:
+        labels = host.removesuffix(".").split(".")
+        is_valid = len(host) <= _NAME_MAX and all(map(_LABEL.fullmatch, labels))
+        if labels[-1].isdigit():  # not a name: resolvers take `127.1` and `2130706433` for addresses
+            is_valid = is_valid and _is_ip(host)
+    if not is_valid:
+        raise ValueError("the host is not valid; use a name of ASCII letters, digits, '-' and '.', or an IP address")
+    return host
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def check_port(port: object, *, lowest: int = 1) -> int:
+    """Return `port` as a number: it is one already, or its digits. Port 0, where `lowest` allows it, asks for a free
+    one. Raises ValueError if it is not between `lowest` and 65535."""
+    number = port
+    if isinstance(port, str) and port.isascii() and port.isdigit() and len(port) <= len(str(PORT_MAX)):
+        number = int(port)
+    if type(number) is not int or not lowest <= number <= PORT_MAX:
+        raise ValueError(f"the port is not a number from {lowest} to {PORT_MAX}")
+    return number
+
+
+def split_address(text: str, default_port: int | None = None, *, lowest: int = 1) -> Address:
+    """Split `host:port` or `[::1]:port`. The port may be left out if there is a `default_port`.
+
+    Raises ValueError if the host or the port is not valid.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if "@" in text:
+        raise ValueError("an address must look like host:port, without credentials")
+    if match is None or (match[1] is not None and ":" not in match[1]) or (match[3] is None and default_port is None):
+        raise ValueError("an address must look like host:port, or [::1]:port")
+    port = default_port if match[3] is None else match[3]
+    return Address(check_host(match[2] if match[1] is None else match[1]), check_port(port, lowest=lowest))
+
+
+def split_url(url: str, default_ports: Mapping[str, int]) -> Url:
+    """Split `scheme://host`, with an optional `:port` and an optional path; `default_ports` are those of the schemes.
+
+    Raises ValueError if the URL has another scheme, credentials, a query or a fragment, or if a part is not valid.
+    """
+    match = _URL.fullmatch(url)
+    if match is None or match[1] not in default_ports or "@" in url:
+        like = " or ".join(f"{scheme}://host:{port}" for scheme, port in default_ports.items())
+        raise ValueError(f"a URL must look like {like}, without user, password, query or fragment")
+    host, port = split_address(match[2], default_ports[match[1]])
+    return Url(match[1], host, port, match[3])

@@ -1,0 +1,124 @@
+"""The server that a scraper asks: clients that are slow, silent or hostile do not keep a real scrape out."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import urllib.request
+from collections.abc import Iterator
+from wsgiref.simple_server import make_server
+
+import pytest
+from prometheus_client.exposition import make_wsgi_app
+from prometheus_client.registry import CollectorRegistry
+
+from hicache.errors import ConfigError
+from hicache.metrics import MetricsServer, SnapshotCollector, cache_metrics, serve_metrics
+from hicache.metrics.server import CONNECTIONS_MAX, HEAD_BYTES_MAX, _Handler, _Server, read_head
+
+REQUEST = b"GET /metrics HTTP/1.1\r\nHost: x\r\nX-Slow: "
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    with serve_metrics(SnapshotCollector(lambda: None, cache_metrics())) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def connections(port: int, count: int, first: bytes) -> Iterator[list[socket.socket]]:
+    """Clients that have sent `first`."""
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(count)]
+        for one in made:
+            with contextlib.suppress(OSError):  # the server closes the oldest while the last ones arrive
+                one.sendall(first)
+        yield made
+
+
+def scrape(port: int) -> int:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        response.read()
+        return int(response.status)
+
+
+@pytest.mark.parametrize("first", [b"", b"G", REQUEST], ids=["silent", "one byte", "half a head"])
+@pytest.mark.parametrize("count", [CONNECTIONS_MAX, 100])
+def test_a_scrape_succeeds_while_others_hold_all_connections(server: MetricsServer, count: int, first: bytes) -> None:
+    with connections(server.port, count, first):
+        assert [scrape(server.port) for _ in range(3)] == [200] * 3
+
+
+def test_a_scrape_succeeds_while_others_send_a_byte_now_and_then(server: MetricsServer) -> None:
+    ended = threading.Event()
+
+    def drip(clients: list[socket.socket]) -> None:
+        while not ended.wait(0.01):
+            for client in clients:
+                with contextlib.suppress(OSError):
+                    client.send(b"x")
+
+    with connections(server.port, 2 * CONNECTIONS_MAX, REQUEST) as clients:
+        dripping = threading.Thread(target=drip, args=(clients,))
+        dripping.start()
+        try:
+            assert [scrape(server.port) for _ in range(3)] == [200] * 3
+        finally:
+            ended.set()
+            dripping.join()
+
+
+def test_without_closing_a_connection_the_scrape_is_kept_out() -> None:
+    """The control."""
+
+    class Stubborn(_Server):
+        def _close_one(self) -> None:
+            pass
+
+    app = make_wsgi_app(CollectorRegistry())
+    server = MetricsServer(make_server("127.0.0.1", 0, app, server_class=Stubborn, handler_class=_Handler))
+    with server, connections(server.port, CONNECTIONS_MAX, b""), pytest.raises(OSError):
+        scrape(server.port)
+
+
+def test_clients_that_take_no_answer_do_not_keep_a_scrape_out(server: MetricsServer) -> None:
+    with connections(server.port, 2 * CONNECTIONS_MAX, REQUEST + b"\r\n\r\n"):
+        assert scrape(server.port) == 200
+
+
+def test_a_head_has_one_deadline_however_steadily_its_bytes_come() -> None:
+    ours, theirs = socket.socketpair()
+    ended = threading.Event()
+
+    def drip() -> None:
+        while not ended.wait(0.01):
+            theirs.send(b"x")
+
+    dripping = threading.Thread(target=drip)
+    with ours, theirs:
+        dripping.start()
+        try:
+            assert read_head(ours, 0.2) is None
+        finally:
+            ended.set()
+            dripping.join()
+
+
+def test_a_head_is_bounded_and_a_whole_one_is_read() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(REQUEST + b"\r\n\r\n")
+        assert read_head(ours, 10) == REQUEST + b"\r\n\r\n"
+        theirs.sendall(b"x" * (HEAD_BYTES_MAX + 1))
+        assert read_head(ours, 10) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "port"),
+    [("127.0.0.1", -1), ("127.0.0.1", 65536), ("127.0.0.1", 1 << 70), ("127.0.0.1", True), ("127.0.0.1", 80.0),
+     ("x" * 64, 0), ("a\0b", 0), ("\udcff", 0), ("", 0), ("١٢٧.0.0.1", 0), ("127.1", 0), ("[::1]", 0)],
+)  # fmt: skip
+def test_an_address_that_is_not_valid_is_a_configuration_error(host: str, port: int) -> None:
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        serve_metrics(SnapshotCollector(lambda: None, cache_metrics()), host, port, allow_remote=True)
