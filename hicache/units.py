@@ -22,6 +22,7 @@ _SIZE_UNITS: dict[str, float] = {
 }  # fmt: skip
 _DURATION_UNITS = {"": 1.0, "S": 1.0, "MS": 1e-3, "US": 1e-6, "M": 60.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
 _DURATION_EXAMPLES = "5s, 250ms, 2h or 7d"
+_TEXT_MAX = 64
 # Beyond a pebibyte or a year a number is a slip of the hand, and sums of such numbers would overflow elsewhere.
 SIZE_MAX_BYTES = 1 << 50
 DURATION_MAX_S = 366 * 86400.0
@@ -35,7 +36,7 @@ class Unit(enum.Enum):
 
 
 def _parse(text: str, units: dict[str, float], what: str, example: str) -> float:
-    match = _NUMBER_WITH_UNIT.fullmatch(text)
+    match = _NUMBER_WITH_UNIT.fullmatch(text) if len(text) <= _TEXT_MAX else None
     if match is None or match[2].upper() not in units:
         raise ValueError(f"{text[:40]!r} is no {what}; write it like {example}")
     return float(match[1]) * units[match[2].upper()]

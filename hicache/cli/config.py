@@ -20,6 +20,7 @@ from ..config.storage import STORAGE_SECTIONS
 from ..errors import ConfigError
 from ..events.factory import check_events
 from ..units import counted
+from .arguments import PATH
 
 REFUSED_EXIT_CODE = 1
 
@@ -57,7 +58,7 @@ def config() -> None:
 
 
 @config.command(short_help="Check a file, and print the effective configuration.")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=PATH)
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as host.size=4GiB.")
 def check(file: Path, settings: tuple[str, ...]) -> None:
     """Check FILE together with HICACHE_* variables, and print the effective configuration as YAML.

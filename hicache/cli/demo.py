@@ -25,6 +25,7 @@ from ..config import HiCacheConfig, load_config
 from ..engine import BUNDLED_MODEL, Checkpoint, Engine, Sampling, create_engine, load_checkpoint, load_tokenizer
 from ..errors import ConfigError, HiCacheError
 from ..metrics import serve_configured
+from .arguments import PATH
 from .config import parse_settings
 from .console import OutputConsole
 from .demo_report import LiveTable, differences, tier_table, time_table
@@ -60,7 +61,7 @@ class Settings:
 
 
 @click.command()
-@click.option("-c", "--config", "config_file", type=click.Path(path_type=Path), default=DEMO_CONFIG,
+@click.option("-c", "--config", "config_file", type=PATH, default=DEMO_CONFIG,
               help="Configuration; without it that of configs/demo.yaml.")  # fmt: skip
 @click.option("--set", "overrides", multiple=True, metavar="ENTRY=VALUE", help="Such as host.tokens=4096.")
 @click.option("--rounds", type=click.IntRange(1, 20), default=1, show_default=True, help="Times through all documents.")

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from ..config import read_tree
 from ..devservers import KINDS, make_service
 from ..errors import ConfigError
 
@@ -23,7 +24,7 @@ def demo_storage(kind: str, config_file: Path) -> Iterator[Path]:
 
     Credentials are in this process's environment meanwhile. Raises ConfigError and BackendUnavailable as servers do.
     """
-    config = _read(config_file)
+    config = read_tree(config_file)
     base = config.get("storage")
     if kind == "file":
         with _written({**config, "storage": _file_part(base)}) as path:
@@ -37,16 +38,6 @@ def demo_storage(kind: str, config_file: Path) -> Iterator[Path]:
             storage = {"type": "levels", "options": {"levels": [*above, storage]}}
         with _written({**config, "storage": storage}) as path:
             yield path
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: holds no entries")
-    return config
 
 
 def _file_part(section: Any) -> Any:

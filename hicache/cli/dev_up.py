@@ -11,6 +11,7 @@ import yaml
 
 from ..devservers import KINDS, DevService, make_service
 from ..errors import BackendUnavailable
+from .arguments import DIRECTORY
 from .interrupts import interrupted_by_signals, no_more_interrupts
 
 # How often it looks whether the server is still there.
@@ -21,7 +22,7 @@ _LOOK_S = 0.5
 @click.argument("kind", type=click.Choice(KINDS))
 @click.option("--port", type=click.IntRange(1, 65535), help="Where it listens (loopback only); without it a free port.")
 @click.option(
-    "--data", type=click.Path(path_type=Path, file_okay=False),
+    "--data", type=DIRECTORY,
     help="Directory for what it stores. Without one that is gone when the server ends.",
 )  # fmt: skip
 def dev_up(kind: str, port: int | None, data: Path | None) -> None:

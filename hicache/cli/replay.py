@@ -27,6 +27,7 @@ from ..replay.runner import ReplayOptions
 from ..replay.synthetic import synthetic_trace
 from ..replay.trace import read_trace, write_trace
 from ..units import counted
+from .arguments import DIRECTORY, FILE
 from .config import parse_settings
 from .console import OutputConsole
 from .main import Failure, output_failures
@@ -40,14 +41,13 @@ PREFILL_TOKENS_PER_S = 250_000
 # Where stored pages go, if anywhere, is the user's choice if one of these is given.
 _STORE_ENTRIES = frozenset({"storage", "storage.type", "storage.options.path"})
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
 _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" for name, preset in PRESETS.items())
 
 
 @click.command(epilog=_MODELS)
-@click.argument("trace", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("trace", required=False, type=FILE)
 @click.option(
-    "-c", "--config", "config_file", type=_FILE, help="Configuration; without it that of configs/replay.yaml."
+    "-c", "--config", "config_file", type=FILE, help="Configuration; without it that of configs/replay.yaml."
 )
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as storage.type=memory.")
 @click.option("--requests", type=click.IntRange(1), metavar="N",
@@ -57,7 +57,7 @@ _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" fo
               help="Whose KV geometry; see below.")  # fmt: skip
 @click.option("--device-tokens", type=click.IntRange(1), metavar="N", help="Size of L1, as device.tokens.")
 @click.option("--host-tokens", type=click.IntRange(1), metavar="N", help="Size of L2, as host.tokens.")
-@click.option("--store", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+@click.option("--store", type=DIRECTORY, metavar="DIR",
               help="Keep stored pages in files there.  [default: a temporary directory]")  # fmt: skip
 @click.option("--speed-up", type=click.FloatRange(0, min_open=True), metavar="X",
               help="Requests arrive X times as fast as recorded.  [default: as fast as they are served]")  # fmt: skip
@@ -70,8 +70,8 @@ _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" fo
               help="Engines on one store, each with tiers of its own and every N-th request.")  # fmt: skip
 @click.option("--whole-trace-each", is_flag=True, help="With --processes: each engine replays all requests.")
 @click.option("--device", default="cpu", show_default=True, help="Where L1 is: cpu, cuda, cuda:1, ...")
-@click.option("--json", "json_file", type=_FILE, metavar="FILE", help="Write the report as JSON.")
-@click.option("--report", "html_file", type=_FILE, metavar="FILE.html", help="Write the report as a page with plots.")
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the report as JSON.")
+@click.option("--report", "html_file", type=FILE, metavar="FILE.html", help="Write the report as a page with plots.")
 def replay(json_file: Path | None, html_file: Path | None, **given: Any) -> None:
     """Replay a request trace through the cache, and check every byte that comes back.
 
@@ -126,7 +126,7 @@ def trace() -> None:
 
 
 @trace.command(short_help="Write a synthetic trace to a file.")
-@click.argument("file", type=_FILE)
+@click.argument("file", type=FILE)
 @click.option("--requests", type=click.IntRange(1), default=SYNTHETIC_REQUESTS, show_default=True, metavar="N")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Another seed, another trace.")
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
@@ -139,7 +139,7 @@ def generate(file: Path, requests: int, seed: int, force: bool) -> None:
 
 
 @trace.command(short_help="Check a trace, and say how much can be reused.")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("file", type=FILE)
 @click.option("--requests", type=click.IntRange(1), metavar="N", help="Only the first N requests.")
 def show(file: Path, requests: int | None) -> None:
     """Check FILE and print how long its prompts are and how much of them a cache could reuse."""
@@ -229,11 +229,19 @@ class Reports:
             if file is None:
                 continue
             try:
-                file.write_text(text(), encoding="utf-8")
+                _write(file, text())
                 self.written.append(file)
             except OSError as error:
                 problems.append(f"{file}: cannot be written: {error.strerror}")
         return problems
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file. Raises OSError, also for a pipe that no process reads, instead of waiting for one."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    os.set_blocking(descriptor, True)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 @contextmanager

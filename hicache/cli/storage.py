@@ -19,16 +19,15 @@ from ..backends.tools.survey import survey
 from ..errors import InvalidInput
 from ..frame import Damage
 from ..units import counted, format_size
+from .arguments import DURATION, PATH, SIZE
 from .progress import Told, follow
 from .stores import (
     DAMAGE_EXIT_CODE,
     DRY_RUN,
-    DURATION,
     ENCRYPTION_KEYS,
     MAC_KEYS,
     NAMESPACE,
     PART,
-    SIZE,
     STORE,
     StorePart,
     amount,
@@ -45,7 +44,7 @@ _MISFITS = {
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
 @MAC_KEYS
 @ENCRYPTION_KEYS
 def inspect(path: Path, mac_key_files: tuple[Path, ...], encryption_key_files: tuple[Path, ...]) -> None:

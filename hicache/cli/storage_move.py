@@ -13,6 +13,7 @@ from ..backends.raw import RawStore
 from ..backends.tools.copying import CopyProgress, copy_raw
 from ..backends.tools.removal import RemovalProgress, trim_raw
 from ..units import counted, format_size
+from .arguments import PATH, SIZE
 from .progress import Told, follow
 from .storage import agreed, require_consent
 from .stores import (
@@ -22,7 +23,6 @@ from .stores import (
     MAC_KEYS,
     NAMESPACE,
     PART,
-    SIZE,
     STORE,
     StorePart,
     amount,
@@ -33,8 +33,8 @@ from .stores import (
 
 
 @click.command()
-@click.argument("source", metavar="FROM", type=click.Path(path_type=Path))
-@click.argument("target", metavar="TO", type=click.Path(path_type=Path))
+@click.argument("source", metavar="FROM", type=PATH)
+@click.argument("target", metavar="TO", type=PATH)
 @click.option("--part", metavar="NAME", help="Only this part of FROM.")
 @click.option("--to-part", metavar="NAME", help="The part of TO to copy to, if it has several.")
 @NAMESPACE

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -17,42 +16,15 @@ from ..backends.registry import BackendSpec, open_raw, part_specs
 from ..config import entry_of_variable, load_config, read_key_file
 from ..config.entries import entry_names, names_below
 from ..errors import ConfigError
-from ..units import counted, format_size, parse_duration, parse_size
+from ..units import counted, format_size
+from .arguments import PATH, NamespacePrefix
 
 # Exit code for damage that was found, and for an answer of "no".
 DAMAGE_EXIT_CODE = 1
 _YAML = (".yaml", ".yml")
 
 
-class Quantity(click.ParamType):  # type: ignore[type-arg]  # older clicks cannot be subscripted
-    """A size or a duration as text with its unit."""
-
-    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
-        self.name = name
-        self._parse = parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return self._parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-class NamespacePrefix(click.ParamType):  # type: ignore[type-arg]  # older clicks cannot be subscripted
-    """The beginning of a namespace's digest, in lower case."""
-
-    name = "hex"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        text = str(value).lower()
-        if not 1 <= len(text) <= 64 or text.strip("0123456789abcdef"):
-            self.fail(f"{str(value)[:70]!r} is not 1 to 64 hexadecimal digits", param, ctx)
-        return text
-
-
-SIZE = Quantity("size", parse_size)
-DURATION = Quantity("duration", parse_duration)
-STORE = click.argument("store", metavar="STORE", type=click.Path(path_type=Path))
+STORE = click.argument("store", metavar="STORE", type=PATH)
 PART = click.option("--part", metavar="NAME", help="Only this part of a store of several; `stat` shows their names.")
 NAMESPACE = click.option(
     "--namespace", metavar="HEX", type=NamespacePrefix(), callback=lambda _context, _option, value: value or "",
@@ -61,14 +33,14 @@ NAMESPACE = click.option(
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Say what would be done and do nothing.")
 MAC_KEYS = click.option(
     "--mac-key-file", "mac_key_files",
-    type=click.Path(path_type=Path),
+    type=PATH,
     multiple=True,
     help="Key the pages were sealed with; twice while keys are being changed. Without it, keyed pages are checked as "
     "far as their headers go.",
 )  # fmt: skip
 ENCRYPTION_KEYS = click.option(
     "--encryption-key-file", "encryption_key_files",
-    type=click.Path(path_type=Path),
+    type=PATH,
     multiple=True,
     help="The same for encrypted pages.",
 )  # fmt: skip

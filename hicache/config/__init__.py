@@ -5,7 +5,7 @@ once, `secret` reads keys.
 """
 
 from .integrity import IntegrityConfig, KeySource, StorageFormatConfig, read_key
-from .loading import ENVIRON_PREFIX, entry_of_variable, load_config
+from .loading import ENVIRON_PREFIX, entry_of_variable, load_config, read_tree
 from .mooncake_storage import MooncakeStorage, MooncakeStorageOptions
 from .publishing import EventsConfig, MetricsConfig
 from .schema import (
@@ -42,4 +42,5 @@ __all__ = [
     "load_config",
     "read_key",
     "read_key_file",
+    "read_tree",
 ]

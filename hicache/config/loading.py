@@ -11,6 +11,7 @@ for those that hold secrets: the ones that entries ending in `_env` name, wherev
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,21 @@ from ..errors import ConfigError
 from ..units import counted
 from .composed_storage import PARTS_ENTRY
 from .entries import entry_names, names_below, part_entries
+from .files import open_regular
 from .schema import HiCacheConfig
 from .section import ALTERNATIVES
 
 ENVIRON_PREFIX = "HICACHE_"
 # A configuration has some hundred entries; more than this is another file given by mistake.
 FILE_BYTES_MAX = 1 << 20
+# A file of that size can hold half a million values, which take minutes and hundreds of megabytes.
+VALUES_MAX = 10_000
+# A person mends them one by one; each takes milliseconds to explain.
+PROBLEMS_MAX = 100
+# Numbers, dates and booleans are shorter. What is longer is text: a number with 100,000 digits takes minutes.
+_NUMBER_CHARACTERS_MAX = 64
+# Of a name that may be a typo of another one.
+_TYPO_CHARACTERS_MAX = 200
 # How alike (0 to 1) two names must be for one to be a typo of the other; below 0.7 suggestions look random.
 _LIKENESS_MIN = 0.7
 _STORAGE_TYPE, _STORAGE_OPTIONS = ("storage", "type"), ("storage", "options")
@@ -37,7 +47,7 @@ _NAMES_VARIABLE = "_env"
 
 # What pydantic's kinds of error mean, with what their context holds.
 _PLAIN = {
-    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "expected a whole number"),
+    **dict.fromkeys(("int_parsing", "int_parsing_size", "int_type", "int_from_float"), "expected a whole number"),
     **dict.fromkeys(("float_parsing", "float_type"), "expected a number"),
     **dict.fromkeys(("bool_parsing", "bool_type"), "expected true or false"),
     **dict.fromkeys(("path_type", "string_type"), "expected text"),
@@ -62,7 +72,7 @@ class _Problem:
     origin: str
 
     def __str__(self) -> str:
-        names = [name if name.isprintable() and name else ascii(name) for name in self.path]
+        names = [_shown(name) if name else "''" for name in self.path]
         where = f"{'.'.join(names)}: " if names else ""
         return where + self.what + (f" ({self.origin})" if self.origin else "")
 
@@ -97,12 +107,22 @@ def load_config(
         config = HiCacheConfig.model_validate(merge.tree)
         merge.refuse_less_than_a_page(config)
     except ValidationError as refused:
-        merge.problems += [problem for error in refused.errors() for problem in merge.explain(error)]
-    if merge.problems or config is None:
-        problems = sorted(set(merge.problems))
-        head = f"the configuration has {counted(len(problems), 'problem')}:"
-        raise ConfigError("\n  ".join([head, *map(str, problems)]))
+        explained = (problem for error in refused.errors() for problem in merge.explain(error))
+        merge.problems += itertools.islice(explained, PROBLEMS_MAX + 1)
+    merge.require_no_problem()
+    assert config is not None
     return config
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return the entries in the file `path`, as sections in sections. They are not checked against the schema.
+
+    Reads the file. Raises ConfigError that lists every problem, as `load_config` does.
+    """
+    merge = _Merge()
+    merge.add(_file_entries(path, merge.problems))
+    merge.require_no_problem()
+    return merge.tree
 
 
 def entry_of_variable(variable: str) -> EntryPath | None:
@@ -127,6 +147,16 @@ class _Merge:
         self.origins: dict[EntryPath, str] = {}
         self.problems: list[_Problem] = []
         self.secrets: set[str] = set()
+
+    def require_no_problem(self) -> None:
+        """Raise ConfigError that lists the problems so far."""
+        problems = sorted(set(self.problems))
+        if not problems:
+            return
+        shown = [str(problem) for problem in problems[:PROBLEMS_MAX]]
+        more = len(problems) > PROBLEMS_MAX
+        amount = f"more than {PROBLEMS_MAX} problems; the first are" if more else counted(len(problems), "problem")
+        raise ConfigError("\n  ".join([f"the configuration has {amount}:", *shown]))
 
     def add(self, entries: list[_Entry]) -> None:
         """Put the entries of one source over those of weaker ones."""
@@ -165,7 +195,8 @@ class _Merge:
                 section = ".".join(entry.path[:depth])
                 self.problems.append(_Problem(entry.path, f"{section} is a value and holds no entries", entry.origin))
                 return
-        self._remove(entry.path)
+        if entry.path[-1] in node:
+            self._remove(entry.path)
         node[entry.path[-1]] = entry.value
         self.origins[entry.path] = entry.origin
 
@@ -275,8 +306,8 @@ def _what(error: Any, value: Any, path: EntryPath, below: Sequence[str]) -> str:
     # Of some values nothing is said: somebody may have put the secret where its name belongs.
     if isinstance(value, (dict, list)) or path[0] == "integrity" or path[-1].endswith(_NAMES_VARIABLE):
         return message
-    near = difflib.get_close_matches(str(value), _choices(error), n=1)
     got = _shown(value)
+    near = difflib.get_close_matches(got, _choices(error), n=1)
     return (message if got in message else f"{message}; got {got}") + (f", did you mean {near[0]}?" if near else "")
 
 
@@ -311,6 +342,8 @@ def _unknown(path: EntryPath, known_depth: int, lead: EntryPath, names: Sequence
 
 
 def _likeness(left: str, right: str) -> float:
+    if len(left) > _TYPO_CHARACTERS_MAX:
+        return 0.0
     return difflib.SequenceMatcher(None, left, right).ratio()
 
 
@@ -331,7 +364,7 @@ def _file_entries(path: Path, problems: list[_Problem]) -> list[_Entry]:
         return []
 
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             data = file.read(FILE_BYTES_MAX + 1)
         if len(data) > FILE_BYTES_MAX:
             return refuse(f"is larger than {FILE_BYTES_MAX >> 20} MiB and so no configuration")
@@ -355,11 +388,32 @@ def _file_entries(path: Path, problems: list[_Problem]) -> list[_Entry]:
 
 class _Loader(yaml.SafeLoader):
     """The safe loader without what a configuration does not need: aliases can make a small file huge or endless, and
-    explicit tags reach constructors that fail in undocumented ways."""
+    explicit tags reach constructors that fail in undocumented ways. It bounds the number of values, takes long scalars
+    for text, and refuses a name that is given twice in a section of a list."""
+
+    values = 0
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        if kind is yaml.ScalarNode and len(value) > _NUMBER_CHARACTERS_MAX:
+            return self.DEFAULT_SCALAR_TAG
+        return super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            is_name = key.tag == self.DEFAULT_SCALAR_TAG
+            if not is_name or key.value in seen:
+                what = "is given twice" if is_name else "must be text; put it into quotes"
+                raise yaml.MarkedYAMLError(problem=f"the name {_shown(key.value)} {what}", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         mark = event.start_mark
+        self.values += 1
+        if self.values > VALUES_MAX:
+            raise yaml.MarkedYAMLError(problem=f"more than {VALUES_MAX} names and values", problem_mark=mark)
         if isinstance(event, yaml.AliasEvent):
             raise yaml.MarkedYAMLError(problem="aliases (*name) are not supported", problem_mark=mark)
         if getattr(event, "tag", None) is not None:
@@ -380,7 +434,7 @@ def _flatten(
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         origin = f"{file_name}, line {line}"
-        if key_node.tag != "tag:yaml.org,2002:str":
+        if key_node.tag != loader.DEFAULT_SCALAR_TAG:
             name = key_node.value if isinstance(key_node, yaml.ScalarNode) else "?"
             problems.append(_Problem((*prefix, str(name)), "an entry's name must be text; put it into quotes", origin))
             continue
@@ -420,7 +474,10 @@ def _environ_entries(environ: Mapping[str, str], problems: list[_Problem]) -> li
 
 
 def _scalar(text: str) -> Any:
-    """A value as YAML reads it without quotes: null, a boolean, a number, or else the text itself."""
+    """A value as YAML reads it without quotes: null, a boolean, a number, or else the text itself. Nothing is text as
+    well and not null: an empty variable must not unset the file of a key."""
+    if not text:
+        return text
     loader = _Loader("")
     tag: str = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
     if tag.rpartition(":")[2] not in ("null", "bool", "int", "float"):

@@ -41,7 +41,7 @@ class S3StorageOptions(Section):
         "everyone on the way can read: prompts can be computed from them.",
     )
     region: str | None = Field(
-        default=None, max_length=64,
+        default=None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$",
         description="Region of the bucket. Not set: what boto3 is configured for, or `us-east-1`.",
     )
     path_style: bool | None = Field(

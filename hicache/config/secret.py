@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import ConfigError
+from .files import open_regular
 
 KEY_BYTES = 32
 _HOW_TO_MAKE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
@@ -38,13 +39,9 @@ def read_private_file(path: Path, what: str, bytes_max: int) -> bytes:
     """
     where = _named(path, what)
     try:
-        # Without O_NONBLOCK, opening a FIFO would wait for somebody to write to it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            _require_private(os.fstat(descriptor), where)
-            return os.read(descriptor, bytes_max)
-        finally:
-            os.close(descriptor)
+        with open_regular(path) as file:
+            _require_private(os.fstat(file.fileno()), where)
+            return file.read(bytes_max)
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
 
@@ -54,8 +51,6 @@ def _named(path: Path, what: str) -> str:
 
 
 def _require_private(state: os.stat_result, where: str) -> None:
-    if not stat.S_ISREG(state.st_mode):
-        raise ConfigError(f"{where}: is not a regular file")
     if state.st_mode & 0o077:
         raise ConfigError(f"{where}: mode {stat.S_IMODE(state.st_mode):04o} lets other users in: chmod 600")
     if state.st_uid not in (os.geteuid(), 0):
@@ -99,6 +94,11 @@ def read_secret(what: str, variable: str | None, path: Path | None, environ: Map
         value = environ.get(variable)
         if not value:
             raise ConfigError(f"{what}: the environment variable {variable} is not set, or empty; export it")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            # Without the cause, which quotes the value.
+            raise ConfigError(f"{what}: the environment variable {variable} is not valid UTF-8") from None
         return value
     if path is None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ..units import refuse_bool
 
@@ -29,14 +29,17 @@ def yaml_switch(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-def _possible_path(value: Path) -> Path:
-    if "\0" in str(value) or not str(value).strip():
-        raise ValueError("no path can look like this")
+def _check_path(value: Any) -> Any:
+    # Before it is a Path, for which nothing and the working directory are the same.
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("the path is empty; write . for the working directory")
+    if "\0" in str(value):
+        raise ValueError("a path cannot hold a null byte")
     return value
 
 
 Tokens: TypeAlias = Annotated[int, Field(ge=1, le=1 << 40), BeforeValidator(refuse_bool)]
-FileSystemPath: TypeAlias = Annotated[Path, AfterValidator(_possible_path)]
+FileSystemPath: TypeAlias = Annotated[Path, BeforeValidator(_check_path)]
 
 
 class Section(BaseModel):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config.files import open_regular
 from ..errors import InvalidInput
 
 BLOCK_TOKENS = 512
@@ -52,7 +53,7 @@ def read_trace(path: Path, requests_max: int | None = None) -> Iterator[TraceReq
     """
     index = 0
     try:
-        with path.open("rb") as lines:
+        with open_regular(path) as lines:
             for number, line in enumerate(_bounded(lines, path), start=1):
                 if requests_max is not None and index >= requests_max:
                     return

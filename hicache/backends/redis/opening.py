@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...config.files import require_readable
 from ...config.secret import read_secret
 from ...errors import ConfigError, InvalidInput
 from ...frame import FrameCodec
@@ -75,8 +76,8 @@ def redis_options(  # noqa: PLR0913 - one parameter for each entry of the config
     if not tls and (tls_ca_file or tls_cert_file or tls_key_file):
         raise InvalidInput("redis: the files of TLS go with tls: true, or a url that begins with rediss://")
     for name, path in (("ca", tls_ca_file), ("cert", tls_cert_file), ("key", tls_key_file)):
-        if path is not None and not os.access(path, os.R_OK):
-            raise ConfigError(f"backend redis: tls_{name}_file {os.fspath(path)!r} cannot be read")
+        if path is not None:
+            require_readable(path, f"backend redis: tls_{name}_file")
     return RedisOptions(
         addresses,
         mode=mode,

@@ -14,12 +14,13 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from ...config.addresses import HTTP_PORTS, split_url
+from ...config.files import require_readable
 from ...config.secret import read_private_file
 from ...errors import ConfigError
 from .client import Client
 from .direct import DirectClient, Payload, Place
 from .http import Server
-from .options import S3Options
+from .options import REGION_NAME, S3Options
 from .refreshed import Refreshed
 from .signing import Credentials
 from .trouble import RequestFailed, Trouble
@@ -54,8 +55,12 @@ def open_access(options: S3Options) -> Access:
 
     Raises ConfigError if boto3 is missing, or there are no credentials, or what the options name is not there.
     """
+    if options.ca_file is not None:
+        require_readable(options.ca_file, "s3 store: ca_file")
     session = _session(options)
     region = options.region or session.get_config_variable("region") or _REGION
+    if not REGION_NAME.fullmatch(str(region)):
+        raise ConfigError(f"s3 store: region {str(region)[:70]!r} is not valid; use letters, digits and '-'")
     endpoint = options.endpoint_url or _usual_endpoint(session, region)
     try:
         split_url(endpoint, HTTP_PORTS)

@@ -15,7 +15,8 @@ CHECKSUMS = ("when_required", "when_supported")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 # Characters that need no encoding in an URL, so that names are the same in requests, signatures and listings.
 _PREFIX = re.compile(r"(?:[A-Za-z0-9_.-]{1,128}/){0,8}")
-_REGION = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# It is part of a header of every request, and what botocore takes.
+REGION_NAME = re.compile(r"(?![0-9]+$)[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
@@ -86,7 +87,7 @@ class S3Options:
                 split_url(self.endpoint_url, HTTP_PORTS)
             except ValueError as error:
                 raise InvalidInput(f"s3 store: endpoint_url: {error}") from error
-        if self.region is not None and not _REGION.fullmatch(self.region):
+        if self.region is not None and not REGION_NAME.fullmatch(self.region):
             raise InvalidInput(f"s3 store: region must be the name of a region, got {self.region!r}")
 
     def _check_identity(self) -> None:

@@ -1,0 +1,62 @@
+"""Kinds of arguments that several commands take: paths, sizes, durations, counts and namespaces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..units import parse_duration, parse_size
+
+
+class UserPath(click.Path):
+    """A path that is not empty: for the system, an empty one is the working directory.
+
+    Directories are refused with `file_only`, existing files with `directory_only`. Nothing is opened.
+    """
+
+    def __init__(self, *, file_only: bool = False, directory_only: bool = False) -> None:
+        super().__init__(path_type=Path, dir_okay=not file_only, file_okay=not directory_only)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not os.fspath(value).strip():
+            self.fail("the path is empty; write . for the working directory", param, ctx)
+        if "\0" in os.fspath(value):
+            self.fail("a path cannot hold a null byte", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Quantity(click.ParamType):  # type: ignore[type-arg]  # older clicks cannot be subscripted
+    """A size or a duration as text with its unit."""
+
+    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class NamespacePrefix(click.ParamType):  # type: ignore[type-arg]  # older clicks cannot be subscripted
+    """The beginning of a namespace's digest, in lower case."""
+
+    name = "hex"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        text = str(value).lower()
+        if not 1 <= len(text) <= 64 or text.strip("0123456789abcdef"):
+            self.fail(f"{str(value)[:70]!r} is not 1 to 64 hexadecimal digits", param, ctx)
+        return text
+
+
+PATH = UserPath()
+FILE = UserPath(file_only=True)
+DIRECTORY = UserPath(directory_only=True)
+SIZE = Quantity("size", parse_size)
+DURATION = Quantity("duration", parse_duration)

@@ -1,0 +1,54 @@
+"""Files that a user names, opened for reading: regular files alone, and never by waiting for another process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import BinaryIO
+
+from ..errors import ConfigError
+
+_OTHER_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading.
+
+    Does not wait: a pipe without a writer would block, and a device may never end. Raises OSError whose `strerror` says
+    what is wrong, also where Python raises a ValueError for the name.
+    """
+    try:
+        _require_regular(os.stat(path))  # before it is opened, which can change the state of a device
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "the name holds a null byte or half a surrogate pair") from error
+    try:
+        _require_regular(os.fstat(descriptor))
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def require_readable(path: str | os.PathLike[str], what: str) -> None:
+    """Raise ConfigError, which calls the file `what`, unless it is a regular file that this process can read.
+
+    For files that a library opens, which may wait for a pipe.
+    """
+    try:
+        open_regular(path).close()
+    except OSError as error:
+        raise ConfigError(f"{what} {os.fspath(path)!r}: cannot be read: {error.strerror}") from error
+
+
+def _require_regular(state: os.stat_result) -> None:
+    kind = _OTHER_KINDS.get(stat.S_IFMT(state.st_mode))
+    if kind is not None:
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")

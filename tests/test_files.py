@@ -1,0 +1,96 @@
+"""Files that a user names are opened without waiting, whatever stands at their path; empty paths are refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from hicache.backends.redis.opening import redis_options
+from hicache.backends.s3.access import open_access
+from hicache.backends.s3.options import S3Options
+from hicache.config import HiCacheConfig, load_config, read_key_file, read_tree
+from hicache.config.entries import all_entries
+from hicache.config.files import open_regular
+from hicache.config.secret import read_secret
+from hicache.config.storage import STORAGE_SECTIONS
+from hicache.errors import ConfigError, HiCacheError
+from hicache.replay.trace import read_trace
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "configuration": lambda path: load_config(path, environ={}, overrides={}),
+    "configuration of the demo": read_tree,
+    "key": lambda path: read_key_file(path, "MAC key file"),
+    "password": lambda path: read_secret("redis password", None, path, {}),
+    "trace": lambda path: list(read_trace(path)),
+    "certificates for Redis": lambda path: redis_options(url="rediss://h", tls_ca_file=path),
+    "certificates for S3": lambda path: open_access(S3Options("pages", ca_file=path)),
+}
+
+
+@pytest.fixture
+def strange(tmp_path: Path) -> Iterator[dict[str, Path]]:
+    """One path for each thing that is not a readable regular file."""
+    os.mkfifo(tmp_path / "pipe.yaml", 0o600)
+    (tmp_path / "link").symlink_to("pipe.yaml")
+    (tmp_path / "loop").symlink_to("loop")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        yield {
+            "a pipe": tmp_path / "pipe.yaml", "a link to a pipe": tmp_path / "link", "a directory": tmp_path,
+            "a socket": tmp_path / "socket", "an endless device": Path("/dev/zero"), "no bytes": Path("/dev/null"),
+            "nothing": tmp_path / "none", "a loop": tmp_path / "loop", "a null byte": Path("a\0b"),
+            "half a surrogate pair": Path("\ud800"), "a long name": tmp_path / ("x" * 300),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_not_a_regular_file_is_refused_at_once_with_a_typed_error(
+    strange: dict[str, Path], reader: str
+) -> None:
+    for name, path in strange.items():
+        with pytest.raises(HiCacheError, match=r"cannot be read|\.yaml|ends here|there is no|is empty|holds neither"):
+            pytest.fail(f"{name} was read: {READERS[reader](path)!r}")
+
+
+def test_the_error_says_what_stands_at_the_path(strange: dict[str, Path]) -> None:
+    for name in ("a pipe", "a directory", "a socket"):
+        with pytest.raises(OSError, match=f"it is {name}, not a regular file"):
+            open_regular(strange[name])
+    with pytest.raises(OSError, match="it is a device"):
+        open_regular(strange["an endless device"])
+
+
+def test_a_link_to_a_regular_file_is_read(tmp_path: Path) -> None:
+    """The control."""
+    (tmp_path / "file").write_bytes(b"page_size: 16")
+    (tmp_path / "link.yaml").symlink_to("file")
+    assert load_config(tmp_path / "link.yaml", environ={}, overrides={}).page_size == 16
+
+
+def path_entries() -> Iterator[tuple[str, str]]:
+    """The type of storage and the name of each entry that is a path."""
+    for kind in STORAGE_SECTIONS:
+        yield from ((kind, entry.name) for entry in all_entries(kind) if entry.accepts == "path")
+
+
+@pytest.mark.parametrize(("kind", "name"), sorted(set(path_entries())))
+@pytest.mark.parametrize("path", ["", "  ", "\0"])
+def test_an_empty_path_is_refused_in_every_entry(tmp_path: Path, kind: str, name: str, path: str) -> None:
+    file = tmp_path / "test.yaml"
+    file.write_text(f"storage: {{type: {kind}, options: {{}}}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, environ={}, overrides={name: path})
+    assert f"{name}: the path is empty; write . for" in str(caught.value) or "null byte" in str(caught.value)
+
+
+def test_the_working_directory_is_a_path_if_it_is_written_as_one() -> None:
+    """The control."""
+    storage = {"type": "file", "options": {"path": "."}}
+    assert HiCacheConfig.model_validate({"storage": storage}).storage is not None
+    with pytest.raises(ValidationError, match="the path is empty"):
+        HiCacheConfig.model_validate({"storage": {"type": "file", "options": {"path": ""}}})
