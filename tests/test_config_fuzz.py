@@ -34,7 +34,7 @@ TEXTS = [
     "tcp://127.0.0.1:99999", "tcp://*:1", "ipc:///x", "http://[", "redis://[::1", "127.0.0.1:1", "redis", "levels",
     "memory", "/dev/zero", "/etc/shadow", "on", "null",
 ]  # fmt: skip
-VALUES = [
+VALUES: list[Any] = [
     None, True, 0, -1, 1, 1.5, -0.0, 1e308, math.nan, math.inf, 10**30, -(10**30), 1 << 63, 1 << 64, 10**400, [], [[]],
     [1, None], {}, {"": 1}, {"a.b": {"c": 1}}, {"x": {"y": [1, {"q": None}]}}, [{"type": "file"}], {"type": "file"},
     [{"type": "memory"}, {"type": "memory"}], [{"type": 5}, {"type": "file", "options": {"path": ""}}],

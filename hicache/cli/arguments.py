@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +23,14 @@ class UserPath(click.Path):
         super().__init__(path_type=Path, dir_okay=not file_only, file_okay=not directory_only)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not os.fspath(value).strip():
+        text = os.fspath(value)
+        if not text.strip():
             self.fail("the path is empty; write . for the working directory", param, ctx)
-        if "\0" in os.fspath(value):
+        try:
+            os.fsencode(text)
+        except UnicodeEncodeError:
+            self.fail("the path holds half a surrogate pair", param, ctx)
+        if "\0" in text:
             self.fail("a path cannot hold a null byte", param, ctx)
         return super().convert(value, param, ctx)
 
@@ -53,6 +59,16 @@ class NamespacePrefix(click.ParamType):  # type: ignore[type-arg]  # older click
         if not 1 <= len(text) <= 64 or text.strip("0123456789abcdef"):
             self.fail(f"{str(value)[:70]!r} is not 1 to 64 hexadecimal digits", param, ctx)
         return text
+
+
+class Number(click.FloatRange):
+    """A number within bounds. Unlike those of click, they refuse what is not a number."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
 
 
 PATH = UserPath()

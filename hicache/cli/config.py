@@ -33,7 +33,8 @@ A configuration is a YAML file whose sections are the parts of the names below b
 be given as a variable, in capitals and with two underscores for each dot (`{ENVIRON_PREFIX}HOST__SIZE=4GiB`), or as a
 flag (`--set host.size=4GiB`). A flag is stronger than a variable, a variable than the file, the file than the default.
 One of several alternatives (`size`, `tokens`, `ratio`) replaces the others of a weaker source, and another
-`storage.type` replaces the options that went with the old one.
+`storage.type` replaces the options that went with the old one. `null` unsets an entry; an empty variable or flag is
+empty text, which most entries refuse. A file holds at most 10,000 names and values.
 
 Sizes are written `200GiB`, `64MB` or as bytes; durations `5s`, `250ms`, `2h`, `7d` or as seconds. What is unknown,
 impossible or given twice is refused, with the nearest valid name, and so is a variable with the prefix

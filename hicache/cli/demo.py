@@ -25,7 +25,7 @@ from ..config import HiCacheConfig, load_config
 from ..engine import BUNDLED_MODEL, Checkpoint, Engine, Sampling, create_engine, load_checkpoint, load_tokenizer
 from ..errors import ConfigError, HiCacheError
 from ..metrics import serve_configured
-from .arguments import PATH
+from .arguments import PATH, Number
 from .config import parse_settings
 from .console import OutputConsole
 from .demo_report import LiveTable, differences, tier_table, time_table
@@ -66,7 +66,7 @@ class Settings:
 @click.option("--set", "overrides", multiple=True, metavar="ENTRY=VALUE", help="Such as host.tokens=4096.")
 @click.option("--rounds", type=click.IntRange(1, 20), default=1, show_default=True, help="Times through all documents.")
 @click.option("--max-new-tokens", type=click.IntRange(1, 256), default=32, show_default=True, help="Per answer.")
-@click.option("--temperature", type=click.FloatRange(0.0, 5.0), default=0.7, show_default=True,
+@click.option("--temperature", type=Number(0.0, 5.0), default=0.7, show_default=True,
               help="0 is greedy. Draws depend on position alone, so text must be equal either way.")  # fmt: skip
 @click.option("--verify", is_flag=True, help="Also compare the KV bytes, and check all invariants at each step.")
 @click.option(

@@ -6,15 +6,18 @@ import contextlib
 import difflib
 import errno
 import importlib
+import io
 import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
 
 from .. import __version__
-from ..errors import HiCacheError
+from ..errors import HiCacheError, InvariantError
 
 # name: where the command is, and its line in --help. Kept here, so that --help imports none of them.
 COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -34,6 +37,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 # The extra that brings what a command needs beyond the package's own dependencies.
 EXTRAS: Mapping[str, str] = {"demo": "engine"}
 USAGE_EXIT_CODE = 2
+BUG_EXIT_CODE = 3
 INTERRUPTED_EXIT_CODE = 130  # 128 and the number of SIGINT, as shells have it
 # What writing to standard output may fail with: closed, a full disk, over a limit or quota, a broken device.
 _OUTPUT_ERRNOS = frozenset({errno.EPIPE, errno.EBADF, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -46,7 +50,19 @@ class Failure(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         """One line `hicache: ...` on stderr (a configuration with several problems: one line for each)."""
-        click.echo(f"hicache: {self.format_message()}", file=file, err=file is None)
+        click.echo(f"hicache: {printable(self.format_message())}", file=file, err=file is None)
+
+
+class Bug(Failure):
+    """An error that HiCache does not expect. The message says where its traceback is."""
+
+    exit_code = BUG_EXIT_CODE
+
+
+def printable(text: str) -> str:
+    """`text` with escapes for all that a terminal would obey, or an output with an encoding refuse; lines stay lines.
+    """
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 class LazyGroup(click.Group):
@@ -97,15 +113,55 @@ class LazyGroup(click.Group):
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand. Errors that HiCache raises on purpose become a message and exit code 2, Ctrl-C 130."""
+        """Run the subcommand with the exit codes of `EXIT_CODES`. Blocks as long as it does."""
+        _escape_what_cannot_be_written()
         try:
             with output_failures():
                 return super().invoke(ctx)
-        except HiCacheError as error:
-            raise Failure(str(error)) from error
         except KeyboardInterrupt:
             click.echo(err=True)  # ends the line with the terminal's ^C
             raise click.exceptions.Exit(INTERRUPTED_EXIT_CODE) from None
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            raise failure(error) from error
+
+
+def _escape_what_cannot_be_written() -> None:
+    """Names of files need not be text, nor need an output take all of Unicode: that is no reason to end a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def failure(error: Exception) -> Failure:
+    """What ends the command after `error`: the one place that decides between exit codes 2 and 3.
+
+    A user can do something about errors that HiCache raises on purpose, about those of the system and about memory.
+    All others, and broken invariants, are bugs: their traceback goes into a private file, or to stderr without one.
+    """
+    if isinstance(error, HiCacheError) and not isinstance(error, InvariantError):
+        return Failure(str(error))
+    if isinstance(error, OSError):
+        names = [printable(repr(name)) for name in (error.filename, error.filename2) if name is not None]
+        return Failure(": ".join([*names, error.strerror or str(error) or type(error).__name__]))
+    if isinstance(error, MemoryError):
+        return Failure("there is not enough memory; ask for less, or end other programs")
+    what = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+    return Bug(f"this is a bug in HiCache: {what}; please report it with the traceback {_keep_traceback(error)}")
+
+
+def _keep_traceback(error: Exception) -> str:
+    """Write the traceback into a file of its own; where that is, in words."""
+    lines = "".join(traceback.format_exception(error))
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="hicache-traceback-", suffix=".txt", delete=False,
+                                         encoding="utf-8", errors="backslashreplace") as file:  # fmt: skip
+            file.write(lines)
+    except OSError:
+        click.echo(printable(lines), err=True)
+        return "above"
+    return f"in {file.name}"
 
 
 @contextlib.contextmanager
@@ -131,7 +187,18 @@ def _abandon_stdout() -> None:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+EXIT_CODES = """\b
+Exit codes:
+  0    done, and nothing is wrong
+  1    done, and a check found something: damage, other tokens, wrong bytes, a
+       refused configuration, pages left out of a copy; or the answer was no
+  2    not done: usage, configuration, or something that the system refuses
+  3    not done: a bug in HiCache; the message says where its traceback is
+  130  ended by Ctrl-C; 143 by SIGTERM
+"""
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
 @click.version_option(__version__, prog_name="hicache")
 def main() -> None:
     """A KV cache for LLM engines in three tiers: device memory, host memory and storage."""

@@ -17,6 +17,7 @@ import click
 from rich.console import Console
 
 from ..config import HiCacheConfig, entry_of_variable, load_config
+from ..config.section import TOKENS_MAX
 from ..errors import CapacityError, ConfigError, InvalidInput
 from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
 from ..replay.presets import PRESETS
@@ -25,9 +26,9 @@ from ..replay.report import html_report
 from ..replay.result import ReplayResult
 from ..replay.runner import ReplayOptions
 from ..replay.synthetic import synthetic_trace
-from ..replay.trace import read_trace, write_trace
+from ..replay.trace import REQUESTS_MAX, read_trace, write_trace
 from ..units import counted
-from .arguments import DIRECTORY, FILE
+from .arguments import DIRECTORY, FILE, Number
 from .config import parse_settings
 from .console import OutputConsole
 from .main import Failure, output_failures
@@ -38,6 +39,11 @@ WRONG_BYTES_EXIT_CODE = 1
 # Computing takes this long by default: fast enough for 2,000 real requests in two minutes, slow enough that copies and
 # a local disk keep up with it.
 PREFILL_TOKENS_PER_S = 250_000
+# Beyond these a number is a slip of the hand; sums and products of smaller ones stay exact.
+SPEED_UP_MIN, SPEED_UP_MAX = 1e-6, 1e9
+PREFILL_RATE_MAX = 1e12
+QUEUE_MAX = 1 << 20
+SEED_MAX = (1 << 63) - 1
 # Where stored pages go, if anywhere, is the user's choice if one of these is given.
 _STORE_ENTRIES = frozenset({"storage", "storage.type", "storage.options.path"})
 
@@ -50,21 +56,22 @@ _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" fo
     "-c", "--config", "config_file", type=FILE, help="Configuration; without it that of configs/replay.yaml."
 )
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as storage.type=memory.")
-@click.option("--requests", type=click.IntRange(1), metavar="N",
+@click.option("--requests", type=click.IntRange(1, REQUESTS_MAX), metavar="N",
               help=f"Only the first N requests.  [default: all; {SYNTHETIC_REQUESTS} without TRACE]")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the synthetic trace.")
+@click.option("--seed", type=click.IntRange(0, SEED_MAX), default=0, show_default=True, help="Of the synthetic trace.")
 @click.option("--model", "preset", type=click.Choice(list(PRESETS)), default="tiny", show_default=True,
               help="Whose KV geometry; see below.")  # fmt: skip
-@click.option("--device-tokens", type=click.IntRange(1), metavar="N", help="Size of L1, as device.tokens.")
-@click.option("--host-tokens", type=click.IntRange(1), metavar="N", help="Size of L2, as host.tokens.")
+@click.option("--device-tokens", type=click.IntRange(1, TOKENS_MAX), metavar="N", help="Size of L1, as device.tokens.")
+@click.option("--host-tokens", type=click.IntRange(1, TOKENS_MAX), metavar="N", help="Size of L2, as host.tokens.")
 @click.option("--store", type=DIRECTORY, metavar="DIR",
               help="Keep stored pages in files there.  [default: a temporary directory]")  # fmt: skip
-@click.option("--speed-up", type=click.FloatRange(0, min_open=True), metavar="X",
+@click.option("--speed-up", type=Number(SPEED_UP_MIN, SPEED_UP_MAX), metavar="X",
               help="Requests arrive X times as fast as recorded.  [default: as fast as they are served]")  # fmt: skip
-@click.option("--prefill-rate", type=click.FloatRange(0), default=PREFILL_TOKENS_PER_S, show_default=True,
+@click.option("--prefill-rate", type=Number(0, PREFILL_RATE_MAX), default=PREFILL_TOKENS_PER_S, show_default=True,
               metavar="TOKENS", help="Prompt tokens computed per second; 0: computing takes no time.")  # fmt: skip
-@click.option("--running-max", type=click.IntRange(1), default=32, show_default=True, help="Requests that run at once.")
-@click.option("--waiting-max", type=click.IntRange(1), default=8, show_default=True,
+@click.option("--running-max", type=click.IntRange(1, QUEUE_MAX), default=32, show_default=True,
+              help="Requests that run at once.")  # fmt: skip
+@click.option("--waiting-max", type=click.IntRange(1, QUEUE_MAX), default=8, show_default=True,
               help="Requests in the queue, whose pages from storage are read meanwhile.")  # fmt: skip
 @click.option("--processes", type=click.IntRange(1, 64), default=1, show_default=True,
               help="Engines on one store, each with tiers of its own and every N-th request.")  # fmt: skip
@@ -127,8 +134,12 @@ def trace() -> None:
 
 @trace.command(short_help="Write a synthetic trace to a file.")
 @click.argument("file", type=FILE)
-@click.option("--requests", type=click.IntRange(1), default=SYNTHETIC_REQUESTS, show_default=True, metavar="N")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Another seed, another trace.")
+@click.option(
+    "--requests", type=click.IntRange(1, REQUESTS_MAX), default=SYNTHETIC_REQUESTS, show_default=True, metavar="N"
+)
+@click.option(
+    "--seed", type=click.IntRange(0, SEED_MAX), default=0, show_default=True, help="Another seed, another trace."
+)
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 def generate(file: Path, requests: int, seed: int, force: bool) -> None:
     """Write a synthetic trace to FILE: chats and agents with shared system prompts, and questions about documents."""
@@ -140,7 +151,7 @@ def generate(file: Path, requests: int, seed: int, force: bool) -> None:
 
 @trace.command(short_help="Check a trace, and say how much can be reused.")
 @click.argument("file", type=FILE)
-@click.option("--requests", type=click.IntRange(1), metavar="N", help="Only the first N requests.")
+@click.option("--requests", type=click.IntRange(1, REQUESTS_MAX), metavar="N", help="Only the first N requests.")
 def show(file: Path, requests: int | None) -> None:
     """Check FILE and print how long its prompts are and how much of them a cache could reuse."""
     for line in trace_facts(read_trace(file, requests)):
@@ -192,7 +203,7 @@ class Settings:
                 overrides[name] = str(value)
         given = {*overrides, *(".".join(entry_of_variable(variable) or ()) for variable in environ)}
         if self.store is not None:
-            overrides |= {"storage.type": "file", "storage.options.path": str(self.store.resolve())}
+            overrides |= {"storage.type": "file", "storage.options.path": os.path.realpath(self.store)}
         elif self.config_file is None and not given & _STORE_ENTRIES:
             overrides["storage.options.path"] = str(temporary / "pages")
         return load_config(self.config_file or REPLAY_CONFIG, environ=environ, overrides=overrides)
@@ -218,7 +229,7 @@ class Reports:
         for file in files:
             if not file.parent.is_dir():
                 raise ConfigError(f"{file}: there is no directory {file.parent} to write it to")
-        if len(files) > len({file.resolve() for file in files}):
+        if len(files) > len({os.path.realpath(file) for file in files}):
             raise ConfigError(f"{files[0]}: --json and --report name the same file; give each its own")
 
     def write(self, result: ReplayResult) -> list[str]:

@@ -113,7 +113,9 @@ def _tell_scrub(step: ScrubProgress) -> Told:
 @STORE
 @PART
 @NAMESPACE
-@click.option("--epoch", type=click.IntRange(min=0), help="Only namespaces of this weights epoch; `ls` shows them.")
+@click.option(
+    "--epoch", type=click.IntRange(0, (1 << 64) - 1), help="Only namespaces of this weights epoch; `ls` shows them."
+)
 @click.option("--older-than", type=DURATION, help="Only pages unused for this long, such as 7d.")
 @DRY_RUN
 @click.option("--yes", is_flag=True, help="Do not ask.")

@@ -479,7 +479,7 @@ def _scalar(text: str) -> Any:
     if not text:
         return text
     loader = _Loader("")
-    tag: str = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+    tag: str = loader.resolve(yaml.ScalarNode, text, (True, False))
     if tag.rpartition(":")[2] not in ("null", "bool", "int", "float"):
         return text
     try:

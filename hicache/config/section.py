@@ -20,6 +20,7 @@ ALTERNATIVES: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
         ("previous_encryption_key_file", "previous_encryption_key_env"),
     ),
 }
+TOKENS_MAX = 1 << 40
 # What entries ending in `_env` take: a name that every shell can set. Most secrets are none.
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
 
@@ -38,7 +39,7 @@ def _check_path(value: Any) -> Any:
     return value
 
 
-Tokens: TypeAlias = Annotated[int, Field(ge=1, le=1 << 40), BeforeValidator(refuse_bool)]
+Tokens: TypeAlias = Annotated[int, Field(ge=1, le=TOKENS_MAX), BeforeValidator(refuse_bool)]
 FileSystemPath: TypeAlias = Annotated[Path, BeforeValidator(_check_path)]
 
 

@@ -130,7 +130,7 @@ class _Handler(WSGIRequestHandler):
             return
         self.server.completed(self.connection)
         self.connection.settimeout(ANSWER_TIMEOUT_S)
-        self.rfile = io.BufferedReader(io.BytesIO(head))  # type: ignore[arg-type]
+        self.rfile = io.BufferedReader(io.BytesIO(head))
         super().handle()
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import InvalidInput
-from .trace import BLOCK_TOKENS, TraceRequest
+from .trace import BLOCK_TOKENS, REQUESTS_MAX, TraceRequest
 
 # Medians of log-normal lengths in tokens; sigma 0.8 puts the 99th percentile at six times the median.
 _SIGMA = 0.8
@@ -74,10 +74,10 @@ class _Session:
 def synthetic_trace(requests: int, seed: int) -> Iterator[TraceRequest]:
     """`requests` requests in the order of their timestamps; equal arguments give equal traces.
 
-    Raises InvalidInput for less than one request.
+    Raises InvalidInput for a number that is not 1 to `REQUESTS_MAX`.
     """
-    if requests < 1:
-        raise InvalidInput(f"synthetic trace: {requests} requests; at least one is needed")
+    if not 1 <= requests <= REQUESTS_MAX:
+        raise InvalidInput(f"synthetic trace: the number of requests must be 1 to {REQUESTS_MAX}")
     return itertools.islice(_requests(random.Random(seed)), requests)
 
 

@@ -10,13 +10,13 @@ own. Other fields are ignored. The format is that of the traces published with M
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..config.files import open_regular
 from ..errors import InvalidInput
@@ -26,6 +26,10 @@ BLOCK_TOKENS = 512
 LINE_BYTES_MAX = 1 << 20
 # As many as a page key can name positions for, and far beyond any context.
 LENGTH_MAX = 1 << 24
+# Of a trace; a day of a busy cluster has some ten million.
+REQUESTS_MAX = 10**9
+# Thirty thousand years, so that every time is exact in microseconds.
+TIMESTAMP_MS_MAX = 10**15
 HASH_ID_MAX = (1 << 63) - 1
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
@@ -54,7 +58,7 @@ def read_trace(path: Path, requests_max: int | None = None) -> Iterator[TraceReq
     index = 0
     try:
         with open_regular(path) as lines:
-            for number, line in enumerate(_bounded(lines, path), start=1):
+            for number, line in _bounded(lines, path):
                 if requests_max is not None and index >= requests_max:
                     return
                 if line.strip():
@@ -72,8 +76,9 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
     Raises InvalidInput if it cannot be written; whatever is raised, the file is as before and no part of a trace stays.
     """
     # Where a link points to, so that the link stays one.
-    target = path.resolve()
-    if target.exists() and not target.is_file():
+    target = Path(os.path.realpath(path))
+    # What is still a link there is one of a loop.
+    if target.is_symlink() or (target.exists() and not target.is_file()):
         raise InvalidInput(f"trace {path}: cannot be written: it is there, and no regular file")
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     count = 0
@@ -97,16 +102,21 @@ def as_line(request: TraceRequest) -> str:
     return json.dumps(dict(zip(FIELDS, values, strict=True)))
 
 
-def _bounded(lines: Any, path: Path) -> Iterator[bytes]:
-    while line := lines.readline(LINE_BYTES_MAX + 1):
+def _bounded(lines: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    for number in itertools.count(1):
+        line = lines.readline(LINE_BYTES_MAX + 1)
         if len(line) > LINE_BYTES_MAX:
-            raise InvalidInput(f"trace {path}: a line is longer than {LINE_BYTES_MAX} bytes; is this a request trace?")
-        yield line
+            raise InvalidInput(
+                f"trace {path}, line {number}: is longer than {LINE_BYTES_MAX} bytes; is this a request trace?"
+            )
+        if not line:
+            return
+        yield number, line
 
 
 def _request(line: bytes, index: int, where: str) -> TraceRequest:
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{where}: expected one JSON object a line: {error}") from error
     if not isinstance(fields, dict):
@@ -115,8 +125,10 @@ def _request(line: bytes, index: int, where: str) -> TraceRequest:
         if name not in fields:
             raise InvalidInput(f"{where}: {name} is missing")
     timestamp = fields["timestamp"]
-    if isinstance(timestamp, bool) or not isinstance(timestamp, (int, float)) or not 0 <= timestamp < math.inf:
-        raise InvalidInput(f"{where}: timestamp must be milliseconds from 0 on, got {_shown(timestamp)}")
+    if type(timestamp) not in (int, float) or not 0 <= timestamp <= TIMESTAMP_MS_MAX:
+        raise InvalidInput(
+            f"{where}: timestamp must be milliseconds from 0 to {TIMESTAMP_MS_MAX}, got {_shown(timestamp)}"
+        )
     input_length = _integer(fields["input_length"], 1, LENGTH_MAX, f"{where}: input_length")
     output_length = _integer(fields["output_length"], 0, LENGTH_MAX, f"{where}: output_length")
     ids = fields["hash_ids"]
@@ -130,6 +142,13 @@ def _request(line: bytes, index: int, where: str) -> TraceRequest:
         )
     hash_ids = tuple(_integer(value, 0, HASH_ID_MAX, f"{where}: hash_ids[{i}]") for i, value in enumerate(ids))
     return TraceRequest(index, timestamp, input_length, output_length, hash_ids)
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a field is given twice")
+    return fields
 
 
 def _integer(value: Any, low: int, high: int, what: str) -> int:

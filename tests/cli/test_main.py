@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 import hicache
 from hicache.cli.main import COMMANDS, LazyGroup, main
-from hicache.errors import BackendUnavailable
+from hicache.errors import BackendUnavailable, CapacityError, InvariantError
 
 
 def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -126,15 +128,66 @@ def test_ctrl_c_is_exit_code_130_without_a_traceback() -> None:
     assert (result.exit_code, result.output) == (130, "\n")
 
 
-def test_an_error_of_ours_is_one_line_and_exit_code_2() -> None:
+def run_failing(error: BaseException) -> Result:
+    """A command that raises `error`."""
+
     @click.command()
     def fails() -> None:
-        raise BackendUnavailable("the disk is gone; plug it in")
+        raise error
 
     class Failing(LazyGroup):
         def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
             return fails
 
-    result = CliRunner().invoke(Failing("hicache"), ["fails"])
+    return CliRunner().invoke(Failing("hicache"), ["fails"])
+
+
+def test_an_error_of_ours_is_one_line_and_exit_code_2() -> None:
+    result = run_failing(BackendUnavailable("the disk is gone; plug it in"))
     assert result.exit_code == 2
     assert result.stderr == "hicache: the disk is gone; plug it in\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(errno.EACCES, "Not yours", "/x\x1b[31m\udcff"), "'/x\\x1b[31m\\udcff': Not yours"),
+        (OSError(errno.EXDEV, "Invalid link", "/a", None, "/b"), "'/a': '/b': Invalid link"),
+        (OSError("no number"), "no number"),
+        (MemoryError(), "there is not enough memory"),
+        (CapacityError("too large"), "too large"),
+    ],
+)
+def test_an_error_that_a_user_can_do_something_about_is_one_line_and_exit_code_2(error: Exception, said: str) -> None:
+    result = run_failing(error)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"hicache: {said}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("x"), RecursionError("deep"), UnicodeDecodeError("utf-8", b"x", 0, 1, "no"), OverflowError("large"),
+     InvariantError("a page twice"), ExceptionGroup("two", [ValueError("a\nb")])],
+    ids=repr,
+)  # fmt: skip
+def test_a_bug_is_one_line_and_exit_code_3_and_its_traceback_is_kept(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = run_failing(error)
+    assert (result.exit_code, result.stderr.count("\n")) == (3, 1)
+    (kept,) = tmp_path.iterdir()
+    assert "this is a bug in HiCache" in result.stderr and str(kept) in result.stderr
+    assert "Traceback" in kept.read_text() and "raise error" in kept.read_text()
+    assert kept.stat().st_mode & 0o077 == 0
+
+
+def test_the_traceback_of_a_bug_is_printed_where_no_file_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nothing")
+    result = run_failing(ZeroDivisionError("x"))
+    assert result.exit_code == 3 and "Traceback" in result.stderr and "the traceback above" in result.stderr
+
+
+def test_help_lists_the_exit_codes() -> None:
+    shown = CliRunner().invoke(main, ["--help"], terminal_width=80).stdout.partition("Exit codes:")[2]
+    assert [line.split()[0] for line in shown.splitlines() if line[4:5].isdigit()] == ["0", "1", "2", "3", "130"]

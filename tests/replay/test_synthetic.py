@@ -59,5 +59,5 @@ def test_much_of_it_can_be_reused_and_turns_contain_the_outputs_before_them() ->
 
 
 def test_less_than_one_request_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="at least one"):
+    with pytest.raises(InvalidInput, match="must be 1 to 1000000000"):
         synthetic_trace(0, 0)

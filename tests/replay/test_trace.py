@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hicache.errors import InvalidInput
-from hicache.replay.trace import LINE_BYTES_MAX, TraceRequest, as_line, read_trace, write_trace
+from hicache.replay.trace import LINE_BYTES_MAX, TIMESTAMP_MS_MAX, TraceRequest, as_line, read_trace, write_trace
 
 LINE = '{"timestamp": 27482, "input_length": 1955, "output_length": 52, "hash_ids": [46, 47, 48, 2353]}'
 GOOD: dict[str, Any] = json.loads(LINE)
@@ -97,7 +99,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path: Path) -> None:
-    assert "a line is longer" in wrong(tmp_path / "some.jsonl", b" " * (LINE_BYTES_MAX + 10))
+    assert "line 1: is longer" in wrong(tmp_path / "some.jsonl", b" " * (LINE_BYTES_MAX + 10))
 
 
 def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
@@ -139,3 +141,54 @@ def test_a_link_to_a_trace_stays_one_and_what_is_no_file_stays_too(tmp_path: Pat
 
 def test_a_written_line_has_the_fields_of_the_format_in_order() -> None:
     assert as_line(TraceRequest(3, 27482, 1955, 52, (46, 47, 48, 2353))) == LINE
+
+
+_hostile = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+    st.sampled_from([10**400, -(10**400), 1e308, 5e-324, 1 << 63, (1 << 63) - 1, 1 << 24, [[[]]], [None], [1.0]]),
+)  # fmt: skip
+
+
+@given(fields=st.dictionaries(st.sampled_from(list(GOOD)) | st.text(max_size=4), _hostile, max_size=5))
+def test_any_values_are_a_request_or_refused_with_their_line(
+    tmp_path_factory: pytest.TempPathFactory, fields: dict[str, object]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n" + json.dumps(GOOD | fields) + "\n")
+    read_or_refused(path, line=2)
+
+
+@given(line=st.binary(max_size=60) | st.text(alphabet='{}[]:,"\\\0 019.eE+-tfnulNaIity', max_size=40).map(str.encode))
+def test_any_bytes_are_a_request_or_refused_with_their_line(
+    tmp_path_factory: pytest.TempPathFactory, line: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b"\n" + line.replace(b"\n", b" ") + b"\n")
+    read_or_refused(path, line=2)
+
+
+@pytest.mark.parametrize("name", list(GOOD))
+@pytest.mark.parametrize(
+    "value",
+    ["9" * 5000, "1e400", "-1e400", "NaN", "Infinity", "[" * 500 + "]" * 500, "[" * 200_000,
+     '{"a":' * 500 + "1" + "}" * 500, '"\\ud800"', "-0", "-5", "1" + "0" * 400],
+    ids=lambda value: value[:12],
+)  # fmt: skip
+def test_a_hostile_value_is_refused_with_its_line(tmp_path: Path, name: str, value: str) -> None:
+    path = tmp_path / "some.jsonl"
+    others = {other: field for other, field in GOOD.items() if other != name}
+    path.write_text(f'{json.dumps(GOOD)}\n{json.dumps(others)[:-1]}, "{name}": {value}}}\n')
+    read_or_refused(path, line=2)
+
+
+def read_or_refused(path: Path, *, line: int) -> None:
+    try:
+        for request in read_trace(path):
+            assert float(request.timestamp_ms) >= 0 and request.timestamp_ms <= TIMESTAMP_MS_MAX
+    except InvalidInput as error:
+        assert f", line {line}: " in str(error) and len(str(error)) < 2000
+
+
+def test_a_field_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    assert "given twice" in wrong(tmp_path / "some.jsonl", json.dumps(GOOD)[:-1] + ', "timestamp": 1}')
