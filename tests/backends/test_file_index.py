@@ -229,14 +229,13 @@ def test_the_journal_is_allocated_ahead_and_never_stays_longer(tmp_path: Path) -
     assert isinstance(store.backend, FileBackend)
     journal = Path(f"{index_path(root)}{JOURNAL}")
     assert (journal.stat().st_size, journal.stat().st_blocks * 512) == (JOURNAL_BYTES, JOURNAL_BYTES)
-    keys = make_keys(10_000)
-    longest = 0
-    for change in (
-        lambda index: index.reserve(NAMESPACE, keys, [None] * len(keys), f"{'0' * 16}.1", PAGE, 1),
-        lambda index: index.release_all(f"{'0' * 16}.1"),
-    ):
+    keys, writer, longest = make_keys(10_000), f"{'0' * 16}.1", 0
+    for reserve in (True, False):
         with store.backend._store.transaction(soon()) as index:
-            change(index)
+            if reserve:
+                index.reserve(NAMESPACE, keys, [None] * len(keys), writer, PAGE, 1)
+            else:
+                index.release_all(writer)
             longest = max(longest, journal.stat().st_size)
         assert journal.stat().st_size == JOURNAL_BYTES
     assert longest > JOURNAL_BYTES, "the control: one of them was too large for it"
