@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Literal, TypeAlias
 
+from ...config.addresses import check_host, check_port, split_address, split_url
 from ...errors import InvalidInput
 
 Mode: TypeAlias = Literal["single", "sentinel", "cluster"]
@@ -17,15 +18,11 @@ ReadFrom: TypeAlias = Literal["primary", "replica"]
 CONNECTIONS_MAX = 64
 PORT = 6379
 SENTINEL_PORT = 26379
-_PORT_MAX = 65535
-_PORT = re.compile(rb"[0-9]{1,5}")
 _DB_MAX = 65535
-_URL = re.compile(r"(rediss?)://([^/@?#\s]+)(?:/([0-9]{0,5}))?")
+_DB_PATH = re.compile(r"(?:/[0-9]{0,5})?")
+_URL_PORTS = {"redis": PORT, "rediss": PORT}
 # SCAN patterns and cluster hash tags give other characters a meaning.
 _PREFIX = re.compile(r"[A-Za-z0-9_.:/-]{0,128}")
-# Names that a resolver takes: longer labels and empty ones are a UnicodeError there.
-_HOST = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
-
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -37,24 +34,26 @@ class Address:
     port: int
 
     def __post_init__(self) -> None:
-        if not _is_address(self.host, self.port):
-            raise InvalidInput(f"redis: {self.host[:80]!r} with port {self.port!r} is not a valid address")
+        try:
+            check_host(self.host)
+            if check_port(self.port) != self.port:
+                raise ValueError("the port is not a number")
+        except ValueError as error:
+            raise InvalidInput(f"redis: {self.host[:80]!r} with port {self.port!r}: {error}") from error
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
 
-def _is_address(host: str, port: object) -> bool:
-    is_host = "%" not in host and _ip(host) is not None if ":" in host else _HOST.fullmatch(host) is not None
-    return is_host and type(port) is int and 1 <= port <= _PORT_MAX
-
-
 def named_address(host: bytes, port: object) -> Address | None:
     """The address that a server has named by a host and a port, a number or its digits; None if it is not valid."""
-    if isinstance(port, bytes) and _PORT.fullmatch(port):
-        port = int(port)
-    name = host.decode("ascii", errors="replace")
-    return Address(name, port) if isinstance(port, int) and _is_address(name, port) else None
+    try:
+        # An IPv6 zone names an interface of this machine, which no server knows.
+        name = check_host(host.decode("ascii"))
+        digits = port.decode("ascii") if isinstance(port, bytes) else port
+        return None if "%" in name else Address(name, check_port(digits))
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,25 +203,24 @@ def parse_url(url: str) -> Place:
     """
     if "@" in url:
         raise InvalidInput("redis: the url must hold no credentials; use username with password_env or password_file")
-    match = _URL.fullmatch(url)
-    if match is None:
+    try:
+        scheme, host, port, path = split_url(url, _URL_PORTS)
+    except ValueError as error:
+        raise InvalidInput(f"redis: the url: {error}") from error
+    if not _DB_PATH.fullmatch(path):
         raise InvalidInput("redis: the url must look like redis://host:6379/0, or rediss:// for TLS")
-    (address,) = parse_addresses([match[2]])
-    return Place(address, int(match[3] or 0), match[1] == "rediss")
+    return Place(Address(host, port), int(path[1:] or 0), scheme == "rediss")
 
 
 def parse_addresses(texts: Sequence[str], default_port: int = PORT) -> tuple[Address, ...]:
     """Each `host`, `host:port` or `[::1]:port`. Raises InvalidInput for anything else."""
     addresses = []
     for text in texts:
-        if "@" in text:
-            raise InvalidInput("redis: addresses must hold no credentials; use username with password_env")
-        match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?", text)
-        port = int(match[3] or default_port) if match else 0
-        host = (match[1] or match[2]) if match else ""
-        if not _is_address(host, port):
-            raise InvalidInput(f"redis: {text[:80]!r} is no address; write it like host:{default_port}")
-        addresses.append(Address(host, port))
+        try:
+            addresses.append(Address(*split_address(text, default_port)))
+        except ValueError as error:
+            shown = "an address" if "@" in text else repr(text[:80])
+            raise InvalidInput(f"redis: {shown}: {error}") from error
     return tuple(addresses)
 
 
@@ -236,7 +234,7 @@ def parse_allowed(texts: Sequence[str]) -> tuple[Network | str, ...]:
         try:
             allowed.append(ipaddress.ip_network(text))
         except ValueError:
-            if ":" in text or not _HOST.fullmatch(text.removeprefix(".")):
+            if named_address(text.removeprefix(".").encode(), PORT) is None or ":" in text:
                 raise InvalidInput(
                     f"redis: {text[:80]!r} is not valid in allowed_nodes; write a network like 10.0.0.0/8, a host "
                     "name, or a domain like .cache.example"
