@@ -4,6 +4,7 @@
 #   make test    check, then all tests
 #   make check   ruff, mypy and the import layers
 #   make soak    all tests, the random ones for longer: SOAK_FACTOR (default 20) times as many examples and seeds
+#   make hostile some minutes (HOSTILE_MINUTES, default 10) of hostile replies: memory and descriptors stay flat
 #   make bench   the benchmarks, as ratios; PEER=DIR adds SGLang's tree core from its unpacked wheel
 #   make gpu     the tests and benchmarks that need a CUDA device
 #   make clean   removes .venv, caches and what the demo left behind
@@ -17,10 +18,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOAK_FACTOR ?= 20
+HOSTILE_MINUTES ?= 10
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
-.PHONY: demo test check soak bench gpu clean
+.PHONY: demo test check soak hostile bench gpu clean
 
 demo: $(VENV)/.demo-stamp
 	$(BIN)/hicache demo $(DEMO_ARGS)
@@ -35,6 +37,9 @@ check: $(VENV)/.test-stamp
 
 soak: $(VENV)/.test-stamp
 	SOAK_FACTOR=$(SOAK_FACTOR) $(BIN)/python -m pytest --timeout=0 $(PYTEST_ARGS)
+
+hostile: $(VENV)/.test-stamp
+	$(BIN)/python -m tests.hostile --minutes $(HOSTILE_MINUTES)
 
 bench: $(VENV)/.test-stamp
 	$(BIN)/python -m benchmarks $(if $(PEER),--peer $(PEER))

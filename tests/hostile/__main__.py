@@ -4,8 +4,8 @@
 
 Rounds against the hostile Redis server and the hostile S3 server (with both of its clients) take turns, each with a
 seed of its own. A round opens stores, runs every verb on them and closes them; it fails for an untyped error, a secret
-in a text, or a connection to another address. The first fifth of the time is the warm-up. After it, the resident memory
-at the end of a round stays within `GROWTH_MAX` of the most that the warm-up saw, the memory that Python counts likewise,
+in a text, or a connection to another address. The first fifth of the time is the warm-up. After it, resident memory
+at the end of a round stays within `GROWTH_MAX` of the most that the warm-up saw, as does the memory of Python,
 and descriptors and threads do not exceed the warm-up's. Exit code 0 if all of this holds, 1 if not.
 
 The command runs itself again with one arena of malloc: otherwise the arenas of ended threads hide what grows.
