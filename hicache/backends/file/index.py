@@ -86,6 +86,10 @@ _HEADER = {
 }
 _HEADER_BYTES = 100
 _PRAGMAS = (
+    # Of a new file; a build of SQLite may have other defaults.
+    "page_size = 4096",
+    "auto_vacuum = NONE",
+    "encoding = 'UTF-8'",
     "mmap_size = 0",
     "temp_store = MEMORY",  # or a full temporary directory stops the index
     "cell_size_check = ON",
