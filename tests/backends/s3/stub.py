@@ -66,6 +66,7 @@ class _Counts:
     running: int = 0
     running_max: int = 0
     connections: int = 0
+    closed: int = 0
 
 
 class StubS3:
@@ -137,6 +138,12 @@ class StubS3:
         with self._lock:
             return self._counts.connections
 
+    @property
+    def open_connections(self) -> int:
+        """Connections that the server has not closed yet."""
+        with self._lock:
+            return self._counts.connections - self._counts.closed
+
     def _accept(self) -> None:
         while True:
             try:
@@ -172,6 +179,8 @@ class StubS3:
             pass  # the client has gone, which is its right
         finally:
             connection.close()
+            with self._lock:
+                self._counts.closed += 1
 
     @contextlib.contextmanager
     def _running(self, request: Request) -> Iterator[None]:
