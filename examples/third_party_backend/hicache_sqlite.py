@@ -106,7 +106,9 @@ class SqliteBackend(StorageBackend):
         """See StorageBackend."""
         check_keys(keys)
         with self._calls.enter() as is_open:
-            if is_open and keys:
+            if not is_open:
+                return self._calls.refuse()
+            if keys:
                 try:
                     with self._locked(deadline) as db:
                         for position, key in enumerate(keys):
@@ -213,7 +215,9 @@ class SqliteBackend(StorageBackend):
         """See StorageBackend."""
         check_keys(keys)
         with self._calls.enter() as is_open:
-            if is_open and keys:
+            if not is_open:
+                return self._calls.refuse()
+            if keys:
                 try:
                     with self._changing(deadline) as db:
                         return db.executemany(

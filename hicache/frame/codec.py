@@ -285,7 +285,7 @@ class FrameCodec:
             header[VERSION_AND_KIND] != self._version_and_kind
             or header[KEY_ID] not in self._known_ids
             or header[LENGTH_AND_KEY] != self._length + key
-            or header[PARENT] == key
+            or header[PARENT] == key != NO_PARENT
             or header[NAMESPACE] != self.namespace
             or header[FORM] not in FORMS
             or not header.startswith(MAGIC)
@@ -333,7 +333,7 @@ class FrameCodec:
             (Damage.ENCRYPTION_KEY if self._encrypts else Damage.MAC_KEY, found.key_id not in self._known_ids),
             (Damage.LENGTH, found.payload_bytes != self.payload_bytes),
             (Damage.PAGE_KEY, found.page_key != key),
-            (Damage.PARENT_KEY, found.parent_key == key),
+            (Damage.PARENT_KEY, found.parent_key == key != NO_PARENT),
             (Damage.NAMESPACE, found.namespace != self.namespace),
         ):
             if differs:
