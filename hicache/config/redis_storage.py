@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import contextlib
+import ipaddress
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from ..units import KIB, Count, PositiveDuration, PositiveSize
-from .addresses import split_address, split_url
+from .addresses import check_host, split_address, split_url
 from .guard import GuardConfig
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
 _PLACES = ("url", "unix_socket", "cluster", "sentinels")
 _URL_PORTS = {"redis": 6379, "rediss": 6379}
 _SENTINEL_PORT = 26379
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 _Servers = Annotated[list[str], Field(min_length=1, max_length=64)]
 
 
@@ -151,6 +154,25 @@ class RedisStorageOptions(Section):
                     split_address(address, port)
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from error
+        for node in self.allowed_nodes or ():
+            allowed_node(node)
+
+
+def allowed_node(text: str) -> Network | str:
+    """Return an entry of `allowed_nodes` in the form that addresses are compared with: a network, or a name in lower
+    case, which begins with a dot if it is a domain. Raises ValueError for another text; the message does not quote it.
+    """
+    if isinstance(text, str):  # the library takes numbers and bytes for addresses
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_network(text)
+        with contextlib.suppress(ValueError):
+            if ":" not in text:
+                check_host(text.removeprefix("."))
+                return text.lower().removesuffix(".")
+    raise ValueError(
+        "an entry is not valid in allowed_nodes; write a network like 10.0.0.0/8, an IP address, a host name, or a "
+        "domain like .cache.example"
+    )
 
 
 def _check_url(url: str) -> None:

@@ -170,6 +170,8 @@ class HostileServer:
             return
         kind = dice.choice(_KINDS)
         self.sent[kind] += 1
+        if request[0] == b"SCAN" and dice.random() < 0.3:
+            kind = "scan"
         if kind == "end":
             sock.shutdown(socket.SHUT_RDWR)
         elif kind == "endless":
@@ -181,6 +183,12 @@ class HostileServer:
             for byte in hostile_reply(dice, "wrong", self)[:8]:
                 sock.sendall(bytes([byte]))
                 time.sleep(TIMEOUT_S / 4)
+        elif kind == "opening":  # the first line of a longer reply; the rest comes later
+            sock.sendall(dice.choice([b"$7\r\n", b"*1\r\n"]))
+            time.sleep(TIMEOUT_S / 8)
+            sock.sendall(b"$-1\r\nxx\r\n")
+        elif kind == "leftover":  # as long as what is read ahead of a page, and a reply that was not asked for
+            sock.sendall(b"-ERR " + b"x" * 25 + b"\r\n$-1\r\n")
         else:
             sock.sendall(hostile_reply(dice, kind, self))
 
@@ -195,7 +203,8 @@ class HostileServer:
 
 
 _KINDS = ("wrong", "wrong", "wrong", "redirection", "redirection", "echo", "echo", "nested", "wide", "length",
-          "garbage", "cut", "facts", "line", "page", "end", "endless", "silence", "drip")  # fmt: skip
+          "garbage", "cut", "facts", "line", "page", "end", "endless", "silence", "drip", "opening",
+          "leftover")  # fmt: skip
 
 
 def hostile_reply(dice: random.Random, kind: str, server: HostileServer) -> bytes:
@@ -217,6 +226,8 @@ def hostile_reply(dice: random.Random, kind: str, server: HostileServer) -> byte
             b"-5", b"9" * 19, b"9" * 30, b"2147483647", b"8388608", b"-", b"", b"\xb2", b"1_0", b" 5",
         ])  # fmt: skip
         return dice.choice([b"$", b"*", b":"]) + number + b"\r\n" + bytes(dice.randrange(100))
+    if kind == "scan":  # bounded, as each of the many that follow
+        return array(bulk(b"5"), array(bulk(dice.randbytes(8) + bytes(4 << 20))))
     if kind == "facts":
         return _false_facts(dice, server)
     if kind == "line":

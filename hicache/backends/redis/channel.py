@@ -44,6 +44,7 @@ _NESTING_MAX = 8
 # Replies of one line each may have this length on average: a server's longest error texts do not.
 _LINE_MEAN_BYTES = 512
 _LENGTH_DIGITS_MAX = 20
+_ONE_LINE_KINDS = (b"+", b"-", b":")
 
 
 # struct timeval: seconds and microseconds, of which 0 and 0 would mean for ever.
@@ -90,8 +91,9 @@ class Channel:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing has come that nobody asked for; an idle server sends nothing but its farewell."""
-        return not self._poll.poll(0)
+        """True if no byte waits, on the socket or deciphered; an idle server sends nothing but its farewell."""
+        deciphered = isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()
+        return not deciphered and not self._poll.poll(0)
 
     def close(self) -> None:
         """Close it. May be called twice."""
@@ -110,8 +112,11 @@ class Channel:
                     self._send_all(memoryview(part), deadline)
             else:
                 self._send_gathered(parts, deadline)
+            return
         except OSError as error:
-            raise self._broken_by(error, deadline) from error
+            trouble = self._broken_by(error, deadline)
+        # Outside the handler, so that no chain of exceptions holds the text of the TLS library, which quotes names.
+        raise trouble
 
     def _send_all(self, part: memoryview, deadline: float) -> None:
         while part:
@@ -162,11 +167,13 @@ class Channel:
             self._arm(deadline)
             count = self._sock.recv_into(target)
         except OSError as error:
-            raise self._broken_by(error, deadline) from error
-        if not count:
+            trouble = self._broken_by(error, deadline)
+        else:
+            if count:
+                return count
             self.close()
-            raise Trouble(Fault.LOST, "closed by the server")
-        return count
+            trouble = Trouble(Fault.LOST, "closed by the server")
+        raise trouble  # outside the handler, as in `send`
 
     def _fill(self, ahead_bytes: int, deadline: float) -> None:
         """Receive up to `ahead_bytes` behind what is buffered."""
@@ -199,7 +206,8 @@ class Channel:
         return int(digits)
 
     def read_lines(self, count: int, deadline: float) -> list[bytes]:
-        """`count` replies that are one line each: `+OK`, `:1`, `$-1`, `-ERR ...`."""
+        """`count` replies that are one line each: `+OK`, `:1`, `$-1`, `-ERR ...`. Another line breaks the channel: it
+        may begin a longer reply, whose rest would be taken for the reply to another request."""
         lines: list[bytes] = []
         left_bytes = _BUFFER_BYTES + count * _LINE_MEAN_BYTES
         while len(lines) < count:
@@ -217,6 +225,8 @@ class Channel:
                 self.answered = True
             if left_bytes < 0:
                 raise self._not_redis("endless lines")
+        if not all(line.startswith(_ONE_LINE_KINDS) or line == b"$-1" for line in lines):
+            raise self._not_redis("a reply that is not one line")
         self._owed -= count
         return lines
 

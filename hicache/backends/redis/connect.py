@@ -112,7 +112,7 @@ class Connector:
     def _ask_sentinels(self, what: bytes, entries: Callable[[Reply], Reply], deadline: float) -> list[Address]:
         """What the first one says that knows something: each has its time, so that one that hangs does not take all."""
         sentinels, first = self._options.addresses, self._first_sentinel
-        question = (b"SENTINEL", what, (self._options.service or "").encode())
+        question = (b"SENTINEL", what, _encoded(self._options.service or ""))
         troubles: list[Trouble] = []
         for number in (*range(first, len(sentinels)), *range(first)):
             try:
@@ -149,37 +149,50 @@ class Connector:
         wait_s = min(deadline - time.monotonic(), timeout_s)
         late = Trouble(Fault.TIMEOUT if wait_s == timeout_s else Fault.DEADLINE)
         by = time.monotonic() + wait_s
-        channel = Channel(self._connect(endpoint, wait_s, late), timeout_s)
+        channel = Channel(self._connect(endpoint, by, late), timeout_s)
         reply: Reply = None
         try:
             channel.send([b"".join([command(*order) for order in orders])], len(orders), by)
             for order in orders:
                 reply = channel.read_reply(by)
                 if isinstance(reply, ErrorReply) and not (order[0] in _OPTIONAL and reply.fault in _UNABLE):
-                    raise reply.trouble
+                    # Our own order is not a secret, and it says which option to correct.
+                    detail = reply.trouble.detail or "an error"
+                    raise Trouble(reply.fault, f"{detail} to {order[0].decode()}")
         except Trouble as trouble:
             channel.close()
             raise (late if trouble.fault is Fault.DEADLINE else trouble) from None
         return channel, reply
 
-    def _connect(self, endpoint: Endpoint, wait_s: float, late: Trouble) -> socket.socket:
-        """Open a socket aside and give up waiting for it when time is over."""
-        if wait_s <= 0 or not self._attempts.acquire(timeout=wait_s):
+    def _connect(self, endpoint: Endpoint, by: float, late: Trouble) -> socket.socket:
+        """Open a socket in a thread, and raise `late` if that takes until `by`."""
+        if not self._attempts.acquire(timeout=max(by - time.monotonic(), 0.0)):
             raise late
         job = _Job(lambda: _dial(endpoint, self._options), self._attempts.release)
-        threading.Thread(target=job.run, name="hicache-redis-connect", daemon=True).start()
         try:
-            return job.result(wait_s)
+            threading.Thread(target=job.run, name="hicache-redis-connect", daemon=True).start()
+        except RuntimeError:  # the system has no thread left; only the thread would release
+            self._attempts.release()
+            raise Trouble(Fault.NO_THREAD) from None
+        try:
+            return job.result(by - time.monotonic())
         except TimeoutError:
-            raise late from None
+            trouble = late
         except OSError as error:
-            raise trouble_of(error) from error
+            trouble = trouble_of(error)
+        # Outside the handler, so that no chain of exceptions holds the text of the TLS library, which quotes names.
+        raise trouble
 
 
 def _login(login: Login) -> list[Sequence[bytes]]:
-    """The order that enters a server. Bytes of a secret that are not UTF-8 come back as they were read."""
-    words = [word.encode(errors="surrogateescape") for word in (login.username, login.password) if word is not None]
+    """The order that enters a server."""
+    words = [_encoded(word) for word in (login.username, login.password) if word is not None]
     return [(b"AUTH", *words)] if words else []
+
+
+def _encoded(text: str) -> bytes:
+    """Bytes that are not UTF-8 come back as they were read."""
+    return text.encode(errors="surrogateescape")
 
 
 def _dial(endpoint: Endpoint, options: RedisOptions) -> socket.socket:

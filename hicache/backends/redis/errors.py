@@ -46,6 +46,7 @@ class Fault(enum.StrEnum):
     ASK = "ask"
     FOREIGN = "foreign_address"  # a server named a node that we must not follow it to
     NO_PRIMARY = "no_primary"
+    NO_THREAD = "no_thread"  # this machine cannot start one, and connections are opened in threads
     WRONG_TYPE = "wrong_type"
     REPLY = "error_reply"
 
@@ -98,7 +99,8 @@ _ADVICE: Mapping[Fault, str] = {
     Fault.TLS: "no TLS connection; check rediss:// against redis://, tls_ca_file, and the name in the certificate",
     Fault.LOST: "it closed the connection; check that it is a Redis server, and redis:// against rediss://",
     Fault.PROTOCOL: "what answers is not a Redis server; correct the address",
-    Fault.CREDENTIALS: "correct `username` and the password in `password_env` or `password_file`",
+    Fault.CREDENTIALS: "correct `username` and the password in `password_env` or `password_file`, or leave them out if "
+    "the server has no password",
     Fault.PERMISSION: "its ACL forbids a command or the keys; docs/backends/redis.md lists what HiCache needs",
     Fault.CONNECTIONS: "it has as many clients as it allows; raise its maxclients or lower `connections`",
     Fault.LOADING: "it is still reading its data set; wait for it",
@@ -109,6 +111,7 @@ _ADVICE: Mapping[Fault, str] = {
     Fault.FOREIGN: "a server names a node outside `allowed_nodes` or the known cluster; allow that node if it is "
     "yours, or else do not trust that server",
     Fault.NO_PRIMARY: "no sentinel knows a primary of that name; check `service` and the sentinels",
+    Fault.NO_THREAD: "this machine cannot start a thread; raise the limit on threads of the user or the container",
 }
 _NO_ADVICE = "look at the server's log"
 # Error replies without a code of their own, by their text behind "ERR".

@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Literal, TypeAlias
 
 from ...config.addresses import check_host, check_port, split_address, split_url
+from ...config.redis_storage import Network, allowed_node
 from ...errors import InvalidInput
 
 Mode: TypeAlias = Literal["single", "sentinel", "cluster"]
@@ -23,7 +24,8 @@ _DB_PATH = re.compile(r"(?:/[0-9]{0,5})?")
 _URL_PORTS = {"redis": PORT, "rediss": PORT}
 # SCAN patterns and cluster hash tags give other characters a meaning.
 _PREFIX = re.compile(r"[A-Za-z0-9_.:/-]{0,128}")
-Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+# Surrogates other than those that stand for bytes that are not UTF-8.
+_NOT_SENDABLE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,13 @@ def named_address(host: bytes, port: object) -> Address | None:
 @dataclass(frozen=True, slots=True)
 class UnixSocket:
     """A server on this machine, by the path of its socket. Only a configuration makes one: a server that names nodes
-    names an `Address`."""
+    names an `Address`. Raises InvalidInput for a path that the system cannot take."""
 
     path: str
+
+    def __post_init__(self) -> None:
+        if _NOT_SENDABLE.search(self.path):
+            raise InvalidInput(f"redis: {self.path[:80]!a} is not valid as the path of a Unix socket; correct it")
 
     def __str__(self) -> str:
         return self.path
@@ -139,7 +145,17 @@ class RedisOptions:
             raise InvalidInput("redis: a cluster has database 0 alone")
         if not _PREFIX.fullmatch(self.key_prefix):
             raise InvalidInput("redis: key_prefix may hold up to 128 letters, digits and _ . : / -")
+        self._check_texts()
         self._check_numbers()
+
+    def _check_texts(self) -> None:
+        sent = {
+            "service": self.service, "username": self.login.username, "the password": self.login.password,
+            "sentinel_username": self.sentinel_login.username, "the sentinel password": self.sentinel_login.password,
+        }  # fmt: skip
+        for name, text in sent.items():
+            if text is not None and _NOT_SENDABLE.search(text):
+                raise InvalidInput(f"redis: {name} has a character that UTF-8 cannot encode; write another text")
 
     def _check_numbers(self) -> None:
         for name, lowest, highest in (
@@ -169,13 +185,15 @@ class RedisOptions:
         return f"{self.where} (a node that it names, port {endpoint.port})"
 
     def allows(self, address: Address) -> bool:
-        """True if a server may name this address: it is configured, or `allowed_nodes` hold it or are not given."""
-        if self.allowed_nodes is None or address in self.addresses:
+        """True if a server may name this address: `allowed_nodes` hold it or are not given, or it is a configured node
+        of the cluster."""
+        # The addresses of sentinels are not data nodes: a sentinel that names itself would get the data password.
+        if self.allowed_nodes is None or (self.mode == "cluster" and address in self.addresses):
             return True
-        host = address.host.lower().removesuffix(".")
-        number = _ip(host)
+        number = _ip(address.host)
         if number is not None:
             return any(number in entry for entry in self.allowed_nodes if not isinstance(entry, str))
+        host = address.host.lower().removesuffix(".")
         names = [entry for entry in self.allowed_nodes if isinstance(entry, str)]
         return any(host == name or (name.startswith(".") and host.endswith(name)) for name in names)
 
@@ -229,15 +247,10 @@ def parse_allowed(texts: Sequence[str]) -> tuple[Network | str, ...]:
 
     Raises InvalidInput for anything else.
     """
-    allowed: list[Network | str] = []
+    allowed = []
     for text in texts:
         try:
-            allowed.append(ipaddress.ip_network(text))
-        except ValueError:
-            if named_address(text.removeprefix(".").encode(), PORT) is None or ":" in text:
-                raise InvalidInput(
-                    f"redis: {text[:80]!r} is not valid in allowed_nodes; write a network like 10.0.0.0/8, a host "
-                    "name, or a domain like .cache.example"
-                ) from None
-            allowed.append(text.lower().removesuffix("."))
+            allowed.append(allowed_node(text))
+        except ValueError as error:
+            raise InvalidInput(f"redis: {repr(text)[:80]}: {error}") from error
     return tuple(allowed)

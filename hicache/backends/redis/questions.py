@@ -157,8 +157,7 @@ class Questions:
                 self._refused(position, ErrorReply(line[1:]), job.server, is_last)
             elif line.startswith(b":"):
                 self.answers[position] = line
-            else:  # the lines behind it may be parts of it
-                job.channel.close()
+            else:
                 self._fail([position], Trouble(Fault.PROTOCOL), job.server)
 
     def _lost(self, job: _Sent, trouble: Trouble, is_last: bool) -> None:

@@ -21,6 +21,8 @@ _SCAN_COUNT = b"1024"
 _SCANS_MAX = 1024
 # So many lengths are asked for; pages of one model are all equally long.
 _LENGTHS_MAX = 512
+# Of the name of a page behind the prefix: the namespace, a colon and the key.
+_NAME_BYTES = 64 + 1 + 64
 # A cursor and a count fit into 64 bits.
 _COUNT = re.compile(rb"[0-9]{1,20}")
 # What was listed may be no string, or be on another node by now.
@@ -47,20 +49,24 @@ def scan(channel: Channel, cursor: bytes, deadline: float, *more: bytes) -> tupl
 
 
 def measure(channel: Channel, prefix: bytes, deadline: float) -> Held:
-    """Count or estimate the keys that start with `prefix`. Raises Trouble."""
+    """Count or estimate the pages whose names start with `prefix`. Raises Trouble."""
     total = channel.call(b"DBSIZE", deadline=deadline)
     if isinstance(total, ErrorReply):
         raise total.trouble
     if not isinstance(total, int) or total < 0:
         raise Trouble(Fault.PROTOCOL, "DBSIZE has a reply of another form")
-    seen: set[bytes] = set()
+    # Names of others may have megabytes each, so only their hashes stay, and names of pages, which are all short.
+    seen: set[int] = set()
+    ours: list[bytes] = []
     cursor = b"0"
     for _ in range(_SCANS_MAX if total else 0):
         cursor, found = scan(channel, cursor, deadline, b"COUNT", _SCAN_COUNT)
-        seen.update(found)
+        for name in found:
+            if hash(name) not in seen and len(name) == len(prefix) + _NAME_BYTES and name.startswith(prefix):
+                ours.append(name)
+            seen.add(hash(name))
         if cursor == b"0" or len(seen) >= SAMPLE_KEYS:
             break
-    ours = [name for name in seen if name.startswith(prefix)]
     # Keys that came while we looked may make the sample larger than the total.
     pages = len(ours) if cursor == b"0" else round(len(ours) * max(1.0, total / max(1, len(seen))))
     lengths = _lengths(channel, ours[:_LENGTHS_MAX], deadline)

@@ -68,6 +68,8 @@ def test_defaults_of_the_section_are_those_of_the_backend(tmp_path: Path) -> Non
         ({"url": "redis://h/0?password=hush"}, "must look like"),
         ({"url": "http://h"}, "must look like"),
         ({"cluster": ["h", "me:hush@h"]}, "without credentials"),
+        ({"cluster": ["h"], "allowed_nodes": ["1.2.3.4/33"]}, "not valid in allowed_nodes"),
+        ({"cluster": ["h"], "allowed_nodes": ["me:hush@h"]}, "not valid in allowed_nodes"),
         ({"sentinels": ["me:hush@h"], "service": "s"}, "without credentials"),
     ],
 )

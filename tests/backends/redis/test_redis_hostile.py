@@ -18,7 +18,8 @@ import pytest
 
 from hicache.backends.redis import open_redis_backend
 from hicache.backends.redis.connect import Connector
-from hicache.backends.redis.options import Address, RedisOptions, UnixSocket, named_address, parse_allowed
+from hicache.backends.redis.errors import Fault, Trouble
+from hicache.backends.redis.options import Address, Login, RedisOptions, UnixSocket, named_address, parse_allowed
 from hicache.backends.redis.pool import Pools, Purpose
 from hicache.backends.redis.raw import open_raw
 from hicache.backends.testing import GET_ERROR, MISS, SET_ERROR, full_frames, make_keys, soon
@@ -170,6 +171,15 @@ def test_a_topology_outside_the_allowed_nodes_is_not_used(trap: Trap, mode: str)
             open_redis_backend(CODEC, **options, allowed_nodes=[LOOPBACK, ".cache.example"])
 
 
+def test_a_sentinel_that_names_itself_does_not_get_the_password_of_the_nodes() -> None:
+    with hostile(lambda request: None, "sentinel") as (server, options):
+        with pytest.raises(BackendUnavailable, match="foreign_address"):
+            open_redis_backend(CODEC, **options, allowed_nodes=["10.1.0.0/16"])
+        assert server.requests[b"SENTINEL"] == 1 and server.requests[b"AUTH"] == 0
+        open_redis_backend(CODEC, **options, allowed_nodes=[LOOPBACK]).close()  # the control
+        assert server.requests[b"AUTH"]
+
+
 @pytest.mark.parametrize(
     ("host", "port"),
     [("{path}", "0"), ("{path}", "7000"), ("a..b", "7000"), ("host", "0"), ("host", "65536"), ("x" * 300, "7000"),
@@ -250,6 +260,41 @@ def test_no_text_of_a_server_gets_into_a_message(mode: str, form: str) -> None:
         assert secret not in texts
 
 
+def test_no_text_of_the_tls_library_gets_into_a_chain_of_exceptions(tmp_path: Path) -> None:
+    """It quotes the host, which a server may have chosen. The certificate is for 127.0.0.1."""
+    made = make_certificates(tmp_path)
+    with socket.create_server((ELSEWHERE, 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError), listener.accept()[0] as sock:
+                made.server_context().wrap_socket(sock, server_side=True).close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        url = f"rediss://{ELSEWHERE}:{listener.getsockname()[1]}"
+        with pytest.raises(BackendUnavailable, match="IP address mismatch") as raised:
+            open_redis_backend(CODEC, url=url, tls_ca_file=made.ca_file, timeout_s=5.0)
+        thread.join(30.0)
+    assert "not valid for" not in "".join(traceback.format_exception(raised.value))
+    link: BaseException | None = raised.value
+    while link is not None:  # along the suppressed context, too
+        assert "not valid for" not in repr((link, vars(link)))
+        link = link.__cause__ or link.__context__
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"sentinels": ["h"], "service": "\ud800"}, {"url": "redis://h", "username": "\ud800"},
+     {"sentinels": ["h"], "service": "s", "sentinel_username": "\udfff", "sentinel_password_env": PASSWORD_ENV},
+     {"unix_socket": "\ud800"}],
+)  # fmt: skip
+def test_a_text_that_cannot_be_sent_is_refused_without_the_password(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match=r"cannot encode|path of a Unix socket") as raised:
+        open_redis_backend(CODEC, **wrong, password_env=PASSWORD_ENV)
+    assert raised.value.__context__ is None and PASSWORD not in str(raised.value)
+    RedisOptions([UnixSocket("/run/\udcff")], login=Login("\udc80", "\udcff"))  # bytes that are not UTF-8
+
+
 @pytest.mark.parametrize("version", [b"\xc2\xb2.\xc2\xb3", b"9" * 5000, b"", PASSWORD.encode()])
 def test_a_version_that_is_none_is_not_shown(version: bytes) -> None:
     hello = array(*map(bulk, (b"version", version, b"mode", b"standalone")))
@@ -298,6 +343,86 @@ def test_a_reply_without_an_end_takes_bounded_memory(kind: str, verb: str) -> No
         finally:
             tracemalloc.stop()
     assert peak_bytes < MEMORY_MAX_BYTES
+
+
+def test_many_bounded_replies_take_bounded_memory() -> None:
+    """Each piece of SCAN has one long name of another store: 95 MiB in all."""
+    names = iter(range(12))
+
+    def lie(request: list[bytes]) -> bytes | None:
+        if request[0] != b"SCAN":
+            return None
+        number = next(names)
+        return array(bulk(b"0" if number == 11 else b"5"), array(bulk(b"%08d" % number + bytes((8 << 20) - 200))))
+
+    with hostile(lie) as (server, options), contextlib.closing(open_redis_backend(CODEC, **options)) as backend:
+        server.hostile = True
+        tracemalloc.start()
+        try:
+            assert backend.usage().pages == 0 and not backend.statistics().errors
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak_bytes < MEMORY_MAX_BYTES
+
+
+def test_bytes_that_tls_has_deciphered_are_not_the_reply_to_the_next_verb(tmp_path: Path) -> None:
+    """The error has the 32 bytes that are read ahead of a page; the rest of its record is in the TLS library."""
+    made = make_certificates(tmp_path)
+    (key,) = make_keys(1)
+    reply = b"-ERR " + b"x" * 25 + b"\r\n" + b"$-1\r\n"
+    with (
+        hostile(lambda request: reply if request[0] == b"GET" else None) as (server, options),
+        Proxy(server.port, tls=made.server_context()) as proxy,
+    ):
+        options.update({"url": f"rediss://{LOOPBACK}:{proxy.port}", "tls_ca_file": made.ca_file})
+        with contextlib.closing(open_redis_backend(CODEC, **options)) as backend:
+            server.hostile = True
+            for _ in range(2):
+                assert backend.batch_get([key], full_frames(CODEC, [key]), deadline=soon()) == [GET_ERROR]
+
+
+@pytest.mark.parametrize("verb", [b"SET", b"TOUCH", b"EXISTS", b"UNLINK", b"STRLEN"])
+def test_a_connection_on_which_a_longer_reply_begins_is_not_used_again(verb: bytes) -> None:
+    begun: set[threading.Thread] = set()  # the server has one for each connection
+    again: list[bytes] = []
+
+    def lie(request: list[bytes]) -> bytes | None:
+        if threading.current_thread() in begun:
+            again.append(request[0])
+        if request[0] != verb:
+            return None
+        begun.add(threading.current_thread())
+        return b"$7\r\n"
+
+    keys = make_keys(1)
+    with hostile(lie) as (server, options), contextlib.closing(open_redis_backend(CODEC, **options)) as backend:
+        frames = full_frames(CODEC, keys)
+        server.hostile = True
+        for _ in range(2):
+            backend.batch_set(keys, frames, parent=None, deadline=soon())
+            backend.batch_get(keys, frames, deadline=soon())
+            backend.batch_exists(keys, deadline=soon())
+            backend.delete(keys, deadline=soon())
+            backend.usage()
+        assert server.requests[verb] >= 2
+        assert dict(backend.statistics().errors) == {"protocol": 2}
+    assert not again
+
+
+def test_connections_open_again_once_threads_can_start() -> None:
+    with contextlib.closing(HostileServer(0)) as server:
+        where = Address(LOOPBACK, server.port)
+        connector = Connector(RedisOptions([where]))
+        before = threading.stack_size(1 << 46)  # more than a machine has, so no thread starts
+        try:
+            for _ in range(40):  # more than the attempts at a time
+                with pytest.raises(Trouble) as raised:
+                    connector.open(where, soon(), read_only=False, no_touch=False)
+                assert raised.value.fault is Fault.NO_THREAD
+        finally:
+            threading.stack_size(before)
+        connector.open(where, soon(), read_only=False, no_touch=False).close()
 
 
 @pytest.mark.parametrize(
@@ -368,9 +493,10 @@ def test_allowed_nodes_are_networks_addresses_names_and_domains() -> None:
     for number in (b"10.1", b"010.0.0.1", b"167772161"):
         assert named_address(number, 2) is None, "a resolver takes it for an address"
     assert options.allows(Address("configured", 1))
-    for wrong in ("10.0.0.1/8", "a b", "", ".", "h:1", "*.example"):
+    wrong: list[Any] = ["10.0.0.1/8", "1.2.3.4/33", "10.0.0.1.", "a b", "", ".", "h:1", "*.example", 5, None, b"h"]
+    for entry in wrong:
         with pytest.raises(InvalidInput, match="not valid in allowed_nodes"):
-            parse_allowed([wrong])
+            parse_allowed([entry])
     with pytest.raises(InvalidInput, match="sentinels or a cluster"):
         open_redis_backend(CODEC, url="redis://h", allowed_nodes=["10.0.0.0/8"])
 

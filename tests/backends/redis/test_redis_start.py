@@ -58,6 +58,15 @@ def test_wrong_and_missing_passwords(password: str | None, monkeypatch: pytest.M
     assert "secret" not in text
 
 
+def test_an_error_names_the_order_that_the_server_refused(
+    valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"redis://127.0.0.1:{valkey.port}"
+    monkeypatch.setenv("PASSWORD_OF_TESTS", "hush")
+    refused(r"error_reply \(ERR to SELECT\)", url=url, db=99)
+    refused(r"wrong_credentials \(ERR to AUTH\): .* has no password", url=url, password_env="PASSWORD_OF_TESTS")
+
+
 def test_a_variable_that_is_not_set_and_a_file_that_lets_others_in(tmp_path: Path) -> None:
     url = "redis://127.0.0.1:1"
     refused("HICACHE_NOT_SET is not set", ConfigError, url=url, password_env="HICACHE_NOT_SET")

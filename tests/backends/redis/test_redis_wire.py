@@ -191,6 +191,7 @@ def test_sending_to_a_peer_that_does_not_read_ends_too() -> None:
     with peers(0.01) as (channel, _), pytest.raises(Trouble) as raised:
         channel.send([b"head", body, b"tail"], 1, soon())
     assert raised.value.fault is Fault.TIMEOUT and not channel.reusable
+    assert raised.value.__context__ is None  # texts of a TLS library quote names of hosts
 
 
 def test_a_request_of_many_parts_arrives_whole() -> None:
