@@ -6,6 +6,7 @@ they never show text or objects, which may be prompts, salts or secrets.
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 from numbers import Real
@@ -39,10 +40,13 @@ def whole(name: str, value: object, least: int = 0, most: int = WHOLE_MAX) -> in
 
 def number(name: str, value: object, *, most: float = SECONDS_MAX, positive: bool = False) -> float:
     """Return `value` as a float: a number from 0 (`positive`: above 0) to `most`, neither a bool nor NaN."""
-    is_real = isinstance(value, Real) and not isinstance(value, bool)
-    if not (is_real and 0 <= value <= most) or (positive and value == 0):  # type: ignore[operator]  # also for NaN
+    try:
+        real = float(value) if not isinstance(value, bool) and isinstance(value, Real) else math.nan
+    except OverflowError:  # an int or a fraction beyond the range of float
+        real = math.nan
+    if not 0 <= real <= most or (positive and real == 0):  # also for NaN
         raise _bad(name, value, f"use a number {'above' if positive else 'from'} 0, at most {most:.4g}")
-    return float(value)  # type: ignore[arg-type]
+    return real
 
 
 def instance(name: str, value: object, kind: type[T]) -> T:

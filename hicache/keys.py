@@ -88,6 +88,8 @@ def _as_unsigned(tokens: TokenInput) -> npt.NDArray[Any]:
 
 def _as_array(tokens: TokenInput) -> npt.NDArray[Any]:
     if isinstance(tokens, np.ndarray):
+        if isinstance(tokens, np.ma.MaskedArray):
+            raise InvalidInput("tokens: a masked array does not say which ids are valid; pass the ids themselves")
         return tokens
     if isinstance(tokens, array.array) and tokens.typecode != "u":  # of characters
         return np.frombuffer(tokens, dtype=tokens.typecode) if len(tokens) else np.empty(0, np.int64)
@@ -95,6 +97,8 @@ def _as_array(tokens: TokenInput) -> npt.NDArray[Any]:
         return _host_array(tokens)
     if isinstance(tokens, (str, bytes, bytearray, memoryview, array.array)):
         raise InvalidInput(f"tokens: expected token ids, got {type(tokens).__name__}; tokenize the text first")
+    if not isinstance(tokens, Sequence):  # a set, for one, has no order
+        raise InvalidInput(f"tokens: expected a sequence of token ids, got {type(tokens).__name__}; pass a list")
     try:
         return np.frombuffer(array.array("q", tokens), dtype=np.int64) if len(tokens) else np.empty(0, np.int64)
     except (TypeError, ValueError, OverflowError) as error:
@@ -313,7 +317,7 @@ class Namespace:
         instance("namespace: geometry", self.geometry, KVGeometry)
         require_epoch(self.weights_epoch)
         for name in ("tp_rank", "tp_size", "pp_rank", "pp_size"):
-            whole(f"namespace: {name}", getattr(self, name))
+            object.__setattr__(self, name, whole(f"namespace: {name}", getattr(self, name)))
         for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
             if not 0 <= getattr(self, rank) < getattr(self, size):
                 raise InvalidInput(f"namespace: {rank} {getattr(self, rank)} is not below {size} {getattr(self, size)}")

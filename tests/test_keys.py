@@ -140,6 +140,11 @@ def test_all_kinds_of_tokens_are_the_same_bytes(tokens: TokenInput) -> None:
         (torch.empty(2, dtype=torch.int64, device="meta"), "dense"),
         (torch.tensor([1, 2]).to_sparse(), "dense"),
         ([None], "expected integers"),
+        ({1, 2}, "expected a sequence"),
+        (frozenset((1, 2)), "expected a sequence"),
+        ({1: 2}, "expected a sequence"),
+        ({1: 2}.values(), "expected a sequence"),
+        (np.ma.array([1, 2], mask=[False, True]), "masked"),
         ([float("nan")], "expected integers"),
     ],
 )

@@ -36,5 +36,5 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name in ("running_max", "prefill_tokens_max", "waiting_max"):
-            whole(f"engine: {name}", getattr(self, name), 1)
+            object.__setattr__(self, name, whole(f"engine: {name}", getattr(self, name), 1))
         instance("engine: schedule", self.schedule, Schedule)

@@ -31,8 +31,8 @@ class Sampling:
     def __post_init__(self) -> None:
         temperature = number("sampling: temperature", self.temperature, most=sys.float_info.max)
         object.__setattr__(self, "temperature", temperature)
-        whole("sampling: top_k", self.top_k)
-        whole("sampling: seed", self.seed)
+        for name in ("top_k", "seed"):
+            object.__setattr__(self, name, whole(f"sampling: {name}", getattr(self, name)))
 
 
 GREEDY = Sampling()

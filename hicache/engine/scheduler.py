@@ -54,7 +54,7 @@ from .options import EngineOptions, Schedule
 from .requests import EngineStatistics, FinishReason, Request, RequestRecord, Update, prompt_ids
 from .sampling import GREEDY, Sampling, greedy, pick
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 # How often `run_until_done` looks whether storage or a copy has come on while there is nothing to compute. Shorter
 # burns the core that storage workers need, longer adds to the time to first token.
@@ -260,7 +260,7 @@ class Engine:
         except HiCacheError as error:
             self._end(request, FinishReason.FAILED, error)
         except Exception as error:  # a bug costs one request and not the step; `finished` counts it
-            logger.exception("engine: the work of %s failed", request.rid)
+            _log.exception("engine: the work of %s failed", request.rid)
             failure = HiCacheError(f"engine: the work of {request.rid} failed with {type(error).__name__}")
             failure.__cause__ = error.with_traceback(None)  # its frames hold tensors
             self._end(request, FinishReason.FAILED, failure)

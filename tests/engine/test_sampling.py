@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from hicache.engine import Sampling, greedy
+from hicache.engine import EngineOptions, Sampling, greedy
 from hicache.engine.sampling import GREEDY, pick
 from hicache.errors import HiCacheError, InvalidInput
 
@@ -92,3 +93,15 @@ def test_a_token_without_a_chance_is_never_drawn() -> None:
 def test_impossible_samplings_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=f"sampling: {next(iter(values))}"):
         Sampling(**values)
+
+
+def test_numbers_of_a_sampling_and_of_options_are_kept_as_plain_ints() -> None:
+    class Two:
+        def __index__(self) -> int:
+            return 2
+
+    sampling = Sampling(1.0, top_k=Two(), seed=np.int64(2))  # type: ignore[arg-type]
+    assert sampling == Sampling(1.0, top_k=2, seed=2) and {type(sampling.top_k), type(sampling.seed)} == {int}
+    assert picked(torch.tensor([[0.0, 5.0, 4.9, -9.0]]), [(sampling, 0)])[0] in (1, 2)
+    options = EngineOptions(running_max=Two(), waiting_max=np.int64(2))  # type: ignore[arg-type]
+    assert options == EngineOptions(running_max=2, waiting_max=2) and type(options.running_max) is int

@@ -205,7 +205,8 @@ def test_what_can_never_run_is_refused_at_once() -> None:
 NOT_WHOLE: list[Any] = [1.5, math.nan, "x", None, True, 2**63, 10**5000, [1]]
 BAD_FIELDS: list[dict[str, Any]] = [
     *({"prompt_tokens": bad} for bad in ([1.5], ["a"], [None], [True], [math.nan], [2**40], [-1], [TINY.vocab_size],
-                                         [[1]], [], None, 5, "text", b"text", np.array([1.0]), torch.tensor([[1]]))),
+                                         [[1]], [], None, 5, "text", b"text", np.array([1.0]), torch.tensor([[1]]),
+                                         {1, 2}, {1: 2}, np.ma.array([1, 2], mask=[False, True]))),
     *({"max_new_tokens": bad} for bad in (0, -1, *NOT_WHOLE)),
     *({"priority": bad} for bad in NOT_WHOLE),
     *({"ignore_eos": bad} for bad in (None, 1, "no")),
@@ -255,7 +256,7 @@ def test_other_bad_arguments_of_an_engine_are_refused() -> None:
         for rid in (None, 5, ["request-0"]):
             with pytest.raises(InvalidInput, match="rid"):
                 engine.abort(rid)  # type: ignore[arg-type]
-        for timeout_s in (math.nan, -1, "1", None, True):
+        for timeout_s in (math.nan, -1, "1", None, True, 10**400):
             with pytest.raises(InvalidInput, match="timeout_s"):
                 engine.run_until_done(timeout_s)  # type: ignore[arg-type]
             with pytest.raises(InvalidInput, match="timeout_s"):
