@@ -25,7 +25,7 @@ from ..tiers import KVPool, Transfer
 from ..types import NO_PAGES
 from .books import Books, Eviction
 from .payoff import Payoff
-from .requests import RequestKV, computed_pages, require_beginning, require_running
+from .requests import RequestKV, RunningRequests, computed_pages, require_beginning
 from .statistics import CacheStatistics, TierStatistics
 
 _IDLE = ControllerStatistics(
@@ -48,7 +48,7 @@ class ChunkCache:
         self.weights_epoch = require_epoch(weights_epoch)
         self._tree = RadixTree(self.page_size, make_policy("lru"))  # stays empty
         self._nothing = self._tree.match(RadixKey(b""))
-        self._request_pages = 0
+        self._running = RunningRequests()
         self._books = Books()
         self._closed = False
 
@@ -81,11 +81,13 @@ class ChunkCache:
         self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
     ) -> RequestKV | None:
         """Own pages for all of `key`; None if L1 has no room now. Raises as every cache does."""
-        priority = require_beginning(rid, key, priority, load_pages_max)
+        priority, _ = require_beginning(rid, key, priority, load_pages_max)
         if self._closed:
             raise InvalidInput("the cache is closed; build a new one")
-        request = RequestKV(rid, key, NO_PAGES, 0, self._tree, self._nothing.node, self, priority)
+        request = RequestKV(rid, key, NO_PAGES, 0, self._tree, self._nothing.node, priority)
+        self._running.add(request)
         if not self.extend(request, key.prompt_tokens):
+            self._running.end(request)
             return None
         self._books.requests += 1
         self._books.prompt_tokens += key.prompt_tokens
@@ -97,7 +99,7 @@ class ChunkCache:
 
     def extend(self, request: RequestKV, tokens: int) -> bool:
         """Make room for `tokens` tokens of KV in all; False if L1 is full (then nothing changed)."""
-        require_running(request, self)
+        self._running.require(request)
         missing = -(-whole("tokens", tokens) // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
@@ -106,23 +108,20 @@ class ChunkCache:
             self._books.skipped["no_device_room"] += 1
             return False
         request.pages = np.concatenate((request.pages, pages))
-        self._request_pages += missing
         return True
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
         """Share nothing: the request goes on with its pages. Raises InvalidInput as every cache does."""
-        require_running(request, self)
+        self._running.require(request)
         computed_pages(request, key, self.page_size)
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
         """End a request and free all its pages."""
-        require_running(request, self)
+        self._running.require(request)
         if key is not None:
             self.cache_unfinished_req(request, key)
         self.device.allocator.free(request.pages)
-        self._request_pages -= len(request.pages)
-        request.pages = NO_PAGES
-        request.ended = True
+        self._running.end(request)
 
     def evict(self, pages: int) -> Eviction:
         """Nothing: all pages are requests' own."""
@@ -176,9 +175,9 @@ class ChunkCache:
     def check(self) -> None:
         """Raises InvariantError if L1's free list or the invariant of this class is broken."""
         self.device.allocator.check()
-        used = self.device.allocator.used_pages
-        if used != self._request_pages:
-            raise InvariantError(f"L1: {used} pages in use, {self._request_pages} held by requests")
+        used, own = self.device.allocator.used_pages, self._running.check()
+        if used != own:
+            raise InvariantError(f"L1: {used} pages in use, {own} held by requests")
 
     def drain(self, timeout_s: float) -> bool:
         """True: nothing is ever under way."""

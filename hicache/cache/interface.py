@@ -9,7 +9,7 @@ name it lacks is an error of the type checker and not an empty method. All calls
 does storage I/O, none raises for a storage reason, and only `drain` and `close` block, and with ranks `poll` may.
 
 Each call checks its arguments before it changes anything: a wrong type or range, a key that the cache cannot take, and
-a request that has ended or belongs to another cache are InvalidInput.
+a request that has ended, belongs to another cache or is a copy are InvalidInput.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TreeCache(Protocol):
         """Share what a running request has computed: the whole pages of `key`, all of whose KV is written.
 
         May put other pages with the same content into `request.pages`. Raises InvalidInput for a key that the request
-        cannot have computed, for a request that has ended and for one of another cache.
+        cannot have computed and for a request that is not running in this cache.
         """
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:

@@ -3,7 +3,8 @@
 A pinned prefix leaves L1 only for L2 and L2 not at all, so a request that needs it never computes it again. The time
 starts anew whenever a request uses the whole pinned prefix. How much of L2 pins may take is bounded.
 
-Invariant: each node below which a pin ends has as many pins on it in the tree as handles here that are not released.
+Invariant, verified by `check()`: each node has as many pins on it in the tree as handles here that are not released
+and end on it or below it.
 Owned by the scheduler thread; no lock.
 """
 
@@ -11,10 +12,12 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
+from ..errors import InvariantError
 from ..radix import Match, Node, RadixTree
 
 # Pins that ended early stay in the expiry heap until they are half of it, or this many.
@@ -30,20 +33,20 @@ class _Prefix:
 
 
 class Pin:
-    """A handle, and a context manager that releases it. `pages` are the pages of the prefix, 0 once it has ended."""
+    """A handle, and a context manager that releases it. The cache knows this object: a copy of it is not a pin."""
 
     def __init__(
         self,
-        release: Callable[[Pin], None],
+        pins: Pins,
         tree: RadixTree,
         match: Match,
         prefix: _Prefix,
         made_s: float,
         ttl_s: float,
     ) -> None:
-        self.pages = match.pages
         self.ttl_s = ttl_s
-        self._release = release
+        self._pages = match.pages
+        self._pins = pins
         self._tree = tree
         self._node = match.node
         self._prefix = prefix
@@ -55,14 +58,18 @@ class Pin:
         return max(self._made_s, self._prefix.used_s) + self.ttl_s
 
     @property
+    def pages(self) -> int:
+        """Pages of the prefix, 0 once the pin has ended."""
+        return self._pages if self.active else 0
+
+    @property
     def active(self) -> bool:
         """Whether the prefix is still pinned."""
-        return self.pages > 0
+        return self in self._pins
 
     def release(self) -> None:
         """End the pin now. Does nothing if it has ended."""
-        if self.active:
-            self._release(self)
+        self._pins.release(self)
 
     def __enter__(self) -> Pin:
         return self
@@ -80,13 +87,16 @@ class Pins:
         self._clock = clock
         self._pages_max = pages_max
         self._prefixes: dict[int, _Prefix] = {}  # by the id of their deepest node, an object that splits keep
-        self._active = 0
+        self._active: set[Pin] = set()
         # Lazy: a pin that was refreshed is put back with its new time when its old one comes up.
         self._expiry: list[tuple[float, int, Pin]] = []
         self._made = 0
 
     def __len__(self) -> int:
-        return self._active
+        return len(self._active)
+
+    def __contains__(self, pin: Pin) -> bool:
+        return pin in self._active
 
     def add(self, tree: RadixTree, match: Match, ttl_s: float) -> Pin | None:
         """Pin what was matched for `ttl_s` seconds; None if that would be too many pages.
@@ -100,12 +110,12 @@ class Pins:
         if tree.pinned_pages + fresh_pages > self._pages_max:
             return None
         prefix = self._prefixes.get(node.id) or _Prefix()
-        pin = Pin(self._release, tree, match, prefix, self._clock(), ttl_s)
+        pin = Pin(self, tree, match, prefix, self._clock(), ttl_s)
         if match.pages:
             tree.pin(node)
             self._prefixes[node.id] = prefix
             prefix.pins += 1
-            self._active += 1
+            self._active.add(pin)
             self._made += 1
             heapq.heappush(self._expiry, (pin.expires_at, self._made, pin))
         return pin
@@ -134,11 +144,13 @@ class Pins:
     def clear(self) -> None:
         """End all pins."""
         for _, _, pin in self._expiry.copy():
-            pin.release()
+            self.release(pin)
 
-    def _release(self, pin: Pin) -> None:
-        pin.pages = 0
-        self._active -= 1
+    def release(self, pin: Pin) -> None:
+        """End one pin. Does nothing if it has ended."""
+        if pin not in self._active:
+            return
+        self._active.remove(pin)
         pin._prefix.pins -= 1
         if not pin._prefix.pins:
             del self._prefixes[pin._node.id]
@@ -146,3 +158,15 @@ class Pins:
         if len(self._expiry) > 2 * len(self) + EXPIRY_SLACK:
             self._expiry = [entry for entry in self._expiry if entry[2].active]
             heapq.heapify(self._expiry)
+
+    def check(self, tree: RadixTree) -> None:
+        """Raises InvariantError if the invariant does not hold in `tree`, the tree in use."""
+        pins: Counter[Node] = Counter()
+        for pin in self._active:
+            node = pin._node
+            while node.parent is not None:
+                pins[node] += 1
+                node = node.parent
+        pages = sum(map(tree.pages, pins))
+        if pages != tree.pinned_pages or any(node.pin_ref != count for node, count in pins.items()):
+            raise InvariantError("pins: a node has more or fewer pins in the tree than handles")

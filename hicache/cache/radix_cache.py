@@ -29,7 +29,7 @@ from ..events import EventStream, Publisher
 from ..keys import TOKEN_BYTES, RadixKey, require_epoch
 from ..radix import RUN_PAGES_MAX, Inserted, Match, Peek, RadixTree, make_policy
 from ..tiers import FailedTransfer, HostPool, KVPool, PageSource, Transfer
-from ..types import NO_PAGES, PageIds
+from ..types import PageIds
 from .backup import Backup, CopyTask
 from .books import Books, DeviceLedger, Eviction, HostLedger
 from .loading import Loader
@@ -39,7 +39,7 @@ from .payoff import Figures, Payoff, Route
 from .pins import Pin, Pins
 from .prefetch import Prefetcher
 from .recorder import EventRecorder
-from .requests import RequestKV, computed_pages, require_beginning, require_pages, require_running
+from .requests import RequestKV, RunningRequests, computed_pages, require_beginning, require_pages
 from .statistics import CacheStatistics, cache_statistics
 from .storage import StorageControl
 from .trees import Trees
@@ -53,7 +53,7 @@ class HiRadixCache:
 
     `position_bytes` is 8 for an engine whose keys are bigrams (see `RadixKey`). `open_storage` opens the store of a
     weights epoch, for `update_weights`; the controller's backend is that of `weights_epoch`. `storage` detaches it,
-    attaches another, and switches its directions off and on.
+    attaches another, and switches its directions off and on. `running` are its requests.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class HiRadixCache:
         self._policy = make_policy(options.eviction_policy, slru_protected_hits=options.slru_protected_hits)
         self.payoff = payoff or Payoff(options.payoff)
         self._books = Books()
+        self.running = RunningRequests()
         self._events: EventRecorder | None = None
         self._publisher: Publisher | None = None
         self._trees = Trees(self._new_tree, device.allocator, host)
@@ -143,7 +144,7 @@ class HiRadixCache:
         now, even after evicting (with write_back, room may be on its way): nothing is held then. Raises TransferError
         after a device copy has failed, InvalidInput once closed.
         """
-        priority = require_beginning(rid, key, priority, load_pages_max)
+        priority, load_pages_max = require_beginning(rid, key, priority, load_pages_max)
         self._require_service()
         tree, reusable = self.tree, self._reusable(key)
         if self._prefetcher.is_active(rid) and not self._l1.may_have_room(
@@ -165,8 +166,8 @@ class HiRadixCache:
         own = self._l1.alloc(needed - len(loaded))
         if own is None:
             raise InvariantError("L1: room was made for a request, but there is none")
-        pages = np.concatenate((shared, own))
-        request = RequestKV(rid, key, pages, len(shared), tree, node, self, priority, load)
+        request = RequestKV(rid, key, np.concatenate((shared, own)), len(shared), tree, node, priority, load)
+        self.running.add(request)
         tree.use(node, priority)
         self._pins.used(node)
         self._backup.used(node)
@@ -188,7 +189,7 @@ class HiRadixCache:
 
         While `saving_pages` is not 0, room is on its way.
         """
-        require_running(request, self)
+        self.running.require(request)
         missing = -(-whole("tokens", tokens) // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
@@ -205,7 +206,7 @@ class HiRadixCache:
         moves to the end of what is shared. Does nothing for a request of earlier weights, nor where pages of the tree
         are not filled: while they are loaded, and after a device copy has failed.
         """
-        require_running(request, self)
+        self.running.require(request)
         full = computed_pages(request, key, self.page_size)
         if request.tree is not self.tree or self._device_fault is not None:
             return
@@ -231,7 +232,7 @@ class HiRadixCache:
 
         A load that was submitted for an aborted request, and not started, is taken back.
         """
-        require_running(request, self)
+        self.running.require(request)
         if key is not None:
             self.cache_unfinished_req(request, key)
         self._l1.free(request.pages[request.shared_pages :])
@@ -239,9 +240,7 @@ class HiRadixCache:
         if key is None and request.load is not None:
             self._loader.cancel(request.load)
         self._trees.sweep()
-        request.pages = NO_PAGES
-        request.shared_pages = 0
-        request.ended = True
+        self.running.end(request)
 
     def insert(self, key: RadixKey, device_pages: PageIds, *, priority: int = 0) -> Inserted:
         """Hand L1 pages that hold the whole pages of `key` to the tree, and back them up as the policy says.
@@ -293,8 +292,7 @@ class HiRadixCache:
         """
         ttl_s = number("ttl_s", ttl_s, positive=True)
         match = self.tree.match(key)
-        pin = self._pins.add(self.tree, match, ttl_s)
-        if pin is None:
+        if (pin := self._pins.add(self.tree, match, ttl_s)) is None:
             self._books.skipped["pin_share"] += 1
         else:
             self._backup.used(match.node)
@@ -457,6 +455,9 @@ class HiRadixCache:
         """Raises InvariantError if a tree, a pool or the books are inconsistent. Visits every node."""
         self.payoff.check()
         self._trees.check(self._l1.request_pages, self._l2.lent_pages)
+        self._pins.check(self.tree)
+        if self.running.check() > self.request_pages:
+            raise InvariantError(f"L1: {self.request_pages} pages are not the tree's, requests hold more")
 
     def drain(self, timeout_s: float) -> bool:
         """Poll until no copy, prefetch or store is under way; blocks. False if some still are after `timeout_s`."""

@@ -6,16 +6,17 @@ a cache cannot check: the output tokens of a request, which it sees for the firs
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..arguments import WHOLE_MAX, instance, whole
 from ..controller import CopyOperation
-from ..errors import InvalidInput
+from ..errors import InvalidInput, InvariantError
 from ..keys import RadixKey
 from ..radix import Node, RadixTree
-from ..types import PageIds
+from ..types import NO_PAGES, PageIds
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +25,7 @@ class RequestKV:
 
     `pages` are all its L1 pages in order. The first `shared_pages` belong to the tree and are locked by this request;
     the others are its own. `key` is its prompt, and later what it has shared if that is more. The hit counts say where
-    the prefix of its prompt came from, in tokens. `owner` is the cache that the request belongs to.
+    the prefix of its prompt came from, in tokens. The cache that began it knows this object: a copy is not a request.
     """
 
     rid: str
@@ -33,7 +34,6 @@ class RequestKV:
     shared_pages: int
     tree: RadixTree
     last_node: Node
-    owner: object = field(repr=False)
     priority: int = 0
     load: CopyOperation | None = None  # what brings its L2 part to L1
     device_hit_tokens: int = 0
@@ -47,22 +47,66 @@ class RequestKV:
         return self.device_hit_tokens + self.host_hit_tokens + self.storage_hit_tokens
 
 
-def require_running(request: RequestKV, owner: object) -> None:
-    """Raises InvalidInput unless `request` was begun by the cache `owner` and has not ended."""
-    if instance("request", request, RequestKV).owner is not owner:
-        raise InvalidInput(f"request {request.rid!r} belongs to another cache; pass it to the cache that began it")
-    if request.ended:
-        raise InvalidInput(f"request {request.rid!r} has ended; its pages belong to others now")
+class RunningRequests:
+    """The running requests of one cache. It knows them by identity, whatever their fields say.
+
+    Invariant, verified by `check()`: each page that is a request's own has one owner, and the shared pages of a request
+    are those of its tree, locked.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, RequestKV] = {}  # an object that is held here keeps its id
+
+    def __iter__(self) -> Iterator[RequestKV]:
+        return iter(self._by_id.values())
+
+    def add(self, request: RequestKV) -> None:
+        """Take in a request that has begun."""
+        self._by_id[id(request)] = request
+
+    def require(self, request: RequestKV) -> None:
+        """Raises InvalidInput unless `request` is running here."""
+        if id(request) in self._by_id:
+            return
+        if instance("request", request, RequestKV).ended:
+            raise InvalidInput(f"request {request.rid!r} has ended; its pages belong to others now")
+        raise InvalidInput(
+            f"request {request.rid!r} belongs to another cache or is a copy; "
+            "pass the object that `begin_request` returned to the cache that returned it"
+        )
+
+    def end(self, request: RequestKV) -> None:
+        """Forget a request, whose pages the caller has taken."""
+        del self._by_id[id(request)]
+        request.pages, request.shared_pages, request.ended = NO_PAGES, 0, True
+
+    def hand_over(self, request: RequestKV, *, key: RadixKey, pages: PageIds) -> RequestKV:
+        """End `request` and return its successor: an object that the engine does not have, with the same lock."""
+        successor = replace(request, key=key, pages=pages)
+        self.end(request)
+        self.add(successor)
+        return successor
+
+    def check(self) -> int:
+        """Return how many L1 pages the requests own. Raises InvariantError if the invariant does not hold."""
+        for request in self:
+            locked, shared = request.last_node.lock_ref > 0, request.pages[: request.shared_pages]
+            if len(shared) and not (locked and np.array_equal(shared, request.tree.device_pages(request.last_node))):
+                raise InvariantError(f"request {request.rid!r}: its shared pages are not those of its tree, locked")
+        own = np.concatenate([NO_PAGES, *(request.pages[request.shared_pages :] for request in self)])
+        if len(np.unique(own)) != len(own):
+            raise InvariantError("L1: two requests own the same page")
+        return len(own)
 
 
-def require_beginning(rid: str, key: RadixKey, priority: int, load_pages_max: int | None) -> int:
-    """Check the arguments of `begin_request` and return `priority` as an int. Raises InvalidInput."""
+def require_beginning(rid: str, key: RadixKey, priority: int, load_pages_max: int | None) -> tuple[int, int | None]:
+    """Check the arguments of `begin_request` and return the numbers among them as ints. Raises InvalidInput."""
     instance("rid", rid, str)
     if instance("key", key, RadixKey).prompt_tokens < 1:
         raise InvalidInput("key: the prompt is empty; a request needs at least one token")
     if load_pages_max is not None:
-        whole("load_pages_max", load_pages_max)
-    return whole("priority", priority, -WHOLE_MAX)
+        load_pages_max = whole("load_pages_max", load_pages_max)
+    return whole("priority", priority, -WHOLE_MAX), load_pages_max
 
 
 def computed_pages(request: RequestKV, key: RadixKey, page_size: int) -> int:

@@ -53,7 +53,7 @@ from ..tiers import Transfer
 from ..types import NO_PAGES
 from .books import Eviction
 from .radix_cache import HiRadixCache
-from .requests import RequestKV, computed_pages, require_beginning, require_running
+from .requests import RequestKV, RunningRequests, computed_pages, require_beginning
 from .statistics import CacheStatistics
 
 # Long enough for a person who reads an answer and types the next question.
@@ -121,7 +121,7 @@ class SessionCache:
         self._clock = clock or inner.controller.time_s
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
         self._turns: dict[str, _Session] = {}  # by request id
-        self._running: set[RequestKV] = set()
+        self._running = RunningRequests()  # of the inner cache's, those that began here
         self._expiry_s = math.inf  # no session expires before
         self._counts: Counter[str] = Counter()
         self._released: Counter[str] = Counter()
@@ -246,21 +246,21 @@ class SessionCache:
 
     def extend(self, request: RequestKV, tokens: int) -> bool:
         """Make room for `tokens` tokens of KV in all, at the cost of idle sessions; False if L1 is full then."""
-        self._require_running(request)
-        missing = -(-whole("tokens", tokens) // self.page_size) - len(request.pages)
+        self._running.require(request)
         while not self.inner.extend(request, tokens):
+            missing = -(-int(tokens) // self.page_size) - len(request.pages)
             if not self._give_way(missing, missing, None):
                 return False
         return True
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
         """As the inner cache."""
-        self._require_running(request)
+        self._running.require(request)
         self.inner.cache_unfinished_req(request, key)
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
         """End a request. A turn leaves its KV to its session: that of `key`, or after an abort what it was before."""
-        self._require_running(request)
+        self._running.require(request)
         session = self._turns.get(request.rid)
         if session is None or session.request is not request:
             self.inner.cache_finished_req(request, key)
@@ -274,7 +274,7 @@ class SessionCache:
         else:
             self._keep(session, request, key)
             self._end_turn(session)
-        self._running.discard(request)
+        self._running.end(request)
 
     def evict(self, pages: int) -> Eviction:
         """As the inner cache; what sessions hold stays."""
@@ -331,12 +331,6 @@ class SessionCache:
 
     # Inside
 
-    def _require_running(self, request: RequestKV) -> None:
-        """Raises InvalidInput unless `request` was begun here and has not ended."""
-        require_running(request, self.inner)
-        if request not in self._running:
-            raise InvalidInput(f"request {request.rid!r} was begun by the inner cache, or another one; pass it there")
-
     def _continue(self, session: _Session, held: RequestKV, request: RequestKV) -> None:
         """Move the partial page of a session to its turn, in place of the page that the turn got there."""
         self._counts["continued"] += 1
@@ -368,11 +362,10 @@ class SessionCache:
             self.inner.cache_finished_req(request, None)
             return
         self.inner.free_pages(request.pages[pages:])
-        before, session.held = session.held, replace(request, key=key, pages=request.pages[:pages])
+        before = session.held
+        session.held = self.inner.running.hand_over(request, key=key, pages=request.pages[:pages])
         if before is not None:
             self.inner.cache_finished_req(before, None)
-        # An object of its own: the engine still has the turn's, and must not reach the session through it.
-        request.pages, request.shared_pages, request.ended = NO_PAGES, 0, True
 
     def _roll_back(self, session: _Session, request: RequestKV) -> None:
         """End an aborted turn. It has written behind the session's tokens only, so the partial page is still good."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hicache.backends.guard import Direction, Override
-from hicache.cache import ChunkCache, HiRadixCache
+from hicache.cache import ChunkCache, HiRadixCache, SessionCache
 from hicache.errors import HiCacheError, InvalidInput
 from hicache.keys import RadixKey
 from tests.cache.sides import KINDS, RUNNING, Side
@@ -25,8 +26,8 @@ OTHER_KEYS: list[Any] = [
 ]  # fmt: skip
 COUNTS: list[Any] = [-1, 1.5, NAN, INF, "3", None, True, 2**63, -HUGE, HUGE, [1]]
 PRIORITIES: list[Any] = [1.5, NAN, INF, "x", None, False, 2**63, HUGE, [1]]
-TIMES: list[Any] = [-1, -0.5, NAN, -INF, "1", True, [1.0], 1j]
-LIMITED_TIMES = [*TIMES, INF, 1e300, HUGE, None]
+TIMES: list[Any] = [-1, -0.5, NAN, -INF, 10**400, Fraction(HUGE), "1", True, [1.0], 1j]
+LIMITED_TIMES = [*TIMES, INF, 1e300, None]
 EPOCHS: list[Any] = [NAN, INF, 1.5, 2**64, HUGE, -1, 0, True, "2", None]
 PAGES: list[Any] = [None, 3, [1, 2], np.array([1.0, 2.0]), np.array([1, 2]), np.array([[1, 2]], dtype=np.int32), "ab"]
 
@@ -80,7 +81,7 @@ TIERED: dict[str, tuple[Call, Sequence[Any]]] = {
         lambda side, bad: side.tiered.free_pages(np.array(bad, np.int32)), [[1000], [-1], [0]],
     ),
     "pin key": (lambda side, bad: side.tiered.pin(bad, 60.0), [*KEYS, BIGRAM]),
-    "pin ttl_s": (lambda side, bad: side.tiered.pin(prompt(1, 2), bad), [*LIMITED_TIMES, 0]),
+    "pin ttl_s": (lambda side, bad: side.tiered.pin(prompt(1, 2), bad), [*LIMITED_TIMES, 0, Fraction(1, HUGE)]),
     "record_events stream": (lambda side, bad: side.tiered.record_events(bad), [None, 5, []]),
     "storage.attach": (
         lambda side, bad: side.tiered.storage.attach(bad), [5, 0, "", "file", [], memory_backend(), object()],
@@ -127,7 +128,14 @@ def test_the_image_shows_what_a_call_has_changed() -> None:
     side.close()
 
 
-@pytest.mark.parametrize("integer", [np.int64(2), np.uint8(2), 2], ids=lambda value: type(value).__name__)
+class Two:
+    """An integer by `__index__` alone."""
+
+    def __index__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("integer", [np.int64(2), np.uint8(2), 2, Two()], ids=lambda value: type(value).__name__)
 def test_integers_of_numpy_are_integers(integer: Any) -> None:
     side = Side("tiered")
     request = side.cache.begin_request("a", prompt(5), priority=integer, load_pages_max=integer)
@@ -136,6 +144,24 @@ def test_integers_of_numpy_are_integers(integer: Any) -> None:
     side.cache.cache_finished_req(request, None)
     side.cache.update_weights(integer)
     assert type(side.tiered.weights_epoch) is int and side.tiered.weights_epoch == 2
+    side.close()
+
+
+def test_a_quota_of_pages_to_load_may_be_any_integer() -> None:
+    side = Side("tiered")
+    side.tiered.evict(2)
+    request = side.cache.begin_request("a", prompt(1, 2), load_pages_max=Two())  # type: ignore[arg-type]
+    assert request is not None and request.host_hit_tokens == 8
+    side.cache.start_loading()
+    side.world.settle()
+    side.cache.cache_finished_req(request, None)
+    side.close()
+
+
+def test_a_session_cache_refuses_a_time_beyond_the_range_of_float() -> None:
+    side = Side("tiered")
+    with pytest.raises(InvalidInput, match="ttl_s"):
+        SessionCache(side.tiered, ttl_s=10**400)
     side.close()
 
 

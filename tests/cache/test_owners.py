@@ -1,16 +1,20 @@
-"""A request belongs to the cache that began it: every other cache refuses it, and so does its own once it has ended."""
+"""A request belongs to the cache that began it: every other cache refuses it, and so does its own once it has ended.
+
+The cache knows the object that it returned: it refuses a copy.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hicache.cache import HiRadixCache, SessionCache, TreeCache
-from hicache.errors import InvalidInput
+from hicache.cache import ChunkCache, HiRadixCache, SessionCache, TreeCache
+from hicache.errors import InvalidInput, InvariantError
 from hicache.keys import RadixKey
 from tests.cache.sides import KINDS, Side
 from tests.cache.world import prompt
@@ -67,21 +71,64 @@ def test_a_session_cache_refuses_what_its_inner_cache_has_begun(verb: str) -> No
     around = side.cache.inner.begin_request("around", prompt(8))
     assert around is not None
     pages = around.pages.copy()
-    with pytest.raises(InvalidInput, match="inner cache"):
+    with pytest.raises(InvalidInput, match="another cache"):
         VERBS[verb](side.cache, around, prompt(8))
     assert np.array_equal(around.pages, pages) and not around.ended
     side.cache.inner.cache_finished_req(around, None)
     side.close()
 
 
-def test_without_its_owner_a_foreign_request_would_free_pages_that_others_hold() -> None:
-    """Negative control: what happened before requests knew their cache."""
-    side, other = Side("tiered"), Side("tiered", number=1)
-    other.request.owner = side.cache
-    side.cache.cache_finished_req(other.request, None)
-    thief = side.cache.begin_request("thief", prompt(8, 9))
-    assert thief is not None
-    assert np.intersect1d(thief.pages, side.request.pages).size, "one page has two requests"
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_of_a_running_request_is_refused_and_changes_nothing(kind: str, verb: str) -> None:
+    side = Side(kind)
+    copies = [copy.copy(side.request), dataclasses.replace(side.request)]
+    before = side.image()
+    for handle in copies:
+        with pytest.raises(InvalidInput, match="is a copy"):
+            VERBS[verb](side.cache, handle, side.key)
+        assert side.image() == before
+    side.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_does_not_free_the_pages_of_the_request_again(kind: str) -> None:
+    side = Side(kind)
+    duplicate = copy.copy(side.request)
+    side.cache.cache_finished_req(side.request, None)
+    other = side.begin("other", prompt(5, 6, 7))
+    with pytest.raises(InvalidInput, match="is a copy"):
+        side.cache.cache_finished_req(duplicate, None)
+    thief = side.begin("thief", prompt(8, 9, 10))
+    assert not np.intersect1d(other.pages, thief.pages).size
+    side.cache.cache_finished_req(other, None)
+    side.cache.cache_finished_req(thief, None)
+    side.close()
+
+
+@pytest.mark.parametrize("kind", ["tiered", "chunk"])
+def test_of_a_copy_taken_for_a_request_pages_would_have_two_owners_which_the_check_finds(kind: str) -> None:
+    """Negative control: what happened before caches knew their requests by identity."""
+    side = Side(kind)
+    duplicate = copy.copy(side.request)
+    (side.cache._running if isinstance(side.cache, ChunkCache) else side.tiered.running).add(duplicate)
+    side.cache.cache_finished_req(side.request, None)
+    other = side.begin("other", prompt(5, 6, 7))
+    side.cache.cache_finished_req(duplicate, None)
+    thief = side.begin("thief", prompt(8, 9, 10))
+    assert np.intersect1d(other.pages, thief.pages).size
+    with pytest.raises(InvariantError, match="two requests own"):
+        side.cache.check()
+
+
+def test_the_check_finds_shared_pages_of_a_request_that_are_not_locked() -> None:
+    side = Side("tiered")
+    side.cache.cache_unfinished_req(side.request, side.key)
+    side.world.settle()
+    side.cache.check()
+    side.request.tree.unlock(side.request.last_node)
+    with pytest.raises(InvariantError, match="its shared pages are not"):
+        side.cache.check()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,3 +157,32 @@ def test_a_pin_that_has_ended_ends_no_other() -> None:
     second.release()
     assert cache.tree.pinned_pages == 0
     side.close()
+
+
+def test_a_copy_of_a_pin_is_not_active_and_ends_no_other() -> None:
+    side = Side("tiered")
+    cache = side.tiered
+    first, second = cache.pin(prompt(1, 2), 60), cache.pin(prompt(1, 2), 60)
+    assert first is not None and second is not None
+    duplicate = copy.copy(first)
+    assert (duplicate.active, duplicate.pages) == (False, 0)
+    duplicate.release()
+    assert (first.pages, second.pages) == (2, 2)
+    first.release()
+    duplicate.release()
+    assert (first.pages, second.pages, cache.tree.pinned_pages) == (0, 2, 2)
+    cache.check()
+    second.release()
+    assert cache.tree.pinned_pages == 0
+    side.close()
+
+
+@pytest.mark.parametrize("pins", [1, 2])
+def test_the_check_finds_a_handle_without_its_pin_in_the_tree(pins: int) -> None:
+    side = Side("tiered")
+    for _ in range(pins):
+        assert side.tiered.pin(prompt(1, 2), 60) is not None
+    side.cache.check()
+    side.tiered.tree.unpin(side.tiered.match_prefix(prompt(1, 2)).node)
+    with pytest.raises(InvariantError, match="pins"):
+        side.cache.check()
