@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.file import FileBackend
-from hicache.backends.testing import HIT, STORED, full_frames, load, make_keys
+from hicache.backends.file.view import View
+from hicache.backends.testing import HIT, STORED, full_frames, load, make_keys, soon, store_chain
 
-from ._files import CODEC, PAGE, check, open_file, temporary_files
+from ._files import CODEC, PAGE, Faulty, check, open_file, temporary_files
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -121,4 +122,31 @@ def test_a_child_is_refused_and_its_end_leaves_the_transaction_of_its_parent_alo
     store = open_file(tmp_path / "s")
     assert load(store, make_keys(100)) == [HIT] * 100
     check(store, tmp_path / "s")
+    store.backend.close()
+
+
+def test_a_child_that_was_forked_while_a_tool_looks_holds_no_lock(tmp_path: Path) -> None:
+    root, children = tmp_path / "s", list[int]()
+    store = open_file(root)
+    store_chain(store, make_keys(2))
+
+    def before(name: str, number: int, args: tuple[object, ...]) -> None:
+        if name == "listdir" and not children:
+            children.append(os.fork())
+            if not children[0]:
+                os.read(alive, 1)
+                os._exit(0)
+
+    alive, held = os.pipe()
+    view = View(root, system=Faulty(before))
+    assert len(view.index_rows()) == 2
+    view.close()
+    try:
+        frames = full_frames(CODEC, keys := make_keys(2, "new"))
+        assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [STORED] * 2
+    finally:
+        os.close(held)
+        os.kill(children[0], signal.SIGKILL)
+        os.waitpid(children[0], 0)
+        os.close(alive)
     store.backend.close()

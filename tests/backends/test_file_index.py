@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -9,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,9 +31,10 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.backends.tools.removal import trim_raw
+from hicache.errors import BackendUnavailable
 from tests.seeds import rng, seeds
 
-from ._files import CODEC, PAGE, check, open_file, page_path
+from ._files import CODEC, PAGE, Faulty, check, open_file, page_path
 from .test_file_crash import Killing
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -184,6 +187,50 @@ def test_an_index_that_is_not_a_file_of_ours_is_set_aside_and_never_followed(
     assert len([name for name in root.glob("index-*.sqlite") if name.is_file()]) == 1
 
 
+def test_a_page_from_the_future_is_adopted_as_one_of_today(tmp_path: Path) -> None:
+    root, keys = tmp_path / "s", make_keys(3)
+    store = open_file(root)
+    store_chain(store, keys)
+    store.backend.close()
+    os.utime(page_path(root, CODEC, keys[0]), (1 << 33, 1 << 33))
+    index_path(root).unlink()
+    store = open_file(root)
+    assert load(store, keys) == [HIT] * 3
+    assert isinstance(store.backend, FileBackend)
+    with store.backend._store.transaction(soon()) as index:
+        assert max(row.last_use for row in index.all_stored()) < (1 << 33) * 1_000_000
+    check(store, root)
+    store.backend.close()
+
+
+def test_a_page_that_the_device_cannot_read_does_not_keep_a_store_from_opening(tmp_path: Path) -> None:
+    root, keys = tmp_path / "s", make_keys(3)
+    store = open_file(root)
+    store_chain(store, keys)
+    store.backend.close()
+    index_path(root).unlink()
+    sick = keys[1].hex()
+
+    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
+        if name == "open" and args[0] == sick:
+            raise OSError(errno.EIO, "the device is sick")
+
+    store = open_file(root, system=Faulty(before))
+    assert store.backend.usage().pages == 2, "the sick page has no row; its file stays"
+    assert store_chain(store, make_keys(2, "new")) == [STORED] * 2
+    assert page_path(root, CODEC, keys[1]).exists()
+    store.backend.close()
+
+
+def test_a_path_that_is_too_long_for_an_index_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path
+    while len(os.fsencode(path)) < 440:
+        path /= "x" * 20
+    open_file(path / ("y" * (479 - len(os.fsencode(path))))).backend.close()
+    with pytest.raises(BackendUnavailable, match="longer than 480 bytes; use a shorter one"):
+        open_file(path / ("y" * 60))
+
+
 def test_a_failure_while_leftovers_are_swept_is_counted_and_raises_nothing(tmp_path: Path) -> None:
     root = tmp_path / "s"
     fill(root)
@@ -285,6 +332,35 @@ def test_planted_pages_that_hang_on_each_other_are_evicted_like_others(tmp_path:
     check(store, root)
     assert store_chain(store, make_keys(12, "new")) == [STORED] * 12
     check(store, root)
+    store.backend.close()
+
+
+def test_the_walk_up_a_chain_reads_one_row_a_page_and_is_left_out_for_a_link_that_is_known(tmp_path: Path) -> None:
+    """Two engines that store the same chain at once reserve the same links. The control is a new link."""
+    store = open_file(tmp_path / "s")
+    keys = make_keys(2000)
+    assert isinstance(store.backend, FileBackend)
+    with store.backend._store.transaction(soon()) as index:
+        index.reserve(NAMESPACE, keys, [None, *keys[:-1]], f"{'0' * 16}.1", PAGE, 1)
+
+        def steps(parent: bytes) -> int:
+            taken = 0
+
+            def count() -> int:
+                nonlocal taken
+                taken += 1
+                return 0
+
+            assert index._db is not None
+            index._db.set_progress_handler(count, 100)
+            index.reserve(NAMESPACE, [keys[1990]], [parent], f"{'0' * 16}.{2 + taken}", PAGE, 1)
+            index.release_all(f"{'0' * 16}.2")
+            index._db.set_progress_handler(None, 0)
+            return taken
+
+        known, new = steps(keys[1989]), steps(keys[1988])
+        assert known < 50 and 4 * known < new < 2000, "hundreds of instructions of SQLite"
+        index.release_all(f"{'0' * 16}.1")
     store.backend.close()
 
 

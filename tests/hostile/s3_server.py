@@ -24,9 +24,8 @@ from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.raw import StoredPage
 from hicache.backends.s3 import S3Backend, S3RawStore
 from hicache.backends.s3.names import object_name
-from hicache.backends.testing import HIT, NAMESPACE, empty_frames, full_frames, make_keys
+from hicache.backends.testing import HIT, NAMESPACE, empty_frames, full_frames, holds, make_keys
 from hicache.errors import BackendUnavailable
-from hicache.frame import HEADER_BYTES
 from tests.backends.s3.bucket import CODEC, PAGE, options
 from tests.backends.s3.stub import Answer, Request, StubS3, reply
 from tests.waiting import wait_for
@@ -279,7 +278,6 @@ class _Verbs:
             access_key_env="HOSTILE_S3_ID", secret_key_env="HOSTILE_S3_KEY", session_token_env="HOSTILE_S3_TOKEN",
         )  # fmt: skip
         self._frames = full_frames(CODEC, _KEYS)
-        self._payloads = [bytes(frame[HEADER_BYTES:]) for frame in self._frames]
         parents = [None, *_KEYS[:-1]]
         self.pages = {
             object_name("test/", NAMESPACE, key): bytes(CODEC.seal(key, frame, parent=parent))
@@ -303,9 +301,9 @@ class _Verbs:
         frames = empty_frames(CODEC, len(_KEYS))
         outcomes = self.backend.batch_get(_KEYS, frames, deadline=time.monotonic() + _VERB_S)
         assert len(outcomes) == len(_KEYS)
-        for outcome, frame, payload in zip(outcomes, frames, self._payloads, strict=True):
+        for key, frame, outcome in zip(_KEYS, frames, outcomes, strict=True):
             assert isinstance(outcome, GetOutcome)
-            assert outcome is not HIT or frame[HEADER_BYTES:] == payload
+            assert outcome is not HIT or holds(CODEC, key, frame)
         return outcomes
 
     def _set(self) -> list[SetOutcome]:

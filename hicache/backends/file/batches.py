@@ -36,7 +36,7 @@ from .store import Store, now_us
 # What was written or found damaged is put in order even if the deadline has passed: within this time at most.
 SETTLE_S = 0.25
 DEADLINE = "deadline"
-# By this much the index's log may grow in one transaction.
+# By this much the index may grow in one transaction.
 _INDEX_GROWTH_BYTES = 256 << 10
 _INDEX_GROWTH_BYTES_PER_ROW = 1 << 10
 # Given up besides, so that a page whose thread was slow to find the disk full can still be written.

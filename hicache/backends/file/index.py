@@ -98,11 +98,13 @@ _PRAGMAS = (
     f"journal_size_limit = {JOURNAL_BYTES}",
 )
 _SCHEMA_ROWS = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY rowid"
-# A cycle can only be closed by a page on which others hang already, so all other inserts leave out the walk. The plus
-# sign keeps SQLite from making an index of the walk, which then ends where it meets the page.
+# A cycle can only be closed by a page on which others hang already, and by a link that is new (two engines often store
+# the same chain), so all other inserts leave out the walk. The plus sign keeps SQLite from making an index of the walk,
+# which then ends where it meets the page.
 _INSERT = """
 INSERT INTO pages(namespace, key, parent, writer, size, last_use, children)
-SELECT :namespace, :key, CASE WHEN :parent = :key OR (number > 0 AND EXISTS (
+SELECT :namespace, :key, CASE WHEN :parent = :key OR (number > 0 AND NOT EXISTS (
+        SELECT 1 FROM pages WHERE namespace = :namespace AND key = :key AND parent = :parent) AND EXISTS (
         WITH RECURSIVE above(key) AS (SELECT :parent UNION
             SELECT p.parent FROM above CROSS JOIN pages p INDEXED BY by_key
             WHERE p.namespace = :namespace AND p.key = above.key)

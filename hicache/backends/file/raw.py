@@ -22,6 +22,7 @@ from ...errors import BackendError, BackendUnavailable
 from ..raw import RawStore, StoredPage
 from .backend import FileBackendOptions
 from .pages import FULL_ERRNOS, READ_FLAGS, TMP_DIR, LeftBehind, PageFiles, System, lies_there, page_name, remove_page
+from .reconcile import past_us
 from .room import Room
 from .store import Store, now_us
 from .view import View, places
@@ -141,7 +142,7 @@ class FileRaw(RawStore):
                 return False
             self._serial += 1
             writer = f"{store.owner}.{self._serial}"
-            used_us = now_us() if page.used_s is None else int(page.used_s * 1e6)
+            used_us = now_us() if page.used_s is None else past_us(int(page.used_s * 1e6))
             with store.transaction(time.monotonic() + _WAIT_S) as index:
                 index.reserve(page.namespace, [page.key], [parent], writer, len(data), used_us)
                 if self._room.fit(store, index, []):

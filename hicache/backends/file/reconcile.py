@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator
 
 from ...frame import FRAME_ALIGN, HEADER_BYTES, NO_PARENT, FrameHeader
@@ -31,6 +32,8 @@ from .pages import (
 OWNER_SUFFIX = ".alive"
 OWNER_HEX_DIGITS = 16
 _FANS = 256
+# What a device says of one page that it cannot read. The other pages are as good as before.
+_SICK_ERRNOS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 
 
 def owner_of(name: str) -> str | None:
@@ -134,8 +137,16 @@ def _reconcile_fan(
                 if not is_hex(name, 64) or not name.startswith(folder[-2:]):
                     continue
                 key = bytes.fromhex(name)
-                row_bytes = rows.pop(key, None)
-                kept += _reconcile_page(index, system, fan_fd, namespace, key, row_bytes, keep_damaged=keep_damaged)
+                row_bytes = rows.get(key)
+                try:
+                    kept += _reconcile_page(index, system, fan_fd, namespace, key, row_bytes, keep_damaged=keep_damaged)
+                except FileNotFoundError:
+                    continue  # removed by hand just now; its row goes with those below
+                except OSError as error:
+                    if error.errno not in _SICK_ERRNOS:
+                        raise
+                    kept += 1  # the device cannot read this page: the file stays, without a row
+                rows.pop(key, None)
     for key in rows:
         index.drop(namespace, key)
     return kept
@@ -186,8 +197,13 @@ def _reconcile_page(
     ):
         return keep_damaged or not remove_damaged(system, fan_fd, name, identity(found))
     parent = None if header.parent_key == NO_PARENT else header.parent_key
-    index.add(namespace, key, parent, found.st_size, found.st_mtime_ns // 1000)
+    index.add(namespace, key, parent, found.st_size, past_us(found.st_mtime_ns // 1000))
     return True
+
+
+def past_us(time_us: int) -> int:
+    """Return a time of use that is not in the future, where a page would never be evicted in its turn."""
+    return min(time_us, time.time_ns() // 1000)
 
 
 def _is_whole(header: FrameHeader, size: int) -> bool:

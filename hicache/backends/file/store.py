@@ -63,6 +63,8 @@ OPEN_TIMEOUT_S = 60.0
 _POLL_S_FIRST = 0.0002
 _POLL_S_MAX = 0.005
 _LOCKABLE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# SQLite opens no file whose name, with the journal's, is longer than 512 bytes.
+_PATH_BYTES_MAX = 480
 # Making an index scans the store. Where that took long and found no room, the next transactions fail without trying for
 # some times as long, so that a full disk does not keep the lock busy.
 _COSTLY_S = 0.25
@@ -147,6 +149,7 @@ class Store:
         self._thread_lock = threading.Lock()
         self._lock_fd: int | None = None
         self._owner_fd: int | None = None
+        self._owner_id: tuple[int, int] | None = None
         self._ended: tuple[int, str] | None = None
         self._index: Index | None = None
         self._index_id: tuple[int, int] | None = None
@@ -154,6 +157,8 @@ class Store:
         self._doubtful = True
         self._pause_until = -math.inf
         self._refusal: OSError | sqlite3.Error | None = None
+        if len(os.fsencode(os.path.abspath(path))) > _PATH_BYTES_MAX:
+            raise BackendUnavailable(f"file store: the path is longer than {_PATH_BYTES_MAX} bytes; use a shorter one")
         self.path, self.root_fd = self._open_root(path, create)
         _stores.add(self)
         try:
@@ -309,13 +314,18 @@ class Store:
             self._close_index()
 
     def _claim(self) -> None:
-        """Make and lock the owner file, under the store's lock, so that no other process takes it for a dead one's."""
-        if self._owner_fd is not None:
+        """Make and lock the owner file, under the store's lock, so that no other process takes it for a dead one's.
+
+        Again if it was removed, or `tmp` was: without it others would remove what this opening writes.
+        """
+        if self._owner_fd is not None and self._find(self._owner_name) == self._owner_id:
             return
+        self._disown()
         make_folder(self.system, self.root_fd, TMP_DIR)
         self._owner_fd = self.system.open(self._owner_name, _LOCKABLE, dir_fd=self.root_fd)
         try:
             self.system.flock(self._owner_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._owner_id = _file_id(self.system.fstat(self._owner_fd))
         except OSError:
             self._disown()
             raise
@@ -380,7 +390,7 @@ class Store:
     def _find(self, name: str) -> tuple[int, int] | None:
         try:
             return _file_id(self.system.lstat(name, dir_fd=self.root_fd))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def _remove_indices(self) -> None:

@@ -147,6 +147,8 @@ class View:
             wait_for_flock(self.system, fd, fcntl.LOCK_SH, time.monotonic() + _LOCK_TIMEOUT_S)
             yield
         finally:
+            # Closing is not enough: a child that was forked in this block has the descriptor too.
+            self.system.flock(fd, fcntl.LOCK_UN)
             self.system.close(fd)
 
     def close(self) -> None:
