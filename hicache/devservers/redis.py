@@ -66,6 +66,7 @@ class RedisLike(DevServer):
         self._persist = persist if persist is not None else data is not None
         self._replica_of = replica_of
         self._extra_lines = list(extra_lines)
+        self._probes: dict[int, Any] = {}  # by port, of which a start tries several
 
     @abstractmethod
     def binary(self) -> Path:
@@ -120,11 +121,16 @@ class RedisLike(DevServer):
 
     def serves(self) -> bool:
         redis = import_redis()
-        with self.client(socket_timeout=_PROBE_TIMEOUT_S) as client:
-            try:
-                return self._is_up(client)
-            except redis.RedisError:
-                return False
+        # One client for all probes of a port: it has a finalizer, and an interrupt that arrives in a finalizer is lost.
+        probe = self._probes.get(self.port)
+        if probe is None:
+            probe = self._probes[self.port] = self.client(socket_timeout=_PROBE_TIMEOUT_S)
+        try:
+            return self._is_up(probe)
+        except redis.RedisError:
+            return False
+        finally:
+            probe.close()
 
     def _is_up(self, client: Any) -> bool:
         """PING is answered; a replica has its copy as well."""
