@@ -21,6 +21,8 @@ __all__ = [
     "KVGeometry",
     "KVLayout",
     "Namespace",
+    "PageShape",
+    "Piece",
     "PrefixIndex",
     "RadixKey",
     "SessionCache",
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from .controller import HiCacheController, TorchRankGroup
     from .errors import HiCacheError
     from .events import EventStream, PrefixIndex
-    from .geometry import KVGeometry, KVLayout
+    from .geometry import KVGeometry, KVLayout, PageShape, Piece
     from .keys import Namespace, RadixKey
 
 _HOME = {
@@ -50,6 +52,8 @@ _HOME = {
     "KVGeometry": "geometry",
     "KVLayout": "geometry",
     "Namespace": "keys",
+    "PageShape": "geometry",
+    "Piece": "geometry",
     "PrefixIndex": "events",
     "RadixKey": "keys",
     "SessionCache": "cache",

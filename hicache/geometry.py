@@ -1,16 +1,19 @@
-"""The shape of one KV page: everything that decides how many bytes a page has and where each of them lies.
+"""The shape of one page: how many bytes it has, and which piece of it is where.
 
-A page is layer-major: for each layer the K block, then the V block (MHA), or one latent block (MLA). Each block is
-`page_size x heads x head_dim` elements, contiguous, exactly as the page lies in the device pool of that layer. So a
-(page, layer) is one contiguous piece and a page is one contiguous payload.
+A page is an ordered list of pieces, one behind the other, so that any run of pieces is contiguous too. `PageShape` is
+that list and knows nothing of attention: K and V of different sizes, layers of different length, an indexer's bytes or
+an engine's own blocks are all pieces. `KVGeometry` is the shape of a model with equal layers in the terms of
+attention, one piece per layer: the K block and then the V block (MHA), or one latent block (MLA). Each block is
+`page_size x heads x head_dim` elements, contiguous, as in the device pool of that layer.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import Enum
 
-from .arguments import instance, whole
+from .arguments import encoded, instance, whole
 from .errors import InvalidInput
 
 # Bytes of one element. Names are those of torch; a daemon that has no torch must be able to compute sizes too.
@@ -21,6 +24,41 @@ DTYPE_BYTES = {
 PAGE_SIZE_MAX = 1024
 # Far above any model.
 _SIZE_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a page that a copy moves as one: `name` says what it holds (`kv`, `latent`, `rank0.layer3`)."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """A page of `tokens` tokens as its pieces in payload order. Raises InvalidInput for a shape that cannot exist."""
+
+    tokens: int
+    pieces: tuple[Piece, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", whole("page shape: tokens", self.tokens, 1, PAGE_SIZE_MAX))
+        object.__setattr__(self, "pieces", tuple(self.pieces))
+        if not 1 <= len(self.pieces) <= _SIZE_MAX:
+            raise InvalidInput(f"page shape: {len(self.pieces)} pieces; a page has at least one")
+        for piece in self.pieces:
+            encoded("page shape: name of a piece", instance("page shape: piece", piece, Piece).name)
+            whole(f"page shape: bytes of {piece.name}", piece.bytes, 1)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one page."""
+        return sum(piece.bytes for piece in self.pieces)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each piece begins in the payload, in bytes, and behind them where the last one ends."""
+        return tuple(itertools.accumulate((piece.bytes for piece in self.pieces), initial=0))
 
 
 class KVLayout(Enum):
@@ -79,3 +117,16 @@ class KVGeometry:
     def token_bytes(self) -> int:
         """KV bytes of one token over all layers."""
         return self.payload_bytes // self.page_size
+
+    @property
+    def shape(self) -> PageShape:
+        """The same page as pieces: one per layer."""
+        name = "kv" if self.layout is KVLayout.MHA else "latent"
+        return PageShape(self.page_size, (Piece(name, self.layer_bytes),) * self.layers)
+
+
+def page_shape(page: PageShape | KVGeometry) -> PageShape:
+    """The shape of a page that is described either way. Raises InvalidInput for anything else."""
+    if isinstance(page, KVGeometry):
+        return page.shape
+    return instance("page shape", page, PageShape)

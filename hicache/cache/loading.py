@@ -47,7 +47,7 @@ class Loader:
         self._options = options
         self._books = books
         self._payoff = payoff
-        self._page_bytes = controller.host.geometry.payload_bytes
+        self._page_bytes = controller.host.payload_bytes
 
     def load_back(self, tree: RadixTree, match: Match, quota_pages: int | None) -> Loaded:
         """Load the L2 part of `match`, as much as fits, at most `quota_pages` pages.

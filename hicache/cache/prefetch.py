@@ -96,7 +96,7 @@ class Prefetcher:
         self._arrived: dict[str, _Arrived] = {}
         self._arrived_pages = 0
         self._payoff = payoff
-        self._page_bytes = ledger.host.geometry.payload_bytes
+        self._page_bytes = ledger.host.payload_bytes
         self._pages_max = int(options.prefetch_host_share * ledger.host.pages)
         self._pause = pause
 

@@ -59,7 +59,7 @@ class StorageJobs:
 
     def look_up(self, operation: PrefetchOperation, beat: Callable[[], None]) -> None:
         """Prefetch worker: chain the page keys batch by batch and ask for the longest stored prefix."""
-        page_bytes = self._host.geometry.page_size * operation.key.position_bytes
+        page_bytes = self._host.shape.tokens * operation.key.position_bytes
         tokens = operation.key.tokens[operation.start_page * page_bytes :]
         batch_bytes = self._batch_pages * page_bytes
         prior = operation.prior if isinstance(operation.prior, bytes) else operation.prior.keys()[-1]

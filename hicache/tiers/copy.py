@@ -79,8 +79,8 @@ class CopyEngine(ABC):
     """Moves pages between one device pool and one host pool."""
 
     def __init__(self, device: KVPool, host: HostPool) -> None:
-        if device.geometry != host.geometry:
-            raise InvalidInput("copy engine: the device pool and the host pool have different geometries")
+        if device.geometry.shape != host.shape:
+            raise InvalidInput("copy engine: the device pool and the host pool hold pages of different shapes")
         self.device = device
         self.host = host
 

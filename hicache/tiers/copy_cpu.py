@@ -105,11 +105,15 @@ class CpuCopyEngine(CopyEngine):
 
     def _backup_layer(self, layer: int, device_pages: PageIds, host_pages: PageIds) -> None:
         for index, block in enumerate(self._blocks[layer]):
-            self.host.buffer[host_pages, self.host.block_slice(layer, index)] = block[device_pages]
+            self.host.buffer[host_pages, self._block_slice(layer, index)] = block[device_pages]
 
     def _load_layer(self, layer: int, host_pages: PageIds, device_pages: PageIds) -> None:
         for index, block in enumerate(self._blocks[layer]):
-            block[device_pages] = self.host.buffer[host_pages, self.host.block_slice(layer, index)]
+            block[device_pages] = self.host.buffer[host_pages, self._block_slice(layer, index)]
+
+    def _block_slice(self, layer: int, index: int) -> slice:
+        start, size = self.host.piece_slice(layer).start, self.device.geometry.block_bytes
+        return slice(start + index * size, start + (index + 1) * size)
 
 
 class _CopyThread:

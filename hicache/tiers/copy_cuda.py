@@ -208,7 +208,7 @@ class CudaCopyEngine(CopyEngine):
     def _load_piece(self, layer: int, host_pages: list[int], index: torch.Tensor, piece: slice) -> None:
         """One layer of some pages: each is one contiguous piece of its frame, gathered in staging, then scattered."""
         layer_bytes = self.device.geometry.layer_bytes
-        start = self.host.block_slice(layer, 0).start
+        start = self.host.piece_slice(layer).start
         pages = host_pages[piece]
         staging = torch.empty((len(pages), layer_bytes), dtype=torch.uint8, device=self.device.device)
         for row, page in enumerate(pages):

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import CapacityError, InvalidInput
 from ..frame import FRAME_ALIGN, HEADER_BYTES, frame_bytes
-from ..geometry import KVGeometry
+from ..geometry import KVGeometry, PageShape, page_shape
 from ..types import Bytes2D, PageIds
 from .allocator import PageAllocator
 from .memory import available_host_bytes
@@ -31,11 +31,13 @@ class HostPool:
     short (before touching it), InvalidInput for no pages.
     """
 
-    def __init__(self, geometry: KVGeometry, pages: int, *, pin: bool = False) -> None:
+    def __init__(self, shape: PageShape | KVGeometry, pages: int, *, pin: bool = False) -> None:
         if pages < 1:
             raise InvalidInput(f"host pool: {pages} pages; at least one is needed")
-        self.geometry = geometry
-        self.frame_bytes = frame_bytes(geometry.payload_bytes)
+        self.shape = page_shape(shape)
+        self.payload_bytes = self.shape.payload_bytes
+        self.frame_bytes = frame_bytes(self.payload_bytes)
+        self._offsets = self.shape.offsets
         self.capacity_bytes = pages * self.frame_bytes
         available = available_host_bytes()
         if self.capacity_bytes + _RESERVE_BYTES > available:
@@ -85,14 +87,14 @@ class HostPool:
         return [self.frame(page) for page in pages.tolist()]
 
     def payload(self, page: int) -> memoryview:
-        """The KV bytes of one page, layer-major."""
+        """The bytes of one page's pieces, in order."""
         start = page * self.frame_bytes + HEADER_BYTES
-        return self.memory[start : start + self.geometry.payload_bytes]
+        return self.memory[start : start + self.payload_bytes]
 
-    def block_slice(self, layer: int, block: int) -> slice:
-        """Where block `block` (K = 0, V = 1) of `layer` lies within a frame, in bytes."""
-        start = HEADER_BYTES + layer * self.geometry.layer_bytes + block * self.geometry.block_bytes
-        return slice(start, start + self.geometry.block_bytes)
+    def piece_slice(self, first: int, count: int = 1) -> slice:
+        """Where `count` pieces from piece `first` on are within a frame, in bytes."""
+        offsets = self._offsets
+        return slice(HEADER_BYTES + offsets[first], HEADER_BYTES + offsets[first + count])
 
 
 def _touched_mapping(size_bytes: int) -> mmap.mmap:
