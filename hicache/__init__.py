@@ -31,10 +31,11 @@ __all__ = [
     "__version__",
     "create_cache",
     "load_config",
+    "open_storage",
 ]
 
 if TYPE_CHECKING:
-    from .cache import ChunkCache, HiRadixCache, SessionCache, TreeCache, create_cache
+    from .cache import ChunkCache, HiRadixCache, SessionCache, TreeCache, create_cache, open_storage
     from .config import HiCacheConfig, load_config
     from .controller import HiCacheController, TorchRankGroup
     from .errors import HiCacheError
@@ -61,6 +62,7 @@ _HOME = {
     "TreeCache": "cache",
     "create_cache": "cache",
     "load_config": "config",
+    "open_storage": "cache",
 }
 
 

@@ -28,10 +28,18 @@ _SIZE_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a page that a copy moves as one: `name` says what it holds (`kv`, `latent`, `rank0.layer3`)."""
+    """A part of a page that a copy moves as one: `name` says what it holds (`kv`, `latent`, `rank0.layer3`).
+
+    Raises InvalidInput for a name that is empty, and for fewer than 1 byte.
+    """
 
     name: str
     bytes: int
+
+    def __post_init__(self) -> None:
+        encoded("piece: name", self.name)
+        # Stored as an int: sizes made of numpy integers would overflow in silence.
+        object.__setattr__(self, "bytes", whole("piece: bytes", self.bytes, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +51,15 @@ class PageShape:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", whole("page shape: tokens", self.tokens, 1, PAGE_SIZE_MAX))
-        object.__setattr__(self, "pieces", tuple(self.pieces))
-        if not 1 <= len(self.pieces) <= _SIZE_MAX:
-            raise InvalidInput(f"page shape: {len(self.pieces)} pieces; a page has at least one")
-        for piece in self.pieces:
-            encoded("page shape: name of a piece", instance("page shape: piece", piece, Piece).name)
-            whole(f"page shape: bytes of {piece.name}", piece.bytes, 1)
+        try:
+            pieces = tuple(self.pieces)
+        except TypeError as error:
+            raise InvalidInput(f"page shape: pieces: a {type(self.pieces).__name__}; pass a list of Piece") from error
+        if not 1 <= len(pieces) <= _SIZE_MAX:
+            raise InvalidInput(f"page shape: {len(pieces)} pieces; use 1 to {_SIZE_MAX}")
+        for piece in pieces:
+            instance("page shape: piece", piece, Piece)
+        object.__setattr__(self, "pieces", pieces)
 
     @property
     def payload_bytes(self) -> int:

@@ -5,6 +5,8 @@
 `page_key[-1]` is empty, or the 32-byte seed that `extra_key` (LoRA adapter) and `cache_salt` (tenant) make, so equal
 tokens under two seeds share neither a key nor a tree node. Without a seed the keys agree with SGLang's. A partial last
 page has no key.
+
+An engine that has its own hashes of pages gives them in place of tokens (`RadixKey.of_hashes`); they are the page keys.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import array
 import contextlib
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,7 +24,7 @@ import numpy.typing as npt
 
 from .arguments import encoded, instance, whole
 from .errors import InvalidInput
-from .geometry import KVGeometry, KVLayout
+from .geometry import KVGeometry, PageShape, page_shape
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +35,11 @@ BIGRAM_BYTES = 2 * TOKEN_BYTES
 # Engines keep token ids in int32 tensors, so an id beyond this range is a mistake and not a bigger vocabulary.
 TOKEN_ID_MAX = 2**31 - 1
 # Part of every namespace digest: a change of the frame or of the key scheme puts old pages out of reach.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # The header of a frame has 64 bits for it.
 EPOCH_MAX = 2**64 - 1
+# How the elements inside a piece can follow each other; the last is for pieces that have no such order.
+ELEMENT_ORDERS = ("tokens_heads_dim", "heads_tokens_dim", "packed")
 
 _PACKED = np.dtype("<u4")
 _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
@@ -132,6 +136,17 @@ def page_keys(tokens: bytes, page_size: int, prior: bytes = b"") -> list[bytes]:
     return [key := sha256(key + page).digest() for page in pages]
 
 
+def split_keys(joined: bytes) -> list[bytes]:
+    """The page keys that `joined` consists of, 32 bytes each."""
+    pages: list[bytes] = np.frombuffer(joined, dtype=f"V{PAGE_KEY_BYTES}").tolist()
+    return pages
+
+
+def key_page_bytes(page_size: int, position_bytes: int) -> int:
+    """Bytes of one page of `page_size` tokens in a `RadixKey` of this kind: its positions, or the key of the page."""
+    return PAGE_KEY_BYTES if position_bytes == PAGE_KEY_BYTES else page_size * position_bytes
+
+
 class PageChain:
     """The page keys of a run of one whole page or more, hashed when first asked for, by whichever thread that is.
 
@@ -151,6 +166,9 @@ class PageChain:
         self._page_size = page_size
         self._prior = prior
         self._keys = keys
+
+    def __repr__(self) -> str:
+        return f"PageChain({self.pages} pages, {'not hashed' if self._keys is None else 'hashed'})"
 
     @property
     def pages(self) -> int:
@@ -191,11 +209,16 @@ class PageChain:
 
 @dataclass(frozen=True, slots=True)
 class RadixKey:
-    """A prompt as the tree sees it: `tokens` (uint32 little endian) under `seed` (empty, or 32 bytes).
+    """A prompt as the tree sees it: `tokens` under `seed` (empty, or 32 bytes). Its repr shows lengths, no tokens.
 
-    A position is one token (`position_bytes` 4), or for EAGLE, whose draft KV at a position depends on the next token
-    as well, the pair of a token and its successor (8): n tokens make n - 1 positions, and pages, tree and storage keys
-    are made of pairs. Raises InvalidInput for bytes that are no whole positions and for a seed of another length.
+    `position_bytes` is the kind of the key:
+    - 4: a position is one token, uint32 little endian.
+    - 8: a position is a token and its successor, for EAGLE, whose draft KV at a position depends on the next token as
+      well: n tokens make n - 1 positions, and pages, tree and storage keys are made of pairs.
+    - 32: a position is a whole page, and its bytes are the page key, which the engine gives (`of_hashes`). The tokens
+      are not known and there is no seed.
+
+    Raises InvalidInput for bytes that are not whole positions, for a seed of another length and for another kind.
     """
 
     tokens: bytes
@@ -205,12 +228,19 @@ class RadixKey:
     def __post_init__(self) -> None:
         if type(self.tokens) is not bytes or type(self.seed) is not bytes or type(self.position_bytes) is not int:
             raise InvalidInput("radix key: tokens and seed are bytes and position_bytes an int; use `RadixKey.of`")
-        if len(self.seed) not in (0, PAGE_KEY_BYTES) or self.position_bytes not in (TOKEN_BYTES, BIGRAM_BYTES):
+        if len(self.seed) not in (0, PAGE_KEY_BYTES) or self.position_bytes not in _KINDS:
             raise InvalidInput(
-                f"radix key: {len(self.seed)} bytes of seed (0 or 32), {self.position_bytes} bytes a position (4 or 8)"
+                f"radix key: {len(self.seed)} bytes of seed (0 or 32), "
+                f"{self.position_bytes} bytes a position (4, 8 or 32)"
             )
+        if self.seed and self.is_given:
+            raise InvalidInput("radix key: given page keys have no seed; pass extra_key and cache_salt to `of_hashes`")
         if len(self.tokens) % self.position_bytes:
             raise InvalidInput(f"radix key: {len(self.tokens)} bytes are no whole positions of {self.position_bytes}")
+
+    def __repr__(self) -> str:
+        seed = "" if self.is_given else ", with a seed" if self.seed else ", no seed"
+        return f"RadixKey({len(self)} {_KINDS[self.position_bytes]}{seed})"
 
     @classmethod
     def of(
@@ -221,14 +251,64 @@ class RadixKey:
         seed = b"" if extra_key is None and cache_salt is None else namespace_seed(extra_key, cache_salt)
         return cls(_pairs(path), seed, BIGRAM_BYTES) if bigram else cls(path, seed)
 
+    @classmethod
+    def of_hashes(
+        cls, hashes: Sequence[bytes], *, extra_key: str | None = None, cache_salt: str | None = None
+    ) -> RadixKey:
+        """The key of a prompt whose whole pages the engine has hashed: 32 bytes a page, in order; may be empty.
+
+        Each hash must name all tokens from the start of the prompt to the end of its page, with the adapter and the
+        tenant. Then it is the page key as it is. Where the engine's hashes leave adapter and tenant out, name them
+        here: page keys become SHA-256(seed || hash), so equal hashes under two seeds share nothing on any tier.
+        `Namespace.key_hash` says how the hashes are made. Raises InvalidInput for anything but distinct hashes of 32
+        bytes, and as `namespace_seed` does.
+        """
+        if isinstance(hashes, (str, bytes, bytearray, memoryview)) or not isinstance(hashes, Sequence):
+            raise InvalidInput(f"hashes: expected a sequence of bytes, got {type(hashes).__name__}; pass a list")
+        for number, page in enumerate(hashes):
+            if type(page) is not bytes or len(page) != PAGE_KEY_BYTES:
+                found = f"{len(page)} bytes" if type(page) is bytes else f"a value of type {type(page).__name__}"
+                raise InvalidInput(f"hashes: page {number} has {found}; pass {PAGE_KEY_BYTES} bytes for each page")
+        if len(set(hashes)) != len(hashes):
+            raise InvalidInput("hashes: two pages have the same hash; a hash covers all tokens before the page too")
+        seed = namespace_seed(extra_key, cache_salt)
+        keys = [hashlib.sha256(seed + page).digest() for page in hashes] if seed else hashes
+        return cls(b"".join(keys), b"", PAGE_KEY_BYTES)
+
     def __len__(self) -> int:
         """Positions, which is what may be cached."""
         return len(self.tokens) // self.position_bytes
 
     @property
+    def is_given(self) -> bool:
+        """True if the engine gives the page keys: `tokens` are those, and the tokens of the prompt are not known."""
+        return self.position_bytes == PAGE_KEY_BYTES
+
+    @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt: positions, and for bigrams the last token, which begins no pair."""
+        """Tokens of the prompt: positions, and for bigrams the last token, which begins no pair.
+
+        Raises InvalidInput for given page keys.
+        """
+        if self.is_given:
+            raise InvalidInput(
+                "key: given page keys do not tell the tokens of the prompt; "
+                "use a cache that takes given page keys, or `RadixKey.of`"
+            )
         return len(self) + (self.position_bytes == BIGRAM_BYTES)
+
+    def pages(self, page_size: int) -> int:
+        """Whole pages of `page_size` tokens."""
+        return len(self.tokens) // key_page_bytes(page_size, self.position_bytes)
+
+    def page_keys(self, page_size: int, prior: bytes, start_page: int, end_page: int) -> list[bytes]:
+        """Keys of the whole pages from `start_page` up to `end_page`: those given, or hashed from `prior` on.
+
+        `prior` is as in `page_keys`.
+        """
+        size = key_page_bytes(page_size, self.position_bytes)
+        run = self.tokens[start_page * size : end_page * size]
+        return split_keys(run) if self.is_given else page_keys(run, size // TOKEN_BYTES, prior)
 
     def head(self, positions: int) -> RadixKey:
         """The first `positions` positions."""
@@ -243,14 +323,21 @@ class RadixKey:
     def extended(self, tokens: TokenInput) -> RadixKey:
         """This prompt followed by more tokens, under the same seed.
 
-        Raises InvalidInput for a bigram key of one token, which does not know its token: make a new key instead.
+        Raises InvalidInput for a bigram key of one token, which does not know its token, and for given page keys: make
+        a new key instead.
         """
+        if self.is_given:
+            raise InvalidInput("radix key: given page keys cannot be extended by tokens; make a key of all hashes")
         more = token_bytes(tokens)
         if self.position_bytes == BIGRAM_BYTES:
             if not self.tokens:
                 raise InvalidInput("radix key: a bigram key of one token cannot be extended; make one of all tokens")
             more = _pairs(self.tokens[-TOKEN_BYTES:] + more)
         return RadixKey(self.tokens + more, self.seed, self.position_bytes)
+
+
+# What a position of each kind of key is called.
+_KINDS = {TOKEN_BYTES: "tokens", BIGRAM_BYTES: "bigrams", PAGE_KEY_BYTES: "given page keys"}
 
 
 def _pairs(path: bytes) -> bytes:
@@ -293,56 +380,94 @@ def require_epoch(epoch: object, *, above: int = -1) -> int:
 class Namespace:
     """Everything two engines must agree on before one may read a page the other stored.
 
-    `model` is a fingerprint of the weights, `weights_epoch` counts their updates, `kv_scales` fingerprints the scales
-    of a quantised cache. `geometry` is one rank's, so ranks have namespaces of their own; but for the tensor-parallel
-    ranks of an MLA model, which all hold the same latent pages and share one. `label` names the model for people who
-    look at a store, and is no part of what must agree. Raises InvalidInput for a field of another type or range.
+    The weights: `model` is a fingerprint of them, `weights_epoch` counts their updates.
+
+    The bytes: `geometry` is the shape of one rank's page. `element_order` is one of `ELEMENT_ORDERS`, the order of the
+    elements inside a piece. `engine_layout` is an engine's own name of what a page holds and how, such as
+    "vllm/HNC/bf16/block16", empty for the layout of `hicache.tiers`; with a `PageShape` nothing else says the dtype.
+    `quantisation` names the scheme of a quantised cache, `kv_scales` fingerprints its scales.
+
+    The keys: `key_hash` names the algorithm and the seed of page keys that the engine gives (`RadixKey.of_hashes`),
+    empty for our chain of tokens.
+
+    The rank: tensor parallel (`tp`), pipeline (`pp`), context parallel (`cp`) and decode context parallel (`dcp`). Each
+    rank has pages of its own, unless `ranks_share_pages` says that all tensor-parallel ranks hold the same bytes (the
+    latent of MLA, or one page that all of them fill): then they have one namespace, whatever their number.
+
+    `label` names the model for people who look at a store, and is no part of what must agree. Raises InvalidInput for
+    a field of another type or range.
     """
 
     model: str
-    geometry: KVGeometry
+    geometry: KVGeometry | PageShape
     weights_epoch: int = 0
     kv_scales: str = ""
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    dcp_rank: int = 0
+    dcp_size: int = 1
+    ranks_share_pages: bool = False
+    element_order: str = ELEMENT_ORDERS[0]
+    engine_layout: str = ""
+    quantisation: str = ""
+    key_hash: str = ""
     label: str = field(default="", compare=False)
     digest: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         encoded("namespace: model", self.model)  # not empty: pages of two models would mix
-        encoded("namespace: kv_scales", self.kv_scales, least=0)
+        for name in ("kv_scales", "engine_layout", "quantisation", "key_hash"):
+            encoded(f"namespace: {name}", getattr(self, name), least=0)
+        if instance("namespace: element_order", self.element_order, str) not in ELEMENT_ORDERS:
+            known = ", ".join(ELEMENT_ORDERS)
+            raise InvalidInput(f"namespace: element_order {self.element_order[:40]!r} is not known; use one of {known}")
+        instance("namespace: ranks_share_pages", self.ranks_share_pages, bool)
         instance("namespace: label", self.label, str)
-        instance("namespace: geometry", self.geometry, KVGeometry)
+        page_shape(self.geometry)
         require_epoch(self.weights_epoch)
-        for name in ("tp_rank", "tp_size", "pp_rank", "pp_size"):
-            object.__setattr__(self, name, whole(f"namespace: {name}", getattr(self, name)))
-        for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
-            if not 0 <= getattr(self, rank) < getattr(self, size):
-                raise InvalidInput(f"namespace: {rank} {getattr(self, rank)} is not below {size} {getattr(self, size)}")
-        shape = self.geometry
-        tp_rank, tp_size = (self.tp_rank, self.tp_size) if shape.layout is KVLayout.MHA else (0, 1)
-        fields = {
-            "format_version": FORMAT_VERSION,
-            "model": self.model,
-            "weights_epoch": self.weights_epoch,
-            "dtype": shape.dtype,
-            "kv_scales": self.kv_scales,
-            "layout": shape.layout.value,
-            "page_size": shape.page_size,
-            "layers": shape.layers,
-            "heads": shape.heads,
-            "head_dim": shape.head_dim,
-            "tp_rank": tp_rank,
-            "tp_size": tp_size,
-            "pp_rank": self.pp_rank,
-            "pp_size": self.pp_size,
-        }
-        tagged = _tagged("hicache.namespace", [(name, str(value).encode()) for name, value in fields.items()])
+        for kind in ("tp", "pp", "cp", "dcp"):
+            rank, size = (whole(f"namespace: {name}", getattr(self, name)) for name in (f"{kind}_rank", f"{kind}_size"))
+            if not rank < size:
+                raise InvalidInput(f"namespace: {kind}_rank {rank} is not below {kind}_size {size}")
+            object.__setattr__(self, f"{kind}_rank", rank)
+            object.__setattr__(self, f"{kind}_size", size)
+        tagged = _tagged("hicache.namespace", [*self._identity(), *_shape_fields(self.geometry)])
         object.__setattr__(self, "digest", hashlib.sha256(tagged).digest())
+
+    def _identity(self) -> list[tuple[str, bytes]]:
+        """All that must agree but the shape of a page. Ranks that share pages leave out which one they are."""
+        names = [
+            "model", "weights_epoch", "kv_scales", "pp_rank", "pp_size", "cp_rank", "cp_size", "dcp_rank", "dcp_size",
+            "element_order", "engine_layout", "quantisation", "key_hash",
+            *(() if self.ranks_share_pages else ("tp_rank", "tp_size")),
+        ]  # fmt: skip
+        return [("format_version", str(FORMAT_VERSION).encode()), *_texts(self, names)]
+
+    @property
+    def shape(self) -> PageShape:
+        """The shape of one page as pieces."""
+        return page_shape(self.geometry)
 
     @property
     def writes(self) -> bool:
-        """Whether this rank stores pages: of ranks that share a namespace, the first one does."""
-        return self.geometry.layout is KVLayout.MHA or self.tp_rank == 0
+        """Whether this rank stores pages: of ranks that share them, the first one does."""
+        return not self.ranks_share_pages or self.tp_rank == 0
+
+
+def _shape_fields(geometry: KVGeometry | PageShape) -> list[tuple[str, bytes]]:
+    """Tokens and pieces in order, and for a KVGeometry its terms: the same bytes described both ways are two shapes."""
+    shape = page_shape(geometry)
+    pieces = [pair for piece in shape.pieces for pair in _texts(piece, ("name", "bytes"))]
+    fields = [*_texts(shape, ("tokens",)), ("pieces", _tagged("hicache.pieces", pieces))]
+    if isinstance(geometry, KVGeometry):
+        fields.append(("layout", geometry.layout.value.encode()))
+        fields += _texts(geometry, ("dtype", "layers", "heads", "head_dim"))
+    return fields
+
+
+def _texts(source: object, names: Iterable[str]) -> list[tuple[str, bytes]]:
+    return [(name, str(getattr(source, name)).encode()) for name in names]

@@ -2,7 +2,7 @@
 
 from .books import Eviction
 from .chunk_cache import ChunkCache
-from .factory import create_cache, create_tiered_cache
+from .factory import create_cache, create_tiered_cache, open_storage
 from .interface import TreeCache
 from .options import CacheOptions, PrefetchPolicy, WritePolicy
 from .payoff import Decision, Figures, Payoff, PayoffOptions, PayoffStatistics, Route
@@ -39,4 +39,5 @@ __all__ = [
     "create_cache",
     "create_tiered_cache",
     "longest_prefix_first",
+    "open_storage",
 ]

@@ -20,7 +20,7 @@ from ..errors import ConfigError, HiCacheError, InvalidInput, RankError
 from ..events import EventStream
 from ..events.factory import create_publisher
 from ..frame import Compression, FrameCodec, TagKind, frame_bytes
-from ..geometry import DTYPE_BYTES, KVGeometry
+from ..geometry import DTYPE_BYTES, KVGeometry, PageShape
 from ..keys import BIGRAM_BYTES, TOKEN_BYTES, Namespace
 from ..tiers import HostPool, KVPool, create_copy_engine, create_device_pool
 from ..tiers.memory import DeviceMemory, host_pages
@@ -57,15 +57,14 @@ def create_cache(
             ranks=ranks, environ=environ,
         )  # fmt: skip
     known = _known_device(device)
-    pages = _l1_pages(config, namespace.geometry, known, device_pages, device_memory)
+    geometry = _attention(namespace)
+    pages = _l1_pages(config, geometry, known, device_pages, device_memory)
     if ranks is not None:
         _require_same(ranks, config, namespace, bigram=bigram)
         pages = int(ranks.agree(np.array([pages], dtype=np.int64))[0])
     return _all_or_none(
         ranks,
-        lambda _: ChunkCache(
-            _create_l1(config, namespace.geometry, known, pages), weights_epoch=namespace.weights_epoch
-        ),
+        lambda _: ChunkCache(_create_l1(config, geometry, known, pages), weights_epoch=namespace.weights_epoch),
     )
 
 
@@ -82,16 +81,18 @@ def create_tiered_cache(
 ) -> HiRadixCache:
     """Allocate both pools, open storage and start the workers that `config` asks for, whatever `prefix_cache` says.
 
-    `namespace` carries the geometry; its page size must be the configured one. `device_pages` sizes L1 where the
-    configuration leaves that to the engine; `device_memory` is what it sizes L1 from, by default what the driver says.
+    `namespace` carries the geometry, a KVGeometry; its page size must be the configured one. `device_pages` sizes L1
+    where the configuration leaves that to the engine; `device_memory` is what it sizes L1 from, by default what the
+    driver says.
     `bigram` is for engines whose keys are bigrams (see `RadixKey`). With `ranks`, which must all make this call, the
     pools have the size of the smallest, and all ranks start or none does. Raises ConfigError, CapacityError,
-    BackendError and RankError with what to change; nothing is left running then.
+    BackendError and RankError with what to change, and InvalidInput for a PageShape; nothing is left running then.
     """
-    geometry, device = namespace.geometry, _known_device(device)
+    geometry, device = _attention(namespace), _known_device(device)
     l1_pages = _l1_pages(config, geometry, device, device_pages, device_memory)
     bounds = _Bounds(l1_pages, host_pages(config.host, geometry, l1_pages), controller_options(config))
-    parts = _Parts(config, namespace, device, bigram, os.environ if environ is None else environ, ranks)
+    environ = os.environ if environ is None else environ
+    parts = _Parts(config, namespace, geometry, device, bigram, environ, ranks)
     if ranks is not None:
         _require_same(ranks, config, namespace, bigram=bigram)
         bounds = _agreed_bounds(ranks, namespace, bounds)
@@ -128,6 +129,7 @@ class _Bounds:
 class _Parts(NamedTuple):
     config: HiCacheConfig
     namespace: Namespace
+    geometry: KVGeometry
     device: torch.device
     bigram: bool
     environ: Mapping[str, str]
@@ -139,7 +141,7 @@ def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace,
     same = (
         config.prefix_cache, replace(controller_options(config), backup_bytes_max=0), cache_options(config),
         config.page_size, config.storage is not None, bigram, namespace.model, namespace.weights_epoch,
-        namespace.kv_scales,
+        namespace.kv_scales, namespace.quantisation, namespace.key_hash, namespace.ranks_share_pages,
     )  # fmt: skip
     require_equal(ranks, "configuration", str(same))
 
@@ -155,10 +157,10 @@ def _agreed_bounds(ranks: RankGroup, namespace: Namespace, bounds: _Bounds) -> _
 
 def _build(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRadixCache:
     config, namespace, device = parts.config, parts.namespace, parts.device
-    l1 = _create_l1(config, namespace.geometry, device, bounds.l1_pages)
-    l2 = HostPool(namespace.geometry, bounds.l2_pages, pin=_pin(config.host.pin, device))
-    open_storage = _storage_opener(config, namespace, parts.environ)
-    backend = None if open_storage is None else open_storage(namespace.weights_epoch)
+    l1 = _create_l1(config, parts.geometry, device, bounds.l1_pages)
+    l2 = HostPool(parts.geometry, bounds.l2_pages, pin=_pin(config.host.pin, device))
+    opener = _storage_opener(config, namespace, parts.environ)
+    backend = None if opener is None else opener(namespace.weights_epoch)
     if backend is not None:
         undo.callback(backend.close)
     try:
@@ -179,7 +181,7 @@ def _build(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRadixCache:
             controller,
             cache_options(config),
             position_bytes=BIGRAM_BYTES if parts.bigram else TOKEN_BYTES,
-            open_storage=open_storage,
+            open_storage=opener,
             weights_epoch=namespace.weights_epoch,
         )
     except InvalidInput as error:
@@ -209,13 +211,26 @@ def _l1_pages(
     pages: int | None,
     memory: DeviceMemory | None,
 ) -> int:
-    if geometry.page_size != config.page_size:
-        raise ConfigError(f"page_size: configured as {config.page_size}, but the engine uses {geometry.page_size}")
+    _require_page_size(config, geometry.page_size)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {device}: this installation of torch sees no CUDA device; use 'cpu'")
     if pages and not config.device.is_given:
         return pages
     return count_device_pages(config.device, geometry, device, memory)
+
+
+def _attention(namespace: Namespace) -> KVGeometry:
+    """The geometry that L1 is made by."""
+    if not isinstance(namespace.geometry, KVGeometry):
+        raise InvalidInput(
+            "namespace: geometry: L1 is made from a KVGeometry; a PageShape is for an engine with its own device cache"
+        )
+    return namespace.geometry
+
+
+def _require_page_size(config: HiCacheConfig, tokens: int) -> None:
+    if tokens != config.page_size:
+        raise ConfigError(f"page_size: configured as {config.page_size}, but the engine uses {tokens}")
 
 
 def _create_l1(config: HiCacheConfig, geometry: KVGeometry, device: torch.device, pages: int) -> KVPool:
@@ -230,6 +245,22 @@ def _publish_events(config: HiCacheConfig, cache: HiRadixCache) -> None:
     cache.record_events(stream, publisher)
 
 
+def open_storage(
+    config: HiCacheConfig, namespace: Namespace, *, environ: Mapping[str, str] | None = None
+) -> StorageBackend:
+    """Open the store that `config` asks for, with the pages of `namespace`, without a cache. Close it yourself.
+
+    Blocks until the store is open. Environment variables are read from `environ`, by default those of the process.
+    Raises ConfigError without storage in `config` and for another page size, BackendError if the store cannot be
+    opened.
+    """
+    opener = _storage_opener(config, namespace, os.environ if environ is None else environ)
+    if opener is None:
+        raise ConfigError("storage: the configuration has none; add the section `storage` with the type of the store")
+    _require_page_size(config, namespace.shape.tokens)
+    return opener(namespace.weights_epoch)
+
+
 def _storage_opener(
     config: HiCacheConfig, namespace: Namespace, environ: Mapping[str, str]
 ) -> Callable[[int], StorageBackend] | None:
@@ -240,12 +271,13 @@ def _storage_opener(
     mac_keys = config.integrity.mac_keys(environ)
     encryption_keys = config.storage_format.encryption_keys(environ)
     compression = _compression(config, namespace.geometry)
+    payload_bytes = namespace.geometry.payload_bytes
     spec = BackendSpec(storage.type, storage.backend_options(), storage.guard.guard_options())
 
-    def open_storage(epoch: int) -> StorageBackend:
+    def opener(epoch: int) -> StorageBackend:
         codec = FrameCodec(
             replace(namespace, weights_epoch=epoch).digest,
-            namespace.geometry.payload_bytes,
+            payload_bytes,
             tag=TagKind[config.integrity.tag.upper()],
             mac_keys=mac_keys,
             encryption_keys=encryption_keys,
@@ -255,14 +287,16 @@ def _storage_opener(
         )
         return open_spec(spec, codec)
 
-    return open_storage
+    return opener
 
 
-def _compression(config: HiCacheConfig, geometry: KVGeometry) -> Compression | None:
+def _compression(config: HiCacheConfig, geometry: KVGeometry | PageShape) -> Compression | None:
+    """Byte planes are for elements of a known length: a PageShape does not say theirs."""
     chosen = config.storage_format
     if chosen.compression == "none":
         return None
-    return Compression(chosen.compression_level, byte_planes=DTYPE_BYTES[geometry.dtype] == _PLANES_ELEMENT_BYTES)
+    element_bytes = DTYPE_BYTES[geometry.dtype] if isinstance(geometry, KVGeometry) else None
+    return Compression(chosen.compression_level, byte_planes=element_bytes == _PLANES_ELEMENT_BYTES)
 
 
 def controller_options(config: HiCacheConfig) -> ControllerOptions:

@@ -33,7 +33,7 @@ from .trees import Trees
 
 
 class FirstPage(NamedTuple):
-    """Which page a prefetch starts with: its tokens below a node, 0 for the root of a seed."""
+    """Which page a prefetch starts with: its part of the key below a node, 0 for the root of a seed."""
 
     seed: bytes
     node_id: int
@@ -108,7 +108,7 @@ class Prefetcher:
             return self._skip("prefetch_host_share")
         tree, options = self._trees.current, self._options
         match = tree.match(key)
-        missing_tokens = (len(key) // tree.page_size - match.pages) * tree.page_size
+        missing_tokens = (key.pages(tree.page_size) - match.pages) * tree.page_size
         if missing_tokens < options.prefetch_threshold_tokens:
             return self._skip("prefetch_too_short")
         if not self._controller.may_prefetch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..events import Cleared, EventStream, Medium, Removed, Stored
+from ..keys import PAGE_KEY_BYTES
 from ..radix import Node, RadixTree, Residency
 
 
@@ -43,13 +44,15 @@ class EventRecorder:
 
 
 def stored_event(medium: Medium, tree: Residency, node: Node) -> Stored:
-    """The event that `node` is on `medium`. Hashes its tokens if nobody has before."""
+    """The event that `node` is on `medium`. Hashes its tokens if nobody has before; where page keys are given, the
+    tokens are not known and the event has none."""
     parent = node.parent
     prior = tree.last_key(parent)
     keys = tuple(tree.page_keys(node))
+    tokens = b"" if tree.position_bytes == PAGE_KEY_BYTES else node.key
     if parent is None or parent.parent is None:
-        return Stored(medium, keys, None, prior, node.key, tree.page_size)
-    return Stored(medium, keys, prior, b"", node.key, tree.page_size)
+        return Stored(medium, keys, None, prior, tokens, tree.page_size)
+    return Stored(medium, keys, prior, b"", tokens, tree.page_size)
 
 
 def snapshot(tree: RadixTree) -> Iterator[Stored]:

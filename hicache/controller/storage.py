@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 from ..backends.base import GetOutcome, SetOutcome, StorageBackend
 from ..errors import BackendError
-from ..keys import TOKEN_BYTES, page_keys
 from ..tiers import HostPool
 from .operations import BackupOperation, PrefetchOperation
 
@@ -59,15 +58,14 @@ class StorageJobs:
 
     def look_up(self, operation: PrefetchOperation, beat: Callable[[], None]) -> None:
         """Prefetch worker: chain the page keys batch by batch and ask for the longest stored prefix."""
-        page_bytes = self._host.shape.tokens * operation.key.position_bytes
-        tokens = operation.key.tokens[operation.start_page * page_bytes :]
-        batch_bytes = self._batch_pages * page_bytes
+        key, page_size = operation.key, self._host.shape.tokens
+        pages = key.pages(page_size)
         prior = operation.prior if isinstance(operation.prior, bytes) else operation.prior.keys()[-1]
-        for start in range(0, len(tokens) - page_bytes + 1, batch_bytes):
+        for start in range(operation.start_page, pages, self._batch_pages):
             if operation.cancelled or self.prefetching_stopped or self._clock() >= operation.deadline:
                 return
             beat()
-            keys = page_keys(tokens[start : start + batch_bytes], page_bytes // TOKEN_BYTES, prior)
+            keys = key.page_keys(page_size, prior, start, min(start + self._batch_pages, pages))
             prior = keys[-1]
             operation.keys += keys
             found = self.backend.batch_exists(keys, deadline=self._call_deadline(operation.deadline))

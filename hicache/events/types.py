@@ -33,7 +33,8 @@ class Stored(NamedTuple):
     `keys` are their page keys in the order of the chain. `parent` is the key of the page before the first, None where
     the run begins a prompt; then `seed` is what the chain starts from: empty, or a 32-byte digest of adapter and salt.
     `tokens` is the sequence that was hashed, uint32 little endian, `page_size` positions a page and 4 bytes a position,
-    or 8 where a position is a pair of tokens (bigrams, as EAGLE has them); empty if they are withheld.
+    or 8 where a position is a pair of tokens (bigrams, as EAGLE has them); empty if they are withheld, or not known
+    because the engine gives the page keys.
     """
 
     medium: Medium
@@ -50,7 +51,7 @@ class Stored(NamedTuple):
 
     @property
     def position_bytes(self) -> int:
-        """4, or 8 for bigrams; 0 if the tokens are withheld."""
+        """4, or 8 for bigrams; 0 without tokens."""
         return len(self.tokens) // (len(self.keys) * self.page_size)
 
     @property

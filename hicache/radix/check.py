@@ -84,6 +84,8 @@ def _check_node(tree: RadixTree, node: Node) -> None:
             _require(len(own) == pages, "{!r} has {} {} pages for {} pages of tokens", node, len(own), name, pages)
             _require(parent.parent is None or above is not None, "{!r} is on {}, its parent is not", node, name)
     _require(node.page_keys is None or len(node.page_keys) == pages * PAGE_KEY_BYTES, "{!r}: wrong page keys", node)
+    given = tree.position_bytes == PAGE_KEY_BYTES
+    _require(not given or node.page_keys == node.key, "{!r}: its page keys are not those given", node)
     _require(node.lock_ref >= 0 and node.host_ref >= node.pin_ref >= 0, "{!r}: impossible reference counts", node)
     _require(node.created <= node.last_access, "{!r} was used before it was made", node)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..keys import PAGE_KEY_BYTES
 from .node import Node
 from .tree import RadixTree
 
@@ -17,7 +18,7 @@ def dump_tree(tree: RadixTree, *, tokens: bool = False) -> dict[str, Any]:
     """The counts of `tree` and its nodes as a flat list, parents first, ready for `json.dumps`.
 
     Each node names its parent; a root's children have none. With `tokens`, the token ids of each run are added (for
-    bigram keys both of each pair). Changes nothing.
+    bigram keys both of each pair), unless the engine gives page keys in place of tokens. Changes nothing.
     """
     return {
         "page_size": tree.page_size,
@@ -65,7 +66,7 @@ def _fields(tree: RadixTree, node: Node, tokens: bool) -> dict[str, Any]:
         "backup_pending": node.backup_pending,
         "stored": node.stored,
     }
-    if tokens:
+    if tokens and tree.position_bytes != PAGE_KEY_BYTES:
         fields["tokens"] = np.frombuffer(node.key, dtype="<u4").tolist()
     return fields
 
@@ -83,7 +84,7 @@ def _line(tree: RadixTree, node: Node, tokens: bool) -> str:
         *(["copy under way"] if node.backup_pending else []),
         *(["stored"] if node.stored else []),
     ]  # fmt: skip
-    if tokens:
+    if tokens and tree.position_bytes != PAGE_KEY_BYTES:
         first = np.frombuffer(node.key, dtype="<u4", count=min(8, len(node.key) // 4)).tolist()
         marks.append(f"tokens {' '.join(map(str, first))} ...")
     return ", ".join(marks)

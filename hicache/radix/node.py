@@ -9,7 +9,7 @@ from ..types import PageIds
 class Node:
     """A run of consecutive pages, where each tier holds them, and who needs them there.
 
-    `key` is the run's tokens (as in `RadixKey`, whole pages), the empty bytes for a root. `device` and `host` are the
+    `key` is the run's part of a `RadixKey` (whole pages), the empty bytes for a root. `device` and `host` are the
     page ids in L1 and L2, one per page of the run, or None. The combinations are the states of DESIGN.md:
 
         device  host   state

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import InvariantError
 from ..events.types import Medium
-from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, page_keys
+from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, key_page_bytes, page_keys, split_keys
 from ..types import NO_PAGES, PageIds
 from .eviction import DeviceQueue, EvictionQueue, HostQueue
 from .node import NO_CHILDREN, Node, may_leave_host
@@ -44,7 +44,8 @@ class Evicted(NamedTuple):
 class Residency:
     """Nodes below one root per seed, each on L1, on L2 or on both.
 
-    `page_size` is in positions of `position_bytes` each (see `RadixKey`), `page_bytes` are the key bytes of one page.
+    `page_size` is in tokens, or in bigrams; `position_bytes` is the kind of the keys (see `RadixKey`), `page_bytes` are
+    the key bytes of one page. Where the engine gives the page keys, a node's key and its page keys are the same bytes.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Residency:
     ) -> None:
         self.page_size = page_size
         self.position_bytes = position_bytes
-        self.page_bytes = page_size * position_bytes
+        self.page_bytes = key_page_bytes(page_size, position_bytes)
         self.observer = observer
         self.device_evictable_pages = 0
         self.device_protected_pages = 0
@@ -119,9 +120,7 @@ class Residency:
             part = part.parent
         for part in reversed(missing):
             part.page_keys = b"".join(page_keys(part.key, self.page_bytes // TOKEN_BYTES, self.last_key(part.parent)))
-        keys = node.page_keys or b""
-        pages: list[bytes] = np.frombuffer(keys, dtype=f"V{PAGE_KEY_BYTES}").tolist()
-        return pages
+        return split_keys(node.page_keys or b"")
 
     def last_key(self, node: Node | None) -> bytes:
         """What the key of the page after `node` is chained from: its last page key; the seed for a root."""
@@ -357,9 +356,12 @@ class Residency:
 
     def _new_node(self, parent: Node | None, key: bytes, priority: int = 0) -> Node:
         self._next_id += 1
+        node = Node(self._next_id, parent, key, self._clock, priority)
         if parent is not None:
             self.node_count += 1
-        return Node(self._next_id, parent, key, self._clock, priority)
+            if self.position_bytes == PAGE_KEY_BYTES:
+                node.page_keys = key
+        return node
 
     def _add_child(self, parent: Node, key: bytes, priority: int = 0) -> Node:
         if parent.parent is None and parent.page_keys is not None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from ..arguments import instance
 from ..errors import InvalidInput, InvariantError
-from ..keys import TOKEN_BYTES, RadixKey
+from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey
 from ..types import NO_PAGES, PageIds
 from .node import Node
 from .observer import TreeObserver
@@ -145,7 +145,7 @@ class RadixTree(Residency):
         the first `start_page` pages of `key`, and on L1; else `start_page` is 0.
         """
         self.require_fitting(key)
-        pages = len(key.tokens) // self.page_bytes - start_page
+        pages = key.pages(self.page_size) - start_page
         if len(device_pages) != pages:
             raise InvalidInput(f"insert: {len(device_pages)} pages for {pages} pages of tokens")
         path = self._walk(key, below, start_page * self.page_bytes)
@@ -243,12 +243,18 @@ class RadixTree(Residency):
         return _joined(runs[::-1])
 
     def require_fitting(self, key: RadixKey) -> None:
-        """Raises InvalidInput unless `key` is a key of the kind that this tree has, plain or bigram."""
-        if instance("key", key, RadixKey).position_bytes != self.position_bytes:
-            raise InvalidInput(
-                f"radix key: {key.position_bytes} bytes a position, the tree has {self.position_bytes}; "
-                "bigram and plain keys do not mix"
-            )
+        """Raises InvalidInput unless `key` is a key of the kind that this tree has: plain, bigram or given."""
+        if instance("key", key, RadixKey).position_bytes == self.position_bytes:
+            return
+        if key.is_given:
+            hint = "this cache hashes tokens: use a cache that takes given page keys, or `RadixKey.of`"
+        elif self.position_bytes == PAGE_KEY_BYTES:
+            hint = "this cache takes given page keys: use `RadixKey.of_hashes`"
+        else:
+            hint = "bigram and plain keys do not mix"
+        raise InvalidInput(
+            f"radix key: {key.position_bytes} bytes a position, the tree has {self.position_bytes}; {hint}"
+        )
 
     # Inside
 

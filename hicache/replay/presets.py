@@ -27,7 +27,12 @@ class Preset:
 
     def namespace(self, name: str, page_size: int) -> Namespace:
         """Where replays of it keep their pages: apart from all real ones, since theirs hold no KV."""
-        return Namespace(f"hicache replay of {name}", self.geometry(page_size), tp_size=self.tp_size)
+        return Namespace(
+            f"hicache replay of {name}",
+            self.geometry(page_size),
+            tp_size=self.tp_size,
+            ranks_share_pages=self.layout is KVLayout.MLA,  # each rank has the whole latent
+        )
 
 
 # Shapes from the models' published config.json files.

@@ -40,7 +40,7 @@ class Engines:
         groups: Sequence[RankGroup | None],
         *,
         timeout_s: float = SHORT_S,
-        mla: bool = False,
+        share_pages: bool = False,
         varied: bool = True,
     ) -> None:
         self.engines = [
@@ -51,7 +51,7 @@ class Engines:
                     timeout_s=timeout_s,
                     ranks=group,
                     copies=UnevenCopies,
-                    stores_pages=not mla or rank == 0,
+                    stores_pages=not share_pages or rank == 0,
                     policies=policies(seed) if varied else NO_POLICIES,
                 ),
             )
@@ -111,7 +111,7 @@ def test_without_agreement_the_same_ranks_decide_differently() -> None:
 
 @pytest.mark.parametrize("seed", seeds(6))
 def test_ranks_that_hold_the_same_bytes_let_the_first_one_store_them(seed: int) -> None:
-    """MLA: one store for all ranks; what rank 0 has written the others read."""
+    """As with the latent of MLA: one store for all ranks; what rank 0 has written the others read."""
 
     class View(UnreliableBackend):
         """One rank's way to the store that all share."""
@@ -124,7 +124,7 @@ def test_ranks_that_hold_the_same_bytes_let_the_first_one_store_them(seed: int) 
     first = View(seed, None)
     backends = [first, View(seed + 1000, first)]
     for _ in range(2):
-        engines = Engines(seed, backends, Exchange(2).ranks(), timeout_s=LONG_S, mla=True, varied=False)
+        engines = Engines(seed, backends, Exchange(2).ranks(), timeout_s=LONG_S, share_pages=True, varied=False)
         engines.run()
         hits = [engine.world.cache.statistics().hit_tokens["storage"] for engine in engines.engines]
         engines.close()
