@@ -20,8 +20,17 @@ from hatch_build import LIBRARY, compile_narrow
 from hicache import keys as keys_module
 from hicache.arguments import NAME_BYTES_MAX
 from hicache.errors import InvalidInput
-from hicache.geometry import KVGeometry, KVLayout
-from hicache.keys import Namespace, RadixKey, TokenInput, namespace_seed, page_keys, token_bytes
+from hicache.geometry import KVGeometry, KVLayout, PageShape, Piece
+from hicache.keys import (
+    ELEMENT_ORDERS,
+    Namespace,
+    PageChain,
+    RadixKey,
+    TokenInput,
+    namespace_seed,
+    page_keys,
+    token_bytes,
+)
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -224,26 +233,108 @@ def test_plain_and_bigram_keys_of_the_same_bytes_do_not_continue_each_other() ->
     assert not bigram.continues(RadixKey(bigram.tokens))
 
 
+HASHES = [hashlib.sha256(bytes([number])).digest() for number in range(5)]
+
+
+def test_hashes_of_the_engine_are_the_page_keys_as_they_are() -> None:
+    key = RadixKey.of_hashes(HASHES)
+    assert key.pages(16) == key.pages(64) == len(key) == 5
+    assert key.page_keys(16, b"", 1, 3) == HASHES[1:3]
+    assert key.head(2) == RadixKey.of_hashes(tuple(HASHES[:2])) and key.continues(key.head(2))
+    assert RadixKey.of_hashes([]).pages(16) == 0
+
+
+@pytest.mark.parametrize("bigram", [False, True])
+def test_whole_pages_and_their_keys_are_those_of_the_tokens(bigram: bool) -> None:
+    key = RadixKey.of(list(range(8)), bigram=bigram, cache_salt="a")
+    whole_keys = page_keys(key.tokens, 3 * (1 + bigram), key.seed)
+    assert key.pages(3) == len(whole_keys) == 2
+    assert key.page_keys(3, key.seed, 0, 2) == whole_keys
+    assert key.page_keys(3, whole_keys[0], 1, 2) == whole_keys[1:]
+
+
+def test_equal_hashes_under_two_seeds_have_no_page_key_in_common() -> None:
+    names: list[dict[str, str]] = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"extra_key": "a"}]
+    keys = [RadixKey.of_hashes(HASHES, **name).page_keys(16, b"", 0, 5) for name in names]
+    assert len({page for one in keys for page in one}) == 4 * 5
+    assert keys[1][0] == hashlib.sha256(namespace_seed(cache_salt="a") + HASHES[0]).digest()
+
+
+@pytest.mark.parametrize(
+    ("hashes", "message"),
+    [
+        (b"x" * 64, "sequence of bytes"), ("x" * 64, "sequence of bytes"), (None, "sequence of bytes"),
+        (set(HASHES), "sequence of bytes"), ([HASHES[0], b"short"], "page 1 has 5 bytes"), ([7], "of type int"),
+        (["x" * 32], "of type str"), ([bytearray(32)], "of type bytearray"), ([*HASHES, HASHES[2]], "same hash"),
+        (np.zeros((2, 32), np.uint8), "sequence of bytes"),
+    ],
+)  # fmt: skip
+def test_hashes_of_another_form_are_refused(hashes: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        RadixKey.of_hashes(hashes)
+
+
+def test_given_page_keys_say_nothing_of_tokens() -> None:
+    key = RadixKey.of_hashes(HASHES)
+    with pytest.raises(InvalidInput, match="a cache that takes given page keys"):
+        _ = key.prompt_tokens
+    with pytest.raises(InvalidInput, match="all hashes"):
+        key.extended([1])
+    with pytest.raises(InvalidInput, match="of_hashes"):
+        RadixKey(key.tokens, bytes(32), key.position_bytes)
+
+
+def test_a_key_shows_lengths_and_neither_tokens_nor_hashes() -> None:
+    tokens = list(range(424242, 424242 + 100_000))
+    assert repr(RadixKey.of(tokens)) == str(RadixKey.of(tokens)) == "RadixKey(100000 tokens, no seed)"
+    assert repr(RadixKey.of(tokens, cache_salt="a", bigram=True)) == "RadixKey(99999 bigrams, with a seed)"
+    assert repr(RadixKey.of_hashes(HASHES)) == "RadixKey(5 given page keys)"
+    chain = PageChain(token_bytes(tokens), 100, namespace_seed(cache_salt="a"))
+    assert repr(chain) == "PageChain(1000 pages, not hashed)"
+    chain.keys()
+    assert repr(PageChain(token_bytes(TOKENS), 4, chain)) == "PageChain(2 pages, not hashed)"
+    assert repr(chain) == "PageChain(1000 pages, hashed)"
+
+
 def test_a_key_grows_with_its_request() -> None:
     key = RadixKey.of([1, 2], cache_salt="a").extended([3])
     assert key == RadixKey.of([1, 2, 3], cache_salt="a")
     assert len(key) == 3
 
 
-def test_ranks_share_a_namespace_where_they_hold_the_same_bytes_and_then_one_of_them_writes() -> None:
-    for layout, digests, writers in ((KVLayout.MHA, 2, [True, True]), (KVLayout.MLA, 1, [True, False])):
-        shape = KVGeometry(1, 1, 8, 16, layout=layout)
-        ranks = [Namespace(model="m", geometry=shape, tp_rank=rank, tp_size=2) for rank in range(2)]
+@pytest.mark.parametrize("layout", KVLayout)
+def test_ranks_share_a_namespace_only_where_it_is_said_and_then_one_of_them_writes(layout: KVLayout) -> None:
+    """Also for MLA: its layout may hold an engine's opaque bytes, which differ from rank to rank."""
+    shape = KVGeometry(1, 1, 8, 16, layout=layout)
+    for shared, digests, writers in ((False, 2, [True, True]), (True, 1, [True, False])):
+        ranks = [Namespace("m", shape, tp_rank=rank, tp_size=2, ranks_share_pages=shared) for rank in range(2)]
         assert len({rank.digest for rank in ranks}) == digests
         assert [rank.writes for rank in ranks] == writers
 
 
+def test_ranks_that_share_pages_find_those_of_another_number_of_ranks() -> None:
+    one, eight = (Namespace("m", KVGeometry(1, 1, 8, 16), tp_size=size, ranks_share_pages=True) for size in (1, 8))
+    assert one.digest == eight.digest
+
+
+def test_pipeline_and_context_ranks_have_pages_of_their_own_even_where_tensor_ranks_share() -> None:
+    base = Namespace("m", KVGeometry(1, 1, 8, 16), pp_size=2, cp_size=2, dcp_size=2, ranks_share_pages=True)
+    ranks = [base, *(replace(base, **{name: 1}) for name in ("pp_rank", "cp_rank", "dcp_rank"))]  # type: ignore[arg-type]
+    assert len({rank.digest for rank in ranks}) == 4
+    assert all(rank.writes for rank in ranks)
+
+
 def test_every_field_of_a_namespace_changes_its_digest() -> None:
     shape = KVGeometry(layers=2, heads=1, head_dim=8, page_size=16)
-    base = Namespace(model="m", geometry=shape, tp_size=2, pp_size=2)
+    base = Namespace(model="m", geometry=shape, tp_size=2, pp_size=2, cp_size=2, dcp_size=2)
     others = [
         replace(base, model="n"), replace(base, weights_epoch=1), replace(base, kv_scales="s"),
         replace(base, tp_rank=1), replace(base, tp_size=4), replace(base, pp_rank=1), replace(base, pp_size=4),
+        replace(base, cp_rank=1), replace(base, cp_size=4), replace(base, dcp_rank=1), replace(base, dcp_size=4),
+        replace(base, ranks_share_pages=True),
+        *(replace(base, element_order=order) for order in ELEMENT_ORDERS[1:]),
+        # The same text in one field or in another.
+        replace(base, engine_layout="s"), replace(base, quantisation="s"), replace(base, key_hash="s"),
     ]  # fmt: skip
     others += [
         replace(base, geometry=replace(shape, **change))
@@ -256,15 +347,40 @@ def test_every_field_of_a_namespace_changes_its_digest() -> None:
     assert len(digests) == 1 + len(others)
 
 
+def test_every_part_of_a_page_shape_changes_the_digest() -> None:
+    shapes: list[KVGeometry | PageShape] = [
+        PageShape(16, pieces)
+        for pieces in (
+            (Piece("a", 8), Piece("b", 24)), (Piece("b", 24), Piece("a", 8)), (Piece("b", 8), Piece("a", 24)),
+            (Piece("a", 24), Piece("b", 8)), (Piece("ab", 32),), (Piece("a", 8), Piece("b", 20), Piece("c", 4)),
+        )
+    ]  # fmt: skip
+    shapes += [PageShape(8, (Piece("a", 8), Piece("b", 24))), PageShape(16, (Piece("a8b", 32),))]
+    attention = KVGeometry(layers=2, heads=1, head_dim=8, page_size=16)
+    shapes += [attention, attention.shape]  # the same bytes, described both ways
+    assert len({Namespace("m", shape).digest for shape in shapes}) == len(shapes)
+    assert Namespace("m", attention).shape == Namespace("m", attention.shape).shape == attention.shape
+
+
+def test_pieces_cannot_be_encoded_as_other_pieces() -> None:
+    """A name may hold the very bytes that the encoding has between the names of two pieces."""
+    between = "\x05\x00\x01\x00\x00\x00bytes1\x04\x00\x01\x00\x00\x00name"
+    two, one = (Piece("a", 1), Piece("b", 1)), (Piece(f"a{between}b", 1),)
+    assert Namespace("m", PageShape(16, two)).digest != Namespace("m", PageShape(16, one)).digest
+
+
 IMPOSSIBLE_NAMESPACES: list[dict[str, Any]] = [
     *({"model": bad} for bad in ("", None, 5, b"m", "\ud800", "m" * (NAME_BYTES_MAX + 1))),
-    *({"geometry": bad} for bad in (None, 5, "shape")),
+    *({"geometry": bad} for bad in (None, 5, "shape", (Piece("kv", 8),))),
     *({"weights_epoch": bad} for bad in (-1, 2**64, 10**5000, 1.0, float("nan"), True, "1", None)),
-    *({"kv_scales": bad} for bad in (None, 5, "\ud800")),
+    *({name: bad} for name in ("kv_scales", "engine_layout", "quantisation", "key_hash")
+      for bad in (None, 5, "\ud800", "x" * (NAME_BYTES_MAX + 1))),
+    *({"element_order": bad} for bad in (None, 5, "", "dim_heads_tokens", "x" * NAME_BYTES_MAX)),
+    *({"ranks_share_pages": bad} for bad in (None, 0, 1, "yes")),
     *({"label": bad} for bad in (None, 5)),
-    *({rank: bad} for rank in ("tp_rank", "pp_rank") for bad in (2, -1, 0.5, False, "0", None)),
-    *({size: bad} for size in ("tp_size", "pp_size") for bad in (0, -1, 2.0, True, 10**5000, None)),
-]
+    *({f"{kind}_rank": bad} for kind in ("tp", "pp", "cp", "dcp") for bad in (2, -1, 0.5, False, "0", None)),
+    *({f"{kind}_size": bad} for kind in ("tp", "pp", "cp", "dcp") for bad in (0, -1, 2.0, True, 10**5000, None)),
+]  # fmt: skip
 IMPOSSIBLE_GEOMETRIES: list[dict[str, Any]] = [
     *({"layers": bad} for bad in (0, -1, True, 1.0, float("nan"), "1", None, 10**5000)),
     {"heads": -1}, {"head_dim": 2**21}, {"page_size": 4096}, {"page_size": 0.5},
@@ -281,8 +397,9 @@ def _named(change: dict[str, Any]) -> str:
 @pytest.mark.parametrize("change", IMPOSSIBLE_NAMESPACES, ids=_named)
 def test_an_impossible_namespace_is_refused(change: dict[str, Any]) -> None:
     base = Namespace(model="m", geometry=KVGeometry(1, 1, 8, 16), tp_size=2)
-    with pytest.raises(InvalidInput):
+    with pytest.raises(InvalidInput) as caught:
         replace(base, **change)
+    assert len(str(caught.value)) < 200
 
 
 def test_a_label_may_be_what_no_utf_8_can_say() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hicache.backends.testing import (
     MISS,
     NAMESPACE,
     PAYLOAD_BYTES,
+    PRESENT,
     STORED,
     empty_frames,
     full_frames,
@@ -22,7 +24,7 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, FrameHeader, TagKind, frame_bytes
-from hicache.geometry import KVGeometry, KVLayout
+from hicache.geometry import KVGeometry, KVLayout, PageShape, Piece
 from hicache.keys import Namespace
 from tests.seeds import rng, seeds
 
@@ -157,6 +159,17 @@ STRANGERS = {
     "layout": Namespace("model-a", KVGeometry(4, 2, 16, 8, layout=KVLayout.MLA), weights_epoch=3, tp_size=2),
     "dtype": Namespace("model-a", KVGeometry(2, 2, 16, 8, dtype="float16"), weights_epoch=3, tp_size=2),
     "heads": Namespace("model-a", KVGeometry(2, 4, 8, 8), weights_epoch=3, tp_size=2),
+    "shared": replace(HOME, ranks_share_pages=True),
+    "order": replace(HOME, element_order="heads_tokens_dim"),
+    "engine": replace(HOME, engine_layout="vllm/HNC/bf16/block16"),
+    "quantisation": replace(HOME, quantisation="fp8_e4m3/per-head"),
+    "hash": replace(HOME, key_hash="sha256_cbor/seed 0"),
+    "context": replace(HOME, cp_size=2),
+    "context rank": replace(HOME, cp_rank=1, cp_size=2),
+    "decode context": replace(HOME, dcp_size=2),
+    "decode context rank": replace(HOME, dcp_rank=1, dcp_size=2),
+    "pieces": replace(HOME, geometry=GEOMETRY.shape),
+    "one piece": replace(HOME, geometry=PageShape(8, (Piece("kv", GEOMETRY.payload_bytes),))),
 }
 
 
@@ -182,6 +195,22 @@ def test_a_page_of_another_engine_is_not_seen_and_not_believed(
     assert load(theirs, keys) == [HIT] * 3
     ours.backend.close()
     theirs.backend.close()
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_page_of_an_engine_with_an_equal_namespace_is_found(tmp_path: Path, name: str) -> None:
+    """Control of the test before: the field keeps engines apart where it differs, and not where it is equal."""
+    keys = make_keys(3)
+    for expected in (STORED, PRESENT):
+        codec = FrameCodec(replace(STRANGERS[name]).digest, GEOMETRY.payload_bytes)
+        store = open_file(tmp_path / "s", codec)
+        assert store_chain(store, keys) == [expected] * 3
+        assert load(store, keys) == [HIT] * 3
+        store.backend.close()
+
+
+def test_strangers_are_strangers_to_each_other_too() -> None:
+    assert len({namespace.digest for namespace in (HOME, *STRANGERS.values())}) == 1 + len(STRANGERS)
 
 
 def test_a_page_forged_without_the_key_is_refused(tmp_path: Path) -> None:
