@@ -20,7 +20,7 @@ from hicache.controller import ControllerOptions, HiCacheController
 from hicache.controller.ranks import RankGroup
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
-from hicache.keys import TOKEN_BYTES, Namespace, RadixKey, page_keys
+from hicache.keys import TOKEN_BYTES, Namespace, RadixKey
 from hicache.tiers import CopyEngine, HostPool, KVPool, create_copy_engine, create_device_pool
 from hicache.types import PageIds
 from tests.waiting import wait_for
@@ -110,7 +110,7 @@ class World:
 
     def expected(self, key: RadixKey, number: int) -> npt.NDArray[np.uint8] | None:
         """uint8 [layers, 2, block_bytes] of one page, None for a partial one."""
-        keys = page_keys(key.tokens, GEOMETRY.page_size * key.position_bytes // TOKEN_BYTES, key.seed)
+        keys = key.page_keys(GEOMETRY.page_size, key.seed, 0, key.pages(GEOMETRY.page_size))
         if number >= len(keys):
             return None
         stream = hashlib.shake_128(keys[number]).digest(GEOMETRY.payload_bytes)

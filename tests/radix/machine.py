@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, RadixKey, page_keys, token_bytes
+from hicache.keys import BIGRAM_BYTES, PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey, page_keys, token_bytes
 from hicache.radix import (
     CUT_PAGES_MIN,
     POLICIES,
@@ -86,11 +86,11 @@ class Machine:
         self.page_size = page_size
         self.scale = scale
         self.observer = observer
-        self.position_bytes = position_bytes or numbers.choice([TOKEN_BYTES, TOKEN_BYTES, BIGRAM_BYTES])
+        self.position_bytes = position_bytes or numbers.choice([TOKEN_BYTES, BIGRAM_BYTES, PAGE_KEY_BYTES])
         self.long = numbers.random() < 0.1  # runs that eviction cuts
         self.policy = numbers.choice(list(POLICIES))
         self.run_pages_max = RUN_PAGES_MAX if self.long else numbers.choice([4, RUN_PAGES_MAX])
-        page_tokens = page_size * self.position_bytes // TOKEN_BYTES
+        self.page_tokens = page_tokens = page_size * (2 if self.position_bytes == BIGRAM_BYTES else 1)
         self.contents = [token_bytes([7 * page + i % 2 for i in range(page_tokens)]) for page in range(3)]
         self.restart()
 
@@ -111,16 +111,21 @@ class Machine:
         pages = self.random.choices(range(3), (6, 3, 1), k=self.random.randint(1, 10 * self.scale))
         if self.long and self.random.random() < 0.8:
             pages = pages[:1] * 40 + pages[:5]
+        tokens = b"".join(self.contents[page] for page in pages)
+        seed = self.random.choice(SEEDS_OF_KEYS)
+        if self.position_bytes == PAGE_KEY_BYTES:
+            return RadixKey.of_hashes(page_keys(tokens, self.page_tokens, seed))
         tail = self.contents[0][: self.random.randrange(self.page_size) * self.position_bytes]
-        tokens = b"".join(self.contents[page] for page in pages) + tail
-        return RadixKey(tokens, self.random.choice(SEEDS_OF_KEYS), self.position_bytes)
+        return RadixKey(tokens + tail, seed, self.position_bytes)
 
     def pages_of(self, key: RadixKey) -> Pages:
         size = self.tree.page_bytes
         return tuple(key.tokens[i : i + size] for i in range(0, len(key.tokens) - size + 1, size))
 
     def keys_of(self, key: RadixKey) -> list[bytes]:
-        return page_keys(key.tokens, self.tree.page_bytes // TOKEN_BYTES, key.seed)
+        if key.is_given:
+            return list(self.pages_of(key))
+        return page_keys(key.tokens, self.page_tokens, key.seed)
 
     def path_of(self, node: Node) -> list[Page]:
         """The oracle's pages from the start of the prompt to the end of `node`."""

@@ -1,0 +1,74 @@
+"""A store of a configuration, opened without a cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache import open_storage
+from hicache.backends.testing import soon
+from hicache.cache import create_tiered_cache
+from hicache.errors import ConfigError, NotOurs
+from hicache.geometry import KVGeometry, PageShape, Piece
+from hicache.keys import Namespace, RadixKey, page_keys
+
+from .test_factory import NAMESPACE, config, file_storage
+
+KEY = RadixKey.of(list(range(8)))
+KEYS = page_keys(KEY.tokens, 4)
+
+
+def stored_pages(settings: Any, namespace: Namespace, environ: dict[str, str] | None = None) -> int:
+    """How many of the two pages an opened store finds."""
+    store = open_storage(settings, namespace, environ=environ)
+    try:
+        return store.batch_exists(KEYS, deadline=soon())
+    finally:
+        store.close()
+
+
+def store_two_pages(settings: Any, environ: dict[str, str] | None = None) -> None:
+    with create_tiered_cache(settings, NAMESPACE, environ=environ) as cache:
+        pages = cache.alloc_pages(2)
+        assert pages is not None
+        cache.insert(KEY, pages)
+        assert cache.drain(20)
+
+
+def test_it_has_the_pages_of_a_cache_of_the_same_namespace_and_of_no_other(tmp_path: Path) -> None:
+    settings = config(storage=file_storage(tmp_path / "s"))
+    store_two_pages(settings)
+    assert stored_pages(settings, NAMESPACE) == 2
+    assert stored_pages(settings, replace(NAMESPACE, weights_epoch=1)) == 0
+    assert stored_pages(settings, replace(NAMESPACE, element_order="heads_tokens_dim")) == 0
+
+
+def test_keys_are_read_from_the_given_environment(tmp_path: Path) -> None:
+    settings = config(storage=file_storage(tmp_path / "s"), integrity={"mac_key_env": "TEST_MAC_KEY"})
+    store_two_pages(settings, {"TEST_MAC_KEY": "ab" * 32})
+    assert stored_pages(settings, NAMESPACE, {"TEST_MAC_KEY": "ab" * 32}) == 2
+    with pytest.raises(ConfigError, match="TEST_MAC_KEY"):
+        open_storage(settings, NAMESPACE, environ={})
+
+
+def test_a_configuration_without_storage_is_refused() -> None:
+    with pytest.raises(ConfigError, match="add the section `storage`"):
+        open_storage(config(), NAMESPACE)
+
+
+@pytest.mark.parametrize("geometry", [KVGeometry(1, 1, 8, 16), PageShape(16, (Piece("kv", 64),))])
+def test_another_page_size_is_refused_before_the_store_is_opened(
+    tmp_path: Path, geometry: KVGeometry | PageShape
+) -> None:
+    with pytest.raises(ConfigError, match="page_size: configured as 4, but the engine uses 16"):
+        open_storage(config(storage=file_storage(tmp_path / "s")), Namespace("m", geometry))
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a page")
+    with pytest.raises(NotOurs):
+        open_storage(config(storage=file_storage(tmp_path)), NAMESPACE)
