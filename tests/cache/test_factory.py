@@ -23,7 +23,8 @@ from hicache.tiers import KVPool, create_device_pool
 from hicache.tiers.memory import DeviceMemory
 from tests.ranks import gloo_ranks
 
-NAMESPACE = Namespace(model="m", geometry=KVGeometry(layers=1, heads=1, head_dim=8, page_size=4, dtype="float32"))
+GEOMETRY = KVGeometry(layers=1, heads=1, head_dim=8, page_size=4, dtype="float32")
+NAMESPACE = Namespace(model="m", geometry=GEOMETRY)
 
 
 def config(**sections: object) -> HiCacheConfig:
@@ -77,11 +78,11 @@ def test_a_storage_format_makes_stored_pages_short_and_secret(tmp_path: Path) ->
     settings = config(storage=file_storage(root), storage_format={
         "compression": "zstd", "encryption_key_file": key_file(tmp_path / "key", "ab"),
     })  # fmt: skip
-    wide = replace(NAMESPACE, geometry=replace(NAMESPACE.geometry, head_dim=1024))
-    for header in store_two_pages(settings, wide, root):
+    wide = replace(GEOMETRY, head_dim=1024)
+    for header in store_two_pages(settings, replace(NAMESPACE, geometry=wide), root):
         assert header.tag_kind == TagKind.AES_256_GCM
         assert header.form & Form.ZSTD and header.stored_bytes < header.payload_bytes
-        assert bool(header.form & Form.BYTE_PLANES) is (DTYPE_BYTES[wide.geometry.dtype] == 2)
+        assert bool(header.form & Form.BYTE_PLANES) is (DTYPE_BYTES[wide.dtype] == 2)
 
 
 def test_stored_pages_carry_the_card_of_their_namespace(tmp_path: Path) -> None:
@@ -95,6 +96,12 @@ def test_a_label_names_the_model_for_people_and_changes_nothing_else(tmp_path: P
     assert (named.digest, named) == (NAMESPACE.digest, NAMESPACE)
     for header in store_two_pages(config(storage=file_storage(tmp_path / "pages")), named, tmp_path / "pages"):
         assert header.label == "a name"
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_page_shape_is_refused_where_l1_is_made_from_the_geometry(prefix_cache: bool) -> None:
+    with pytest.raises(InvalidInput, match="an engine with its own device cache"):
+        create_cache(config(prefix_cache=prefix_cache), replace(NAMESPACE, geometry=GEOMETRY.shape))
 
 
 def test_an_engine_may_size_l1_itself() -> None:
