@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 
 from hicache import HiCacheConfig, KVGeometry, Namespace, RadixKey
-from hicache.cache import RequestKV, SessionCache, create_tiered_cache
+from hicache.cache import RequestKV, SessionCache, create_cache
 from hicache.events import EventStream, Medium, PrefixIndex
 from hicache.keys import page_keys
 from hicache.radix import pretty_print
@@ -71,26 +71,25 @@ def main() -> None:
     """Talk twice, evict, look, and change the weights."""
     system, question, answer = list(range(200)), list(range(1000, 1045)), list(range(2000, 2030))
     more = list(range(3000, 3020))
-    inner = create_tiered_cache(CONFIG, Namespace(model="stamp", geometry=GEOMETRY))
     stream, index = EventStream(EVENTS_BYTES), PrefixIndex()
-    inner.record_events(stream)  # before the first request
     reader = stream.subscribe()
-    with SessionCache(inner, ttl_s=600) as cache:
+    with SessionCache(create_cache(CONFIG, Namespace(model="stamp", geometry=GEOMETRY)), ttl_s=600) as cache:
+        cache.record_events(stream)  # before the first request
         turn(cache, "warm-up", None, system, answer[:1])
-        pin = inner.pin(RadixKey.of(system, cache_salt="alice"), ttl_s=3600)
+        pin = cache.pin(RadixKey.of(system, cache_salt="alice"), ttl_s=3600)
         assert pin is not None, "pins would take more than pin_host_share of L2"
         cache.open_session("alice")
         turn(cache, "turn-1", "alice", system + question, answer)
         last = turn(cache, "turn-2", "alice", system + question + answer + more, answer[:1])
         cache.close_session("alice")
         cache.drain(WAIT_S)
-        cache.evict(inner.device.allocator.capacity)  # all that may leave L1 does
+        cache.evict(cache.device.pages)  # all that may leave L1 does
         cache.drain(WAIT_S)
         index.apply(reader.drain(1_000_000))
         keys = page_keys(last.tokens, PAGE_SIZE, last.seed)
         print(f"pinned: {pin.pages} pages; after L1 was emptied, on the host: "
               f"{index.prefix_pages(keys, Medium.HOST)} of {len(keys)} pages")  # fmt: skip
-        print(pretty_print(inner.tree))
+        print(pretty_print(cache.inner.tree))
         turn(cache, "again", None, system + question, answer[:1])
         cache.update_weights(1)
         turn(cache, "new weights", None, system + question, answer[:1])

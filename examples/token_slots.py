@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from hicache import HiCacheConfig, HiRadixCache, KVGeometry, Namespace, RadixKey
-from hicache.cache import create_tiered_cache
+from hicache.cache import create_cache
 from hicache.tiers import PagedTokenToKVPoolAllocator, token_slots
 
 PAGE_SIZE = 16
@@ -65,7 +65,10 @@ def serve(cache: HiRadixCache, allocator: PagedTokenToKVPoolAllocator, prompt: l
 
 def main() -> None:
     """Serve more prompts than fit."""
-    with create_tiered_cache(CONFIG, Namespace(model="stamp", geometry=GEOMETRY)) as cache:
+    with create_cache(CONFIG, Namespace(model="stamp", geometry=GEOMETRY)) as cache:
+        # With `prefix_cache: false` it is a ChunkCache, which has no tree to insert pages into.
+        if not isinstance(cache, HiRadixCache):
+            raise SystemExit("token slots over the cache need prefix_cache: true")
         allocator = PagedTokenToKVPoolAllocator(cache.page_source, PAGE_SIZE, "cpu", debug=True)
         for number in (0, 0, 1, 2, 3, 0):
             prompt = list(range(1000 * number, 1000 * number + 60))

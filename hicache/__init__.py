@@ -18,6 +18,7 @@ __all__ = [
     "HiCacheController",
     "HiCacheError",
     "HiRadixCache",
+    "HostCache",
     "KVGeometry",
     "KVLayout",
     "Namespace",
@@ -30,12 +31,22 @@ __all__ = [
     "TreeCache",
     "__version__",
     "create_cache",
+    "create_host_cache",
     "load_config",
     "open_storage",
 ]
 
 if TYPE_CHECKING:
-    from .cache import ChunkCache, HiRadixCache, SessionCache, TreeCache, create_cache, open_storage
+    from .cache import (
+        ChunkCache,
+        HiRadixCache,
+        HostCache,
+        SessionCache,
+        TreeCache,
+        create_cache,
+        create_host_cache,
+        open_storage,
+    )
     from .config import HiCacheConfig, load_config
     from .controller import HiCacheController, TorchRankGroup
     from .errors import HiCacheError
@@ -50,6 +61,7 @@ _HOME = {
     "HiCacheController": "controller",
     "HiCacheError": "errors",
     "HiRadixCache": "cache",
+    "HostCache": "cache",
     "KVGeometry": "geometry",
     "KVLayout": "geometry",
     "Namespace": "keys",
@@ -61,6 +73,7 @@ _HOME = {
     "TorchRankGroup": "controller",
     "TreeCache": "cache",
     "create_cache": "cache",
+    "create_host_cache": "cache",
     "load_config": "config",
     "open_storage": "cache",
 }

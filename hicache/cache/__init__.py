@@ -1,8 +1,11 @@
-"""What an engine embeds: the interface `TreeCache`, its three implementations, and `create_cache` that builds one."""
+"""What an engine embeds: the interface `TreeCache`, its three implementations, and `create_cache` that builds one; or,
+if the engine keeps its own device cache, `HostCache` and `create_host_cache`.
+"""
 
 from .books import Eviction
 from .chunk_cache import ChunkCache
-from .factory import create_cache, create_tiered_cache, open_storage
+from .factory import create_cache, create_host_cache, open_storage
+from .host_cache import HostCache, HostLoad, HostMatch, HostWrite
 from .interface import TreeCache
 from .options import CacheOptions, PrefetchPolicy, WritePolicy
 from .payoff import Decision, Figures, Payoff, PayoffOptions, PayoffStatistics, Route
@@ -22,6 +25,10 @@ __all__ = [
     "Eviction",
     "Figures",
     "HiRadixCache",
+    "HostCache",
+    "HostLoad",
+    "HostMatch",
+    "HostWrite",
     "Order",
     "Payoff",
     "PayoffOptions",
@@ -37,7 +44,7 @@ __all__ = [
     "TreeCache",
     "WritePolicy",
     "create_cache",
-    "create_tiered_cache",
+    "create_host_cache",
     "longest_prefix_first",
     "open_storage",
 ]

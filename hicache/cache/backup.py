@@ -1,14 +1,14 @@
-"""Backup: from L1 to L2 and from L2 to storage, as the write policy says.
+"""Backup: from L1 to L2, as the write policy says.
 
-Both go root first, because a page is of use on a tier only if its whole prefix is there. A node that is being copied to
-L2 is locked; one that is being stored has its host pages held.
+It goes root first, because a page is of use on a tier only if its whole prefix is there. A node that is being copied to
+L2 is locked.
 
     write_through            a run is copied to L2 as soon as it is computed
     write_through_selective  as soon as `selective_hits` requests have used it
     write_back               when L1 evicts it, in two phases: the copy is started, and when it has arrived the run
                              leaves L1; its ancestors are copied with it, since L2 needs the whole prefix
 
-Under each policy a pinned run is copied at once, and what is on L2 goes on to storage.
+Under each policy a pinned run is copied at once, and what is on L2 goes on to storage (`hicache.cache.storing`).
 
 Called by the scheduler thread alone; no lock.
 """
@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..controller import BackupOperation, CopyOperation, HiCacheController
+from ..controller import CopyOperation, HiCacheController
 from ..errors import InvariantError
 from ..radix import Fate, Node, RadixTree, may_leave_device
 from ..types import PageIds
 from .books import Books, HostLedger
 from .options import WritePolicy
-from .pause import Pause
+from .storing import Storing
 from .trees import Trees
 
 
@@ -33,13 +33,6 @@ class CopyTask(NamedTuple):
     tree: RadixTree
     node: Node
     evicts: bool = False  # the run leaves L1 when the copy has arrived
-
-
-class StoreTask(NamedTuple):
-    """Which run a store is for."""
-
-    tree: RadixTree
-    node: Node
 
 
 class Backup:
@@ -54,7 +47,7 @@ class Backup:
         policy: WritePolicy,
         *,
         selective_hits: int,
-        pause: Pause,
+        storing: Storing,
     ) -> None:
         self._saving_pages = 0
         self._trees = trees
@@ -64,7 +57,7 @@ class Backup:
         self._policy = policy
         self._selective_hits = selective_hits
         self._halted = False
-        self._pause = pause
+        self._storing = storing
 
     def used(self, node: Node) -> None:
         """A request has computed or reused the path to `node`: start what the policy wants and the path still lacks.
@@ -74,20 +67,11 @@ class Backup:
         if self._halted:
             return
         backups: list[Node] = []
-        stores: list[Node] = []
-        has_storage = self._controller.has_storage
-        while node.parent is not None:
-            if node.host is not None:
-                if not has_storage:
-                    break  # its ancestors are on L2 too
-                if not (node.stored or node.store_pending):
-                    stores.append(node)
-            elif not node.backup_pending and (backups or self._wants(node)):
+        while node.parent is not None and node.host is None:
+            if not node.backup_pending and (backups or self._wants(node)):
                 backups.append(node)
             node = node.parent
-        for part in reversed(stores):
-            if not self._store(part):
-                break  # its descendants would be out of reach without it
+        self._storing.store_path(node)  # what is on L2 has its whole prefix there
         for part in reversed(backups):
             if not self._back_up([part]):
                 break  # its descendants could not be on L2 without it
@@ -133,7 +117,7 @@ class Backup:
         self._ledger.settle(pages, tree.accept_backup(node, copy.host_pages))
         parts = list(tree.span(node, pages))
         for part in reversed(parts):
-            if tree is not self._trees.current or not self._store(part):
+            if tree is not self._trees.current or not self._storing.store(part):
                 break
         tree.unlock(node)
         if not task.evicts:
@@ -150,24 +134,6 @@ class Backup:
         task.tree.unlock(task.node)
         if task.evicts:
             self._saving_pages -= len(copy.host_pages)
-
-    def stored(self, backup: BackupOperation) -> None:
-        """A store has ended. If a page is missing, a later request that passes by tries again."""
-        task: StoreTask = backup.tag
-        task.tree.end_store(task.node, backup.chain, stored=backup.stored)
-        if task.tree is self._trees.current:
-            self._books.skipped["store_incomplete"] += not backup.stored
-            # By what this rank saw of the store; whether all ranks may store is agreed from that.
-            if backup.is_complete:
-                self._pause.succeeded()
-            elif self._controller.stores_pages:
-                self._pause.failed()
-        task.tree.release_host(task.node)
-
-    @property
-    def paused(self) -> bool:
-        """Whether this rank would leave storage alone now."""
-        return self._pause.active
 
     def _wants(self, node: Node) -> bool:
         if self._policy is WritePolicy.WRITE_THROUGH or node.pin_ref:
@@ -196,23 +162,4 @@ class Backup:
             done += count
             if task.evicts:
                 self._saving_pages += count
-        return True
-
-    def _store(self, node: Node) -> bool:
-        """Whether the pages of `node` are in storage or on their way there, now or since before."""
-        if not self._controller.has_storage or node.host is None or node.parent is None:
-            return False
-        if node.stored or node.store_pending:
-            return True
-        root = node.parent.parent is None
-        if not (root or node.parent.stored or node.parent.store_pending):
-            return False
-        if not self._controller.may_store:
-            self._books.skipped["store_paused"] += 1
-            return False
-        if not self._controller.may_back_up(len(node.host)):
-            return False
-        tree = self._trees.current
-        self._controller.submit_backup(StoreTask(tree, node), tree.begin_store(node), node.host, begins_prompt=root)
-        tree.hold_host(node)
         return True

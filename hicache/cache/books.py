@@ -10,16 +10,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ..arguments import whole
 from ..radix import Fate, Node
 from ..tiers import HostPool, PageAllocator
 from ..types import PageIds
 from .requests import RequestKV
-from .trees import Trees
+from .trees import Trees, require_books
 
 # Why something was not done, for each an entry in `Books.skipped`.
 SKIP_REASONS = (
+    "backup_failed",
     "backup_no_host_room",
+    "backup_prefix_not_on_host",
     "load_does_not_pay",
+    "load_failed",
     "load_too_short",
     "no_device_room",
     "pin_share",
@@ -129,6 +133,7 @@ class DeviceLedger:
 
     def alloc(self, count: int) -> PageIds | None:
         """`count` pages for a request, evicting as needed; None if there is no room now."""
+        count = whole("count", count)
         pages = self.allocator.alloc(count) if self.make_room(count) else None
         if pages is not None:
             self.request_pages += count
@@ -138,6 +143,11 @@ class DeviceLedger:
         """Take pages of a request back."""
         self.allocator.free(pages)
         self.request_pages -= len(pages)
+
+    def check(self) -> None:
+        """Raises InvariantError if the invariant does not hold."""
+        node_pages = sum(tree.device_pages_total for tree in self._trees.all())
+        require_books("L1", self.allocator, node_pages, self.request_pages)
 
     def free_group(self) -> AbstractContextManager[None]:
         """What is freed inside becomes free at the end of the block."""

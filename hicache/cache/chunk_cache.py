@@ -19,14 +19,17 @@ import numpy as np
 from ..arguments import instance, number, whole
 from ..controller import ControllerStatistics, QueueStatistics
 from ..errors import InvalidInput, InvariantError
+from ..events import EventStream, Publisher
 from ..keys import RadixKey, require_epoch
 from ..radix import Match, Peek, RadixTree, make_policy
 from ..tiers import KVPool, Transfer
 from ..types import NO_PAGES
 from .books import Books, Eviction
 from .payoff import Payoff
-from .requests import RequestKV, RunningRequests, computed_pages, require_beginning
-from .statistics import CacheStatistics, TierStatistics
+from .pins import Pin
+from .recorder import EventRecorder
+from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
+from .statistics import NO_TIER, CacheStatistics, TierStatistics
 
 _IDLE = ControllerStatistics(
     queues=QueueStatistics(
@@ -37,6 +40,8 @@ _IDLE = ControllerStatistics(
     copies={},
 )  # fmt: skip
 _UNDECIDED = Payoff().statistics()
+# How long a publisher may take to send its last events. There are none, so it ends at once.
+CLOSE_S = 1.0
 
 
 class ChunkCache:
@@ -50,6 +55,8 @@ class ChunkCache:
         self._nothing = self._tree.match(RadixKey(b""))
         self._running = RunningRequests()
         self._books = Books()
+        self._events: EventRecorder | None = None
+        self._publisher: Publisher | None = None
         self._closed = False
 
     def match_prefix(self, key: RadixKey) -> Match:
@@ -81,7 +88,7 @@ class ChunkCache:
         self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
     ) -> RequestKV | None:
         """Own pages for all of `key`; None if L1 has no room now. Raises as every cache does."""
-        priority, _ = require_beginning(rid, key, priority, load_pages_max)
+        _, priority, _ = require_beginning(rid, key, priority, load_pages_max, self.device)
         if self._closed:
             raise InvalidInput("the cache is closed; build a new one")
         request = RequestKV(rid, key, NO_PAGES, 0, self._tree, self._nothing.node, priority)
@@ -97,10 +104,10 @@ class ChunkCache:
         """None: nothing is ever loaded."""
         return None
 
-    def extend(self, request: RequestKV, tokens: int) -> bool:
-        """Make room for `tokens` tokens of KV in all; False if L1 is full (then nothing changed)."""
+    def extend(self, request: RequestKV, total_tokens: int) -> bool:
+        """Make room for KV of `total_tokens` tokens in all; False if L1 is full (then nothing changed)."""
         self._running.require(request)
-        missing = -(-whole("tokens", tokens) // self.page_size) - len(request.pages)
+        missing = missing_pages(request, total_tokens, self.device)
         if missing <= 0:
             return True
         pages = self.device.allocator.alloc(missing)
@@ -132,6 +139,12 @@ class ChunkCache:
         """0: nothing is ever copied."""
         return 0
 
+    def pin(self, key: RadixKey, ttl_s: float) -> Pin | None:
+        """None: no page outlives its request."""
+        instance("key", key, RadixKey)
+        number("ttl_s", ttl_s, positive=True)
+        return None
+
     def clear(self) -> None:
         """Nothing to forget."""
 
@@ -139,13 +152,22 @@ class ChunkCache:
         """Count the epoch. Raises InvalidInput for one that is not an integer above the current one."""
         self.weights_epoch = require_epoch(epoch, above=self.weights_epoch)
 
+    def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
+        """Answer the readers of `stream` that ask for a snapshot: it is empty, and no page ever appears."""
+        instance("stream", stream, EventStream)
+        if self._books.requests or self._events is not None:
+            raise InvalidInput("events: record them from the start, before the first request, and into one stream")
+        self._events, self._publisher = EventRecorder(stream), publisher
+
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Nothing to compare it with."""
         whole("tokens", tokens)
         number("seconds", seconds)
 
     def poll(self) -> bool:
-        """False: nothing is ever under way."""
+        """False: nothing is ever in flight."""
+        if self._events is not None:
+            self._events.poll(self._tree)
         return False
 
     def statistics(self) -> CacheStatistics:
@@ -166,10 +188,11 @@ class ChunkCache:
                 evictable_pages=0,
                 page_bytes=self.device.geometry.payload_bytes,
             ),
-            host=TierStatistics(capacity_pages=0, free_pages=0, cached_pages=0, evictable_pages=0, page_bytes=0),
+            host=NO_TIER,
             payoff=_UNDECIDED,
             controller=_IDLE,
-            events=None,
+            events=None if self._events is None else self._events.stream.statistics(),
+            publisher=None if self._publisher is None else self._publisher.statistics(),
         )
 
     def check(self) -> None:
@@ -185,9 +208,10 @@ class ChunkCache:
         return True
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Begin no further request. True: there is no thread to end."""
-        if timeout_s is not None:
-            number("timeout_s", timeout_s)
+        """Begin no further request and end the publisher; blocks for that. True: nothing is left."""
+        timeout_s = CLOSE_S if timeout_s is None else number("timeout_s", timeout_s)
+        if self._publisher is not None and not self._closed:
+            self._publisher.close(timeout_s)
         self._closed = True
         return True
 

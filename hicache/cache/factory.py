@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from ..arguments import instance, whole
 from ..backends.base import StorageBackend
 from ..backends.registry import BackendSpec, open_spec
 from ..config import HiCacheConfig
@@ -20,16 +21,19 @@ from ..errors import ConfigError, HiCacheError, InvalidInput, RankError
 from ..events import EventStream
 from ..events.factory import create_publisher
 from ..frame import Compression, FrameCodec, TagKind, frame_bytes
-from ..geometry import DTYPE_BYTES, KVGeometry, PageShape
-from ..keys import BIGRAM_BYTES, TOKEN_BYTES, Namespace
+from ..geometry import DTYPE_BYTES, KVGeometry, PageShape, page_shape
+from ..keys import BIGRAM_BYTES, PAGE_KEY_BYTES, TOKEN_BYTES, Namespace
 from ..tiers import HostPool, KVPool, create_copy_engine, create_device_pool
+from ..tiers.device import known_device
 from ..tiers.memory import DeviceMemory, host_pages
 from ..tiers.memory import device_pages as count_device_pages
 from .chunk_cache import ChunkCache
+from .host_cache import HostCache
 from .interface import TreeCache
 from .options import CacheOptions
 from .payoff import Figures, PayoffOptions
 from .radix_cache import HiRadixCache
+from .tiered import TieredCache
 
 Cache = TypeVar("Cache")
 # The elements that byte planes are for: float16 and bfloat16.
@@ -47,56 +51,92 @@ def create_cache(
     ranks: RankGroup | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> TreeCache:
-    """The cache that `config` asks for: with tiers, or with `prefix_cache: false` one that reuses nothing.
+    """Build the cache that `config` asks for: a HiRadixCache, or with `prefix_cache: false` a ChunkCache.
 
-    Arguments and errors are those of `create_tiered_cache`.
-    """
-    if config.prefix_cache:
-        return create_tiered_cache(
-            config, namespace, device=device, device_pages=device_pages, device_memory=device_memory, bigram=bigram,
-            ranks=ranks, environ=environ,
-        )  # fmt: skip
-    known = _known_device(device)
-    geometry = _attention(namespace)
-    pages = _l1_pages(config, geometry, known, device_pages, device_memory)
-    if ranks is not None:
-        _require_same(ranks, config, namespace, bigram=bigram)
-        pages = int(ranks.agree(np.array([pages], dtype=np.int64))[0])
-    return _all_or_none(
-        ranks,
-        lambda _: ChunkCache(_create_l1(config, geometry, known, pages), weights_epoch=namespace.weights_epoch),
-    )
-
-
-def create_tiered_cache(
-    config: HiCacheConfig,
-    namespace: Namespace,
-    *,
-    device: torch.device | str = "cpu",
-    device_pages: int | None = None,
-    device_memory: DeviceMemory | None = None,
-    bigram: bool = False,
-    ranks: RankGroup | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> HiRadixCache:
-    """Allocate both pools, open storage and start the workers that `config` asks for, whatever `prefix_cache` says.
-
+    Allocates the pools; for a HiRadixCache it also opens storage and starts the workers.
     `namespace` carries the geometry, a KVGeometry; its page size must be the configured one. `device_pages` sizes L1
     where the configuration leaves that to the engine; `device_memory` is what it sizes L1 from, by default what the
     driver says.
     `bigram` is for engines whose keys are bigrams (see `RadixKey`). With `ranks`, which must all make this call, the
     pools have the size of the smallest, and all ranks start or none does. Raises ConfigError, CapacityError,
-    BackendError and RankError with what to change, and InvalidInput for a PageShape; nothing is left running then.
+    BackendError and RankError with what to change, and InvalidInput for an argument of another type and a PageShape;
+    nothing is left running then.
     """
-    geometry, device = _attention(namespace), _known_device(device)
-    l1_pages = _l1_pages(config, geometry, device, device_pages, device_memory)
-    bounds = _Bounds(l1_pages, host_pages(config.host, geometry, l1_pages), controller_options(config))
-    environ = os.environ if environ is None else environ
-    parts = _Parts(config, namespace, geometry, device, bigram, environ, ranks)
+    geometry = _attention(instance("namespace", namespace, Namespace))
+    instance("bigram", bigram, bool)
+    known = _known_device(device)
+    l1_pages = _l1_pages(instance("config", config, HiCacheConfig), geometry, known, device_pages, device_memory)
+    parts = _Parts(config, namespace, geometry, known, bigram, os.environ if environ is None else environ, ranks)
     if ranks is not None:
         _require_same(ranks, config, namespace, bigram=bigram)
+    if not config.prefix_cache:
+        if ranks is not None:
+            l1_pages = int(ranks.agree(np.array([l1_pages], dtype=np.int64))[0])
+        return _all_or_none(ranks, lambda undo: _build_chunk_cache(parts, l1_pages, undo))
+    bounds = _Bounds(l1_pages, host_pages(config.host, geometry, l1_pages), controller_options(config))
+    if ranks is not None:
         bounds = _agreed_bounds(ranks, namespace, bounds)
-    return _all_or_none(ranks, lambda undo: _build(parts, bounds, undo))
+    return _all_or_none(ranks, lambda undo: _build_tiered_cache(parts, bounds, undo))
+
+
+def create_host_cache(
+    config: HiCacheConfig,
+    namespace: Namespace,
+    *,
+    host: HostPool | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> HostCache:
+    """Open storage and start the workers of a cache for an engine that keeps the pages of its device for itself.
+
+    L2 is `host`, such as a pool in shared memory, whose pages must be those of `namespace`; without it, a private pool
+    of `host.size` or `host.tokens`. Keys are given by the engine if `namespace` has a `key_hash`, else tokens. What
+    `config` says about L1, and `prefix_cache`, does not count. Raises ConfigError, CapacityError and BackendError with
+    what to change, and InvalidInput for a `host` of other pages; nothing is left running then.
+    """
+    shape = page_shape(instance("namespace", namespace, Namespace).geometry)
+    _require_page_size(instance("config", config, HiCacheConfig), shape.tokens)
+    if host is None:
+        host = _private_host(config, shape)
+    elif instance("host", host, HostPool).shape != shape:
+        raise InvalidInput(
+            f"host: the pool has pages of {host.payload_bytes} bytes in {len(host.shape.pieces)} pieces, the namespace "
+            f"of {shape.payload_bytes} in {len(shape.pieces)}; make both from one page shape"
+        )
+    opener = _storage_opener(config, namespace, os.environ if environ is None else environ)
+    with ExitStack() as undo:
+        backend = None if opener is None else opener(namespace.weights_epoch)
+        if backend is not None:
+            undo.callback(backend.close)
+        try:
+            controller = HiCacheController(
+                host, None, backend, controller_options(config), stores_pages=namespace.writes, figures=len(Figures())
+            )
+            undo.pop_all()  # the controller closes its backend
+            undo.callback(controller.close, 1.0)
+            cache = HostCache(
+                host,
+                controller,
+                cache_options(config),
+                position_bytes=PAGE_KEY_BYTES if namespace.key_hash else TOKEN_BYTES,
+                open_storage=opener,
+                weights_epoch=namespace.weights_epoch,
+            )
+        except InvalidInput as error:
+            raise ConfigError(str(error)) from error
+        undo.pop_all()
+        undo.callback(cache.close)
+        _publish_events(config, cache)
+        undo.pop_all()
+        return cache
+
+
+def _private_host(config: HiCacheConfig, shape: PageShape) -> HostPool:
+    if config.host.size is None and config.host.tokens is None:
+        raise ConfigError("host: give size or tokens; ratio is a multiple of L1, which this engine keeps for itself")
+    pin = config.host.pin == "on"  # `auto` asks for the device of L1, which only the engine knows
+    if pin and not torch.cuda.is_available():
+        raise ConfigError("host.pin: 'on' needs a CUDA device, and torch sees none; use auto or off")
+    return HostPool(shape, host_pages(config.host, shape, 0), pin=pin)
 
 
 def _all_or_none(ranks: RankGroup | None, build: Callable[[ExitStack], Cache]) -> Cache:
@@ -155,7 +195,15 @@ def _agreed_bounds(ranks: RankGroup, namespace: Namespace, bounds: _Bounds) -> _
     return _Bounds(l1_pages, l2_pages, replace(options, backup_bytes_max=backup_pages * page_bytes))
 
 
-def _build(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRadixCache:
+def _build_chunk_cache(parts: _Parts, l1_pages: int, undo: ExitStack) -> ChunkCache:
+    l1 = _create_l1(parts.config, parts.geometry, parts.device, l1_pages)
+    cache = ChunkCache(l1, weights_epoch=parts.namespace.weights_epoch)
+    undo.callback(cache.close)
+    _publish_events(parts.config, cache, parts.ranks)
+    return cache
+
+
+def _build_tiered_cache(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRadixCache:
     config, namespace, device = parts.config, parts.namespace, parts.device
     l1 = _create_l1(config, parts.geometry, device, bounds.l1_pages)
     l2 = HostPool(parts.geometry, bounds.l2_pages, pin=_pin(config.host.pin, device))
@@ -188,17 +236,15 @@ def _build(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRadixCache:
         raise ConfigError(str(error)) from error
     undo.pop_all()
     undo.callback(cache.close)
-    # All ranks have the same tree, and one address.
-    if parts.ranks is None or parts.ranks.rank == 0:
-        _publish_events(config, cache)
+    _publish_events(parts.config, cache, parts.ranks)
     return cache
 
 
 def _known_device(device: torch.device | str) -> torch.device:
     try:
-        known = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device {str(device)!r} is not known; use cpu, cuda or cuda:N") from error
+        known = known_device(device)
+    except InvalidInput as error:
+        raise ConfigError(str(error)) from error
     if known.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {known}: L1 can be on cpu, cuda or cuda:N")
     return known
@@ -214,7 +260,8 @@ def _l1_pages(
     _require_page_size(config, geometry.page_size)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {device}: this installation of torch sees no CUDA device; use 'cpu'")
-    if pages and not config.device.is_given:
+    pages = None if pages is None else whole("device_pages", pages, 1)
+    if pages is not None and not config.device.is_given:
         return pages
     return count_device_pages(config.device, geometry, device, memory)
 
@@ -237,8 +284,9 @@ def _create_l1(config: HiCacheConfig, geometry: KVGeometry, device: torch.device
     return create_device_pool(geometry, pages, device, ascending=config.device.ascending_pages)
 
 
-def _publish_events(config: HiCacheConfig, cache: HiRadixCache) -> None:
-    if config.events.endpoint is None:
+def _publish_events(config: HiCacheConfig, cache: TreeCache | TieredCache, ranks: RankGroup | None = None) -> None:
+    # All ranks have the same tree, and one address.
+    if config.events.endpoint is None or (ranks is not None and ranks.rank):
         return
     stream = EventStream(config.events.buffer)
     publisher = create_publisher(config, stream)

@@ -17,10 +17,12 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Protocol, Self
 
+from ..events import EventStream, Publisher
 from ..keys import RadixKey
 from ..radix import Match, Peek
 from ..tiers import KVPool, Transfer
 from .books import Eviction
+from .pins import Pin
 from .requests import RequestKV
 from .statistics import CacheStatistics
 
@@ -64,7 +66,8 @@ class TreeCache(Protocol):
 
         KV of the first `cached_tokens` tokens is there, or being loaded; at least the last token is left to compute.
         `priority` counts for the eviction policy of that name; at most `load_pages_max` pages are loaded back. None if
-        L1 has no room now. Raises TransferError after a device copy has failed, InvalidInput once closed.
+        L1 has no room now. Raises TransferError after a device copy has failed, CapacityError for a prompt that is
+        larger than L1, InvalidInput once closed.
         """
 
     def start_loading(self) -> Transfer | None:
@@ -73,8 +76,12 @@ class TreeCache(Protocol):
         REQUIRES: called once per step, after `begin_request` and before the forward.
         """
 
-    def extend(self, request: RequestKV, tokens: int) -> bool:
-        """Make room for `tokens` tokens of KV in all; False if L1 is full (the request is then as it was)."""
+    def extend(self, request: RequestKV, total_tokens: int) -> bool:
+        """Make room for KV of `total_tokens` tokens in all, the prompt included; False if L1 is full now.
+
+        The request is unchanged then. Raises InvalidInput for fewer tokens than the request began with or has shared
+        since, CapacityError for more than L1 holds.
+        """
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
         """Share what a running request has computed: the whole pages of `key`, all of whose KV is written.
@@ -104,6 +111,19 @@ class TreeCache(Protocol):
 
         As `clear`. Raises InvalidInput for an epoch that is not an integer above the current one; nothing has changed
         then.
+        """
+
+    def pin(self, key: RadixKey, ttl_s: float) -> Pin | None:
+        """Keep what is cached of `key` for `ttl_s` seconds after its last use; return a handle that ends it sooner.
+
+        None if nothing is pinned: pins have no room, or the cache keeps no page. Raises InvalidInput for a time that
+        is not positive and finite.
+        """
+
+    def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
+        """Write what appears on and leaves each tier into `stream`; `publisher` is closed with the cache.
+
+        REQUIRES: called before the first request and once; InvalidInput otherwise.
         """
 
     def record_prefill(self, tokens: int, seconds: float) -> None:

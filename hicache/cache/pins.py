@@ -52,6 +52,9 @@ class Pin:
         self._prefix = prefix
         self._made_s = made_s
 
+    def __repr__(self) -> str:
+        return f"Pin({self._pages} pages, {'active' if self.active else 'ended'})"
+
     @property
     def expires_at(self) -> float:
         """When it ends by itself, by the clock of the cache, unless a request uses the whole prefix before."""

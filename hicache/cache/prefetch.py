@@ -18,7 +18,7 @@ Called by the scheduler thread alone; no lock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..arguments import instance
@@ -45,7 +45,7 @@ class _Prefetch:
     operation: PrefetchOperation
     tree: RadixTree
     anchor: Node
-    first_page: FirstPage
+    first_page: FirstPage = field(repr=False)
     answered: bool = False  # the request goes on; nothing that arrives later is for it
     in_vain: bool = False  # it has ended and brought nothing
 

@@ -14,46 +14,35 @@ nodes + lent to operations = capacity. Device pages of a copy belong to nodes, w
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable
-from types import TracebackType
+from dataclasses import replace
 
 import numpy as np
 
 from ..arguments import WHOLE_MAX, instance, number, whole
 from ..backends.base import StorageBackend
 from ..controller import Acks, CopyOperation, HiCacheController
-from ..errors import InvalidInput, InvariantError, RankError, TransferError
-from ..events import EventStream, Publisher
-from ..keys import TOKEN_BYTES, RadixKey, require_epoch
-from ..radix import RUN_PAGES_MAX, Inserted, Match, Peek, RadixTree, make_policy
-from ..tiers import FailedTransfer, HostPool, KVPool, PageSource, Transfer
+from ..errors import InvariantError, TransferError
+from ..keys import TOKEN_BYTES, RadixKey
+from ..radix import Inserted, Match, Peek
+from ..tiers import FailedTransfer, HostPool, KVPool, PageSource, Transfer, require_pages
 from ..types import PageIds
 from .backup import Backup, CopyTask
-from .books import Books, DeviceLedger, Eviction, HostLedger
+from .books import DeviceLedger, Eviction
 from .loading import Loader
 from .options import CacheOptions, WritePolicy
-from .pause import Pause
-from .payoff import Figures, Payoff, Route
+from .payoff import Payoff, Route
 from .pins import Pin, Pins
-from .prefetch import Prefetcher
-from .recorder import EventRecorder
-from .requests import RequestKV, RunningRequests, computed_pages, require_beginning, require_pages
-from .statistics import CacheStatistics, cache_statistics
-from .storage import StorageControl
-from .trees import Trees
-
-# How often `drain` looks again while it waits. It is for shutdown and tests, where a millisecond does not matter.
-DRAIN_WAIT_S = 0.001
+from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
+from .statistics import CacheStatistics, device_statistics
+from .tiered import TieredCache
 
 
-class HiRadixCache:
+class HiRadixCache(TieredCache):
     """See the module's docstring. `create_cache` builds one from a configuration.
 
-    `position_bytes` is 8 for an engine whose keys are bigrams (see `RadixKey`). `open_storage` opens the store of a
-    weights epoch, for `update_weights`; the controller's backend is that of `weights_epoch`. `storage` detaches it,
-    attaches another, and switches its directions off and on. `running` are its requests.
+    `position_bytes` is 8 for an engine whose keys are bigrams; the other arguments are those of `TieredCache`.
+    `running` are its requests.
     """
 
     def __init__(
@@ -68,61 +57,32 @@ class HiRadixCache:
         weights_epoch: int = 0,
         payoff: Payoff | None = None,
     ) -> None:
-        self.options = options = options or CacheOptions()
-        self.page_size = device.geometry.page_size
+        super().__init__(
+            host,
+            controller,
+            options,
+            device=device.allocator,
+            position_bytes=position_bytes,
+            open_storage=open_storage,
+            weights_epoch=weights_epoch,
+            payoff=payoff,
+        )
         self.device = device
-        self.host = host
-        self.controller = controller
-        self.weights_epoch = weights_epoch = require_epoch(weights_epoch)
-        self._position_bytes = position_bytes
-        self._policy = make_policy(options.eviction_policy, slru_protected_hits=options.slru_protected_hits)
-        self.payoff = payoff or Payoff(options.payoff)
-        self._books = Books()
         self.running = RunningRequests()
-        self._events: EventRecorder | None = None
-        self._publisher: Publisher | None = None
-        self._trees = Trees(self._new_tree, device.allocator, host)
-        self._l2 = HostLedger(host, self._trees, self._books)
         self._backup = Backup(
             self._trees,
             self._l2,
             controller,
             self._books,
-            WritePolicy(options.write_policy),
-            selective_hits=options.selective_hits,
-            pause=Pause(controller.clock),
+            WritePolicy(self.options.write_policy),
+            selective_hits=self.options.selective_hits,
+            storing=self._storing,
         )
         self._l1 = DeviceLedger(device.allocator, self._trees, self._books, self._backup)
-        self._loader = Loader(self._l1, controller, options, self._books, self.payoff)
-        self._prefetcher = Prefetcher(
-            self._trees,
-            self._l2,
-            controller,
-            options,
-            self._books,
-            payoff=self.payoff,
-            pause=Pause(controller.clock),
-        )
-        self.storage = StorageControl(controller, self._trees, self._prefetcher, open_storage, weights_epoch)
-        self._pins = Pins(controller.time_s, int(options.pin_host_share * host.pages))
+        self._loader = Loader(self._l1, controller, self.options, self._books, self.payoff)
+        self._pins = Pins(controller.time_s, int(self.options.pin_host_share * host.pages))
         self._device_fault: TransferError | None = None
         self._untold_fault: TransferError | None = None  # the forward that has to learn of it is still to come
-        self._closed = False
-
-    def _new_tree(self) -> RadixTree:
-        bounds = self.controller.options
-        return RadixTree(
-            self.page_size,
-            self._policy,
-            run_pages_max=min(RUN_PAGES_MAX, bounds.write_pages_max, bounds.load_pages_max, self.host.pages),
-            position_bytes=self._position_bytes,
-            observer=self._events,
-        )
-
-    @property
-    def tree(self) -> RadixTree:
-        """The tree in use. Another one after `clear` and `update_weights`."""
-        return self._trees.current
 
     # Requests
 
@@ -142,18 +102,16 @@ class HiRadixCache:
         At least the last token is left to compute, since its logits are wanted. What it uses gets at least `priority`
         for the eviction policy of that name; at most `load_pages_max` pages are loaded back. None if L1 has no room
         now, even after evicting (with write_back, room may be on its way): nothing is held then. Raises TransferError
-        after a device copy has failed, InvalidInput once closed.
+        after a device copy has failed, CapacityError for a prompt that is larger than L1, InvalidInput once closed.
         """
-        priority, load_pages_max = require_beginning(rid, key, priority, load_pages_max)
+        pages, priority, load_pages_max = require_beginning(rid, key, priority, load_pages_max, self.device)
         self._require_service()
         tree, reusable = self.tree, self._reusable(key)
-        if self._prefetcher.is_active(rid) and not self._l1.may_have_room(
-            -(-key.prompt_tokens // self.page_size) - tree.peek(reusable).device_pages
-        ):
+        if self._prefetcher.is_active(rid) and not self._l1.may_have_room(pages - tree.peek(reusable).device_pages):
             return None  # what is still being read for it will be there when there is room
         self._prefetcher.conclude(rid)
         match = tree.match(reusable)
-        needed = -(-key.prompt_tokens // self.page_size) - len(match.device_pages)
+        needed = pages - len(match.device_pages)
         tree.lock(match.node)
         if not self._l1.make_room(needed):
             tree.unlock(match.node)
@@ -184,13 +142,13 @@ class HiRadixCache:
         fault, self._untold_fault = self._untold_fault, None
         return self.controller.launch_loads() if fault is None else FailedTransfer(fault)
 
-    def extend(self, request: RequestKV, tokens: int) -> bool:
-        """Make room for `tokens` tokens of KV in all; False if L1 has none now (the request is then unchanged).
+    def extend(self, request: RequestKV, total_tokens: int) -> bool:
+        """Make room for KV of `total_tokens` tokens in all; False if L1 has none now (the request is then unchanged).
 
-        While `saving_pages` is not 0, room is on its way.
+        While `saving_pages` is not 0, room is on its way. Raises as every cache does.
         """
         self.running.require(request)
-        missing = -(-whole("tokens", tokens) // self.page_size) - len(request.pages)
+        missing = missing_pages(request, total_tokens, self.device)
         if missing <= 0:
             return True
         pages = self._l1.alloc(missing)
@@ -256,11 +214,11 @@ class HiRadixCache:
 
     def alloc_pages(self, count: int) -> PageIds | None:
         """L1 pages for the caller, evicting as needed; None if there is no room now."""
-        return self._l1.alloc(whole("count", count))
+        return self._l1.alloc(count)
 
     def free_pages(self, pages: PageIds) -> None:
         """Return pages of `alloc_pages` that were not handed to the tree."""
-        self._l1.free(require_pages(pages))
+        self._l1.free(pages)
 
     @property
     def page_source(self) -> PageSource:
@@ -328,67 +286,16 @@ class HiRadixCache:
 
         Running requests keep their KV until they end, and share none of it. Pins end.
         """
-        self._prefetcher.cancel_all()
         self._pins.clear()
-        self._trees.retire()
-        if self._events is not None:
-            self._events.cleared()
-
-    def update_weights(self, epoch: int) -> None:
-        """The model has new weights: no page of an earlier epoch is served or stored from now on. Does not block.
-
-        As `clear`; besides, storage is opened anew under the namespace of `epoch`, where older pages are out of reach.
-        Until it is open there is none. Raises InvalidInput for an epoch that is not an integer above the current one,
-        and for a cache that has storage but no way to open it again; nothing has changed then.
-        """
-        epoch = require_epoch(epoch, above=self.weights_epoch)
-        self.storage.require_opener()
-        self.weights_epoch = epoch
-        self.clear()
-        self.storage.use_epoch(epoch)
-
-    def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
-        """Write what appears on and leaves each tier into `stream`.
-
-        `publisher` takes the stream elsewhere: it is closed with the cache, and `statistics` shows its counters. Raises
-        InvalidInput if the cache is in use already, since the stream would lack what came before.
-        """
-        instance("stream", stream, EventStream)
-        if self.tree.node_count or self._events is not None:
-            raise InvalidInput("events: record them from the start, before the first request, and into one stream")
-        self._events = self.tree.observer = EventRecorder(stream)
-        self._publisher = publisher
+        super().clear()
 
     # Each step
 
-    def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Say how long a forward over `tokens` prompt tokens took: what a hit has to be faster than.
-
-        REQUIRES: the forward did not wait for a load. An engine that never calls it fetches every hit but a few.
-        """
-        self.payoff.observe_prefill(whole("tokens", tokens), number("seconds", seconds))
-
     def poll(self) -> bool:
-        """Take in everything that ended since the last step and start what is queued; once per step.
-
-        Returns whether anything ended. Never blocks without ranks. With them, all call it equally often; it waits for
-        the slowest if that is a whole step behind, and raises RankError if one is lost or they have gone astray.
-        """
-        acks = self.controller.poll()
-        if acks is not None:
-            self._take_in(acks)
-            self._trees.sweep()
+        """As in `TieredCache`; pins whose time is over end too."""
+        ended = super().poll()
         self._pins.expire()
-        if self._events is not None:
-            self._events.poll(self.tree)
-        self.controller.launch_writes()
-        self.controller.report(
-            may_prefetch=not self._prefetcher.paused,
-            may_store=not self._backup.paused,
-            figures=self.payoff.figures(),
-        )
-        self.payoff.use_figures(Figures(*self.controller.figures))
-        return acks is not None
+        return ended
 
     def _take_in(self, acks: Acks) -> None:
         if acks.fault is not None:
@@ -405,12 +312,7 @@ class HiRadixCache:
             self._loader.loaded(copy)
         for page_count, seconds in acks.load_times:
             self.payoff.observe_transfer(Route.LOAD, page_count * self.device.geometry.payload_bytes, seconds)
-        for operation in acks.found:
-            self._prefetcher.found(operation)
-        for operation in acks.prefetched:
-            self._prefetcher.ended(operation)
-        for backup in acks.stored:
-            self._backup.stored(backup)
+        super()._take_in(acks)
 
     def _copy_failed(self, copy: CopyOperation) -> None:
         task: CopyTask = copy.tag
@@ -431,8 +333,7 @@ class HiRadixCache:
     def _require_service(self) -> None:
         if self._device_fault is not None:
             raise self._device_fault
-        if self._closed:
-            raise InvalidInput("the cache is closed; build a new one")
+        super()._require_service()
 
     def _count_hits(self, request: RequestKV, device_pages: int, loaded_pages: int) -> None:
         from_storage = min(loaded_pages, self._prefetcher.take_arrived(request.rid))
@@ -445,56 +346,12 @@ class HiRadixCache:
 
     def statistics(self) -> CacheStatistics:
         """A snapshot of all tiers. May be called from any thread; may look at what storage holds."""
-        stream = None if self._events is None else self._events.stream
-        return cache_statistics(
-            self._books, self.tree, self.device, self.host, self.payoff, self.controller, stream, self._publisher,
-            self.weights_epoch,
-        )  # fmt: skip
+        return replace(super().statistics(), device=device_statistics(self.device, self.tree))
 
     def check(self) -> None:
         """Raises InvariantError if a tree, a pool or the books are inconsistent. Visits every node."""
-        self.payoff.check()
-        self._trees.check(self._l1.request_pages, self._l2.lent_pages)
+        super().check()
+        self._l1.check()
         self._pins.check(self.tree)
         if self.running.check() > self.request_pages:
             raise InvariantError(f"L1: {self.request_pages} pages are not the tree's, requests hold more")
-
-    def drain(self, timeout_s: float) -> bool:
-        """Poll until no copy, prefetch or store is under way; blocks. False if some still are after `timeout_s`."""
-        deadline = time.monotonic() + number("timeout_s", timeout_s, most=math.inf)
-        self.controller.launch_loads()
-        while not self.controller.idle:
-            if time.monotonic() >= deadline:
-                return False
-            if not self.poll():
-                time.sleep(DRAIN_WAIT_S)
-        return True
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        """Finish queued copies and stores and end all threads; blocks up to `timeout_s` (None: as configured).
-
-        Prefetches are given up. False if something was left; stored objects are whole or absent all the same.
-        """
-        timeout_s = self.options.shutdown_deadline_s if timeout_s is None else number("timeout_s", timeout_s)
-        deadline = time.monotonic() + timeout_s
-        if self._closed:
-            return self.controller.idle
-        self._closed = True
-        self.controller.stop_prefetching()
-        try:
-            self.drain(max(0.0, deadline - time.monotonic()))
-        except RankError:
-            pass  # the others are gone; what is under way here ends all the same
-        ended = self.controller.close(max(0.0, deadline - time.monotonic()))
-        self.poll()
-        if self._publisher is not None:
-            self._publisher.close(max(0.1, deadline - time.monotonic()))
-        return ended
-
-    def __enter__(self) -> HiRadixCache:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

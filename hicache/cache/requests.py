@@ -13,9 +13,10 @@ import numpy as np
 
 from ..arguments import WHOLE_MAX, instance, whole
 from ..controller import CopyOperation
-from ..errors import InvalidInput, InvariantError
+from ..errors import CapacityError, InvalidInput, InvariantError
 from ..keys import RadixKey
 from ..radix import Node, RadixTree
+from ..tiers import KVPool
 from ..types import NO_PAGES, PageIds
 
 
@@ -40,6 +41,13 @@ class RequestKV:
     host_hit_tokens: int = 0
     storage_hit_tokens: int = 0
     ended: bool = False
+
+    def __repr__(self) -> str:
+        state = ", ended" if self.ended else ""
+        return (
+            f"RequestKV({self.rid!r}, {self.key.prompt_tokens} tokens, {self.cached_tokens} cached, "
+            f"{len(self.pages)} pages, {self.shared_pages} shared{state})"
+        )
 
     @property
     def cached_tokens(self) -> int:
@@ -99,14 +107,45 @@ class RunningRequests:
         return len(own)
 
 
-def require_beginning(rid: str, key: RadixKey, priority: int, load_pages_max: int | None) -> tuple[int, int | None]:
-    """Check the arguments of `begin_request` and return the numbers among them as ints. Raises InvalidInput."""
+def require_beginning(
+    rid: str, key: RadixKey, priority: int, load_pages_max: int | None, device: KVPool
+) -> tuple[int, int, int | None]:
+    """Check the arguments of `begin_request`; return the pages of the prompt, `priority` and `load_pages_max` as ints.
+
+    Raises InvalidInput, and CapacityError for a prompt that is larger than L1.
+    """
     instance("rid", rid, str)
     if instance("key", key, RadixKey).prompt_tokens < 1:
         raise InvalidInput("key: the prompt is empty; a request needs at least one token")
     if load_pages_max is not None:
         load_pages_max = whole("load_pages_max", load_pages_max)
-    return whole("priority", priority, -WHOLE_MAX), load_pages_max
+    priority = whole("priority", priority, -WHOLE_MAX)
+    return _pages_of(f"request {rid!r}: the prompt of", key.prompt_tokens, device), priority, load_pages_max
+
+
+def missing_pages(request: RequestKV, total_tokens: int, device: KVPool) -> int:
+    """Return how many pages `request` lacks for KV of `total_tokens` tokens; 0 or less if it lacks none.
+
+    Raises InvalidInput for fewer tokens than the request began with or has shared since, whose KV it holds;
+    CapacityError for more than L1 holds.
+    """
+    total_tokens, held = whole("total_tokens", total_tokens), request.key.prompt_tokens
+    if total_tokens < held:
+        raise InvalidInput(
+            f"total_tokens: {total_tokens} is less than the {held} tokens that request {request.rid!r} holds KV of; "
+            "pass the tokens in all, not those to add"
+        )
+    return _pages_of(f"request {request.rid!r}:", total_tokens, device) - len(request.pages)
+
+
+def _pages_of(name: str, tokens: int, device: KVPool) -> int:
+    pages = -(-tokens // device.geometry.page_size)
+    if pages > device.pages:
+        raise CapacityError(
+            f"{name} {tokens} tokens needs {pages} pages of KV, L1 has {device.pages}; "
+            "refuse the request, or raise device.size or device.tokens"
+        )
+    return pages
 
 
 def computed_pages(request: RequestKV, key: RadixKey, page_size: int) -> int:
@@ -121,10 +160,3 @@ def computed_pages(request: RequestKV, key: RadixKey, page_size: int) -> int:
     if full > len(request.pages):
         raise InvalidInput(f"request {request.rid!r}: {full} pages of tokens, but only {len(request.pages)} of KV")
     return full
-
-
-def require_pages(pages: PageIds) -> PageIds:
-    """Return `pages`. Raises InvalidInput unless they are page ids as `alloc_pages` hands them out."""
-    if instance("pages", pages, np.ndarray).dtype != np.int32 or pages.ndim != 1:
-        raise InvalidInput(f"pages: expected int32 of one dimension, got {pages.dtype} of {pages.ndim}")
-    return pages

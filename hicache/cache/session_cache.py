@@ -26,7 +26,7 @@ while the rest is cached:
 With bigram keys tokens are positions in all of this: what a session has of n tokens are their n - 1 pairs, and of its
 last token, which begins no pair yet, it keeps nothing.
 
-The inner cache must not be called around this one for requests: `check()` accounts for all of them. Pins are for it.
+The inner cache must not be called around this one for requests: `check()` accounts for all of them.
 
 Called by the scheduler thread alone; no lock. Only `drain` and `close` block, as those of the inner cache.
 
@@ -47,13 +47,16 @@ import numpy as np
 
 from ..arguments import instance, number, whole
 from ..errors import CapacityError, InvalidInput, InvariantError, SessionBusy, UnknownSession
+from ..events import EventStream, Publisher
 from ..keys import RadixKey
 from ..radix import Match, Peek
 from ..tiers import Transfer
 from ..types import NO_PAGES
 from .books import Eviction
+from .interface import TreeCache
+from .pins import Pin
 from .radix_cache import HiRadixCache
-from .requests import RequestKV, RunningRequests, computed_pages, require_beginning
+from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
 from .statistics import CacheStatistics
 
 # Long enough for a person who reads an answer and types the next question.
@@ -101,18 +104,20 @@ class _Session:
 class SessionCache:
     """See the module's docstring; the contract of the methods every cache has is in `TreeCache`.
 
-    `clock` gives seconds that never go back, by default those of `inner`, which ranks agree on. Takes over `inner`:
-    `close` closes it.
+    `clock` gives seconds that never go back, by default those of `inner`, which ranks agree on. Takes over `inner`, a
+    HiRadixCache: `close` closes it. Raises InvalidInput for another cache.
     """
 
     def __init__(
         self,
-        inner: HiRadixCache,
+        inner: TreeCache,
         *,
         ttl_s: float = TTL_S,
         sessions_max: int = SESSIONS_MAX,
         clock: Callable[[], float] | None = None,
     ) -> None:
+        if not isinstance(inner, HiRadixCache):
+            raise InvalidInput(f"sessions: {type(inner).__name__} keeps no KV; use a HiRadixCache (prefix_cache: true)")
         self.inner = inner
         self.page_size = inner.page_size
         self.device = inner.device
@@ -215,7 +220,7 @@ class SessionCache:
 
         `device_hit_tokens` then counts the tokens of that page. None if L1 has no room, whatever idle sessions give up.
         """
-        require_beginning(rid, key, priority, load_pages_max)
+        pages, _, _ = require_beginning(rid, key, priority, load_pages_max, self.device)
         self.inner.tree.require_fitting(key)
         session = self._turns.get(rid)
         if session is not None and not session.idle:
@@ -225,7 +230,6 @@ class SessionCache:
                 self._release(session, "dropped")
             elif not _continues(session.held.key, key):
                 self._release(session, "diverged")
-        pages = -(-key.prompt_tokens // self.page_size)
         while True:
             request = self.inner.begin_request(rid, key, priority=priority, load_pages_max=load_pages_max)
             if request is not None:
@@ -244,11 +248,11 @@ class SessionCache:
         """As the inner cache."""
         return self.inner.start_loading()
 
-    def extend(self, request: RequestKV, tokens: int) -> bool:
-        """Make room for `tokens` tokens of KV in all, at the cost of idle sessions; False if L1 is full then."""
+    def extend(self, request: RequestKV, total_tokens: int) -> bool:
+        """Make room for KV of `total_tokens` tokens in all, at the cost of idle sessions; False if L1 is full then."""
         self._running.require(request)
-        while not self.inner.extend(request, tokens):
-            missing = -(-int(tokens) // self.page_size) - len(request.pages)
+        while not self.inner.extend(request, total_tokens):
+            missing = missing_pages(request, total_tokens, self.device)
             if not self._give_way(missing, missing, None):
                 return False
         return True
@@ -296,6 +300,14 @@ class SessionCache:
         """As the inner cache, and `drop_all`. Raises as that one; the sessions keep what they have then."""
         self.inner.update_weights(epoch)
         self.drop_all()
+
+    def pin(self, key: RadixKey, ttl_s: float) -> Pin | None:
+        """As the inner cache."""
+        return self.inner.pin(key, ttl_s)
+
+    def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
+        """As the inner cache."""
+        self.inner.record_events(stream, publisher)
 
     # Each step
 

@@ -26,9 +26,14 @@ class TierStatistics:
     page_bytes: int
 
 
+# Of a tier that a cache does not have.
+NO_TIER = TierStatistics(capacity_pages=0, free_pages=0, cached_pages=0, evictable_pages=0, page_bytes=0)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """`hit_tokens` by tier (device, host, storage), `evicted_pages` by tier (device, host).
+    """`hit_tokens` by tier (device, host, storage), `evicted_pages` by tier (device, host). `device` or `host` is
+    `NO_TIER` where the cache does not have that tier.
 
     `skipped` counts by reason what the cache decided not to do or could not do: a slower request, never an error.
     `events` and `publisher` are None where events are not recorded, or not published.
@@ -50,10 +55,9 @@ class CacheStatistics:
     publisher: PublisherStatistics | None = None
 
 
-def cache_statistics(  # noqa: PLR0913, PLR0917 - a cache has these parts
+def cache_statistics(  # noqa: PLR0917 - a cache has these parts
     books: Books,
     tree: RadixTree,
-    device: KVPool,
     host: HostPool,
     payoff: Payoff,
     controller: HiCacheController,
@@ -61,7 +65,7 @@ def cache_statistics(  # noqa: PLR0913, PLR0917 - a cache has these parts
     publisher: Publisher | None,
     weights_epoch: int,
 ) -> CacheStatistics:
-    """A snapshot of all parts of a cache."""
+    """A snapshot of all parts of a cache but L1."""
     return CacheStatistics(
         requests=books.requests,
         prompt_tokens=books.prompt_tokens,
@@ -71,7 +75,7 @@ def cache_statistics(  # noqa: PLR0913, PLR0917 - a cache has these parts
         nodes=tree.node_count,
         pinned_pages=tree.pinned_pages,
         weights_epoch=weights_epoch,
-        device=device_statistics(device, tree),
+        device=NO_TIER,
         host=host_statistics(host, tree),
         payoff=payoff.statistics(),
         controller=controller.statistics(),

@@ -17,7 +17,9 @@ from ..tiers import HostPool, PageAllocator
 
 
 class Trees:
-    """`make` makes an empty tree. Owned by the scheduler thread; no lock."""
+    """`make` makes an empty tree; `device` and `host` are the pages of L1 and L2. A cache without an L1 has a `device`
+    of no pages. Owned by the scheduler thread; no lock.
+    """
 
     def __init__(self, make: Callable[[], RadixTree], device: PageAllocator, host: HostPool) -> None:
         self._make = make
@@ -47,22 +49,20 @@ class Trees:
         if self._retired:
             self._retired = [tree for tree in self._retired if tree.node_count]
 
-    def check(self, request_pages: int, lent_host_pages: int) -> None:
-        """Raises InvariantError if a tree or a pool is inconsistent, or a page is neither free nor anybody's.
+    def check(self, lent_host_pages: int) -> None:
+        """Raises InvariantError if a tree or L2 is inconsistent, or an L2 page is neither free nor anybody's.
 
-        `request_pages` L1 pages are requests' own, `lent_host_pages` L2 pages are lent to operations.
+        `lent_host_pages` L2 pages are lent to operations. The books of L1 are `DeviceLedger.check`'s.
         """
-        trees = self.all()
-        for tree in trees:
+        for tree in self.all():
             check_tree(tree)
-        self._device.check()
-        self._host.allocator.check()
-        device_pages = sum(tree.device_pages_total for tree in trees)
-        host_pages = sum(tree.host_pages for tree in trees)
-        for tier, pool, nodes, lent in (
-            ("L1", self._device, device_pages, request_pages),
-            ("L2", self._host.allocator, host_pages, lent_host_pages),
-        ):
-            if pool.used_pages != nodes + lent:
-                raise InvariantError(f"{tier}: {pool.used_pages} pages in use, {nodes} held by nodes and {lent} lent")
+        require_books("L2", self._host.allocator, sum(tree.host_pages for tree in self.all()), lent_host_pages)
 
+
+def require_books(tier: str, pool: PageAllocator, node_pages: int, lent_pages: int) -> None:
+    """Raises InvariantError unless `pool` is consistent and nodes hold all its used pages but those that are lent."""
+    pool.check()
+    if pool.used_pages != node_pages + lent_pages:
+        raise InvariantError(
+            f"{tier}: {pool.used_pages} pages in use, {node_pages} held by nodes and {lent_pages} lent"
+        )

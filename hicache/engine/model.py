@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ class Span:
 
     row: int
     start: int
-    tokens: Sequence[int]
+    tokens: Sequence[int] = field(repr=False)
 
 
 class _Tile(NamedTuple):

@@ -37,7 +37,7 @@ class RequestRecord:
     reason: FinishReason
     error: HiCacheError | None
     prompt_tokens: int
-    output_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...] = field(repr=False)
     arrival_s: float
     first_token_s: float | None  # None if it ended before its first token
     finish_s: float
@@ -64,7 +64,7 @@ class Update:
     """What one step did for one request: the tokens it got, and its record if it ended."""
 
     rid: str
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = field(repr=False)
     record: RequestRecord | None = None
 
 
@@ -98,11 +98,11 @@ class Request:
 
     rid: str
     sequence: int  # order of submission; a preempted request keeps its place
-    tokens: list[int]
+    tokens: list[int] = field(repr=False)
     prompt_tokens: int
     max_new_tokens: int
     ignore_eos: bool
-    seed: bytes  # of `extra_key` and `cache_salt`
+    seed: bytes = field(repr=False)  # of `extra_key` and `cache_salt`
     arrival_s: float
     sampling: Sampling = GREEDY
     session_id: str | None = None
@@ -116,7 +116,7 @@ class Request:
     computed_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
-    _key: RadixKey | None = None
+    _key: RadixKey | None = field(default=None, repr=False)
 
     @property
     def prefilling(self) -> bool:

@@ -44,6 +44,10 @@ class Stored(NamedTuple):
     tokens: bytes
     page_size: int
 
+    def __repr__(self) -> str:
+        tokens = f"{len(self.tokens)} bytes of tokens" if self.tokens else "no tokens"
+        return f"Stored({self.medium.value}, {len(self.keys)} pages of {self.page_size}, {tokens})"
+
     @property
     def prior(self) -> bytes:
         """What the first key is chained from; `page_keys(tokens, ..., prior)` gives `keys` again."""

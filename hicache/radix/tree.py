@@ -168,11 +168,14 @@ class RadixTree(Residency):
             done = end
         return Inserted(node, present)
 
-    def insert_host(self, key: RadixKey, start_page: int, host_pages: PageIds, keys: list[bytes]) -> InsertedHost:
-        """Add pages read from storage as L2 pages: `host_pages[i]` holds page `start_page + i` of `key`.
+    def insert_host(
+        self, key: RadixKey, start_page: int, host_pages: PageIds, keys: list[bytes] | None = None
+    ) -> InsertedHost:
+        """Add L2 pages: `host_pages[i]` holds page `start_page + i` of `key`.
 
-        `keys` are their page keys. Pages that the tree does not take (it has them, or their prefix is no longer on L2)
-        are the caller's to free. A new run counts no request yet. REQUIRES: the pages are complete and verified.
+        `keys` are their page keys if they were read from storage: a new run counts no request yet. Without, a request
+        has just computed them. Pages that the tree does not take (it has them, or their prefix is no longer on L2) are
+        the caller's to free. REQUIRES: the pages are complete and verified.
         """
         tokens = key.tokens[: (start_page + len(host_pages)) * self.page_bytes]
         path = self._walk(RadixKey(tokens, key.seed, key.position_bytes))
@@ -183,9 +186,7 @@ class RadixTree(Residency):
             begin, done = done, done + len(node.key) // self.page_bytes
             run = host_pages[max(begin, 0) : max(done, 0)]
             if begin >= 0 and node.host is None and self._may_gain_host(node):
-                node.page_keys = b"".join(keys[begin:done])
-                node.stored = True
-                self.set_host(node, run.copy())
+                self._gain_host(node, run, None if keys is None else keys[begin:done])
             else:
                 unused.append(run)
         takes = done >= 0 and _on_host(node)
@@ -194,10 +195,8 @@ class RadixTree(Residency):
             node = self._add_child(
                 node, tokens[(start_page + done) * self.page_bytes : (start_page + end) * self.page_bytes]
             )
-            node.hit_count = 0
-            node.page_keys = b"".join(keys[done:end])
-            node.stored = True
-            self.set_host(node, host_pages[done:end].copy())
+            node.hit_count = 0 if keys is not None else 1
+            self._gain_host(node, host_pages[done:end], None if keys is None else keys[done:end])
             done = end
         unused.append(host_pages[max(done, 0) :])
         return InsertedHost(node, np.concatenate(unused))
@@ -314,6 +313,13 @@ class RadixTree(Residency):
             else:
                 high = middle - 1
         return low
+
+    def _gain_host(self, node: Node, host_pages: PageIds, keys: list[bytes] | None) -> None:
+        """Record that `node` is on L2, and with `keys` that it came from storage."""
+        if keys is not None:
+            node.page_keys = b"".join(keys)
+            node.stored = True
+        self.set_host(node, host_pages.copy())
 
     def _may_gain_host(self, node: Node) -> bool:
         # A pending backup brings host pages of its own.

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..backends.base import BackendStatistics
-from ..cache import CacheStatistics, create_tiered_cache
+from ..cache import CacheStatistics, create_cache
 from ..config import HiCacheConfig
 from ..errors import ConfigError, InvalidInput
 from .presets import PRESETS
@@ -70,7 +70,7 @@ def start(job: ReplayJob) -> Replay:
     if job.preset not in PRESETS:
         raise InvalidInput(f"replay: unknown model {job.preset!r}; known: {', '.join(PRESETS)}")
     namespace = PRESETS[job.preset].namespace(job.preset, job.config.page_size)
-    cache = create_tiered_cache(job.config, namespace, device=torch.device(job.device))
+    cache = create_cache(job.config, namespace, device=torch.device(job.device))
     try:
         return Replay(cache, job.requests_of_trace(), job.options)
     except BaseException:
@@ -130,8 +130,8 @@ def _setup(job: ReplayJob, replay: Replay, state: CacheStatistics) -> Setup:
         kv_bytes_per_token=cache.device.geometry.token_bytes,
         device_pages=cache.device.pages,
         device_page_bytes=cache.device.geometry.payload_bytes,
-        host_pages=cache.host.pages,
-        host_page_bytes=cache.host.frame_bytes,
+        host_pages=state.host.capacity_pages,
+        host_page_bytes=state.host.page_bytes,
         storage=None if storage is None else storage.type,
         storage_capacity_bytes=None if usage is None else usage.capacity_bytes,
         processes=job.processes,

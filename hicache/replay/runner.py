@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..cache import CacheStatistics, HiRadixCache, RequestKV
+from ..cache import CacheStatistics, RequestKV, TreeCache
 from ..errors import InvalidInput, InvariantError
 from ..keys import TOKEN_BYTES, RadixKey, page_keys
 from ..tiers import Transfer
@@ -78,11 +78,11 @@ class ReplayOptions:
 class _Request:
     rid: str
     sequence: int
-    tokens: bytes  # of the prompt and the output, uint32 little endian
+    tokens: bytes = field(repr=False)  # of the prompt and the output, uint32 little endian
     prompt_tokens: int
     seen_tokens: int
     end_tokens: int  # with KV when it ends: all but the last token of the output
-    seeds: Seeds  # of all its whole pages
+    seeds: Seeds = field(repr=False)  # of all its whole pages
     account: Cost
     prefill_end: int
     kv: RequestKV | None = None
@@ -133,7 +133,7 @@ class Replay:
 
     def __init__(
         self,
-        cache: HiRadixCache,
+        cache: TreeCache,
         trace: Iterator[TraceRequest],
         options: ReplayOptions | None = None,
         *,
@@ -444,7 +444,7 @@ class Replay:
                 raise InvariantError(f"replay: {request.rid} has {request.kv_tokens} tokens in room for {room}")
 
     def close(self) -> None:
-        """Give up what is under way and close the cache; blocks as `HiRadixCache.close` does. May be called twice."""
+        """Give up what is under way and close the cache; blocks as `TreeCache.close` does. May be called twice."""
         for request in self._running.values():
             self.cache.cache_finished_req(request.held_kv(), None)
         for request in self._waiting:

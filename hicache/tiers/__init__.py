@@ -1,6 +1,6 @@
 """L1 and L2 memory: pools, their allocators, and the engines that copy between them."""
 
-from .allocator import PageAllocator
+from .allocator import PageAllocator, require_pages
 from .copy import CopyEngine, FailedTransfer, Transfer
 from .device import (
     KVPool,
@@ -28,6 +28,7 @@ __all__ = [
     "Transfer",
     "create_copy_engine",
     "create_device_pool",
+    "require_pages",
     "token_slots",
 ]
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from ..arguments import instance, whole
 from ..errors import InvalidInput, InvariantError
 from ..types import PageIds
 
@@ -32,9 +33,9 @@ class PageAllocator:
     """
 
     def __init__(self, capacity: int, *, first: int = 0, ascending: bool = False) -> None:
-        self.capacity = capacity
-        self.first = first
-        self._ascending = ascending
+        self.capacity = capacity = whole("capacity", capacity)
+        self.first = first = whole("first", first)
+        self._ascending = instance("ascending", ascending, bool)
         # Its top is the end. Descending, so that a fresh pool hands out ascending ids: long runs make copies cheaper.
         self._stack = np.arange(first + capacity - 1, first - 1, -1, dtype=np.int32)
         self._ready = capacity
@@ -65,8 +66,7 @@ class PageAllocator:
 
     def alloc(self, count: int) -> PageIds | None:
         """`count` pages as an int32 array of its own, or None if fewer are free. Atomic: None changes nothing."""
-        if count < 0:
-            raise InvalidInput(f"allocator: cannot hand out {count} pages")
+        count = whole("count", count)
         if count > self._ready:
             if count > self.free_pages:
                 return None
@@ -77,8 +77,10 @@ class PageAllocator:
         return pages
 
     def free(self, pages: PageIds) -> None:
-        """Return pages. Raises InvariantError, and changes nothing, for a page that is not in use or named twice."""
-        count = len(pages)
+        """Return pages. Raises InvariantError, and changes nothing, for a page that is not in use or named twice;
+        InvalidInput as `require_pages`.
+        """
+        count = len(require_pages(pages))
         if count == 0:
             return
         self._mark_free(pages)
@@ -152,3 +154,10 @@ class PageAllocator:
         self._released.clear()
         self._released_pages = 0
         self._stack[: self._ready] = np.sort(self._stack[: self._ready])[::-1]
+
+
+def require_pages(pages: PageIds) -> PageIds:
+    """Return `pages`. Raises InvalidInput unless they are page ids as an allocator hands them out."""
+    if instance("pages", pages, np.ndarray).dtype != np.int32 or pages.ndim != 1:
+        raise InvalidInput(f"pages: expected int32 of one dimension, got {pages.dtype} of {pages.ndim}")
+    return pages

@@ -12,10 +12,11 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
+from ..arguments import instance, whole
 from ..errors import CapacityError, InvalidInput
 from ..geometry import KVGeometry, KVLayout
 from ..types import PageIds
-from .allocator import PageAllocator
+from .allocator import PageAllocator, require_pages
 
 
 class KVPool(ABC):
@@ -27,10 +28,9 @@ class KVPool(ABC):
     def __init__(
         self, geometry: KVGeometry, pages: int, device: torch.device | str = "cpu", *, ascending: bool = False
     ) -> None:
-        if pages < 1:
-            raise InvalidInput(f"device pool: {pages} pages; at least one is needed")
-        self.geometry = geometry
-        self.device = torch.device(device)
+        pages = whole("device pool: pages", pages, 1)
+        self.geometry = instance("device pool: geometry", geometry, KVGeometry)
+        self.device = known_device(device)
         self.dtype: torch.dtype = getattr(torch, geometry.dtype)
         self._rows = (pages + 1) * geometry.page_size
         try:
@@ -110,6 +110,7 @@ def create_device_pool(
     geometry: KVGeometry, pages: int, device: torch.device | str = "cpu", *, ascending: bool = False
 ) -> KVPool:
     """The pool that fits the geometry's layout. Raises as `KVPool` does."""
+    geometry = instance("device pool: geometry", geometry, KVGeometry)
     kind = MHATokenToKVPool if geometry.layout is KVLayout.MHA else MLATokenToKVPool
     return kind(geometry, pages, device, ascending=ascending)
 
@@ -122,7 +123,8 @@ class RequestToTokenPool:
     """
 
     def __init__(self, requests: int, context_tokens: int, device: torch.device | str = "cpu") -> None:
-        self.table = torch.zeros((requests, context_tokens), dtype=torch.int32, device=device)
+        requests, context_tokens = whole("requests", requests, 1), whole("context_tokens", context_tokens, 1)
+        self.table = torch.zeros((requests, context_tokens), dtype=torch.int32, device=known_device(device))
         self._free = list(range(requests - 1, -1, -1))
         self._used: set[int] = set()
 
@@ -141,20 +143,38 @@ class RequestToTokenPool:
 
     def free(self, row: int) -> None:
         """Return a row. Raises InvalidInput for a row that is not in use."""
-        if row not in self._used:
-            raise InvalidInput(f"request pool: row {row} is not in use")
+        row = self._require_used(row)
         self._used.remove(row)
         self._free.append(row)
 
     def write(self, row: int, pages: PageIds, page_size: int, *, first_page: int = 0) -> None:
-        """Point the row's tokens from page `first_page` on at `pages`. Raises CapacityError beyond the row's length."""
+        """Point the row's tokens from page `first_page` on at `pages`.
+
+        Raises InvalidInput for a row that is not in use, CapacityError beyond the row's length.
+        """
+        row = self._require_used(row)
         slots = token_slots(pages, page_size)
-        start = first_page * page_size
+        start = whole("first_page", first_page) * page_size
         columns = self.table.shape[1]
         if start >= columns or start + len(slots) >= columns + page_size:
             raise CapacityError(f"request pool: {start + len(slots)} tokens exceed the context of {columns}")
         slots = slots[: columns - start]
         self.table[row, start : start + len(slots)] = torch.from_numpy(slots).to(self.table.device)
+
+    def _require_used(self, row: int) -> int:
+        if (row := whole("row", row)) not in self._used:
+            raise InvalidInput(f"request pool: row {row} is not in use; pass one that `alloc` returned")
+        return row
+
+
+def known_device(device: torch.device | str) -> torch.device:
+    """Return the device. Raises InvalidInput for a name that torch does not know."""
+    if isinstance(device, torch.device):
+        return device
+    try:
+        return torch.device(instance("device", device, str))  # which also takes numbers and None
+    except RuntimeError as error:
+        raise InvalidInput(f"device {device[:40]!r} is not known; use cpu, cuda or cuda:N") from error
 
 
 def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -166,6 +186,7 @@ def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def token_slots(pages: PageIds, page_size: int) -> PageIds:
-    """Pool rows of all tokens of `pages`, int32 `[len(pages) * page_size]`, in order."""
+    """Pool rows of all tokens of `pages`, int32 `[len(pages) * page_size]`, in order. Raises as `require_pages`."""
+    page_size = whole("page_size", page_size, 1)
     offsets = np.arange(page_size, dtype=np.int32)
-    return (pages[:, None] * np.int32(page_size) + offsets).reshape(-1)
+    return (require_pages(pages)[:, None] * np.int32(page_size) + offsets).reshape(-1)

@@ -12,11 +12,12 @@ import weakref
 import numpy as np
 import torch
 
-from ..errors import CapacityError, InvalidInput
+from ..arguments import instance, whole
+from ..errors import CapacityError
 from ..frame import FRAME_ALIGN, HEADER_BYTES, frame_bytes
 from ..geometry import KVGeometry, PageShape, page_shape
 from ..types import Bytes2D, PageIds
-from .allocator import PageAllocator
+from .allocator import PageAllocator, require_pages
 from .memory import available_host_bytes
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named by the mmap module
@@ -32,8 +33,8 @@ class HostPool:
     """
 
     def __init__(self, shape: PageShape | KVGeometry, pages: int, *, pin: bool = False) -> None:
-        if pages < 1:
-            raise InvalidInput(f"host pool: {pages} pages; at least one is needed")
+        pages = whole("host pool: pages", pages, 1)
+        self.pinned = instance("host pool: pin", pin, bool)
         self.shape = page_shape(shape)
         self.payload_bytes = self.shape.payload_bytes
         self.frame_bytes = frame_bytes(self.payload_bytes)
@@ -52,7 +53,6 @@ class HostPool:
         # uint8 [pages, frame_bytes] over the same memory.
         self.buffer: Bytes2D = np.frombuffer(self._mapping, dtype=np.uint8).reshape(pages, self.frame_bytes)
         self.tensor = torch.from_numpy(self.buffer)
-        self.pinned = pin
         if pin:
             _register(self.tensor, self.capacity_bytes)
             # The finalizer holds the mapping, so the memory is unpinned before it is unmapped; a late operation that
@@ -79,21 +79,23 @@ class HostPool:
 
     def frame(self, page: int) -> memoryview:
         """The whole frame of one page, writable."""
-        start = page * self.frame_bytes
+        start = whole("page", page, 0, self.pages - 1) * self.frame_bytes
         return self.memory[start : start + self.frame_bytes]
 
     def frames(self, pages: PageIds) -> list[memoryview]:
         """The frames of several pages, in order."""
-        return [self.frame(page) for page in pages.tolist()]
+        return [self.frame(page) for page in require_pages(pages).tolist()]
 
     def payload(self, page: int) -> memoryview:
         """The bytes of one page's pieces, in order."""
-        start = page * self.frame_bytes + HEADER_BYTES
+        start = whole("page", page, 0, self.pages - 1) * self.frame_bytes + HEADER_BYTES
         return self.memory[start : start + self.payload_bytes]
 
     def piece_slice(self, first: int, count: int = 1) -> slice:
         """Where `count` pieces from piece `first` on are within a frame, in bytes."""
-        offsets = self._offsets
+        offsets, pieces = self._offsets, len(self._offsets) - 1
+        first = whole("first", first, 0, pieces - 1)
+        count = whole("count", count, 1, pieces - first)
         return slice(HEADER_BYTES + offsets[first], HEADER_BYTES + offsets[first + count])
 
 

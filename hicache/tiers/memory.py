@@ -11,7 +11,7 @@ import torch
 from ..config import DeviceConfig, HostConfig
 from ..errors import CapacityError, ConfigError
 from ..frame import frame_bytes
-from ..geometry import KVGeometry
+from ..geometry import KVGeometry, PageShape, page_shape
 from ..units import format_size
 
 _MEMINFO = Path("/proc/meminfo")
@@ -120,12 +120,13 @@ def _pages_of_fraction(fraction: float, geometry: KVGeometry, device: torch.devi
     return pages
 
 
-def host_pages(config: HostConfig, geometry: KVGeometry, l1_pages: int) -> int:
+def host_pages(config: HostConfig, page: PageShape | KVGeometry, l1_pages: int) -> int:
     """Pages of L2 for `host.size`, `host.tokens` or `host.ratio` (of `l1_pages`). Raises ConfigError for none."""
+    shape = page_shape(page)
     if config.size is not None:
-        pages = config.size // frame_bytes(geometry.payload_bytes)
+        pages = config.size // frame_bytes(shape.payload_bytes)
     elif config.tokens is not None:
-        pages = config.tokens // geometry.page_size
+        pages = config.tokens // shape.tokens
     else:
         pages = int(l1_pages * (config.ratio or 0))
     if pages < 1:

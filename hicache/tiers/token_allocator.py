@@ -13,19 +13,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..arguments import instance, whole
 from ..errors import InvalidInput, InvariantError
 from ..types import PageIds
-from .device import token_slots, upload
+from .device import known_device, token_slots, upload
 
 Lengths = npt.NDArray[np.int64]
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
+
+@runtime_checkable
 class PageSource(Protocol):
     """Where pages come from: a `PageAllocator`, or a cache (`HiRadixCache.page_source`), which evicts to make room."""
 
@@ -71,11 +75,13 @@ class TokenAllocator(ABC):
     """What engines use: slots out, slots back."""
 
     def __init__(self, pages: PageSource, page_size: int, device: torch.device | str = "cpu") -> None:
-        if page_size < 1:
-            raise InvalidInput(f"token allocator: a page of {page_size} tokens")
+        if not isinstance(pages, PageSource):
+            raise InvalidInput(
+                f"token allocator: pages of type {type(pages).__name__}; pass a `PageAllocator` or `cache.page_source`"
+            )
         self.pages = pages
-        self.page_size = page_size
-        self.device = torch.device(device)
+        self.page_size = whole("token allocator: page_size", page_size, 1)
+        self.device = known_device(device)
 
     @property
     def available_tokens(self) -> int:
@@ -91,6 +97,7 @@ class TokenAllocator(ABC):
 
         Atomic: None changes nothing. Raises InvalidInput if `tokens` is not a multiple of the page size.
         """
+        tokens = whole("token allocator: tokens", tokens)
         if tokens % self.page_size:
             raise InvalidInput(f"token allocator: {tokens} tokens are not whole pages of {self.page_size}")
         pages = self.pages.alloc(tokens // self.page_size)
@@ -120,9 +127,7 @@ class TokenAllocator(ABC):
         return upload(torch.from_numpy(values), self.device)
 
     def _page_of_each(self, slots: torch.Tensor) -> PageIds:
-        if slots.ndim != 1 or slots.is_floating_point() or slots.dtype == torch.bool:
-            raise InvalidInput(f"token allocator: slots are integers in one dimension, not {slots.dtype} {slots.shape}")
-        pages = slots.cpu().numpy() // self.page_size
+        pages = _integers("slots", slots).cpu().numpy() // self.page_size
         # Checked before the cast to int32, which would wrap around.
         if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < self.pages.first + self.pages.capacity:
             raise InvariantError("free: a slot is outside the pool")
@@ -175,7 +180,7 @@ class PagedTokenToKVPoolAllocator(TokenAllocator):
         if prefix.shape != seq.shape or (prefix > seq).any():
             raise InvalidInput("alloc_extend: prefix_lens and seq_lens must pair up, and no prefix be the longer one")
         extend = seq - prefix
-        if int(extend.sum()) != extend_tokens:
+        if int(extend.sum()) != whole("alloc_extend: extend_tokens", extend_tokens):
             raise InvalidInput(f"alloc_extend: the lengths make {int(extend.sum())} tokens, not {extend_tokens}")
         last_loc = self._last_loc(last_loc, prefix)
         fresh = -(-seq // self.page_size) - -(-prefix // self.page_size)
@@ -222,7 +227,7 @@ class PagedTokenToKVPoolAllocator(TokenAllocator):
 
     def _last_loc(self, last_loc: torch.Tensor, prefix: Lengths) -> torch.Tensor:
         """`last_loc` as the kernels want it."""
-        if last_loc.shape != prefix.shape or last_loc.device.type != self.device.type:
+        if _integers("last_loc", last_loc).shape != prefix.shape or last_loc.device.type != self.device.type:
             raise InvalidInput(f"token allocator: last_loc must have a slot per request, on {self.device}")
         if self.debug:
             behind = last_loc.cpu().numpy().astype(np.int64) + 1 - prefix
@@ -244,9 +249,17 @@ def _kernels_of(device: torch.device) -> SlotKernels:
 
 
 def _lengths(lens: torch.Tensor) -> Lengths:
-    if lens.ndim != 1 or lens.device.type != "cpu" or lens.is_floating_point() or lens.dtype == torch.bool:
-        raise InvalidInput("token allocator: lengths are integers in one dimension, in host memory")
+    if _integers("lengths", lens).device.type != "cpu":
+        raise InvalidInput(f"token allocator: lengths on {lens.device}; pass a tensor in host memory")
     lengths = lens.numpy().astype(np.int64)
     if len(lengths) and int(lengths.min()) < 0:
         raise InvalidInput("token allocator: a length is negative")
     return lengths
+
+
+def _integers(name: str, values: torch.Tensor) -> torch.Tensor:
+    if instance(f"token allocator: {name}", values, torch.Tensor).ndim != 1 or values.dtype not in _INTEGERS:
+        raise InvalidInput(
+            f"token allocator: {name} of {values.dtype} in {values.ndim} dimensions; pass integers in one dimension"
+        )
+    return values

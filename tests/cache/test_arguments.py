@@ -12,7 +12,8 @@ import pytest
 
 from hicache.backends.guard import Direction, Override
 from hicache.cache import ChunkCache, HiRadixCache, SessionCache
-from hicache.errors import HiCacheError, InvalidInput
+from hicache.errors import CapacityError, HiCacheError, InvalidInput
+from hicache.events import EventStream
 from hicache.keys import RadixKey
 from tests.cache.sides import KINDS, RUNNING, Side
 from tests.cache.world import World, memory_backend, prompt
@@ -48,7 +49,8 @@ CALLS: dict[str, tuple[Call, Sequence[Any]]] = {
         lambda side, bad: side.cache.begin_request("a", prompt(5), load_pages_max=bad),
         [each for each in COUNTS if each is not None],
     ),
-    "extend tokens": (lambda side, bad: side.cache.extend(side.request, bad), COUNTS),
+    "begin_request larger than L1": (lambda side, bad: side.cache.begin_request("a", bad), [prompt(*range(40))]),
+    "extend total_tokens": (lambda side, bad: side.cache.extend(side.request, bad), [*COUNTS, 0, 1, 8, 2**40]),
     "cache_unfinished_req key": (
         lambda side, bad: side.cache.cache_unfinished_req(side.request, bad), [*KEYS, *OTHER_KEYS],
     ),
@@ -57,6 +59,10 @@ CALLS: dict[str, tuple[Call, Sequence[Any]]] = {
     ),
     "evict pages": (lambda side, bad: side.cache.evict(bad), COUNTS),
     "update_weights epoch": (lambda side, bad: side.cache.update_weights(bad), EPOCHS),
+    "pin key": (lambda side, bad: side.cache.pin(bad, 60.0), KEYS),
+    "pin ttl_s": (lambda side, bad: side.cache.pin(prompt(1, 2), bad), [*LIMITED_TIMES, 0, Fraction(1, HUGE)]),
+    "record_events stream": (lambda side, bad: side.cache.record_events(bad), [None, 5, []]),
+    "record_events in use": (lambda side, bad: side.cache.record_events(bad), [EventStream(100)]),
     "record_prefill tokens": (lambda side, bad: side.cache.record_prefill(bad, 0.1), COUNTS),
     "record_prefill seconds": (lambda side, bad: side.cache.record_prefill(1000, bad), LIMITED_TIMES),
     "drain timeout_s": (lambda side, bad: side.cache.drain(bad), [*TIMES, None]),
@@ -80,9 +86,7 @@ TIERED: dict[str, tuple[Call, Sequence[Any]]] = {
     "free_pages outside the pool": (
         lambda side, bad: side.tiered.free_pages(np.array(bad, np.int32)), [[1000], [-1], [0]],
     ),
-    "pin key": (lambda side, bad: side.tiered.pin(bad, 60.0), [*KEYS, BIGRAM]),
-    "pin ttl_s": (lambda side, bad: side.tiered.pin(prompt(1, 2), bad), [*LIMITED_TIMES, 0, Fraction(1, HUGE)]),
-    "record_events stream": (lambda side, bad: side.tiered.record_events(bad), [None, 5, []]),
+    "pin of a bigram key": (lambda side, bad: side.cache.pin(bad, 60.0), [BIGRAM]),
     "storage.attach": (
         lambda side, bad: side.tiered.storage.attach(bad), [5, 0, "", "file", [], memory_backend(), object()],
     ),
@@ -135,10 +139,48 @@ class Two:
         return 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_increment_where_the_total_is_meant_is_refused_with_both_numbers(kind: str) -> None:
+    """A caller that passed the tokens to add got True, and wrote beyond its pages."""
+    side = Side(kind)
+    assert side.key.prompt_tokens == 9 and side.cache.extend(side.request, 9)
+    with pytest.raises(InvalidInput, match="total_tokens: 1 is less than the 9 tokens"):
+        side.cache.extend(side.request, 1)
+    assert side.cache.extend(side.request, 13) and len(side.request.pages) == 4
+    assert side.cache.extend(side.request, 10), "what is not computed yet may be fewer tokens than before"
+    longer = side.key.extended([1, 2, 3, 4])
+    side.world.fill(longer, side.request.pages, 2)
+    side.cache.cache_unfinished_req(side.request, longer)
+    if kind != "chunk":  # which shares nothing, so the request stays what it began with
+        with pytest.raises(InvalidInput, match="total_tokens: 11 is less than the 12 tokens"):
+            side.cache.extend(side.request, 11)
+    side.cache.cache_finished_req(side.request, longer)
+    side.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_can_never_fit_into_l1_is_refused_with_the_numbers(kind: str) -> None:
+    """It was None, as for a cache that is full now, and a scheduler that tries again tried until it was stopped."""
+    side = Side(kind)
+    pages = side.cache.device.pages
+    side.cache.cache_finished_req(side.request, None)
+    with pytest.raises(CapacityError, match=rf"{4 * pages + 1} tokens needs {pages + 1} pages of KV, L1 has {pages};"):
+        side.cache.begin_request("a", RadixKey.of(range(4 * pages + 1)))
+    request = side.cache.begin_request("a", RadixKey.of(range(4 * pages)))
+    while request is None:  # what idle sessions and the tree hold makes room, if need be after a copy
+        side.world.settle()
+        request = side.cache.begin_request("a", RadixKey.of(range(4 * pages)))
+    with pytest.raises(CapacityError, match=rf"{4 * pages + 1} tokens needs {pages + 1} pages of KV, L1 has {pages};"):
+        side.cache.extend(request, 4 * pages + 1)
+    assert side.cache.extend(request, 4 * pages)
+    side.cache.cache_finished_req(request, None)
+    side.close()
+
+
 @pytest.mark.parametrize("integer", [np.int64(2), np.uint8(2), 2, Two()], ids=lambda value: type(value).__name__)
 def test_integers_of_numpy_are_integers(integer: Any) -> None:
     side = Side("tiered")
-    request = side.cache.begin_request("a", prompt(5), priority=integer, load_pages_max=integer)
+    request = side.cache.begin_request("a", RadixKey.of([5]), priority=integer, load_pages_max=integer)
     assert request is not None and type(request.priority) is int
     assert side.cache.extend(request, integer)
     side.cache.cache_finished_req(request, None)
@@ -162,6 +204,14 @@ def test_a_session_cache_refuses_a_time_beyond_the_range_of_float() -> None:
     side = Side("tiered")
     with pytest.raises(InvalidInput, match="ttl_s"):
         SessionCache(side.tiered, ttl_s=10**400)
+    side.close()
+
+
+@pytest.mark.parametrize("inner", [None, "cache", ChunkCache], ids=str)
+def test_a_session_cache_refuses_a_cache_that_keeps_nothing_between_turns(inner: Any) -> None:
+    side = Side("chunk")
+    with pytest.raises(InvalidInput, match="use a HiRadixCache"):
+        SessionCache(side.cache if inner is ChunkCache else inner)
     side.close()
 
 

@@ -70,9 +70,12 @@ def test_two_requests_of_one_prompt_share_no_page() -> None:
 
 def test_a_full_l1_refuses_and_changes_nothing() -> None:
     cache = chunk_cache(4)
-    request = begin(cache, prompt(1, 2))
-    assert cache.begin_request("b", prompt(3)) is None
-    assert cache.extend(request, 16) and not cache.extend(request, 17) and len(request.pages) == 4
+    request = begin(cache, prompt(1))
+    other = begin(cache, RadixKey.of([7]), "b")
+    assert cache.begin_request("c", prompt(3)) is None
+    assert cache.extend(request, 12) and not cache.extend(request, 13) and len(request.pages) == 3
+    cache.cache_finished_req(other, None)
+    assert cache.extend(request, 13)
     cache.check()
     assert cache.statistics().skipped["no_device_room"] == 2
 

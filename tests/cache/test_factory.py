@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hicache.cache import ChunkCache, HiRadixCache, TreeCache, create_cache, create_tiered_cache
+from hicache.cache import ChunkCache, HiRadixCache, TreeCache, create_cache
 from hicache.config import HiCacheConfig
 from hicache.errors import CapacityError, ConfigError, InvalidInput, NotOurs, RankError
 from hicache.frame import Form, FrameHeader, TagKind
@@ -37,7 +36,8 @@ def file_storage(path: Path) -> dict[str, object]:
 
 
 def test_the_configured_sizes_policies_and_bounds_arrive() -> None:
-    with create_tiered_cache(config(host={"ratio": 3}, transfer={"write_pages_max": 7}), NAMESPACE) as cache:
+    with create_cache(config(host={"ratio": 3}, transfer={"write_pages_max": 7}), NAMESPACE) as cache:
+        assert isinstance(cache, HiRadixCache)
         assert (cache.device.pages, cache.host.pages) == (16, 48)
         assert cache.controller.options.write_pages_max == 7
         assert cache.options.prefetch_threshold_tokens == 4
@@ -52,7 +52,8 @@ def key_file(path: Path, digits: str) -> str:
 
 def store_two_pages(settings: HiCacheConfig, namespace: Namespace, root: Path) -> list[FrameHeader]:
     """What the headers of two stored pages say."""
-    with create_tiered_cache(settings, namespace) as cache:
+    with create_cache(settings, namespace) as cache:
+        assert isinstance(cache, HiRadixCache)
         pages = cache.alloc_pages(2)
         assert pages is not None
         cache.insert(RadixKey.of(list(range(8))), pages)
@@ -105,20 +106,20 @@ def test_a_page_shape_is_refused_where_l1_is_made_from_the_geometry(prefix_cache
 
 
 def test_an_engine_may_size_l1_itself() -> None:
-    with create_tiered_cache(config(device={}), NAMESPACE, device_pages=5) as cache:
+    with create_cache(config(device={}), NAMESPACE, device_pages=5) as cache:
         assert cache.device.pages == 5
     with pytest.raises(ConfigError, match="size, tokens or memory_fraction"):
-        create_tiered_cache(config(device={}), NAMESPACE)
-    with create_tiered_cache(config(device={"tokens": 24}), NAMESPACE, device_pages=5) as cache:
+        create_cache(config(device={}), NAMESPACE)
+    with create_cache(config(device={"tokens": 24}), NAMESPACE, device_pages=5) as cache:
         assert cache.device.pages == 6, "the configuration decides where it says something"
 
 
 def test_the_memory_that_the_caller_names_is_what_l1_has_to_fit_into() -> None:
     tight = DeviceMemory(available_bytes=3 * NAMESPACE.geometry.payload_bytes, total_bytes=1 << 40)
-    with create_tiered_cache(config(device={"tokens": 8}), NAMESPACE, device_memory=tight) as cache:
+    with create_cache(config(device={"tokens": 8}), NAMESPACE, device_memory=tight) as cache:
         assert cache.device.pages == 2
     with pytest.raises(CapacityError, match="are free"):
-        create_tiered_cache(config(device={"tokens": 12}), NAMESPACE, device_memory=tight)
+        create_cache(config(device={"tokens": 12}), NAMESPACE, device_memory=tight)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_what_cannot_work_is_refused_at_start(
     sections: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        create_tiered_cache(config(**sections), NAMESPACE)
+        create_cache(config(**sections), NAMESPACE)
 
 
 def test_a_directory_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -145,14 +146,14 @@ def test_a_directory_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path) 
     theirs.mkdir(mode=0o700)
     (theirs / "thesis.txt").write_text("important")
     with pytest.raises(NotOurs):
-        create_tiered_cache(config(storage=file_storage(theirs)), NAMESPACE)
+        create_cache(config(storage=file_storage(theirs)), NAMESPACE)
     assert [path.name for path in theirs.iterdir()] == ["thesis.txt"]
 
 
 def test_a_store_too_small_for_one_page_is_refused(tmp_path: Path) -> None:
     storage = {"type": "file", "options": {"path": str(tmp_path / "pages"), "capacity": 100, "free_space_floor": 0}}
     with pytest.raises((InvalidInput, ConfigError)):
-        create_tiered_cache(config(storage=storage), NAMESPACE)
+        create_cache(config(storage=storage), NAMESPACE)
 
 
 # Ranks
@@ -160,15 +161,13 @@ def test_a_store_too_small_for_one_page_is_refused(tmp_path: Path) -> None:
 DEADLINE_S = 60.0
 
 
-def started(
-    *rank_configs: HiCacheConfig, create: Callable[..., TreeCache] = create_tiered_cache
-) -> list[TreeCache | BaseException]:
-    """What `create` gave or raised on each rank, all started at once."""
+def started(*rank_configs: HiCacheConfig) -> list[TreeCache | BaseException]:
+    """What `create_cache` gave or raised on each rank, all started at once."""
     groups = gloo_ranks(len(rank_configs), deadline_s=DEADLINE_S)
     size = len(groups)
     with ThreadPoolExecutor(size) as pool:
         starts = [
-            pool.submit(create, chosen, replace(NAMESPACE, tp_rank=group.rank, tp_size=size), ranks=group)
+            pool.submit(create_cache, chosen, replace(NAMESPACE, tp_rank=group.rank, tp_size=size), ranks=group)
             for chosen, group in zip(rank_configs, groups, strict=True)
         ]
     return [start.exception() or start.result() for start in starts]
@@ -193,11 +192,10 @@ def test_ranks_that_would_decide_by_different_thresholds_do_not_start() -> None:
 
 def test_caches_without_reuse_start_on_all_ranks_or_on_none() -> None:
     caches = started(
-        config(prefix_cache=False, device={"tokens": 80}), config(prefix_cache=False, device={"tokens": 64}),
-        create=create_cache,
-    )  # fmt: skip
+        config(prefix_cache=False, device={"tokens": 80}), config(prefix_cache=False, device={"tokens": 64})
+    )
     assert [cache.device.pages for cache in caches if isinstance(cache, ChunkCache)] == [16, 16]
-    for error in started(config(prefix_cache=False), config(), create=create_cache):
+    for error in started(config(prefix_cache=False), config()):
         assert isinstance(error, RankError) and "differ" in str(error)
 
 
@@ -210,7 +208,7 @@ def test_a_rank_without_memory_for_l1_is_told_to_the_others(monkeypatch: pytest.
         return create_device_pool(*arguments, **options)
 
     monkeypatch.setattr("hicache.cache.factory.create_device_pool", short_of_memory)
-    errors = started(config(prefix_cache=False), config(prefix_cache=False), create=create_cache)
+    errors = started(config(prefix_cache=False), config(prefix_cache=False))
     assert {type(error) for error in errors} == {RankError, CapacityError}
     assert any("another rank could not start" in str(error) for error in errors)
 
@@ -230,6 +228,24 @@ def test_ranks_publish_once_and_an_address_in_use_is_its_own_error() -> None:
     for cache in caches:
         assert isinstance(cache, HiRadixCache)
         cache.close()
+
+
+def test_a_cache_without_reuse_publishes_that_it_holds_nothing() -> None:
+    """A router that follows it finds an engine without pages, and not an address where nothing answers."""
+    settings = config(prefix_cache=False, events={"endpoint": "tcp://127.0.0.1:*"})
+    with create_cache(settings, NAMESPACE) as cache:
+        publisher = cache.statistics().publisher
+        assert isinstance(cache, ChunkCache) and publisher is not None and publisher.alive
+    publisher = cache.statistics().publisher
+    assert publisher is not None and not publisher.alive
+
+
+@pytest.mark.parametrize("name", ["config", "namespace", "device_pages", "bigram", "device"])
+def test_an_argument_of_another_type_is_refused(name: str) -> None:
+    arguments: dict[str, Any] = {"config": config(device={}), "namespace": NAMESPACE, "device_pages": 5}
+    for bad in ("5", [5], 1.5, -1, object()):
+        with pytest.raises((InvalidInput, ConfigError)):
+            create_cache(**{**arguments, name: bad})
 
 
 def test_if_one_rank_cannot_start_none_does_and_none_waits_for_it() -> None:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from hicache.cache import ChunkCache, HiRadixCache, SessionCache, TreeCache
-from tests.cache.world import World
+from hicache.errors import InvalidInput
+from hicache.events import EventStream, Medium, PrefixIndex, PublisherStatistics, Snapshot
+from tests.cache.world import World, prompt
 
 CACHES = [HiRadixCache, ChunkCache, SessionCache]
 OWN = {"__enter__", "__exit__"}
@@ -32,7 +34,10 @@ def differences(cache: type, names: list[str] = METHODS) -> list[str]:
 
 def test_the_interface_has_what_an_engine_calls() -> None:
     assert PROPERTIES == ["device", "page_size", "saving_pages"]
-    assert {"begin_request", "extend", "cache_unfinished_req", "cache_finished_req", "poll", "peek"} <= set(METHODS)
+    expected = {
+        "begin_request", "cache_finished_req", "cache_unfinished_req", "extend", "peek", "pin", "poll", "record_events",
+    }  # fmt: skip
+    assert expected <= set(METHODS)
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -51,7 +56,12 @@ def test_the_comparison_finds_a_missing_method_and_another_signature() -> None:
     assert differences(Other, ["drain", "extend", "poll"]) == ["extend", "poll"]
 
 
-@pytest.mark.parametrize("make", [lambda cache: cache, lambda cache: ChunkCache(cache.device), SessionCache])
+MAKERS: list[Callable[[HiRadixCache], TreeCache]] = [
+    lambda cache: cache, lambda cache: ChunkCache(cache.device), SessionCache,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MAKERS)
 def test_every_cache_tells_its_pool_and_page_size(make: Callable[[HiRadixCache], TreeCache]) -> None:
     world = World()
     cache = make(world.cache)
@@ -59,3 +69,50 @@ def test_every_cache_tells_its_pool_and_page_size(make: Callable[[HiRadixCache],
     with cache as entered:
         assert entered is cache
     world.close()
+
+
+class Publisher:
+    """Notes how long it may take to close."""
+
+    def __init__(self) -> None:
+        self.closed: list[float] = []
+
+    def close(self, timeout_s: float) -> None:
+        self.closed.append(timeout_s)
+
+    def statistics(self) -> PublisherStatistics:
+        return PublisherStatistics(
+            alive=not self.closed, batches=0, events=0, bytes=0, slow=0, gaps=0, snapshots=0, replays=0, refused=0,
+            replay_batches=0, replay_bytes=0, errors={},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_every_cache_records_its_events_and_pins_what_it_keeps(make: Callable[[HiRadixCache], TreeCache]) -> None:
+    """The same calls of an engine; a cache that keeps nothing has no event and nothing to pin."""
+    world = World()
+    cache, key, stream = make(world.cache), prompt(1, 2), EventStream(1 << 20)
+    publisher, reader, index = Publisher(), stream.subscribe(), PrefixIndex()
+    cache.record_events(stream, publisher)
+    with pytest.raises(InvalidInput, match="from the start"):
+        cache.record_events(EventStream(100))
+    request = cache.begin_request("a", key)
+    assert request is not None
+    world.fill(key, request.pages, 0)
+    cache.cache_finished_req(request, key)
+    assert cache.drain(20)
+    kept = len(cache.match_prefix(key).device_pages)
+    assert kept == (0 if isinstance(cache, ChunkCache) else 2)
+    index.apply(reader.drain(100))
+    assert index.statistics().pages[Medium.DEVICE] == kept
+    reader.request_snapshot()
+    cache.poll()
+    snapshot = reader.drain(100)
+    assert isinstance(snapshot, Snapshot) and bool(snapshot.events) is bool(kept)
+    pin = cache.pin(key, 60)
+    assert pin is None if isinstance(cache, ChunkCache) else pin is not None and pin.pages == kept
+    state = cache.statistics()
+    assert state.events is not None and state.events.readers == 1
+    assert state.publisher is not None and state.publisher.alive
+    assert cache.close() and cache.close() and len(publisher.closed) == 1 and publisher.closed[0] > 0
+    world.cache.close()

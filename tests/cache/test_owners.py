@@ -23,7 +23,7 @@ Verb = Callable[[TreeCache, Any, RadixKey], object]
 # Every call that takes a request.
 VERBS: dict[str, Verb] = {
     "extend": lambda cache, request, key: cache.extend(request, 24),
-    "extend to what it has": lambda cache, request, key: cache.extend(request, 1),
+    "extend to what it has": lambda cache, request, key: cache.extend(request, 9),
     "share": lambda cache, request, key: cache.cache_unfinished_req(request, key),
     "finish": lambda cache, request, key: cache.cache_finished_req(request, key),
     "abort": lambda cache, request, key: cache.cache_finished_req(request, None),

@@ -662,10 +662,12 @@ def test_a_session_with_a_running_turn_gives_nothing_up() -> None:
     talks.turn("a", tokens(10))
     talk = talks.begin(tokens(11), "a")
     talks.settle()
-    assert talk is not None and talks.begin(tokens(16, first=50)) is None
-    assert not talks.decode(talk, tokens(16, first=50))
+    other = talks.begin(tokens(3, first=90))
+    assert talk is not None and other is not None and talks.begin(tokens(16, first=50)) is None
+    assert not talks.decode(talk, tokens(12, first=50))
     assert talks.cache.session_statistics().released == {}
     talks.abort(talk)
+    talks.abort(other)
     talks.close()
 
 

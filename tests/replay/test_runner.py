@@ -17,7 +17,7 @@ from hicache.replay.runner import Replay, ReplayOptions
 from hicache.replay.synthetic import synthetic_trace
 from hicache.replay.timing import Call
 from hicache.replay.trace import TraceRequest
-from tests.replay.world import go, job, request, rounds, small_config, started
+from tests.replay.world import go, job, request, rounds, small_config, started, tiers
 from tests.seeds import seeds
 
 ONE_AT_A_TIME = ReplayOptions(running_max=1, waiting_max=1)
@@ -234,7 +234,7 @@ def test_run_replays_everything_and_reports_the_end(tmp_path: Path) -> None:
         assert last.requests == 9
         assert (last.waiting, last.running, last.wrong_bytes) == (0, 0, 0)
         assert replay.series.samples[-1] == last
-        assert replay.cache.controller.idle
+        assert tiers(replay).controller.idle
 
 
 def test_a_replay_that_is_left_gives_everything_back(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_replay_that_is_left_gives_everything_back(tmp_path: Path) -> None:
         assert replay.unfinished > 0
         samples.close()
     assert replay.unfinished == 0
-    assert replay.cache.device.allocator.used_pages == replay.cache.tree.device_evictable_pages
+    assert replay.cache.device.allocator.used_pages == tiers(replay).tree.device_evictable_pages
 
 
 def test_a_bad_line_ends_the_replay_with_its_number(tmp_path: Path) -> None:
@@ -315,10 +315,10 @@ def test_one_wrong_byte_on_l2_is_one_wrong_byte_in_the_report(tmp_path: Path) ->
         while replay.counts.ended < 4:
             replay.step()
             assert replay.cache.drain(20)
-        key = replay.cache.tree  # every page of L2 that is in use now may come back
+        key = tiers(replay).tree  # every page of L2 that is in use now may come back
         assert key.host_pages == 4 * 16
         page = int(replay.cache.match_prefix(prompt_key(one)).node.host[0])  # type: ignore[index]
-        replay.cache.host.frame(page)[HEADER_BYTES + 5] ^= 1
+        tiers(replay).host.frame(page)[HEADER_BYTES + 5] ^= 1
         go(replay)
         assert replay.counts.wrong["host"] == 1
         # It is read once more when the request ends.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from hicache.cache import HiRadixCache
 from hicache.config import HiCacheConfig, load_config
 from hicache.replay.job import ReplayJob, start
 from hicache.replay.runner import Replay, ReplayOptions
@@ -54,6 +55,12 @@ def started(one: ReplayJob) -> Iterator[Replay]:
     finally:
         replay.close()
         replay.cache.check()
+
+
+def tiers(replay: Replay) -> HiRadixCache:
+    """The cache of a replay with what only one with tiers has."""
+    assert isinstance(replay.cache, HiRadixCache)
+    return replay.cache
 
 
 def go(replay: Replay) -> Replay:

@@ -175,7 +175,9 @@ class Engine(World):
         running = self._pick_computed()
         if running is None:
             return
-        if self.cache.extend(running.request, len(running.tokens) + 1):
+        if len(running.tokens) == self.cache.device.pages * self.cache.page_size:
+            self._end(running, self._computed_key(running))  # as long as L1 is
+        elif self.cache.extend(running.request, len(running.tokens) + 1):
             running.tokens.append(self.random.randrange(4))
             self._name_pages(running)
         elif self.random.random() < 0.5:

@@ -13,6 +13,7 @@ from hicache.cache.backup import Backup, CopyTask
 from hicache.cache.books import DeviceLedger
 from hicache.cache.loading import Loader
 from hicache.cache.prefetch import Prefetcher
+from hicache.cache.storing import Storing
 from hicache.controller import Acks, BackupOperation, CopyOperation, HiCacheController, PrefetchState
 from hicache.controller.progress import PrefetchProgress, StoreProgress
 from hicache.keys import RadixKey
@@ -197,12 +198,12 @@ class _DoesNotHoldAnchors(Prefetcher):
 # Storage and workers
 
 
-class _StoresWithoutHolding(Backup):
+class _StoresWithoutHolding(Storing):
     """A store reads host pages that nobody keeps: they are evicted and filled with something else meanwhile."""
 
-    def _store(self, node: Node) -> bool:
+    def store(self, node: Node) -> bool:
         is_new = not (node.stored or node.store_pending)
-        goes_on = super()._store(node)
+        goes_on = super().store(node)
         if goes_on and is_new:
             self._trees.current.release_host(node)
         return goes_on
@@ -297,6 +298,10 @@ def _backup(kind: type[Backup]) -> Parts:
     return Parts(after=lambda cache: _become(cache._backup, kind))
 
 
+def _storing(kind: type[Storing]) -> Parts:
+    return Parts(after=lambda cache: _become(cache._storing, kind))
+
+
 WRONG, LATE, BOOKS = "wrong bytes", "late write", "invariant"
 
 RACES: dict[str, Race] = {
@@ -318,7 +323,7 @@ RACES: dict[str, Race] = {
     ),
     "a short read shows what lay in the pages before": Race(Parts(controller=_BelievesShortReads), {WRONG}, 100),
     "the anchor of a prefetch is evicted": Race(_prefetcher(_DoesNotHoldAnchors), {BOOKS, "left behind"}, 200),
-    "a store reads a page that was evicted": Race(_backup(_StoresWithoutHolding), {WRONG}, 100),
+    "a store reads a page that was evicted": Race(_storing(_StoresWithoutHolding), {WRONG}, 100),
     "a stuck read is given up while it still writes": Race(Parts(workers=_GivesStuckJobsUp), {WRONG, LATE}, 300),
     "the job of a dead worker is never acknowledged": Race(Parts(workers=_LosesJobsOfTheDead), {"stuck"}, 300),
     "the forward does not wait for a layer": Race(Parts(waits_for_layers=False), {WRONG}, 40),

@@ -14,7 +14,7 @@ from hicache.backends.faults import FaultOptions, FaultyBackend
 from hicache.backends.guard import Direction, GuardedBackend, GuardOptions, Override
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.registry import BackendSpec, open_spec
-from hicache.cache.factory import create_tiered_cache
+from hicache.cache import HiRadixCache, create_cache
 from hicache.config import HiCacheConfig
 from hicache.config.guard import GuardConfig
 from hicache.frame import FrameCodec
@@ -40,7 +40,8 @@ def guard() -> Iterator[GuardedBackend]:
     """The guard of a cache with a configured one."""
     section = {"failures": 7, "in_flight": "1MiB", "backoff_max": "3s", "write": False, "inject": {"latency": "1ms"}}
     config = HiCacheConfig.model_validate({**ENTRIES, "storage": {"type": "memory", "options": {}, "guard": section}})
-    with create_tiered_cache(config, NAMESPACE) as cache:
+    with create_cache(config, NAMESPACE) as cache:
+        assert isinstance(cache, HiRadixCache)
         backend = cache.controller.backend
         assert isinstance(backend, GuardedBackend)
         yield backend

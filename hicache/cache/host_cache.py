@@ -1,0 +1,453 @@
+"""HostCache: L2 and L3 for an engine that keeps the pages of its device for itself, such as vLLM.
+
+The engine says which pages it lacks and which it has; its workers copy. Per request and in this order:
+
+    prefetch -> check_prefetch -> lookup -> begin_load -> (workers copy) -> end_load
+    -> (forward) -> begin_write -> (workers copy) -> end_write -> abort
+
+and `poll` once per step. One scheduler decides for all workers that share the host pool, on one thread, so there is no
+lock. No call does I/O or waits for any, but `drain` and `close`; no call raises for a storage reason.
+
+A key is the whole pages that may be cached. All page numbers count from the start of the prompt. An engine that has to
+compute the last token of a prompt leaves the page of that token out, or asks for fewer pages than `lookup` offers.
+
+    load   `begin_load` holds the pages on L2 until `end_load`, so they can neither leave nor change
+    write  `begin_write` lends free pages of L2, and the tree shows them after `end_write`, when all workers have copied
+
+Invariants, verified by `check()` beside those of `TieredCache`: every node is on L2 and on no other tier; the pages of
+a load are on L2 and held; a page of a write is in no tree and in no other write; a write that is complete but not shown
+waits for another write, which brings its prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..arguments import instance, number, whole
+from ..backends.base import StorageBackend
+from ..controller import HiCacheController
+from ..errors import InvalidInput, InvariantError
+from ..keys import TOKEN_BYTES, RadixKey
+from ..radix import Match, Node, RadixTree
+from ..tiers import HostPool, PageAllocator
+from ..types import NO_PAGES, PageIds
+from .options import CacheOptions, WritePolicy
+from .payoff import Payoff, Route
+from .statistics import CacheStatistics
+from .tiered import TieredCache
+
+
+@dataclass(frozen=True, slots=True)
+class HostMatch:
+    """What `lookup` found: `pages` pages behind the start page. `loading`: another request is loading one of them now,
+    so the engine asks again later and then has them on its device.
+    """
+
+    pages: int
+    loading: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostLoad:
+    """A handle: the pages of `rid` from `start_page` on are held in `host_pages` (int32, not to be written to)."""
+
+    rid: str
+    start_page: int
+    host_pages: PageIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostWrite:
+    """A handle: the pages of `rid` from `start_page` on go into `host_pages` (int32, not to be written to)."""
+
+    rid: str
+    start_page: int
+    host_pages: PageIds
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """What is remembered of a request until `abort`: the length that was decided on, how, and whether a load failed."""
+
+    decided_pages: int = 0
+    pays: bool = False
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """The run that ends at `node`, held for `request`; `storage_pages` of it came from storage for that request."""
+
+    tree: RadixTree
+    node: Node
+    request: _Request
+    storage_pages: int
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """Pages on their way to L2: those of `key` from `start_page` on. `anchor`, the end of what L2 had of the key, is
+    held."""
+
+    key: RadixKey
+    start_page: int
+    host_pages: PageIds
+    tree: RadixTree
+    anchor: Node
+    complete: bool = False  # all workers have copied
+
+    @property
+    def end_page(self) -> int:
+        return self.start_page + len(self.host_pages)
+
+
+class HostCache(TieredCache):
+    """See the module's docstring. `create_host_cache` builds one from a configuration.
+
+    `position_bytes` is the kind of key that the engine uses (see `RadixKey`); the other arguments are those of
+    `TieredCache`. Raises InvalidInput for `write_back`, and for a pool that is in use.
+    """
+
+    def __init__(
+        self,
+        host: HostPool,
+        controller: HiCacheController,
+        options: CacheOptions | None = None,
+        *,
+        position_bytes: int = TOKEN_BYTES,
+        open_storage: Callable[[int], StorageBackend] | None = None,
+        weights_epoch: int = 0,
+        payoff: Payoff | None = None,
+    ) -> None:
+        super().__init__(
+            host,
+            controller,
+            options,
+            device=PageAllocator(0),
+            position_bytes=position_bytes,
+            open_storage=open_storage,
+            weights_epoch=weights_epoch,
+            payoff=payoff,
+        )
+        self._store_hits_min = _store_hits_min(self.options)
+        if host.allocator.used_pages:
+            raise InvalidInput(f"host: {host.allocator.used_pages} pages are in use; each cache needs its own pool")
+        self._requests: dict[str, _Request] = {}
+        self._loads: dict[HostLoad, _Load] = {}
+        self._writes: dict[HostWrite, _Write] = {}
+        self._loading_pages = self._writing_pages = self._loaded_pages = self._written_pages = 0
+
+    # Storage
+
+    def prefetch(self, rid: str, key: RadixKey) -> bool:
+        """Start reading what storage has of `key` beyond L2. False if it is not worth it or not possible now.
+
+        Then, or once `check_prefetch` says so, look the request up.
+        """
+        instance("rid", rid, str)
+        self.tree.require_fitting(key)
+        return not self._closed and self._prefetcher.start(rid, key)
+
+    def check_prefetch(self, rid: str) -> bool:
+        """True once the prefetch of a request has ended or its time is over; what has arrived by then is on L2."""
+        return self._prefetcher.ready(rid)
+
+    def abort(self, rid: str) -> None:
+        """Forget a request, which has ended or will not run. REQUIRES: called once for each request that was looked up.
+
+        Its prefetch stops; what has arrived stays on L2. Loads and writes go on until `end_load` and `end_write`.
+        """
+        self._prefetcher.abort(rid)
+        self._requests.pop(rid, None)
+
+    # Loads
+
+    def lookup(self, rid: str, key: RadixKey, start_page: int = 0) -> HostMatch:
+        """Return how many pages of `key` from `start_page` on are on L2, none if loading them does not pay.
+
+        Marks them as used, and ends a prefetch of the request that has not ended. Whether a length pays is decided
+        once until the request begins to load, however often it asks; while another request is loading one of the pages
+        it is not decided at all. A request whose load has failed is offered nothing until `abort`.
+        """
+        start_page = whole("start_page", start_page)
+        match = self._match(rid, key)
+        request = self._request(rid, key, match.node, start_page)
+        pages = 0 if request.failed else max(0, match.pages - start_page)
+        loading = self._is_loading(rid, match.node, pages)
+        if pages == 0 or not (loading or self._pays(request, pages)):
+            self._prefetcher.take_arrived(rid)  # what came from storage for it need not be kept
+            return HostMatch(0, loading=False)
+        return HostMatch(pages, loading)
+
+    def begin_load(self, rid: str, key: RadixKey, start_page: int, end_page: int) -> HostLoad | None:
+        """Hold the pages `start_page ... end_page - 1` of `key` on L2 until `end_load`; where they are.
+
+        None, holding nothing, if one of them is no longer on L2: look the request up again. Raises InvalidInput for
+        pages that `key` does not have.
+        """
+        end_page = whole("end_page", end_page, 1, self._key_pages(key))
+        start_page = whole("start_page", start_page, 0, end_page - 1)
+        match = self._match(rid, self._head(key, end_page))
+        if match.pages < end_page:
+            return None
+        tree, node = self.tree, match.node
+        if start_page:
+            tree.match(self._head(key, start_page))  # a node ends there now
+        request = self._request(rid, key, node, start_page)
+        request.decided_pages = 0
+        tree.hold_host(node)
+        host_pages = _host_pages(tree, node, end_page - start_page)
+        arrived = self._prefetcher.take_arrived(rid)
+        load = HostLoad(rid, start_page, host_pages)
+        self._loads[load] = _Load(tree, node, request, min(arrived, len(host_pages)))
+        self._loading_pages += len(host_pages)
+        return load
+
+    def end_load(self, load: HostLoad, seconds: float | None) -> None:
+        """End a load, which took `seconds`; None if it failed. REQUIRES: no worker reads the pages any more.
+
+        A load that failed is not measured, and its request is offered nothing until `abort`. Raises InvalidInput for a
+        load that has ended, or is of another cache.
+        """
+        if seconds is not None:
+            seconds = number("seconds", seconds)
+        task = self._loads.pop(instance("load", load, HostLoad), None)
+        if task is None:
+            raise InvalidInput("load: it has ended, or another cache began it")
+        pages = len(load.host_pages)
+        self._loading_pages -= pages
+        task.tree.release_host(task.node)
+        self._trees.sweep()
+        if seconds is None:
+            task.request.failed = True
+            self._books.skipped["load_failed"] += 1
+            return
+        self._loaded_pages += pages
+        self.payoff.observe_transfer(Route.LOAD, pages * self.host.payload_bytes, seconds)
+        self._books.hit_tokens["host"] += (pages - task.storage_pages) * self.page_size
+        self._books.hit_tokens["storage"] += task.storage_pages * self.page_size
+
+    # Writes
+
+    def begin_write(self, rid: str, key: RadixKey, start_page: int = 0) -> HostWrite | None:
+        """Lend L2 pages for those pages of `key` that it lacks: all behind what it has, and behind what other writes
+        bring.
+
+        `start_page` is the first page that the workers can copy. None if there is nothing to write; and, counted, if L2
+        lacks a page before `start_page`, or has no room even after evicting. Nothing is held then.
+        """
+        self._require_service()
+        instance("rid", rid, str)
+        start_page = whole("start_page", start_page)
+        end_page = self._key_pages(key)
+        tree = self.tree
+        match = tree.match(key)
+        begin = self._reach(key, match.pages)
+        if begin >= end_page:
+            return None
+        if begin < start_page:
+            self._books.skipped["backup_prefix_not_on_host"] += 1
+            return None
+        tree.hold_host(match.node)  # eviction must not take the prefix of what it makes room for
+        host_pages = self._l2.lend(end_page - begin)
+        if host_pages is None:
+            tree.release_host(match.node)
+            self._books.skipped["backup_no_host_room"] += 1
+            return None
+        write = HostWrite(rid, begin, host_pages)
+        self._writes[write] = _Write(self._head(key, end_page), begin, host_pages, tree, match.node)
+        self._writing_pages += len(host_pages)
+        return write
+
+    def end_write(self, write: HostWrite, *, complete: bool) -> None:
+        """End a write. With `complete` its pages are shown, and stored as the write policy says; without, they are
+        free again.
+
+        Complete pages are shown once their prefix is on L2; without the prefix, and after `clear`, they are free
+        again. REQUIRES: all workers have copied, or with `complete=False`, no worker writes the pages any more.
+        Raises InvalidInput for a write that has ended, or is of another cache.
+        """
+        instance("complete", complete, bool)
+        task = self._writes.get(instance("write", write, HostWrite))
+        if task is None or task.complete:
+            raise InvalidInput("write: it has ended, or another cache began it")
+        if complete:
+            self._written_pages += len(task.host_pages)
+            task.complete = True
+        else:
+            self._books.skipped["backup_failed"] += 1
+            self._give_back(write)
+        self._show_complete()
+        self._trees.sweep()
+
+    # Emptying
+
+    def clear(self) -> None:
+        """Forget all that is on L2; does not block. Storage keeps what it has.
+
+        Pages of loads and writes stay lent to the old tree until they end; a write that ends later is not shown.
+        """
+        super().clear()
+        self._show_complete()
+        self._trees.sweep()
+
+    # Inside
+
+    def _match(self, rid: str, key: RadixKey) -> Match:
+        """Match the pages of a request that begins. What has not arrived from storage by now is computed."""
+        self._require_service()
+        self.tree.require_fitting(key)
+        self._prefetcher.conclude(instance("rid", rid, str))
+        return self.tree.match(key)
+
+    def _request(self, rid: str, key: RadixKey, node: Node, start_page: int) -> _Request:
+        """What is remembered of a request. A new one counts as using the path to `node`, on its device or on L2."""
+        request = self._requests.get(rid)
+        if request is None:
+            request = self._requests[rid] = _Request()
+            tokens = self._key_pages(key) * self.page_size
+            self._books.requests += 1
+            self._books.prompt_tokens += tokens
+            self._books.hit_tokens["device"] += min(start_page * self.page_size, tokens)
+            self.tree.use(node)
+            self._storing.store_path(node, self._store_hits_min)
+        return request
+
+    def _pays(self, request: _Request, pages: int) -> bool:
+        """Whether to load so many pages, decided when a request asks about another number than before."""
+        if pages == request.decided_pages:
+            return request.pays
+        tokens = pages * self.page_size
+        request.decided_pages, request.pays = pages, False
+        if tokens < self.options.load_back_threshold_tokens:
+            self._books.skipped["load_too_short"] += 1
+        elif not self.payoff.decide(Route.LOAD, tokens, pages * self.host.payload_bytes).go:
+            self._books.skipped["load_does_not_pay"] += 1
+        else:
+            request.pays = True
+        return request.pays
+
+    def _is_loading(self, rid: str, node: Node, pages: int) -> bool:
+        """Whether another request is loading one of the last `pages` pages up to and with `node`."""
+        nodes: set[Node] = set()
+        while pages > 0 and node.parent is not None:
+            if node.host_ref:  # as each page has that is being loaded
+                nodes.add(node)
+            pages -= self.tree.pages(node)
+            node = node.parent
+        return bool(nodes) and any(
+            load.rid != rid
+            and task.tree is self.tree
+            and not nodes.isdisjoint(task.tree.span(task.node, len(load.host_pages)))
+            for load, task in self._loads.items()
+        )
+
+    def _reach(self, key: RadixKey, pages: int) -> int:
+        """How many pages of `key` L2 will have once the writes of now have ended, if it has `pages`."""
+        reached = -1
+        while reached < pages:
+            reached = pages
+            for task in self._writes.values():
+                if task.tree is self.tree and task.start_page <= pages < task.end_page:
+                    pages = max(pages, self._common_pages(key, task.key, pages))
+        return pages
+
+    def _common_pages(self, key: RadixKey, other: RadixKey, pages: int) -> int:
+        """How many leading pages two keys have in common; 0 at once if they differ in the page behind `pages`."""
+        page = slice(pages * self.tree.page_bytes, (pages + 1) * self.tree.page_bytes)
+        if key.tokens[page] != other.tokens[page] or key.seed != other.seed:
+            return 0
+        size = min(len(key.tokens), len(other.tokens))
+        same = np.frombuffer(key.tokens, np.uint8, size) == np.frombuffer(other.tokens, np.uint8, size)
+        return (size if same.all() else int(same.argmin())) // self.tree.page_bytes
+
+    def _show_complete(self) -> None:
+        """Show the complete writes whose prefix is on L2, and give those back whose prefix will not come."""
+        complete = [(write, task) for write, task in self._writes.items() if task.complete]
+        for write, task in sorted(complete, key=lambda pair: pair[1].start_page):  # a prefix before what follows it
+            if task.tree is not self.tree or self._closed:
+                self._give_back(write)
+                continue
+            present = self.tree.peek(self._head(task.key, task.start_page)).host_pages
+            if present == task.start_page:
+                self._show(write, task)
+            elif self._reach(task.key, present) < task.start_page:
+                self._give_back(write)
+
+    def _show(self, write: HostWrite, task: _Write) -> None:
+        node, unused = task.tree.insert_host(task.key, task.start_page, task.host_pages)
+        self._end_write(write, unused)
+        self._storing.store_path(node, self._store_hits_min)
+
+    def _give_back(self, write: HostWrite) -> None:
+        self._end_write(write, write.host_pages)
+
+    def _end_write(self, write: HostWrite, unused: PageIds) -> None:
+        task = self._writes.pop(write)
+        self._writing_pages -= len(task.host_pages)
+        self._l2.settle(len(task.host_pages), unused)
+        task.tree.release_host(task.anchor)
+
+    def _key_pages(self, key: RadixKey) -> int:
+        """The whole pages of a key. Raises InvalidInput for a key of another kind than the cache's."""
+        self.tree.require_fitting(key)
+        return key.pages(self.page_size)
+
+    def _head(self, key: RadixKey, pages: int) -> RadixKey:
+        return RadixKey(key.tokens[: pages * self.tree.page_bytes], key.seed, key.position_bytes)
+
+    # State
+
+    def statistics(self) -> CacheStatistics:
+        """A snapshot of both tiers and of the engine's copies; `device` is `NO_TIER`. May be called from any thread."""
+        state = super().statistics()
+        queues = state.controller.queues
+        copying_pages = self._loading_pages + self._writing_pages
+        queues = replace(
+            queues,
+            load=len(self._loads),
+            write=len(self._writes),
+            host_pages_lent=queues.host_pages_lent + copying_pages,
+        )
+        controller = replace(
+            state.controller, queues=queues, loaded_pages=self._loaded_pages, written_pages=self._written_pages
+        )
+        return replace(state, controller=controller)
+
+    def check(self) -> None:
+        """Raises InvariantError if a tree, L2 or the books are inconsistent. Visits every node."""
+        super().check()
+        for load, task in self._loads.items():
+            there = np.array_equal(_host_pages(task.tree, task.node, len(load.host_pages)), load.host_pages)
+            if not (there and task.node.host_ref):
+                raise InvariantError(f"load of {load.rid!r}: its pages are not on L2, or not held")
+        lent = [task.host_pages for task in self._writes.values()]
+        held = (node.host for tree in self._trees.all() for node in tree.nodes() if node.host is not None)
+        ids = np.concatenate([NO_PAGES, *lent, *held])
+        if len(np.unique(ids)) != len(ids):
+            raise InvariantError("L2: a page of a write is a node's too, or another write's")
+        if not 0 <= self._l2.lent_pages - self._writing_pages <= self.controller.read_pages:
+            raise InvariantError(f"L2: {self._l2.lent_pages} pages are lent, {self._writing_pages} of them to writes")
+        for write in self._writes.values():
+            if write.complete and self._reach(write.key, self.tree.peek(write.key).host_pages) < write.start_page:
+                raise InvariantError("a write is complete, but is not shown and waits for no other")
+
+
+def _host_pages(tree: RadixTree, node: Node, pages: int) -> PageIds:
+    """The L2 pages of the run of `pages` pages that ends at `node`."""
+    runs = [part.host for part in tree.span(node, pages) if part.host is not None]
+    return np.concatenate(runs[::-1])
+
+
+def _store_hits_min(options: CacheOptions) -> int:
+    """How many requests must have used a page of L2 before it is stored. Raises InvalidInput for `write_back`."""
+    policy = WritePolicy(options.write_policy)
+    if policy is WritePolicy.WRITE_BACK:
+        raise InvalidInput(
+            "write_policy: 'write_back' copies what L1 evicts, but this engine evicts from its device by itself; "
+            "use write_through or write_through_selective"
+        )
+    return options.selective_hits if policy is WritePolicy.WRITE_THROUGH_SELECTIVE else 0

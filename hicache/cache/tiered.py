@@ -1,0 +1,237 @@
+"""TieredCache: what every cache over L2 and L3 is made of, with an L1 of its own or without.
+
+    HiRadixCache   L1, L2 and L3: an engine hands its pages to the cache
+    HostCache      L2 and L3: the engine keeps the pages of its device for itself
+
+Here are the tree, the books of L2, prefetching, storing, new weights, events and the end; a cache adds how pages come
+to L2 from the device and go back. All of it on one thread, the scheduler's, which owns the tree and the free lists; so
+there is no lock. No call does I/O or waits for any, but `drain` and `close`. No call raises for a storage reason.
+
+Conservation of L2, verified by `check()`: free + held by nodes + lent to operations = capacity.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from ..arguments import instance, number, whole
+from ..backends.base import StorageBackend
+from ..controller import Acks, HiCacheController
+from ..errors import InvalidInput, RankError
+from ..events import EventStream, Publisher
+from ..keys import TOKEN_BYTES, require_epoch
+from ..radix import RUN_PAGES_MAX, RadixTree, make_policy
+from ..tiers import HostPool, PageAllocator
+from .books import Books, HostLedger
+from .options import CacheOptions
+from .pause import Pause
+from .payoff import Figures, Payoff
+from .prefetch import Prefetcher
+from .recorder import EventRecorder
+from .statistics import CacheStatistics, cache_statistics
+from .storage import StorageControl
+from .storing import Storing
+from .trees import Trees
+
+# How often `drain` looks again while it waits. It is for shutdown and tests, where a millisecond does not matter.
+DRAIN_WAIT_S = 0.001
+
+
+class TieredCache:
+    """See the module's docstring. `device` are the pages of L1, none for a cache without one.
+
+    `position_bytes` says which keys the cache takes (see `RadixKey`). `open_storage` opens the store of a weights
+    epoch, for `update_weights`; the controller's backend is that of `weights_epoch`. `storage` detaches it, attaches
+    another, and switches its directions off and on.
+    """
+
+    def __init__(
+        self,
+        host: HostPool,
+        controller: HiCacheController,
+        options: CacheOptions | None = None,
+        *,
+        device: PageAllocator,
+        position_bytes: int = TOKEN_BYTES,
+        open_storage: Callable[[int], StorageBackend] | None = None,
+        weights_epoch: int = 0,
+        payoff: Payoff | None = None,
+    ) -> None:
+        self.options = options = options or CacheOptions()
+        self.page_size = host.shape.tokens
+        self.host = host
+        self.controller = controller
+        self.weights_epoch = weights_epoch = require_epoch(weights_epoch)
+        self._position_bytes = position_bytes
+        self._policy = make_policy(options.eviction_policy, slru_protected_hits=options.slru_protected_hits)
+        self.payoff = payoff or Payoff(options.payoff)
+        self._books = Books()
+        self._events: EventRecorder | None = None
+        self._publisher: Publisher | None = None
+        self._trees = Trees(self._new_tree, device, host)
+        self._l2 = HostLedger(host, self._trees, self._books)
+        self._storing = Storing(self._trees, controller, self._books, Pause(controller.clock))
+        self._prefetcher = Prefetcher(
+            self._trees,
+            self._l2,
+            controller,
+            options,
+            self._books,
+            payoff=self.payoff,
+            pause=Pause(controller.clock),
+        )
+        self.storage = StorageControl(controller, self._trees, self._prefetcher, open_storage, weights_epoch)
+        self._closed = False
+
+    def _new_tree(self) -> RadixTree:
+        bounds = self.controller.options
+        return RadixTree(
+            self.page_size,
+            self._policy,
+            run_pages_max=min(RUN_PAGES_MAX, bounds.write_pages_max, bounds.load_pages_max, self.host.pages),
+            position_bytes=self._position_bytes,
+            observer=self._events,
+        )
+
+    @property
+    def tree(self) -> RadixTree:
+        """The tree in use. Another one after `clear` and `update_weights`."""
+        return self._trees.current
+
+    # Emptying
+
+    def clear(self) -> None:
+        """Forget all that is cached here; does not block. Storage keeps what it has.
+
+        What requests and operations hold stays theirs until they end, and none of it is shared any more.
+        """
+        self._prefetcher.cancel_all()
+        self._trees.retire()
+        if self._events is not None:
+            self._events.cleared()
+
+    def update_weights(self, epoch: int) -> None:
+        """The model has new weights: no page of an earlier epoch is served or stored from now on. Does not block.
+
+        As `clear`; besides, storage is opened anew under the namespace of `epoch`, where older pages are out of reach.
+        Until it is open there is none. Raises InvalidInput for an epoch that is not an integer above the current one,
+        and for a cache that has storage but no way to open it again; nothing has changed then.
+        """
+        epoch = require_epoch(epoch, above=self.weights_epoch)
+        self.storage.require_opener()
+        self.weights_epoch = epoch
+        self.clear()
+        self.storage.use_epoch(epoch)
+
+    def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
+        """Write what appears on and leaves each tier into `stream`.
+
+        `publisher` takes the stream elsewhere: it is closed with the cache, and `statistics` shows its counters. Raises
+        InvalidInput if the cache is in use already, since the stream would lack what came before.
+        """
+        instance("stream", stream, EventStream)
+        if self.tree.node_count or self._events is not None:
+            raise InvalidInput("events: record them from the start, before the first request, and into one stream")
+        self._events = self.tree.observer = EventRecorder(stream)
+        self._publisher = publisher
+
+    # Each step
+
+    def record_prefill(self, tokens: int, seconds: float) -> None:
+        """Say how long a forward over `tokens` prompt tokens took: what a hit has to be faster than.
+
+        REQUIRES: the forward did not wait for a load. An engine that never calls it fetches every hit but a few.
+        """
+        self.payoff.observe_prefill(whole("tokens", tokens), number("seconds", seconds))
+
+    def poll(self) -> bool:
+        """Take in everything that ended since the last step and start what is queued; once per step.
+
+        Returns whether anything ended. Never blocks without ranks. With them, all call it equally often; it waits for
+        the slowest if that is a whole step behind, and raises RankError if one is lost or they have gone astray.
+        """
+        acks = self.controller.poll()
+        if acks is not None:
+            self._take_in(acks)
+            self._trees.sweep()
+        if self._events is not None:
+            self._events.poll(self.tree)
+        self.controller.launch_writes()
+        self.controller.report(
+            may_prefetch=not self._prefetcher.paused,
+            may_store=not self._storing.paused,
+            figures=self.payoff.figures(),
+        )
+        self.payoff.use_figures(Figures(*self.controller.figures))
+        return acks is not None
+
+    def _take_in(self, acks: Acks) -> None:
+        for operation in acks.found:
+            self._prefetcher.found(operation)
+        for operation in acks.prefetched:
+            self._prefetcher.ended(operation)
+        for backup in acks.stored:
+            self._storing.stored(backup)
+
+    def _require_service(self) -> None:
+        if self._closed:
+            raise InvalidInput("the cache is closed; build a new one")
+
+    # State
+
+    def statistics(self) -> CacheStatistics:
+        """A snapshot of all tiers. May be called from any thread; may look at what storage holds."""
+        stream = None if self._events is None else self._events.stream
+        return cache_statistics(
+            self._books, self.tree, self.host, self.payoff, self.controller, stream, self._publisher,
+            self.weights_epoch,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raises InvariantError if a tree, a pool or the books are inconsistent. Visits every node."""
+        self.payoff.check()
+        self._trees.check(self._l2.lent_pages)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Poll until no copy, prefetch or store is in flight; blocks. False if some still are after `timeout_s`."""
+        deadline = time.monotonic() + number("timeout_s", timeout_s, most=math.inf)
+        self.controller.launch_loads()
+        while not self.controller.idle:
+            if time.monotonic() >= deadline:
+                return False
+            if not self.poll():
+                time.sleep(DRAIN_WAIT_S)
+        return True
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish queued copies and stores and end all threads; blocks up to `timeout_s` (None: as configured).
+
+        Prefetches are given up. False if something was left; stored objects are whole or absent all the same.
+        """
+        timeout_s = self.options.shutdown_deadline_s if timeout_s is None else number("timeout_s", timeout_s)
+        deadline = time.monotonic() + timeout_s
+        if self._closed:
+            return self.controller.idle
+        self._closed = True
+        self.controller.stop_prefetching()
+        try:
+            self.drain(max(0.0, deadline - time.monotonic()))
+        except RankError:
+            pass  # the others are gone; what is in flight here ends all the same
+        ended = self.controller.close(max(0.0, deadline - time.monotonic()))
+        self.poll()
+        if self._publisher is not None:
+            self._publisher.close(max(0.1, deadline - time.monotonic()))
+        return ended
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

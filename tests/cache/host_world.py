@@ -1,0 +1,129 @@
+"""A small HostCache, and the engine's side of every call: its workers write the bytes that each page must have.
+
+The bytes derive from the page key and the epoch, and what the cache offers or shows is compared with them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hicache.backends.base import StorageBackend
+from hicache.cache import CacheOptions, Figures, HostCache, HostLoad, HostWrite, Payoff
+from hicache.controller import HiCacheController
+from hicache.keys import TOKEN_BYTES, RadixKey
+from hicache.radix import RadixTree
+from hicache.tiers import HostPool
+from tests.cache.world import GEOMETRY, NAMESPACE, every_hit, memory_backend, prompt
+from tests.stamps import Stamps
+from tests.waiting import wait_for
+
+__all__ = ["GEOMETRY", "NAMESPACE", "HostWorld", "every_hit", "memory_backend", "prompt"]
+PAGE_TOKENS = GEOMETRY.page_size
+
+
+class HostWorld:
+    """A cache of `host_pages` over `backend`. `kind` is the class of the cache, for tests that break one on purpose."""
+
+    def __init__(
+        self,
+        *,
+        host_pages: int = 32,
+        backend: StorageBackend | None = None,
+        options: CacheOptions | None = None,
+        position_bytes: int = TOKEN_BYTES,
+        open_storage: Callable[[int], StorageBackend] | None = None,
+        payoff: Payoff | None = None,
+        kind: type[HostCache] = HostCache,
+    ) -> None:
+        self.host = HostPool(GEOMETRY, host_pages)
+        self.controller = HiCacheController(self.host, None, backend, figures=len(Figures()))
+        self.cache = kind(
+            self.host,
+            self.controller,
+            options or every_hit(),
+            position_bytes=position_bytes,
+            open_storage=open_storage,
+            payoff=payoff,
+        )
+        self.stamps = Stamps(GEOMETRY)
+        self._epochs: dict[RadixTree, int] = {}
+
+    def stamp(self, key: RadixKey, page: int, epoch: int | None = None) -> bytes:
+        """What one page of a prompt must hold."""
+        keys = key.page_keys(PAGE_TOKENS, key.seed, 0, page + 1)
+        return self.stamps.payload(keys[page], self.cache.weights_epoch if epoch is None else epoch)
+
+    def copy(self, key: RadixKey, write: HostWrite, *, epoch: int | None = None) -> None:
+        """What the workers do between `begin_write` and `end_write`."""
+        for number, page in enumerate(write.host_pages.tolist(), write.start_page):
+            self.host.payload(page)[:] = self.stamp(key, number, epoch)
+
+    def compare(self, key: RadixKey, load: HostLoad, *, epoch: int | None = None) -> None:
+        """What the workers do between `begin_load` and `end_load`: the pages must be the right ones."""
+        for number, page in enumerate(load.host_pages.tolist(), load.start_page):
+            assert self.host.payload(page) == self.stamp(key, number, epoch), f"page {number} of {load.rid} is wrong"
+
+    def write(self, rid: str, key: RadixKey, start_page: int = 0) -> HostWrite:
+        """A whole write of all pages that L2 lacks."""
+        write = self.cache.begin_write(rid, key, start_page)
+        assert write is not None
+        self.copy(key, write)
+        self.cache.end_write(write, complete=True)
+        self.cache.check()
+        return write
+
+    def load(self, rid: str, key: RadixKey, *, seconds: float = 0.001) -> int:
+        """A whole load of all that is on L2, and the end of the request; how many pages."""
+        found = self.cache.lookup(rid, key)
+        assert not found.loading
+        if found.pages:
+            load = self.cache.begin_load(rid, key, 0, found.pages)
+            assert load is not None
+            self.compare(key, load)
+            self.cache.end_load(load, seconds)
+        self.cache.abort(rid)
+        self.cache.check()
+        return found.pages
+
+    def prefetch(self, rid: str, key: RadixKey) -> bool:
+        """Prefetch, and wait for it; whether it was started."""
+        started = self.cache.prefetch(rid, key)
+        self.until(lambda: self.cache.check_prefetch(rid))
+        return started
+
+    def audit(self) -> None:
+        """Every page that a tree shows has the right bytes, in retired trees too."""
+        for tree in self.cache._trees.all():
+            epoch = self._epochs.setdefault(tree, self.cache.weights_epoch)
+            for node in tree.nodes():
+                assert node.device is None and node.host is not None
+                for page_key, page in zip(tree.page_keys(node), node.host.tolist(), strict=True):
+                    assert self.host.payload(page) == self.stamps.payload(page_key, epoch), repr(node)
+
+    @property
+    def free_pages(self) -> int:
+        return self.host.allocator.free_pages
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Step until `condition` holds."""
+        wait_for(condition, self.step, pause_s=0)
+
+    def step(self) -> None:
+        """One scheduler step with nothing else to do."""
+        if not self.cache.poll():
+            time.sleep(0.0005)  # lets the workers run; the deadline is in `until`
+        self.cache.check()
+
+    def settle(self) -> None:
+        """Step until no prefetch or store is in flight."""
+        self.until(lambda: self.controller.idle)
+        self.cache.poll()
+
+    def close(self) -> None:
+        """End the cache. Nothing is lent or held any more."""
+        self.settle()
+        assert len(self.cache._trees.all()) == 1
+        assert self.host.allocator.used_pages == self.cache.tree.host_evictable_pages
+        assert self.cache.close()
+        self.cache.check()

@@ -1,0 +1,598 @@
+"""HostCache: L2 and L3 for an engine that keeps its own device cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.backends.base import GetOutcome
+from hicache.cache import CacheOptions, HostLoad, HostMatch, Payoff, PayoffOptions, create_host_cache
+from hicache.cache.statistics import NO_TIER
+from hicache.config import HiCacheConfig
+from hicache.errors import ConfigError, InvalidInput
+from hicache.events import EventStream, Medium, PrefixIndex
+from hicache.geometry import PageShape, Piece
+from hicache.keys import PAGE_KEY_BYTES, Namespace, RadixKey
+from hicache.metrics import SnapshotCollector, cache_metrics
+from hicache.tiers import HostPool
+from tests.cache.host_world import GEOMETRY, NAMESPACE, HostWorld, every_hit, memory_backend, prompt
+
+KEY = prompt(1, 2, 3, 4, tail=0)
+NOTHING = HostMatch(0, loading=False)
+
+
+def skipped(world: HostWorld, reason: str) -> int:
+    return world.cache.statistics().skipped[reason]
+
+
+def decisions(world: HostWorld) -> int:
+    return sum(world.cache.statistics().payoff.decisions.values())
+
+
+# Writes
+
+
+def test_pages_are_offered_once_all_workers_have_copied() -> None:
+    world = HostWorld()
+    write = world.cache.begin_write("a", KEY)
+    assert write is not None and (write.start_page, len(write.host_pages)) == (0, 4)
+    assert world.cache.lookup("b", KEY) == NOTHING
+    world.copy(KEY, write)
+    world.cache.end_write(write, complete=True)
+    assert world.cache.lookup("b", KEY) == HostMatch(4, loading=False)
+    assert world.cache.lookup("b", KEY, 3) == HostMatch(1, loading=False)
+    assert world.cache.lookup("b", KEY, 9) == NOTHING
+    assert world.load("b", KEY) == 4
+    world.close()
+
+
+def test_a_partial_last_page_is_not_written() -> None:
+    world = HostWorld()
+    assert len(world.write("a", prompt(1, 2, tail=3)).host_pages) == 2
+    assert world.cache.begin_write("a", prompt(1, 2, tail=2)) is None
+    world.close()
+
+
+def test_only_what_l2_lacks_and_no_other_write_brings_is_written() -> None:
+    world = HostWorld()
+    world.write("a", prompt(1, tail=0))
+    second = world.cache.begin_write("b", prompt(1, 2, 3, tail=0))
+    third = world.cache.begin_write("c", prompt(1, 2, 3, 4, tail=0))
+    other = world.cache.begin_write("d", prompt(1, 2, 5, tail=0))
+    assert second is not None and (second.start_page, len(second.host_pages)) == (1, 2)
+    assert third is not None and (third.start_page, len(third.host_pages)) == (3, 1)
+    assert other is not None and (other.start_page, len(other.host_pages)) == (2, 1)
+    assert world.cache.begin_write("e", KEY) is None
+    assert world.cache.begin_write("f", prompt(1, 2, 3, tail=0, salt="tenant")) is not None
+    world.cache.check()
+
+
+def test_a_write_that_ends_before_the_one_that_brings_its_prefix_is_shown_after_it() -> None:
+    world = HostWorld()
+    first = world.cache.begin_write("a", prompt(1, 2, tail=0))
+    second = world.cache.begin_write("a", KEY)
+    assert first is not None and second is not None
+    world.copy(KEY, second)
+    world.cache.end_write(second, complete=True)
+    world.cache.check()
+    assert world.cache.lookup("b", KEY) == NOTHING
+    world.copy(KEY, first)
+    world.cache.end_write(first, complete=True)
+    assert world.load("b", KEY) == 4
+    with pytest.raises(InvalidInput, match="has ended"):
+        world.cache.end_write(second, complete=True)
+    world.close()
+
+
+def test_pages_of_a_failed_write_are_free_again_and_so_is_what_waits_for_them() -> None:
+    world = HostWorld()
+    first = world.cache.begin_write("a", prompt(1, 2, tail=0))
+    second = world.cache.begin_write("a", KEY)
+    assert first is not None and second is not None and world.free_pages == 28
+    world.cache.end_write(second, complete=True)
+    world.cache.end_write(first, complete=False)
+    assert world.free_pages == 32 and skipped(world, "backup_failed") == 1
+    assert world.cache.lookup("b", KEY) == NOTHING
+    world.cache.abort("b")
+    assert len(world.write("c", KEY).host_pages) == 4
+    world.close()
+
+
+def test_a_page_before_those_that_the_workers_have_is_not_written() -> None:
+    world = HostWorld()
+    assert world.cache.begin_write("a", KEY, 1) is None
+    assert skipped(world, "backup_prefix_not_on_host") == 1 and world.free_pages == 32
+    world.write("a", prompt(1, tail=0))
+    assert world.write("a", KEY, 1).start_page == 1
+    world.close()
+
+
+def test_eviction_makes_room_for_a_write_but_does_not_take_its_prefix() -> None:
+    world = HostWorld(host_pages=4, options=dataclasses.replace(every_hit(), eviction_policy="mru"))
+    world.write("a", prompt(1, 2, tail=0))
+    world.write("b", prompt(8, 9, tail=0))
+    write = world.write("a", KEY)  # its own prefix was used last, and the policy evicts that first
+    assert write.start_page == 2 and world.load("c", KEY) == 4
+    assert world.cache.lookup("d", prompt(8, 9, tail=0)).pages == 0
+    world.close()
+
+
+def test_without_room_nothing_is_written_and_nothing_changes() -> None:
+    world = HostWorld(host_pages=4)
+    world.write("a", prompt(1, 2, tail=0))
+    load = world.cache.begin_load("b", prompt(1, 2, tail=0), 0, 2)
+    assert load is not None
+    assert world.cache.begin_write("c", prompt(5, 6, 7, tail=0)) is None
+    assert skipped(world, "backup_no_host_room") == 1 and world.free_pages == 2
+    world.compare(KEY, load)
+    world.cache.end_load(load, 0.1)
+    world.write("c", prompt(5, 6, 7, tail=0))
+    world.close()
+
+
+# Loads
+
+
+def test_a_load_keeps_its_pages_until_it_ends() -> None:
+    world = HostWorld(host_pages=4)
+    world.write("a", KEY)
+    load = world.cache.begin_load("b", KEY, 1, 3)
+    assert load is not None and (load.start_page, len(load.host_pages)) == (1, 2)
+    world.write("c", prompt(7, tail=0))  # takes the page behind the load
+    assert world.cache.begin_write("c", prompt(7, 8, tail=0)) is None
+    world.compare(KEY, load)
+    world.cache.end_load(load, 0.1)
+    world.write("c", prompt(7, 8, 9, tail=0))
+    world.cache.abort("b")
+    world.close()
+
+
+def test_a_load_of_pages_that_are_gone_does_not_begin() -> None:
+    world = HostWorld(host_pages=4)
+    world.write("a", KEY)
+    assert world.cache.lookup("b", KEY).pages == 4
+    world.write("c", prompt(7, tail=0))
+    assert world.cache.begin_load("b", KEY, 0, 4) is None
+    assert world.cache.lookup("b", KEY) == NOTHING
+    world.close()
+
+
+def test_another_request_learns_that_its_pages_are_being_loaded() -> None:
+    world = HostWorld()
+    world.write("a", KEY)
+    other = prompt(1, 2, 9, tail=0)
+    world.write("a", other)
+    load = world.cache.begin_load("b", KEY, 2, 4)
+    assert load is not None
+    assert world.cache.lookup("c", KEY) == HostMatch(4, loading=True)
+    assert world.cache.lookup("c", KEY, 3) == HostMatch(1, loading=True)
+    assert not world.cache.lookup("c", prompt(1, 2, tail=0)).loading  # those before the load are not
+    assert not world.cache.lookup("c", other).loading
+    assert not world.cache.lookup("b", KEY).loading  # its own
+    again = world.cache.begin_load("c", KEY, 0, 3)
+    assert again is not None
+    world.cache.end_load(load, 0.1)
+    assert world.cache.lookup("b", KEY).loading and not world.cache.lookup("b", KEY, 3).loading
+    world.cache.end_load(again, 0.1)
+    assert not world.cache.lookup("b", KEY).loading
+    world.close()
+
+
+def test_a_request_whose_load_failed_is_offered_nothing_more_and_others_are() -> None:
+    world = HostWorld()
+    world.write("a", KEY)
+    load = world.cache.begin_load("b", KEY, 0, 4)
+    assert load is not None
+    world.cache.end_load(load, None)
+    assert world.cache.lookup("b", KEY) == NOTHING and world.cache.lookup("c", KEY).pages == 4
+    state = world.cache.statistics()
+    assert state.skipped["load_failed"] == 1 and state.controller.loaded_pages == 0 and "host" not in state.hit_tokens
+    world.cache.abort("b")
+    assert world.cache.lookup("b", KEY).pages == 4
+    world.close()
+
+
+def test_failed_loads_are_not_measured() -> None:
+    world = HostWorld()
+    world.write("a", KEY)
+    for seconds in (None, None, None, None):
+        load = world.cache.begin_load("b", KEY, 0, 4)
+        assert load is not None
+        world.cache.end_load(load, seconds)
+    world.cache.poll()
+    assert world.cache.statistics().payoff.figures.host_bytes_per_s == 0
+    for _ in range(3):
+        world.load("c", KEY, seconds=0.5)
+    world.cache.poll()
+    assert world.cache.statistics().payoff.figures.host_bytes_per_s == 2 * 4 * GEOMETRY.payload_bytes
+    world.close()
+
+
+def test_an_aborted_request_keeps_the_pages_of_its_load_until_that_ends() -> None:
+    world = HostWorld(host_pages=4)
+    world.write("a", KEY)
+    load = world.cache.begin_load("b", KEY, 0, 4)
+    assert load is not None
+    world.cache.abort("b")
+    assert world.cache.begin_write("c", prompt(7, tail=0)) is None
+    world.compare(KEY, load)
+    assert world.cache.lookup("b", KEY).pages == 4
+    world.cache.end_load(load, None)  # of the request before it
+    assert world.cache.lookup("b", KEY).pages == 4
+    world.close()
+
+
+# Does it pay
+
+
+def test_it_is_decided_once_per_length_until_the_load_begins_or_the_request_ends() -> None:
+    world = HostWorld()
+    world.write("a", KEY)
+    for _ in range(5):
+        assert world.cache.lookup("b", KEY).pages == 4
+    assert decisions(world) == 1
+    world.cache.lookup("b", KEY, 1)
+    assert decisions(world) == 2
+    load = world.cache.begin_load("b", KEY, 1, 4)
+    assert load is not None
+    world.cache.end_load(load, 0.1)
+    world.cache.lookup("b", KEY, 1)
+    assert decisions(world) == 3
+    world.cache.abort("b")
+    world.cache.lookup("b", KEY, 1)
+    assert decisions(world) == 4
+    world.close()
+
+
+def test_a_load_that_does_not_pay_is_not_offered() -> None:
+    slow = PayoffOptions(prefill_tokens_per_s=10**9, host_bytes_per_s=1)
+    world = HostWorld(options=CacheOptions(load_back_threshold_tokens=8), payoff=Payoff(slow))
+    world.write("a", KEY)
+    world.cache.poll()
+    for _ in range(20):
+        assert world.cache.lookup("b", KEY) == NOTHING
+    assert world.cache.lookup("c", KEY, 3) == NOTHING
+    assert skipped(world, "load_does_not_pay") == 1 and skipped(world, "load_too_short") == 1
+    world.close()
+
+
+def test_nothing_is_decided_while_another_request_loads_the_pages() -> None:
+    world = HostWorld()
+    world.write("a", KEY)
+    load = world.cache.begin_load("b", KEY, 0, 4)
+    assert load is not None
+    assert world.cache.lookup("c", KEY).loading and decisions(world) == 0
+    world.cache.end_load(load, 0.1)
+    assert not world.cache.lookup("c", KEY).loading and decisions(world) == 1
+    world.close()
+
+
+# Emptying
+
+
+def test_what_is_in_flight_at_a_clear_stays_lent_until_it_ends_and_is_not_shown() -> None:
+    world = HostWorld(host_pages=12)
+    world.write("a", KEY)
+    load = world.cache.begin_load("b", KEY, 0, 4)
+    key = prompt(1, 2, 3, 4, 5, 6, tail=0)
+    write = world.cache.begin_write("c", key)
+    ended = world.cache.begin_write("c", prompt(1, 2, 3, 4, 5, 6, 7, tail=0))
+    assert load is not None and write is not None and ended is not None
+    world.cache.end_write(ended, complete=True)
+    world.cache.clear()
+    world.cache.check()
+    assert world.free_pages == 12 - 4 - 2 and world.cache.lookup("d", KEY) == NOTHING
+    world.compare(KEY, load)
+    world.cache.end_load(load, 0.1)
+    assert world.free_pages == 12 - 4 - 2  # the write holds its prefix
+    world.copy(key, write)
+    world.cache.end_write(write, complete=True)
+    assert world.free_pages == 12 and world.cache.lookup("d", key) == NOTHING
+    world.write("e", key)
+    world.close()
+
+
+def test_new_weights_hide_all_pages_on_both_tiers_and_old_writes_end_unseen() -> None:
+    stores = [memory_backend(epoch=epoch) for epoch in range(2)]
+    world = HostWorld(backend=stores[0], open_storage=lambda epoch: stores[epoch])
+    world.write("a", prompt(1, tail=0))
+    world.settle()
+    write = world.cache.begin_write("b", KEY)
+    assert write is not None
+    world.cache.update_weights(1)
+    assert world.cache.lookup("c", KEY) == NOTHING
+    world.until(lambda: world.controller.backend is stores[1])
+    world.copy(KEY, write, epoch=0)
+    world.cache.end_write(write, complete=True)
+    world.cache.poll()
+    assert not world.prefetch("c", KEY) or world.cache.lookup("c", KEY) == NOTHING
+    world.cache.abort("c")
+    world.write("d", KEY)
+    world.settle()
+    world.cache.clear()
+    assert world.prefetch("e", KEY) and world.load("e", KEY) == 4
+    with pytest.raises(InvalidInput, match="not above"):
+        world.cache.update_weights(1)
+    world.close()
+
+
+# Storage
+
+
+def test_written_pages_are_read_back_from_a_file_store_after_a_restart(tmp_path: Path) -> None:
+    settings = config(storage=file_storage(tmp_path))
+    world = HostWorld()
+    for hits in (0, 4):
+        with create_host_cache(settings, NAMESPACE, environ={}) as cache:
+            world.cache, world.host, world.controller = cache, cache.host, cache.controller
+            assert world.prefetch("a", KEY) and world.load("a", KEY) == hits
+            assert cache.statistics().hit_tokens.get("storage", 0) == hits * 4
+            if not hits:
+                world.write("a", KEY)
+            assert cache.drain(20)
+            world.audit()
+
+
+def test_a_request_waits_for_what_another_one_reads() -> None:
+    store = memory_backend()
+    world = HostWorld(backend=store)
+    world.write("a", KEY)
+    world.settle()
+    world.cache.clear()
+    assert world.cache.prefetch("b", KEY) and world.cache.prefetch("c", KEY)
+    world.until(lambda: world.cache.check_prefetch("b") and world.cache.check_prefetch("c"))
+    assert world.load("c", KEY) == 4 and world.load("b", KEY) == 4
+    assert store.statistics().gets[GetOutcome.HIT] == 4
+    world.close()
+
+
+def test_pages_from_storage_are_kept_for_their_request_until_it_ends() -> None:
+    world = HostWorld(host_pages=8, backend=memory_backend())
+    world.write("a", KEY)
+    world.settle()
+    world.cache.clear()
+    assert world.prefetch("b", KEY)
+    big = prompt(5, 6, 7, 8, 9, 10, tail=0)
+    assert world.cache.begin_write("c", big) is None
+    world.cache.abort("b")
+    world.write("c", big)
+    world.settle()
+    world.close()
+
+
+def test_write_through_selective_stores_what_a_second_request_uses() -> None:
+    store = memory_backend()
+    options = CacheOptions(
+        write_policy="write_through_selective", prefetch_threshold_tokens=4, load_back_threshold_tokens=4
+    )
+    world = HostWorld(backend=store, options=options)
+    world.write("a", KEY)
+    world.cache.lookup("a", KEY)  # asks twice, counts once
+    world.cache.abort("b")
+    world.settle()
+    assert store.usage().pages == 4  # the request that wrote them and the one that found them
+    world.write("a", prompt(5, 6, tail=0))
+    world.cache.lookup("a", prompt(5, 6, tail=0))
+    world.settle()
+    assert store.usage().pages == 4
+    world.cache.lookup("c", prompt(5, tail=0))
+    world.settle()
+    assert store.usage().pages == 5
+    world.close()
+
+
+def test_what_storage_could_not_take_is_stored_when_a_request_finds_it() -> None:
+    store = memory_backend()
+    world = HostWorld(backend=store, open_storage=lambda _: store)
+    world.cache.storage.detach()
+    world.write("a", KEY)
+    world.settle()
+    assert store.usage().pages == 0
+    world.cache.storage.attach()
+    world.until(lambda: world.controller.backend is store and world.controller.may_store)
+    world.cache.lookup("b", KEY)
+    world.settle()
+    assert store.usage().pages == 4
+    world.close()
+
+
+# Keys, events, figures
+
+
+def test_keys_given_by_the_engine_are_the_page_keys_on_both_tiers() -> None:
+    hashes = [hashlib.sha256(bytes([n])).digest() for n in range(4)]
+    key = RadixKey.of_hashes(hashes)
+    world = HostWorld(position_bytes=PAGE_KEY_BYTES, backend=memory_backend())
+    index = PrefixIndex()
+    stream = EventStream(1 << 20)
+    reader = stream.subscribe()
+    world.cache.record_events(stream)
+    first = world.cache.begin_write("a", RadixKey.of_hashes(hashes[:2]))
+    second = world.cache.begin_write("b", key)
+    assert first is not None and second is not None and second.start_page == 2
+    for write in (second, first):
+        world.copy(key, write)
+        world.cache.end_write(write, complete=True)
+    world.settle()
+    index.apply(reader.drain(1000))
+    assert index.keys(Medium.HOST) == set(hashes) == index.keys(Medium.STORAGE)
+    world.cache.clear()
+    assert world.prefetch("c", key) and world.load("c", key) == 4
+    with pytest.raises(InvalidInput, match="of_hashes"):
+        world.cache.lookup("d", KEY)
+    world.close()
+
+
+def test_statistics_show_l2_storage_and_the_engines_copies() -> None:
+    world = HostWorld(backend=memory_backend())
+    world.write("a", KEY)
+    load = world.cache.begin_load("b", KEY, 1, 4)
+    write = world.cache.begin_write("c", prompt(5, tail=0))
+    assert load is not None and write is not None
+    queues = world.cache.statistics().controller.queues
+    assert (queues.load, queues.write) == (1, 1) and queues.host_pages_lent >= 4
+    world.cache.end_load(load, 0.1)
+    world.cache.end_write(write, complete=False)
+    world.settle()
+    state = world.cache.statistics()
+    assert state.device == NO_TIER and state.host.cached_pages == 4
+    assert (state.controller.loaded_pages, state.controller.written_pages) == (3, 4)
+    assert (state.requests, state.prompt_tokens) == (1, 16)
+    assert state.hit_tokens == {"device": 4, "host": 12, "storage": 0}
+    names = {
+        sample.name: sample.value
+        for family in SnapshotCollector(world.cache.statistics, cache_metrics()).collect()
+        for sample in family.samples
+        if sample.labels.get("direction") == "host_to_device"
+    }
+    assert names == {"hicache_moved_pages_total": 3}
+    world.close()
+
+
+# Errors
+
+
+def test_a_handle_is_ended_once_and_by_its_own_cache() -> None:
+    world, other = HostWorld(), HostWorld()
+    world.write("a", KEY)
+    load = world.cache.begin_load("b", KEY, 0, 4)
+    write = world.cache.begin_write("c", prompt(9, tail=0))
+    assert load is not None and write is not None
+    with pytest.raises(InvalidInput, match="another cache"):
+        other.cache.end_load(load, 0.1)
+    with pytest.raises(InvalidInput, match="another cache"):
+        other.cache.end_write(write, complete=True)
+    world.cache.end_load(load, 0.1)
+    world.cache.end_write(write, complete=False)
+    with pytest.raises(InvalidInput, match="has ended"):
+        world.cache.end_load(load, None)
+    with pytest.raises(InvalidInput, match="has ended"):
+        world.cache.end_write(write, complete=False)
+    world.close()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache: cache.prefetch(5, KEY),
+        lambda cache: cache.prefetch("b", [1, 2]),
+        lambda cache: cache.check_prefetch(None),
+        lambda cache: cache.abort(7),
+        lambda cache: cache.lookup(None, KEY),
+        lambda cache: cache.lookup("b", b"key"),
+        lambda cache: cache.lookup("b", KEY, -1),
+        lambda cache: cache.lookup("b", RadixKey.of([1, 2, 3], bigram=True)),
+        lambda cache: cache.begin_load("b", KEY, 0, 5),
+        lambda cache: cache.begin_load("b", KEY, 2, 2),
+        lambda cache: cache.begin_load("b", KEY, -1, 2),
+        lambda cache: cache.begin_load(4, KEY, 0, 2),
+        lambda cache: cache.end_load("load", 0.1),
+        lambda cache: cache.begin_write(4, KEY),
+        lambda cache: cache.begin_write("b", "key"),
+        lambda cache: cache.begin_write("b", KEY, 0.5),
+        lambda cache: cache.end_write(None, complete=True),
+        lambda cache: cache.record_prefill(-1, 1.0),
+    ],
+)
+def test_bad_arguments_are_invalid_input_and_change_nothing(call: Callable[[Any], object]) -> None:
+    world = HostWorld()
+    world.write("a", KEY)
+    before = world.cache.statistics()
+    with pytest.raises(InvalidInput):
+        call(world.cache)
+    assert world.cache.statistics() == before
+    world.close()
+
+
+@pytest.mark.parametrize("seconds", ["1", -1, float("nan"), True])
+def test_a_load_is_not_ended_with_a_time_that_cannot_be(seconds: Any) -> None:
+    world = HostWorld()
+    world.write("a", KEY)
+    load = world.cache.begin_load("b", KEY, 0, 4)
+    assert isinstance(load, HostLoad)
+    with pytest.raises(InvalidInput, match="seconds"):
+        world.cache.end_load(load, seconds)
+    world.cache.end_load(load, 0.1)
+    world.close()
+
+
+def test_a_closed_cache_begins_nothing_and_ends_what_was_begun() -> None:
+    world = HostWorld(backend=memory_backend())
+    world.write("a", KEY)
+    load = world.cache.begin_load("b", KEY, 0, 4)
+    write = world.cache.begin_write("c", prompt(9, tail=0))
+    assert load is not None and write is not None
+    assert world.cache.close()
+    assert not world.cache.prefetch("d", KEY)
+    for call in (lambda: world.cache.lookup("d", KEY), lambda: world.cache.begin_load("d", KEY, 0, 1),
+                 lambda: world.cache.begin_write("d", KEY)):  # fmt: skip
+        with pytest.raises(InvalidInput, match="closed"):
+            call()
+    world.cache.end_load(load, 0.1)
+    world.cache.end_write(write, complete=True)
+    world.cache.check()
+    assert world.host.allocator.used_pages == world.cache.tree.host_evictable_pages == 4
+
+
+def test_write_back_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="use write_through or write_through_selective"):
+        HostWorld(options=CacheOptions(write_policy="write_back"))
+
+
+# From a configuration
+
+
+def config(**sections: object) -> HiCacheConfig:
+    return HiCacheConfig.model_validate({"page_size": 4, "host": {"tokens": 64}, "prefetch": {"threshold_tokens": 4},
+                                         "load_back_threshold_tokens": 4, "payoff": {"mode": "always"},
+                                         **sections})  # fmt: skip
+
+
+def file_storage(path: Path) -> dict[str, object]:
+    return {"type": "file", "options": {"path": str(path), "capacity": "1MiB", "free_space_floor": 0}}
+
+
+def test_the_configured_pool_and_policies_arrive() -> None:
+    with create_host_cache(config(), NAMESPACE) as cache:
+        assert cache.host.pages == 16 and cache.page_size == 4
+        assert cache.options.prefetch_threshold_tokens == 4 and not cache.storage.attached
+
+
+def test_a_pool_of_the_engine_is_used_with_keys_of_the_engine() -> None:
+    shape = PageShape(4, (Piece("rank0", 96), Piece("rank1", 32)))
+    namespace = Namespace(model="m", geometry=shape, key_hash="sha256")
+    host = HostPool(shape, 8)
+    with create_host_cache(config(host={"ratio": 2}), namespace, host=host) as cache:
+        assert cache.host is host
+        assert cache.begin_write("a", RadixKey.of_hashes([b"1" * 32, b"2" * 32])) is not None
+        cache.check()
+
+
+@pytest.mark.parametrize(
+    ("sections", "namespace", "host", "error", "match"),
+    [
+        ({"host": {"ratio": 2}}, NAMESPACE, None, ConfigError, "give size or tokens"),
+        ({"host": {"tokens": 1}}, NAMESPACE, None, ConfigError, "smaller than one page"),
+        ({"page_size": 8}, NAMESPACE, None, ConfigError, "page_size"),
+        ({"write_policy": "write_back"}, NAMESPACE, None, ConfigError, "write_through"),
+        ({}, NAMESPACE, PageShape(4, (Piece("kv", 8),)), InvalidInput, "one page shape"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(
+    sections: dict[str, object], namespace: Namespace, host: PageShape | None, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        create_host_cache(config(**sections), namespace, host=None if host is None else HostPool(host, 2))
+
+
+def test_a_pool_that_is_in_use_is_refused() -> None:
+    host = HostPool(GEOMETRY, 4)
+    assert host.alloc(1) is not None
+    with pytest.raises(ConfigError, match="in use"):
+        create_host_cache(config(), NAMESPACE, host=host)
