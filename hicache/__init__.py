@@ -33,6 +33,7 @@ __all__ = [
     "create_cache",
     "create_host_cache",
     "load_config",
+    "model_fingerprint",
     "open_storage",
 ]
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from .controller import HiCacheController, TorchRankGroup
     from .errors import HiCacheError
     from .events import EventStream, PrefixIndex
+    from .fingerprint import model_fingerprint
     from .geometry import KVGeometry, KVLayout, PageShape, Piece
     from .keys import Namespace, RadixKey
 
@@ -75,6 +77,7 @@ _HOME = {
     "create_cache": "cache",
     "create_host_cache": "cache",
     "load_config": "config",
+    "model_fingerprint": "fingerprint",
     "open_storage": "cache",
 }
 

@@ -4,6 +4,7 @@
     |-- InvalidInput          (also ValueError)    a caller's argument: tokens, keys, sizes
     |-- ConfigError           (also ValueError)    a configuration file, variable or flag
     |-- CapacityError         (also MemoryError)   a pool does not fit into memory, or a request into a pool
+    |-- SharedMemoryError     (also OSError)       memory that processes share cannot be opened
     |-- InvariantError        (also AssertionError) an internal invariant is broken; raised by `check()`
     |-- TransferError         (also RuntimeError)  a copy between device and host failed or did not end in time
     |-- RankError             (also RuntimeError)  another rank is gone, late, or has decided differently
@@ -36,6 +37,12 @@ class ConfigError(HiCacheError, ValueError):
 
 class CapacityError(HiCacheError, MemoryError):
     """Something does not fit: the message carries what was asked for and what there is, in bytes or tokens."""
+
+
+class SharedMemoryError(HiCacheError, OSError):
+    """Shared memory of this name cannot be used: it differs from what was asked for, is not ready in time, or the path
+    holds a file that HiCache did not create. That file was left untouched.
+    """
 
 
 class InvariantError(HiCacheError, AssertionError):

@@ -44,6 +44,14 @@ def repository() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the tests and their processes out of the user's cache directory."""
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def soak_factor() -> int:
     """How many times their usual length random tests should have."""

@@ -89,6 +89,15 @@ def test_null_in_a_variable_switches_a_section_off(load: Load) -> None:
     assert load("storage: {type: file, options: {path: /data}}", {"STORAGE": "null"}).storage is None
 
 
+def test_a_path_alone_reads_the_variables_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "test.yaml"
+    file.write_text("page_size: 16")
+    monkeypatch.setenv("HICACHE_WRITE_POLICY", "write_back")
+    config = load_config(str(file))
+    assert (config.page_size, config.write_policy) == (16, "write_back")
+    assert load_config(file, environ={}).write_policy == HiCacheConfig().write_policy
+
+
 def test_variables_of_others_are_ignored(load: Load) -> None:
     assert load_config(None, environ={"HOME": "x", "HICACHED": "y"}, overrides={}) == HiCacheConfig()
 

@@ -31,7 +31,7 @@ from .chunk_cache import ChunkCache
 from .host_cache import HostCache
 from .interface import TreeCache
 from .options import CacheOptions
-from .payoff import Figures, PayoffOptions
+from .payoff import Figures, Payoff, PayoffOptions
 from .radix_cache import HiRadixCache
 from .tiered import TieredCache
 
@@ -73,7 +73,8 @@ def create_cache(
         if ranks is not None:
             l1_pages = int(ranks.agree(np.array([l1_pages], dtype=np.int64))[0])
         return _all_or_none(ranks, lambda undo: _build_chunk_cache(parts, l1_pages, undo))
-    bounds = _Bounds(l1_pages, host_pages(config.host, geometry, l1_pages), controller_options(config))
+    l2_pages = host_pages(config.host, geometry, l1_pages)
+    bounds = _Bounds(l1_pages, l2_pages, geometry.payload_bytes, controller_options(config))
     if ranks is not None:
         bounds = _agreed_bounds(ranks, namespace, bounds)
     return _all_or_none(ranks, lambda undo: _build_tiered_cache(parts, bounds, undo))
@@ -163,6 +164,7 @@ def _all_or_none(ranks: RankGroup | None, build: Callable[[ExitStack], Cache]) -
 class _Bounds:
     l1_pages: int
     l2_pages: int
+    page_bytes: int  # of the rank with the longest pages
     options: ControllerOptions
 
 
@@ -190,9 +192,9 @@ def _agreed_bounds(ranks: RankGroup, namespace: Namespace, bounds: _Bounds) -> _
     """What all ranks can keep. A page has another size on each pipeline stage, so bytes are agreed as pages."""
     page_bytes = frame_bytes(namespace.geometry.payload_bytes)
     options = bounds.options
-    numbers = [bounds.l1_pages, bounds.l2_pages, options.backup_bytes_max // page_bytes]
-    l1_pages, l2_pages, backup_pages = ranks.agree(np.array(numbers, dtype=np.int64)).tolist()
-    return _Bounds(l1_pages, l2_pages, replace(options, backup_bytes_max=backup_pages * page_bytes))
+    numbers = [bounds.l1_pages, bounds.l2_pages, options.backup_bytes_max // page_bytes, -bounds.page_bytes]
+    l1_pages, l2_pages, backup_pages, longest = ranks.agree(np.array(numbers, dtype=np.int64)).tolist()
+    return _Bounds(l1_pages, l2_pages, -longest, replace(options, backup_bytes_max=backup_pages * page_bytes))
 
 
 def _build_chunk_cache(parts: _Parts, l1_pages: int, undo: ExitStack) -> ChunkCache:
@@ -228,6 +230,7 @@ def _build_tiered_cache(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRa
             l2,
             controller,
             cache_options(config),
+            payoff=Payoff(payoff_options(config), bounds.page_bytes),
             position_bytes=BIGRAM_BYTES if parts.bigram else TOKEN_BYTES,
             open_storage=opener,
             weights_epoch=namespace.weights_epoch,

@@ -226,7 +226,7 @@ class HostCache(TieredCache):
             self._books.skipped["load_failed"] += 1
             return
         self._loaded_pages += pages
-        self.payoff.observe_transfer(Route.LOAD, pages * self.host.payload_bytes, seconds)
+        self.payoff.observe_transfer(Route.LOAD, pages, seconds)
         self._books.hit_tokens["host"] += (pages - task.storage_pages) * self.page_size
         self._books.hit_tokens["storage"] += task.storage_pages * self.page_size
 
@@ -324,7 +324,7 @@ class HostCache(TieredCache):
         request.decided_pages, request.pays = pages, False
         if tokens < self.options.load_back_threshold_tokens:
             self._books.skipped["load_too_short"] += 1
-        elif not self.payoff.decide(Route.LOAD, tokens, pages * self.host.payload_bytes).go:
+        elif not self.payoff.decide(Route.LOAD, tokens, pages).go:
             self._books.skipped["load_does_not_pay"] += 1
         else:
             request.pays = True

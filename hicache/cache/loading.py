@@ -47,7 +47,6 @@ class Loader:
         self._options = options
         self._books = books
         self._payoff = payoff
-        self._page_bytes = controller.host.payload_bytes
 
     def load_back(self, tree: RadixTree, match: Match, quota_pages: int | None) -> Loaded:
         """Load the L2 part of `match`, as much as fits, at most `quota_pages` pages.
@@ -64,7 +63,7 @@ class Loader:
         count = sum(map(tree.pages, nodes)) + rest
         if count == 0 or count * tree.page_size < self._options.load_back_threshold_tokens:
             return none
-        if not self._payoff.decide(Route.LOAD, count * tree.page_size, count * self._page_bytes).go:
+        if not self._payoff.decide(Route.LOAD, count * tree.page_size, count).go:
             self._books.skipped["load_does_not_pay"] += 1
             return none
         if cut is not None:

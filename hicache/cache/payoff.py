@@ -18,7 +18,8 @@ requests are hits, as after a restart, no prefill would ever be measured: so a f
 
 Ranks must decide alike although each measures for itself. So measurements go into local estimates, `figures` shows
 those, and decisions read only what `use_figures` was given: the minimum over all ranks, agreed once per step. Probes
-count decisions and not time, for the same reason.
+count decisions and not time, for the same reason. A page has another length on each pipeline stage, so all ranks count
+it as the bytes of the longest (`page_bytes`).
 
 Owned by the scheduler thread; no lock. `statistics` may be called from any thread.
 """
@@ -186,8 +187,10 @@ class Payoff:
     Invariant: on no route that is measured were `probe_every` or more hits refused since the last one that was fetched.
     """
 
-    def __init__(self, options: PayoffOptions | None = None) -> None:
+    def __init__(self, options: PayoffOptions | None = None, page_bytes: int = 1) -> None:
+        """`page_bytes` is what a page counts for, equal on all ranks: the bytes of its longest part."""
         self.options = options or PayoffOptions()
+        self._page_bytes = page_bytes
         self._prefill = Pace()
         self._tiers = {route: Pace() for route in Route}
         self._decisions: Counter[tuple[Route, Decision]] = Counter()
@@ -198,9 +201,9 @@ class Payoff:
         self._given = {Route.LOAD: host_given, Route.PREFETCH: host_given and storage_given}
         self._measured = self._agreed = self._estimate()
 
-    def observe_transfer(self, route: Route, bytes_: int, seconds: float) -> None:
+    def observe_transfer(self, route: Route, pages: int, seconds: float) -> None:
         """Take in how long a copy of `route` itself took, waiting in queues left out."""
-        self._tiers[route].observe(bytes_, seconds)
+        self._tiers[route].observe(pages * self._page_bytes, seconds)
         self._measured = self._estimate()
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
@@ -217,12 +220,12 @@ class Payoff:
         """Decide by `figures` from now on; once per step, with the minimum over all ranks (alone: `figures()`)."""
         self._agreed = figures
 
-    def decide(self, route: Route, tokens: int, bytes_: int) -> Decision:
-        """Whether to fetch a hit of `tokens` tokens, which are `bytes_` bytes of KV; counts the decision.
+    def decide(self, route: Route, tokens: int, pages: int) -> Decision:
+        """Whether to fetch a hit of `tokens` tokens, which are `pages` pages; counts the decision.
 
         REQUIRES: under several ranks all call it in the same order with the same arguments.
         """
-        decision = self._judge(route, tokens, bytes_)
+        decision = self._judge(route, tokens, pages * self._page_bytes)
         self._refused[route] = 0 if decision.go else self._refused[route] + 1
         self._decisions[route, decision] += 1
         if decision is Decision.UNMEASURED:

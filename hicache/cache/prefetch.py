@@ -96,7 +96,6 @@ class Prefetcher:
         self._arrived: dict[str, _Arrived] = {}
         self._arrived_pages = 0
         self._payoff = payoff
-        self._page_bytes = ledger.host.payload_bytes
         self._pages_max = int(options.prefetch_host_share * ledger.host.pages)
         self._pause = pause
 
@@ -241,7 +240,7 @@ class Prefetcher:
             reason = "prefetch_hit_too_short"
         elif pages * page_size < threshold:
             reason = "prefetch_host_share"
-        elif not self._payoff.decide(Route.PREFETCH, pages * page_size, pages * self._page_bytes).go:
+        elif not self._payoff.decide(Route.PREFETCH, pages * page_size, pages).go:
             reason = "prefetch_does_not_pay"
         else:
             reason = "prefetch_no_host_room"
@@ -270,8 +269,7 @@ class Prefetcher:
             self._skip("prefetch_failed")
             self._pause.failed()
         else:
-            read_bytes = operation.completed_pages * self._page_bytes
-            self._payoff.observe_transfer(Route.PREFETCH, read_bytes, operation.read_s)
+            self._payoff.observe_transfer(Route.PREFETCH, operation.completed_pages, operation.read_s)
             if operation.taken_pages:
                 self._pause.succeeded()
         self._end(prefetch)

@@ -311,7 +311,7 @@ class HiRadixCache(TieredCache):
         for copy in acks.loaded:
             self._loader.loaded(copy)
         for page_count, seconds in acks.load_times:
-            self.payoff.observe_transfer(Route.LOAD, page_count * self.device.geometry.payload_bytes, seconds)
+            self.payoff.observe_transfer(Route.LOAD, page_count, seconds)
         super()._take_in(acks)
 
     def _copy_failed(self, copy: CopyOperation) -> None:

@@ -68,7 +68,7 @@ class TieredCache:
         self.weights_epoch = weights_epoch = require_epoch(weights_epoch)
         self._position_bytes = position_bytes
         self._policy = make_policy(options.eviction_policy, slru_protected_hits=options.slru_protected_hits)
-        self.payoff = payoff or Payoff(options.payoff)
+        self.payoff = payoff or Payoff(options.payoff, host.payload_bytes)
         self._books = Books()
         self._events: EventRecorder | None = None
         self._publisher: Publisher | None = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,19 +86,23 @@ class _Entry:
 
 
 def load_config(
-    path: Path | None,
+    path: str | os.PathLike[str] | None,
     *,
-    environ: Mapping[str, str],
-    overrides: Mapping[str, str],
+    environ: Mapping[str, str] | None = None,
+    overrides: Mapping[str, str] | None = None,
 ) -> HiCacheConfig:
-    """The configuration in the file `path` (None: no file), changed by variables in `environ`, then by `overrides`.
+    """Return the configuration in the file `path` (None: no file), changed by variables in `environ`, then by
+    `overrides`.
 
+    `load_config(path)` reads the variables of this process, as the command line does; pass `environ={}` to read none.
     `overrides` maps dotted paths to text (`{"host.size": "4GiB"}`). Variables without the prefix `HICACHE_` are
     ignored. Reads the file; mutates nothing. Raises ConfigError that lists every problem.
     """
+    environ = os.environ if environ is None else environ
+    overrides = {} if overrides is None else overrides
     merge = _Merge()
     if path is not None:
-        merge.add(_file_entries(path, merge.problems))
+        merge.add(_file_entries(Path(path), merge.problems))
     merge.add(_environ_entries(environ, merge.problems))
     merge.add([_Entry(tuple(name.split(".")), _scalar(text), f"flag --set {_shown(name)}")
                for name, text in overrides.items()])  # fmt: skip

@@ -11,10 +11,8 @@ else is refused, because a forward that ignores a setting computes fluent nonsen
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ConfigError
+from ..fingerprint import model_fingerprint
 from ..geometry import KVGeometry
 
 if TYPE_CHECKING:
@@ -100,8 +99,8 @@ class LlamaConfig:
 class Checkpoint:
     """A loaded checkpoint. `tensors` are on the CPU in the dtype they are stored in.
 
-    `fingerprint` (64 hexadecimal digits) covers the bytes of the configuration and of every weight file: it is the
-    `model` of a cache namespace, so that engines with different weights never share a page.
+    `fingerprint` is that of the folder (`hicache.model_fingerprint`): the `model` of a cache namespace, so that engines
+    with different weights never share a page.
     """
 
     config: LlamaConfig
@@ -110,7 +109,8 @@ class Checkpoint:
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Read configuration and weights from `folder`; blocks, and reads each weight file twice (once to hash it).
+    """Read configuration and weights from `folder`; blocks, and reads a weight file a second time if its digest is not
+    in the user's cache.
 
     Raises ConfigError for a missing or broken file, another architecture, and tensors that are missing or have another
     shape than the configuration says.
@@ -130,7 +130,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         except (OSError, safetensors.SafetensorError) as error:
             raise ConfigError(f"{path}: cannot be read as safetensors: {error}") from error
     _check_tensors(folder, tensors, wanted)
-    return Checkpoint(config, tensors, _fingerprint([config_path, *files]))
+    return Checkpoint(config, tensors, model_fingerprint(folder))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -240,16 +240,6 @@ def _check_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], wanted: Ma
             raise ConfigError(
                 f"{folder}: {name} is {found.dtype} {list(found.shape)}, but {CONFIG_FILE} makes it {list(shape)}"
             )
-
-
-def _fingerprint(files: list[Path]) -> str:
-    digest = hashlib.sha256(b"hicache.checkpoint")
-    for path in files:
-        digest.update(struct.pack("<Q", path.stat().st_size))
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from .device import (
     token_slots,
 )
 from .host import HostPool
+from .shared import SharedHostPool
 from .token_allocator import PagedTokenToKVPoolAllocator, PageSource, TokenToKVPoolAllocator
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "PageSource",
     "PagedTokenToKVPoolAllocator",
     "RequestToTokenPool",
+    "SharedHostPool",
     "TokenToKVPoolAllocator",
     "Transfer",
     "create_copy_engine",

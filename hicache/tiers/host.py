@@ -40,14 +40,8 @@ class HostPool:
         self.frame_bytes = frame_bytes(self.payload_bytes)
         self._offsets = self.shape.offsets
         self.capacity_bytes = pages * self.frame_bytes
-        available = available_host_bytes()
-        if self.capacity_bytes + _RESERVE_BYTES > available:
-            raise CapacityError(
-                f"host pool: {pages} pages of {self.frame_bytes} bytes need {self.capacity_bytes} bytes, "
-                f"but only {available} are available; lower host.size, host.tokens or host.ratio"
-            )
+        self._mapping = self._map(pages)
         self.allocator = PageAllocator(pages)
-        self._mapping = _touched_mapping(self.capacity_bytes)
         # All frames, one behind the other.
         self.memory = memoryview(self._mapping)
         # uint8 [pages, frame_bytes] over the same memory.
@@ -60,6 +54,23 @@ class HostPool:
             weakref.finalize(self, _unregister, self.tensor.data_ptr(), self._mapping)
             # After a fork, the parent's next write would move a page away from under a copy of the device.
             self._mapping.madvise(mmap.MADV_DONTFORK)
+
+    def _map(self, pages: int) -> mmap.mmap:
+        """Return the memory of `pages` zeroed frames, 4096-aligned and touched. Kinds of pools differ in this alone."""
+        self._require_available(pages)
+        mapping = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if not populate(mapping):
+            np.frombuffer(mapping, dtype=np.uint8)[::FRAME_ALIGN] = 0
+        return mapping
+
+    def _require_available(self, pages: int) -> None:
+        """Raise CapacityError unless the machine has the memory for all frames and a reserve for other programs."""
+        available = available_host_bytes()
+        if self.capacity_bytes + _RESERVE_BYTES > available:
+            raise CapacityError(
+                f"host pool: {pages} pages of {self.frame_bytes} bytes need {self.capacity_bytes} bytes, "
+                f"but only {available} are available; lower host.size, host.tokens or host.ratio"
+            )
 
     @property
     def pages(self) -> int:
@@ -99,8 +110,10 @@ class HostPool:
         return slice(HEADER_BYTES + offsets[first], HEADER_BYTES + offsets[first + count])
 
 
-def _touched_mapping(size_bytes: int) -> mmap.mmap:
-    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def populate(mapping: mmap.mmap) -> bool:
+    """Ask for huge pages and map every page for writing, without changing a byte. False if the kernel cannot do it in
+    one call (before Linux 5.14); then each page is mapped when it is first touched.
+    """
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -109,8 +122,8 @@ def _touched_mapping(size_bytes: int) -> mmap.mmap:
     try:
         mapping.madvise(_MADV_POPULATE_WRITE)
     except (OSError, ValueError):
-        np.frombuffer(mapping, dtype=np.uint8)[::FRAME_ALIGN] = 0
-    return mapping
+        return False
+    return True
 
 
 def _register(tensor: torch.Tensor, size_bytes: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from hicache import open_storage
 from hicache.backends.testing import soon
-from hicache.cache import create_cache
+from hicache.cache import HiRadixCache, create_cache
 from hicache.errors import ConfigError, NotOurs
 from hicache.geometry import KVGeometry, PageShape, Piece
 from hicache.keys import Namespace, RadixKey, page_keys
@@ -32,6 +32,7 @@ def stored_pages(settings: Any, namespace: Namespace, environ: dict[str, str] | 
 
 def store_two_pages(settings: Any, environ: dict[str, str] | None = None) -> None:
     with create_cache(settings, NAMESPACE, environ=environ) as cache:
+        assert isinstance(cache, HiRadixCache)
         pages = cache.alloc_pages(2)
         assert pages is not None
         cache.insert(KEY, pages)

@@ -51,13 +51,19 @@ class LastingBackend(MemoryBackend):
 
 
 class World:
-    """A cache of `device_pages` and `host_pages` over `backend`, and the engine's side of every call."""
+    """A cache of `device_pages` and `host_pages` over `backend`, and the engine's side of every call.
+
+    `shard` makes the bytes of one rank's pages differ from those of another.
+    """
+
+    shard = b""
 
     def __init__(  # noqa: PLR0913 - the parts that tests exchange
         self,
         *,
         device_pages: int = 16,
         host_pages: int = 32,
+        host: HostPool | None = None,
         backend: StorageBackend | None = None,
         options: CacheOptions | None = None,
         controller_options: ControllerOptions | None = None,
@@ -69,8 +75,9 @@ class World:
         ranks: RankGroup | None = None,
         stores_pages: bool = True,
     ) -> None:
+        self.geometry = GEOMETRY
         self.device = create_device_pool(GEOMETRY, device_pages)
-        self.host = HostPool(GEOMETRY, host_pages)
+        self.host = HostPool(GEOMETRY, host_pages) if host is None else host
         self.controller = HiCacheController(
             self.host, copies(self.device, self.host), backend, controller_options,
             ranks=ranks, stores_pages=stores_pages, figures=len(Figures()), clock=clock,
@@ -93,7 +100,7 @@ class World:
             expected = self.expected(key, number)
             if expected is None:
                 break
-            for layer in range(GEOMETRY.layers):
+            for layer in range(self.geometry.layers):
                 for block, memory in enumerate(self.device.layer_blocks(layer)):
                     memory.numpy()[page] = expected[layer][block]
 
@@ -103,18 +110,20 @@ class World:
             expected = self.expected(key, number)
             assert expected is not None
             self.compared_pages += 1
-            for layer in range(GEOMETRY.layers):
+            for layer in range(self.geometry.layers):
                 for block, memory in enumerate(self.device.layer_blocks(layer)):
                     if not np.array_equal(memory.numpy()[page], expected[layer][block]):
                         self.wrong_pages += 1
 
     def expected(self, key: RadixKey, number: int) -> npt.NDArray[np.uint8] | None:
         """uint8 [layers, 2, block_bytes] of one page, None for a partial one."""
-        keys = key.page_keys(GEOMETRY.page_size, key.seed, 0, key.pages(GEOMETRY.page_size))
+        size = self.geometry.page_size
+        keys = key.page_keys(size, key.seed, 0, key.pages(size))
         if number >= len(keys):
             return None
-        stream = hashlib.shake_128(keys[number]).digest(GEOMETRY.payload_bytes)
-        return np.frombuffer(stream, dtype=np.uint8).reshape(GEOMETRY.layers, 2, GEOMETRY.block_bytes)
+        shape = self.geometry
+        stream = hashlib.shake_128(self.shard + keys[number]).digest(shape.payload_bytes)
+        return np.frombuffer(stream, dtype=np.uint8).reshape(shape.layers, 2, shape.block_bytes)
 
     def begin(self, rid: str, key: RadixKey) -> RequestKV | None:
         """Admit a request, wait for its loads, compare what came from the cache and compute the rest."""
@@ -123,7 +132,7 @@ class World:
         if request is None:
             return None
         if transfer is not None:
-            for layer in range(GEOMETRY.layers):
+            for layer in range(self.geometry.layers):
                 transfer.wait_layer(layer)
         shared = request.shared_pages
         self.compare(key, request.pages[:shared])

@@ -9,9 +9,7 @@ everything that they left has been stored.
 from __future__ import annotations
 
 import json
-import os
 import sys
-from pathlib import Path
 
 from hicache.config import load_config
 from hicache.engine import Engine, create_engine
@@ -31,7 +29,7 @@ def serve(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
 
 def main() -> None:
     """Until standard input ends."""
-    config = load_config(Path(sys.argv[1]), environ=os.environ, overrides={})
+    config = load_config(sys.argv[1])
     with create_engine(config) as engine:
         print("ready", flush=True)
         for line in sys.stdin:

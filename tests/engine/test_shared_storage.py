@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def test_two_engines_that_store_at_once_find_all_that_either_stored(
             answers = engine.answers()
             assert tokens(answers) == [computed[tuple(prompt)] for prompt in prompts]
             assert [answer.storage_hit_tokens for answer in answers] == [WHOLE_PAGES] * len(prompts)
-    config = load_config(config_file, environ=os.environ, overrides={})
+    config = load_config(config_file)
     with create_engine(config) as third:
         answers = serve(third, COMMON)
         assert tokens(answers) == [computed[tuple(prompt)] for prompt in COMMON]

@@ -1,0 +1,162 @@
+"""Two pipeline stages of unequal length with two tensor-parallel ranks each, over one file store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.cache import HiRadixCache, create_cache
+from hicache.config import HiCacheConfig
+from hicache.controller import RankGroup
+from hicache.geometry import KVGeometry
+from hicache.keys import Namespace, RadixKey, page_keys
+from tests.cache.ranked import decisions
+from tests.cache.world import WAIT_S, World, prompt
+from tests.ranks import gloo_ranks
+from tests.waiting import wait_for
+
+PAGE_SIZE = 4
+# Layers of each stage: the pages of the first have almost twice the bytes of those of the second.
+STAGE_LAYERS = (9, 5)
+TP_SIZE = 2
+PAGES = 6
+PROMPT = prompt(*range(1, PAGES + 1))
+
+
+class Shard(World):
+    """The cache of one rank and its part of the engine."""
+
+    def __init__(self, config: HiCacheConfig, group: RankGroup) -> None:
+        stage, tp_rank = divmod(group.rank, TP_SIZE)
+        self.geometry = KVGeometry(
+            layers=STAGE_LAYERS[stage], heads=2, head_dim=16, page_size=PAGE_SIZE, dtype="float32"
+        )  # fmt: skip
+        namespace = Namespace(
+            "test", self.geometry, tp_rank=tp_rank, tp_size=TP_SIZE, pp_rank=stage, pp_size=len(STAGE_LAYERS)
+        )
+        self.shard = namespace.digest
+        cache = create_cache(config, namespace, ranks=group)
+        assert isinstance(cache, HiRadixCache)
+        self.cache = cache
+        self.device, self.host, self.controller = self.cache.device, self.cache.host, self.cache.controller
+        self.wrong_pages = self.compared_pages = 0
+
+
+class Ranks:
+    """All ranks of one engine, stepped in turn; after each step they have decided alike."""
+
+    def __init__(self, folder: Path, payoff: dict[str, Any]) -> None:
+        config = HiCacheConfig.model_validate({
+            "page_size": PAGE_SIZE,
+            "device": {"size": 100 * 1024},  # more pages for the shorter stage
+            "host": {"tokens": 64 * PAGE_SIZE},
+            "load_back_threshold_tokens": 1,
+            "prefetch": {"threshold_tokens": PAGE_SIZE, "policy": "wait_complete"},
+            "storage": {"type": "file", "options": {"path": str(folder)}},
+            "payoff": payoff,
+        })  # fmt: skip
+        groups = gloo_ranks(len(STAGE_LAYERS) * TP_SIZE, deadline_s=WAIT_S)
+        with ThreadPoolExecutor(len(groups)) as pool:  # each waits for the others
+            self.shards = list(pool.map(lambda group: Shard(config, group), groups))
+
+    def step(self) -> None:
+        for shard in self.shards:
+            shard.step()
+        self.compare()
+
+    def compare(self) -> None:
+        assert len({decisions(shard, []) for shard in self.shards}) == 1
+
+    def until(self, condition: Callable[[Shard], bool]) -> None:
+        wait_for(lambda: all([condition(shard) for shard in self.shards]), self.step, timeout_s=WAIT_S)
+
+    def serve(self, rid: str, key: RadixKey) -> tuple[int, int, int]:
+        """Serve a prompt on all ranks, every page compared. Return its hits on device, host and storage, in tokens."""
+        for shard in self.shards:
+            shard.cache.prefetch_from_storage(rid, key)
+        self.until(lambda shard: shard.cache.check_prefetch_progress(rid))
+        hits = set()
+        for shard in self.shards:
+            request = shard.begin(rid, key)
+            assert request is not None
+            shard.cache.cache_finished_req(request, key)
+            hits.add((request.device_hit_tokens, request.host_hit_tokens, request.storage_hit_tokens))
+        self.compare()
+        self.until(lambda shard: shard.controller.idle)
+        (alike,) = hits
+        return alike
+
+    def close(self) -> None:
+        for shard in self.shards:
+            assert shard.cache.close()
+            shard.cache.check()
+            assert shard.wrong_pages == 0
+
+
+Start = Callable[..., Ranks]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts an engine; the one before it is closed."""
+    running: list[Ranks] = []
+
+    def start(payoff: dict[str, Any] | None = None) -> Ranks:
+        while running:
+            running.pop().close()
+        running.append(Ranks(tmp_path / "pages", payoff or {"mode": "always"}))
+        return running[-1]
+
+    yield start
+    while running:
+        running.pop().close()
+
+
+def push_out(ranks: Ranks) -> None:
+    """Fill L1 with other prompts."""
+    for number in range(4):
+        ranks.serve(f"other{number}", prompt(*range(100 + 10 * number, 105 + 10 * number)))
+
+
+def test_pages_of_unequal_stages_come_back_from_host_and_storage(start: Start) -> None:
+    ranks = start()
+    assert len({shard.host.payload_bytes for shard in ranks.shards}) == 2
+    assert len({shard.device.allocator.capacity for shard in ranks.shards}) == 1
+    assert ranks.serve("first", PROMPT) == (0, 0, 0)
+    push_out(ranks)
+    assert ranks.serve("again", PROMPT) == (0, PAGES * PAGE_SIZE, 0)
+    ranks = start()
+    assert ranks.serve("restarted", PROMPT)[2] == PAGES * PAGE_SIZE
+    assert all(shard.compared_pages >= PAGES for shard in ranks.shards)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_page_that_one_stage_lacks_shortens_the_prefix_on_all(start: Start, rank: int) -> None:
+    ranks = start()
+    ranks.serve("first", PROMPT)
+    store = ranks.shards[rank].controller.backend
+    assert store is not None
+    lost = page_keys(PROMPT.tokens, PAGE_SIZE, PROMPT.seed)[2]
+    store.delete([lost], deadline=time.monotonic() + WAIT_S)
+    ranks = start()
+    assert ranks.serve("restarted", PROMPT)[2] == 2 * PAGE_SIZE
+    ranks = start()
+    assert ranks.serve("stored again", PROMPT)[2] == PAGES * PAGE_SIZE
+
+
+def test_stages_of_unequal_pages_agree_on_what_pays(start: Start) -> None:
+    """Loading a page of the shorter stage alone would pay, of the longer one it does not."""
+    slow = {"prefill_tokens_per_second": 1000, "storage_bandwidth": 1 << 40}
+    page_s = PAGE_SIZE / 1000
+    between = sum(STAGE_LAYERS) / 2 * 2 * PAGE_SIZE * 2 * 16 * 4 / page_s
+    ranks = start({"host_bandwidth": int(between), **slow})
+    ranks.serve("first", PROMPT)
+    push_out(ranks)
+    assert ranks.serve("again", PROMPT) == (0, 0, 0)
+    ranks = start({"host_bandwidth": 4 * int(between), **slow})
+    assert ranks.serve("restarted", PROMPT)[2] == PAGES * PAGE_SIZE

@@ -1,0 +1,91 @@
+"""A process that opens shared host pools: `python -m tests.tiers._shared_child`, told what to do on its standard input.
+
+A line is a JSON list, a name of `COMMANDS` and its arguments; the answer is a line of JSON, the text of the exception
+if there was one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from hicache.errors import HiCacheError
+from hicache.geometry import KVGeometry
+from hicache.tiers import SharedHostPool
+
+GEOMETRY = KVGeometry(layers=3, heads=2, head_dim=8, page_size=4)
+_POOLS: dict[str, SharedHostPool] = {}
+
+
+def open_pool(name: str, pages: int, processes: int | None, timeout_s: float) -> list[int]:
+    """Open a pool and keep it. Return its identity."""
+    pool = SharedHostPool.open(name, GEOMETRY, pages, processes=processes, timeout_s=timeout_s)
+    _POOLS[name] = pool
+    return list(pool.identity)
+
+
+def write(name: str, page: int, text: str) -> None:
+    """Write text to the beginning of a page's payload."""
+    _POOLS[name].payload(page)[: len(text)] = text.encode()
+
+
+def read(name: str, page: int, count: int) -> str:
+    """Return the first bytes of a page's payload as hexadecimal digits."""
+    return bytes(_POOLS[name].payload(page)[:count]).hex()
+
+
+def drop(name: str) -> None:
+    """Let go of a pool."""
+    del _POOLS[name]
+
+
+def drop_in_a_fork(name: str) -> int:
+    """Let go of a pool in a forked child. Return its exit status."""
+    child = os.fork()
+    if child == 0:
+        drop(name)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def limit(size_bytes: int, *, stall: bool) -> None:
+    """Bound the files that this process may write. `stall`: a file that grows beyond it stops this process there."""
+
+    def stop(*_: object) -> None:
+        print(json.dumps("stalled"), flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if stall:
+        signal.signal(signal.SIGXFSZ, stop)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "open": open_pool,
+    "write": write,
+    "read": read,
+    "drop": drop,
+    "drop in a fork": drop_in_a_fork,
+    "limit": lambda size_bytes: limit(size_bytes, stall=False),
+    "stall": lambda size_bytes: limit(size_bytes, stall=True),
+}
+
+
+def main() -> None:
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        try:
+            answer = COMMANDS[command](*arguments)
+        except HiCacheError as error:
+            answer = f"{type(error).__name__}: {error}"
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    signal.alarm(120)  # no process is left, however the test ends
+    main()
