@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hicache.geometry import KVGeometry
-from hicache.tiers import HostPool, create_copy_engine, create_device_pool
+from hicache.tiers import HostPool, HostWindow, create_copy_engine, create_device_pool
 
 from ._table import Row, print_table
 
@@ -46,7 +46,7 @@ def rows_of(geometry: KVGeometry, device: torch.device, pages: int, runs: int) -
     """Both directions for one page size. `pages` are copied at once, in scattered order."""
     pool = create_device_pool(geometry, pages, device)
     host = HostPool(geometry, pages, pin=device.type == "cuda")
-    copies = create_copy_engine(pool, host)
+    copies = create_copy_engine(pool.blocks, HostWindow(host))
     order = np.random.default_rng(0).permutation(pages).astype(np.int32)
     size = pages * geometry.payload_bytes
     flat_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")

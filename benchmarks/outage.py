@@ -28,7 +28,7 @@ from hicache.controller import ControllerOptions, HiCacheController
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.keys import RadixKey
-from hicache.tiers import HostPool, create_copy_engine, create_device_pool
+from hicache.tiers import HostPool, HostWindow, create_copy_engine, create_device_pool
 
 from ._table import Row, print_table, row
 
@@ -55,7 +55,7 @@ class Side:
         self.store = FaultyBackend(MemoryBackend(FrameCodec(bytes(32), GEOMETRY.payload_bytes)))
         self.guard = GuardedBackend(self.store)
         options = ControllerOptions(backup_bytes_max=64 * RUN_PAGES * host.frame_bytes, storage_deadline_s=DEADLINE_S)
-        controller = HiCacheController(host, create_copy_engine(device, host), self.guard, options)
+        controller = HiCacheController(host, create_copy_engine(device.blocks, HostWindow(host)), self.guard, options)
         self.cache = HiRadixCache(device, host, controller, CacheOptions(prefetch_timeout_base_s=DEADLINE_S))
         self.taken_s: list[float] = []
         self.ended = 0

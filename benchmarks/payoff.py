@@ -29,7 +29,7 @@ from hicache.engine.model import TILE
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.keys import Namespace
-from hicache.tiers import HostPool, MHATokenToKVPool, RequestToTokenPool, create_copy_engine
+from hicache.tiers import HostPool, HostWindow, MHATokenToKVPool, RequestToTokenPool, create_copy_engine
 
 from ._table import Row, print_table
 
@@ -73,7 +73,8 @@ class Bench:
         """An engine with empty L1 and L2 that has computed a few prompts of its own."""
         pages = 2 * PROMPTS * (PROMPT_TOKENS // PAGE_SIZE + 1)
         pool, host = MHATokenToKVPool(self.geometry, pages), HostPool(self.geometry, pages)
-        controller = HiCacheController(host, create_copy_engine(pool, host), self.store if store else None)
+        copies = create_copy_engine(pool.blocks, HostWindow(host))
+        controller = HiCacheController(host, copies, self.store if store else None)
         options = CacheOptions(prefetch_timeout_base_s=DRAIN_S, payoff=PayoffOptions(always=always))
         rows = RequestToTokenPool(8, -(-self.checkpoint.config.context_tokens // TILE) * TILE)
         model = LlamaModel(self.checkpoint.config, self.checkpoint.tensors, pool, rows)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.memory import MemoryBackend
@@ -23,7 +24,7 @@ from hicache.errors import TransferError
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.keys import RadixKey, page_keys
-from hicache.tiers import CopyEngine, HostPool, KVPool, Transfer, create_device_pool
+from hicache.tiers import CopyEngine, EngineBlocks, Fence, HostPool, HostWindow, Transfer, create_device_pool
 from hicache.types import PageIds
 
 from ._table import Row, print_table, row
@@ -75,21 +76,21 @@ class HeldTransfer(Transfer):
     def wait(self, timeout_s: float) -> bool:
         return self._go.wait(timeout_s)
 
-    def wait_layer(self, layer: int) -> None:
+    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         self._go.wait()
 
 
 class HeldCopies(CopyEngine):
     """Moves nothing; copies wait for the event that was current when they began."""
 
-    def __init__(self, device: KVPool, host: HostPool) -> None:
-        super().__init__(device, host)
+    def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
+        super().__init__(blocks, window)
         self.go = threading.Event()
 
-    def backup(self, device_pages: PageIds, host_pages: PageIds) -> Transfer:
+    def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
         return HeldTransfer(self.go)
 
-    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
+    def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
         return HeldTransfer(self.go)
 
     def close(self, timeout_s: float) -> bool:
@@ -118,7 +119,7 @@ class Load:
         pages = (READS + STORES + COPIES) * RUN_PAGES
         device, host = create_device_pool(GEOMETRY, pages + 1), HostPool(GEOMETRY, 4 * pages)
         self.backend = HeldBackend(FrameCodec(bytes(32), GEOMETRY.payload_bytes))
-        self.copies = HeldCopies(device, host)
+        self.copies = HeldCopies(device.blocks, HostWindow(host))
         self.cache = HiRadixCache(
             device, host, HiCacheController(host, self.copies, self.backend), CacheOptions(prefetch_timeout_base_s=60.0)
         )

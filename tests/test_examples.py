@@ -94,6 +94,16 @@ def test_slots_are_drawn_on_the_cache_which_evicts_for_them(repository: Path) ->
     assert cached == [0, 48, 0, 0, 0, 0]
 
 
+def test_an_engine_with_its_own_blocks_hits_the_host_and_after_a_restart_storage(
+    repository: Path, tmp_path: Path
+) -> None:
+    hits = ["480 of 500 tokens from the cache"] * 2
+    cold = ["0 of 500 tokens from the cache", "192 of 500 tokens from the cache"]  # 6 pages in common
+    for first, sources in ((cold, "1152 tokens from the host, 0"), (hits, "1152 tokens from the host, 768")):
+        shown = run_example(repository, "own_blocks.py", str(tmp_path))
+        assert [line.split(": ")[1] for line in shown] == [*first, *hits, f"{sources} from storage"]
+
+
 def test_ranks_find_the_same(repository: Path, tmp_path: Path) -> None:
     for first in ("0 tokens from the device, 0 from storage", "0 tokens from the device, 496 from storage"):
         shown = run_example(repository, "ranks.py", str(tmp_path))

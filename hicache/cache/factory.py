@@ -23,7 +23,7 @@ from ..events.factory import create_publisher
 from ..frame import Compression, FrameCodec, TagKind, frame_bytes
 from ..geometry import DTYPE_BYTES, KVGeometry, PageShape, page_shape
 from ..keys import BIGRAM_BYTES, PAGE_KEY_BYTES, TOKEN_BYTES, Namespace
-from ..tiers import HostPool, KVPool, create_copy_engine, create_device_pool
+from ..tiers import HostPool, HostWindow, KVPool, create_copy_engine, create_device_pool
 from ..tiers.device import known_device
 from ..tiers.memory import DeviceMemory, host_pages
 from ..tiers.memory import device_pages as count_device_pages
@@ -216,7 +216,7 @@ def _build_tiered_cache(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRa
     try:
         controller = HiCacheController(
             l2,
-            create_copy_engine(l1, l2),
+            create_copy_engine(l1.blocks, HostWindow(l2)),
             backend,
             bounds.options,
             ranks=parts.ranks,

@@ -1,7 +1,8 @@
 """L1 and L2 memory: pools, their allocators, and the engines that copy between them."""
 
 from .allocator import PageAllocator, require_pages
-from .copy import CopyEngine, FailedTransfer, Transfer
+from .blocks import EngineBlocks
+from .copy import CopyEngine, FailedTransfer, Fence, StepCounter, Transfer
 from .device import (
     KVPool,
     MHATokenToKVPool,
@@ -13,11 +14,15 @@ from .device import (
 from .host import HostPool
 from .shared import SharedHostPool
 from .token_allocator import PagedTokenToKVPoolAllocator, PageSource, TokenToKVPoolAllocator
+from .window import HostWindow
 
 __all__ = [
     "CopyEngine",
+    "EngineBlocks",
     "FailedTransfer",
+    "Fence",
     "HostPool",
+    "HostWindow",
     "KVPool",
     "MHATokenToKVPool",
     "MLATokenToKVPool",
@@ -26,6 +31,7 @@ __all__ = [
     "PagedTokenToKVPoolAllocator",
     "RequestToTokenPool",
     "SharedHostPool",
+    "StepCounter",
     "TokenToKVPoolAllocator",
     "Transfer",
     "create_copy_engine",
@@ -35,12 +41,15 @@ __all__ = [
 ]
 
 
-def create_copy_engine(device: KVPool, host: HostPool) -> CopyEngine:
-    """The engine for the device pool's kind of device: CUDA streams, or threads on the CPU."""
-    if device.device.type == "cuda":
+def create_copy_engine(blocks: EngineBlocks, window: HostWindow) -> CopyEngine:
+    """Return the engine for the kind of device that `blocks` are on: CUDA streams, or threads on the CPU.
+
+    Raises InvalidInput if the layers of the blocks are not the pieces of the window.
+    """
+    if blocks.device.type == "cuda":
         from .copy_cuda import CudaCopyEngine  # noqa: PLC0415  needs no CUDA to import, but nobody else needs it
 
-        return CudaCopyEngine(device, host)
+        return CudaCopyEngine(blocks, window)
     from .copy_cpu import CpuCopyEngine  # noqa: PLC0415
 
-    return CpuCopyEngine(device, host)
+    return CpuCopyEngine(blocks, window)

@@ -1,24 +1,83 @@
-"""Copies between L1 and L2: the interface, and what a transfer promises.
+"""Copies between device blocks and host memory: the interface, and what a transfer promises.
 
-A transfer borrows both page lists from `submit` until `done()` is true; until then neither list may be freed or
-written. Copies of one direction run in the order in which they were submitted. On devices with streams they are
-ordered against compute by events: a copy starts after the work the caller has queued so far, so a backup reads what
-the last kernel wrote and a load overwrites a page only after its last reader.
+A copy needs no tree, no scheduler and no storage: a cache copies with it between its own pools, and a worker process
+between the blocks of its engine and its window of shared frames.
+
+A transfer borrows both lists of blocks until `done()` is true; until then no block may be freed or written. Copies of
+one direction run in the order in which they were submitted. Each is ordered against compute by the fence it is given,
+and by nothing else: a backup must not read before the last kernel has written, and a load must not overwrite a block
+before its last reader is done. A copy that fails leaves the others alone.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
+from ..arguments import whole
 from ..errors import InvalidInput, TransferError
 from ..types import PageIds
-from .device import KVPool
-from .host import HostPool
+from .blocks import EngineBlocks
+from .window import HostWindow
 
 # A copy that takes longer than this is not slow but stuck: 1 TiB at 10 GB/s is 110 s.
 LAYER_WAIT_S_MAX = 120.0
+# Block ids as numpy indexes with them: converted once per copy, not once per layer.
+Indices: TypeAlias = npt.NDArray[np.intp]
+
+
+class Fence(Protocol):
+    """A point in the engine's work, which a copy comes after; `torch.cuda.Event` is one on a CUDA device."""
+
+    def query(self) -> bool:
+        """Return True once the work before the fence is done. Never blocks."""
+
+    def synchronize(self) -> None:
+        """Block until the work before the fence is done."""
+
+
+class StepCounter:
+    """Fences of an engine that computes on the CPU: it counts the steps that the engine has finished.
+
+    Any thread may call `advance`, and any may wait for a fence. Locking design: `steps` changes under `changed`.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.changed = threading.Condition()
+
+    def advance(self) -> None:
+        """Count one more finished step, which lets the copies that waited for it begin."""
+        with self.changed:
+            self.steps += 1
+            self.changed.notify_all()
+
+    def fence(self, steps: int) -> StepFence:
+        """Return the fence that passes once `steps` steps have finished since the counter was made."""
+        return StepFence(self, whole("fence: steps", steps))
+
+
+@dataclass(frozen=True, slots=True)
+class StepFence:
+    """A `Fence` behind a number of finished steps."""
+
+    counter: StepCounter
+    steps: int
+
+    def query(self) -> bool:
+        return self.counter.steps >= self.steps
+
+    def synchronize(self) -> None:
+        """As `Fence.synchronize`. Raises TransferError if the engine does not get there in time."""
+        with self.counter.changed:
+            if not self.counter.changed.wait_for(self.query, LAYER_WAIT_S_MAX):
+                raise TransferError(f"copy: step {self.steps} did not end within {LAYER_WAIT_S_MAX:.0f} s")
 
 
 class Transfer(ABC):
@@ -33,11 +92,12 @@ class Transfer(ABC):
         """Block until the copy has ended; False on timeout."""
 
     @abstractmethod
-    def wait_layer(self, layer: int) -> None:
+    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         """Order the caller's next work after the copy of `layer`.
 
-        On a stream device this queues a wait on the current stream and returns at once; on the CPU it blocks. Raises
-        TransferError if the copy failed or is stuck: the pages must then be recomputed.
+        With a CUDA stream this queues a wait on that stream and returns at once; without one, and always on the CPU, it
+        blocks until the layer has arrived. Raises TransferError if the copy failed or is stuck: the blocks must then be
+        recomputed.
         """
 
     @property
@@ -71,33 +131,57 @@ class FailedTransfer(Transfer):
     def wait(self, timeout_s: float) -> bool:
         return True
 
-    def wait_layer(self, layer: int) -> None:
+    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         raise self._error
 
 
 class CopyEngine(ABC):
-    """Moves pages between one device pool and one host pool."""
+    """Copies between the blocks of one device and one window of a host pool.
 
-    def __init__(self, device: KVPool, host: HostPool) -> None:
-        if device.geometry.shape != host.shape:
-            raise InvalidInput("copy engine: the device pool and the host pool hold pages of different shapes")
-        self.device = device
-        self.host = host
+    A host block is `page * blocks_per_page + i` (see `HostWindow`). Raises InvalidInput if the layers of the blocks are
+    not the pieces of the window.
+    """
+
+    def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
+        self.blocks = blocks
+        self.window = window
+        # uint8 [pages, blocks_per_page, bytes] for each layer.
+        self._host_rows = window.layer_rows(blocks.layer_bytes)
 
     @abstractmethod
-    def backup(self, device_pages: PageIds, host_pages: PageIds) -> Transfer:
-        """Start copying device pages to host pages, pairwise, all layers. Does not block."""
+    def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
+        """Start copying device blocks to host blocks, pairwise, all layers. Does not block.
+
+        The copy begins once `after` has passed; with None, at once. Raises InvalidInput, before anything is copied,
+        for lists of different lengths or no blocks, and for ids that are not integers or not blocks of either side.
+        """
 
     @abstractmethod
-    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
-        """Start copying host pages to device pages, pairwise, layer by layer. Does not block."""
+    def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
+        """Start copying host blocks to device blocks, pairwise, layer by layer. As `backup` otherwise."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> bool:
         """Wait for what was submitted, then release streams and threads. False if something did not end in time."""
 
-    def _require_pairs(self, device_pages: PageIds, host_pages: PageIds) -> None:
-        if len(device_pages) != len(host_pages) or len(device_pages) == 0:
-            raise InvalidInput(f"copy: {len(device_pages)} device pages for {len(host_pages)} host pages")
-        if int(np.min(device_pages)) < 1:
-            raise InvalidInput("copy: device page 0 is padding and holds no KV")
+    def _require_pairs(self, blocks: PageIds, host_blocks: PageIds) -> tuple[Indices, Indices]:
+        """Return copies of both lists, to index with. Raises as `backup` does."""
+        checked = (
+            _indices("block", blocks, self.blocks.first, self.blocks.count),
+            _indices("host block", host_blocks, 0, self.window.blocks),
+        )
+        if len(blocks) != len(host_blocks):
+            raise InvalidInput(f"copy: {len(blocks)} blocks for {len(host_blocks)} host blocks; pass them in pairs")
+        return checked
+
+
+def _indices(name: str, ids: object, first: int, end: int) -> Indices:
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
+        shown = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
+        raise InvalidInput(f"copy: {name}s are {shown}; pass a numpy array of integers in one dimension")
+    if not len(ids):
+        raise InvalidInput(f"copy: there are no {name}s; pass at least one")
+    for least_or_most in (int(ids.min()), int(ids.max())):
+        if not first <= least_or_most < end:
+            raise InvalidInput(f"copy: {name} {least_or_most} is not one of {first} .. {end - 1}")
+    return ids.astype(np.intp)

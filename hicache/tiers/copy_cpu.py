@@ -2,7 +2,7 @@
 
 Locking design: a `CpuTransfer` is written by its thread and read by the scheduler; `_layers_done` and `_error` change
 under `_condition` alone, `_seconds` by the thread before it counts the last layer. The threads share nothing else; each
-takes its work from a queue of its own, in order.
+takes its work from a queue of its own, in order, and waits for the fence of a copy before it begins the copy.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
 
 from ..errors import TransferError
-from ..types import Bytes2D, PageIds
-from .copy import LAYER_WAIT_S_MAX, CopyEngine, Transfer
-from .device import KVPool
-from .host import HostPool
+from ..types import PageIds
+from .blocks import EngineBlocks
+from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Indices, Transfer
+from .window import HostWindow
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +55,7 @@ class CpuTransfer(Transfer):
         with self._condition:
             return self._condition.wait_for(self.done, timeout_s)
 
-    def wait_layer(self, layer: int) -> None:
+    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         if self._layers_done <= layer:
             with self._condition:
                 self._condition.wait_for(lambda: self._layers_done > layer or self._error is not None, LAYER_WAIT_S_MAX)
@@ -82,56 +86,60 @@ class CpuTransfer(Transfer):
 class CpuCopyEngine(CopyEngine):
     """Copies with numpy on two threads, so that overlap and ordering are the same as with streams."""
 
-    def __init__(self, device: KVPool, host: HostPool) -> None:
-        super().__init__(device, host)
-        self._blocks: list[list[Bytes2D]] = [
-            [block.numpy() for block in device.layer_blocks(layer)] for layer in range(device.geometry.layers)
-        ]
+    def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
+        super().__init__(blocks, window)
+        # Rows of bytes: [blocks, bytes] for each region, [pages, blocks_per_page, bytes] for each layer on the host.
+        self._regions = [[region.numpy() for region in layer] for layer in blocks.layers]
+        self._frames = [rows.numpy() for rows in self._host_rows]
         self._backup_stream = _CopyThread("hicache-backup-copy")
         self._load_stream = _CopyThread("hicache-load-copy")
 
-    def backup(self, device_pages: PageIds, host_pages: PageIds) -> Transfer:
-        self._require_pairs(device_pages, host_pages)
-        return self._backup_stream.submit(len(self._blocks), lambda i: self._backup_layer(i, device_pages, host_pages))
+    def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
+        source, target = self._require_pairs(blocks, host_blocks)
+        copy_layer = partial(self._backup_layer, blocks=source, host_blocks=target)
+        return self._backup_stream.submit(len(self._regions), copy_layer, after)
 
-    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
-        self._require_pairs(device_pages, host_pages)
-        return self._load_stream.submit(len(self._blocks), lambda i: self._load_layer(i, host_pages, device_pages))
+    def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
+        target, source = self._require_pairs(blocks, host_blocks)
+        copy_layer = partial(self._load_layer, host_blocks=source, blocks=target)
+        return self._load_stream.submit(len(self._regions), copy_layer, after)
 
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         streams = (self._backup_stream, self._load_stream)
         return all([stream.close(max(0.0, deadline - time.monotonic())) for stream in streams])
 
-    def _backup_layer(self, layer: int, device_pages: PageIds, host_pages: PageIds) -> None:
-        for index, block in enumerate(self._blocks[layer]):
-            self.host.buffer[host_pages, self._block_slice(layer, index)] = block[device_pages]
+    def _backup_layer(self, layer: int, blocks: Indices, host_blocks: Indices) -> None:
+        pages, parts = np.divmod(host_blocks, self.window.blocks_per_page)
+        end = 0
+        for region in self._regions[layer]:
+            begin, end = end, end + region.shape[1]
+            self._frames[layer][pages, parts, begin:end] = region[blocks]
 
-    def _load_layer(self, layer: int, host_pages: PageIds, device_pages: PageIds) -> None:
-        for index, block in enumerate(self._blocks[layer]):
-            block[device_pages] = self.host.buffer[host_pages, self._block_slice(layer, index)]
-
-    def _block_slice(self, layer: int, index: int) -> slice:
-        start, size = self.host.piece_slice(layer).start, self.device.geometry.block_bytes
-        return slice(start + index * size, start + (index + 1) * size)
+    def _load_layer(self, layer: int, host_blocks: Indices, blocks: Indices) -> None:
+        pages, parts = np.divmod(host_blocks, self.window.blocks_per_page)
+        end = 0
+        for region in self._regions[layer]:
+            begin, end = end, end + region.shape[1]
+            region[blocks] = self._frames[layer][pages, parts, begin:end]
 
 
 class _CopyThread:
-    """Runs layer-wise copies in order of submission, until one fails: then all later ones fail with it."""
+    """Runs layer-wise copies in order of submission."""
 
     def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[CpuTransfer, Callable[[int], None]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[CpuTransfer, Callable[[int], None], Fence | None] | None]
+        self._tasks = queue.SimpleQueue()
         self._condition = threading.Condition()
         self._closed = False  # by the scheduler
-        self._failure: TransferError | None = None  # by the thread; the first one, which all later copies inherit
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, layers: int, copy_layer: Callable[[int], None]) -> CpuTransfer:
+    def submit(self, layers: int, copy_layer: Callable[[int], None], after: Fence | None) -> CpuTransfer:
         if self._closed:
             raise TransferError("copy: the copy engine is closed")
         transfer = CpuTransfer(layers, self._condition)
-        self._tasks.put((transfer, copy_layer))
+        self._tasks.put((transfer, copy_layer, after))
         return transfer
 
     def close(self, timeout_s: float) -> bool:
@@ -142,18 +150,15 @@ class _CopyThread:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            transfer, copy_layer = task
-            if self._failure is not None:
-                # Whoever waits for a later copy may need the pages of the one that failed.
-                transfer.fail(self._failure)
-                continue
+            transfer, copy_layer, after = task
             try:
+                if after is not None:
+                    after.synchronize()
                 transfer.begin()
                 for layer in range(transfer._layers):
                     copy_layer(layer)
                     transfer.layer_finished()
             except Exception as error:
-                # The thread must outlive one bad copy; whoever waits for the transfer gets the error.
+                # The thread must outlive one bad copy; its transfer carries the error to the caller.
                 logger.exception("copy between device and host failed")
-                self._failure = TransferError(f"copy between device and host failed: {error}")
-                transfer.fail(self._failure)
+                transfer.fail(TransferError(f"copy between device and host failed: {error}"))

@@ -1,8 +1,9 @@
 """The copy engine of CUDA devices: two streams, one event per layer.
 
-A backup gathers the pages of all layers into a staging buffer on the device and sends one piece per page to pinned host
-memory. A load sends one piece per (page, layer), which is contiguous in the frame, and scatters each layer into the
-pool as soon as it has arrived, so that layer i computes while layer i + 1 is on its way.
+A backup gathers the blocks of all layers into a staging buffer on the device and sends one piece per block to pinned
+host memory. A load sends one piece per (block, layer), which is contiguous in the frame: straight to the block where
+the layer is one region, else to staging, from which it is scattered into the regions. Layer i computes while layer
+i + 1 is in flight.
 
 Locking design: the scheduler thread submits; the device signals through events; there is no other thread.
 The streams come from a `StreamRuntime`, so that the same code runs without a GPU, in order, under the tests.
@@ -12,29 +13,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
 
 from ..errors import InvalidInput, TransferError
-from ..frame import HEADER_BYTES
 from ..types import PageIds
-from .copy import CopyEngine, Transfer
-from .device import KVPool, upload
-from .host import HostPool
+from .blocks import EngineBlocks
+from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Indices, Transfer
+from .device import upload
+from .window import HostWindow
 
 # Staging is taken from the device pool's neighbour memory; this much keeps PCIe busy without crowding activations.
 STAGING_BYTES_MAX = 256 << 20
 _POLL_S = 50e-6
-
-
-class DeviceEvent(Protocol):
-    """A point in a stream."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
 
 
 class StreamRuntime(Protocol):
@@ -44,15 +38,15 @@ class StreamRuntime(Protocol):
         """A new stream."""
 
     def use(self, stream: object) -> contextlib.AbstractContextManager[object]:
-        """Work inside the context is queued on `stream`, after all work queued on the caller's current stream."""
+        """Work inside the context is queued on `stream`, which becomes the current one."""
 
-    def record(self) -> DeviceEvent:
+    def record(self) -> Fence:
         """An event behind the work queued on the current stream, which notes when the device passes it."""
 
-    def wait(self, event: DeviceEvent) -> None:
-        """Queue a wait for `event` on the current stream."""
+    def wait(self, event: Fence, stream: object) -> None:
+        """Queue a wait for `event` on `stream`. Raises InvalidInput for one of another runtime."""
 
-    def elapsed_s(self, begin: DeviceEvent, end: DeviceEvent) -> float:
+    def elapsed_s(self, begin: Fence, end: Fence) -> float:
         """Device time between two events that it has passed. Does not block; raises RuntimeError if it failed."""
 
     def upload(self, values: torch.Tensor) -> torch.Tensor:
@@ -72,7 +66,6 @@ class CudaRuntime:
     def use(self, stream: object) -> Iterator[None]:
         if not isinstance(stream, torch.cuda.Stream):
             raise InvalidInput("copy engine: a stream of another runtime")
-        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             yield
 
@@ -81,12 +74,12 @@ class CudaRuntime:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def wait(self, event: DeviceEvent) -> None:
-        if not isinstance(event, torch.cuda.Event):
-            raise InvalidInput("copy engine: an event of another runtime")
-        torch.cuda.current_stream(self._device).wait_event(event)
+    def wait(self, event: Fence, stream: object) -> None:
+        if not isinstance(event, torch.cuda.Event) or not isinstance(stream, torch.cuda.Stream):
+            raise InvalidInput("copy engine: a fence and a stream of a CUDA device are torch.cuda.Event and .Stream")
+        stream.wait_event(event)
 
-    def elapsed_s(self, begin: DeviceEvent, end: DeviceEvent) -> float:
+    def elapsed_s(self, begin: Fence, end: Fence) -> float:
         if not isinstance(begin, torch.cuda.Event) or not isinstance(end, torch.cuda.Event):
             raise InvalidInput("copy engine: an event of another runtime")
         return float(begin.elapsed_time(end)) / 1000
@@ -98,7 +91,7 @@ class CudaRuntime:
 class EventTransfer(Transfer):
     """A copy whose layers end at events; a copy with one event ends in one piece. It starts at `begin`."""
 
-    def __init__(self, runtime: StreamRuntime, begin: DeviceEvent, events: list[DeviceEvent]) -> None:
+    def __init__(self, runtime: StreamRuntime, begin: Fence, events: list[Fence]) -> None:
         self._runtime = runtime
         self._begin = begin
         self._events = events
@@ -118,24 +111,35 @@ class EventTransfer(Transfer):
             return None  # the device has failed since; whatever is asked of it next says so
 
     def done(self) -> bool:
+        return self._passed(self._events[-1])
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._wait(self._events[-1], timeout_s)
+
+    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        event = self._events[min(layer, len(self._events) - 1)]
+        if stream is not None and self._error is None:
+            self._runtime.wait(event, stream)
+        elif not self._wait(event, LAYER_WAIT_S_MAX):
+            raise TransferError(f"copy: layer {layer} did not arrive within {LAYER_WAIT_S_MAX:.0f} s")
+        if self._error is not None:
+            raise self._error
+
+    def _passed(self, event: Fence) -> bool:
+        """True if the copy has failed or come to `event`."""
         try:
-            return self._error is not None or self._events[-1].query()
+            return self._error is not None or event.query()
         except RuntimeError as error:
             self._error = TransferError(f"copy between device and host failed: {error}")
             return True
 
-    def wait(self, timeout_s: float) -> bool:
+    def _wait(self, event: Fence, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        while not self.done():
+        while not self._passed(event):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
         return True
-
-    def wait_layer(self, layer: int) -> None:
-        if self._error is not None:
-            raise self._error
-        self._runtime.wait(self._events[min(layer, len(self._events) - 1)])
 
 
 class CudaCopyEngine(CopyEngine):
@@ -143,50 +147,61 @@ class CudaCopyEngine(CopyEngine):
 
     def __init__(
         self,
-        device: KVPool,
-        host: HostPool,
+        blocks: EngineBlocks,
+        window: HostWindow,
         runtime: StreamRuntime | None = None,
         *,
         staging_bytes_max: int = STAGING_BYTES_MAX,
     ) -> None:
-        super().__init__(device, host)
+        super().__init__(blocks, window)
         self._staging_bytes_max = staging_bytes_max
-        self._runtime = runtime if runtime is not None else CudaRuntime(device.device)
+        self._runtime = runtime if runtime is not None else CudaRuntime(blocks.device)
         self._backup_stream = self._runtime.stream()
         self._load_stream = self._runtime.stream()
-        self._blocks = [device.layer_blocks(layer) for layer in range(device.geometry.layers)]
         self._last: dict[str, Transfer] = {}
 
-    def backup(self, device_pages: PageIds, host_pages: PageIds) -> Transfer:
-        self._require_pairs(device_pages, host_pages)
-        # Staging is allocated on the copy's own stream, whose allocator reuses it in stream order once it is dropped.
-        with self._runtime.use(self._backup_stream):
+    def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
+        source, target = self._require_pairs(blocks, host_blocks)
+        with self._on(self._backup_stream, after):
             begin = self._runtime.record()
-            backup_piece = partial(self._backup_piece, device_pages, host_pages)
-            self._in_pieces(len(device_pages), self.device.geometry.payload_bytes, backup_piece)
+            self._in_pieces(len(source), self.window.block_bytes, partial(self._backup_piece, source, target))
             events = [self._runtime.record()]
         return self._remember("backup", EventTransfer(self._runtime, begin, events))
 
-    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
-        self._require_pairs(device_pages, host_pages)
-        pages = host_pages.tolist()
-        events: list[DeviceEvent] = []
-        with self._runtime.use(self._load_stream):
+    def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
+        target, source = self._require_pairs(blocks, host_blocks)
+        events: list[Fence] = []
+        with self._on(self._load_stream, after):
             begin = self._runtime.record()
-            index = self._index(device_pages)
-            for layer in range(self.device.geometry.layers):
-                load_piece = partial(self._load_piece, layer, pages, index)
-                self._in_pieces(len(pages), self.device.geometry.layer_bytes, load_piece)
+            for layer, layer_bytes in enumerate(self.blocks.layer_bytes):
+                self._in_pieces(len(source), layer_bytes, partial(self._load_piece, layer, source, target))
                 events.append(self._runtime.record())
         return self._remember("load", EventTransfer(self._runtime, begin, events))
 
-    def _in_pieces(self, pages: int, page_bytes: int, copy: Callable[[slice], None]) -> None:
-        """Copy pages in pieces that staging has room for; in smaller ones, and from there on, where the device has not.
+    @contextlib.contextmanager
+    def _on(self, stream: object, after: Fence | None) -> Iterator[None]:
+        """Queue work on `stream` behind `after`. If that fails halfway, wait for the queued part, then raise.
+
+        Staging and indices are made on this stream too: its allocator reuses them in stream order once they are
+        dropped. Tensors that an engine has made in inference mode can be written in inference mode alone.
+        """
+        if after is not None:
+            self._runtime.wait(after, stream)
+        with torch.inference_mode(), self._runtime.use(stream):
+            try:
+                yield
+            except BaseException:
+                # The caller takes the blocks back: no queued part of the copy may still write to them.
+                self._runtime.record().synchronize()
+                raise
+
+    def _in_pieces(self, blocks: int, block_bytes: int, copy: Callable[[slice], None]) -> None:
+        """Copy blocks in pieces that staging has room for; if the device has less, in smaller ones from there on.
 
         A piece that was begun in vain is copied again as a whole.
         """
-        start, rows = 0, max(1, min(pages, self._staging_bytes_max // page_bytes))
-        while start < pages:
+        start, rows = 0, max(1, min(blocks, self._staging_bytes_max // block_bytes))
+        while start < blocks:
             try:
                 copy(slice(start, start + rows))
             except torch.OutOfMemoryError:
@@ -196,24 +211,25 @@ class CudaCopyEngine(CopyEngine):
             else:
                 start += rows
 
-    def _backup_piece(self, device_pages: PageIds, host_pages: PageIds, piece: slice) -> None:
-        """Whole pages, gathered in staging, each then copied to its frame."""
-        payload = self.device.geometry.payload_bytes
-        index = self._index(device_pages[piece])
-        staging = torch.empty((len(index), payload), dtype=torch.uint8, device=self.device.device)
+    def _backup_piece(self, blocks: Indices, host_blocks: Indices, piece: slice) -> None:
+        """Whole blocks, gathered in staging, each then copied to its part of a frame."""
+        index, staging = self._index(blocks[piece]), self._staging(len(blocks[piece]), self.window.block_bytes)
         self._gather(index, staging)
-        for row, page in enumerate(host_pages[piece].tolist()):
-            self.host.tensor[page, HEADER_BYTES : HEADER_BYTES + payload].copy_(staging[row], non_blocking=True)
+        for row, host_block in enumerate(host_blocks[piece].tolist()):
+            frame = self.window.rows[divmod(host_block, self.window.blocks_per_page)]
+            frame.copy_(staging[row], non_blocking=True)
 
-    def _load_piece(self, layer: int, host_pages: list[int], index: torch.Tensor, piece: slice) -> None:
-        """One layer of some pages: each is one contiguous piece of its frame, gathered in staging, then scattered."""
-        layer_bytes = self.device.geometry.layer_bytes
-        start = self.host.piece_slice(layer).start
-        pages = host_pages[piece]
-        staging = torch.empty((len(pages), layer_bytes), dtype=torch.uint8, device=self.device.device)
-        for row, page in enumerate(pages):
-            staging[row].copy_(self.host.tensor[page, start : start + layer_bytes], non_blocking=True)
-        self._scatter(layer, index[piece], staging)
+    def _load_piece(self, layer: int, host_blocks: Indices, blocks: Indices, piece: slice) -> None:
+        """One layer of some blocks: each is one piece of its frame, and of the device if the layer is one region."""
+        regions = self.blocks.layers[layer]
+        staged = len(regions) > 1
+        rows = self._staging(len(blocks[piece]), self.blocks.layer_bytes[layer]) if staged else regions[0]
+        targets = range(len(rows)) if staged else blocks[piece].tolist()
+        for row, host_block in zip(targets, host_blocks[piece].tolist(), strict=True):
+            frame = self._host_rows[layer][divmod(host_block, self.window.blocks_per_page)]
+            rows[row].copy_(frame, non_blocking=True)
+        if staged:
+            self._scatter(layer, self._index(blocks[piece]), rows)
 
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -224,18 +240,24 @@ class CudaCopyEngine(CopyEngine):
         self._last[direction] = transfer
         return transfer
 
-    def _index(self, pages: PageIds) -> torch.Tensor:
-        return self._runtime.upload(torch.from_numpy(pages).long())
+    def _index(self, blocks: Indices) -> torch.Tensor:
+        return self._runtime.upload(torch.from_numpy(blocks))
+
+    def _staging(self, rows: int, row_bytes: int) -> torch.Tensor:
+        return torch.empty((rows, row_bytes), dtype=torch.uint8, device=self.blocks.device)
 
     def _gather(self, index: torch.Tensor, staging: torch.Tensor) -> None:
-        block_bytes = self.device.geometry.block_bytes
-        column = 0
-        for blocks in self._blocks:
-            for block in blocks:
-                staging[:, column : column + block_bytes].copy_(block.index_select(0, index))
-                column += block_bytes
+        for column, region in _columns(staging, [region for layer in self.blocks.layers for region in layer]):
+            column.copy_(region.index_select(0, index))
 
     def _scatter(self, layer: int, index: torch.Tensor, staging: torch.Tensor) -> None:
-        block_bytes = self.device.geometry.block_bytes
-        for number, block in enumerate(self._blocks[layer]):
-            block.index_copy_(0, index, staging[:, number * block_bytes : (number + 1) * block_bytes])
+        for column, region in _columns(staging, self.blocks.layers[layer]):
+            region.index_copy_(0, index, column)
+
+
+def _columns(staging: torch.Tensor, regions: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The columns of `staging` that belong to each region, with the region."""
+    end = 0
+    for region in regions:
+        begin, end = end, end + region.shape[1]
+        yield staging[:, begin:end], region

@@ -17,6 +17,7 @@ from ..errors import CapacityError, InvalidInput
 from ..geometry import KVGeometry, KVLayout
 from ..types import PageIds
 from .allocator import PageAllocator, require_pages
+from .blocks import EngineBlocks
 
 
 class KVPool(ABC):
@@ -39,6 +40,7 @@ class KVPool(ABC):
             needed = (pages + 1) * geometry.payload_bytes
             raise CapacityError(f"device pool: {pages} pages need {needed} bytes on {self.device}: {error}") from error
         self.allocator = PageAllocator(pages, first=1, ascending=ascending)
+        self.blocks = EngineBlocks([self.layer_blocks(layer) for layer in range(geometry.layers)], first=1)
 
     @abstractmethod
     def _create_buffers(self) -> None: ...

@@ -11,8 +11,8 @@ from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.memory import MemoryBackend
 from hicache.cache import RequestKV
 from hicache.radix import Node
+from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
-from hicache.types import PageIds
 from tests.cache.world import World, codec
 
 CAPACITY_PAGES = 100
@@ -79,13 +79,13 @@ class UnevenCopies(CpuCopyEngine):
 
     numbers = random.Random(0)
 
-    def _backup_layer(self, layer: int, device_pages: PageIds, host_pages: PageIds) -> None:
+    def _backup_layer(self, layer: int, blocks: Indices, host_blocks: Indices) -> None:
         work(self.numbers)
-        super()._backup_layer(layer, device_pages, host_pages)
+        super()._backup_layer(layer, blocks, host_blocks)
 
-    def _load_layer(self, layer: int, host_pages: PageIds, device_pages: PageIds) -> None:
+    def _load_layer(self, layer: int, host_blocks: Indices, blocks: Indices) -> None:
         work(self.numbers)
-        super()._load_layer(layer, host_pages, device_pages)
+        super()._load_layer(layer, host_blocks, blocks)
 
 
 def decisions(world: World, requests: Sequence[RequestKV]) -> str:

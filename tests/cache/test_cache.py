@@ -12,7 +12,8 @@ import torch
 from hicache.cache import CacheOptions
 from hicache.controller import ControllerOptions
 from hicache.errors import InvalidInput, TransferError
-from hicache.tiers import CopyEngine, HostPool, KVPool, PagedTokenToKVPoolAllocator, Transfer
+from hicache.tiers import Fence, PagedTokenToKVPoolAllocator, Transfer
+from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import PageIds
 from tests.cache.world import GEOMETRY, World, memory_backend, prompt
@@ -220,15 +221,15 @@ class _UnstartableCopies(CpuCopyEngine):
 
     broken = ""
 
-    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
+    def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
         if self.broken == "load":
             raise RuntimeError("out of memory")
-        return super().load(host_pages, device_pages)
+        return super().load(host_blocks, blocks, after=after)
 
-    def backup(self, device_pages: PageIds, host_pages: PageIds) -> Transfer:
+    def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
         if self.broken == "backup":
             raise RuntimeError("out of memory")
-        return super().backup(device_pages, host_pages)
+        return super().backup(blocks, host_blocks, after=after)
 
 
 @pytest.mark.parametrize("direction", ["load", "backup"])
@@ -320,9 +321,9 @@ class _HeldCopies(CpuCopyEngine):
 
     gate: threading.Event
 
-    def _load_layer(self, layer: int, host_pages: PageIds, device_pages: PageIds) -> None:
+    def _load_layer(self, layer: int, host_blocks: Indices, blocks: Indices) -> None:
         self.gate.wait(30)
-        super()._load_layer(layer, host_pages, device_pages)
+        super()._load_layer(layer, host_blocks, blocks)
 
 
 def test_a_request_that_shares_pages_still_being_loaded_waits_for_them_too() -> None:
@@ -351,16 +352,12 @@ def test_a_request_that_shares_pages_still_being_loaded_waits_for_them_too() -> 
 class _BrokenCopies(CpuCopyEngine):
     """Loads that fail on the device."""
 
-    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
-        return super().load(host_pages + np.int32(1_000_000), device_pages)
-
-
-def _broken(device: KVPool, host: HostPool) -> CopyEngine:
-    return _BrokenCopies(device, host)
+    def _load_layer(self, layer: int, host_blocks: Indices, blocks: Indices) -> None:
+        raise OSError("device lost")
 
 
 def test_a_failed_device_copy_stops_service_instead_of_serving_unknown_bytes() -> None:
-    world = World(copies=_broken)
+    world = World(copies=_BrokenCopies)
     world.serve("a", prompt(1, 2, 3))
     world.settle()
     world.cache.evict(100)

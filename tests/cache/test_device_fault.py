@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from hicache.cache import CacheOptions
 from hicache.errors import TransferError
-from hicache.tiers import Transfer
+from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
-from hicache.types import PageIds
 from tests.cache.world import World, prompt
 
 # Three pages: a shorter prefix is computed although L2 has it.
@@ -19,8 +17,8 @@ OPTIONS = CacheOptions(prefetch_threshold_tokens=4, load_back_threshold_tokens=1
 class _BrokenLoads(CpuCopyEngine):
     """Loads that fail on the device."""
 
-    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
-        return super().load(host_pages + np.int32(1_000_000), device_pages)
+    def _load_layer(self, layer: int, host_blocks: Indices, blocks: Indices) -> None:
+        raise OSError("device lost")
 
 
 @pytest.fixture
@@ -69,8 +67,8 @@ def test_a_running_request_keeps_its_own_pages_once_a_load_has_failed(world: Wor
 class _BrokenBackups(CpuCopyEngine):
     """Copies to L2 that fail on the device."""
 
-    def backup(self, device_pages: PageIds, host_pages: PageIds) -> Transfer:
-        return super().backup(device_pages + np.int32(1_000_000), host_pages)
+    def _backup_layer(self, layer: int, blocks: Indices, host_blocks: Indices) -> None:
+        raise OSError("device lost")
 
 
 def test_a_pinned_prefix_that_could_not_be_copied_stays_on_l1() -> None:

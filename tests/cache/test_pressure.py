@@ -8,7 +8,7 @@ import torch
 
 from hicache.cache import CacheOptions, PayoffOptions
 from hicache.errors import CapacityError, InvalidInput, TransferError
-from hicache.tiers import PagedTokenToKVPoolAllocator, Transfer
+from hicache.tiers import Fence, PagedTokenToKVPoolAllocator, Transfer
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import PageIds
 from tests.cache.test_prefetch_policies import KEY, stored, world_of
@@ -122,11 +122,11 @@ class StartsNoLoad(CpuCopyEngine):
 
     failed = False
 
-    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
+    def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
         if not self.failed:
             self.failed = True
             raise RuntimeError("no memory for staging")
-        return super().load(host_pages, device_pages)
+        return super().load(host_blocks, blocks, after=after)
 
 
 def test_a_load_that_could_not_be_started_is_not_hidden_by_a_later_one() -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hicache.frame import HEADER_BYTES
-from hicache.tiers import HostPool, KVPool
+from hicache.tiers import EngineBlocks, HostWindow
+from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
-from hicache.types import PageIds
 from tests.cache.random_engine import RandomEngine, small_world
 from tests.cache.world import World, codec, memory_backend, prompt
 from tests.seeds import rng, seeds
@@ -53,14 +53,14 @@ def test_thousands_of_pages_are_served_right_bytes_while_threads_switch_all_the_
 class _FlipsOneBit(CpuCopyEngine):
     """Damages one bit of one page in one load, once in its life."""
 
-    def __init__(self, device: KVPool, host: HostPool) -> None:
-        super().__init__(device, host)
+    def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
+        super().__init__(blocks, window)
         self.flipped = False
 
-    def _load_layer(self, layer: int, host_pages: PageIds, device_pages: PageIds) -> None:
-        super()._load_layer(layer, host_pages, device_pages)
+    def _load_layer(self, layer: int, host_blocks: Indices, blocks: Indices) -> None:
+        super()._load_layer(layer, host_blocks, blocks)
         if not self.flipped:
-            self._blocks[layer][1][device_pages[-1], 7] ^= np.uint8(0x10)
+            self._regions[layer][-1][blocks[-1], 7] ^= np.uint8(0x10)
             self.flipped = True
 
 

@@ -10,7 +10,7 @@ from hicache.backends.base import StorageBackend
 from hicache.controller.ranks import RankGroup
 from hicache.errors import TransferError
 from hicache.radix import POLICIES
-from hicache.types import PageIds
+from hicache.tiers.copy import Indices
 from tests.cache.random_engine import NO_POLICIES, STEPS, RandomEngine, small_world
 from tests.cache.ranked import LONG_S, SHORT_S, UnevenCopies, UnreliableBackend, decisions
 from tests.cache.world import WAIT_S, World, memory_backend, prompt
@@ -136,7 +136,7 @@ def test_ranks_that_hold_the_same_bytes_let_the_first_one_store_them(seed: int) 
 class FailingCopies(UnevenCopies):
     """Fails every copy to L2."""
 
-    def _backup_layer(self, layer: int, device_pages: PageIds, host_pages: PageIds) -> None:
+    def _backup_layer(self, layer: int, blocks: Indices, host_blocks: Indices) -> None:
         raise OSError("device lost")
 
 

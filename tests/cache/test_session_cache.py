@@ -19,7 +19,7 @@ from hicache.errors import (
     UnknownSession,
 )
 from hicache.keys import BIGRAM_BYTES, RadixKey
-from hicache.tiers import Transfer
+from hicache.tiers import Fence, Transfer
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import PageIds
 from tests.cache.talks import PAGE, Talks
@@ -205,7 +205,7 @@ def test_hits_of_the_partial_page_are_in_the_statistics_of_the_cache() -> None:
 class FailingLoads(CpuCopyEngine):
     """Starts no copy to the device."""
 
-    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
+    def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
         raise TransferError("no load today")
 
 

@@ -21,7 +21,7 @@ from hicache.controller.ranks import RankGroup
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.keys import TOKEN_BYTES, Namespace, RadixKey
-from hicache.tiers import CopyEngine, HostPool, KVPool, create_copy_engine, create_device_pool
+from hicache.tiers import CopyEngine, EngineBlocks, HostPool, HostWindow, create_copy_engine, create_device_pool
 from hicache.types import PageIds
 from tests.waiting import wait_for
 
@@ -67,7 +67,7 @@ class World:
         backend: StorageBackend | None = None,
         options: CacheOptions | None = None,
         controller_options: ControllerOptions | None = None,
-        copies: Callable[[KVPool, HostPool], CopyEngine] = create_copy_engine,
+        copies: Callable[[EngineBlocks, HostWindow], CopyEngine] = create_copy_engine,
         position_bytes: int = TOKEN_BYTES,
         open_storage: Callable[[int], StorageBackend] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -79,7 +79,7 @@ class World:
         self.device = create_device_pool(GEOMETRY, device_pages)
         self.host = HostPool(GEOMETRY, host_pages) if host is None else host
         self.controller = HiCacheController(
-            self.host, copies(self.device, self.host), backend, controller_options,
+            self.host, copies(self.device.blocks, HostWindow(self.host)), backend, controller_options,
             ranks=ranks, stores_pages=stores_pages, figures=len(Figures()), clock=clock,
         )  # fmt: skip
         self.cache = HiRadixCache(

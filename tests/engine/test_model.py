@@ -141,7 +141,7 @@ class LayerByLayer(Transfer):
         self._to = (device.pool, device.rows.table[row, :tokens])
         self.waited: list[int] = []
 
-    def wait_layer(self, layer: int) -> None:
+    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         self.waited.append(layer)
         (source, there), (target, here) = self._from, self._to
         target.k_buffer[layer][here] = source.k_buffer[layer][there]

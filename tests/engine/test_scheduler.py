@@ -18,7 +18,7 @@ from hicache.engine import Engine, EngineOptions, FinishReason, Sampling
 from hicache.errors import CapacityError, HiCacheError, InvalidInput, InvariantError, TransferError
 from hicache.frame import FrameCodec
 from hicache.keys import RadixKey
-from hicache.tiers import Transfer
+from hicache.tiers import Fence, Transfer
 from hicache.tiers.copy_cpu import CpuCopyEngine, CpuTransfer
 from hicache.types import PageIds
 from tests.engine.world import (
@@ -426,8 +426,8 @@ def test_an_unknown_request_is_not_aborted() -> None:
 class FailingLoads(CpuCopyEngine):
     """A copy engine that never brings a page back."""
 
-    def load(self, host_pages: PageIds, device_pages: PageIds) -> Transfer:
-        transfer = CpuTransfer(self.device.geometry.layers, threading.Condition())
+    def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
+        transfer = CpuTransfer(len(self.blocks.layers), threading.Condition())
         transfer.fail(TransferError("the copy failed"))
         return transfer
 

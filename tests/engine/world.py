@@ -14,7 +14,15 @@ from hicache.controller import HiCacheController
 from hicache.engine import TILE, Checkpoint, Engine, EngineOptions, LlamaConfig, LlamaModel, RequestRecord, Span
 from hicache.frame import FrameCodec
 from hicache.keys import Namespace
-from hicache.tiers import CopyEngine, HostPool, KVPool, MHATokenToKVPool, RequestToTokenPool, create_copy_engine
+from hicache.tiers import (
+    CopyEngine,
+    EngineBlocks,
+    HostPool,
+    HostWindow,
+    MHATokenToKVPool,
+    RequestToTokenPool,
+    create_copy_engine,
+)
 
 WAIT_S = 60.0
 
@@ -91,7 +99,7 @@ def make_engine(  # noqa: PLR0913 - the parts that tests exchange
     device_pages: int = 64,
     host_pages: int = 128,
     backend: Callable[[FrameCodec], StorageBackend] | None = None,
-    copies: Callable[[KVPool, HostPool], CopyEngine] = create_copy_engine,
+    copies: Callable[[EngineBlocks, HostWindow], CopyEngine] = create_copy_engine,
     options: EngineOptions | None = None,
     payoff: PayoffOptions | None = None,
     eviction_policy: str = "lru",
@@ -102,7 +110,8 @@ def make_engine(  # noqa: PLR0913 - the parts that tests exchange
     geometry = checkpoint.config.geometry(page_size)
     pool, host = MHATokenToKVPool(geometry, device_pages), HostPool(geometry, host_pages)
     codec = FrameCodec(Namespace(checkpoint.fingerprint, geometry).digest, geometry.payload_bytes)
-    controller = HiCacheController(host, copies(pool, host), None if backend is None else backend(codec))
+    storage = None if backend is None else backend(codec)
+    controller = HiCacheController(host, copies(pool.blocks, HostWindow(host)), storage)
     thresholds = CacheOptions(
         load_back_threshold_tokens=1, prefetch_threshold_tokens=1, prefetch_timeout_base_s=WAIT_S,
         prefetch_host_share=1, payoff=payoff or PayoffOptions(always=True), eviction_policy=eviction_policy,

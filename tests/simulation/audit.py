@@ -58,7 +58,7 @@ class Auditor:
             if node.device is not None:
                 pages += node.device.tolist()
                 keys += node_keys
-        self._compare("L1", self._device.blocks, pages, keys, self._cache.weights_epoch)
+        self._compare("L1", self._device.memory, pages, keys, self._cache.weights_epoch)
 
     def at_rest(self) -> None:
         """Nothing is lent, locked or held. REQUIRES: no request runs, nothing is pinned, and nothing is under way."""

@@ -6,10 +6,11 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 
-import numpy as np
+import torch
 
 from hicache.errors import TransferError
-from hicache.tiers import CopyEngine, Transfer
+from hicache.tiers import CopyEngine, Fence, HostWindow, Transfer
+from hicache.tiers.copy import Indices
 from hicache.types import PageIds
 from tests.simulation.memory import JUNK, SimulatedDevicePool, SimulatedHostPool
 
@@ -17,9 +18,11 @@ from tests.simulation.memory import JUNK, SimulatedDevicePool, SimulatedHostPool
 class SimulatedTransfer(Transfer):
     """A copy of `_steps` pieces: each block of each layer, the pages of a block in one or two pieces."""
 
-    def __init__(self, engine: SimulatedCopyEngine, load: bool, source: PageIds, target: PageIds) -> None:
+    def __init__(
+        self, engine: SimulatedCopyEngine, load: bool, source: Indices, target: Indices, after: Fence | None
+    ) -> None:
         self.load = load
-        self.source, self.target = source, target
+        self.source, self.target, self.after = source, target, after
         self.layers_done = 0
         self._engine = engine
         self._error: TransferError | None = None
@@ -60,7 +63,7 @@ class SimulatedTransfer(Transfer):
             self._engine.advance(self.load)
         return True
 
-    def wait_layer(self, layer: int) -> None:
+    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         while self.layers_done <= layer and not self.ended:
             self._engine.advance(self.load)
         if self._error is not None:
@@ -95,27 +98,27 @@ class SimulatedCopyEngine(CopyEngine):
         self, device: SimulatedDevicePool, host: SimulatedHostPool, numbers: random.Random, fail_rate: float,
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        super().__init__(device, host)
+        super().__init__(device.blocks, HostWindow(host))
         self.random = numbers
         self.clock = clock
-        self.device_blocks, self.host_blocks = device.blocks, host.blocks
+        self.device_blocks, self.host_blocks = device.memory, host.blocks
         self._fail_rate = fail_rate
         self._queues: dict[bool, deque[SimulatedTransfer]] = {False: deque(), True: deque()}
         self._failure: TransferError | None = None
 
-    def backup(self, device_pages: PageIds, host_pages: PageIds) -> SimulatedTransfer:
-        self._require_pairs(device_pages, host_pages)
-        return self._submit(False, device_pages, host_pages)
+    def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> SimulatedTransfer:
+        source, target = self._require_pairs(blocks, host_blocks)
+        return self._submit(False, source, target, after)
 
-    def load(self, host_pages: PageIds, device_pages: PageIds) -> SimulatedTransfer:
-        self._require_pairs(device_pages, host_pages)
-        return self._submit(True, host_pages, device_pages)
+    def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> SimulatedTransfer:
+        target, source = self._require_pairs(blocks, host_blocks)
+        return self._submit(True, source, target, after)
 
-    def _submit(self, load: bool, source: PageIds, target: PageIds) -> SimulatedTransfer:
+    def _submit(self, load: bool, source: Indices, target: Indices, after: Fence | None) -> SimulatedTransfer:
         if self.random.random() < self._fail_rate:
             self._failure = TransferError("the simulated device failed at the start of a copy")
             raise RuntimeError("no memory left for staging")
-        transfer = SimulatedTransfer(self, load, np.array(source), np.array(target))
+        transfer = SimulatedTransfer(self, load, source, target, after)
         self._queues[load].append(transfer)
         return transfer
 
@@ -130,6 +133,8 @@ class SimulatedCopyEngine(CopyEngine):
         if not queue:
             return
         transfer = queue[0]
+        if transfer.after is not None and not transfer.after.query():
+            return
         if self._failure is None and self.random.random() < self._fail_rate:
             self._failure = TransferError("the simulated device failed")
         if self._failure is not None:

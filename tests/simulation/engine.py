@@ -143,7 +143,7 @@ class Engine(World):
 
     def _compute(self, layer: int) -> None:
         """Read and compare all KV of one layer that attention reads, then write the chunk's."""
-        page_size, table, blocks = self.cache.page_size, self.stamps.table[layer], self.device.blocks[layer]
+        page_size, table, blocks = self.cache.page_size, self.stamps.table[layer], self.device.memory[layer]
         for running in self.running:
             pages, whole = running.request.pages, running.computed // page_size
             wrong = blocks[:, pages[:whole]] != table[:, running.rows[:whole]]
@@ -242,7 +242,7 @@ class Engine(World):
         if pages is None:
             return
         rows = self.stamps.rows(keys, self.epoch)
-        self.device.blocks[:, :, pages] = self.stamps.table[:, :, rows]
+        self.device.memory[:, :, pages] = self.stamps.table[:, :, rows]
         inserted = self.cache.insert(key, pages, priority=self.random.randrange(3))
         self.cache.free_pages(pages[: inserted.present_pages])
 

@@ -61,21 +61,21 @@ class GuardedAllocator(PageAllocator):
 
 
 class SimulatedDevicePool(KVPool):
-    """L1 in one piece, `blocks` uint8 `[layers, blocks of a layer, pages + 1, bytes]`, with a guarded allocator."""
+    """L1 in one piece, `memory` uint8 `[layers, blocks of a layer, pages + 1, bytes]`, with a guarded allocator."""
 
     def __init__(self, geometry: KVGeometry, pages: int) -> None:
-        self.blocks = np.zeros(
+        self.memory = np.zeros(
             (geometry.layers, geometry.blocks_per_layer, pages + 1, geometry.block_bytes), dtype=np.uint8
         )
         super().__init__(geometry, pages)
-        self.allocator = self.guard = GuardedAllocator(pages, first=1, tier="L1", blocks=self.blocks)
+        self.allocator = self.guard = GuardedAllocator(pages, first=1, tier="L1", blocks=self.memory)
 
     def _create_buffers(self) -> None:
-        pass  # `blocks` is all there is
+        pass  # `memory` is all there is
 
     def layer_tensors(self, layer: int) -> list[torch.Tensor]:
         shape = (-1, self.geometry.heads, self.geometry.head_dim)
-        return [torch.from_numpy(block).view(self.dtype).view(shape) for block in self.blocks[layer]]
+        return [torch.from_numpy(block).view(self.dtype).view(shape) for block in self.memory[layer]]
 
 
 class SimulatedHostPool(HostPool):

@@ -18,6 +18,7 @@ from hicache.controller import Acks, BackupOperation, CopyOperation, HiCacheCont
 from hicache.controller.progress import PrefetchProgress, StoreProgress
 from hicache.keys import RadixKey
 from hicache.radix import Fate, Node, RadixTree
+from hicache.tiers import Fence
 from hicache.types import NO_PAGES, PageIds
 from tests.simulation.device import SimulatedCopyEngine, SimulatedTransfer
 from tests.simulation.setting import Parts
@@ -85,8 +86,8 @@ class _EagerTransfer(SimulatedTransfer):
 class _AcknowledgesEarly(SimulatedCopyEngine):
     """The ack of a backup is taken from its launch and not from its event."""
 
-    def backup(self, device_pages: PageIds, host_pages: PageIds) -> SimulatedTransfer:
-        transfer = super().backup(device_pages, host_pages)
+    def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> SimulatedTransfer:
+        transfer = super().backup(blocks, host_blocks, after=after)
         _become(transfer, _EagerTransfer)
         return transfer
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,108 +13,96 @@ import torch
 
 from hicache.errors import InvalidInput, TransferError
 from hicache.geometry import KVGeometry, KVLayout
-from hicache.tiers import CopyEngine, HostPool, KVPool, create_copy_engine, create_device_pool
+from hicache.tiers import (
+    CopyEngine,
+    EngineBlocks,
+    Fence,
+    HostPool,
+    HostWindow,
+    KVPool,
+    StepCounter,
+    create_copy_engine,
+    create_device_pool,
+)
+from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
-from hicache.tiers.copy_cuda import CudaCopyEngine, DeviceEvent, EventTransfer
+from hicache.tiers.copy_cuda import CudaCopyEngine, EventTransfer
 from hicache.types import PageIds
+from tests.tiers._streams import InlineEvent, InlineRuntime, staged
 
 MHA = KVGeometry(layers=3, heads=2, head_dim=8, page_size=4)
 MLA = KVGeometry(layers=3, heads=1, head_dim=16, page_size=4, layout=KVLayout.MLA)
 
 
-class InlineEvent:
-    """An event of a device that has done everything already."""
-
-    def __init__(self) -> None:
-        self.passed_s = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-
-class InlineRuntime:
-    """Streams of a device that works on each call at once: the CUDA engine's own code, on the CPU."""
-
-    def stream(self) -> object:
-        return object()
-
-    @contextlib.contextmanager
-    def use(self, stream: object) -> Iterator[None]:
-        yield
-
-    def record(self) -> DeviceEvent:
-        return InlineEvent()
-
-    def wait(self, event: DeviceEvent) -> None:
-        assert event.query()
-
-    def elapsed_s(self, begin: DeviceEvent, end: DeviceEvent) -> float:
-        assert isinstance(begin, InlineEvent) and isinstance(end, InlineEvent)
-        return end.passed_s - begin.passed_s
-
-    def upload(self, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
-
-
-def staged(device: KVPool, host: HostPool) -> CopyEngine:
-    return CudaCopyEngine(device, host, InlineRuntime())
+def pools(device: KVPool, host: HostPool) -> tuple[EngineBlocks, HostWindow]:
+    return device.blocks, HostWindow(host)
 
 
 def ids(*pages: int) -> PageIds:
     return np.array(pages, dtype=np.int32)
 
 
+Make = Callable[[EngineBlocks, HostWindow], CopyEngine]
+
+
 @pytest.fixture(params=[CpuCopyEngine, staged], ids=["cpu", "cuda-code-inline"])
-def engine(request: pytest.FixtureRequest) -> Callable[[KVPool, HostPool], CopyEngine]:
-    make: Callable[[KVPool, HostPool], CopyEngine] = request.param
+def engine(request: pytest.FixtureRequest) -> Make:
+    make: Make = request.param
     return make
 
 
 def fill(pool: KVPool, seed: int) -> None:
     numbers = np.random.default_rng(seed)
     for layer in range(pool.geometry.layers):
-        for block in pool.layer_blocks(layer):
+        for block in pool.blocks.layers[layer]:
             block.numpy()[:] = numbers.integers(0, 256, block.shape, dtype=np.uint8)
 
 
 @pytest.mark.parametrize("geometry", [MHA, MLA], ids=["mha", "mla"])
-def test_pages_come_back_as_they_left(geometry: KVGeometry, engine: Callable[[KVPool, HostPool], CopyEngine]) -> None:
+def test_pages_come_back_as_they_left(geometry: KVGeometry, engine: Make) -> None:
     device, host = create_device_pool(geometry, 8), HostPool(geometry, 8)
     fill(device, 1)
-    before = [[block.clone() for block in device.layer_blocks(layer)] for layer in range(geometry.layers)]
-    copies = engine(device, host)
+    before = [[block.clone() for block in device.blocks.layers[layer]] for layer in range(geometry.layers)]
+    copies = engine(*pools(device, host))
     assert copies.backup(ids(3, 1, 8), ids(0, 7, 5)).wait(10)
     fill(device, 2)
     transfer = copies.load(ids(7, 5), ids(2, 3))
     for layer in range(geometry.layers):
         transfer.wait_layer(layer)
-        for block, old in zip(device.layer_blocks(layer), before[layer], strict=True):
+        for block, old in zip(device.blocks.layers[layer], before[layer], strict=True):
             assert torch.equal(block[2], old[1]) and torch.equal(block[3], old[8])
     assert transfer.wait(10) and transfer.done() and transfer.error is None
     assert copies.close(10)
 
 
-def test_a_page_on_the_host_is_layer_major(engine: Callable[[KVPool, HostPool], CopyEngine]) -> None:
+def test_a_page_on_the_host_is_layer_major(engine: Make) -> None:
     device, host = create_device_pool(MHA, 2), HostPool(MHA, 1)
     fill(device, 3)
-    copies = engine(device, host)
+    copies = engine(*pools(device, host))
     copies.backup(ids(2), ids(0)).wait(10)
-    expected = b"".join(bytes(block[2].numpy()) for layer in range(MHA.layers) for block in device.layer_blocks(layer))
+    expected = b"".join(bytes(block[2].numpy()) for layer in range(MHA.layers) for block in device.blocks.layers[layer])
     assert bytes(host.payload(0)) == expected
     copies.close(10)
 
 
+def two_regions(blocks: int, seed: int) -> EngineBlocks:
+    """Layers of MHA whose K and V are apart, filled with random bytes."""
+    numbers, size = torch.Generator().manual_seed(seed), (2, blocks, MHA.block_bytes)
+    tensors = [torch.randint(0, 256, size, dtype=torch.uint8, generator=numbers) for _ in range(MHA.layers)]
+    return EngineBlocks([[tensor[0], tensor[1]] for tensor in tensors], first=1)
+
+
 def test_staging_larger_than_its_bound_goes_in_pieces() -> None:
-    device, host = create_device_pool(MHA, 5), HostPool(MHA, 5)
-    fill(device, 4)
-    copies = CudaCopyEngine(device, host, InlineRuntime(), staging_bytes_max=2 * MHA.payload_bytes)
+    blocks, host = two_regions(6, seed=4), HostPool(MHA, 5)
+    before = [region.clone() for layer in blocks.layers for region in layer]
+    window = HostWindow(host)
+    copies = CudaCopyEngine(blocks, window, InlineRuntime(), staging_bytes_max=2 * MHA.payload_bytes)
     copies.backup(ids(1, 2, 3, 4, 5), ids(4, 3, 2, 1, 0)).wait(10)
-    assert bytes(host.payload(0)[: MHA.block_bytes]) == bytes(device.layer_blocks(0)[0][5].numpy())
-    small = CudaCopyEngine(device, host, InlineRuntime(), staging_bytes_max=2 * MHA.layer_bytes)
-    before = device.layer_blocks(2)[1].clone()
+    assert bytes(host.payload(0)) == b"".join(bytes(region[5].numpy()) for region in before)
+    small = CudaCopyEngine(blocks, window, InlineRuntime(), staging_bytes_max=2 * MHA.layer_bytes)
     small.load(ids(4, 3, 2, 1, 0), ids(5, 4, 3, 2, 1)).wait(10)
-    assert torch.equal(device.layer_blocks(2)[1][5], before[1])
-    assert torch.equal(device.layer_blocks(2)[1][1], before[5])
+    for region, old in zip([region for layer in blocks.layers for region in layer], before, strict=True):
+        assert torch.equal(region[1:], old[1:].flip(0))
     copies.close(10)
 
 
@@ -137,21 +125,21 @@ class ShortOfMemory(CudaCopyEngine):
 
 
 def test_a_device_short_of_memory_for_staging_copies_in_smaller_pieces() -> None:
-    device, host = create_device_pool(MHA, 7), HostPool(MHA, 7)
-    fill(device, 4)
-    copies = ShortOfMemory(device, host, InlineRuntime())
+    blocks, host = two_regions(8, seed=4), HostPool(MHA, 7)
+    before = [region.clone() for layer in blocks.layers for region in layer]
+    copies = ShortOfMemory(blocks, HostWindow(host), InlineRuntime())
     copies.backup(ids(1, 2, 3, 4, 5, 6, 7), ids(6, 5, 4, 3, 2, 1, 0)).wait(10)
-    before = [[block.clone() for block in device.layer_blocks(layer)] for layer in range(MHA.layers)]
-    for layer in range(MHA.layers):
-        for block in device.layer_blocks(layer):
-            block.zero_()
+    for layer in blocks.layers:
+        for region in layer:
+            region.zero_()
     copies.load(ids(0, 1, 2, 3, 4, 5, 6), ids(7, 6, 5, 4, 3, 2, 1)).wait(10)
-    for layer in range(MHA.layers):
-        for block, expected in zip(device.layer_blocks(layer), before[layer], strict=True):
-            assert torch.equal(block[1:], expected[1:])
+    for region, old in zip([region for layer in blocks.layers for region in layer], before, strict=True):
+        assert torch.equal(region[1:], old[1:])
     copies.rows_max = 0
     with pytest.raises(torch.OutOfMemoryError):
         copies.backup(ids(1, 2), ids(0, 1))
+    copies.rows_max = 2
+    assert copies.backup(ids(1, 2), ids(0, 1)).wait(10), "the copy that could not be made is the only one"
     copies.close(10)
 
 
@@ -180,7 +168,7 @@ class PendingEvent(InlineEvent):
 class ForgetfulRuntime(InlineRuntime):
     """A device that fails between the end of a copy and the question how long it took."""
 
-    def elapsed_s(self, begin: DeviceEvent, end: DeviceEvent) -> float:
+    def elapsed_s(self, begin: Fence, end: Fence) -> float:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
 
@@ -190,8 +178,8 @@ def test_a_copy_on_a_stream_has_taken_no_known_time_before_it_has_ended_or_if_th
     assert transfer.done() and transfer.seconds is None and transfer.error is None
 
 
-def test_a_copy_says_how_long_it_took_itself(engine: Callable[[KVPool, HostPool], CopyEngine]) -> None:
-    copies = engine(create_device_pool(MHA, 4), HostPool(MHA, 4))
+def test_a_copy_says_how_long_it_took_itself(engine: Make) -> None:
+    copies = engine(*pools(create_device_pool(MHA, 4), HostPool(MHA, 4)))
     begin = time.perf_counter()
     for transfer in (copies.backup(ids(1, 2), ids(0, 1)), copies.load(ids(0, 1), ids(3, 4))):
         assert transfer.wait(10)
@@ -199,35 +187,57 @@ def test_a_copy_says_how_long_it_took_itself(engine: Callable[[KVPool, HostPool]
     copies.close(10)
 
 
-def test_pairs_that_do_not_fit_are_refused(engine: Callable[[KVPool, HostPool], CopyEngine]) -> None:
-    copies = engine(create_device_pool(MHA, 2), HostPool(MHA, 2))
-    for device_pages, host_pages in ((ids(1), ids(0, 1)), (ids(), ids()), (ids(0), ids(0))):
-        with pytest.raises(InvalidInput):
-            copies.backup(device_pages, host_pages)
-        with pytest.raises(InvalidInput):
-            copies.load(host_pages, device_pages)
-    copies.close(10)
+@pytest.mark.parametrize(
+    ("blocks", "host_blocks", "words"),
+    [
+        (ids(1), ids(0, 1), "1 blocks for 2 host blocks"),
+        (ids(), ids(), "there are no blocks"),
+        (ids(0, 1), ids(0, 1), r"block 0 is not one of 1 \.\. 2"),
+        (ids(1, 3), ids(0, 1), r"block 3 is not one of 1 \.\. 2"),
+        (ids(1, 2), ids(0, 2), r"host block 2 is not one of 0 \.\. 1"),
+        (ids(1, 2), ids(-1, 0), r"host block -1 is not one of 0 \.\. 1"),
+        (ids(1, 2).astype(np.float32), ids(0, 1), r"blocks are float32 \[2\]; pass a numpy array of integers"),
+        (ids(1, 2) > 1, ids(0, 1), "blocks are bool"),
+        (ids(1, 2), ids(0, 1).reshape(1, 2), r"host blocks are int32 \[1, 2\]"),
+        ([1, 2], ids(0, 1), "blocks are list"),
+        (np.array([2**63, 1], np.uint64), ids(0, 1), "block 9223372036854775808 is not"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused_before_anything_is_copied(
+    engine: Make, blocks: PageIds, host_blocks: PageIds, words: str
+) -> None:
+    device, host = create_device_pool(MHA, 2), HostPool(MHA, 2)
+    copies = engine(*pools(device, host))
+    fill(device, 1)
+    before = [region.clone() for layer in device.blocks.layers for region in layer]
+    with pytest.raises(InvalidInput, match=words):
+        copies.backup(blocks, host_blocks)
+    with pytest.raises(InvalidInput, match=words):
+        copies.load(host_blocks, blocks)
+    assert copies.close(10)
+    assert not host.buffer.any()
+    assert all(map(torch.equal, before, (region for layer in device.blocks.layers for region in layer)))
 
 
 def test_pools_of_two_geometries_are_refused() -> None:
     with pytest.raises(InvalidInput):
-        CpuCopyEngine(create_device_pool(MHA, 2), HostPool(MLA, 2))
+        CpuCopyEngine(*pools(create_device_pool(MHA, 2), HostPool(MLA, 2)))
 
 
 class SteppedEngine(CpuCopyEngine):
     """Copies a layer only when the test lets it."""
 
-    def __init__(self, device: KVPool, host: HostPool) -> None:
+    def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
         self.permits = threading.Semaphore(0)
-        super().__init__(device, host)
+        super().__init__(blocks, window)
 
-    def _load_layer(self, layer: int, host_pages: PageIds, device_pages: PageIds) -> None:
+    def _load_layer(self, layer: int, host_blocks: Indices, blocks: Indices) -> None:
         self.permits.acquire()
-        super()._load_layer(layer, host_pages, device_pages)
+        super()._load_layer(layer, host_blocks, blocks)
 
 
 def test_a_layer_can_be_used_while_the_next_is_on_its_way() -> None:
-    copies = SteppedEngine(create_device_pool(MHA, 2), HostPool(MHA, 2))
+    copies = SteppedEngine(*pools(create_device_pool(MHA, 2), HostPool(MHA, 2)))
     transfer = copies.load(ids(0), ids(1))
     copies.permits.release()
     transfer.wait_layer(0)
@@ -240,7 +250,7 @@ def test_a_layer_can_be_used_while_the_next_is_on_its_way() -> None:
 
 
 def test_the_time_of_a_copy_does_not_contain_the_wait_for_the_one_before_it() -> None:
-    copies = SteppedEngine(create_device_pool(MHA, 2), HostPool(MHA, 2))
+    copies = SteppedEngine(*pools(create_device_pool(MHA, 2), HostPool(MHA, 2)))
     begin = time.perf_counter()
     first, second = copies.load(ids(0), ids(1)), copies.load(ids(1), ids(2))
     copies.permits.release()
@@ -252,19 +262,102 @@ def test_the_time_of_a_copy_does_not_contain_the_wait_for_the_one_before_it() ->
     assert copies.close(10)
 
 
-def test_a_copy_that_fails_says_so_and_so_do_all_later_ones_of_its_direction() -> None:
-    copies = CpuCopyEngine(create_device_pool(MHA, 2), HostPool(MHA, 2))
-    bad = copies.load(ids(1000), ids(1))
-    with pytest.raises(TransferError):
+class LostFence(InlineEvent):
+    """A fence of an engine that has failed."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("the step failed")
+
+
+def test_a_copy_that_fails_says_so_and_later_ones_are_made_all_the_same() -> None:
+    device, host = create_device_pool(MHA, 2), HostPool(MHA, 2)
+    fill(device, 1)
+    copies = CpuCopyEngine(*pools(device, host))
+    bad, later = copies.load(ids(0), ids(1), after=LostFence()), copies.load(ids(1), ids(2))
+    for layer in range(MHA.layers):
+        later.wait_layer(layer)
+    with pytest.raises(TransferError, match="the step failed"):
         bad.wait_layer(0)
     assert bad.done() and bad.error is not None and bad.seconds is None
-    later = copies.load(ids(1), ids(1))
-    with pytest.raises(TransferError):
-        later.wait_layer(2)
+    assert later.wait(10) and later.error is None
+    assert device.blocks.layers[0][0][1].any() and not device.blocks.layers[0][0][2].any()
     assert copies.backup(ids(1), ids(1)).wait(10)
     assert copies.close(10)
-    with pytest.raises(TransferError):
+    with pytest.raises(TransferError, match="closed"):
         copies.load(ids(1), ids(1))
+
+
+def test_a_copy_reads_what_was_written_before_its_fence_passed() -> None:
+    device, host = create_device_pool(MHA, 2), HostPool(MHA, 2)
+    copies, step = CpuCopyEngine(*pools(device, host)), StepCounter()
+    fill(device, 1)
+    first = bytes(device.blocks.layers[0][0][1].numpy())
+    assert copies.backup(ids(1), ids(0)).wait(10), "without a fence it is made at once"
+    step.advance()
+    behind = copies.backup(ids(1), ids(1), after=step.fence(2))
+    assert not behind.wait(0.02) and behind.error is None
+    fill(device, 2)
+    second = bytes(device.blocks.layers[0][0][1].numpy())
+    step.advance()
+    assert behind.wait(10) and behind.error is None
+    assert bytes(host.payload(0))[: len(first)] == first, "negative control: it has the bytes of before"
+    assert bytes(host.payload(1))[: len(second)] == second != first
+    assert copies.close(10)
+
+
+def test_a_load_overwrites_a_block_only_after_its_fence() -> None:
+    device, host = create_device_pool(MHA, 2), HostPool(MHA, 2)
+    copies, step = CpuCopyEngine(*pools(device, host)), StepCounter()
+    fill(device, 1)
+    before = device.blocks.layers[0][0][1].clone()
+    behind = copies.load(ids(0), ids(1), after=step.fence(1))
+    assert not behind.wait(0.02) and torch.equal(device.blocks.layers[0][0][1], before)
+    step.advance()
+    behind.wait_layer(0)
+    assert not device.blocks.layers[0][0][1].any()
+    assert copies.load(ids(0), ids(1), after=step.fence(1)).wait(10), "a fence that has passed stays passed"
+    assert copies.close(10)
+
+
+def test_a_copy_on_a_stream_queues_the_wait_for_its_fence_before_its_work() -> None:
+    runtime = InlineRuntime()
+    copies = CudaCopyEngine(*pools(create_device_pool(MHA, 2), HostPool(MHA, 2)), runtime)
+    copies.backup(ids(1), ids(0), after=InlineEvent())
+    copies.load(ids(0), ids(1), after=InlineEvent())
+    copies.load(ids(0), ids(2))
+    backup, load = copies._backup_stream, copies._load_stream
+    assert runtime.log == [("wait", backup), ("work", backup), ("wait", load), ("work", load), ("work", load)]
+
+
+class LateEvent(InlineEvent):
+    """An event that the device passes between the third look and the fourth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+
+    def query(self) -> bool:
+        self.looks += 1
+        return self.looks > 3
+
+
+def test_a_layer_is_waited_for_by_the_stream_that_is_given_or_else_by_the_caller() -> None:
+    runtime, last = InlineRuntime(), PendingEvent()
+    queued, blocked = LateEvent(), LateEvent()
+    transfer = EventTransfer(runtime, InlineEvent(), [queued, blocked, last])
+    stream = cast(torch.cuda.Stream, object())
+    transfer.wait_layer(0, stream)
+    assert runtime.log == [("wait", stream)] and queued.looks == 0
+    transfer.wait_layer(1)
+    assert blocked.looks == 4 and len(runtime.log) == 1
+    assert not transfer.done()
+
+
+def recorded() -> Fence:
+    """A fence behind the work that is queued on the current stream."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 @pytest.mark.cuda
@@ -272,22 +365,22 @@ def test_a_copy_that_fails_says_so_and_so_do_all_later_ones_of_its_direction() -
 @pytest.mark.parametrize("geometry", [MHA, MLA], ids=["mha", "mla"])
 def test_cuda_copies_are_ordered_against_compute(geometry: KVGeometry) -> None:
     device, host = create_device_pool(geometry, 64, "cuda"), HostPool(geometry, 64, pin=True)
-    copies = create_copy_engine(device, host)
+    copies = create_copy_engine(*pools(device, host))
     assert isinstance(copies, CudaCopyEngine)
     pages = np.arange(1, 65, dtype=np.int32)
     for layer in range(geometry.layers):
-        for block in device.layer_blocks(layer):
-            block.random_(0, 256)  # queued on the current stream; the backup must wait for it
-    expected = [[block.clone() for block in device.layer_blocks(layer)] for layer in range(geometry.layers)]
-    backup = copies.backup(pages, pages - 1)
+        for block in device.blocks.layers[layer]:
+            block.random_(0, 256)  # queued on the current stream; the fence makes the backup wait for it
+    expected = [[block.clone() for block in device.blocks.layers[layer]] for layer in range(geometry.layers)]
+    backup = copies.backup(pages, pages - 1, after=recorded())
     for layer in range(geometry.layers):
-        for block in device.layer_blocks(layer):
+        for block in device.blocks.layers[layer]:
             torch.cuda.current_stream().wait_stream(copies._backup_stream)  # type: ignore[arg-type]
             block.zero_()
-    transfer = copies.load(pages - 1, pages)
+    transfer = copies.load(pages - 1, pages, after=recorded())
     for layer in range(geometry.layers):
-        transfer.wait_layer(layer)
-        for block, old in zip(device.layer_blocks(layer), expected[layer], strict=True):
+        transfer.wait_layer(layer, torch.cuda.current_stream())
+        for block, old in zip(device.blocks.layers[layer], expected[layer], strict=True):
             assert torch.equal(block[1:], old[1:])
     assert backup.wait(10) and transfer.wait(10)
     for copy in (backup, transfer):
