@@ -25,7 +25,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
 
 if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -92,13 +91,7 @@ def model_kv() -> bytes:
     assert row is not None and pages is not None and len(tokens) == tokens_per_page
     rows.write(row, pages, tokens_per_page)
     LlamaModel(checkpoint.config, checkpoint.tensors, pool, rows).forward([Span(row, 0, tokens)])
-    slots = rows.table[row, :tokens_per_page]
-    blocks = [
-        buffer[slots].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        for layer in zip(pool.k_buffer, pool.v_buffer, strict=True)
-        for buffer in layer
-    ]
-    return b"".join(blocks)
+    return b"".join(region[pages[0]].numpy().tobytes() for layer in pool.blocks.layers for region in layer)
 
 
 def forms() -> dict[str, FrameCodec]:

@@ -15,7 +15,7 @@ from hicache.cache import RequestKV, SessionCache, create_cache
 from hicache.events import EventStream, Medium, PrefixIndex
 from hicache.keys import page_keys
 from hicache.radix import pretty_print
-from hicache.tiers import token_slots
+from hicache.tiers import MHATokenToKVPool, token_slots
 
 PAGE_SIZE = 16
 GEOMETRY = KVGeometry(layers=4, heads=2, head_dim=16, page_size=PAGE_SIZE, dtype="float32")
@@ -30,11 +30,12 @@ WAIT_S = 10.0
 
 
 def compute(cache: SessionCache, request: RequestKV, begin: int, end: int) -> None:
-    """Stands for the forward: writes KV of the tokens `begin` to `end` into their rows of the pool."""
-    rows = token_slots(request.pages, PAGE_SIZE)[begin:end]
+    """Stands for the forward: writes KV of the tokens `begin` to `end` into their slots of the pool."""
+    assert isinstance(cache.device, MHATokenToKVPool)
+    slots = token_slots(request.pages, PAGE_SIZE)[begin:end]
     for layer in range(GEOMETRY.layers):
-        for tensor in cache.device.layer_tensors(layer):  # [rows, heads, head_dim]
-            tensor[rows] = end
+        for part in cache.device.get_kv_buffer(layer):  # [pages + 1, page_size, heads, head_dim]
+            part[slots // PAGE_SIZE, slots % PAGE_SIZE] = end
 
 
 def turn(cache: SessionCache, rid: str, session_id: str | None, prompt: list[int], output: list[int]) -> RadixKey:

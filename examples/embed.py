@@ -21,8 +21,8 @@ GEOMETRY = KVGeometry(layers=4, heads=2, head_dim=16, page_size=16, dtype="float
 def compute(cache: TreeCache, request: RequestKV, tokens: int) -> None:
     """Stands for the forward: writes KV of the tokens from `request.cached_tokens` on into the request's own pages."""
     for layer in range(GEOMETRY.layers):
-        for block in cache.device.layer_blocks(layer):
-            block[request.pages[request.shared_pages :]] = tokens % 251
+        for region in cache.device.blocks.layers[layer]:  # rows of bytes, one per page
+            region[request.pages[request.shared_pages :]] = tokens % 251
 
 
 def serve(cache: TreeCache, rid: str, prompt: list[int], tenant: str) -> RequestKV:

@@ -44,8 +44,8 @@ def serve(cache: TreeCache, rid: str) -> str:
     for layer in range(GEOMETRY.layers):
         if transfer is not None:
             transfer.wait_layer(layer)
-        for block in cache.device.layer_blocks(layer):
-            block[request.pages[request.shared_pages :]] = 1.0
+        for region in cache.device.blocks.layers[layer]:
+            region[request.pages[request.shared_pages :]] = 1
     found = f"{request.device_hit_tokens} tokens from the device, {request.storage_hit_tokens} from storage"
     cache.cache_finished_req(request, key)
     cache.poll()

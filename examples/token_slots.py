@@ -12,7 +12,7 @@ import torch
 
 from hicache import HiCacheConfig, HiRadixCache, KVGeometry, Namespace, RadixKey
 from hicache.cache import create_cache
-from hicache.tiers import PagedTokenToKVPoolAllocator, token_slots
+from hicache.tiers import MHATokenToKVPool, PagedTokenToKVPoolAllocator, token_slots
 
 PAGE_SIZE = 16
 GEOMETRY = KVGeometry(layers=4, heads=2, head_dim=16, page_size=PAGE_SIZE, dtype="float32")
@@ -21,10 +21,11 @@ DECODED = 5
 
 
 def write(cache: HiRadixCache, slots: torch.Tensor) -> None:
-    """Stands for the forward: stamps the KV of the tokens whose rows are `slots`, in every layer."""
+    """Stands for the forward: stamps the KV of the tokens at `slots`, in every layer."""
+    assert isinstance(cache.device, MHATokenToKVPool)
+    kv = torch.ones(len(slots), GEOMETRY.heads, GEOMETRY.head_dim)
     for layer in range(GEOMETRY.layers):
-        for tensor in cache.device.layer_tensors(layer):  # [rows, heads, head_dim]
-            tensor[slots] = 1.0
+        cache.device.set_kv_buffer(layer, slots, kv, kv)
 
 
 def serve(cache: HiRadixCache, allocator: PagedTokenToKVPoolAllocator, prompt: list[int]) -> int:

@@ -23,7 +23,7 @@ from ..events.factory import create_publisher
 from ..frame import Compression, FrameCodec, TagKind, frame_bytes
 from ..geometry import DTYPE_BYTES, KVGeometry, PageShape, page_shape
 from ..keys import BIGRAM_BYTES, PAGE_KEY_BYTES, TOKEN_BYTES, Namespace
-from ..tiers import HostPool, HostWindow, KVPool, create_copy_engine, create_device_pool
+from ..tiers import EngineBlocks, HostPool, HostWindow, KVPool, create_copy_engine, create_device_pool
 from ..tiers.device import known_device
 from ..tiers.memory import DeviceMemory, host_pages
 from ..tiers.memory import device_pages as count_device_pages
@@ -40,13 +40,14 @@ Cache = TypeVar("Cache")
 _PLANES_ELEMENT_BYTES = 2
 
 
-def create_cache(
+def create_cache(  # noqa: PLR0913 - what an engine may bring
     config: HiCacheConfig,
     namespace: Namespace,
     *,
     device: torch.device | str = "cpu",
     device_pages: int | None = None,
     device_memory: DeviceMemory | None = None,
+    device_blocks: EngineBlocks | None = None,
     bigram: bool = False,
     ranks: RankGroup | None = None,
     environ: Mapping[str, str] | None = None,
@@ -56,7 +57,7 @@ def create_cache(
     Allocates the pools; for a HiRadixCache it also opens storage and starts the workers.
     `namespace` carries the geometry, a KVGeometry; its page size must be the configured one. `device_pages` sizes L1
     where the configuration leaves that to the engine; `device_memory` is what it sizes L1 from, by default what the
-    driver says.
+    driver says. With `device_blocks`, L1 is tensors of the engine on `device`, one block a page, and page 0 stays unused.
     `bigram` is for engines whose keys are bigrams (see `RadixKey`). With `ranks`, which must all make this call, the
     pools have the size of the smallest, and all ranks start or none does. Raises ConfigError, CapacityError,
     BackendError and RankError with what to change, and InvalidInput for an argument of another type and a PageShape;
@@ -65,8 +66,10 @@ def create_cache(
     geometry = _attention(instance("namespace", namespace, Namespace))
     instance("bigram", bigram, bool)
     known = _known_device(device)
-    l1_pages = _l1_pages(instance("config", config, HiCacheConfig), geometry, known, device_pages, device_memory)
-    parts = _Parts(config, namespace, geometry, known, bigram, os.environ if environ is None else environ, ranks)
+    instance("config", config, HiCacheConfig)
+    l1_pages = _l1_pages(config, geometry, known, device_pages, device_memory, device_blocks)
+    environ = os.environ if environ is None else environ
+    parts = _Parts(config, namespace, geometry, known, device_blocks, bigram, environ, ranks)
     if ranks is not None:
         _require_same(ranks, config, namespace, bigram=bigram)
     if not config.prefix_cache:
@@ -173,6 +176,7 @@ class _Parts(NamedTuple):
     namespace: Namespace
     geometry: KVGeometry
     device: torch.device
+    device_blocks: EngineBlocks | None
     bigram: bool
     environ: Mapping[str, str]
     ranks: RankGroup | None
@@ -198,7 +202,7 @@ def _agreed_bounds(ranks: RankGroup, namespace: Namespace, bounds: _Bounds) -> _
 
 
 def _build_chunk_cache(parts: _Parts, l1_pages: int, undo: ExitStack) -> ChunkCache:
-    l1 = _create_l1(parts.config, parts.geometry, parts.device, l1_pages)
+    l1 = _create_l1(parts.config, parts.geometry, parts.device, l1_pages, parts.device_blocks)
     cache = ChunkCache(l1, weights_epoch=parts.namespace.weights_epoch)
     undo.callback(cache.close)
     _publish_events(parts.config, cache, parts.ranks)
@@ -207,7 +211,7 @@ def _build_chunk_cache(parts: _Parts, l1_pages: int, undo: ExitStack) -> ChunkCa
 
 def _build_tiered_cache(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRadixCache:
     config, namespace, device = parts.config, parts.namespace, parts.device
-    l1 = _create_l1(config, parts.geometry, device, bounds.l1_pages)
+    l1 = _create_l1(config, parts.geometry, device, bounds.l1_pages, parts.device_blocks)
     l2 = HostPool(parts.geometry, bounds.l2_pages, pin=_pin(config.host.pin, device))
     opener = _storage_opener(config, namespace, parts.environ)
     backend = None if opener is None else opener(namespace.weights_epoch)
@@ -259,11 +263,14 @@ def _l1_pages(
     device: torch.device,
     pages: int | None,
     memory: DeviceMemory | None,
+    blocks: EngineBlocks | None,
 ) -> int:
     _require_page_size(config, geometry.page_size)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {device}: this installation of torch sees no CUDA device; use 'cpu'")
     pages = None if pages is None else whole("device_pages", pages, 1)
+    if blocks is not None:
+        return _pages_of_blocks(config, geometry, device, pages, blocks)
     if pages is not None and not config.device.is_given:
         return pages
     return count_device_pages(config.device, geometry, device, memory)
@@ -283,7 +290,24 @@ def _require_page_size(config: HiCacheConfig, tokens: int) -> None:
         raise ConfigError(f"page_size: configured as {config.page_size}, but the engine uses {tokens}")
 
 
-def _create_l1(config: HiCacheConfig, geometry: KVGeometry, device: torch.device, pages: int) -> KVPool:
+def _pages_of_blocks(
+    config: HiCacheConfig, geometry: KVGeometry, device: torch.device, pages: int | None, blocks: EngineBlocks
+) -> int:
+    if pages is not None or config.device.is_given:
+        raise ConfigError("device_blocks: the engine's tensors size L1; leave out device_pages and the size in device")
+    if blocks.device.type != device.type:
+        raise ConfigError(f"device_blocks: the tensors are on {blocks.device}; pass device={str(blocks.device)!r}")
+    try:
+        return KVPool(geometry, blocks).pages
+    except InvalidInput as error:
+        raise ConfigError(str(error)) from error
+
+
+def _create_l1(
+    config: HiCacheConfig, geometry: KVGeometry, device: torch.device, pages: int, blocks: EngineBlocks | None
+) -> KVPool:
+    if blocks is not None:
+        return KVPool(geometry, blocks, pages, ascending=config.device.ascending_pages)
     return create_device_pool(geometry, pages, device, ascending=config.device.ascending_pages)
 
 

@@ -102,7 +102,7 @@ def kv_digest(engine: Engine, key: RadixKey) -> str:
     if len(pages) != len(key) // cache.page_size:
         raise HiCacheError("demo: the pages of a request that has just ended are not on L1")
     digest = hashlib.sha256()
-    for layer in range(cache.device.geometry.layers):
-        for block in cache.device.layer_blocks(layer):
-            digest.update(block[pages].cpu().numpy().tobytes())
+    for layer in cache.device.blocks.layers:
+        for region in layer:
+            digest.update(region[pages].cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -45,7 +45,8 @@ class Span:
     """Tokens to compute: `tokens` are positions `start ..` of the request in row `row` of the request table.
 
     REQUIRES: KV of all positions before `start` is in the pool, or arrives with the transfer given to `forward`; the
-    row names the slots of every position up to the last one; no two spans of a forward have the same row.
+    row names the slots of every position up to the last one, each `page_size` of them one page; no two spans of a
+    forward have the same row.
     """
 
     row: int
@@ -54,10 +55,11 @@ class Span:
 
 
 class _Tile(NamedTuple):
-    row: int
     number: int
     first: int  # rows first .. last - 1 of the tile are computed
     last: int
+    slots: torch.Tensor  # int64 [last - first], where their KV is written
+    pages: torch.Tensor  # int32, the pages of all keys up to the end of the tile; the last may hold more
 
 
 class _Layer(NamedTuple):
@@ -98,6 +100,7 @@ class LlamaModel:
         self.pool = pool
         self.requests = requests
         self.device = pool.device
+        self._page_size = shape.page_size
         self._embedding = self._weight(tensors, "model.embed_tokens.weight")
         self._final_norm = self._weight(tensors, "model.norm.weight")
         self._head = self._embedding if config.tied_embeddings else self._weight(tensors, "lm_head.weight")
@@ -134,6 +137,7 @@ class LlamaModel:
         """
         for span in spans:
             self._check_span(span)
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         with _single_thread():
             tiles: list[_Tile] = []
             states: list[torch.Tensor] = []
@@ -143,7 +147,7 @@ class LlamaModel:
                 last_tiles.append(len(tiles) - 1)
             for layer in range(self.config.layers):
                 if transfer is not None:
-                    transfer.wait_layer(layer)
+                    transfer.wait_layer(layer, stream)
                 for position, tile in enumerate(tiles):
                     states[position] = self._layer(layer, tile, states[position])
             logits = torch.empty((len(spans), self.config.vocab_size), device=self.device)
@@ -170,7 +174,9 @@ class LlamaModel:
             last = min(TILE, first + count - done)
             state = torch.zeros((TILE, self.config.hidden_size), device=self.device)
             state[first:last] = embedded[done : done + last - first]
-            tiles.append(_Tile(span.row, index, first, last))
+            slots = self.requests.table[span.row, : (index + 1) * TILE]
+            written = slots[index * TILE + first : index * TILE + last].to(torch.int64)
+            tiles.append(_Tile(index, first, last, written, slots[:: self._page_size] // self._page_size))
             states.append(state)
             done += last - first
 
@@ -191,15 +197,17 @@ class LlamaModel:
         parts = qkv.view(TILE, heads + 2 * kv_heads, dim)
         begin, keys = tile.number * TILE, (tile.number + 1) * TILE
         turned = _rotate(parts[:, : heads + kv_heads], self._cos[begin:keys], self._sin[begin:keys])
-        slots = self.requests.table[tile.row, :keys]
         computed = slice(tile.first, tile.last)
         self.pool.set_kv_buffer(
             layer,
-            slots[begin + tile.first : begin + tile.last].to(torch.int64),
+            tile.slots,
             turned[computed, heads:].to(self.pool.dtype),
             parts[computed, heads + kv_heads :].to(self.pool.dtype),
         )
-        k, v = (buffer.index_select(0, slots).to(torch.float32) for buffer in self.pool.get_kv_buffer(layer))
+        k, v = (
+            buffer.index_select(0, tile.pages).flatten(0, 1)[:keys].to(torch.float32)
+            for buffer in self.pool.get_kv_buffer(layer)
+        )
         k[begin + tile.last :] = 0
         v[begin + tile.last :] = 0
         # Query heads that share a KV head become rows of one product: [kv_heads, group * TILE, dim].

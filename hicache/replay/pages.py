@@ -40,20 +40,18 @@ class Expected(NamedTuple):
 class PageBytes:
     """Fills and compares pages of one L1 pool, on the pool's device. Holds no state but constants.
 
-    Raises InvalidInput for a geometry whose blocks are no whole number of words.
+    REQUIRES: a pool of our own. Raises InvalidInput for a geometry whose layers are not whole words.
     """
 
     def __init__(self, pool: KVPool) -> None:
         geometry = pool.geometry
-        if geometry.block_bytes % WORD_BYTES:
-            raise InvalidInput(f"replay: blocks of {geometry.block_bytes} bytes are no multiple of {WORD_BYTES}")
+        if geometry.layer_bytes % WORD_BYTES:
+            raise InvalidInput(f"replay: layers of {geometry.layer_bytes} bytes are no multiple of {WORD_BYTES}")
         self._device = pool.device
-        self._blocks = [
-            [block.view(torch.int64) for block in pool.layer_blocks(layer)] for layer in range(geometry.layers)
-        ]
-        words = geometry.block_bytes // WORD_BYTES
-        numbers = np.arange(1, geometry.layers * geometry.blocks_per_layer * words + 1, dtype=np.uint64)
-        constants = mixed(numbers).view(np.int64).reshape(geometry.layers, geometry.blocks_per_layer, words)
+        # Int64 [pages + 1, words] for each layer: our own pools have one region per layer.
+        self._layers = [region.view(torch.int64) for (region,) in pool.blocks.layers]
+        numbers = np.arange(1, geometry.payload_bytes // WORD_BYTES + 1, dtype=np.uint64)
+        constants = mixed(numbers).view(np.int64).reshape(geometry.layers, -1)
         self._constants = torch.from_numpy(constants).to(self._device)
         self.layers = geometry.layers
         self.page_bytes = geometry.payload_bytes
@@ -63,9 +61,8 @@ class PageBytes:
         if len(pages) == 0:
             return
         rows, words = self.expected(pages, seeds)
-        for blocks, constants in zip(self._blocks, self._constants, strict=True):
-            for block, constant in zip(blocks, constants, strict=True):
-                block.index_copy_(0, rows, words ^ constant)
+        for layer, constants in zip(self._layers, self._constants, strict=True):
+            layer.index_copy_(0, rows, words ^ constants)
 
     def expected(self, pages: PageIds, seeds: Seeds) -> Expected:
         """What `wrong_bytes` compares with, converted and brought to the device once for all layers."""
@@ -75,12 +72,8 @@ class PageBytes:
     def wrong_bytes(self, layer: int, pages: Expected) -> npt.NDArray[np.int64]:
         """How many bytes of `layer` differ in each page, int64 `[pages]`. Waits for the device."""
         rows, words = pages
-        wrong = np.zeros(len(rows), np.int64)
-        if len(rows) == 0:
-            return wrong
-        for block, constant in zip(self._blocks[layer], self._constants[layer], strict=True):
-            found, expected = block.index_select(0, rows), words ^ constant
-            if not torch.equal(found, expected):
-                differ = found.view(torch.uint8) != expected.view(torch.uint8)
-                wrong += differ.sum(dim=1).cpu().numpy()
-        return wrong
+        found, expected = self._layers[layer].index_select(0, rows), words ^ self._constants[layer]
+        if torch.equal(found, expected):
+            return np.zeros(len(rows), np.int64)
+        counts: npt.NDArray[np.int64] = (found.view(torch.uint8) != expected.view(torch.uint8)).sum(dim=1).cpu().numpy()
+        return counts

@@ -1,13 +1,13 @@
 """L1: the KV cache of the device, in pages, and the table that maps a request's tokens to it.
 
-Page 0 of every pool is padding: kernels that must write somewhere write there, and it is never handed out. Slot `s` of
-page `p` is row `p * page_size + s` of each layer's buffer. Owned by the scheduler thread; the bytes are ordered by the
-copy engine's events.
+Page 0 of every pool is padding: kernels that must write somewhere write there, and it is never handed out. Slot `s` is
+entry `s % page_size` of page `s // page_size`. Owned by the scheduler thread; the bytes are ordered by the fences that
+copies are given.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,98 +20,111 @@ from .allocator import PageAllocator, require_pages
 from .blocks import EngineBlocks
 
 
-class KVPool(ABC):
-    """Device memory of all layers, as `pages` pages plus the padding page. For `ascending` see `PageAllocator`.
+class KVPool:
+    """L1: memory as blocks, one block a page, and the allocator of the pages. For `ascending` see `PageAllocator`.
 
-    Raises CapacityError, with the numbers, if the device has not that much memory.
+    The memory is an engine's, whose tensors `blocks` views, or that of a subclass, which allocates its own. `pages` are
+    handed out, from page `blocks.first` on and never page 0; by default all that there are. Raises InvalidInput for
+    blocks that do not have the bytes of a page or that are too few.
     """
 
     def __init__(
-        self, geometry: KVGeometry, pages: int, device: torch.device | str = "cpu", *, ascending: bool = False
+        self, geometry: KVGeometry, blocks: EngineBlocks, pages: int | None = None, *, ascending: bool = False
     ) -> None:
-        pages = whole("device pool: pages", pages, 1)
-        self.geometry = instance("device pool: geometry", geometry, KVGeometry)
-        self.device = known_device(device)
-        self.dtype: torch.dtype = getattr(torch, geometry.dtype)
-        self._rows = (pages + 1) * geometry.page_size
-        try:
-            self._create_buffers()
-        except (RuntimeError, MemoryError) as error:
-            needed = (pages + 1) * geometry.payload_bytes
-            raise CapacityError(f"device pool: {pages} pages need {needed} bytes on {self.device}: {error}") from error
-        self.allocator = PageAllocator(pages, first=1, ascending=ascending)
-        self.blocks = EngineBlocks([self.layer_blocks(layer) for layer in range(geometry.layers)], first=1)
-
-    @abstractmethod
-    def _create_buffers(self) -> None: ...
-
-    @abstractmethod
-    def layer_tensors(self, layer: int) -> list[torch.Tensor]:
-        """The buffers of one layer in frame order (K, V; or the latent), each `[rows, heads, head_dim]`."""
+        instance("device pool: geometry", geometry, KVGeometry)
+        instance("device pool: blocks", blocks, EngineBlocks)
+        if blocks.layer_bytes != (geometry.layer_bytes,) * geometry.layers:
+            raise InvalidInput(
+                f"device pool: a page has {geometry.layers} layers of {geometry.layer_bytes} bytes, a block has "
+                f"{len(blocks.layers)} layers of {sorted(set(blocks.layer_bytes))} bytes; a page must be one block"
+            )
+        first = max(1, blocks.first)
+        pages = blocks.count - first if pages is None else whole("device pool: pages", pages)
+        if not 1 <= pages <= blocks.count - first:
+            raise InvalidInput(f"device pool: {pages} pages; use 1 to {blocks.count - first}, blocks from {first} on")
+        self.geometry = geometry
+        self.blocks = blocks
+        self.device = blocks.device
+        self.allocator = PageAllocator(pages, first=first, ascending=ascending)
 
     @property
     def pages(self) -> int:
         """Pages that can be handed out, the padding page not counted."""
         return self.allocator.capacity
 
-    def layer_blocks(self, layer: int) -> list[torch.Tensor]:
-        """The same memory as bytes, one row a page: each `[pages + 1, block_bytes]` uint8."""
-        blocks = []
-        for tensor in self.layer_tensors(layer):
-            blocks.append(tensor.view(self.pages + 1, -1).view(torch.uint8))
-        return blocks
-
-    def _zeros(self) -> torch.Tensor:
-        shape = (self._rows, self.geometry.heads, self.geometry.head_dim)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
 
 class MHATokenToKVPool(KVPool):
-    """Separate K and V buffers per layer, each `[(pages + 1) * page_size, heads, head_dim]`."""
+    """K and V of one layer in one tensor, `[pages + 1, 2, page_size, heads, head_dim]`, as FlashInfer has it.
 
-    def _create_buffers(self) -> None:
-        if self.geometry.layout is not KVLayout.MHA:
-            raise InvalidInput(f"MHATokenToKVPool: the geometry's layout is {self.geometry.layout.value}")
-        self.k_buffer = [self._zeros() for _ in range(self.geometry.layers)]
-        self.v_buffer = [self._zeros() for _ in range(self.geometry.layers)]
+    So a (page, layer) is one piece of memory. Raises InvalidInput for a geometry of another layout or no pages, and
+    CapacityError, with the numbers, if the device does not have that much memory.
+    """
 
-    def layer_tensors(self, layer: int) -> list[torch.Tensor]:
-        return [self.k_buffer[layer], self.v_buffer[layer]]
+    def __init__(
+        self, geometry: KVGeometry, pages: int, device: torch.device | str = "cpu", *, ascending: bool = False
+    ) -> None:
+        shape = (2, geometry.page_size, geometry.heads, geometry.head_dim)
+        self.kv_buffer = _allocate(geometry, KVLayout.MHA, pages, shape, device)
+        self.dtype = self.kv_buffer[0].dtype
+        self._parts = [(kv[:, 0], kv[:, 1]) for kv in self.kv_buffer]
+        self._rows = [kv.view(-1, geometry.heads, geometry.head_dim) for kv in self.kv_buffer]
+        super().__init__(geometry, EngineBlocks([[kv] for kv in self.kv_buffer], first=1), pages, ascending=ascending)
 
     def get_kv_buffer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, for an attention kernel to read."""
-        return self.k_buffer[layer], self.v_buffer[layer]
+        """K and V of one layer, each `[pages + 1, page_size, heads, head_dim]`, for an attention kernel to read."""
+        return self._parts[layer]
 
     def set_kv_buffer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write K and V `[tokens, heads, head_dim]` of one layer at `slots` `[tokens]` (int64, on the device)."""
-        self.k_buffer[layer][slots] = k
-        self.v_buffer[layer][slots] = v
+        page_size = self.geometry.page_size
+        # A page is page_size rows of K and then as many of V.
+        k_rows = slots + slots // page_size * page_size
+        self._rows[layer][k_rows] = k
+        self._rows[layer][k_rows + page_size] = v
 
 
 class MLATokenToKVPool(KVPool):
-    """One latent buffer per layer, `[(pages + 1) * page_size, 1, latent_dim]`; `heads` is 1."""
+    """One latent tensor per layer, `[pages + 1, page_size, 1, latent_dim]`. Raises as `MHATokenToKVPool` does."""
 
-    def _create_buffers(self) -> None:
-        if self.geometry.layout is not KVLayout.MLA:
-            raise InvalidInput(f"MLATokenToKVPool: the geometry's layout is {self.geometry.layout.value}")
-        self.kv_buffer = [self._zeros() for _ in range(self.geometry.layers)]
-
-    def layer_tensors(self, layer: int) -> list[torch.Tensor]:
-        return [self.kv_buffer[layer]]
+    def __init__(
+        self, geometry: KVGeometry, pages: int, device: torch.device | str = "cpu", *, ascending: bool = False
+    ) -> None:
+        shape = (geometry.page_size, geometry.heads, geometry.head_dim)
+        self.kv_buffer = _allocate(geometry, KVLayout.MLA, pages, shape, device)
+        self.dtype = self.kv_buffer[0].dtype
+        super().__init__(geometry, EngineBlocks([[kv] for kv in self.kv_buffer], first=1), pages, ascending=ascending)
 
     def get_kv_buffer(self, layer: int) -> torch.Tensor:
-        """The latent cache of one layer."""
+        """The latents of one layer, `[pages + 1, page_size, 1, latent_dim]`."""
         return self.kv_buffer[layer]
 
     def set_kv_buffer(self, layer: int, slots: torch.Tensor, latent: torch.Tensor) -> None:
         """Write latents `[tokens, 1, latent_dim]` of one layer at `slots` `[tokens]` (int64, on the device)."""
-        self.kv_buffer[layer][slots] = latent
+        self.kv_buffer[layer].flatten(0, 1)[slots] = latent
+
+
+def _allocate(
+    geometry: KVGeometry, layout: KVLayout, pages: int, page: Sequence[int], device: torch.device | str
+) -> list[torch.Tensor]:
+    """Zeros `[pages + 1, *page]` for each layer."""
+    if instance("device pool: geometry", geometry, KVGeometry).layout is not layout:
+        raise InvalidInput(f"device pool: the geometry's layout is {geometry.layout.value}, the pool's {layout.value}")
+    pages, device = whole("device pool: pages", pages, 1), known_device(device)
+    dtype: torch.dtype = getattr(torch, geometry.dtype)
+    try:
+        layers = [torch.zeros((pages + 1, *page), dtype=dtype, device=device) for _ in range(geometry.layers)]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # no fence of the engine stands behind these zeros
+        return layers
+    except (RuntimeError, MemoryError) as error:
+        needed = (pages + 1) * geometry.payload_bytes
+        raise CapacityError(f"device pool: {pages} pages need {needed} bytes on {device}: {error}") from error
 
 
 def create_device_pool(
     geometry: KVGeometry, pages: int, device: torch.device | str = "cpu", *, ascending: bool = False
-) -> KVPool:
-    """The pool that fits the geometry's layout. Raises as `KVPool` does."""
+) -> MHATokenToKVPool | MLATokenToKVPool:
+    """The pool that fits the geometry's layout, with memory of its own. Raises as that pool does."""
     geometry = instance("device pool: geometry", geometry, KVGeometry)
     kind = MHATokenToKVPool if geometry.layout is KVLayout.MHA else MLATokenToKVPool
     return kind(geometry, pages, device, ascending=ascending)

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from hicache.backends.base import StorageBackend
 from hicache.cache import CacheOptions, RequestKV
 from hicache.controller import ControllerOptions
@@ -24,9 +26,8 @@ class StampedWorld(World):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._stamps = Stamps(GEOMETRY)
-        self._blocks = [
-            [memory.numpy() for memory in self.device.layer_blocks(layer)] for layer in range(GEOMETRY.layers)
-        ]
+        # A row of a layer is K and then V.
+        self._blocks = [np.split(region.numpy(), 2, axis=1) for (region,) in self.device.blocks.layers]
 
     def fill(self, key: RadixKey, pages: PageIds, first: int) -> None:
         rows = self._rows(key, len(pages))

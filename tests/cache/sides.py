@@ -69,9 +69,7 @@ class Side:
             "sessions": self.cache.session_statistics() if isinstance(self.cache, SessionCache) else None,
             "request": (request.pages.tolist(), request.shared_pages, request.key, request.ended),
             "l1": [
-                block.numpy().tobytes()
-                for layer in range(GEOMETRY.layers)
-                for block in self.world.device.layer_blocks(layer)
+                region.numpy().tobytes() for layer in self.world.device.blocks.layers for region in layer
             ],
             "l1 free": self.world.device.allocator.free_pages,
             "l2": self.world.host.buffer.tobytes(),

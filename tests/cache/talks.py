@@ -141,11 +141,10 @@ class Talks:
                 self.wrong_tokens += 1
 
     def _rows(self, talk: Talk, position: int) -> list[torch.Tensor]:
-        """The KV bytes of one token, a uint8 tensor per layer and buffer."""
-        row = int(talk.kv.pages[position // PAGE]) * PAGE + position % PAGE
-        device = self.world.device
-        tensors = (tensor for layer in range(GEOMETRY.layers) for tensor in device.layer_tensors(layer))
-        return [tensor[row].reshape(-1).view(torch.uint8) for tensor in tensors]
+        """The KV bytes of one token, K and then V of each layer, uint8."""
+        page, offset = int(talk.kv.pages[position // PAGE]), position % PAGE
+        layers = self.world.device.blocks.layers
+        return [part[offset] for (region,) in layers for part in region[page].view(2, PAGE, _TOKEN_BYTES)]
 
     def _contents(self, talk: Talk) -> list[tuple[int, list[np.ndarray[tuple[int], np.dtype[np.uint8]]]]]:
         """Position and KV of each token: bytes per layer and buffer, from a hash chained over the tokens before."""

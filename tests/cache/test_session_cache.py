@@ -111,7 +111,7 @@ def test_the_comparison_finds_a_token_of_the_partial_page_that_changed() -> None
     assert talk is not None
     partial_page = int(talk.kv.pages[1])
     talks.finish(talk)
-    talks.world.device.layer_blocks(0)[0][partial_page][0] ^= 1
+    talks.world.device.blocks.layers[0][0][partial_page][0] ^= 1
     talks.turn("s", tokens(PAGE + 5))
     # Once when the turn begins, once when it ends.
     assert talks.wrong_tokens == 2

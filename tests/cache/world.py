@@ -21,7 +21,15 @@ from hicache.controller.ranks import RankGroup
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.keys import TOKEN_BYTES, Namespace, RadixKey
-from hicache.tiers import CopyEngine, EngineBlocks, HostPool, HostWindow, create_copy_engine, create_device_pool
+from hicache.tiers import (
+    CopyEngine,
+    EngineBlocks,
+    HostPool,
+    HostWindow,
+    KVPool,
+    create_copy_engine,
+    create_device_pool,
+)
 from hicache.types import PageIds
 from tests.waiting import wait_for
 
@@ -76,7 +84,7 @@ class World:
         stores_pages: bool = True,
     ) -> None:
         self.geometry = GEOMETRY
-        self.device = create_device_pool(GEOMETRY, device_pages)
+        self.device: KVPool = create_device_pool(GEOMETRY, device_pages)
         self.host = HostPool(GEOMETRY, host_pages) if host is None else host
         self.controller = HiCacheController(
             self.host, copies(self.device.blocks, HostWindow(self.host)), backend, controller_options,
@@ -100,9 +108,8 @@ class World:
             expected = self.expected(key, number)
             if expected is None:
                 break
-            for layer in range(self.geometry.layers):
-                for block, memory in enumerate(self.device.layer_blocks(layer)):
-                    memory.numpy()[page] = expected[layer][block]
+            for (region,), content in zip(self.device.blocks.layers, expected, strict=True):
+                region.numpy()[page] = content
 
     def compare(self, key: RadixKey, pages: PageIds) -> None:
         """Compare L1 with the bytes that the pages of `key` must have."""
@@ -110,20 +117,18 @@ class World:
             expected = self.expected(key, number)
             assert expected is not None
             self.compared_pages += 1
-            for layer in range(self.geometry.layers):
-                for block, memory in enumerate(self.device.layer_blocks(layer)):
-                    if not np.array_equal(memory.numpy()[page], expected[layer][block]):
-                        self.wrong_pages += 1
+            for (region,), content in zip(self.device.blocks.layers, expected, strict=True):
+                if not np.array_equal(region.numpy()[page], content):
+                    self.wrong_pages += 1
 
     def expected(self, key: RadixKey, number: int) -> npt.NDArray[np.uint8] | None:
-        """uint8 [layers, 2, block_bytes] of one page, None for a partial one."""
-        size = self.geometry.page_size
-        keys = key.page_keys(size, key.seed, 0, key.pages(size))
+        """uint8 [layers, layer_bytes] of one page, None for a partial one."""
+        shape = self.geometry
+        keys = key.page_keys(shape.page_size, key.seed, 0, key.pages(shape.page_size))
         if number >= len(keys):
             return None
-        shape = self.geometry
         stream = hashlib.shake_128(self.shard + keys[number]).digest(shape.payload_bytes)
-        return np.frombuffer(stream, dtype=np.uint8).reshape(shape.layers, 2, shape.block_bytes)
+        return np.frombuffer(stream, dtype=np.uint8).reshape(shape.layers, shape.layer_bytes)
 
     def begin(self, rid: str, key: RadixKey) -> RequestKV | None:
         """Admit a request, wait for its loads, compare what came from the cache and compute the rest."""

@@ -129,7 +129,7 @@ def test_changed_kv_changes_the_logits(whole: tuple[torch.Tensor, torch.Tensor])
         device = Device()
         row = device.row(LENGTH)
         device.forward(row, TOKENS[:-1])
-        device.pool.k_buffer[layer][device.rows.table[row, 3]] += 1.0
+        device.pool.get_kv_buffer(layer)[0][device.place(row, slice(3, 4))] += 1.0
         assert not same_bits(device.forward(row, TOKENS[-1:], start=LENGTH - 1), whole[1])
 
 
@@ -137,15 +137,15 @@ class LayerByLayer(Transfer):
     """Brings the KV of a prefix to `device` layer by layer, each at the moment it is waited for."""
 
     def __init__(self, source: Device, source_row: int, device: Device, row: int, tokens: int) -> None:
-        self._from = (source.pool, source.rows.table[source_row, :tokens])
-        self._to = (device.pool, device.rows.table[row, :tokens])
+        self._from = (source.pool, source.place(source_row, slice(tokens)))
+        self._to = (device.pool, device.place(row, slice(tokens)))
         self.waited: list[int] = []
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         self.waited.append(layer)
         (source, there), (target, here) = self._from, self._to
-        target.k_buffer[layer][here] = source.k_buffer[layer][there]
-        target.v_buffer[layer][here] = source.v_buffer[layer][there]
+        for to, found in zip(target.get_kv_buffer(layer), source.get_kv_buffer(layer), strict=True):
+            to[here] = found[there]
 
     def done(self) -> bool:
         return len(self.waited) == TINY.layers

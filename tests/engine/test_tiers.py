@@ -130,8 +130,8 @@ class Stack:
         match = self.engine.cache.match_prefix(RadixKey.of(self.prompt))
         assert match.host_hit_pages == 0
         pool = self.engine.cache.device
-        blocks = [block for layer in range(pool.geometry.layers) for block in pool.layer_blocks(layer)]
-        return [block[torch.from_numpy(match.device_pages.copy())] for block in blocks]
+        pages = torch.from_numpy(match.device_pages.copy())
+        return [region[pages] for layer in pool.blocks.layers for region in layer]
 
     def leave_device(self) -> None:
         tree = tiers(self.engine).tree
@@ -184,9 +184,9 @@ def test_zeroed_kv_on_l1_changes_the_tokens() -> None:
     stack = Stack()
     with stack.engine as engine:
         match = engine.cache.match_prefix(RadixKey.of(stack.prompt))
-        for layer in range(engine.cache.device.geometry.layers):
-            for block in engine.cache.device.layer_blocks(layer):
-                block[torch.from_numpy(match.device_pages.copy())] = 0
+        for layer in engine.cache.device.blocks.layers:
+            for region in layer:
+                region[torch.from_numpy(match.device_pages.copy())] = 0
         again = generate(engine, stack.prompt)
         assert again.device_hit_tokens == 96 and again.output_tokens != stack.record.output_tokens
 

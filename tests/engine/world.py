@@ -68,7 +68,7 @@ class Device:
 
     def poison(self) -> None:
         """Fill the whole pool with NaN, the padding page and stale pages included."""
-        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+        for buffer in self.pool.kv_buffer:
             buffer.fill_(float("nan"))
 
     def row(self, tokens: int, *, shuffle: int | None = None) -> int:
@@ -87,9 +87,14 @@ class Device:
 
     def kv(self, row: int, tokens: int) -> torch.Tensor:
         """The KV bytes of the first tokens of a row, `[layers * 2, tokens, bytes]` uint8."""
-        slots = self.rows.table[row, :tokens]
-        buffers = (*self.pool.k_buffer, *self.pool.v_buffer)
-        return torch.stack([buffer[slots].reshape(tokens, -1).view(torch.uint8) for buffer in buffers])
+        place = self.place(row, slice(tokens))
+        parts = [part for layer in range(self.pool.geometry.layers) for part in self.pool.get_kv_buffer(layer)]
+        return torch.stack([part[place].reshape(tokens, -1).view(torch.uint8) for part in parts])
+
+    def place(self, row: int, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and offset of some tokens of a row, as an index into K and V of a layer."""
+        slots, page_size = self.rows.table[row, tokens], self.pool.geometry.page_size
+        return slots // page_size, slots % page_size
 
 
 def make_engine(  # noqa: PLR0913 - the parts that tests exchange

@@ -37,8 +37,10 @@ class Filled:
         self.seeds = page_seeds(keys(PAGES))
         self.bytes.fill(self.pages, self.seeds)
 
-    def block(self, layer: int, block: int = 0) -> torch.Tensor:
-        return self.pool.layer_blocks(layer)[block]
+    def block(self, layer: int) -> torch.Tensor:
+        """The pages of one layer, uint8 `[pages + 1, bytes]`."""
+        (region,) = self.pool.blocks.layers[layer]
+        return region
 
     def wrong(self) -> list[int]:
         """Wrong bytes by page, over all layers."""
@@ -98,7 +100,8 @@ def test_a_layer_in_the_place_of_another_is_wrong(filled: Filled) -> None:
 
 def test_k_in_the_place_of_v_is_wrong() -> None:
     filled = Filled(MHA)
-    filled.block(0, 1)[1] = filled.block(0, 0)[1]
+    k, v = filled.block(0)[1].chunk(2)
+    v[:] = k
     assert filled.wrong()[0] > 0
 
 

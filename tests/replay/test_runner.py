@@ -338,7 +338,7 @@ def test_one_wrong_byte_on_l1_is_found_when_the_prompt_comes_again_and_when_it_e
         while replay.counts.ended < 1:
             replay.step()
         page = int(replay.cache.match_prefix(prompt_key(one)).device_pages[3])
-        replay.cache.device.layer_blocks(2)[1][page, 9] ^= 1
+        replay.cache.device.blocks.layers[2][0][page, 9] ^= 1
         go(replay)
         assert replay.counts.wrong["device"] == 1
         assert replay.counts.wrong["own"] == 1

@@ -7,7 +7,7 @@ import torch
 
 from hicache.frame import HEADER_BYTES
 from hicache.geometry import KVGeometry
-from hicache.tiers import HostPool, KVPool
+from hicache.tiers import EngineBlocks, HostPool, KVPool
 from hicache.tiers.allocator import PageAllocator
 from hicache.types import Bytes2D, PageIds
 
@@ -67,15 +67,9 @@ class SimulatedDevicePool(KVPool):
         self.memory = np.zeros(
             (geometry.layers, geometry.blocks_per_layer, pages + 1, geometry.block_bytes), dtype=np.uint8
         )
-        super().__init__(geometry, pages)
+        regions = [[torch.from_numpy(part) for part in layer] for layer in self.memory]
+        super().__init__(geometry, EngineBlocks(regions, first=1))
         self.allocator = self.guard = GuardedAllocator(pages, first=1, tier="L1", blocks=self.memory)
-
-    def _create_buffers(self) -> None:
-        pass  # `memory` is all there is
-
-    def layer_tensors(self, layer: int) -> list[torch.Tensor]:
-        shape = (-1, self.geometry.heads, self.geometry.head_dim)
-        return [torch.from_numpy(block).view(self.dtype).view(shape) for block in self.memory[layer]]
 
 
 class SimulatedHostPool(HostPool):

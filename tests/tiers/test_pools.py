@@ -13,7 +13,9 @@ from hicache.errors import CapacityError, ConfigError, InvalidInput
 from hicache.frame import FRAME_ALIGN, FrameCodec
 from hicache.geometry import KVGeometry, KVLayout
 from hicache.tiers import (
+    EngineBlocks,
     HostPool,
+    KVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     RequestToTokenPool,
@@ -27,15 +29,17 @@ MHA = KVGeometry(layers=3, heads=2, head_dim=8, page_size=4)
 MLA = KVGeometry(layers=3, heads=1, head_dim=16, page_size=4, layout=KVLayout.MLA)
 
 
-def test_slots_written_by_token_are_rows_of_their_page() -> None:
+def test_slots_written_by_token_are_entries_of_their_page() -> None:
     pool = create_device_pool(MHA, 5)
     assert isinstance(pool, MHATokenToKVPool)
     slots = torch.from_numpy(token_slots(np.array([2, 5], dtype=np.int32), 4)).long()
     assert slots.tolist() == [8, 9, 10, 11, 20, 21, 22, 23]
     k, v = torch.randn(2, 8, 2, 8).to(torch.bfloat16)
     pool.set_kv_buffer(1, slots, k, v)
-    block = pool.layer_blocks(1)[1][5]
-    assert block.view(torch.bfloat16).tolist() == v[4:].flatten().tolist()
+    k_pages, v_pages = pool.get_kv_buffer(1)
+    assert torch.equal(k_pages[2], k[:4]) and torch.equal(v_pages[5], v[4:])
+    (region,) = pool.blocks.layers[1]
+    assert torch.equal(region[5].view(torch.bfloat16), torch.cat((k[4:], v[4:])).flatten()), "a page is one piece"
     assert pool.get_kv_buffer(0)[0].abs().sum() == 0
 
 
@@ -44,8 +48,8 @@ def test_mla_pools_have_one_latent_block_per_layer() -> None:
     assert isinstance(pool, MLATokenToKVPool)
     latent = torch.randn(4, 1, 16).to(torch.bfloat16)
     pool.set_kv_buffer(2, torch.arange(4, 8), latent)
-    assert torch.equal(pool.get_kv_buffer(2)[4:8], latent)
-    assert [tuple(block.shape) for block in pool.layer_blocks(2)] == [(6, MLA.block_bytes)]
+    assert torch.equal(pool.get_kv_buffer(2)[1], latent)
+    assert [tuple(region.shape) for region in pool.blocks.layers[2]] == [(6, MLA.block_bytes)]
 
 
 def test_a_pool_of_the_wrong_layout_is_refused() -> None:
@@ -157,3 +161,18 @@ def test_a_request_row_maps_tokens_to_slots() -> None:
     with pytest.raises(InvalidInput):
         pool.free(row)
     assert pool.free_rows == 1
+
+
+def test_a_pool_over_an_engine_s_blocks_hands_out_all_but_the_padding_page() -> None:
+    kv = torch.zeros(6, MHA.layer_bytes, dtype=torch.uint8)
+    blocks = EngineBlocks([[kv]] * MHA.layers)
+    pool = KVPool(MHA, blocks)
+    pages = pool.allocator.alloc(5)
+    assert pages is not None and sorted(pages.tolist()) == [1, 2, 3, 4, 5] and pool.pages == 5
+    assert KVPool(MHA, EngineBlocks([[kv]] * MHA.layers, first=3)).allocator.first == 3
+    with pytest.raises(InvalidInput, match="6 pages; use 1 to 5"):
+        KVPool(MHA, blocks, 6)
+    with pytest.raises(InvalidInput, match=r"3 layers of 256 bytes, a block has 2 layers of \[256\]"):
+        KVPool(MHA, EngineBlocks([[kv]] * 2))
+    with pytest.raises(InvalidInput, match=r"a block has 3 layers of \[128\] bytes; a page must be one block"):
+        KVPool(MHA, EngineBlocks([[kv[:, :128]]] * MHA.layers))
