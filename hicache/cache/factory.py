@@ -57,7 +57,7 @@ def create_cache(  # noqa: PLR0913 - what an engine may bring
     Allocates the pools; for a HiRadixCache it also opens storage and starts the workers.
     `namespace` carries the geometry, a KVGeometry; its page size must be the configured one. `device_pages` sizes L1
     where the configuration leaves that to the engine; `device_memory` is what it sizes L1 from, by default what the
-    driver says. With `device_blocks`, L1 is tensors of the engine on `device`, one block a page, and page 0 stays unused.
+    driver says. With `device_blocks`, L1 is tensors of the engine on `device`, one block a page; page 0 stays unused.
     `bigram` is for engines whose keys are bigrams (see `RadixKey`). With `ranks`, which must all make this call, the
     pools have the size of the smallest, and all ranks start or none does. Raises ConfigError, CapacityError,
     BackendError and RankError with what to change, and InvalidInput for an argument of another type and a PageShape;
