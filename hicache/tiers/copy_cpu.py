@@ -11,19 +11,23 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 import torch
 
 from ..errors import TransferError
-from ..types import PageIds
+from ..types import Bytes2D, PageIds
 from .blocks import EngineBlocks
 from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Indices, Transfer
 from .window import HostWindow
 
 logger = logging.getLogger(__name__)
+
+# Rows pass through a temporary array of numpy's. A larger one leaves the processor's cache: 128 KiB rows were copied at
+# 8.5 GB/s all at once and at 10.3 GB/s in parts of this size.
+_PART_BYTES = 2 << 20
 
 
 class CpuTransfer(Transfer):
@@ -89,7 +93,7 @@ class CpuCopyEngine(CopyEngine):
     def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
         super().__init__(blocks, window)
         # Rows of bytes: [blocks, bytes] for each region, [pages, blocks_per_page, bytes] for each layer on the host.
-        self._regions = [[region.numpy() for region in layer] for layer in blocks.layers]
+        self._regions: list[list[Bytes2D]] = [[region.numpy() for region in layer] for layer in blocks.layers]
         self._frames = [rows.numpy() for rows in self._host_rows]
         self._backup_stream = _CopyThread("hicache-backup-copy")
         self._load_stream = _CopyThread("hicache-load-copy")
@@ -110,18 +114,24 @@ class CpuCopyEngine(CopyEngine):
         return all([stream.close(max(0.0, deadline - time.monotonic())) for stream in streams])
 
     def _backup_layer(self, layer: int, blocks: Indices, host_blocks: Indices) -> None:
-        pages, parts = np.divmod(host_blocks, self.window.blocks_per_page)
-        end = 0
-        for region in self._regions[layer]:
-            begin, end = end, end + region.shape[1]
-            self._frames[layer][pages, parts, begin:end] = region[blocks]
+        for region, rows, place in self._parts(layer, blocks, host_blocks):
+            self._frames[layer][place] = region[rows]
 
     def _load_layer(self, layer: int, host_blocks: Indices, blocks: Indices) -> None:
-        pages, parts = np.divmod(host_blocks, self.window.blocks_per_page)
+        for region, rows, place in self._parts(layer, blocks, host_blocks):
+            region[rows] = self._frames[layer][place]
+
+    def _parts(
+        self, layer: int, blocks: Indices, host_blocks: Indices
+    ) -> Iterator[tuple[Bytes2D, Indices, tuple[Indices, Indices, slice]]]:
+        """The regions of a layer, some blocks at a time: their rows, and the same bytes in `_frames[layer]`."""
         end = 0
         for region in self._regions[layer]:
             begin, end = end, end + region.shape[1]
-            region[blocks] = self._frames[layer][pages, parts, begin:end]
+            step = max(1, _PART_BYTES // region.shape[1])
+            for start in range(0, len(blocks), step):
+                pages, parts = np.divmod(host_blocks[start : start + step], self.window.blocks_per_page)
+                yield region, blocks[start : start + step], (pages, parts, slice(begin, end))
 
 
 class _CopyThread:
