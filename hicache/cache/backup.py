@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..controller import CopyOperation, HiCacheController
+from ..controller import Backup, HiCacheController
 from ..errors import InvariantError
 from ..radix import Fate, Node, RadixTree, may_leave_device
 from ..types import PageIds
@@ -27,16 +27,19 @@ from .storing import Storing
 from .trees import Trees
 
 
-class CopyTask(NamedTuple):
-    """What a copy between L1 and L2 is for: the run that ends at `node`, into however many nodes it was split since."""
+class _Run(NamedTuple):
+    """What a backup is for: the run that ends at `node`, into however many nodes it was split since."""
 
     tree: RadixTree
     node: Node
-    evicts: bool = False  # the run leaves L1 when the copy has arrived
+    evicts: bool  # the run leaves L1 when the copy has arrived
 
 
-class Backup:
-    """See the module's docstring. `selective_hits` is for write_through_selective alone."""
+class Backups:
+    """See the module's docstring. `selective_hits` is for write_through_selective alone.
+
+    Invariant: `_runs` has the backups that are not acknowledged.
+    """
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class Backup:
         selective_hits: int,
         storing: Storing,
     ) -> None:
+        self._runs: dict[Backup, _Run] = {}
         self._saving_pages = 0
         self._trees = trees
         self._ledger = ledger
@@ -100,40 +104,39 @@ class Backup:
 
     def launch(self) -> None:
         """Have the copies of victims begin now: the sooner they end, the sooner there is room."""
-        self._controller.launch_writes()
+        self._controller.launch_backups()
 
     def halt(self) -> None:
         """Back up and store nothing any more: what L1 holds cannot be vouched for."""
         self._halted = True
 
-    def written(self, copy: CopyOperation) -> list[PageIds]:
+    def written(self, backup: Backup) -> list[PageIds]:
         """A copy to L2 has arrived: show it in the tree and hand it on to storage; the L1 pages that are free now."""
-        task: CopyTask = copy.tag
         if self._halted:
-            self.write_failed(copy)
+            self.failed(backup)
             return []
-        tree, node = task.tree, task.node
-        pages = len(copy.host_pages)
-        self._ledger.settle(pages, tree.accept_backup(node, copy.host_pages))
+        tree, node, evicts = self._runs.pop(backup)
+        pages = len(backup.host_pages)
+        self._ledger.settle(pages, tree.accept_backup(node, backup.host_pages))
         parts = list(tree.span(node, pages))
         for part in reversed(parts):
             if tree is not self._trees.current or not self._storing.store(part):
                 break
         tree.unlock(node)
-        if not task.evicts:
+        if not evicts:
             return []
         self._saving_pages -= pages
         # A request may have locked the run since; then it stays where it is.
         return [tree.leave_device(part) for part in parts if may_leave_device(part) and part.host is not None]
 
-    def write_failed(self, copy: CopyOperation) -> None:
-        """A copy to L2 has failed. Its host pages stay lent for good: part of the copy may still be under way."""
-        task: CopyTask = copy.tag
-        for part in task.tree.span(task.node, len(copy.host_pages)):
+    def failed(self, backup: Backup) -> None:
+        """A copy to L2 has failed. Its host pages stay lent for good: part of the copy may still be in flight."""
+        tree, node, evicts = self._runs.pop(backup)
+        for part in tree.span(node, len(backup.host_pages)):
             part.backup_pending = False
-        task.tree.unlock(task.node)
-        if task.evicts:
-            self._saving_pages -= len(copy.host_pages)
+        tree.unlock(node)
+        if evicts:
+            self._saving_pages -= len(backup.host_pages)
 
     def _wants(self, node: Node) -> bool:
         if self._policy is WritePolicy.WRITE_THROUGH or node.pin_ref:
@@ -144,7 +147,7 @@ class Backup:
         """Start copies of adjacent nodes, root first, all or none. `evicts` is for the last of them."""
         tree = self._trees.current
         pages = sum(map(tree.pages, path))
-        if not self._controller.may_write(pages):
+        if not self._controller.takes_backup(pages):
             return False
         host_pages = self._ledger.lend(pages)
         if host_pages is None:
@@ -155,11 +158,11 @@ class Backup:
             if node.device is None:
                 raise InvariantError(f"backup of a node that is not on L1: {node!r}")
             count = len(node.device)
-            task = CopyTask(tree, node, evicts and node is path[-1])
+            run = _Run(tree, node, evicts and node is path[-1])
             node.backup_pending = True
             tree.lock(node)
-            self._controller.submit_write(task, node.device, host_pages[done : done + count])
+            self._runs[self._controller.submit_backup(node.device, host_pages[done : done + count])] = run
             done += count
-            if task.evicts:
+            if run.evicts:
                 self._saving_pages += count
         return True

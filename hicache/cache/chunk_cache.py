@@ -22,7 +22,7 @@ from ..errors import InvalidInput, InvariantError
 from ..events import EventStream, Publisher
 from ..keys import RadixKey, require_epoch
 from ..radix import Match, Peek, RadixTree, make_policy
-from ..tiers import KVPool, Transfer
+from ..tiers import Fence, KVPool, Transfer
 from ..types import NO_PAGES
 from .books import Books, Eviction
 from .payoff import Payoff
@@ -103,6 +103,10 @@ class ChunkCache:
     def start_loading(self) -> Transfer | None:
         """None: nothing is ever loaded."""
         return None
+
+    def record_fence(self, fence: Fence) -> None:
+        """Nothing comes after it: nothing is ever copied."""
+        instance("fence", fence, Fence)  # type: ignore[type-abstract]
 
     def extend(self, request: RequestKV, total_tokens: int) -> bool:
         """Make room for KV of `total_tokens` tokens in all; False if L1 is full (then nothing changed)."""

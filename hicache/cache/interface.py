@@ -20,7 +20,7 @@ from typing import Protocol, Self
 from ..events import EventStream, Publisher
 from ..keys import RadixKey
 from ..radix import Match, Peek
-from ..tiers import KVPool, Transfer
+from ..tiers import Fence, KVPool, Transfer
 from .books import Eviction
 from .pins import Pin
 from .requests import RequestKV
@@ -31,7 +31,7 @@ class TreeCache(Protocol):
     """See the module's docstring. Per request and in this order:
 
     prefetch_from_storage -> check_prefetch_progress -> begin_request -> start_loading -> (forward, layer by layer)
-    -> extend* -> cache_unfinished_req* -> cache_finished_req
+    -> record_fence -> extend* -> cache_unfinished_req* -> cache_finished_req
     """
 
     @property
@@ -71,9 +71,18 @@ class TreeCache(Protocol):
         """
 
     def start_loading(self) -> Transfer | None:
-        """Start the loads of this step as one copy, which the forward waits for layer by layer; None if there are none.
+        """Start the loads of this step as one copy, and return what the forward waits for layer by layer: all loads in
+        flight. None if there are none.
 
         REQUIRES: called once per step, after `begin_request` and before the forward.
+        """
+
+    def record_fence(self, fence: Fence) -> None:
+        """Say what the copies that start from now on come after: KV handed to the cache up to here is written once
+        `fence` has passed, and pages freed up to here are read no more. It takes the place of the last one.
+
+        REQUIRES, if a forward returns before it has ended: called after each forward was queued, also one that failed
+        halfway, and before its KV is shared or its pages are freed.
         """
 
     def extend(self, request: RequestKV, total_tokens: int) -> bool:

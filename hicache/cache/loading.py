@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..controller import CopyOperation, HiCacheController
+from ..controller import HiCacheController, Load
 from ..errors import InvariantError
 from ..radix import CUT_PAGES_MIN, Match, Node, RadixTree
 from ..types import NO_PAGES, PageIds
-from .backup import CopyTask
 from .books import Books, DeviceLedger
 from .options import CacheOptions
 from .payoff import Payoff, Route
@@ -28,11 +27,15 @@ class Loaded(NamedTuple):
 
     node: Node
     pages: PageIds
-    load: CopyOperation | None
+    load: Load | None
 
 
 class Loader:
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Invariant: `_runs` has the loads that are not acknowledged, each with the last node of its run, into however many
+    nodes the run was split since.
+    """
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class Loader:
         books: Books,
         payoff: Payoff,
     ) -> None:
+        self._runs: dict[Load, tuple[RadixTree, Node]] = {}
         self._ledger = ledger
         self._controller = controller
         self._options = options
@@ -79,33 +83,34 @@ class Loader:
             done += run
         tree.lock(nodes[-1])
         host_pages = np.concatenate([node.host for node in nodes if node.host is not None])
-        load = self._controller.submit_load(CopyTask(tree, nodes[-1]), host_pages, pages)
+        load = self._controller.submit_load(host_pages, pages)
+        self._runs[load] = tree, nodes[-1]
         return Loaded(nodes[-1], pages, load)
 
-    def loaded(self, load: CopyOperation) -> None:
-        """A load has ended."""
-        task: CopyTask = load.tag
-        for part in task.tree.span(task.node, len(load.host_pages)):
+    def ended(self, load: Load) -> None:
+        """A load has ended, well or not."""
+        tree, node = self._runs.pop(load)
+        for part in tree.span(node, len(load.host_pages)):
             part.load_pending = False
-        task.tree.unlock(task.node)
+        tree.unlock(node)
 
-    def cancel(self, load: CopyOperation) -> None:
+    def cancel(self, load: Load) -> None:
         """Take a load back if it was not started and nobody else counts on it.
 
         Its pages are off L1 again and free then. REQUIRES: the caller's own lock is released.
         """
-        if not self._controller.is_queued(load):
+        if load not in self._runs:
             return
-        task: CopyTask = load.tag
-        parts = list(task.tree.span(task.node, len(load.host_pages)))
+        tree, node = self._runs[load]
+        parts = list(tree.span(node, len(load.host_pages)))
         alone = all(part.lock_ref == 1 and part.device_children == (part is not parts[0]) for part in parts)
-        if not alone:
+        if not (alone and self._controller.cancel_load(load)):
             return
-        self._controller.cancel_load(load)
-        task.tree.unlock(task.node)
+        del self._runs[load]
+        tree.unlock(node)
         for part in parts:
             part.load_pending = False
-            self._ledger.allocator.free(task.tree.leave_device(part))
+            self._ledger.allocator.free(tree.leave_device(part))
 
     def _fitting(self, tree: RadixTree, match: Match, quota_pages: int | None) -> tuple[list[Node], Node | None, int]:
         """The leading nodes on L2 that there is room for; the next one if a part of it fits, and how much."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..arguments import instance
-from ..controller import PREFETCH_S_MAX, HiCacheController, PrefetchOperation, PrefetchState
+from ..controller import PREFETCH_S_MAX, Found, HiCacheController, Lookup, Read, ReadEnded
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
 from .books import Books, HostLedger
@@ -42,10 +42,15 @@ class FirstPage(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Prefetch:
-    operation: PrefetchOperation
+    rid: str
+    operation: Lookup | Read  # the read, once the lookup has found enough
+    key: RadixKey
+    start_page: int  # pages before it are on L2 already
     tree: RadixTree
     anchor: Node
     first_page: FirstPage = field(repr=False)
+    taken_pages: int = 0  # leading pages of the read that went into the tree
+    expired: bool = False  # its time is over, on some rank
     answered: bool = False  # the request goes on; nothing that arrives later is for it
     in_vain: bool = False  # it has ended and brought nothing
 
@@ -70,7 +75,8 @@ class _Follower:
 class Prefetcher:
     """At most one prefetch per request id at a time.
 
-    Invariant: `_leaders` has the unanswered prefetches by the page they start with, one each.
+    Invariant: `_active` and `_operations` have the prefetches whose operation is not acknowledged, by request id and by
+    operation; `_leaders` has the unanswered ones of them by the page they start with, one each.
     """
 
     def __init__(
@@ -91,6 +97,7 @@ class Prefetcher:
         self._policy = PrefetchPolicy(options.prefetch_policy)
         self._books = books
         self._active: dict[str, _Prefetch] = {}
+        self._operations: dict[Lookup | Read, _Prefetch] = {}
         self._leaders: dict[FirstPage, _Prefetch] = {}
         self._followers: dict[str, _Follower] = {}
         self._arrived: dict[str, _Arrived] = {}
@@ -123,13 +130,14 @@ class Prefetcher:
         if leader is not None:
             self._followers[rid] = _Follower(key, leader, None)
             return True
-        operation = self._controller.submit_prefetch(
-            rid, key, start_page=match.pages, prior=tree.prior(match.node), timeout_s=self._timeout_s(missing_tokens)
+        lookup = self._controller.submit_lookup(
+            key, start_page=match.pages, prior=tree.prior(match.node), timeout_s=self._timeout_s(missing_tokens)
         )
-        if operation is None:
+        if lookup is None:
             return False
         tree.hold_host(match.node)
-        self._active[rid] = self._leaders[first_page] = _Prefetch(operation, tree, match.node, first_page)
+        prefetch = _Prefetch(rid, lookup, key, match.pages, tree, match.node, first_page)
+        self._active[rid] = self._operations[lookup] = self._leaders[first_page] = prefetch
         return True
 
     def _follow_backup(self, rid: str, key: RadixKey, match: Match) -> bool:
@@ -160,18 +168,18 @@ class Prefetcher:
         prefetch = self._active.get(rid)
         if prefetch is None or prefetch.answered:
             return True
-        if not prefetch.operation.expired:
+        if not prefetch.expired:
             return False
         self._skip("prefetch_timeout")
         self._answer(prefetch)
-        if prefetch.operation.taken_pages == 0:
+        if prefetch.taken_pages == 0:
             self._pause.failed()  # it may hang; let the next requests go on without waiting for it
         return True
 
     def _lead_again(self, rid: str, follower: _Follower) -> bool:
         """Look again once what a follower waits for has ended; False if it has not, or if there is more to follow."""
         leader, node = follower.leader, follower.node
-        in_vain = leader is not None and (leader.in_vain or leader.operation.expired)
+        in_vain = leader is not None and (leader.in_vain or leader.expired)
         if leader is not None and not leader.answered and not in_vain:
             return False
         if node is not None and node.backup_pending:
@@ -211,7 +219,7 @@ class Prefetcher:
             self.take_arrived(rid)
         for prefetch in self._active.values():
             if not prefetch.answered:
-                self._close(prefetch)
+                self._cancel(prefetch)
 
     def take_arrived(self, rid: str) -> int:
         """How many pages came from storage for this request; asked once, when it has begun or will not.
@@ -225,18 +233,22 @@ class Prefetcher:
         arrived.tree.release_host(arrived.node)
         return arrived.pages
 
-    def found(self, operation: PrefetchOperation) -> None:
+    def expired(self, operation: Lookup | Read) -> None:
+        """The time of a prefetch is over; `ready` answers its request."""
+        self._operations[operation].expired = True
+
+    def found(self, found: Found) -> None:
         """The lookup has ended: start the reads if they pay and fit, else drop the prefetch."""
-        prefetch = self._active[operation.tag]
+        prefetch = self._operations.pop(found.lookup)
         page_size, threshold = prefetch.tree.page_size, self._options.prefetch_threshold_tokens
         held_pages = self._controller.read_pages + self._arrived_pages
-        pages = min(operation.hit_pages, self._pages_max - held_pages)
+        pages = min(found.pages, self._pages_max - held_pages)
         host_pages = None
         if prefetch.answered:
             reason = "prefetch_too_late"
-        elif operation.failed:
+        elif found.failed:
             reason = "prefetch_failed"
-        elif operation.hit_pages * page_size < threshold:
+        elif found.pages * page_size < threshold:
             reason = "prefetch_hit_too_short"
         elif pages * page_size < threshold:
             reason = "prefetch_host_share"
@@ -246,66 +258,67 @@ class Prefetcher:
             reason = "prefetch_no_host_room"
             host_pages = self._ledger.lend(pages)
         if host_pages is not None:
-            self._controller.start_reads(operation, host_pages)
+            prefetch.operation = self._controller.submit_read(found, host_pages)
+            self._operations[prefetch.operation] = prefetch
             return
         self._skip(reason)
         prefetch.in_vain = not prefetch.answered
-        if operation.failed:
+        if found.failed:
             self._pause.failed()
         elif not prefetch.answered:
             self._pause.succeeded()
-        self._controller.drop(operation)
         self._end(prefetch)
 
-    def ended(self, operation: PrefetchOperation) -> None:
+    def ended(self, ended: ReadEnded) -> None:
         """The reads have ended, well or not: take what is whole, give the rest of the host pages back."""
-        prefetch = self._active[operation.tag]
+        prefetch = self._operations.pop(ended.read)
         if not prefetch.answered:
-            self._take(prefetch)
-            prefetch.in_vain = operation.taken_pages == 0
-        unused = operation.host_pages[operation.taken_pages :]
+            self._take(prefetch, ended.read, ended.pages)
+            prefetch.in_vain = prefetch.taken_pages == 0
+        unused = ended.read.host_pages[prefetch.taken_pages :]
         self._ledger.settle(len(unused), unused)
-        if operation.failed:
+        if ended.failed:
             self._skip("prefetch_failed")
             self._pause.failed()
         else:
-            self._payoff.observe_transfer(Route.PREFETCH, operation.completed_pages, operation.read_s)
-            if operation.taken_pages:
+            self._payoff.observe_transfer(Route.PREFETCH, ended.pages_here, ended.seconds)
+            if prefetch.taken_pages:
                 self._pause.succeeded()
         self._end(prefetch)
 
     def _answer(self, prefetch: _Prefetch) -> None:
-        if prefetch.operation.state is PrefetchState.READING:
-            self._take(prefetch)
+        if isinstance(read := prefetch.operation, Read):
+            self._take(prefetch, read, self._controller.arrived(read))
+        self._cancel(prefetch)
+
+    def _cancel(self, prefetch: _Prefetch) -> None:
+        self._controller.cancel_prefetch(prefetch.operation)
         self._close(prefetch)
 
     def _close(self, prefetch: _Prefetch) -> None:
-        prefetch.operation.cancelled = True
         prefetch.answered = True
         del self._leaders[prefetch.first_page]
 
-    def _take(self, prefetch: _Prefetch) -> None:
-        """Put the pages that are read and verified into the tree."""
-        operation = prefetch.operation
-        arrived = operation.arrived_pages
-        operation.taken_pages = arrived
+    def _take(self, prefetch: _Prefetch, read: Read, arrived: int) -> None:
+        """Put the leading `arrived` pages, which are read and verified, into the tree."""
+        prefetch.taken_pages = arrived
         if arrived == 0:
             return
         node, unused = prefetch.tree.insert_host(
-            operation.key, operation.start_page, operation.host_pages[:arrived], operation.keys[:arrived]
+            prefetch.key, prefetch.start_page, read.host_pages[:arrived], list(read.keys[:arrived])
         )
         self._ledger.settle(arrived, unused)
         if arrived > len(unused):
-            pages = arrived - len(unused) + self.take_arrived(operation.tag)
+            pages = arrived - len(unused) + self.take_arrived(prefetch.rid)
             prefetch.tree.hold_host(node)
-            self._arrived[operation.tag] = _Arrived(prefetch.tree, node, pages)
+            self._arrived[prefetch.rid] = _Arrived(prefetch.tree, node, pages)
             self._arrived_pages += pages
 
     def _end(self, prefetch: _Prefetch) -> None:
         if not prefetch.answered:
             self._close(prefetch)
         prefetch.tree.release_host(prefetch.anchor)
-        del self._active[prefetch.operation.tag]
+        del self._active[prefetch.rid]
 
     def _skip(self, reason: str) -> bool:
         self._books.skipped[reason] += 1

@@ -3,7 +3,7 @@
 The engine calls, per request and in this order (DESIGN.md, "the life of one page"):
 
     prefetch_from_storage -> check_prefetch_progress -> begin_request -> start_loading -> (forward, layer by layer)
-    -> extend* -> cache_unfinished_req* -> cache_finished_req
+    -> record_fence -> extend* -> cache_unfinished_req* -> cache_finished_req
 
 and `poll` once per step. All of it on one thread, the scheduler's, which owns the tree, both free lists and all request
 state; so there is no lock. No call does I/O or waits for any. No call raises for a storage reason.
@@ -21,13 +21,13 @@ import numpy as np
 
 from ..arguments import WHOLE_MAX, instance, number, whole
 from ..backends.base import StorageBackend
-from ..controller import Acks, CopyOperation, HiCacheController
+from ..controller import Acks, HiCacheController
 from ..errors import InvariantError, TransferError
 from ..keys import TOKEN_BYTES, RadixKey
 from ..radix import Inserted, Match, Peek
-from ..tiers import FailedTransfer, HostPool, KVPool, PageSource, Transfer, require_pages
+from ..tiers import FailedTransfer, Fence, HostPool, KVPool, PageSource, Transfer, require_pages
 from ..types import PageIds
-from .backup import Backup, CopyTask
+from .backup import Backups
 from .books import DeviceLedger, Eviction
 from .loading import Loader
 from .options import CacheOptions, WritePolicy
@@ -69,7 +69,7 @@ class HiRadixCache(TieredCache):
         )
         self.device = device
         self.running = RunningRequests()
-        self._backup = Backup(
+        self._backup = Backups(
             self._trees,
             self._l2,
             controller,
@@ -135,12 +135,15 @@ class HiRadixCache(TieredCache):
     def start_loading(self) -> Transfer | None:
         """Start the loads of this step as one copy. REQUIRES: called once per step, before the forward.
 
-        The forward calls `wait_layer(i)` on what is returned before it reads layer i; None if no load is under way. On
-        a stream device this and `poll` are called with the stream current that the forward runs on: copies are ordered
-        against that one.
+        The forward calls `wait_layer(i)` on what is returned before it reads layer i: it covers all loads in flight,
+        and raises if any of them failed. None if no load is in flight.
         """
         fault, self._untold_fault = self._untold_fault, None
         return self.controller.launch_loads() if fault is None else FailedTransfer(fault)
+
+    def record_fence(self, fence: Fence) -> None:
+        """Order the copies that start from now on after `fence`; see `TreeCache`."""
+        self.controller.record_fence(instance("fence", fence, Fence))  # type: ignore[type-abstract]
 
     def extend(self, request: RequestKV, total_tokens: int) -> bool:
         """Make room for KV of `total_tokens` tokens in all; False if L1 has none now (the request is then unchanged).
@@ -302,24 +305,17 @@ class HiRadixCache(TieredCache):
             # What the device holds is unknown now. A wrong byte must not be served, so no further request may begin.
             self._device_fault = self._untold_fault = acks.fault
             self._backup.halt()
-        for copy in acks.failed_copies:
-            self._copy_failed(copy)
-        for copy in acks.written:
-            for pages in self._backup.written(copy):
+        for backup in acks.failed_backups:
+            self._backup.failed(backup)
+        for backup in acks.written:
+            for pages in self._backup.written(backup):
                 self.device.allocator.free(pages)
                 self._books.evicted_pages["device"] += len(pages)
-        for copy in acks.loaded:
-            self._loader.loaded(copy)
+        for load in (*acks.loaded, *acks.failed_loads):
+            self._loader.ended(load)
         for page_count, seconds in acks.load_times:
             self.payoff.observe_transfer(Route.LOAD, page_count, seconds)
         super()._take_in(acks)
-
-    def _copy_failed(self, copy: CopyOperation) -> None:
-        task: CopyTask = copy.tag
-        if task.node.backup_pending:
-            self._backup.write_failed(copy)
-        else:
-            self._loader.loaded(copy)
 
     # Inside
 

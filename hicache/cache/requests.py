@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..arguments import WHOLE_MAX, instance, whole
-from ..controller import CopyOperation
+from ..controller import Load
 from ..errors import CapacityError, InvalidInput, InvariantError
 from ..keys import RadixKey
 from ..radix import Node, RadixTree
@@ -36,7 +36,7 @@ class RequestKV:
     tree: RadixTree
     last_node: Node
     priority: int = 0
-    load: CopyOperation | None = None  # what brings its L2 part to L1
+    load: Load | None = None  # what brings its L2 part to L1
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
     storage_hit_tokens: int = 0

@@ -50,7 +50,7 @@ from ..errors import CapacityError, InvalidInput, InvariantError, SessionBusy, U
 from ..events import EventStream, Publisher
 from ..keys import RadixKey
 from ..radix import Match, Peek
-from ..tiers import Transfer
+from ..tiers import Fence, Transfer
 from ..types import NO_PAGES
 from .books import Eviction
 from .interface import TreeCache
@@ -247,6 +247,10 @@ class SessionCache:
     def start_loading(self) -> Transfer | None:
         """As the inner cache."""
         return self.inner.start_loading()
+
+    def record_fence(self, fence: Fence) -> None:
+        """As the inner cache."""
+        self.inner.record_fence(fence)
 
     def extend(self, request: RequestKV, total_tokens: int) -> bool:
         """Make room for KV of `total_tokens` tokens in all, at the cost of idle sessions; False if L1 is full then."""

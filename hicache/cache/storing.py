@@ -8,30 +8,26 @@ Called by the scheduler thread alone; no lock.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from ..controller import BackupOperation, HiCacheController
+from ..controller import HiCacheController, Store, StoreEnded
 from ..radix import Node, RadixTree
 from .books import Books
 from .pause import Pause
 from .trees import Trees
 
 
-class StoreTask(NamedTuple):
-    """Which run a store is for."""
-
-    tree: RadixTree
-    node: Node
-
-
 class Storing:
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Invariant: `_runs` has the stores that are not acknowledged, each with the last node of its run, into however many
+    nodes the run was split since.
+    """
 
     def __init__(self, trees: Trees, controller: HiCacheController, books: Books, pause: Pause) -> None:
         self._trees = trees
         self._controller = controller
         self._books = books
         self._pause = pause
+        self._runs: dict[Store, tuple[RadixTree, Node]] = {}
 
     def store_path(self, node: Node, hits_min: int = 0) -> None:
         """Store what storage lacks of the path to `node`, root first: the runs on L2 that at least `hits_min` requests
@@ -61,25 +57,26 @@ class Storing:
         if not self._controller.may_store:
             self._books.skipped["store_paused"] += 1
             return False
-        if not self._controller.may_back_up(len(node.host)):
+        if not self._controller.takes_store(len(node.host)):
             return False
         tree = self._trees.current
-        self._controller.submit_backup(StoreTask(tree, node), tree.begin_store(node), node.host, begins_prompt=root)
+        store = self._controller.submit_store(tree.begin_store(node), node.host, begins_prompt=root)
+        self._runs[store] = tree, node
         tree.hold_host(node)
         return True
 
-    def stored(self, backup: BackupOperation) -> None:
+    def ended(self, ended: StoreEnded) -> None:
         """A store has ended. If a page is missing, a later request that passes by tries again."""
-        task: StoreTask = backup.tag
-        task.tree.end_store(task.node, backup.chain, stored=backup.stored)
-        if task.tree is self._trees.current:
-            self._books.skipped["store_incomplete"] += not backup.stored
+        tree, node = self._runs.pop(ended.store)
+        tree.end_store(node, ended.store.chain, stored=ended.stored)
+        if tree is self._trees.current:
+            self._books.skipped["store_incomplete"] += not ended.stored
             # By what this rank saw of the store; whether all ranks may store is agreed from that.
-            if backup.is_complete:
+            if ended.complete:
                 self._pause.succeeded()
             elif self._controller.stores_pages:
                 self._pause.failed()
-        task.tree.release_host(task.node)
+        tree.release_host(node)
 
     @property
     def paused(self) -> bool:

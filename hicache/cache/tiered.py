@@ -160,7 +160,7 @@ class TieredCache:
             self._trees.sweep()
         if self._events is not None:
             self._events.poll(self.tree)
-        self.controller.launch_writes()
+        self.controller.launch_backups()
         self.controller.report(
             may_prefetch=not self._prefetcher.paused,
             may_store=not self._storing.paused,
@@ -170,12 +170,14 @@ class TieredCache:
         return acks is not None
 
     def _take_in(self, acks: Acks) -> None:
-        for operation in acks.found:
-            self._prefetcher.found(operation)
-        for operation in acks.prefetched:
-            self._prefetcher.ended(operation)
-        for backup in acks.stored:
-            self._storing.stored(backup)
+        for operation in acks.expired:
+            self._prefetcher.expired(operation)
+        for found in acks.found:
+            self._prefetcher.found(found)
+        for read in acks.read:
+            self._prefetcher.ended(read)
+        for store in acks.stored:
+            self._storing.ended(store)
 
     def _require_service(self) -> None:
         if self._closed:

@@ -2,7 +2,7 @@
 
 from .controller import PREFETCH_S_MAX, HiCacheController
 from .lifecycle import OpenBackend
-from .operations import Acks, BackupOperation, CopyOperation, PrefetchOperation, PrefetchState
+from .operations import Acks, Backup, Found, Load, Lookup, Read, ReadEnded, Store, StoreEnded
 from .options import ControllerOptions
 from .ranks import RankGroup, TorchRankGroup
 from .statistics import ControllerStatistics, QueueStatistics
@@ -10,15 +10,19 @@ from .statistics import ControllerStatistics, QueueStatistics
 __all__ = [
     "PREFETCH_S_MAX",
     "Acks",
-    "BackupOperation",
+    "Backup",
     "ControllerOptions",
     "ControllerStatistics",
-    "CopyOperation",
+    "Found",
     "HiCacheController",
+    "Load",
+    "Lookup",
     "OpenBackend",
-    "PrefetchOperation",
-    "PrefetchState",
     "QueueStatistics",
     "RankGroup",
+    "Read",
+    "ReadEnded",
+    "Store",
+    "StoreEnded",
     "TorchRankGroup",
 ]

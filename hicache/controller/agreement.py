@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..errors import RankError
-from .operations import BackupOperation, PrefetchOperation
+from .jobs import LookupJob, ReadJob, StoreJob
 from .progress import PrefetchProgress, Progress, StoreProgress
 from .ranks import RankGroup
 
@@ -40,8 +40,8 @@ STORE_PLACES = 64
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    prefetches: list[PrefetchOperation] = field(default_factory=list)
-    stores: list[BackupOperation] = field(default_factory=list)
+    prefetches: list[LookupJob | ReadJob] = field(default_factory=list)
+    stores: list[StoreJob] = field(default_factory=list)
 
 
 class Agreement:
@@ -77,7 +77,7 @@ class Agreement:
         numbers += [state for _, state in stores]
         numbers += [0] * (STORE_PLACES - len(stores))
         self._group.start(np.array(numbers, dtype=np.int64))
-        self._sent = _Sent([prefetch.operation for prefetch in prefetches], [operation for operation, _ in stores])
+        self._sent = _Sent([prefetch.job for prefetch in prefetches], [job for job, _ in stores])
 
     def result(self) -> Progress:
         """What all ranks had ended when the last `start` was called; nothing before the first. Waits for the slowest
@@ -106,10 +106,10 @@ class Agreement:
             loads_done=loads_done,
             figures=figures,
             prefetches=[
-                PrefetchProgress(operation, places[3 * i] == 1, places[3 * i + 1], places[3 * i + 2] == 1)
-                for i, operation in enumerate(sent.prefetches)
+                PrefetchProgress(job, places[3 * i] == 1, places[3 * i + 1], places[3 * i + 2] == 1)
+                for i, job in enumerate(sent.prefetches)
             ],
-            stores=[(operation, StoreProgress(state)) for operation, state in zip(sent.stores, numbers, strict=False)],
+            stores=[(job, StoreProgress(state)) for job, state in zip(sent.stores, numbers, strict=False)],
         )
 
     def close(self) -> None:

@@ -1,15 +1,16 @@
 """HiCacheController: moves pages between the tiers, off the scheduler thread.
 
-    queue                            carries                         bound; when full
-    write -> acks.written            L1 -> L2 copies                 pages lent; no backup now, counted
-    load -> acks.loaded              L2 -> L1 copies                 pages lent; the request recomputes
-    prefetch -> acks.found           storage lookups                 operations; no prefetch, counted
-    reads -> acks.prefetched         L3 -> L2 reads                  pages (the caller's share of L2)
-    backup -> acks.stored            L2 -> L3 writes                 bytes; the newest store is dropped, counted
+    queue     operation, its ack      carries            bound; when full
+    write     Backup, acks.written    L1 -> L2 copies    pages lent; no backup now, counted
+    load      Load, acks.loaded       L2 -> L1 copies    pages lent; the request recomputes
+    prefetch  Lookup, acks.found      storage lookups    operations; no prefetch, counted
+    reads     Read, acks.read         L3 -> L2 reads     pages (the caller's share of L2)
+    backup    Store, acks.stored      L2 -> L3 writes    bytes; the newest store is dropped, counted
 
 Copies are merged: all that was submitted to one direction since the last launch becomes one, once per step, and for
-writes also when an eviction waits for them. Every submitted
-operation is acknowledged exactly once, by `poll`; until then its pages are lent to it and must not be freed.
+backups also when an eviction waits for them. A copy starts once the fence has passed that was the latest at its launch.
+Every submitted operation is acknowledged exactly once, by `poll`, or taken back by `cancel_load`; until then its pages
+are lent to it and must not be freed. After a copy has failed, all later ones are acknowledged as failed.
 
 With ranks (see `agreement`), `poll` acknowledges what has ended on every rank, one step later, so that all of them
 decide alike: what is agreed on besides (time, measurements, whether storage may be used) is latched here once per step.
@@ -24,7 +25,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -33,23 +33,17 @@ from ..backends.compose import copies_of
 from ..backends.guard import Direction, Override, leaf_statistics
 from ..errors import InvariantError, TransferError
 from ..keys import PageChain, RadixKey
-from ..tiers import CopyEngine, FailedTransfer, HostPool, Transfer
+from ..tiers import CopyEngine, FailedTransfer, Fence, HostPool, Transfer
 from ..types import PageIds
 from .agreement import STORE_PLACES, Agreement
+from .jobs import Copy, Launch, LoadsInFlight, LookupJob, ReadJob, StoreJob
 from .lifecycle import OpenBackend
-from .operations import Acks, BackupOperation, CopyOperation, Launch, PrefetchOperation, PrefetchState, now
+from .operations import Acks, Backup, Found, Load, Lookup, Read, ReadEnded, Store, StoreEnded, now
 from .options import ControllerOptions
-from .progress import (
-    PREFETCH_GRACE_S,
-    PrefetchProgress,
-    Progress,
-    StoreProgress,
-    leading_done,
-    prefetch_progress,
-    store_progress,
-)
+from .progress import PrefetchProgress, Progress, StoreProgress, leading_done, prefetch_progress, store_progress
 from .ranks import RankGroup
 from .statistics import ControllerStatistics, QueueStatistics
+from .storage import StorageJobs
 from .storage_workers import StorageWorkers
 from .worker import WorkerFactory, WorkerGroup
 
@@ -92,17 +86,17 @@ class HiCacheController:
         self._started_s = clock()
         self._agreed_s = 0.0
         self._copies = copies
-        self._writes: list[CopyOperation] = []
-        self._loads: list[CopyOperation] = []
-        self._launched_writes: deque[Launch] = deque()
-        self._launched_loads: deque[Launch] = deque()
-        self._write_pages = self._load_pages = self._read_pages = self._backup_pages = 0
-        self._prefetching: list[PrefetchOperation] = []
-        self._storing: deque[BackupOperation] = deque()  # with ranks: those that are not agreed on yet
+        self._fence: Fence | None = None
+        self._backups: list[Backup] = []
+        self._loads: list[Load] = []
+        self._launched_backups: deque[Launch[Backup]] = deque()
+        self._launched_loads: deque[Launch[Load]] = deque()
+        self._backup_pages = self._load_pages = self._read_pages = self._store_pages = 0
+        self._prefetches: dict[Lookup | Read, LookupJob | ReadJob] = {}
+        self._storing: deque[StoreJob] = deque()  # with ranks: those that are not agreed on yet
         self._moved: Counter[str] = Counter()
         self._submitted: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._fault: TransferError | None = None
-        self._lost: TransferError | None = None  # a copy that could not be started: no later load may hide it
         self._storage = StorageWorkers(backend, host, self.options, workers, clock)
         self._agreement: Agreement | None = None
         if ranks is not None:
@@ -145,32 +139,37 @@ class HiCacheController:
 
     # L1 <-> L2
 
-    def submit_write(self, tag: Any, device_pages: PageIds, host_pages: PageIds) -> None:
-        """Queue a backup copy; the next `launch_writes` starts it. REQUIRES: `may_write` said yes."""
-        self._writes.append(CopyOperation(tag, device_pages, host_pages))
-        self._submitted["writes"] += 1
-        self._write_pages += len(device_pages)
+    def record_fence(self, fence: Fence) -> None:
+        """Have copies that are launched from now on start once `fence` has passed. It replaces the last one."""
+        self._fence = fence
 
-    def may_write(self, pages: int) -> bool:
+    def takes_backup(self, pages: int) -> bool:
         """Whether the write queue takes `pages` more; a refusal is counted."""
-        return self._within("write", self._write_pages + pages <= self.options.write_pages_max)
+        return self._within("write", self._backup_pages + pages <= self.options.write_pages_max)
 
-    def submit_load(self, tag: Any, host_pages: PageIds, device_pages: PageIds) -> CopyOperation:
-        """Queue a load copy; the next `launch_loads` starts it. REQUIRES: `load_room` is enough."""
-        operation = CopyOperation(tag, device_pages, host_pages)
-        self._loads.append(operation)
+    def submit_backup(self, device_pages: PageIds, host_pages: PageIds) -> Backup:
+        """Queue a copy to L2; the next `launch_backups` starts it. REQUIRES: `takes_backup` said yes."""
+        backup = Backup(device_pages, host_pages)
+        self._backups.append(backup)
+        self._submitted["writes"] += 1
+        self._backup_pages += len(device_pages)
+        return backup
+
+    def submit_load(self, host_pages: PageIds, device_pages: PageIds) -> Load:
+        """Queue a copy to L1; the next `launch_loads` starts it. REQUIRES: `load_room` is enough."""
+        load = Load(host_pages, device_pages)
+        self._loads.append(load)
         self._submitted["loads"] += 1
         self._load_pages += len(device_pages)
-        return operation
+        return load
 
-    def is_queued(self, load: CopyOperation) -> bool:
-        """Whether a load was submitted but not started."""
-        return load in self._loads
-
-    def cancel_load(self, load: CopyOperation) -> None:
-        """Take back a load; there will be no ack. REQUIRES: `is_queued`."""
+    def cancel_load(self, load: Load) -> bool:
+        """Take back a load that is queued; there will be no ack. False, changing nothing, if it was started."""
+        if load not in self._loads:
+            return False
         self._loads.remove(load)
         self._load_pages -= len(load.device_pages)
+        return True
 
     @property
     def load_room(self) -> int:
@@ -179,7 +178,7 @@ class HiCacheController:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a load is queued or under way."""
+        """Whether a load is queued or in flight."""
         return self._load_pages > 0
 
     def refuse_load(self) -> None:
@@ -187,101 +186,108 @@ class HiCacheController:
         self.refused["load"] += 1
 
     def launch_loads(self) -> Transfer | None:
-        """Start all queued loads as one copy, whose layers the forward waits for; None if there is nothing to wait for.
-
-        Without a new load it is the last one under way: pages that it still fills may have been handed out since.
-        Loads run in order, so its layer i comes after all earlier loads.
+        """Start all queued loads as one copy. Return what the forward waits for, layer by layer: all loads in flight,
+        because pages that an earlier one fills, or failed to fill, may have been handed out since. None without any.
         """
-        self._launch(self._loads, self._launched_loads, load=True)
-        return self._launched_loads[-1].transfer if self._launched_loads else None
+        if self._loads:
+            self._launched_loads.append(self._launch(self._loads))
+            self._loads = []
+        if len(self._launched_loads) > 1:
+            return LoadsInFlight(self._launched_loads)
+        return self._launched_loads[0].transfer if self._launched_loads else None
 
-    def launch_writes(self) -> None:
-        """Start all queued writes as one copy."""
-        self._launch(self._writes, self._launched_writes, load=False)
+    def launch_backups(self) -> None:
+        """Start all queued backups as one copy."""
+        if self._backups:
+            self._launched_backups.append(self._launch(self._backups))
+            self._backups = []
 
-    def _launch(self, queued: list[CopyOperation], launched: deque[Launch], *, load: bool) -> None:
-        if not queued:
-            return
+    def _launch(self, operations: list[Copy]) -> Launch[Copy]:
         if self._copies is None:
             raise InvariantError("controller: a copy was submitted, but there is no L1")
-        operations = queued.copy()
-        queued.clear()
         device_pages = _joined([operation.device_pages for operation in operations])
         host_pages = _joined([operation.host_pages for operation in operations])
         transfer: Transfer
         try:
-            if load and self._lost is not None:
-                transfer = FailedTransfer(self._lost)
-            elif load:
-                transfer = self._copies.load(host_pages, device_pages)
+            if isinstance(operations[0], Load):
+                transfer = self._copies.load(host_pages, device_pages, after=self._fence)
             else:
-                transfer = self._copies.backup(device_pages, host_pages)
+                transfer = self._copies.backup(device_pages, host_pages, after=self._fence)
         except (RuntimeError, MemoryError, ValueError, IndexError) as error:
-            # The device has no memory left for staging, say. Part of the copy may be under way.
-            failure = TransferError(f"a copy between device and host could not be started: {error}")
-            self._lost = self._lost or failure
-            transfer = FailedTransfer(failure)
-        launched.append(Launch(transfer, operations, len(device_pages)))
+            # The device has no memory left for staging, say. Part of the copy may be in flight.
+            transfer = FailedTransfer(TransferError(f"a copy between device and host could not be started: {error}"))
+        return Launch(transfer, operations, len(device_pages))
 
     # L3
 
-    def submit_prefetch(
-        self, tag: Any, key: RadixKey, *, start_page: int, prior: bytes | PageChain, timeout_s: float
-    ) -> PrefetchOperation | None:
-        """Look up in storage how much of `key` from `start_page` on is there; None, counted, over the bound.
+    def submit_lookup(
+        self, key: RadixKey, *, start_page: int, prior: bytes | PageChain, timeout_s: float
+    ) -> Lookup | None:
+        """Ask storage how much of `key` from `start_page` on it has; None, counted, over the bound.
 
-        Its first ack is `found`; then the caller answers with `start_reads` or `drop`. Reads end in `prefetched`.
+        `timeout_s` bounds a read that follows, too.
         """
-        jobs = self._storage.lifecycle.jobs
-        if jobs is None or not self.may_prefetch:
+        storage = self._storage.lifecycle.jobs
+        if storage is None or not self.may_prefetch:
             return None
-        if not self._within("prefetch", len(self._prefetching) < self.options.prefetch_operations_max):
+        if not self._within("prefetch", len(self._prefetches) < self.options.prefetch_operations_max):
             return None
-        deadline = self.clock() + min(timeout_s, PREFETCH_S_MAX)
-        operation = PrefetchOperation(tag, jobs, key, start_page, prior, deadline)
-        jobs.in_flight += 1
+        lookup = Lookup(key, start_page, prior, self.clock() + min(timeout_s, PREFETCH_S_MAX))
+        job = self._prefetches[lookup] = LookupJob(lookup, storage)
+        storage.in_flight += 1
         self._submitted["prefetches"] += 1
-        self._prefetching.append(operation)
-        self._storage.lookups.submit(operation)
-        return operation
+        self._storage.lookups.submit(job)
+        return lookup
 
-    def start_reads(self, operation: PrefetchOperation, host_pages: PageIds) -> None:
-        """Lend host pages to a found prefetch and read the leading `len(host_pages)` pages into them."""
-        operation.host_pages = host_pages
-        operation.state = PrefetchState.READING
-        operation.phase_ended = False
+    def submit_read(self, found: Found, host_pages: PageIds) -> Read:
+        """Read the leading `len(host_pages)` pages that were found. REQUIRES: called in answer to the ack, with the
+        storage that was asked.
+        """
+        storage = self._open_storage("read")
+        read = Read(found.keys[: len(host_pages)], host_pages, found.lookup.deadline)
+        job = self._prefetches[read] = ReadJob(read, storage)
+        storage.in_flight += 1
         self._read_pages += len(host_pages)
-        self._storage.reads.submit(operation)
+        self._storage.reads.submit(job)
+        return read
 
-    def drop(self, operation: PrefetchOperation) -> None:
-        """End a found prefetch without reading: too short to pay, cancelled, or no room."""
-        operation.state = PrefetchState.ENDED
-        operation.jobs.in_flight -= 1
-        self._prefetching.remove(operation)
+    def cancel_prefetch(self, operation: Lookup | Read) -> None:
+        """Stop a lookup or read at its next batch. Its ack still comes. REQUIRES: it is not acknowledged."""
+        self._prefetches[operation].cancelled = True
 
-    def may_back_up(self, pages: int) -> bool:
+    def arrived(self, read: Read) -> int:
+        """Return how many leading pages are read and verified on all ranks. REQUIRES: it is not acknowledged."""
+        job = self._prefetches[read]
+        return job.arrived_pages if isinstance(job, ReadJob) else 0
+
+    def takes_store(self, pages: int) -> bool:
         """Whether `pages` more may be stored; a refusal because of the bytes in flight is counted."""
         if self._storage.lifecycle.jobs is None or not self.may_store:
             return False
-        bytes_after = (self._backup_pages + pages) * self.host.frame_bytes
+        bytes_after = (self._store_pages + pages) * self.host.frame_bytes
         # One operation may pass alone, however large: it could never be stored otherwise.
-        return self._within("backup", self._backup_pages == 0 or bytes_after <= self.options.backup_bytes_max)
+        return self._within("backup", self._store_pages == 0 or bytes_after <= self.options.backup_bytes_max)
 
-    def submit_backup(self, tag: Any, chain: PageChain, host_pages: PageIds, *, begins_prompt: bool) -> None:
-        """Store the pages of `chain`, root first of all with `begins_prompt`. REQUIRES: `may_back_up` said yes."""
-        jobs = self._storage.lifecycle.jobs
-        if jobs is None:
-            raise InvariantError("controller: a store was submitted, but no storage is open")
-        self._backup_pages += len(host_pages)
-        operation = BackupOperation(tag, jobs, chain, host_pages, begins_prompt)
-        jobs.in_flight += 1
+    def submit_store(self, chain: PageChain, host_pages: PageIds, *, begins_prompt: bool) -> Store:
+        """Store the pages of `chain`, root first of all with `begins_prompt`. REQUIRES: `takes_store` said yes."""
+        storage = self._open_storage("store")
+        store = Store(chain, host_pages, begins_prompt)
+        job = StoreJob(store, storage)
+        storage.in_flight += 1
+        self._store_pages += len(host_pages)
         self._submitted["stores"] += 1
         if self._agreement is not None:
-            self._storing.append(operation)
+            self._storing.append(job)
         if self.stores_pages:
-            self._storage.backups.submit(operation)
+            self._storage.backups.submit(job)
         else:
-            self._storage.finish(operation)
+            self._storage.finish(job)
+        return store
+
+    def _open_storage(self, what: str) -> StorageJobs:
+        if self._storage.lifecycle.jobs is None:
+            raise InvariantError(f"controller: a {what} was submitted, but no storage is open")
+        return self._storage.lifecycle.jobs
 
     # Acks
 
@@ -312,19 +318,16 @@ class HiCacheController:
         return acks if acks.any else None
 
     def _poll_alone(self) -> Acks | None:
-        writes, loads = leading_done(self._launched_writes), leading_done(self._launched_loads)
-        news = self._lost is not None and self._fault is None
-        if not (news or writes or loads or self._prefetching or self._storage.any_finished):
+        backups, loads = leading_done(self._launched_backups), leading_done(self._launched_loads)
+        if not (backups or loads or self._prefetches or self._storage.any_finished):
             return None
         acks = Acks()
-        if news:
-            acks.fault = self._fault = self._lost
-        if writes or loads:
-            self._take_copies(writes, loads, acks)
+        if backups or loads:
+            self._take_copies(backups, loads, acks)
         for job in self._storage.drain():
-            if isinstance(job, BackupOperation):
+            if isinstance(job, StoreJob):
                 self._take_store(job, store_progress(job, elsewhere=not self.stores_pages), acks)
-        for prefetch in prefetch_progress(self._prefetching, self.clock() - PREFETCH_GRACE_S):
+        for prefetch in prefetch_progress(self._prefetches.values(), self.clock()):
             self._take_prefetch(prefetch, acks)
         return acks if acks.any else None
 
@@ -339,20 +342,19 @@ class HiCacheController:
             self.may_prefetch, self.may_store, self.figures = may_prefetch, may_store, figures
             return
         self._storage.drain()
-        writes, loads = leading_done(self._launched_writes), leading_done(self._launched_loads)
+        backups, loads = leading_done(self._launched_backups), leading_done(self._launched_loads)
+        ended = [launch.transfer for launch in islice(self._launched_backups, backups)]
+        ended += [launch.transfer for launch in islice(self._launched_loads, loads)]
         progress = Progress(
-            healthy=self._lost is None and not any(
-                launch.transfer.error
-                for launch in (*islice(self._launched_writes, writes), *islice(self._launched_loads, loads))
-            ),
+            healthy=not any(transfer.error for transfer in ended),
             may_prefetch=may_prefetch,
             may_store=may_store,
             opened=self._storage.lifecycle.opened,
             time_ms=int(1000 * (self.clock() - self._started_s)),
-            writes_done=writes,
+            writes_done=backups,
             loads_done=loads,
             figures=figures,
-            prefetches=prefetch_progress(self._prefetching, self.clock() - PREFETCH_GRACE_S),
+            prefetches=prefetch_progress(self._prefetches.values(), self.clock()),
             stores=[
                 (store, store_progress(store, elsewhere=not self.stores_pages))
                 for store in islice(self._storing, STORE_PLACES)
@@ -372,52 +374,53 @@ class HiCacheController:
                 self._storage.finish(store)
         self._storing.clear()
 
-    def _take_copies(self, writes_done: int, loads_done: int, acks: Acks) -> None:
-        for _ in range(writes_done):
-            launch = self._launched_writes.popleft()
-            self._write_pages -= launch.pages
-            self._collect(launch, acks.written, "written", acks)
+    def _take_copies(self, backups_done: int, loads_done: int, acks: Acks) -> None:
+        for _ in range(backups_done):
+            backups = self._launched_backups.popleft()
+            self._backup_pages -= backups.pages
+            healthy = self._is_healthy(backups.transfer, acks)
+            (acks.written if healthy else acks.failed_backups).extend(backups.operations)
+            self._moved["written"] += backups.pages * healthy
         for _ in range(loads_done):
-            launch = self._launched_loads.popleft()
-            self._load_pages -= launch.pages
-            if (seconds := launch.transfer.seconds) is not None:
-                acks.load_times.append((launch.pages, seconds))
-            self._collect(launch, acks.loaded, "loaded", acks)
+            loads = self._launched_loads.popleft()
+            self._load_pages -= loads.pages
+            if (seconds := loads.transfer.seconds) is not None:
+                acks.load_times.append((loads.pages, seconds))
+            healthy = self._is_healthy(loads.transfer, acks)
+            (acks.loaded if healthy else acks.failed_loads).extend(loads.operations)
+            self._moved["loaded"] += loads.pages * healthy
 
-    def _collect(self, launch: Launch, done: list[CopyOperation], way: str, acks: Acks) -> None:
-        """Acknowledge a launch that has ended: as `done`, unless it or one before it has failed."""
-        if launch.transfer.error is not None and self._fault is None:
-            acks.fault = self._fault = launch.transfer.error
-        if self._fault is None:
-            done.extend(launch.operations)
-            self._moved[way] += launch.pages
-        else:
-            acks.failed_copies.extend(launch.operations)
+    def _is_healthy(self, transfer: Transfer, acks: Acks) -> bool:
+        """Whether neither a copy that has ended nor one that was acknowledged before it has failed."""
+        if transfer.error is not None and self._fault is None:
+            acks.fault = self._fault = transfer.error
+        return self._fault is None
 
     def _take_prefetch(self, progress: PrefetchProgress, acks: Acks) -> None:
-        job = progress.operation
-        job.expired |= not progress.in_time
-        if job.state is PrefetchState.LOOKING_UP:
-            if progress.ended:
-                job.hit_pages = progress.pages
-                acks.found.append(job)
+        job = progress.job
+        if not (progress.in_time or job.expired):
+            job.expired = True
+            acks.expired.append(job.operation)
+        if isinstance(job, ReadJob):
+            job.arrived_pages = progress.pages
+        if not progress.ended:
             return
-        job.arrived_pages = progress.pages
-        if progress.ended:
-            self._prefetching.remove(job)
-            job.state = PrefetchState.ENDED
-            job.jobs.in_flight -= 1
-            self._read_pages -= len(job.host_pages)
-            self._moved["prefetched"] += job.arrived_pages
-            acks.prefetched.append(job)
+        del self._prefetches[job.operation]
+        job.storage.in_flight -= 1
+        if isinstance(job, LookupJob):
+            acks.found.append(Found(job.operation, progress.pages, job.keys, job.failed))
+            return
+        self._read_pages -= len(job.operation.host_pages)
+        self._moved["prefetched"] += progress.pages
+        acks.read.append(ReadEnded(job.operation, progress.pages, job.pages, job.seconds, job.failed))
 
-    def _take_store(self, store: BackupOperation, state: StoreProgress, acks: Acks) -> None:
-        store.jobs.in_flight -= 1
-        self._backup_pages -= len(store.host_pages)
-        self._moved["stored"] += store.stored_pages
+    def _take_store(self, job: StoreJob, state: StoreProgress, acks: Acks) -> None:
+        job.storage.in_flight -= 1
+        self._store_pages -= len(job.operation.host_pages)
+        self._moved["stored"] += job.stored_pages
         # What went to a store that is not in use any more is not in the one that is.
-        store.stored = state is StoreProgress.STORED and not store.jobs.retired
-        acks.stored.append(store)
+        stored = state is StoreProgress.STORED and not job.storage.retired
+        acks.stored.append(StoreEnded(job.operation, stored, job.complete and not job.failed))
 
     # State
 
@@ -428,13 +431,13 @@ class HiCacheController:
 
     @property
     def read_pages(self) -> int:
-        """Host pages lent to prefetches now."""
+        """Host pages lent to reads now."""
         return self._read_pages
 
     @property
     def idle(self) -> bool:
         """Whether no operation of any kind is queued or under way."""
-        return not (self._write_pages or self._load_pages or self._prefetching or self._backup_pages)
+        return not (self._backup_pages or self._load_pages or self._prefetches or self._store_pages)
 
     def statistics(self) -> ControllerStatistics:
         """Depths now and totals since start. May be called from any thread.
@@ -444,13 +447,13 @@ class HiCacheController:
         storage, backend = self._storage, self.backend
         return ControllerStatistics(
             queues=QueueStatistics(
-                write=len(self._writes) + len(self._launched_writes),
+                write=len(self._backups) + len(self._launched_backups),
                 load=len(self._loads) + len(self._launched_loads),
                 prefetch=storage.lookups.queued if storage.groups else 0,
                 reads=storage.reads.queued if storage.groups else 0,
                 backup=storage.backups.queued if storage.groups else 0,
-                device_pages_lent=self._write_pages + self._load_pages,
-                host_pages_lent=self._write_pages + self._load_pages + self._read_pages + self._backup_pages,
+                device_pages_lent=self._backup_pages + self._load_pages,
+                host_pages_lent=self._backup_pages + self._load_pages + self._read_pages + self._store_pages,
             ),
             written_pages=self._moved["written"],
             loaded_pages=self._moved["loaded"],
@@ -482,7 +485,7 @@ class HiCacheController:
         self._leave_ranks()
         self._storage.stop_prefetching()
         self._storage.stop_storing_at(deadline)
-        self.launch_writes()
+        self.launch_backups()
         self.launch_loads()
         copies_ended = self._copies is None or self._copies.close(timeout_s)
         return self._storage.close(deadline) and copies_ended

@@ -1,115 +1,114 @@
 """What travels through the controller's queues: operations going out, acks coming back.
 
-Each operation carries a `tag`, which the controller hands back untouched: the cache finds its node or request by it.
-Fields are written by the thread named at them; reading from another thread is safe because each is one reference.
+An operation says what to do and never changes. It is compared and hashed by identity, so that its submitter keeps what
+it is for in a table of its own. What becomes of it is in the ack; the controller's own notes are in `jobs`.
 """
 
 from __future__ import annotations
 
-import enum
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from ..backends.base import SetOutcome
 from ..errors import TransferError
 from ..keys import PageChain, RadixKey
-from ..tiers import Transfer
-from ..types import NO_PAGES, PageIds
-
-if TYPE_CHECKING:
-    from .storage import StorageJobs
+from ..types import PageIds
 
 
-class PrefetchState(enum.Enum):
-    """Where a prefetch is. Only the scheduler changes it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """Copy L2 pages to L1, pairwise."""
 
-    LOOKING_UP = "looking_up"  # a worker hashes the tokens and asks the backend what it has
-    READING = "reading"  # host pages are lent to it and an I/O worker fills them
-    ENDED = "ended"  # nobody works on it any more
-
-
-@dataclass(slots=True, eq=False)
-class PrefetchOperation:
-    """Pages of one prompt on their way from storage to L2."""
-
-    tag: Any
-    jobs: StorageJobs
-    key: RadixKey
-    start_page: int  # pages before it are on L2 already
-    prior: bytes | PageChain  # page key before `start_page`, or the seed; or the chain that has it
-    deadline: float  # monotonic; the I/O worker starts no batch after it
-    state: PrefetchState = PrefetchState.LOOKING_UP  # scheduler
-    cancelled: bool = False  # scheduler; workers stop at the next batch
-    failed: bool = False  # worker
-    phase_ended: bool = False  # scheduler: the lookup, or then the reads, have ended on this rank
-    expired: bool = False  # scheduler: its time is over, on some rank
-    keys: list[bytes] = field(default_factory=list)  # lookup worker: page keys from start_page on
-    hit_pages: int = 0  # lookup worker: how many of them storage has; once found, the least of all ranks
-    host_pages: PageIds = field(default_factory=lambda: NO_PAGES)  # scheduler: lent until state is ENDED
-    completed_pages: int = 0  # I/O worker: leading pages that are read and verified; never falls
-    read_s: float = 0.0  # I/O worker: how long the backend took for them, without waiting for the worker
-    arrived_pages: int = 0  # scheduler: how many of them count, because they are there on all ranks; never falls
-    taken_pages: int = 0  # scheduler: leading host pages that went into the tree
-
-    @property
-    def found_pages(self) -> int:
-        """What a lookup that has ended may promise: nothing if it failed."""
-        return self.hit_pages if self.phase_ended and not self.failed else 0
-
-
-@dataclass(slots=True, eq=False)
-class BackupOperation:
-    """Pages of one node on their way from L2 to storage. The host pages are lent until its ack."""
-
-    tag: Any
-    jobs: StorageJobs
-    chain: PageChain  # hashed by the backup worker
     host_pages: PageIds
-    begins_prompt: bool  # there is no page before them
-    outcomes: list[SetOutcome] = field(default_factory=list)  # backup worker: those of the leading pages
-    is_complete: bool = False  # backup worker: all pages are in storage now
-    stored_pages: int = 0  # backup worker: how many of them were not before
-    ended: bool = False  # scheduler: on this rank
-    stored: bool = False  # scheduler, at the ack: all pages are stored, on all ranks
+    device_pages: PageIds
 
 
-@dataclass(slots=True, eq=False)
-class CopyOperation:
-    """Pages of one node on their way between L1 and L2."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Backup:
+    """Copy L1 pages to L2, pairwise."""
 
-    tag: Any
     device_pages: PageIds
     host_pages: PageIds
 
 
-class Launch(NamedTuple):
-    """Copies of one direction that run as one; `pages` are those of all."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Lookup:
+    """Ask storage for the longest stored prefix of `key` behind its first `start_page` pages."""
 
-    transfer: Transfer
-    operations: list[CopyOperation]
+    key: RadixKey
+    start_page: int
+    prior: bytes | PageChain  # page key before `start_page`, or the seed; or the chain that has it
+    deadline: float  # monotonic; no batch starts after it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read:
+    """Fill L2 pages from storage, pairwise with `keys`, in order."""
+
+    keys: Sequence[bytes]
+    host_pages: PageIds
+    deadline: float  # monotonic; no batch starts after it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """Write the L2 pages of `chain` to storage. With `begins_prompt` there is no page before them."""
+
+    chain: PageChain  # hashed by the backup worker
+    host_pages: PageIds
+    begins_prompt: bool
+
+
+class Found(NamedTuple):
+    """A lookup that has ended: how many pages storage has, on all ranks. `failed` is about this rank."""
+
+    lookup: Lookup
     pages: int
+    keys: Sequence[bytes]  # page keys from `start_page` on, at least of these pages
+    failed: bool
+
+
+class ReadEnded(NamedTuple):
+    """A read that has ended: its leading `pages` are read and verified on all ranks. The rest is about this rank."""
+
+    read: Read
+    pages: int
+    pages_here: int
+    seconds: float  # that the backend took for `pages_here`, without waiting for the worker
+    failed: bool
+
+
+class StoreEnded(NamedTuple):
+    """A store that has ended. `stored`: the storage in use has all pages, on all ranks. `complete`: this rank's
+    storage, in use or not, has them all."""
+
+    store: Store
+    stored: bool
+    complete: bool
 
 
 @dataclass(slots=True, eq=False)
 class Acks:
     """Everything that ended since the last poll, in order."""
 
-    written: list[CopyOperation] = field(default_factory=list)
-    loaded: list[CopyOperation] = field(default_factory=list)
-    found: list[PrefetchOperation] = field(default_factory=list)  # looked up; decide whether to read
-    prefetched: list[PrefetchOperation] = field(default_factory=list)  # ended, well or not
-    stored: list[BackupOperation] = field(default_factory=list)
+    written: list[Backup] = field(default_factory=list)
+    loaded: list[Load] = field(default_factory=list)
+    failed_backups: list[Backup] = field(default_factory=list)
+    failed_loads: list[Load] = field(default_factory=list)
+    expired: list[Lookup | Read] = field(default_factory=list)  # their time is over, on some rank; they still run
+    found: list[Found] = field(default_factory=list)
+    read: list[ReadEnded] = field(default_factory=list)
+    stored: list[StoreEnded] = field(default_factory=list)
     load_times: list[tuple[int, float]] = field(default_factory=list)  # (pages, seconds) of each merged copy
-    failed_copies: list[CopyOperation] = field(default_factory=list)
     fault: TransferError | None = None  # a copy has failed, on some rank: no rank may vouch for its L1 any more
 
     @property
     def any(self) -> bool:
         """Whether there is anything in it."""
         return bool(
-            self.written or self.loaded or self.found or self.prefetched or self.stored or self.failed_copies
-            or self.fault
+            self.written or self.loaded or self.expired or self.found or self.read or self.stored
+            or self.failed_backups or self.failed_loads or self.fault
         )  # fmt: skip
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .operations import BackupOperation, Launch, PrefetchOperation, PrefetchState
+from .jobs import Launch, LookupJob, ReadJob, StoreJob
 
 # Backends start no page after the deadline but finish what they read; without this, a request would go on a moment
 # before its last batch of up to a hundred pages arrives.
@@ -23,9 +23,9 @@ class StoreProgress(enum.IntEnum):
 
 
 class PrefetchProgress(NamedTuple):
-    """Where the present phase (lookup or reads) of a prefetch is."""
+    """Where a lookup or a read is."""
 
-    operation: PrefetchOperation
+    job: LookupJob | ReadJob
     ended: bool
     pages: int  # found by a lookup that has ended, or read so far
     in_time: bool
@@ -44,10 +44,10 @@ class Progress:
     loads_done: int = 0
     figures: tuple[int, ...] = ()
     prefetches: Sequence[PrefetchProgress] = ()
-    stores: Sequence[tuple[BackupOperation, StoreProgress]] = ()
+    stores: Sequence[tuple[StoreJob, StoreProgress]] = ()
 
 
-def leading_done(launched: Iterable[Launch]) -> int:
+def leading_done(launched: Iterable[Launch[Any]]) -> int:
     """How many merged copies have ended, well or not, before the first that runs."""
     done = 0
     for launch in launched:
@@ -57,21 +57,16 @@ def leading_done(launched: Iterable[Launch]) -> int:
     return done
 
 
-def prefetch_progress(prefetches: Sequence[PrefetchOperation], time_s: float) -> list[PrefetchProgress]:
-    """Where each prefetch is on this rank. `phase_ended` is read first: after it the pages do not change."""
-    return [
-        PrefetchProgress(
-            job, job.phase_ended, job.completed_pages if job.state is PrefetchState.READING else job.found_pages,
-            time_s < job.deadline,
-        )
-        for job in prefetches
-    ]  # fmt: skip
+def prefetch_progress(jobs: Iterable[LookupJob | ReadJob], time_s: float) -> list[PrefetchProgress]:
+    """Where each is on this rank at `time_s`. `ended` is read first: after it the pages do not change."""
+    late_s = time_s - PREFETCH_GRACE_S
+    return [PrefetchProgress(job, job.ended, job.pages, late_s < job.operation.deadline) for job in jobs]
 
 
-def store_progress(store: BackupOperation, *, elsewhere: bool) -> StoreProgress:
+def store_progress(job: StoreJob, *, elsewhere: bool) -> StoreProgress:
     """Where a store is on this rank; with `elsewhere`, another rank does the work, and this one agrees to its word."""
     if elsewhere:
         return StoreProgress.STORED
-    if not store.ended:
+    if not job.ended:
         return StoreProgress.RUNNING
-    return StoreProgress.STORED if store.is_complete else StoreProgress.FAILED
+    return StoreProgress.STORED if job.complete and not job.failed else StoreProgress.FAILED

@@ -3,8 +3,8 @@
 A backend is not believed blindly: its answers are checked before they count, because a wrong count would show pages
 that nobody has filled.
 
-Locking design: all methods run on worker threads, several at once. They write the fields of the operation they were
-given (see `operations`) and `_broken_chains`, whose entries are set and removed one by one. `prefetching_stopped` and
+Locking design: all methods run on worker threads, several at once. They write the fields of the job they were given
+(see `jobs`) and `_broken_chains`, whose entries are set and removed one by one. `prefetching_stopped` and
 `stop_at` are written by the scheduler at shutdown or when the backend is retired and only ever get stricter;
 `in_flight` belongs to the scheduler.
 """
@@ -17,7 +17,8 @@ from collections.abc import Callable
 from ..backends.base import GetOutcome, SetOutcome, StorageBackend
 from ..errors import BackendError
 from ..tiers import HostPool
-from .operations import BackupOperation, PrefetchOperation
+from .jobs import LookupJob, ReadJob, StoreJob
+from .operations import Store
 
 # More failed chains than operations fit into the queue of small pages need not be remembered.
 _BROKEN_CHAINS_MAX = 4096
@@ -56,39 +57,38 @@ class StorageJobs:
         self.prefetching_stopped = True
         self.stop_at = -math.inf
 
-    def look_up(self, operation: PrefetchOperation, beat: Callable[[], None]) -> None:
+    def look_up(self, job: LookupJob, beat: Callable[[], None]) -> None:
         """Prefetch worker: chain the page keys batch by batch and ask for the longest stored prefix."""
-        key, page_size = operation.key, self._host.shape.tokens
-        pages = key.pages(page_size)
-        prior = operation.prior if isinstance(operation.prior, bytes) else operation.prior.keys()[-1]
-        for start in range(operation.start_page, pages, self._batch_pages):
-            if operation.cancelled or self.prefetching_stopped or self._clock() >= operation.deadline:
+        lookup, page_size = job.operation, self._host.shape.tokens
+        pages = lookup.key.pages(page_size)
+        prior = lookup.prior if isinstance(lookup.prior, bytes) else lookup.prior.keys()[-1]
+        for start in range(lookup.start_page, pages, self._batch_pages):
+            if job.cancelled or self.prefetching_stopped or self._clock() >= lookup.deadline:
                 return
             beat()
-            keys = key.page_keys(page_size, prior, start, min(start + self._batch_pages, pages))
+            keys = lookup.key.page_keys(page_size, prior, start, min(start + self._batch_pages, pages))
             prior = keys[-1]
-            operation.keys += keys
-            found = self.backend.batch_exists(keys, deadline=self._call_deadline(operation.deadline))
+            job.keys += keys
+            found = self.backend.batch_exists(keys, deadline=self._call_deadline(lookup.deadline))
             if type(found) is not int or not 0 <= found <= len(keys):
                 raise BackendError(f"the backend says that {found!r} of {len(keys)} pages are stored")
-            operation.hit_pages += found
+            job.hit_pages += found
             if found < len(keys):
                 return
 
-    def read(self, operation: PrefetchOperation, beat: Callable[[], None]) -> None:
+    def read(self, job: ReadJob, beat: Callable[[], None]) -> None:
         """I/O worker: read batch by batch, stop at the first page that is not a hit."""
-        batch = self._batch_pages
-        count = len(operation.host_pages)
-        for start in range(0, count, batch):
-            if operation.cancelled or self.prefetching_stopped or self._clock() >= operation.deadline:
+        read, batch = job.operation, self._batch_pages
+        for start in range(0, len(read.host_pages), batch):
+            if job.cancelled or self.prefetching_stopped or self._clock() >= read.deadline:
                 return
             beat()
-            pages = operation.host_pages[start : start + batch]
-            keys = operation.keys[start : start + len(pages)]
+            pages = read.host_pages[start : start + batch]
+            keys = read.keys[start : start + len(pages)]
             frames = self._host.frames(pages)
             began = self._clock()
-            outcomes = self.backend.batch_get(keys, frames, deadline=self._call_deadline(operation.deadline))
-            operation.read_s += self._clock() - began
+            outcomes = self.backend.batch_get(keys, frames, deadline=self._call_deadline(read.deadline))
+            job.seconds += self._clock() - began
             _require_outcomes(outcomes, GetOutcome, len(pages))
             hits = 0
             # A page counts only if its frame says so too: a backend that filled nothing has not hit.
@@ -96,29 +96,29 @@ class StorageJobs:
                 if not self.backend.codec.is_sealed(keys[hits], frames[hits]):
                     raise BackendError("the backend reports a hit but has not filled the frame with that page")
                 hits += 1
-            operation.completed_pages = start + hits
+            job.pages = start + hits
             if hits < len(pages):
                 return
 
-    def store(self, operation: BackupOperation, beat: Callable[[], None]) -> None:
+    def store(self, job: StoreJob, beat: Callable[[], None]) -> None:
         """Backup worker: store batch by batch, head first; a page that could not be stored ends the operation, and with
         it the operations behind it that continue its chain: nobody could reach their pages."""
         if self._clock() >= self.stop_at:
             return
         try:
-            if self._head_is_stored(operation, beat):
-                self._store_batches(operation, beat)
+            if self._head_is_stored(job.operation, beat):
+                self._store_batches(job, beat)
         finally:
-            outcomes = operation.outcomes
-            operation.stored_pages = outcomes.count(SetOutcome.STORED)
-            operation.is_complete = len(outcomes) == operation.chain.pages and all(o.is_stored for o in outcomes)
-            self._note_chain(operation)
+            outcomes = job.outcomes
+            job.stored_pages = outcomes.count(SetOutcome.STORED)
+            job.complete = len(outcomes) == job.operation.chain.pages and all(o.is_stored for o in outcomes)
+            self._note_chain(job)
 
-    def _head_is_stored(self, operation: BackupOperation, beat: Callable[[], None]) -> bool:
+    def _head_is_stored(self, store: Store, beat: Callable[[], None]) -> bool:
         """Asks the backend only where a store of the head has failed here: somebody else may have stored it since."""
-        if operation.begins_prompt or not self._broken_chains:
+        if store.begins_prompt or not self._broken_chains:
             return True
-        parent = operation.chain.prior_key()
+        parent = store.chain.prior_key()
         if parent not in self._broken_chains:
             return True
         beat()
@@ -127,28 +127,28 @@ class StorageJobs:
         self._broken_chains.pop(parent, None)
         return True
 
-    def _note_chain(self, operation: BackupOperation) -> None:
-        last_key = operation.chain.keys()[-1]
-        if operation.is_complete:
+    def _note_chain(self, job: StoreJob) -> None:
+        last_key = job.operation.chain.keys()[-1]
+        if job.complete:
             self._broken_chains.pop(last_key, None)
             return
         self._broken_chains[last_key] = None
         while len(self._broken_chains) > _BROKEN_CHAINS_MAX:
             self._broken_chains.pop(next(iter(self._broken_chains)), None)
 
-    def _store_batches(self, operation: BackupOperation, beat: Callable[[], None]) -> None:
-        batch, chain_keys = self._batch_pages, operation.chain.keys()
-        parent = None if operation.begins_prompt else operation.chain.prior_key()
-        for start in range(0, len(operation.host_pages), batch):
+    def _store_batches(self, job: StoreJob, beat: Callable[[], None]) -> None:
+        store, batch, chain_keys = job.operation, self._batch_pages, job.operation.chain.keys()
+        parent = None if store.begins_prompt else store.chain.prior_key()
+        for start in range(0, len(store.host_pages), batch):
             keys = chain_keys[start : start + batch]
-            frames = self._host.frames(operation.host_pages[start : start + batch])
+            frames = self._host.frames(store.host_pages[start : start + batch])
             beat()
             deadline = min(self.stop_at, self._clock() + self._deadline_s)
             if self._clock() >= deadline:
                 return
             outcomes = self.backend.batch_set(keys, frames, parent=parent, deadline=deadline)
             _require_outcomes(outcomes, SetOutcome, len(keys))
-            operation.outcomes += outcomes
+            job.outcomes += outcomes
             if not all(outcome.is_stored for outcome in outcomes):
                 return
             parent = keys[-1]

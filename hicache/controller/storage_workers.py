@@ -1,7 +1,7 @@
 """The threads that talk to storage: three groups of workers, and the backend they use at the moment.
 
 Locking design: every method is called by the scheduler thread. Workers reach back through one `SimpleQueue` of finished
-operations.
+jobs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from ..backends.base import StorageBackend, register_memory
 from ..tiers import HostPool
+from .jobs import LookupJob, ReadJob, StoreJob
 from .lifecycle import BackendLifecycle, OpenBackend
-from .operations import BackupOperation, PrefetchOperation
 from .options import ControllerOptions
 from .storage import StorageJobs
 from .worker import WorkerFactory, WorkerGroup
@@ -45,7 +45,7 @@ class StorageWorkers:
         self._clock = clock
         self._next_supervision = 0.0
         self._workers = workers
-        self._finished: queue.SimpleQueue[PrefetchOperation | BackupOperation] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[LookupJob | ReadJob | StoreJob] = queue.SimpleQueue()
         self.lifecycle = BackendLifecycle(self._jobs_for, workers, clock)
         if backend is not None:
             register_memory(backend, host.memory)
@@ -72,14 +72,14 @@ class StorageWorkers:
         workers = self._workers
         deadline_s = self._options.storage_deadline_s
         self.lookups = workers(
-            "prefetch", 1, handle=_look_up, fail=_fail_prefetch, acknowledge=self._finished.put, deadline_s=deadline_s,
+            "prefetch", 1, handle=_look_up, fail=_fail, acknowledge=self._finished.put, deadline_s=deadline_s,
         )  # fmt: skip
         self.reads = workers(
-            "io", self._options.io_workers, handle=_read, fail=_fail_prefetch, acknowledge=self._finished.put,
+            "io", self._options.io_workers, handle=_read, fail=_fail, acknowledge=self._finished.put,
             deadline_s=deadline_s,
         )  # fmt: skip
         self.backups = workers(
-            "backup", self._options.backup_workers, handle=_store, fail=_fail_backup, acknowledge=self._finished.put,
+            "backup", self._options.backup_workers, handle=_store, fail=_fail, acknowledge=self._finished.put,
             deadline_s=deadline_s,
         )  # fmt: skip
         self.groups = [self.lookups, self.reads, self.backups]
@@ -100,20 +100,17 @@ class StorageWorkers:
         """Whether `drain` would return something."""
         return not self._finished.empty()
 
-    def drain(self) -> list[PrefetchOperation | BackupOperation]:
-        """The operations that have ended since the last call, marked as such."""
+    def drain(self) -> list[LookupJob | ReadJob | StoreJob]:
+        """The jobs that have ended since the last call, marked as such."""
         # Only what is there now: workers may add faster than this loop drains.
         jobs = [self._finished.get_nowait() for _ in range(self._finished.qsize())]
         for job in jobs:
-            if isinstance(job, BackupOperation):
-                job.ended = True
-            else:
-                job.phase_ended = True
+            job.ended = True
         return jobs
 
-    def finish(self, operation: BackupOperation) -> None:
-        """Have an operation that no worker handles here come out of `drain`."""
-        self._finished.put(operation)
+    def finish(self, job: StoreJob) -> None:
+        """Have a job that no worker handles here come out of `drain`."""
+        self._finished.put(job)
 
     def stop_prefetching(self) -> None:
         """End all prefetches at their next batch; for shutdown."""
@@ -144,21 +141,17 @@ def _open_registered(open_backend: OpenBackend, memory: memoryview) -> StorageBa
     return backend
 
 
-def _look_up(operation: PrefetchOperation, beat: Callable[[], None]) -> None:
-    operation.jobs.look_up(operation, beat)
+def _look_up(job: LookupJob, beat: Callable[[], None]) -> None:
+    job.storage.look_up(job, beat)
 
 
-def _read(operation: PrefetchOperation, beat: Callable[[], None]) -> None:
-    operation.jobs.read(operation, beat)
+def _read(job: ReadJob, beat: Callable[[], None]) -> None:
+    job.storage.read(job, beat)
 
 
-def _store(operation: BackupOperation, beat: Callable[[], None]) -> None:
-    operation.jobs.store(operation, beat)
+def _store(job: StoreJob, beat: Callable[[], None]) -> None:
+    job.storage.store(job, beat)
 
 
-def _fail_prefetch(operation: PrefetchOperation) -> None:
-    operation.failed = True
-
-
-def _fail_backup(operation: BackupOperation) -> None:
-    operation.is_complete = False
+def _fail(job: LookupJob | ReadJob | StoreJob) -> None:
+    job.failed = True

@@ -125,6 +125,11 @@ class LlamaModel:
             self._weight(tensors, f"{mlp}.down_proj.weight"),
         )
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream that `forward` queues its work on; None on the CPU, where it computes before it returns."""
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span], transfer: Transfer | None = None) -> torch.Tensor:
         """Compute the KV of all `spans` into the pool; returns the logits of each span's last token, float32
@@ -137,7 +142,6 @@ class LlamaModel:
         """
         for span in spans:
             self._check_span(span)
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         with _single_thread():
             tiles: list[_Tile] = []
             states: list[torch.Tensor] = []
@@ -147,7 +151,7 @@ class LlamaModel:
                 last_tiles.append(len(tiles) - 1)
             for layer in range(self.config.layers):
                 if transfer is not None:
-                    transfer.wait_layer(layer, stream)
+                    transfer.wait_layer(layer, self.stream)
                 for position, tile in enumerate(tiles):
                     states[position] = self._layer(layer, tile, states[position])
             logits = torch.empty((len(spans), self.config.vocab_size), device=self.device)

@@ -5,6 +5,8 @@ One step:
     poll -> continue and admit prefills -> start_loading -> forward (waits layer by layer) -> cache_unfinished_req
          -> extend, or preempt the youngest -> forward of one token each -> cache_finished_req of what ended
 
+On a stream, each forward is followed by `record_fence`; on the CPU it computes before it returns.
+
 First come, first served, with two exceptions: a request that waits for storage is overtaken by those that do not, and a
 preempted request keeps the place of its submission. Or, as an option, the longest cached prefix first. Prefills longer
 than the step's budget go on in the next step.
@@ -49,7 +51,7 @@ from ..errors import (
 from ..keys import RadixKey, TokenInput
 from ..tiers import Transfer
 from .check import check_requests
-from .model import LlamaModel
+from .model import LlamaModel, Span
 from .options import EngineOptions, Schedule
 from .requests import EngineStatistics, FinishReason, Request, RequestRecord, Update, prompt_ids
 from .sampling import GREEDY, Sampling, greedy, pick
@@ -306,7 +308,7 @@ class Engine:
         spans = [request.span(count) for request, count in chunks]
         begin_s = time.perf_counter()
         try:
-            logits = self.model.forward(spans, transfer)
+            logits = self._forward(spans, transfer)
         except TransferError as error:
             # The others did not read what was to be loaded; they compute the same chunk again.
             for request in admitted:
@@ -331,6 +333,14 @@ class Engine:
             # Sampling has waited for the device, so this is what the forward took.
             self.cache.record_prefill(sum(count for _, count in chunks), time.perf_counter() - begin_s)
 
+    def _forward(self, spans: list[Span], transfer: Transfer | None = None) -> torch.Tensor:
+        """Run the forward. Copies that start later come after it, also after the layers of one that failed."""
+        try:
+            return self.model.forward(spans, transfer)
+        finally:
+            if (stream := self.model.stream) is not None:
+                self.cache.record_fence(stream.record_event())
+
     def _decode(self) -> None:
         batch: list[Request] = []
         for request in sorted(self._running.values(), key=lambda request: request.sequence):
@@ -340,7 +350,7 @@ class Engine:
                         batch.append(request)
         if batch:
             self._worked = True
-            logits = self.model.forward([request.span(1) for request in batch])
+            logits = self._forward([request.span(1) for request in batch])
             for request in batch:
                 request.kv_tokens += 1
             self._sample(batch, logits)

@@ -64,6 +64,10 @@ class PageBytes:
         for layer, constants in zip(self._layers, self._constants, strict=True):
             layer.index_copy_(0, rows, words ^ constants)
 
+    def fence(self) -> torch.cuda.Event | None:
+        """The point behind all that `fill` has queued; None on the CPU, where it writes before it returns."""
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
     def expected(self, pages: PageIds, seeds: Seeds) -> Expected:
         """What `wrong_bytes` compares with, converted and brought to the device once for all layers."""
         rows = torch.from_numpy(pages.astype(np.int64)).to(self._device)

@@ -360,6 +360,8 @@ class Replay:
         whole = request.kv_tokens // self.cache.page_size
         missing = slice(request.filled_pages, whole)
         self._bytes.fill(request.held_kv().pages[missing], request.seeds[missing])
+        if (fence := self._bytes.fence()) is not None:
+            self.cache.record_fence(fence)
         request.filled_pages = max(whole, request.filled_pages)
 
     # Leaving

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ LAYER_WAIT_S_MAX = 120.0
 Indices: TypeAlias = npt.NDArray[np.intp]
 
 
+@runtime_checkable
 class Fence(Protocol):
     """A point in the engine's work, which a copy comes after; `torch.cuda.Event` is one on a CUDA device."""
 

@@ -63,6 +63,7 @@ CALLS: dict[str, tuple[Call, Sequence[Any]]] = {
     "pin ttl_s": (lambda side, bad: side.cache.pin(prompt(1, 2), bad), [*LIMITED_TIMES, 0, Fraction(1, HUGE)]),
     "record_events stream": (lambda side, bad: side.cache.record_events(bad), [None, 5, []]),
     "record_events in use": (lambda side, bad: side.cache.record_events(bad), [EventStream(100)]),
+    "record_fence fence": (lambda side, bad: side.cache.record_fence(bad), [None, 5, "fence", object()]),
     "record_prefill tokens": (lambda side, bad: side.cache.record_prefill(bad, 0.1), COUNTS),
     "record_prefill seconds": (lambda side, bad: side.cache.record_prefill(1000, bad), LIMITED_TIMES),
     "drain timeout_s": (lambda side, bad: side.cache.drain(bad), [*TIMES, None]),

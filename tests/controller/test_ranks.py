@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hicache.controller import BackupOperation, PrefetchOperation
+from hicache.controller import Lookup, Store
 from hicache.controller.agreement import STORE_PLACES, Agreement
+from hicache.controller.jobs import LookupJob, StoreJob
 from hicache.controller.progress import PrefetchProgress, Progress, StoreProgress
 from hicache.controller.ranks import Int64s, TorchRankGroup, require_equal
 from hicache.controller.storage import StorageJobs
@@ -141,15 +142,15 @@ def test_the_device_lane_brings_a_vector_there_and_back() -> None:
 
 COUNTS = {"writes": 1, "loads": 2}
 # The agreement looks at no operation's backend.
-NO_JOBS = cast(StorageJobs, None)
+NO_STORAGE = cast(StorageJobs, None)
 
 
-def prefetch() -> PrefetchOperation:
-    return PrefetchOperation(None, NO_JOBS, RadixKey(b""), 0, b"", 0.0)
+def prefetch() -> LookupJob:
+    return LookupJob(Lookup(RadixKey(b""), 0, b"", 0.0), NO_STORAGE)
 
 
-def store() -> BackupOperation:
-    return BackupOperation(None, NO_JOBS, PageChain(b"", 1, b""), NO_PAGES, begins_prompt=True)
+def store() -> StoreJob:
+    return StoreJob(Store(PageChain(b"", 1, b""), NO_PAGES, begins_prompt=True), NO_STORAGE)
 
 
 class Ranks:
@@ -216,7 +217,7 @@ def test_a_result_speaks_of_the_operations_that_were_there_when_it_was_started()
         agreement.start(Progress(prefetches=[PrefetchProgress(old, True, 1, True)]), COUNTS)
         assert new is not old  # submitted now; it has the place from the next exchange on
     for agreement in ranks.agreements:
-        assert [progress.operation for progress in agreement.result().prefetches] == [old]
+        assert [progress.job for progress in agreement.result().prefetches] == [old]
 
 
 def test_operations_beyond_the_places_wait_for_their_turn() -> None:

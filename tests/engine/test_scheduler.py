@@ -6,7 +6,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ import torch
 
 from hicache.backends.memory import MemoryBackend
 from hicache.cache import SessionCache
-from hicache.engine import Engine, EngineOptions, FinishReason, Sampling
+from hicache.engine import Engine, EngineOptions, FinishReason, LlamaModel, Sampling, Span
 from hicache.errors import CapacityError, HiCacheError, InvalidInput, InvariantError, TransferError
 from hicache.frame import FrameCodec
 from hicache.keys import RadixKey
@@ -448,6 +448,73 @@ def test_a_failed_load_fails_the_request_that_needs_it_and_no_token_comes_of_it(
             assert records[rid].reason is FinishReason.FAILED and isinstance(records[rid].error, TransferError)
             assert records[rid].output_tokens == ()
         settle(engine)
+
+
+class Streamed(LlamaModel):
+    """A model that says that it computes on a stream. Its fences tell how many forwards they come after."""
+
+    forwards = 0
+
+    def forward(self, spans: Sequence[Span], transfer: Transfer | None = None) -> torch.Tensor:
+        self.forwards += 1
+        return super().forward(spans, transfer)
+
+    @property
+    def stream(self) -> Any:
+        return self
+
+    def record_event(self) -> PassedFence:
+        return PassedFence(self.forwards)
+
+
+class PassedFence(NamedTuple):
+    """A fence that was passed before it was recorded."""
+
+    forwards: int
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class FencedCopies(CpuCopyEngine):
+    """Counts the copies that come after all forwards that were queued before them, and those that do not."""
+
+    model: Streamed
+    fenced = early = 0
+
+    def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
+        self._count(after)
+        return super().backup(blocks, host_blocks, after=after)
+
+    def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
+        self._count(after)
+        return super().load(host_blocks, blocks, after=after)
+
+    def _count(self, after: Fence | None) -> None:
+        if isinstance(after, PassedFence) and after.forwards == self.model.forwards:
+            self.fenced += 1
+        else:
+            self.early += 1
+
+
+def test_on_a_stream_every_copy_comes_after_all_forwards_that_were_queued_before_it() -> None:
+    prompt = random_tokens(40, seed=24)
+    with make_engine(CHECKPOINT, copies=FencedCopies, model=Streamed) as engine:
+        copies = tiers(engine).controller._copies
+        assert isinstance(copies, FencedCopies) and isinstance(engine.model, Streamed)
+        copies.model = engine.model
+        generate(engine, prompt)
+        settle(engine)
+        engine.submit(random_tokens(20, seed=25), 30, ignore_eos=True)
+        engine.step()
+        tiers(engine).evict(tiers(engine).tree.device_evictable_pages)
+        generate(engine, prompt)
+        settle(engine)
+        assert engine.statistics().hit_tokens["host"] > 0
+        assert copies.fenced >= 3 and copies.early == 0
 
 
 def test_closing_aborts_what_is_left_and_leaks_nothing() -> None:

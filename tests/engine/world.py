@@ -105,6 +105,7 @@ def make_engine(  # noqa: PLR0913 - the parts that tests exchange
     host_pages: int = 128,
     backend: Callable[[FrameCodec], StorageBackend] | None = None,
     copies: Callable[[EngineBlocks, HostWindow], CopyEngine] = create_copy_engine,
+    model: type[LlamaModel] = LlamaModel,
     options: EngineOptions | None = None,
     payoff: PayoffOptions | None = None,
     eviction_policy: str = "lru",
@@ -122,8 +123,8 @@ def make_engine(  # noqa: PLR0913 - the parts that tests exchange
         prefetch_host_share=1, payoff=payoff or PayoffOptions(always=True), eviction_policy=eviction_policy,
     )  # fmt: skip
     rows = RequestToTokenPool(options.running_max, -(-checkpoint.config.context_tokens // TILE) * TILE)
-    model = LlamaModel(checkpoint.config, checkpoint.tensors, pool, rows)
-    return Engine(model, around(HiRadixCache(pool, host, controller, thresholds)), options)
+    computing = model(checkpoint.config, checkpoint.tensors, pool, rows)
+    return Engine(computing, around(HiRadixCache(pool, host, controller, thresholds)), options)
 
 
 def drive(engine: Engine, until: Callable[[], bool] | None = None) -> dict[str, RequestRecord]:

@@ -1,4 +1,4 @@
-"""A copy engine on nobody's thread: its copies advance block by block when the schedule says so."""
+"""A copy engine without a thread: its copies advance block by block when the schedule says so."""
 
 from __future__ import annotations
 
@@ -91,8 +91,9 @@ class SimulatedTransfer(Transfer):
 
 
 class SimulatedCopyEngine(CopyEngine):
-    """Copies in order per direction. `fail_rate` is per piece; after a failed copy all later ones fail, as on a stream
-    device."""
+    """Copies in order per direction, each after its fence. `fail_rate` is per piece. `failed` is whether any copy has
+    failed, so that nothing vouches for what the device holds.
+    """
 
     def __init__(
         self, device: SimulatedDevicePool, host: SimulatedHostPool, numbers: random.Random, fail_rate: float,
@@ -104,7 +105,8 @@ class SimulatedCopyEngine(CopyEngine):
         self.device_blocks, self.host_blocks = device.memory, host.blocks
         self._fail_rate = fail_rate
         self._queues: dict[bool, deque[SimulatedTransfer]] = {False: deque(), True: deque()}
-        self._failure: TransferError | None = None
+        self.stream = device.stream
+        self.failed = False
 
     def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> SimulatedTransfer:
         source, target = self._require_pairs(blocks, host_blocks)
@@ -116,7 +118,7 @@ class SimulatedCopyEngine(CopyEngine):
 
     def _submit(self, load: bool, source: Indices, target: Indices, after: Fence | None) -> SimulatedTransfer:
         if self.random.random() < self._fail_rate:
-            self._failure = TransferError("the simulated device failed at the start of a copy")
+            self.failed = True
             raise RuntimeError("no memory left for staging")
         transfer = SimulatedTransfer(self, load, source, target, after)
         self._queues[load].append(transfer)
@@ -125,29 +127,31 @@ class SimulatedCopyEngine(CopyEngine):
     def glance(self) -> None:
         """Time passes on the device between two looks at it."""
         if self.random.random() < 0.5:
+            self.tick()
+
+    def tick(self) -> None:
+        """The device does a piece of whatever it has to do."""
+        if self.random.random() < 0.2:
+            self.stream.step()
+        else:
             self.advance(self.random.random() < 0.5)
 
     def advance(self, load: bool) -> None:
-        """Copy the next piece of one direction."""
+        """Copy the next piece of one direction. While that waits for its fence, the device computes instead."""
         queue = self._queues[load]
         if not queue:
             return
         transfer = queue[0]
         if transfer.after is not None and not transfer.after.query():
+            self.stream.step()
             return
-        if self._failure is None and self.random.random() < self._fail_rate:
-            self._failure = TransferError("the simulated device failed")
-        if self._failure is not None:
-            transfer.fail(self._failure)
+        if self.random.random() < self._fail_rate:
+            self.failed = True
+            transfer.fail(TransferError("the simulated device failed"))
         else:
             transfer.advance()
         if transfer.ended:
             queue.popleft()
-
-    @property
-    def failed(self) -> bool:
-        """Whether a copy has failed, so that nobody can vouch for what the device holds."""
-        return self._failure is not None
 
     @property
     def busy(self) -> bool:
@@ -156,5 +160,5 @@ class SimulatedCopyEngine(CopyEngine):
 
     def close(self, timeout_s: float) -> bool:
         while self.busy:
-            self.advance(self.random.random() < 0.5)
+            self.tick()
         return True

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from hicache.errors import TransferError
 from hicache.keys import RadixKey, namespace_seed
 from hicache.tiers import Transfer
-from hicache.types import NO_PAGES
+from hicache.types import NO_PAGES, PageIds
 from tests.simulation.memory import JUNK, Finding
-from tests.simulation.setting import Parts, Running, Waiting
+from tests.simulation.setting import Parts, Running, Span, Waiting
 from tests.simulation.world import World
 
 RUNNING_MAX = 4
@@ -108,21 +110,27 @@ class Engine(World):
         self._early = self._early or self.cache.start_loading()
 
     def forward(self) -> None:
-        """Compute a chunk of every running request, reading what it has and writing what is new, layer by layer."""
+        """Queue a chunk of every running request, reading what it has and writing what is new, layer by layer."""
+        if self.random.random() < 0.5:
+            self.device.stream.synchronize()  # for the tokens of earlier forwards
         began_s = self.clock()
         transfers = [transfer for transfer in (self._early, self.cache.start_loading()) if transfer is not None]
         self._early = None
         for running in self.running:
             missing = self._positions(running) - running.computed
             running.chunk = self.random.randint(1, missing) if missing else 0
+        spans = [self._span(running) for running in self.running]
         try:
             for layer in range(self.device.geometry.layers):
                 self._wait(transfers, layer)
-                self._compute(layer)
+                if spans:
+                    self.device.stream.submit(partial(self._compute, layer, spans))
         except TransferError:
+            self.cache.record_fence(self.device.stream.fence())
             for running in [running for running in self.running if running.fresh]:
                 self._end(running, None)
             return
+        self.cache.record_fence(self.device.stream.fence())
         for running in self.running:
             running.computed += running.chunk
             running.fresh = False
@@ -141,25 +149,31 @@ class Engine(World):
         finally:
             self.alone = False
 
-    def _compute(self, layer: int) -> None:
-        """Read and compare all KV of one layer that attention reads, then write the chunk's."""
-        page_size, table, blocks = self.cache.page_size, self.stamps.table[layer], self.device.memory[layer]
-        for running in self.running:
-            pages, whole = running.request.pages, running.computed // page_size
-            wrong = blocks[:, pages[:whole]] != table[:, running.rows[:whole]]
+    def _span(self, running: Running) -> Span:
+        """What the forward reads and writes for a request, whatever becomes of the request before it is computed."""
+        page_size, done = self.cache.page_size, running.computed + running.chunk
+        return Span(
+            running.request.rid, running.request.pages, running.rows, running.computed // page_size, done // page_size,
+            writes_half=done % page_size > 0 and running.chunk > 0,
+        )  # fmt: skip
+
+    def _compute(self, layer: int, spans: list[Span]) -> None:
+        """Read and compare all KV of one layer that attention reads, then write the chunks'."""
+        table, blocks = self.stamps.table[layer], self.device.memory[layer]
+        for span in spans:
+            wrong = blocks[:, span.pages[: span.first]] != table[:, span.rows[: span.first]]
             if wrong.any():
                 raise Finding(
                     "wrong bytes",
-                    f"{running.request.rid} read wrong KV in layer {layer}, pages of the prompt "
+                    f"{span.rid} read wrong KV in layer {layer}, pages of the prompt "
                     f"{np.flatnonzero(wrong.any(axis=(0, 2))).tolist()}",
                 )
-            self.verified_pages += whole if layer == 0 else 0
-        for running in self.running:
-            pages, done = running.request.pages, running.computed + running.chunk
-            first, whole = running.computed // page_size, done // page_size
-            blocks[:, pages[first:whole]] = table[:, running.rows[first:whole]]
-            if done % page_size and running.chunk:
-                blocks[:, pages[whole]] = JUNK  # half a page is nobody else's business
+            self.verified_pages += span.first if layer == 0 else 0
+        for span in spans:
+            own = slice(span.first, span.end)
+            blocks[:, span.pages[own]] = table[:, span.rows[own]]
+            if span.writes_half:
+                blocks[:, span.pages[span.end]] = JUNK  # a half page is of no use to others
 
     def share(self) -> None:
         """Chunked prefill: the tree gets what is computed."""
@@ -241,10 +255,13 @@ class Engine(World):
         pages = self.cache.alloc_pages(len(keys))
         if pages is None:
             return
-        rows = self.stamps.rows(keys, self.epoch)
-        self.device.memory[:, :, pages] = self.stamps.table[:, :, rows]
+        self.device.stream.submit(partial(self._write, pages, self.stamps.rows(keys, self.epoch)))
+        self.cache.record_fence(self.device.stream.fence())
         inserted = self.cache.insert(key, pages, priority=self.random.randrange(3))
         self.cache.free_pages(pages[: inserted.present_pages])
+
+    def _write(self, pages: PageIds, rows: PageIds) -> None:
+        self.device.memory[:, :, pages] = self.stamps.table[:, :, rows]
 
     def evict(self) -> None:
         pages, free = self.setting.device_pages, self.device.allocator.free_pages
@@ -310,7 +327,7 @@ class Engine(World):
 
     def copy(self) -> None:
         for _ in range(self.random.randint(1, 24)):
-            self.copies.advance(self.random.random() < 0.5)
+            self.copies.tick()
 
     def work(self) -> None:
         """A worker takes a job."""

@@ -1,4 +1,6 @@
-"""Memory that tells when somebody writes where he must not: free pages hold poison from the moment they are freed."""
+"""Memory that tells when somebody writes where he must not: free pages hold poison from the moment they are freed, or
+from when the forwards are done that were queued before that: those may still read them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from hicache.geometry import KVGeometry
 from hicache.tiers import EngineBlocks, HostPool, KVPool
 from hicache.tiers.allocator import PageAllocator
 from hicache.types import Bytes2D, PageIds
+from tests.simulation.stream import Stream
 
 POISON = 0xDB  # what a free page holds
 JUNK = 0xEE  # what nobody may rely on: unfinished pages, buffers of a read that was no hit
@@ -29,31 +32,45 @@ class Finding(BaseException):
 class GuardedAllocator(PageAllocator):
     """Poisons what it takes back, and finds poison that was written over.
 
-    `blocks` is uint8 `[..., page, bytes]` over the memory of all pages.
+    `blocks` is uint8 `[..., page, bytes]` over the memory of all pages, which the work of `stream` may read.
     """
 
-    def __init__(self, capacity: int, *, first: int, tier: str, blocks: Bytes2D) -> None:
+    def __init__(self, capacity: int, *, first: int, tier: str, blocks: Bytes2D, stream: Stream) -> None:
         super().__init__(capacity, first=first)
         self._tier = tier
         self._blocks = blocks
+        self._stream = stream
+        self._clean_from: dict[int, int] = {}  # free pages that hold no poison yet, and after which work they may
         blocks[...] = POISON
 
     def alloc(self, count: int) -> PageIds | None:
         pages = super().alloc(count)
         if pages is not None and count:
             self._require_poison(pages)
+            for page in pages.tolist():
+                self._clean_from.pop(page, None)
         return pages
 
     def free(self, pages: PageIds) -> None:
         super().free(pages)
-        if len(pages):
-            self._blocks[..., pages, :] = POISON
+        self._clean_from.update(dict.fromkeys(pages.tolist(), self._stream.queued))
+        self._poison()
 
     def require_poison(self) -> None:
         """Raises Finding if a free page was written to."""
         self._require_poison(self._stack[: self._ready])
 
+    def _poison(self) -> None:
+        due = [page for page, end in self._clean_from.items() if end <= self._stream.done]
+        if due:
+            self._blocks[..., due, :] = POISON
+        for page in due:
+            del self._clean_from[page]
+
     def _require_poison(self, pages: PageIds) -> None:
+        self._poison()
+        if self._clean_from:
+            pages = np.array([page for page in pages.tolist() if page not in self._clean_from], dtype=np.int32)
         clean = self._blocks[..., pages, :] == POISON
         if not clean.all():
             changed = ~clean.reshape(-1, *clean.shape[-2:]).all(axis=(0, 2))
@@ -63,13 +80,14 @@ class GuardedAllocator(PageAllocator):
 class SimulatedDevicePool(KVPool):
     """L1 in one piece, `memory` uint8 `[layers, blocks of a layer, pages + 1, bytes]`, with a guarded allocator."""
 
-    def __init__(self, geometry: KVGeometry, pages: int) -> None:
+    def __init__(self, geometry: KVGeometry, pages: int, stream: Stream) -> None:
+        self.stream = stream
         self.memory = np.zeros(
             (geometry.layers, geometry.blocks_per_layer, pages + 1, geometry.block_bytes), dtype=np.uint8
         )
         regions = [[torch.from_numpy(part) for part in layer] for layer in self.memory]
         super().__init__(geometry, EngineBlocks(regions, first=1))
-        self.allocator = self.guard = GuardedAllocator(pages, first=1, tier="L1", blocks=self.memory)
+        self.allocator = self.guard = GuardedAllocator(pages, first=1, tier="L1", blocks=self.memory, stream=stream)
 
 
 class SimulatedHostPool(HostPool):
@@ -81,4 +99,5 @@ class SimulatedHostPool(HostPool):
         shape = (pages, geometry.layers, geometry.blocks_per_layer, geometry.block_bytes)
         self.blocks = self.buffer[:, HEADER_BYTES:end].reshape(shape).transpose(1, 2, 0, 3)
         assert np.shares_memory(self.blocks, self.buffer)
-        self.allocator = self.guard = GuardedAllocator(pages, first=0, tier="L2", blocks=self.buffer[:, :end])
+        blocks = self.buffer[:, :end]
+        self.allocator = self.guard = GuardedAllocator(pages, first=0, tier="L2", blocks=blocks, stream=Stream())

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from hicache.cache import HiRadixCache
-from hicache.cache.backup import Backup, CopyTask
+from hicache.cache.backup import Backups
 from hicache.cache.books import DeviceLedger
-from hicache.cache.loading import Loader
+from hicache.cache.loading import Loaded, Loader
 from hicache.cache.prefetch import Prefetcher
 from hicache.cache.storing import Storing
-from hicache.controller import Acks, BackupOperation, CopyOperation, HiCacheController, PrefetchState
+from hicache.controller import Acks, Backup, HiCacheController, Load, Read, ReadEnded, StoreEnded
+from hicache.controller.jobs import ReadJob, StoreJob
 from hicache.controller.progress import PrefetchProgress, StoreProgress
 from hicache.keys import RadixKey
-from hicache.radix import Fate, Node, RadixTree
+from hicache.radix import Fate, Match, Node, RadixTree
 from hicache.tiers import Fence
 from hicache.types import NO_PAGES, PageIds
 from tests.simulation.device import SimulatedCopyEngine, SimulatedTransfer
@@ -42,40 +43,56 @@ def _become(instance: object, kind: type[Any]) -> None:
 # Copies between L1 and L2
 
 
-def _ended(acks: Acks | None, *, load: bool) -> list[CopyOperation]:
-    """The copies of one direction that have ended, well or not."""
-    if acks is None:
-        return []
-    failed = [copy for copy in acks.failed_copies if copy.tag.node.backup_pending is not load]
-    return (acks.loaded if load else acks.written) + failed
-
-
-class _UnlocksWritesAtSubmit(HiCacheController):
+class _UnlocksBackupsAtSubmit(Backups):
     """A backup protects its device pages until it was submitted, not until it has ended."""
 
-    def submit_write(self, tag: CopyTask, device_pages: PageIds, host_pages: PageIds) -> None:
-        super().submit_write(tag, device_pages, host_pages)
-        tag.tree.unlock(tag.node)
+    def _back_up(self, path: list[Node], *, evicts: bool = False) -> bool:
+        started = super()._back_up(path, evicts=evicts)
+        for node in path if started else ():
+            self._trees.current.unlock(node)
+        return started
 
-    def poll(self) -> Acks | None:
-        acks = super().poll()
-        for copy in _ended(acks, load=False):
-            copy.tag.tree.lock(copy.tag.node)
-        return acks
+    def written(self, backup: Backup) -> list[PageIds]:
+        if not self._halted:
+            self._lock(backup)
+        return super().written(backup)
+
+    def failed(self, backup: Backup) -> None:
+        self._lock(backup)
+        super().failed(backup)
+
+    def _lock(self, backup: Backup) -> None:
+        tree, node, _ = self._runs[backup]
+        tree.lock(node)
 
 
-class _UnlocksLoadsAtSubmit(HiCacheController):
+class _UnlocksLoadsAtSubmit(Loader):
     """A load protects its pages until it was submitted: they may be evicted and handed out while it still writes."""
 
-    def submit_load(self, tag: CopyTask, host_pages: PageIds, device_pages: PageIds) -> CopyOperation:
-        tag.tree.unlock(tag.node)
-        return super().submit_load(tag, host_pages, device_pages)
+    def load_back(self, tree: RadixTree, match: Match, quota_pages: int | None) -> Loaded:
+        loaded = super().load_back(tree, match, quota_pages)
+        if loaded.load is not None:
+            tree.unlock(loaded.node)
+        return loaded
 
-    def poll(self) -> Acks | None:
-        acks = super().poll()
-        for copy in _ended(acks, load=True):
-            copy.tag.tree.lock(copy.tag.node)
-        return acks
+    def ended(self, load: Load) -> None:
+        tree, node = self._runs[load]
+        tree.lock(node)
+        super().ended(load)
+
+
+class _IgnoresFencesOfBackups(SimulatedCopyEngine):
+    """A copy to L2 does not wait until the forward has written the pages."""
+
+    def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> SimulatedTransfer:
+        return super().backup(blocks, host_blocks)
+
+
+class _IgnoresFencesOfLoads(SimulatedCopyEngine):
+    """A copy to L1 does not wait until the forward has read the pages for the last time."""
+
+    def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> SimulatedTransfer:
+        return super().load(host_blocks, blocks)
 
 
 class _EagerTransfer(SimulatedTransfer):
@@ -103,7 +120,7 @@ class _ForgetsSplits(RadixTree):
         return host_pages[count:]
 
 
-class _FreesVictimsAtSubmit(Backup):
+class _FreesVictimsAtSubmit(Backups):
     """The L1 pages of a write-back victim are handed out as soon as its copy to L2 was submitted."""
 
     l1: DeviceLedger
@@ -115,8 +132,8 @@ class _FreesVictimsAtSubmit(Backup):
             self.l1.request_pages -= len(victim.device)
         return fate
 
-    def written(self, copy: CopyOperation) -> list[PageIds]:
-        self.l1.request_pages += sum(map(len, super().written(copy)))
+    def written(self, backup: Backup) -> list[PageIds]:
+        self.l1.request_pages += sum(map(len, super().written(backup)))
         return []
 
 
@@ -129,9 +146,10 @@ def _with_l1(cache: HiRadixCache) -> None:
 class _ForgetsCancelledPages(Loader):
     """The pages of a load that is taken back stay on L1 in the tree, although nobody fills them."""
 
-    def cancel(self, load: CopyOperation) -> None:
-        self._controller.cancel_load(load)
-        load.tag.tree.unlock(load.tag.node)
+    def cancel(self, load: Load) -> None:
+        if self._controller.cancel_load(load):
+            tree, node = self._runs.pop(load)
+            tree.unlock(node)
 
 
 # Prefetch
@@ -140,33 +158,31 @@ class _ForgetsCancelledPages(Loader):
 class _GivesPagesBackAtCancel(Prefetcher):
     """A cancelled prefetch gives its pages back at once, while the read still fills them."""
 
-    def _close(self, prefetch: Any) -> None:
-        super()._close(prefetch)
-        operation = prefetch.operation
-        if operation.state is PrefetchState.READING:
-            unused = operation.host_pages[operation.taken_pages :]
+    def _cancel(self, prefetch: Any) -> None:
+        super()._cancel(prefetch)
+        if isinstance(read := prefetch.operation, Read):
+            unused = read.host_pages[prefetch.taken_pages :]
             self._ledger.settle(len(unused), unused)
-            operation.taken_pages = len(operation.host_pages)
+            prefetch.taken_pages = len(read.host_pages)
 
 
 class _TakesLateArrivals(Prefetcher):
     """The late completion of a cancelled prefetch enters the tree, with pages that are given back."""
 
-    def ended(self, operation: Any) -> None:
-        prefetch = self._active[operation.tag]
+    def ended(self, ended: ReadEnded) -> None:
+        prefetch = self._operations[ended.read]
         if prefetch.answered:
-            late = operation.host_pages[: operation.completed_pages]
-            prefetch.tree.insert_host(operation.key, operation.start_page, late, operation.keys[: len(late)])
-        super().ended(operation)
+            late = ended.read.host_pages[: ended.pages_here]
+            prefetch.tree.insert_host(prefetch.key, prefetch.start_page, late, list(ended.read.keys[: len(late)]))
+        super().ended(ended)
 
 
 class _BelievesShortReads(HiCacheController):
     """How much a read brought is taken from what was asked for, so a short read shows what lay there before."""
 
     def _take_prefetch(self, progress: PrefetchProgress, acks: Acks) -> None:
-        operation = progress.operation
-        if progress.ended and operation.state is PrefetchState.READING:
-            progress = progress._replace(pages=len(operation.host_pages))
+        if progress.ended and isinstance(progress.job, ReadJob):
+            progress = progress._replace(pages=len(progress.job.operation.host_pages))
         super()._take_prefetch(progress, acks)
 
 
@@ -180,16 +196,15 @@ class _DoesNotHoldAnchors(Prefetcher):
             self._active[new].tree.release_host(self._active[new].anchor)
         return started
 
-    def _take(self, prefetch: Any) -> None:
-        operation, tree, anchor = prefetch.operation, prefetch.tree, prefetch.anchor
-        arrived = operation.host_pages[: operation.arrived_pages]
-        operation.taken_pages = len(arrived)
-        tokens = operation.key.tokens[operation.start_page * tree.page_bytes :][: len(arrived) * tree.page_bytes]
-        if len(arrived) == 0 or tokens[: tree.page_bytes] in anchor.children:
-            self._ledger.settle(len(arrived), arrived)
+    def _take(self, prefetch: Any, read: Read, arrived: int) -> None:
+        tree, anchor, pages = prefetch.tree, prefetch.anchor, read.host_pages[:arrived]
+        prefetch.taken_pages = arrived
+        tokens = prefetch.key.tokens[prefetch.start_page * tree.page_bytes :][: arrived * tree.page_bytes]
+        if arrived == 0 or tokens[: tree.page_bytes] in anchor.children:
+            self._ledger.settle(arrived, pages)
             return
-        tree.set_host(tree._add_child(anchor, tokens), arrived.copy())
-        self._ledger.settle(len(arrived), NO_PAGES)
+        tree.set_host(tree._add_child(anchor, tokens), pages.copy())
+        self._ledger.settle(arrived, NO_PAGES)
 
     def _end(self, prefetch: Any) -> None:
         prefetch.tree.hold_host(prefetch.anchor)
@@ -209,9 +224,10 @@ class _StoresWithoutHolding(Storing):
             self._trees.current.release_host(node)
         return goes_on
 
-    def stored(self, backup: BackupOperation) -> None:
-        backup.tag.tree.hold_host(backup.tag.node)
-        super().stored(backup)
+    def ended(self, ended: StoreEnded) -> None:
+        tree, node = self._runs[ended.store]
+        tree.hold_host(node)
+        super().ended(ended)
 
 
 class _GivesStuckJobsUp(SimulatedWorkers[Any]):
@@ -245,9 +261,9 @@ class _KeepsPrefetchesThroughUpdates(Prefetcher):
     def cancel_all(self) -> None:
         pass
 
-    def _take(self, prefetch: Any) -> None:
+    def _take(self, prefetch: Any, read: Read, arrived: int) -> None:
         own, prefetch.tree = prefetch.tree, self._trees.current
-        super()._take(prefetch)
+        super()._take(prefetch, read, arrived)
         prefetch.tree = own
 
 
@@ -258,18 +274,18 @@ class _StoresWithWhatIsOpen(HiCacheController):
         acks = super().poll()
         now_open = self._storage.lifecycle.jobs
         for store in self._storage.backups._waiting if now_open is not None else ():  # type: ignore[attr-defined]
-            store.jobs.in_flight -= 1
-            store.jobs = now_open
-            store.jobs.in_flight += 1
+            store.storage.in_flight -= 1
+            store.storage = now_open
+            store.storage.in_flight += 1
         return acks
 
 
 class _BelievesDetachedStores(HiCacheController):
     """A store that ends after its server was detached counts as one at the server that is attached now."""
 
-    def _take_store(self, store: BackupOperation, state: StoreProgress, acks: Acks) -> None:
-        super()._take_store(store, state, acks)
-        store.stored = state is StoreProgress.STORED
+    def _take_store(self, job: StoreJob, state: StoreProgress, acks: Acks) -> None:
+        super()._take_store(job, state, acks)
+        acks.stored[-1] = acks.stored[-1]._replace(stored=state is StoreProgress.STORED)
 
 
 class _KeepsMarksOfDetached(RadixTree):
@@ -279,7 +295,7 @@ class _KeepsMarksOfDetached(RadixTree):
         pass
 
 
-class _DropsPinnedRuns(Backup):
+class _DropsPinnedRuns(Backups):
     """Eviction from L1 does not look at pins."""
 
     def save(self, victim: Node) -> Fate:
@@ -295,7 +311,7 @@ def _prefetcher(kind: type[Prefetcher]) -> Parts:
     return Parts(after=lambda cache: _become(cache._prefetcher, kind))
 
 
-def _backup(kind: type[Backup]) -> Parts:
+def _backup(kind: type[Backups]) -> Parts:
     return Parts(after=lambda cache: _become(cache._backup, kind))
 
 
@@ -306,10 +322,12 @@ def _storing(kind: type[Storing]) -> Parts:
 WRONG, LATE, BOOKS = "wrong bytes", "late write", "invariant"
 
 RACES: dict[str, Race] = {
-    "a device page of a backup is freed at submit": Race(Parts(controller=_UnlocksWritesAtSubmit), {WRONG, BOOKS}, 40),
+    "a device page of a backup is freed at submit": Race(_backup(_UnlocksBackupsAtSubmit), {WRONG, BOOKS}, 40),
     "a device page of a load is freed at submit": Race(
-        Parts(controller=_UnlocksLoadsAtSubmit), {WRONG, LATE, BOOKS}, 400
+        Parts(after=lambda cache: _become(cache._loader, _UnlocksLoadsAtSubmit)), {WRONG, LATE, BOOKS}, 400
     ),
+    "a backup ignores the fence": Race(Parts(copies=_IgnoresFencesOfBackups), {WRONG}, 40),
+    "a load ignores the fence": Race(Parts(copies=_IgnoresFencesOfLoads), {WRONG}, 400),
     "a backup is visible before its copy has ended": Race(Parts(copies=_AcknowledgesEarly), {WRONG}, 40),
     "a split during a backup loses a part": Race(_tree(_ForgetsSplits), {WRONG, BOOKS}, 40),
     "a device page of a write-back victim is freed at submit": Race(Parts(after=_with_l1), {WRONG, LATE, BOOKS}, 150),

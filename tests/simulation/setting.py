@@ -113,6 +113,17 @@ class Running:
     chunk: int = 0  # positions that the forward under way computes
 
 
+class Span(NamedTuple):
+    """What a forward does for one request: it reads the first `first` whole pages, and writes those up to `end`."""
+
+    rid: str
+    pages: PageIds
+    rows: PageIds  # stamps of the pages
+    first: int
+    end: int
+    writes_half: bool  # and a part of the page behind them
+
+
 class Waiting(NamedTuple):
     """A request that has not begun, or that begins again."""
 

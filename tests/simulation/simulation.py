@@ -111,7 +111,7 @@ class Simulation(Engine):
 
     def _is_at_rest(self) -> bool:
         """Nobody waits or runs, nothing is under way, and of all stores the one of this epoch is open."""
-        if self.waiting or self.running or not self.controller.idle:
+        if self.waiting or self.running or not (self.controller.idle and self.device.stream.fence().query()):
             return False
         users = sum(server.users for server in self.servers)
         return users == self.cache.storage.attached == (self.controller.backend is not None)

@@ -14,6 +14,7 @@ from tests.simulation.audit import Auditor, Follower
 from tests.simulation.memory import SimulatedDevicePool, SimulatedHostPool
 from tests.simulation.setting import Parts, Setting, prompt_key
 from tests.simulation.storage import Stores
+from tests.simulation.stream import Stream
 from tests.simulation.workers import Died, SimulatedWorkers
 from tests.stamps import Stamps
 
@@ -31,7 +32,7 @@ class World(ABC):
         self.fault_rate = setting.fault_rate
         self.workers: list[SimulatedWorkers[Any]] = []
         self.stamps = Stamps(setting.geometry)
-        self.device = SimulatedDevicePool(setting.geometry, setting.device_pages)
+        self.device = SimulatedDevicePool(setting.geometry, setting.device_pages, Stream())
         self.host = SimulatedHostPool(setting.geometry, setting.host_pages)
         self.copies = parts.copies(self.device, self.host, self.random, setting.device_fail_rate, self.clock)
         namespace = Namespace(model="simulation", geometry=setting.geometry)

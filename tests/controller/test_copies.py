@@ -1,0 +1,144 @@
+"""Copies between L1 and L2 as the controller starts them: each after the latest fence, all loads in flight as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hicache.cache import CacheOptions
+from hicache.controller import Backup, HiCacheController, Load
+from hicache.errors import TransferError
+from hicache.tiers import EngineBlocks, Fence, HostPool, HostWindow, StepCounter, Transfer, create_device_pool
+from hicache.tiers.copy import Indices
+from hicache.tiers.copy_cpu import CpuCopyEngine
+from hicache.types import PageIds
+from tests.cache.world import GEOMETRY, World, prompt
+from tests.waiting import WAIT_S, wait_for
+
+
+def pages(*numbers: int) -> PageIds:
+    return np.array(numbers, dtype=np.int32)
+
+
+class Copies(CpuCopyEngine):
+    """Notes what each copy comes after. A load of host page 0 fails."""
+
+    def __init__(self, blocks: EngineBlocks, window: HostWindow) -> None:
+        super().__init__(blocks, window)
+        self.fences: list[Fence | None] = []
+
+    def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
+        self.fences.append(after)
+        return super().backup(blocks, host_blocks, after=after)
+
+    def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
+        self.fences.append(after)
+        return super().load(host_blocks, blocks, after=after)
+
+    def _load_layer(self, layer: int, host_blocks: Indices, blocks: Indices) -> None:
+        if 0 in host_blocks:
+            raise OSError("device lost")
+        super()._load_layer(layer, host_blocks, blocks)
+
+
+class Rig:
+    """A controller over two small pools, without storage."""
+
+    def __init__(self) -> None:
+        self.device, self.host = create_device_pool(GEOMETRY, 8), HostPool(GEOMETRY, 8)
+        self.copies = Copies(self.device.blocks, HostWindow(self.host))
+        self.controller = HiCacheController(self.host, self.copies, None)
+        self.steps = StepCounter()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    for _ in range(10):
+        rig.steps.advance()
+    assert rig.controller.close(WAIT_S)
+
+
+def test_each_copy_comes_after_the_fence_that_is_the_latest_at_its_launch(rig: Rig) -> None:
+    first, second = rig.steps.fence(0), rig.steps.fence(0)
+    rig.controller.submit_backup(pages(1), pages(1))
+    rig.controller.launch_backups()
+    rig.controller.record_fence(first)
+    rig.controller.submit_backup(pages(2), pages(2))
+    rig.controller.launch_backups()
+    rig.controller.submit_load(pages(3), pages(3))
+    rig.controller.record_fence(second)
+    rig.controller.launch_loads()
+    assert [id(fence) for fence in rig.copies.fences] == [id(None), id(first), id(second)]
+
+
+def test_a_backup_has_the_bytes_that_the_forward_before_its_fence_wrote(rig: Rig) -> None:
+    block = rig.device.blocks.layers[0][0].numpy()
+    rig.controller.record_fence(rig.steps.fence(1))
+    backup = rig.controller.submit_backup(pages(1), pages(1))
+    rig.controller.launch_backups()
+    assert rig.controller.poll() is None
+    block[1] = 7
+    rig.steps.advance()
+    wait_for(rig.controller._launched_backups[0].transfer.done)
+    acks = rig.controller.poll()
+    assert acks is not None and acks.written == [backup]
+    assert (rig.host.buffer[1, rig.host.piece_slice(0)][: block.shape[1]] == 7).all()
+
+
+def test_a_failed_load_is_not_hidden_by_a_later_one_that_is_fine(rig: Rig) -> None:
+    failed = rig.controller.submit_load(pages(0), pages(1))
+    first = rig.controller.launch_loads()
+    fine = rig.controller.submit_load(pages(1), pages(2))
+    both = rig.controller.launch_loads()
+    assert first is not None and both is not None and both.wait(WAIT_S) and both.done()
+    assert rig.controller._launched_loads[1].transfer.error is None, "the later one alone would not tell"
+    assert both.error is first.error is not None
+    with pytest.raises(TransferError, match="device lost"):
+        both.wait_layer(0)
+    acks = rig.controller.poll()
+    assert acks is not None and acks.failed_loads == [failed, fine] and acks.loaded == []
+    assert acks.fault is first.error
+    assert rig.controller.launch_loads() is None
+
+
+def test_a_transfer_over_all_loads_has_ended_when_the_last_one_has(rig: Rig) -> None:
+    rig.controller.submit_load(pages(1), pages(1))
+    first = rig.controller.launch_loads()
+    assert first is not None and first.wait(WAIT_S)
+    rig.controller.record_fence(rig.steps.fence(1))
+    rig.controller.submit_load(pages(2), pages(2))
+    both = rig.controller.launch_loads()
+    assert both is not None
+    assert not (both.done() or both.wait(0.0))
+    rig.steps.advance()
+    both.wait_layer(GEOMETRY.layers - 1)
+    assert both.wait(WAIT_S) and both.done() and both.error is None
+
+
+def test_copies_of_the_same_pages_are_two_operations_that_do_not_change() -> None:
+    for kind in (Load, Backup):
+        one, other = kind(pages(1), pages(1)), kind(pages(1), pages(1))
+        assert len({one, other, one}) == 2
+        with pytest.raises(AttributeError):
+            one.host_pages = pages(2)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_the_copies_of_a_cache_come_after_the_fence_that_its_engine_recorded_last(policy: str) -> None:
+    world = World(copies=Copies, options=CacheOptions(write_policy=policy, load_back_threshold_tokens=4))
+    copies, steps = world.controller._copies, StepCounter()
+    assert isinstance(copies, Copies)
+    world.serve("other", prompt(9))
+    world.serve("a", prompt(1, 2, 3))
+    world.cache.record_fence(written := steps.fence(0))
+    world.cache.evict(100)
+    world.settle()
+    world.cache.evict(100)
+    world.cache.record_fence(read := steps.fence(0))
+    world.serve("b", prompt(1, 2, 3))
+    assert copies.fences[0] is written and copies.fences[-1] is read
+    world.close()
