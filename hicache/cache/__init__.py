@@ -13,8 +13,8 @@ from .pins import Pin
 from .radix_cache import HiRadixCache
 from .requests import RequestKV
 from .schedule import Candidate, Order, ScheduleOptions, longest_prefix_first
-from .session_cache import SessionCache, SessionStatistics
-from .statistics import CacheStatistics, TierStatistics
+from .session_cache import SessionCache
+from .statistics import CacheStatistics, SessionStatistics, TierStatistics
 
 __all__ = [
     "CacheOptions",

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -57,32 +57,12 @@ from .interface import TreeCache
 from .pins import Pin
 from .radix_cache import HiRadixCache
 from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
-from .statistics import CacheStatistics
+from .statistics import CacheStatistics, SessionStatistics
 
 # Long enough for a person who reads an answer and types the next question.
 TTL_S = 600.0
 # Bounds the ids that are remembered; the KV they hold is bounded by L1, which takes it back when it is needed.
 SESSIONS_MAX = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class SessionStatistics:
-    """Sessions and pages now, the rest totals since start.
-
-    `held_pages` are kept between turns, those shared with the tree included; `own_pages` are the partial ones among
-    them. `continued_turns` went on where the turn before had ended and `tail_tokens` are what that saved over the tree.
-    `released` counts by reason (pressure, diverged, expired, closed, dropped, not_shared) how often KV was given up.
-    """
-
-    open: int
-    holding: int
-    running: int
-    held_pages: int
-    own_pages: int
-    turns: int
-    continued_turns: int
-    tail_tokens: int
-    released: Mapping[str, int]
 
 
 @dataclass(slots=True, eq=False)

@@ -55,6 +55,26 @@ class CacheStatistics:
     publisher: PublisherStatistics | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SessionStatistics:
+    """Sessions and pages now, the rest totals since start.
+
+    `held_pages` are kept between turns, those shared with the tree included; `own_pages` are the partial ones among
+    them. `continued_turns` went on where the turn before had ended and `tail_tokens` are what that saved over the tree.
+    `released` counts by reason (pressure, diverged, expired, closed, dropped, not_shared) how often KV was given up.
+    """
+
+    open: int
+    holding: int
+    running: int
+    held_pages: int
+    own_pages: int
+    turns: int
+    continued_turns: int
+    tail_tokens: int
+    released: Mapping[str, int]
+
+
 def cache_statistics(  # noqa: PLR0917 - a cache has these parts
     books: Books,
     tree: RadixTree,
