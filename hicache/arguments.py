@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import threading
 from numbers import Real
+from pathlib import Path
 from typing import TypeVar
 
 from .errors import InvalidInput
@@ -54,6 +56,14 @@ def instance(name: str, value: object, kind: type[T]) -> T:
     if not isinstance(value, kind):
         raise _bad(name, value, f"pass a {kind.__name__}")
     return value
+
+
+def file_path(name: str, value: object) -> Path:
+    """Return `value`, text or an `os.PathLike` of text, as a path. Text must not be empty."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidInput(f"{name}: {_shown(value)} is not a path; pass text that is not empty, or a pathlib.Path")
+    return Path(text)
 
 
 def encoded(name: str, value: object, *, least: int = 1) -> bytes:

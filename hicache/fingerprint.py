@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import TypeAlias
 
+from .arguments import file_path
 from .errors import ConfigError
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -40,9 +41,9 @@ def model_fingerprint(folder: str | os.PathLike[str], *, cache: bool = True) -> 
 
     Blocks: reads all weights, but for files whose digest is in the user's cache. `cache=False` neither reads nor writes
     that. Raises ConfigError for a folder or file that cannot be read, one without weights or configuration, and files
-    that change while they are read.
+    that change while they are read; InvalidInput for a `folder` that is not a path.
     """
-    path = Path(folder)
+    path = file_path("model folder", folder)
     files = _files(path)
     cache_file = _cache_file(path) if cache else None
     known = {} if cache_file is None else _read_cache(cache_file)

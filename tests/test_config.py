@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,7 +19,7 @@ from hicache.config import FileStorage, HiCacheConfig, HostConfig, PluginStorage
 from hicache.config.entries import all_entries, entry_names
 from hicache.config.schema import EVICTION_POLICIES
 from hicache.config.storage import IO_THREADS_MAX
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, InvalidInput
 from hicache.radix import POLICIES
 
 GIB = 1 << 30
@@ -96,6 +97,13 @@ def test_a_path_alone_reads_the_variables_of_the_process(tmp_path: Path, monkeyp
     config = load_config(str(file))
     assert (config.page_size, config.write_policy) == (16, "write_back")
     assert load_config(file, environ={}).write_policy == HiCacheConfig().write_policy
+
+
+@pytest.mark.parametrize("bad", [{"path": 5}, {"path": ""}, {"path": b"a"}, {"environ": 5}, {"overrides": ["a=b"]},
+                                 {"overrides": {"page_size": 16}}, {"overrides": {5: "a"}}], ids=str)  # fmt: skip
+def test_an_argument_of_another_type_is_a_typed_error(bad: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="pass"):
+        load_config(**{"path": None} | bad)
 
 
 def test_variables_of_others_are_ignored(load: Load) -> None:

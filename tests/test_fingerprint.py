@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hicache import model_fingerprint
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, InvalidInput
 
 # Long before now, so that digests are kept.
 DAY_S = 86_400.0
@@ -143,6 +144,12 @@ def test_folders_that_hold_no_model_are_refused(folder: Path, tmp_path: Path) ->
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"holds no weights \(\*\.safetensors"):
         model_fingerprint(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("bad", [None, 5, b"model", "", "a\0b"])
+def test_a_folder_that_is_not_a_path_is_refused(bad: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"model folder: .* is not a path"):
+        model_fingerprint(bad)
 
 
 def test_it_needs_no_torch(folder: Path) -> None:

@@ -21,7 +21,7 @@ from ..errors import ConfigError, HiCacheError, InvalidInput, RankError
 from ..events import EventStream
 from ..events.factory import create_publisher
 from ..frame import Compression, FrameCodec, TagKind, frame_bytes
-from ..geometry import DTYPE_BYTES, KVGeometry, PageShape, page_shape
+from ..geometry import DTYPE_BYTES, KVGeometry, PageShape
 from ..keys import BIGRAM_BYTES, PAGE_KEY_BYTES, TOKEN_BYTES, Namespace
 from ..tiers import EngineBlocks, HostPool, HostWindow, KVPool, create_copy_engine, create_device_pool
 from ..tiers.device import known_device
@@ -97,7 +97,7 @@ def create_host_cache(
     `config` says about L1, and `prefix_cache`, does not count. Raises ConfigError, CapacityError and BackendError with
     what to change, and InvalidInput for a `host` of other pages; nothing is left running then.
     """
-    shape = page_shape(instance("namespace", namespace, Namespace).geometry)
+    shape = instance("namespace", namespace, Namespace).shape
     _require_page_size(instance("config", config, HiCacheConfig), shape.tokens)
     if host is None:
         host = _private_host(config, shape)
@@ -295,7 +295,7 @@ def _pages_of_blocks(
 ) -> int:
     if pages is not None or config.device.is_given:
         raise ConfigError("device_blocks: the engine's tensors size L1; leave out device_pages and the size in device")
-    if blocks.device.type != device.type:
+    if instance("device_blocks", blocks, EngineBlocks).device.type != device.type:
         raise ConfigError(f"device_blocks: the tensors are on {blocks.device}; pass device={str(blocks.device)!r}")
     try:
         return KVPool(geometry, blocks).pages
@@ -327,12 +327,13 @@ def open_storage(
 
     Blocks until the store is open. Environment variables are read from `environ`, by default those of the process.
     Raises ConfigError without storage in `config` and for another page size, BackendError if the store cannot be
-    opened.
+    opened, InvalidInput for arguments of another type.
     """
+    shape = instance("namespace", namespace, Namespace).shape
+    _require_page_size(instance("config", config, HiCacheConfig), shape.tokens)
     opener = _storage_opener(config, namespace, os.environ if environ is None else environ)
     if opener is None:
         raise ConfigError("storage: the configuration has none; add the section `storage` with the type of the store")
-    _require_page_size(config, namespace.shape.tokens)
     return opener(namespace.weights_epoch)
 
 

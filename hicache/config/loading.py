@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import yaml
 from pydantic import ValidationError
 
+from ..arguments import file_path, instance
 from ..errors import ConfigError
 from ..units import counted
 from .composed_storage import PARTS_ENTRY
@@ -96,13 +97,16 @@ def load_config(
 
     `load_config(path)` reads the variables of this process, as the command line does; pass `environ={}` to read none.
     `overrides` maps dotted paths to text (`{"host.size": "4GiB"}`). Variables without the prefix `HICACHE_` are
-    ignored. Reads the file; mutates nothing. Raises ConfigError that lists every problem.
+    ignored. Reads the file; mutates nothing. Raises ConfigError that lists every problem, InvalidInput for arguments of
+    another type.
     """
-    environ = os.environ if environ is None else environ
-    overrides = {} if overrides is None else overrides
+    environ = os.environ if environ is None else instance("environ", environ, Mapping)  # type: ignore[type-abstract]
+    overrides = {} if overrides is None else instance("overrides", overrides, Mapping)  # type: ignore[type-abstract]
+    for name, text in overrides.items():
+        instance(f"overrides: {_shown(instance('overrides: name', name, str))}", text, str)
     merge = _Merge()
     if path is not None:
-        merge.add(_file_entries(Path(path), merge.problems))
+        merge.add(_file_entries(file_path("config file", path), merge.problems))
     merge.add(_environ_entries(environ, merge.problems))
     merge.add([_Entry(tuple(name.split(".")), _scalar(text), f"flag --set {_shown(name)}")
                for name, text in overrides.items()])  # fmt: skip

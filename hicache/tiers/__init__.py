@@ -1,5 +1,7 @@
 """L1 and L2 memory: pools, their allocators, and the engines that copy between them."""
 
+from ..arguments import instance
+from ..errors import InvalidInput
 from .allocator import PageAllocator, require_pages
 from .blocks import EngineBlocks
 from .copy import CopyEngine, FailedTransfer, Fence, StepCounter, Transfer
@@ -44,9 +46,13 @@ __all__ = [
 def create_copy_engine(blocks: EngineBlocks, window: HostWindow) -> CopyEngine:
     """Return the engine for the kind of device that `blocks` are on: CUDA streams, or threads on the CPU.
 
-    Raises InvalidInput if the layers of the blocks are not the pieces of the window.
+    Raises InvalidInput if the layers of the blocks are not the pieces of the window, and for another kind of device.
     """
-    if blocks.device.type == "cuda":
+    device = instance("copy: blocks", blocks, EngineBlocks).device
+    instance("copy: window", window, HostWindow)
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidInput(f"copy: the blocks are on {device}; copies work with tensors on cpu and cuda")
+    if device.type == "cuda":
         from .copy_cuda import CudaCopyEngine  # noqa: PLC0415  needs no CUDA to import, but nobody else needs it
 
         return CudaCopyEngine(blocks, window)

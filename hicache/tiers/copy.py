@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..arguments import whole
+from ..arguments import instance, whole
 from ..errors import InvalidInput, TransferError
 from ..types import PageIds
 from .blocks import EngineBlocks
@@ -98,7 +98,7 @@ class Transfer(ABC):
 
         With a CUDA stream this queues a wait on that stream and returns at once; without one, and always on the CPU, it
         blocks until the layer has arrived. Raises TransferError if the copy failed or is stuck: the blocks must then be
-        recomputed.
+        recomputed. Raises InvalidInput if `layer` is not the number of a layer.
         """
 
     @property
@@ -154,7 +154,8 @@ class CopyEngine(ABC):
         """Start copying device blocks to host blocks, pairwise, all layers. Does not block.
 
         The copy begins once `after` has passed; with None, at once. Raises InvalidInput, before anything is copied,
-        for lists of different lengths or no blocks, and for ids that are not integers or not blocks of either side.
+        for lists of different lengths or no blocks, for ids that are not integers or not blocks of either side, and for
+        an `after` that is not a fence.
         """
 
     @abstractmethod
@@ -165,8 +166,12 @@ class CopyEngine(ABC):
     def close(self, timeout_s: float) -> bool:
         """Wait for what was submitted, then release streams and threads. False if something did not end in time."""
 
-    def _require_pairs(self, blocks: PageIds, host_blocks: PageIds) -> tuple[Indices, Indices]:
+    def _require_pairs(
+        self, blocks: PageIds, host_blocks: PageIds, after: Fence | None
+    ) -> tuple[Indices, Indices]:
         """Return copies of both lists, to index with. Raises as `backup` does."""
+        if after is not None:
+            instance("copy: after", after, Fence)  # type: ignore[type-abstract]
         checked = (
             _indices("block", blocks, self.blocks.first, self.blocks.count),
             _indices("host block", host_blocks, 0, self.window.blocks),

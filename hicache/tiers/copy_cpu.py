@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from ..arguments import whole
 from ..errors import TransferError
 from ..types import Bytes2D, PageIds
 from .blocks import EngineBlocks
@@ -60,6 +61,7 @@ class CpuTransfer(Transfer):
             return self._condition.wait_for(self.done, timeout_s)
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        whole("layer", layer, 0, self._layers - 1)
         if self._layers_done <= layer:
             with self._condition:
                 self._condition.wait_for(lambda: self._layers_done > layer or self._error is not None, LAYER_WAIT_S_MAX)
@@ -99,12 +101,12 @@ class CpuCopyEngine(CopyEngine):
         self._load_stream = _CopyThread("hicache-load-copy")
 
     def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
-        source, target = self._require_pairs(blocks, host_blocks)
+        source, target = self._require_pairs(blocks, host_blocks, after)
         copy_layer = partial(self._backup_layer, blocks=source, host_blocks=target)
         return self._backup_stream.submit(len(self._regions), copy_layer, after)
 
     def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
-        target, source = self._require_pairs(blocks, host_blocks)
+        target, source = self._require_pairs(blocks, host_blocks, after)
         copy_layer = partial(self._load_layer, host_blocks=source, blocks=target)
         return self._load_stream.submit(len(self._regions), copy_layer, after)
 

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from ..arguments import whole
 from ..errors import InvalidInput, TransferError
 from ..types import PageIds
 from .blocks import EngineBlocks
@@ -117,7 +118,7 @@ class EventTransfer(Transfer):
         return self._wait(self._events[-1], timeout_s)
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        event = self._events[min(layer, len(self._events) - 1)]
+        event = self._events[min(whole("layer", layer), len(self._events) - 1)]
         if stream is not None and self._error is None:
             self._runtime.wait(event, stream)
         elif not self._wait(event, LAYER_WAIT_S_MAX):
@@ -161,7 +162,7 @@ class CudaCopyEngine(CopyEngine):
         self._last: dict[str, Transfer] = {}
 
     def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
-        source, target = self._require_pairs(blocks, host_blocks)
+        source, target = self._require_pairs(blocks, host_blocks, after)
         with self._on(self._backup_stream, after):
             begin = self._runtime.record()
             self._in_pieces(len(source), self.window.block_bytes, partial(self._backup_piece, source, target))
@@ -169,7 +170,7 @@ class CudaCopyEngine(CopyEngine):
         return self._remember("backup", EventTransfer(self._runtime, begin, events))
 
     def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
-        target, source = self._require_pairs(blocks, host_blocks)
+        target, source = self._require_pairs(blocks, host_blocks, after)
         events: list[Fence] = []
         with self._on(self._load_stream, after):
             begin = self._runtime.record()

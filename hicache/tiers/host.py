@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..arguments import instance, whole
-from ..errors import CapacityError
+from ..errors import CapacityError, InvalidInput
 from ..frame import FRAME_ALIGN, HEADER_BYTES, frame_bytes
 from ..geometry import KVGeometry, PageShape, page_shape
 from ..types import Bytes2D, PageIds
@@ -29,12 +29,14 @@ class HostPool:
     """`pages` frames of host memory, 4096-aligned, touched at start so that no copy pays for page faults.
 
     `pin` registers the memory with CUDA, which lets copies overlap with compute. Raises CapacityError if memory is
-    short (before touching it), InvalidInput for no pages.
+    short (before touching it), InvalidInput for no pages, and for `pin` without CUDA.
     """
 
     def __init__(self, shape: PageShape | KVGeometry, pages: int, *, pin: bool = False) -> None:
         pages = whole("host pool: pages", pages, 1)
         self.pinned = instance("host pool: pin", pin, bool)
+        if pin and not torch.cuda.is_available():
+            raise InvalidInput("host pool: pin: torch sees no CUDA device to register memory with; pass pin=False")
         self.shape = page_shape(shape)
         self.payload_bytes = self.shape.payload_bytes
         self.frame_bytes = frame_bytes(self.payload_bytes)

@@ -110,6 +110,9 @@ def test_an_engine_may_size_l1_itself() -> None:
         assert cache.device.pages == 5
     with pytest.raises(ConfigError, match="size, tokens or memory_fraction"):
         create_cache(config(device={}), NAMESPACE)
+    for bad in (5, [["a tensor"]]):
+        with pytest.raises(InvalidInput, match="pass a EngineBlocks"):
+            create_cache(config(device={}), NAMESPACE, device_blocks=bad)  # type: ignore[arg-type]
     with create_cache(config(device={"tokens": 24}), NAMESPACE, device_pages=5) as cache:
         assert cache.device.pages == 6, "the configuration decides where it says something"
 

@@ -11,7 +11,7 @@ import pytest
 from hicache import open_storage
 from hicache.backends.testing import soon
 from hicache.cache import HiRadixCache, create_cache
-from hicache.errors import ConfigError, NotOurs
+from hicache.errors import ConfigError, InvalidInput, NotOurs
 from hicache.geometry import KVGeometry, PageShape, Piece
 from hicache.keys import Namespace, RadixKey, page_keys
 
@@ -67,6 +67,14 @@ def test_another_page_size_is_refused_before_the_store_is_opened(
     with pytest.raises(ConfigError, match="page_size: configured as 4, but the engine uses 16"):
         open_storage(config(storage=file_storage(tmp_path / "s")), Namespace("m", geometry))
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("bad", [None, {}, "m"])
+def test_arguments_of_another_type_are_refused(bad: Any) -> None:
+    with pytest.raises(InvalidInput, match="pass a HiCacheConfig"):
+        open_storage(bad, NAMESPACE)
+    with pytest.raises(InvalidInput, match="pass a Namespace"):
+        open_storage(config(), bad)
 
 
 def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:

@@ -13,11 +13,14 @@ import torch
 from hicache.errors import InvalidInput
 from hicache.geometry import KVGeometry
 from hicache.tiers import (
+    EngineBlocks,
     HostPool,
+    HostWindow,
     PageAllocator,
     PagedTokenToKVPoolAllocator,
     RequestToTokenPool,
     TokenToKVPoolAllocator,
+    create_copy_engine,
     create_device_pool,
     token_slots,
 )
@@ -28,6 +31,7 @@ PAGES: list[Any] = [None, 1, "1", [1], (1,), np.array([1]), np.array([1.0]), np.
 SLOTS: list[Any] = [None, 4, [4], np.array([4]), torch.tensor(4), torch.tensor([4.0]), torch.tensor([True]),
                     torch.tensor([4j])]  # fmt: skip
 DEVICES: list[Any] = [None, 1.5, "gpu", [], b"cpu"]
+IDS = np.array([1], np.int32)
 ONE, TWO = torch.tensor([1]), torch.tensor([4])
 
 
@@ -40,6 +44,8 @@ class Pools:
         self.rows = RequestToTokenPool(2, 16)
         self.paged = PagedTokenToKVPoolAllocator(self.pages, 4)
         self.tokens = TokenToKVPoolAllocator(PageAllocator(8, first=1))
+        self.blocks = EngineBlocks([[torch.zeros(4, GEOMETRY.layer_bytes, dtype=torch.uint8)]] * GEOMETRY.layers)
+        self.copies = create_copy_engine(self.blocks, HostWindow(self.host))
         assert self.pages.alloc(2) is not None and self.host.alloc(2) is not None and self.rows.alloc() == 0
         assert self.tokens.alloc(2) is not None
         self.rows.write(0, np.array([3], np.int32), 4)
@@ -97,6 +103,20 @@ CALLS: dict[str, tuple[Call, Sequence[Any]]] = {
     "alloc_extend last_loc": (lambda pools, bad: pools.paged.alloc_extend(ONE, TWO, bad, 3), SLOTS),
     "alloc_extend extend_tokens": (lambda pools, bad: pools.paged.alloc_extend(ONE, TWO, ONE, bad), COUNTS),
     "alloc_decode seq_lens": (lambda pools, bad: pools.paged.alloc_decode(bad, ONE), SLOTS),
+    "EngineBlocks layers": (
+        lambda pools, bad: EngineBlocks(bad), [None, 5, [], "kv", torch.ones(4, 4), {}, [torch.ones(4)]],
+    ),
+    "EngineBlocks first": (lambda pools, bad: EngineBlocks([[torch.ones(4)]], first=bad), [*COUNTS, 4]),
+    "HostWindow host": (lambda pools, bad: HostWindow(bad), [None, 4, "pool"]),
+    "HostWindow first_piece": (lambda pools, bad: HostWindow(pools.host, bad), [*COUNTS, 2]),
+    "copies blocks": (lambda pools, bad: create_copy_engine(bad, HostWindow(pools.host)), [None, 4, [[torch.ones(4)]]]),
+    "copies of another device": (
+        lambda pools, bad: create_copy_engine(EngineBlocks([[bad], [bad]]), HostWindow(pools.host)),
+        [torch.ones(4, GEOMETRY.layer_bytes, dtype=torch.uint8, device="meta")],
+    ),
+    "copies window": (lambda pools, bad: create_copy_engine(pools.blocks, bad), [None, 4, "window"]),
+    "backup after": (lambda pools, bad: pools.copies.backup(IDS, IDS, after=bad), [5, "now", print]),
+    "load after": (lambda pools, bad: pools.copies.load(IDS, IDS, after=bad), [5, "now", print]),
     "alloc_decode last_loc": (lambda pools, bad: pools.paged.alloc_decode(ONE, bad), SLOTS),
 }  # fmt: skip
 
@@ -110,6 +130,20 @@ def test_a_wrong_type_is_a_typed_error_and_changes_nothing(name: str) -> None:
         with pytest.raises(InvalidInput):
             call(pools, bad)
         assert pools.image() == before, type(bad)
+
+
+def test_a_layer_that_a_copy_does_not_have_is_a_typed_error_and_is_not_waited_for() -> None:
+    transfer = Pools().copies.load(IDS, IDS)
+    assert transfer.wait(20)
+    for bad in (-1, GEOMETRY.layers, "0", None):
+        with pytest.raises(InvalidInput, match="layer"):
+            transfer.wait_layer(bad)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal of a machine without CUDA")
+def test_pinned_memory_without_cuda_is_refused_with_what_to_pass() -> None:
+    with pytest.raises(InvalidInput, match="pin=False"):
+        HostPool(GEOMETRY, 4, pin=True)
 
 
 def test_the_image_shows_what_a_call_has_changed() -> None:
