@@ -140,7 +140,4 @@ def page_shape(page: PageShape | KVGeometry) -> PageShape:
     """The shape of a page that is described either way. Raises InvalidInput for anything else."""
     if isinstance(page, KVGeometry):
         return page.shape
-    if not isinstance(page, PageShape):
-        kind = type(page).__name__
-        raise InvalidInput(f"page shape: a value of type {kind} is not valid; pass a PageShape or a KVGeometry")
-    return page
+    return instance("page shape or KVGeometry", page, PageShape)

@@ -236,7 +236,7 @@ class RadixKey:
         if self.seed and self.is_given:
             raise InvalidInput("radix key: given page keys have no seed; pass extra_key and cache_salt to `of_hashes`")
         if len(self.tokens) % self.position_bytes:
-            raise InvalidInput(f"radix key: {len(self.tokens)} bytes are no whole positions of {self.position_bytes}")
+            raise InvalidInput(f"radix key: {len(self.tokens)} bytes are not whole positions of {self.position_bytes}")
 
     def __repr__(self) -> str:
         seed = "" if self.is_given else ", with a seed" if self.seed else ", no seed"
@@ -392,9 +392,9 @@ class Namespace:
 
     The rank: tensor parallel (`tp`), pipeline (`pp`), context parallel (`cp`) and decode context parallel (`dcp`). Each
     rank has pages of its own, unless `ranks_share_pages` says that all tensor-parallel ranks hold the same bytes (the
-    latent of MLA, or one page that all of them fill): then they have one namespace, whatever their number.
+    latent of MLA, or one page that all of them fill): then they have one namespace for any number of ranks.
 
-    `label` names the model for people who look at a store, and is no part of what must agree. Raises InvalidInput for
+    `label` names the model for people who look at a store, and may differ between engines. Raises InvalidInput for
     a field of another type or range.
     """
 

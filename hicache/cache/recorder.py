@@ -44,7 +44,7 @@ class EventRecorder:
 
 
 def stored_event(medium: Medium, tree: Residency, node: Node) -> Stored:
-    """The event that `node` is on `medium`. Hashes its tokens if nobody has before; where page keys are given, the
+    """The event that `node` is on `medium`. Hashes its tokens unless they are hashed; where page keys are given, the
     tokens are not known and the event has none."""
     parent = node.parent
     prior = tree.last_key(parent)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..controller import ControllerStatistics, HiCacheController
-from ..events import EventStream, Publisher, PublisherStatistics, StreamStatistics
+from ..controller import ControllerStatistics
+from ..events import PublisherStatistics, StreamStatistics
 from ..radix import RadixTree
 from ..tiers import HostPool, KVPool
-from .books import Books
-from .payoff import Payoff, PayoffStatistics
+from .payoff import PayoffStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,35 +72,6 @@ class SessionStatistics:
     continued_turns: int
     tail_tokens: int
     released: Mapping[str, int]
-
-
-def cache_statistics(  # noqa: PLR0917 - a cache has these parts
-    books: Books,
-    tree: RadixTree,
-    host: HostPool,
-    payoff: Payoff,
-    controller: HiCacheController,
-    events: EventStream | None,
-    publisher: Publisher | None,
-    weights_epoch: int,
-) -> CacheStatistics:
-    """A snapshot of all parts of a cache but L1."""
-    return CacheStatistics(
-        requests=books.requests,
-        prompt_tokens=books.prompt_tokens,
-        hit_tokens=dict(books.hit_tokens),
-        evicted_pages=dict(books.evicted_pages),
-        skipped=dict(books.skipped),
-        nodes=tree.node_count,
-        pinned_pages=tree.pinned_pages,
-        weights_epoch=weights_epoch,
-        device=NO_TIER,
-        host=host_statistics(host, tree),
-        payoff=payoff.statistics(),
-        controller=controller.statistics(),
-        events=None if events is None else events.statistics(),
-        publisher=None if publisher is None else publisher.statistics(),
-    )
 
 
 def device_statistics(pool: KVPool, tree: RadixTree) -> TierStatistics:

@@ -32,7 +32,7 @@ from .pause import Pause
 from .payoff import Figures, Payoff
 from .prefetch import Prefetcher
 from .recorder import EventRecorder
-from .statistics import CacheStatistics, cache_statistics
+from .statistics import NO_TIER, CacheStatistics, host_statistics
 from .storage import StorageControl
 from .storing import Storing
 from .trees import Trees
@@ -117,7 +117,7 @@ class TieredCache:
     def update_weights(self, epoch: int) -> None:
         """The model has new weights: no page of an earlier epoch is served or stored from now on. Does not block.
 
-        As `clear`; besides, storage is opened anew under the namespace of `epoch`, where older pages are out of reach.
+        As `clear`; and storage is opened again under the namespace of `epoch`, where older pages are out of reach.
         Until it is open there is none. Raises InvalidInput for an epoch that is not an integer above the current one,
         and for a cache that has storage but no way to open it again; nothing has changed then.
         """
@@ -187,11 +187,23 @@ class TieredCache:
 
     def statistics(self) -> CacheStatistics:
         """A snapshot of all tiers. May be called from any thread; may look at what storage holds."""
-        stream = None if self._events is None else self._events.stream
-        return cache_statistics(
-            self._books, self.tree, self.host, self.payoff, self.controller, stream, self._publisher,
-            self.weights_epoch,
-        )  # fmt: skip
+        books, tree, publisher = self._books, self.tree, self._publisher
+        return CacheStatistics(
+            requests=books.requests,
+            prompt_tokens=books.prompt_tokens,
+            hit_tokens=dict(books.hit_tokens),
+            evicted_pages=dict(books.evicted_pages),
+            skipped=dict(books.skipped),
+            nodes=tree.node_count,
+            pinned_pages=tree.pinned_pages,
+            weights_epoch=self.weights_epoch,
+            device=NO_TIER,
+            host=host_statistics(self.host, tree),
+            payoff=self.payoff.statistics(),
+            controller=self.controller.statistics(),
+            events=None if self._events is None else self._events.stream.statistics(),
+            publisher=None if publisher is None else publisher.statistics(),
+        )
 
     def check(self) -> None:
         """Raises InvariantError if a tree, a pool or the books are inconsistent. Visits every node."""

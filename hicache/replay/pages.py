@@ -46,7 +46,7 @@ class PageBytes:
     def __init__(self, pool: KVPool) -> None:
         geometry = pool.geometry
         if geometry.layer_bytes % WORD_BYTES:
-            raise InvalidInput(f"replay: layers of {geometry.layer_bytes} bytes are no multiple of {WORD_BYTES}")
+            raise InvalidInput(f"replay: layers of {geometry.layer_bytes} bytes are not a multiple of {WORD_BYTES}")
         self._device = pool.device
         # Int64 [pages + 1, words] for each layer: our own pools have one region per layer.
         self._layers = [region.view(torch.int64) for (region,) in pool.blocks.layers]

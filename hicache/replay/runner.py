@@ -446,7 +446,7 @@ class Replay:
                 raise InvariantError(f"replay: {request.rid} has {request.kv_tokens} tokens in room for {room}")
 
     def close(self) -> None:
-        """Give up what is under way and close the cache; blocks as `TreeCache.close` does. May be called twice."""
+        """Give up what is in flight and close the cache; blocks as `TreeCache.close` does. May be called twice."""
         for request in self._running.values():
             self.cache.cache_finished_req(request.held_kv(), None)
         for request in self._waiting:

@@ -34,7 +34,7 @@ class EngineBlocks:
         self, layers: Sequence[Sequence[torch.Tensor]], *, first: int = 0, slots_per_block: int = 1
     ) -> None:
         slots = whole("blocks: slots_per_block", slots_per_block, 1)
-        if not isinstance(layers, Sequence) or not layers:
+        if not isinstance(layers, list | tuple) or not layers:
             raise InvalidInput("blocks: there are no layers; pass a list of layers, each a list of regions")
         # uint8 [count, bytes] for each region of each layer; rows are contiguous, the stride between them is free.
         self.layers = tuple(_regions(number, layer, slots) for number, layer in enumerate(layers))

@@ -109,7 +109,7 @@ class EventTransfer(Transfer):
         try:
             return self._runtime.elapsed_s(self._begin, self._events[-1])
         except RuntimeError:
-            return None  # the device has failed since; whatever is asked of it next says so
+            return None  # the device has failed since; the next call to it says so
 
     def done(self) -> bool:
         return self._passed(self._events[-1])

@@ -109,11 +109,11 @@ class SimulatedCopyEngine(CopyEngine):
         self.failed = False
 
     def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> SimulatedTransfer:
-        source, target = self._require_pairs(blocks, host_blocks)
+        source, target = self._require_pairs(blocks, host_blocks, after)
         return self._submit(False, source, target, after)
 
     def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> SimulatedTransfer:
-        target, source = self._require_pairs(blocks, host_blocks)
+        target, source = self._require_pairs(blocks, host_blocks, after)
         return self._submit(True, source, target, after)
 
     def _submit(self, load: bool, source: Indices, target: Indices, after: Fence | None) -> SimulatedTransfer:

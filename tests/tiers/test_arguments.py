@@ -135,7 +135,8 @@ def test_a_wrong_type_is_a_typed_error_and_changes_nothing(name: str) -> None:
 def test_a_layer_that_a_copy_does_not_have_is_a_typed_error_and_is_not_waited_for() -> None:
     transfer = Pools().copies.load(IDS, IDS)
     assert transfer.wait(20)
-    for bad in (-1, GEOMETRY.layers, "0", None):
+    layers: list[Any] = [-1, GEOMETRY.layers, "0", None]
+    for bad in layers:
         with pytest.raises(InvalidInput, match="layer"):
             transfer.wait_layer(bad)
 
