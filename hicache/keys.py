@@ -428,7 +428,7 @@ class Namespace:
         instance("namespace: ranks_share_pages", self.ranks_share_pages, bool)
         instance("namespace: label", self.label, str)
         page_shape(self.geometry)
-        require_epoch(self.weights_epoch)
+        object.__setattr__(self, "weights_epoch", require_epoch(self.weights_epoch))
         for kind in ("tp", "pp", "cp", "dcp"):
             rank, size = (whole(f"namespace: {name}", getattr(self, name)) for name in (f"{kind}_rank", f"{kind}_size"))
             if not rank < size:
@@ -470,4 +470,6 @@ def _shape_fields(geometry: KVGeometry | PageShape) -> list[tuple[str, bytes]]:
 
 
 def _texts(source: object, names: Iterable[str]) -> list[tuple[str, bytes]]:
-    return [(name, str(getattr(source, name)).encode()) for name in names]
+    # Not `str` of a text: an enum with texts as values would give the names of its members instead.
+    fields = [(name, getattr(source, name)) for name in names]
+    return [(name, field.encode() if isinstance(field, str) else str(field).encode()) for name, field in fields]

@@ -408,6 +408,21 @@ def test_a_label_may_be_what_no_utf_8_can_say() -> None:
     assert Namespace("m", shape, label="\udcff").digest == Namespace("m", shape).digest
 
 
+def test_a_text_of_another_class_counts_as_its_characters() -> None:
+    class Layout(str):
+        def __str__(self) -> str:
+            return "Layout.DEFAULT"
+
+    class Index:
+        def __index__(self) -> int:
+            return 3
+
+    shape, epoch = KVGeometry(1, 1, 8, 16), Index()
+    namespace = Namespace("m", shape, engine_layout=Layout("HND"), weights_epoch=epoch)  # type: ignore[arg-type]
+    assert namespace.digest == Namespace("m", shape, engine_layout="HND", weights_epoch=3).digest
+    assert namespace.digest != Namespace("m", shape, engine_layout=Layout("NHD"), weights_epoch=3).digest
+
+
 def test_numbers_of_numpy_make_the_same_namespace_and_exact_sizes() -> None:
     shape = KVGeometry(np.int8(100), np.int8(100), np.int8(8), np.int16(16))  # type: ignore[arg-type]
     assert shape == KVGeometry(100, 100, 8, 16) and type(shape.payload_bytes) is int

@@ -39,6 +39,9 @@ class FirstPage(NamedTuple):
     node_id: int
     tokens: bytes
 
+    def __repr__(self) -> str:
+        return f"FirstPage(below node {self.node_id}, {len(self.tokens)} bytes)"
+
 
 @dataclass(slots=True, eq=False)
 class _Prefetch:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hicache.cache.prefetch import FirstPage
 from hicache.engine.model import Span
 from hicache.engine.requests import FinishReason, Request, Update
 from hicache.errors import HiCacheError
@@ -56,6 +57,11 @@ def test_pins_matches_and_events_show_lengths() -> None:
     for shown in (world.cache.match_prefix(SECRET), world.cache.peek(SECRET), pin, events, world.cache.tree):
         assert not shows_tokens(repr(shown))
     world.close()
+
+
+def test_the_place_of_a_prefetch_shows_lengths() -> None:
+    """It is a key of a table, so an error would name it."""
+    assert repr(FirstPage(SECRET.seed, 3, SECRET.tokens[:16])) == "FirstPage(below node 3, 16 bytes)"
 
 
 def test_requests_of_the_engine_show_lengths() -> None:
