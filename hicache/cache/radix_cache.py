@@ -143,7 +143,7 @@ class HiRadixCache(TieredCache):
 
     def record_fence(self, fence: Fence) -> None:
         """Order the copies that start from now on after `fence`; see `TreeCache`."""
-        self.controller.record_fence(instance("fence", fence, Fence))  # type: ignore[type-abstract]
+        self.controller.record_fence(fence)
 
     def extend(self, request: RequestKV, total_tokens: int) -> bool:
         """Make room for KV of `total_tokens` tokens in all; False if L1 has none now (the request is then unchanged).

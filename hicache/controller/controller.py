@@ -140,7 +140,9 @@ class HiCacheController:
     # L1 <-> L2
 
     def record_fence(self, fence: Fence) -> None:
-        """Have copies that are launched from now on start once `fence` has passed. It replaces the last one."""
+        """Start copies that are launched from now on once `fence` has passed. Raises as `CopyEngine.require_fence`."""
+        if self._copies is not None:
+            self._copies.require_fence(fence)
         self._fence = fence
 
     def takes_backup(self, pages: int) -> bool:

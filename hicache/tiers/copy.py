@@ -166,12 +166,16 @@ class CopyEngine(ABC):
     def close(self, timeout_s: float) -> bool:
         """Wait for what was submitted, then release streams and threads. False if something did not end in time."""
 
+    def require_fence(self, fence: Fence) -> None:
+        """Raise InvalidInput unless the copies of this engine can come after `fence`."""
+        instance("fence", fence, Fence)  # type: ignore[type-abstract]
+
     def _require_pairs(
         self, blocks: PageIds, host_blocks: PageIds, after: Fence | None
     ) -> tuple[Indices, Indices]:
         """Return copies of both lists, to index with. Raises as `backup` does."""
         if after is not None:
-            instance("copy: after", after, Fence)  # type: ignore[type-abstract]
+            self.require_fence(after)
         checked = (
             _indices("block", blocks, self.blocks.first, self.blocks.count),
             _indices("host block", host_blocks, 0, self.window.blocks),

@@ -179,6 +179,12 @@ class CudaCopyEngine(CopyEngine):
                 events.append(self._runtime.record())
         return self._remember("load", EventTransfer(self._runtime, begin, events))
 
+    def require_fence(self, fence: Fence) -> None:
+        """As every engine's; on a CUDA device a fence is a `torch.cuda.Event`."""
+        super().require_fence(fence)
+        if self.blocks.device.type == "cuda" and not isinstance(fence, torch.cuda.Event):
+            raise InvalidInput(f"fence: a {type(fence).__name__} cannot order copies of a CUDA device; record an Event")
+
     @contextlib.contextmanager
     def _on(self, stream: object, after: Fence | None) -> Iterator[None]:
         """Queue work on `stream` behind `after`. If that fails halfway, wait for the queued part, then raise.

@@ -367,6 +367,8 @@ def test_cuda_copies_are_ordered_against_compute(geometry: KVGeometry) -> None:
     device, host = create_device_pool(geometry, 64, "cuda"), HostPool(geometry, 64, pin=True)
     copies = create_copy_engine(*pools(device, host))
     assert isinstance(copies, CudaCopyEngine)
+    with pytest.raises(InvalidInput, match="record an Event"):
+        copies.require_fence(StepCounter().fence(0))
     pages = np.arange(1, 65, dtype=np.int32)
     for layer in range(geometry.layers):
         for block in device.blocks.layers[layer]:
