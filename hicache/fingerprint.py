@@ -1,7 +1,7 @@
 """The fingerprint of a model folder: what `Namespace(model=...)` needs, so that other weights never share a page.
 
-It covers names and bytes of the weight files and of all configuration files (`*.json`, since any may change what the
-forward computes; those of the tokenizer alone do not count). Hashing takes about a second per GB, so the digest of each
+It covers names and bytes of the weight files, of all configuration files (`*.json`, since any may change what the
+forward computes; those of the tokenizer alone do not count) and of the model's own code (`*.py`). Hashing takes about a second per GB, so the digest of each
 file is kept in the user's cache directory (`$XDG_CACHE_HOME/hicache` or `~/.cache/hicache`), under the file's size,
 inode and times. A file that was changed within the last seconds is hashed again next time: a second change within one
 tick of the file system's clock would not show. The cache saves time only: without it, or if it is damaged, all bytes
@@ -67,15 +67,17 @@ def _files(folder: Path) -> list[Path]:
     """Return the files that the fingerprint covers, by name."""
     try:
         files = sorted(path for path in folder.iterdir() if path.is_file())
-    except OSError as error:
-        raise ConfigError(f"model folder {os.fspath(folder)!r}: cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a path that no system call takes
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"model folder {os.fspath(folder)!r}: cannot be read: {reason}") from error
     weights = [path for path in files if path.suffix in WEIGHT_SUFFIXES]
     configuration = [path for path in files if path.suffix == ".json" and path.name not in _NOT_CONFIGURATION]
+    code = [path for path in files if path.suffix == ".py"]
     for found, what in ((weights, f"weights ({', '.join('*' + each for each in WEIGHT_SUFFIXES)})"),
                         (configuration, "configuration (config.json)")):  # fmt: skip
         if not found:
             raise ConfigError(f"model folder {os.fspath(folder)!r}: holds no {what}; give the folder of a checkpoint")
-    return sorted(weights + configuration)
+    return sorted(weights + configuration + code)
 
 
 def _file_digest(path: Path, known: tuple[_State, str] | None) -> tuple[_State, str]:

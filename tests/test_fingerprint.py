@@ -58,7 +58,7 @@ def test_an_unchanged_model_is_not_read_again(folder: Path, cache: Path) -> None
     assert model_fingerprint(folder) not in (first, poisoned), "one file is read again, the others are not"
 
 
-@pytest.mark.parametrize("name", ["a.safetensors", "config.json", "quantize_config.json", "model.gguf"])
+@pytest.mark.parametrize("name", ["a.safetensors", "config.json", "quantize_config.json", "model.gguf", "modeling.py"])
 def test_any_byte_of_weights_and_configuration_counts(folder: Path, name: str) -> None:
     put(folder / name, b"123456")
     seen = {model_fingerprint(folder)}

@@ -60,8 +60,8 @@ def create_cache(  # noqa: PLR0913 - what an engine may bring
     driver says. With `device_blocks`, L1 is tensors of the engine on `device`, one block a page; page 0 stays unused.
     `bigram` is for engines whose keys are bigrams (see `RadixKey`). With `ranks`, which must all make this call, the
     pools have the size of the smallest, and all ranks start or none does. Raises ConfigError, CapacityError,
-    BackendError and RankError with what to change, and InvalidInput for an argument of another type and a PageShape;
-    nothing is left running then.
+    BackendError and RankError with what to change, and InvalidInput for an argument of another type, a PageShape and
+    a `key_hash`; nothing is left running then.
     """
     geometry = _attention(instance("namespace", namespace, Namespace))
     instance("bigram", bigram, bool)
@@ -104,7 +104,7 @@ def create_host_cache(
     elif instance("host", host, HostPool).shape != shape:
         raise InvalidInput(
             f"host: the pool has pages of {host.payload_bytes} bytes in {len(host.shape.pieces)} pieces, the namespace "
-            f"of {shape.payload_bytes} in {len(shape.pieces)}; make both from one page shape"
+            f"of {shape.payload_bytes} in {len(shape.pieces)}, or tokens or names differ; make both from one page shape"
         )
     opener = _storage_opener(config, namespace, os.environ if environ is None else environ)
     with ExitStack() as undo:
@@ -277,11 +277,13 @@ def _l1_pages(
 
 
 def _attention(namespace: Namespace) -> KVGeometry:
-    """The geometry that L1 is made by."""
+    """The geometry that L1 is made by. Raises InvalidInput for a namespace that is not for a cache with its own L1."""
     if not isinstance(namespace.geometry, KVGeometry):
         raise InvalidInput(
             "namespace: geometry: L1 is made from a KVGeometry; a PageShape is for an engine with its own device cache"
         )
+    if namespace.key_hash:
+        raise InvalidInput("namespace: key_hash: this cache hashes tokens; leave it empty, or use create_host_cache")
     return namespace.geometry
 
 

@@ -70,8 +70,11 @@ class HostWrite:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """What is remembered of a request until `abort`: the length that was decided on, how, and whether a load failed."""
+    """What is remembered of a request until `abort`: the tree that it began with, the length that was decided on, how,
+    and whether a load failed.
+    """
 
+    tree: RadixTree
     decided_pages: int = 0
     pays: bool = False
     failed: bool = False
@@ -89,8 +92,9 @@ class _Load:
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """Pages on their way to L2: those of `key` from `start_page` on. `anchor`, the end of what L2 had of the key, is
-    held."""
+    """Pages on their way to L2: those of `key` from `start_page` on. `anchor`, the end of what L2 has of those before
+    them, is held.
+    """
 
     key: RadixKey
     start_page: int
@@ -236,14 +240,18 @@ class HostCache(TieredCache):
         """Lend L2 pages for those pages of `key` that it lacks: all behind what it has, and behind what other writes
         bring.
 
-        `start_page` is the first page that the workers can copy. None if there is nothing to write; and, counted, if L2
-        lacks a page before `start_page`, or has no room even after evicting. Nothing is held then.
+        `start_page` is the first page that the workers can copy. None if there is nothing to write, and for a request
+        that was looked up before the last `clear` or `update_weights`: its KV may be of earlier weights. None too, and
+        counted, if L2 lacks a page before `start_page`, or has no room even after evicting. Nothing is held then.
+        REQUIRES: a request that was not looked up was computed with the weights of now.
         """
         self._require_service()
-        instance("rid", rid, str)
+        request = self._requests.get(instance("rid", rid, str))
         start_page = whole("start_page", start_page)
         end_page = self._key_pages(key)
         tree = self.tree
+        if request is not None and request.tree is not tree:
+            return None
         match = tree.match(key)
         begin = self._reach(key, match.pages)
         if begin >= end_page:
@@ -277,10 +285,11 @@ class HostCache(TieredCache):
         if complete:
             self._written_pages += len(task.host_pages)
             task.complete = True
+            self._show_complete([write])
         else:
             self._books.skipped["backup_failed"] += 1
             self._give_back(write)
-        self._show_complete()
+            self._show_complete(self._behind(task))
         self._trees.sweep()
 
     # Emptying
@@ -291,7 +300,7 @@ class HostCache(TieredCache):
         Pages of loads and writes stay lent to the old tree until they end; a write that ends later is not shown.
         """
         super().clear()
-        self._show_complete()
+        self._show_complete(list(self._writes))
         self._trees.sweep()
 
     # Inside
@@ -307,7 +316,7 @@ class HostCache(TieredCache):
         """What is remembered of a request. A new one counts as using the path to `node`, on its device or on L2."""
         request = self._requests.get(rid)
         if request is None:
-            request = self._requests[rid] = _Request()
+            request = self._requests[rid] = _Request(self.tree)
             tokens = self._key_pages(key) * self.page_size
             self._books.requests += 1
             self._books.prompt_tokens += tokens
@@ -357,30 +366,60 @@ class HostCache(TieredCache):
 
     def _common_pages(self, key: RadixKey, other: RadixKey, pages: int) -> int:
         """How many leading pages two keys have in common; 0 at once if they differ in the page behind `pages`."""
-        page = slice(pages * self.tree.page_bytes, (pages + 1) * self.tree.page_bytes)
-        if key.tokens[page] != other.tokens[page] or key.seed != other.seed:
+        if not self._same_page(key, other, pages):
             return 0
         size = min(len(key.tokens), len(other.tokens))
         same = np.frombuffer(key.tokens, np.uint8, size) == np.frombuffer(other.tokens, np.uint8, size)
         return (size if same.all() else int(same.argmin())) // self.tree.page_bytes
 
-    def _show_complete(self) -> None:
-        """Show the complete writes whose prefix is on L2, and give those back whose prefix will not come."""
-        complete = [(write, task) for write, task in self._writes.items() if task.complete]
-        for write, task in sorted(complete, key=lambda pair: pair[1].start_page):  # a prefix before what follows it
+    def _same_page(self, key: RadixKey, other: RadixKey, page: int) -> bool:
+        part = slice(page * self.tree.page_bytes, (page + 1) * self.tree.page_bytes)
+        return key.tokens[part] == other.tokens[part] and key.seed == other.seed
+
+    def _show_complete(self, writes: list[HostWrite]) -> None:
+        """Show those of `writes` that are complete and whose prefix is on L2, give those back whose prefix will not
+        come, and then so with the writes behind them. `writes` is used up.
+        """
+        while writes:
+            write = writes.pop()
+            task = self._writes.get(write)
+            if task is None or not task.complete:
+                continue
             if task.tree is not self.tree or self._closed:
                 self._give_back(write)
+                writes += self._behind(task)
                 continue
             present = self.tree.peek(self._head(task.key, task.start_page)).host_pages
             if present == task.start_page:
-                self._show(write, task)
+                writes += self._show(write, task)
             elif self._reach(task.key, present) < task.start_page:
                 self._give_back(write)
+                writes += self._behind(task)
 
-    def _show(self, write: HostWrite, task: _Write) -> None:
-        node, unused = task.tree.insert_host(task.key, task.start_page, task.host_pages)
+    def _show(self, write: HostWrite, task: _Write) -> list[HostWrite]:
+        """Show a write. Returns those that follow it directly; what it brought is held for them now."""
+        tree = task.tree
+        node, unused = tree.insert_host(task.key, task.start_page, task.host_pages)
         self._end_write(write, unused)
         self._storing.store_path(node, self._store_hits_min)
+        following = [each for each in self._behind(task) if each.start_page <= task.end_page]
+        for each in following:
+            other = self._writes[each]
+            match = tree.match(self._head(other.key, other.start_page))
+            tree.hold_host(match.node)
+            tree.release_host(other.anchor)
+            other.anchor = match.node
+        return following
+
+    def _behind(self, task: _Write) -> list[HostWrite]:
+        """The writes that begin behind the first page of `task` and share it: all that wait for `task`, and others."""
+        return [
+            write
+            for write, other in self._writes.items()
+            if other.start_page > task.start_page
+            and other.tree is task.tree
+            and self._same_page(other.key, task.key, task.start_page)
+        ]
 
     def _give_back(self, write: HostWrite) -> None:
         self._end_write(write, write.host_pages)

@@ -236,14 +236,20 @@ class SharedHostPool(HostPool):
                 os.unlink(self.path)  # all have joined, and the last one failed to do so
                 return None
             size_bytes = wanted.file_bytes - CONTROL_BYTES
-            return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED, offset=CONTROL_BYTES)
+            try:
+                return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED, offset=CONTROL_BYTES)
+            except OSError as error:
+                if os.fstat(descriptor).st_nlink and not _locked(descriptor, 0, _PROCESSES_MAX):
+                    os.unlink(self.path)
+                what = f"{size_bytes} bytes cannot be mapped: {error.strerror}; raise the limits of this process"
+                raise CapacityError(f"shared host pool: {self.path}: {what}, or lower host.size") from error
 
     def _fill(self, descriptor: int, control: _Control) -> None:
         """Write the control block of an empty file and take all memory. The name is removed if that fails."""
         try:
             system = os.fstatvfs(descriptor)
             free_bytes = system.f_bavail * system.f_frsize
-            if control.file_bytes > free_bytes:
+            if system.f_blocks and control.file_bytes > free_bytes:  # no blocks: a tmpfs without a limit
                 raise self._full(control, free_bytes)
             self._require_available(control.pages)
             os.pwrite(descriptor, control.pack(), 0)

@@ -251,6 +251,11 @@ def test_an_argument_of_another_type_is_refused(name: str) -> None:
             create_cache(**{**arguments, name: bad})
 
 
+def test_a_namespace_of_given_keys_is_refused_since_this_cache_hashes_tokens() -> None:
+    with pytest.raises(InvalidInput, match="create_host_cache"):
+        create_cache(config(), replace(NAMESPACE, key_hash="sha256"))
+
+
 def test_if_one_rank_cannot_start_none_does_and_none_waits_for_it() -> None:
     first, second = started(
         config(storage={"type": "memory"}), config(storage={"type": "memory", "options": {"nonsense": 1}})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import GetOutcome
-from hicache.cache import CacheOptions, HostLoad, HostMatch, Payoff, PayoffOptions, create_host_cache
+from hicache.cache import CacheOptions, HostCache, HostLoad, HostMatch, Payoff, PayoffOptions, create_host_cache
 from hicache.cache.statistics import NO_TIER
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
@@ -100,6 +100,52 @@ def test_pages_of_a_failed_write_are_free_again_and_so_is_what_waits_for_them() 
     assert world.cache.lookup("b", KEY) == NOTHING
     world.cache.abort("b")
     assert len(world.write("c", KEY).host_pages) == 4
+    world.close()
+
+
+def test_what_a_write_has_brought_stays_for_those_that_follow_it() -> None:
+    """Else the pages of `last`, which is complete, could not be shown any more, and the copies were in vain."""
+    world = HostWorld(host_pages=4)
+    first, second, last = (world.cache.begin_write("a", prompt(*range(pages), tail=0)) for pages in (2, 3, 4))
+    assert first is not None and second is not None and last is not None
+    key = prompt(*range(4), tail=0)
+    for write in (last, first):
+        world.copy(key, write)
+        world.cache.end_write(write, complete=True)
+        world.cache.check()
+    assert world.cache.begin_write("b", prompt(8, tail=0)) is None
+    world.cache.check()
+    world.copy(key, second)
+    world.cache.end_write(second, complete=True)
+    assert world.load("c", key) == 4
+    world.close()
+
+
+class _Counting(HostCache):
+    """Counts what the end of a write looks at."""
+
+    looks = 0
+
+    def _reach(self, key: RadixKey, pages: int) -> int:
+        self.looks += 1
+        return super()._reach(key, pages)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_the_end_of_a_write_does_not_cost_more_because_others_wait(complete: bool) -> None:
+    count = 40
+    world = HostWorld(host_pages=count, kind=_Counting)
+    cache = world.cache
+    assert isinstance(cache, _Counting)
+    key = prompt(*range(count), tail=0)
+    writes = [cache.begin_write("a", prompt(*range(pages), tail=0)) for pages in range(1, count + 1)]
+    cache.looks = 0
+    for write in reversed(writes):
+        assert write is not None
+        world.copy(key, write)
+        cache.end_write(write, complete=complete or write is not writes[0])
+    assert cache.looks <= 2 * count
+    assert world.load("b", key) == (count if complete else 0)
     world.close()
 
 
@@ -318,6 +364,24 @@ def test_new_weights_hide_all_pages_on_both_tiers_and_old_writes_end_unseen() ->
     assert world.prefetch("e", KEY) and world.load("e", KEY) == 4
     with pytest.raises(InvalidInput, match="not above"):
         world.cache.update_weights(1)
+    world.close()
+
+
+def test_a_request_that_began_with_earlier_weights_is_not_written() -> None:
+    world = HostWorld()
+    for epoch in (1, None):
+        world.cache.lookup("a", KEY)
+        if epoch is None:
+            world.cache.clear()
+        else:
+            world.cache.update_weights(epoch)
+        assert world.cache.begin_write("a", KEY) is None and world.free_pages == 32
+        world.cache.lookup("a", KEY)
+        assert world.cache.begin_write("a", KEY) is None
+        world.cache.abort("a")
+    world.cache.lookup("a", KEY)
+    world.write("a", KEY)
+    world.cache.abort("a")
     world.close()
 
 

@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hicache.errors import HiCacheError
@@ -65,6 +66,13 @@ def limit(size_bytes: int, *, stall: bool) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
+def limit_memory(more_bytes: int | None) -> None:
+    """Bound the memory that this process may map, to so much more than it has now; None ends that."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft = resource.RLIM_INFINITY if more_bytes is None else pages * resource.getpagesize() + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (soft, resource.RLIM_INFINITY))
+
+
 COMMANDS: dict[str, Callable[..., Any]] = {
     "open": open_pool,
     "write": write,
@@ -72,6 +80,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "drop": drop,
     "drop in a fork": drop_in_a_fork,
     "limit": lambda size_bytes: limit(size_bytes, stall=False),
+    "limit memory": limit_memory,
     "stall": lambda size_bytes: limit(size_bytes, stall=True),
 }
 

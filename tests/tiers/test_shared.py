@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -257,11 +258,38 @@ def test_a_file_system_that_is_too_small_is_an_error_with_the_numbers(name: str)
     assert not path_of(name).exists()
 
 
+def test_a_file_system_without_a_limit_is_not_taken_for_a_full_one() -> None:
+    code = (
+        "from tests.tiers._shared_child import open_pool; "
+        "assert open_pool('unlimited', 2, None, 9.0)"
+    )  # fmt: skip
+    script = 'mount -t tmpfs -o size=0 none /dev/shm || exit 77; exec "$@"'
+    if os.geteuid() or shutil.which("unshare") is None:
+        pytest.skip("only root can mount a file system")
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-c", code]
+    result = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    if result.returncode == 77 or "unshare" in result.stderr:
+        pytest.skip("this system does not let a process mount a file system")
+    assert result.returncode == 0, result.stderr
+    assert not path_of("unlimited").exists()
+
+
 def test_memory_that_cannot_be_taken_leaves_nothing(name: str, children: list[Child]) -> None:
     children[0].ask("limit", CONTROL_BYTES + 4096)
     refused = children[0].ask("open", name, 2, 2, WAIT_S)
     children[0].ask("limit", resource.RLIM_INFINITY)
     assert refused.startswith("CapacityError: shared host pool: 2 pages of ")
+    assert not path_of(name).exists()
+
+
+@pytest.mark.parametrize("processes", [None, 1, 2])
+def test_memory_that_cannot_be_mapped_leaves_nothing(
+    name: str, children: list[Child], processes: int | None
+) -> None:  # fmt: skip
+    children[0].ask("limit memory", 16 << 20)
+    refused = children[0].ask("open", name, 8192, processes, WAIT_S)
+    children[0].ask("limit memory", None)
+    assert refused.startswith("CapacityError: ") and "cannot be mapped" in refused
     assert not path_of(name).exists()
 
 
