@@ -1,11 +1,11 @@
 """The fingerprint of a model folder: what `Namespace(model=...)` needs, so that other weights never share a page.
 
 It covers names and bytes of the weight files, of all configuration files (`*.json`, since any may change what the
-forward computes; those of the tokenizer alone do not count) and of the model's own code (`*.py`). Hashing takes about a second per GB, so the digest of each
-file is kept in the user's cache directory (`$XDG_CACHE_HOME/hicache` or `~/.cache/hicache`), under the file's size,
-inode and times. A file that was changed within the last seconds is hashed again next time: a second change within one
-tick of the file system's clock would not show. The cache saves time only: without it, or if it is damaged, all bytes
-are read.
+forward computes; those of the tokenizer alone do not count) and of the model's own code (`*.py`). Hashing takes about a
+second per GB, so the digest of each file is kept in the user's cache directory (`$XDG_CACHE_HOME/hicache` or
+`~/.cache/hicache`), under the file's size, inode and times. A file that was changed within the last seconds is hashed
+again next time: a second change within one tick of the file system's clock would not show. The cache saves time only:
+without it, or if it is damaged, all bytes are read.
 """
 
 from __future__ import annotations
