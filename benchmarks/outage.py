@@ -54,7 +54,7 @@ class Side:
         device, host = create_device_pool(GEOMETRY, pages), HostPool(GEOMETRY, 2 * pages)
         self.store = FaultyBackend(MemoryBackend(FrameCodec(bytes(32), GEOMETRY.payload_bytes)))
         self.guard = GuardedBackend(self.store)
-        options = ControllerOptions(backup_bytes_max=64 * RUN_PAGES * host.frame_bytes, storage_deadline_s=DEADLINE_S)
+        options = ControllerOptions(store_host_share=64 * RUN_PAGES / host.pages, storage_deadline_s=DEADLINE_S)
         controller = HiCacheController(host, create_copy_engine(device.blocks, HostWindow(host)), self.guard, options)
         self.cache = HiRadixCache(device, host, controller, CacheOptions(prefetch_timeout_base_s=DEADLINE_S))
         self.taken_s: list[float] = []

@@ -6,6 +6,7 @@ Owned by the scheduler thread; no lock.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -37,6 +38,7 @@ SKIP_REASONS = (
     "prefetch_timeout",
     "prefetch_too_late",
     "prefetch_too_short",
+    "store_gave_way",
     "store_incomplete",
     "store_paused",
     "write_back_dropped",
@@ -170,21 +172,28 @@ class DeviceLedger:
 
 
 class HostLedger:
-    """L2 pages that no node holds yet, because an operation fills them.
+    """L2 pages that no node holds yet, because an operation fills them. `give_way(pages)` cancels stores that wait, so
+    that so many more pages may be evicted, if it can.
 
     Invariant: used pages of the host pool = pages held by nodes + `lent_pages`.
     """
 
-    def __init__(self, host: HostPool, trees: Trees, books: Books) -> None:
+    def __init__(self, host: HostPool, trees: Trees, books: Books, give_way: Callable[[int], None]) -> None:
         self.host = host
         self.lent_pages = 0
+        self._give_way = give_way
         self._trees = trees
         self._books = books
 
     def lend(self, count: int) -> PageIds | None:
-        """`count` unsealed pages for an operation, evicting as needed; None, evicting nothing, if there is no room."""
+        """`count` unsealed pages for an operation, evicting as needed; None, evicting nothing, if there is no room.
+
+        Pages that wait to be stored give way before that.
+        """
         tree = self._trees.current
         missing = count - self.host.allocator.free_pages
+        if missing > tree.host_evictable_pages:
+            self._give_way(missing - tree.host_evictable_pages)
         if missing > tree.host_evictable_pages:
             return None
         if missing > 0:

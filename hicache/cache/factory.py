@@ -20,7 +20,7 @@ from ..controller.ranks import require_equal
 from ..errors import ConfigError, HiCacheError, InvalidInput, RankError
 from ..events import EventStream
 from ..events.factory import create_publisher
-from ..frame import Compression, FrameCodec, TagKind, frame_bytes
+from ..frame import Compression, FrameCodec, TagKind
 from ..geometry import DTYPE_BYTES, KVGeometry, PageShape
 from ..keys import BIGRAM_BYTES, PAGE_KEY_BYTES, TOKEN_BYTES, Namespace
 from ..tiers import EngineBlocks, HostPool, HostWindow, KVPool, create_copy_engine, create_device_pool
@@ -77,9 +77,9 @@ def create_cache(  # noqa: PLR0913 - what an engine may bring
             l1_pages = int(ranks.agree(np.array([l1_pages], dtype=np.int64))[0])
         return _all_or_none(ranks, lambda undo: _build_chunk_cache(parts, l1_pages, undo))
     l2_pages = host_pages(config.host, geometry, l1_pages)
-    bounds = _Bounds(l1_pages, l2_pages, geometry.payload_bytes, controller_options(config))
+    bounds = _Bounds(l1_pages, l2_pages, geometry.payload_bytes)
     if ranks is not None:
-        bounds = _agreed_bounds(ranks, namespace, bounds)
+        bounds = _agreed_bounds(ranks, bounds)
     return _all_or_none(ranks, lambda undo: _build_tiered_cache(parts, bounds, undo))
 
 
@@ -168,7 +168,6 @@ class _Bounds:
     l1_pages: int
     l2_pages: int
     page_bytes: int  # of the rank with the longest pages
-    options: ControllerOptions
 
 
 class _Parts(NamedTuple):
@@ -185,20 +184,18 @@ class _Parts(NamedTuple):
 def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace, *, bigram: bool) -> None:
     """Raises RankError on all ranks if they would not decide alike."""
     same = (
-        config.prefix_cache, replace(controller_options(config), backup_bytes_max=0), cache_options(config),
+        config.prefix_cache, controller_options(config), cache_options(config),
         config.page_size, config.storage is not None, bigram, namespace.model, namespace.weights_epoch,
         namespace.kv_scales, namespace.quantisation, namespace.key_hash, namespace.ranks_share_pages,
     )  # fmt: skip
     require_equal(ranks, "configuration", str(same))
 
 
-def _agreed_bounds(ranks: RankGroup, namespace: Namespace, bounds: _Bounds) -> _Bounds:
-    """What all ranks can keep. A page has another size on each pipeline stage, so bytes are agreed as pages."""
-    page_bytes = frame_bytes(namespace.geometry.payload_bytes)
-    options = bounds.options
-    numbers = [bounds.l1_pages, bounds.l2_pages, options.backup_bytes_max // page_bytes, -bounds.page_bytes]
-    l1_pages, l2_pages, backup_pages, longest = ranks.agree(np.array(numbers, dtype=np.int64)).tolist()
-    return _Bounds(l1_pages, l2_pages, -longest, replace(options, backup_bytes_max=backup_pages * page_bytes))
+def _agreed_bounds(ranks: RankGroup, bounds: _Bounds) -> _Bounds:
+    """What all ranks can keep. A page has another size on each pipeline stage."""
+    numbers = [bounds.l1_pages, bounds.l2_pages, -bounds.page_bytes]
+    l1_pages, l2_pages, longest = ranks.agree(np.array(numbers, dtype=np.int64)).tolist()
+    return _Bounds(l1_pages, l2_pages, -longest)
 
 
 def _build_chunk_cache(parts: _Parts, l1_pages: int, undo: ExitStack) -> ChunkCache:
@@ -222,7 +219,7 @@ def _build_tiered_cache(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRa
             l2,
             create_copy_engine(l1.blocks, HostWindow(l2)),
             backend,
-            bounds.options,
+            controller_options(config),
             ranks=parts.ranks,
             stores_pages=namespace.writes,
             figures=len(Figures()),
@@ -384,7 +381,7 @@ def controller_options(config: HiCacheConfig) -> ControllerOptions:
         write_pages_max=transfer.write_pages_max,
         load_pages_max=transfer.load_pages_max,
         prefetch_operations_max=config.prefetch.operations_max,
-        backup_bytes_max=transfer.backup_bytes_max,
+        store_host_share=transfer.store_host_share,
         storage_batch_pages=transfer.storage_batch_pages,
         io_workers=transfer.io_workers,
         backup_workers=transfer.backup_workers,

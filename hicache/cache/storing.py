@@ -3,12 +3,19 @@
 It goes root first, because a page in storage is of use only if its whole prefix is there. A node that is being stored
 has its host pages held. A run that could not be stored is tried again by a later request that passes by.
 
+Storage must not cost hits on L2: what waits is bounded as a share of L2, and gives way when L2 has no room. A store
+that no worker has begun is cancelled then, after all stores that continue its chain. With ranks no store gives way (see
+`HiCacheController.cancel_store`), and the bound alone limits what is held.
+
 Called by the scheduler thread alone; no lock.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ..controller import HiCacheController, Store, StoreEnded
+from ..errors import InvariantError
 from ..radix import Node, RadixTree
 from .books import Books
 from .pause import Pause
@@ -18,8 +25,9 @@ from .trees import Trees
 class Storing:
     """See the module's docstring.
 
-    Invariant: `_runs` has the stores that are not acknowledged, each with the last node of its run, into however many
-    nodes the run was split since.
+    Invariant: `_runs` has the stores that are not acknowledged, in order of submission, each with the last node of its
+    run, into however many nodes the run was split since. These nodes are `store_pending` and held, and no others are
+    `store_pending`.
     """
 
     def __init__(self, trees: Trees, controller: HiCacheController, books: Books, pause: Pause) -> None:
@@ -67,8 +75,7 @@ class Storing:
 
     def ended(self, ended: StoreEnded) -> None:
         """A store has ended. If a page is missing, a later request that passes by tries again."""
-        tree, node = self._runs.pop(ended.store)
-        tree.end_store(node, ended.store.chain, stored=ended.stored)
+        tree = self._end(ended.store, stored=ended.stored)
         if tree is self._trees.current:
             self._books.skipped["store_incomplete"] += not ended.stored
             # By what this rank saw of the store; whether all ranks may store is agreed from that.
@@ -76,7 +83,60 @@ class Storing:
                 self._pause.succeeded()
             elif self._controller.stores_pages:
                 self._pause.failed()
+
+    def give_way(self, pages: int) -> None:
+        """Cancel stores that wait, the newest first, until `pages` more pages of L2 may be evicted.
+
+        Cancels nothing if these would be too few. They may be too few all the same: a store that a worker has begun
+        goes on. The next use of a cancelled page asks for its store again.
+        """
+        for store in self._releasing(pages):
+            if not self._controller.cancel_store(store):
+                break  # a worker has begun it, and all older ones before it
+            self._end(store, stored=False)
+            self._books.skipped["store_gave_way"] += 1
+
+    def _releasing(self, pages: int) -> list[Store]:
+        """The newest stores whose end lets `pages` more pages of L2 leave, none if no number of them does.
+
+        A store is taken only if nothing else needs its run on L2, so neither does a store that continues its chain.
+        """
+        tree = self._trees.current
+        chosen: list[Store] = []
+        released: Counter[Node] = Counter()  # holds that end with the chosen stores
+        for store, (owner, node) in reversed(self._runs.items()):
+            if pages <= 0:
+                break
+            in_use = node.device is not None or node.lock_ref or node.host_ref > released[node] + 1
+            if in_use or owner is not tree:
+                continue
+            chosen.append(store)
+            part = node
+            while part.parent is not None:
+                released[part] += 1
+                if part.device is None and not part.lock_ref and part.host_ref == released[part]:
+                    pages -= tree.pages(part)
+                part = part.parent
+        return chosen if pages <= 0 else []
+
+    def _end(self, store: Store, *, stored: bool) -> RadixTree:
+        tree, node = self._runs.pop(store)
+        tree.end_store(node, store.chain, stored=stored)
         tree.release_host(node)
+        return tree
+
+    def check(self) -> None:
+        """Raises InvariantError if the invariant does not hold. Visits every node."""
+        pages = 0
+        for store, (tree, node) in self._runs.items():
+            pages += store.chain.pages
+            if not all(part.store_pending and part.host_ref for part in tree.span(node, store.chain.pages)):
+                raise InvariantError(f"store: its run, which ends at {node!r}, is not marked or not held")
+        marked = sum(tree.pages(node) for tree in self._trees.all() for node in tree.nodes() if node.store_pending)
+        if not marked == pages == self._controller.store_pages:
+            raise InvariantError(
+                f"store: {marked} pages are marked, {pages} in stores, {self._controller.store_pages} in the controller"
+            )
 
     @property
     def paused(self) -> bool:

@@ -73,8 +73,8 @@ class TieredCache:
         self._events: EventRecorder | None = None
         self._publisher: Publisher | None = None
         self._trees = Trees(self._new_tree, device, host)
-        self._l2 = HostLedger(host, self._trees, self._books)
         self._storing = Storing(self._trees, controller, self._books, Pause(controller.clock))
+        self._l2 = HostLedger(host, self._trees, self._books, self._storing.give_way)
         self._prefetcher = Prefetcher(
             self._trees,
             self._l2,
@@ -170,14 +170,14 @@ class TieredCache:
         return acks is not None
 
     def _take_in(self, acks: Acks) -> None:
+        for store in acks.stored:  # first, because what they held on L2 is room for reads
+            self._storing.ended(store)
         for operation in acks.expired:
             self._prefetcher.expired(operation)
         for found in acks.found:
             self._prefetcher.found(found)
         for read in acks.read:
             self._prefetcher.ended(read)
-        for store in acks.stored:
-            self._storing.ended(store)
 
     def _require_service(self) -> None:
         if self._closed:
@@ -209,6 +209,7 @@ class TieredCache:
         """Raises InvariantError if a tree, a pool or the books are inconsistent. Visits every node."""
         self.payoff.check()
         self._trees.check(self._l2.lent_pages)
+        self._storing.check()
 
     def drain(self, timeout_s: float) -> bool:
         """Poll until no copy, prefetch or store is in flight; blocks. False if some still are after `timeout_s`."""

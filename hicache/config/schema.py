@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..geometry import PAGE_SIZE_MAX
-from ..units import GIB, Count, Duration, Number, PositiveDuration, PositiveSize, refuse_bool
+from ..units import Count, Duration, Number, PositiveDuration, PositiveSize, refuse_bool
 from .integrity import IntegrityConfig, StorageFormatConfig
 from .publishing import EventsConfig, MetricsConfig
 from .section import ALTERNATIVES, Section, Tokens, yaml_switch
@@ -182,10 +182,11 @@ class TransferConfig(Section):
         default=4096, ge=1, le=1 << 24,
         description="Pages under copy from host to device at once. Over the bound a request computes instead.",
     )
-    backup_bytes_max: PositiveSize = Field(
-        default=GIB,
-        description="Bytes of host pages queued for storage. More rides out slow moments of the store; the pages "
-        "cannot be evicted while they wait. Full: the newest store is dropped.",
+    store_host_share: Number = Field(
+        default=0.25, gt=0, le=1,
+        description="Part of the host pages that may wait to be stored. More rides out slow moments of the store; "
+        "these pages leave the host after all others. Full: the newest store is dropped. When the host has no other "
+        "room, waiting stores are dropped too, the newest first, but not in an engine of several ranks.",
     )
     storage_batch_pages: Count = Field(
         default=128, ge=1, le=65536,

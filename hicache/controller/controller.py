@@ -5,12 +5,12 @@
     load      Load, acks.loaded       L2 -> L1 copies    pages lent; the request recomputes
     prefetch  Lookup, acks.found      storage lookups    operations; no prefetch, counted
     reads     Read, acks.read         L3 -> L2 reads     pages (the caller's share of L2)
-    backup    Store, acks.stored      L2 -> L3 writes    bytes; the newest store is dropped, counted
+    backup    Store, acks.stored      L2 -> L3 writes    a share of L2; the newest store is dropped, counted
 
 Copies are merged: all that was submitted to one direction since the last launch becomes one, once per step, and for
 backups also when an eviction waits for them. A copy starts once the fence has passed that was the latest at its launch.
-Every submitted operation is acknowledged exactly once, by `poll`, or taken back by `cancel_load`; until then its pages
-are lent to it and must not be freed. After a copy has failed, all later ones are acknowledged as failed.
+Every submitted operation is acknowledged exactly once, by `poll`, or taken back by a `cancel_` call that says so; until
+then its pages are lent to it and must not be freed. After a copy has failed, all later ones are acknowledged as failed.
 
 With ranks (see `agreement`), `poll` acknowledges what has ended on every rank, one step later, so that all of them
 decide alike: what is agreed on besides (time, measurements, whether storage may be used) is latched here once per step.
@@ -91,9 +91,9 @@ class HiCacheController:
         self._loads: list[Load] = []
         self._launched_backups: deque[Launch[Backup]] = deque()
         self._launched_loads: deque[Launch[Load]] = deque()
-        self._backup_pages = self._load_pages = self._read_pages = self._store_pages = 0
+        self._backup_pages = self._load_pages = self.read_pages = self.store_pages = 0  # lent
         self._prefetches: dict[Lookup | Read, LookupJob | ReadJob] = {}
-        self._storing: deque[StoreJob] = deque()  # with ranks: those that are not agreed on yet
+        self._stores: dict[Store, StoreJob] = {}  # in order of submission
         self._moved: Counter[str] = Counter()
         self._submitted: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._fault: TransferError | None = None
@@ -249,7 +249,7 @@ class HiCacheController:
         read = Read(found.keys[: len(host_pages)], host_pages, found.lookup.deadline)
         job = self._prefetches[read] = ReadJob(read, storage)
         storage.in_flight += 1
-        self._read_pages += len(host_pages)
+        self.read_pages += len(host_pages)
         self._storage.reads.submit(job)
         return read
 
@@ -263,28 +263,36 @@ class HiCacheController:
         return job.arrived_pages if isinstance(job, ReadJob) else 0
 
     def takes_store(self, pages: int) -> bool:
-        """Whether `pages` more may be stored; a refusal because of the bytes in flight is counted."""
+        """Whether `pages` more may be stored; a refusal because of the pages that wait is counted."""
         if self._storage.lifecycle.jobs is None or not self.may_store:
             return False
-        bytes_after = (self._store_pages + pages) * self.host.frame_bytes
+        pages_max = int(self.options.store_host_share * self.host.pages)
         # One operation may pass alone, however large: it could never be stored otherwise.
-        return self._within("backup", self._store_pages == 0 or bytes_after <= self.options.backup_bytes_max)
+        return self._within("backup", self.store_pages == 0 or self.store_pages + pages <= pages_max)
 
     def submit_store(self, chain: PageChain, host_pages: PageIds, *, begins_prompt: bool) -> Store:
         """Store the pages of `chain`, root first of all with `begins_prompt`. REQUIRES: `takes_store` said yes."""
         storage = self._open_storage("store")
         store = Store(chain, host_pages, begins_prompt)
-        job = StoreJob(store, storage)
+        job = self._stores[store] = StoreJob(store, storage)
         storage.in_flight += 1
-        self._store_pages += len(host_pages)
+        self.store_pages += len(host_pages)
         self._submitted["stores"] += 1
-        if self._agreement is not None:
-            self._storing.append(job)
         if self.stores_pages:
             self._storage.backups.submit(job)
         else:
             self._storage.finish(job)
         return store
+
+    def cancel_store(self, store: Store) -> bool:
+        """Take back a store that is queued; there will be no ack. False, changing nothing, if a worker has begun it
+        or it has ended, and always with ranks: they decide alike, and on another one it may have begun.
+        """
+        job = self._stores.get(store)
+        if job is None or self._agreement is not None or not self._storage.backups.withdraw(job):
+            return False
+        self._end_store(job)
+        return True
 
     def _open_storage(self, what: str) -> StorageJobs:
         if self._storage.lifecycle.jobs is None:
@@ -315,7 +323,6 @@ class HiCacheController:
             self._take_prefetch(prefetch, acks)
         for store, state in agreed.stores:
             if state is not StoreProgress.RUNNING:
-                self._storing.remove(store)
                 self._take_store(store, state, acks)
         return acks if acks.any else None
 
@@ -359,7 +366,7 @@ class HiCacheController:
             prefetches=prefetch_progress(self._prefetches.values(), self.clock()),
             stores=[
                 (store, store_progress(store, elsewhere=not self.stores_pages))
-                for store in islice(self._storing, STORE_PLACES)
+                for store in islice(self._stores.values(), STORE_PLACES)
             ],
         )
         self._submitted["free host pages"] = self.host.allocator.free_pages
@@ -371,10 +378,8 @@ class HiCacheController:
             return
         self._agreement.close()
         self._agreement = None
-        for store in self._storing:
-            if store.ended:
-                self._storage.finish(store)
-        self._storing.clear()
+        for job in [job for job in self._stores.values() if job.ended]:
+            self._storage.finish(job)
 
     def _take_copies(self, backups_done: int, loads_done: int, acks: Acks) -> None:
         for _ in range(backups_done):
@@ -412,17 +417,21 @@ class HiCacheController:
         if isinstance(job, LookupJob):
             acks.found.append(Found(job.operation, progress.pages, job.keys, job.failed))
             return
-        self._read_pages -= len(job.operation.host_pages)
+        self.read_pages -= len(job.operation.host_pages)
         self._moved["prefetched"] += progress.pages
         acks.read.append(ReadEnded(job.operation, progress.pages, job.pages, job.seconds, job.failed))
 
     def _take_store(self, job: StoreJob, state: StoreProgress, acks: Acks) -> None:
-        job.storage.in_flight -= 1
-        self._store_pages -= len(job.operation.host_pages)
+        self._end_store(job)
         self._moved["stored"] += job.stored_pages
         # What went to a store that is not in use any more is not in the one that is.
         stored = state is StoreProgress.STORED and not job.storage.retired
         acks.stored.append(StoreEnded(job.operation, stored, job.complete and not job.failed))
+
+    def _end_store(self, job: StoreJob) -> None:
+        del self._stores[job.operation]
+        job.storage.in_flight -= 1
+        self.store_pages -= len(job.operation.host_pages)
 
     # State
 
@@ -432,14 +441,9 @@ class HiCacheController:
         return within
 
     @property
-    def read_pages(self) -> int:
-        """Host pages lent to reads now."""
-        return self._read_pages
-
-    @property
     def idle(self) -> bool:
         """Whether no operation of any kind is queued or under way."""
-        return not (self._backup_pages or self._load_pages or self._prefetches or self._store_pages)
+        return not (self._backup_pages or self._load_pages or self._prefetches or self.store_pages)
 
     def statistics(self) -> ControllerStatistics:
         """Depths now and totals since start. May be called from any thread.
@@ -455,7 +459,7 @@ class HiCacheController:
                 reads=storage.reads.queued if storage.groups else 0,
                 backup=storage.backups.queued if storage.groups else 0,
                 device_pages_lent=self._backup_pages + self._load_pages,
-                host_pages_lent=self._backup_pages + self._load_pages + self._read_pages + self._store_pages,
+                host_pages_lent=self._backup_pages + self._load_pages + self.read_pages + self.store_pages,
             ),
             written_pages=self._moved["written"],
             loaded_pages=self._moved["loaded"],

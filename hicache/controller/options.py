@@ -10,13 +10,14 @@ class ControllerOptions:
     """Defaults suit pages of 1 to 8 MiB on one node.
 
     `storage_batch_pages` is what one backend call carries: larger batches cost fewer round trips, smaller ones let a
-    prefetch stop sooner. `storage_deadline_s` bounds one such call.
+    prefetch stop sooner. `storage_deadline_s` bounds one such call. `store_host_share` is the fraction of L2 that may
+    wait to be stored.
     """
 
     write_pages_max: int = 4096
     load_pages_max: int = 4096
     prefetch_operations_max: int = 64
-    backup_bytes_max: int = 1 << 30
+    store_host_share: float = 0.25
     storage_batch_pages: int = 128
     io_workers: int = 2
     backup_workers: int = 1

@@ -6,9 +6,11 @@ an exception is counted, logged once per kind and turned into a failed job; a th
 call far past the call's deadline gets a substitute, while its job stays open (and its pages lent) until the call
 really returns.
 
-Locking design: `_jobs` and the caller's ack queue are `SimpleQueue`s. `busy`, `busy_since` and `stuck` of a thread are
-written by that thread or by the supervisor and read by the other; each is a single reference. `supervise`, `submit` and
-`close` are called by the scheduler thread alone.
+Locking design: `_jobs` is a deque, of which each operation is atomic; the scheduler appends and removes jobs, and a
+thread takes the first one after it got True from `_wakeups`. `_wakeups` and the caller's ack queue are `SimpleQueue`s.
+`busy`, `busy_since` and `stuck` of a thread are
+written by that thread or by the supervisor and read by the other; each is a single reference. `supervise`, `submit`,
+`withdraw` and `close` are called by the scheduler thread alone.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from .operations import now
@@ -91,7 +94,8 @@ class WorkerGroup(Generic[Job]):
         self.stuck_threads = 0
         self._fail = fail
         self._deadline_s = deadline_s
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: deque[Job] = deque()
+        self._wakeups: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: there may be a job; False ends a thread
         self._restart_at: list[float] = []
         self._backoff_s = RESTART_BACKOFF_S_MIN
         self._number = 0
@@ -104,7 +108,7 @@ class WorkerGroup(Generic[Job]):
     @property
     def queued(self) -> int:
         """Jobs that wait for a thread."""
-        return self._jobs.qsize()
+        return len(self._jobs)
 
     @property
     def alive(self) -> int:
@@ -113,11 +117,27 @@ class WorkerGroup(Generic[Job]):
 
     def submit(self, job: Job) -> None:
         """Queue a job. Does not block. The caller bounds how many it submits."""
-        self._jobs.put(job)
+        self._jobs.append(job)
+        self._wakeups.put(True)
+
+    def withdraw(self, job: Job) -> bool:
+        """Take back a job that no thread has taken; it is not acknowledged. False for others, and once closed."""
+        if self._closed:
+            return False
+        try:
+            self._jobs.remove(job)
+        except ValueError:
+            return False
+        with suppress(queue.Empty):  # a thread has it, and finds no job for it
+            self._wakeups.get_nowait()
+        return True
 
     def take(self) -> Job | None:
         """The next job, on a worker thread; None ends the thread."""
-        return self._jobs.get()
+        while self._wakeups.get():
+            with suppress(IndexError):  # the job was withdrawn
+                return self._jobs.popleft()
+        return None
 
     def handler_failed(self, job: Job, error: Exception) -> None:
         """Turn an exception of the handler into a failed job, on a worker thread."""
@@ -148,7 +168,7 @@ class WorkerGroup(Generic[Job]):
         """Let the threads finish what is queued, then end. False if one did not in time (it is left behind)."""
         self._closed = True
         for _ in self._threads:
-            self._jobs.put(None)
+            self._wakeups.put(False)
         deadline = now() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - now()))

@@ -37,6 +37,7 @@ REASONS: Mapping[str, str] = {
     "skipped prefetch_failed": "a prefetch failed",
     "skipped prefetch_paused": "storage not asked: it has just failed",
     "skipped store_paused": "nothing stored: storage has just failed",
+    "skipped store_gave_way": "not stored: the page was waiting when L2 had no other room",
     "skipped store_incomplete": "storage did not take all pages",
     "refused write": "no backup to L2: queue full",
     "refused load": "no load from L2: queue full",

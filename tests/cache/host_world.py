@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from hicache.backends.base import StorageBackend
 from hicache.cache import CacheOptions, Figures, HostCache, HostLoad, HostWrite, Payoff
-from hicache.controller import HiCacheController
+from hicache.controller import ControllerOptions, HiCacheController
 from hicache.keys import TOKEN_BYTES, RadixKey
 from hicache.radix import RadixTree
 from hicache.tiers import HostPool
@@ -31,13 +31,14 @@ class HostWorld:
         host_pages: int = 32,
         backend: StorageBackend | None = None,
         options: CacheOptions | None = None,
+        controller_options: ControllerOptions | None = None,
         position_bytes: int = TOKEN_BYTES,
         open_storage: Callable[[int], StorageBackend] | None = None,
         payoff: Payoff | None = None,
         kind: type[HostCache] = HostCache,
     ) -> None:
         self.host = HostPool(GEOMETRY, host_pages)
-        self.controller = HiCacheController(self.host, None, backend, figures=len(Figures()))
+        self.controller = HiCacheController(self.host, None, backend, controller_options, figures=len(Figures()))
         self.cache = kind(
             self.host,
             self.controller,

@@ -13,7 +13,7 @@ from hicache.cache import CacheOptions, RequestKV
 from hicache.controller import ControllerOptions
 from hicache.keys import RadixKey, page_keys
 from hicache.types import PageIds
-from tests.cache.world import GEOMETRY, World, codec, prompt
+from tests.cache.world import GEOMETRY, World, prompt
 from tests.stamps import Stamps
 
 STEPS = 150
@@ -70,7 +70,7 @@ def small_world(
         ),
         controller_options=ControllerOptions(
             storage_batch_pages=2 * scale, write_pages_max=30 * scale, load_pages_max=20 * scale,
-            prefetch_operations_max=4, backup_bytes_max=12 * scale * codec().frame_bytes,
+            prefetch_operations_max=4, store_host_share=0.3,
         ),
         **changes,
     )  # fmt: skip

@@ -178,13 +178,12 @@ def started(*rank_configs: HiCacheConfig) -> list[TreeCache | BaseException]:
 
 def test_ranks_with_different_pools_use_as_much_as_the_smallest_has() -> None:
     caches = started(
-        config(device={"tokens": 64}, host={"tokens": 400}, transfer={"backup_bytes_max": "1MiB"}),
-        config(device={"tokens": 80}, host={"tokens": 120}, transfer={"backup_bytes_max": "2MiB"}),
+        config(device={"tokens": 64}, host={"tokens": 400}),
+        config(device={"tokens": 80}, host={"tokens": 120}),
     )
     for cache in caches:
         assert isinstance(cache, HiRadixCache)
         assert (cache.device.pages, cache.host.pages) == (16, 30)
-        assert cache.controller.options.backup_bytes_max == 1 << 20
         cache.close()
 
 

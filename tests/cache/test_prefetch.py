@@ -387,7 +387,7 @@ def test_a_full_backup_queue_drops_the_newest_store() -> None:
             return super().batch_set(keys, frames, parent=parent, deadline=deadline)
 
     backend = Slow(codec())
-    world = World(backend=backend, controller_options=ControllerOptions(backup_bytes_max=2 * codec().frame_bytes))
+    world = World(backend=backend, controller_options=ControllerOptions(store_host_share=2 / 32))
     world.serve("a", prompt(1, 2))
     world.until(lambda: world.controller.statistics().queues.host_pages_lent == 2)
     world.serve("b", prompt(3, 4))

@@ -13,6 +13,7 @@ import pytest
 
 from hicache.backends.base import StorageBackend
 from hicache.cache import CacheOptions, HostCache, HostLoad, HostMatch, HostWrite, PayoffOptions
+from hicache.controller import ControllerOptions
 from hicache.keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey
 from tests.cache.host_world import PAGE_TOKENS, HostWorld, memory_backend, prompt
 from tests.seeds import rng, seeds
@@ -124,6 +125,7 @@ class RandomHost:
             host_pages=pages,
             backend=self.stores.get(0),
             options=options,
+            controller_options=ControllerOptions(store_host_share=1.0),  # more than a few of so few pages
             position_bytes=PAGE_KEY_BYTES if self.hashed else TOKEN_BYTES,
             open_storage=self.open_storage if self.stored else None,
             kind=kind,

@@ -144,3 +144,38 @@ def test_closing_leaves_a_hanging_thread_behind_and_says_so() -> None:
     assert not harness.group.close(0.05)
     gate.set()
     assert harness.done.get(timeout=WAIT_S) is hang
+
+
+def test_a_job_that_waits_can_be_withdrawn_and_one_that_a_thread_has_cannot() -> None:
+    harness = Harness()
+    gate, entered = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        entered.set()
+        gate.wait(WAIT_S)
+
+    waiting = [lambda: None for _ in range(3)]
+    for job in (hang, *waiting):
+        harness.group.submit(job)
+    assert entered.wait(WAIT_S)
+    assert not harness.group.withdraw(hang)
+    assert harness.group.withdraw(waiting[1]) and not harness.group.withdraw(waiting[1])
+    assert harness.group.queued == 2
+    gate.set()
+    assert [harness.done.get(timeout=WAIT_S) for _ in range(3)] == [hang, waiting[0], waiting[2]]
+    assert harness.group.close(WAIT_S) and harness.done.empty()
+    assert not harness.group.withdraw(waiting[0])
+
+
+def test_a_job_is_either_withdrawn_or_handled_while_threads_take_jobs_all_the_time() -> None:
+    harness = Harness(count=4)
+    jobs = [lambda: None for _ in range(5000)]
+    withdrawn: set[int] = set()
+    for number, job in enumerate(jobs):
+        harness.group.submit(job)
+        candidate = jobs[max(0, number - 1)] if number % 3 else job
+        if harness.group.withdraw(candidate):
+            withdrawn.add(id(candidate))
+    handled = [id(harness.done.get(timeout=WAIT_S)) for _ in range(len(jobs) - len(withdrawn))]
+    assert harness.group.close(WAIT_S) and harness.done.empty() and harness.group.queued == 0
+    assert withdrawn and len(set(handled)) == len(handled) and withdrawn.isdisjoint(handled)

@@ -243,6 +243,26 @@ class _GivesStuckJobsUp(SimulatedWorkers[Any]):
             super()._end(run)
 
 
+class _WithdrawsJobsThatRun(SimulatedWorkers[Any]):
+    """A store that a worker has begun is cancelled: its pages are evicted and filled with something else."""
+
+    def __init__(self, *parts: Any, **rest: Any) -> None:
+        super().__init__(*parts, **rest)
+        self._withdrawn: list[Any] = []
+
+    def withdraw(self, job: Any) -> bool:
+        running = any(run.job is job for run in self._under_way)
+        if running:
+            self._withdrawn.append(job)
+        return running or super().withdraw(job)
+
+    def _end(self, run: Any) -> None:
+        if run.job not in self._withdrawn:
+            super()._end(run)
+        else:
+            self._seats += not run.stuck
+
+
 class _LosesJobsOfTheDead(SimulatedWorkers[Any]):
     """Whoever waits for a job of a worker that died waits for ever."""
 
@@ -342,9 +362,10 @@ RACES: dict[str, Race] = {
     ),
     "a short read shows what lay in the pages before": Race(Parts(controller=_BelievesShortReads), {WRONG}, 100),
     "the anchor of a prefetch is evicted": Race(_prefetcher(_DoesNotHoldAnchors), {BOOKS, "left behind"}, 200),
-    "a store reads a page that was evicted": Race(_storing(_StoresWithoutHolding), {WRONG}, 100),
+    "a store reads a page that was evicted": Race(_storing(_StoresWithoutHolding), {WRONG, BOOKS}, 100),
     "a stuck read is given up while it still writes": Race(Parts(workers=_GivesStuckJobsUp), {WRONG, LATE}, 300),
     "the job of a dead worker is never acknowledged": Race(Parts(workers=_LosesJobsOfTheDead), {"stuck"}, 300),
+    "a store that a worker has begun gives way": Race(Parts(workers=_WithdrawsJobsThatRun), {WRONG}, 500),
     "the forward does not wait for a layer": Race(Parts(waits_for_layers=False), {WRONG}, 40),
     "a prefetch of old weights enters the new tree": Race(_prefetcher(_KeepsPrefetchesThroughUpdates), {WRONG}, 500),
     "a store of old weights is stored under the new epoch": Race(Parts(controller=_StoresWithWhatIsOpen), {WRONG}, 500),

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from hicache.cache import CacheOptions, HiRadixCache, PayoffOptions, PrefetchPolicy, RequestKV, WritePolicy
 from hicache.controller import ControllerOptions, HiCacheController
-from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.keys import RadixKey
 from hicache.radix import POLICIES
@@ -52,7 +51,7 @@ class Setting:
             device_fail_rate=0.02 if numbers.random() < 0.1 else 0.0,
             events_bytes=numbers.choice([None, None, 4_000, 1_000_000]),
             cache=_draw_cache(numbers, page_size),
-            controller=_draw_controller(numbers, FrameCodec(bytes(32), geometry.payload_bytes).frame_bytes),
+            controller=_draw_controller(numbers),
         )
 
 
@@ -79,11 +78,11 @@ def _draw_cache(numbers: random.Random, page_size: int) -> CacheOptions:
     )
 
 
-def _draw_controller(numbers: random.Random, frame_bytes: int) -> ControllerOptions:
+def _draw_controller(numbers: random.Random) -> ControllerOptions:
     pages = numbers.choice([6, 12, 40])
     return ControllerOptions(
         storage_batch_pages=numbers.choice([1, 2, 4]), write_pages_max=pages, load_pages_max=pages,
-        prefetch_operations_max=4, backup_bytes_max=numbers.choice([4, 20]) * frame_bytes,
+        prefetch_operations_max=4, store_host_share=numbers.choice([0.5, 1.0]),
         storage_deadline_s=1.0, backup_workers=numbers.choice([1, 2]),
     )  # fmt: skip
 

@@ -60,6 +60,12 @@ class SimulatedWorkers(WorkerGroup[Job]):
     def submit(self, job: Job) -> None:
         self._waiting.append(job)
 
+    def withdraw(self, job: Job) -> bool:
+        if job not in self._waiting:
+            return False
+        self._waiting.remove(job)
+        return True
+
     def work(self) -> None:
         """Run the next job. REQUIRES: `ready`."""
         run = _Run(self._waiting.popleft(), self._schedule)

@@ -1,0 +1,233 @@
+"""A store that is slower than the engine computes: what waits for it must not cost hits on L2."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from hicache.backends.base import SetOutcome
+from hicache.cache import HiRadixCache
+from hicache.controller import ControllerOptions, RankGroup
+from hicache.keys import RadixKey
+from tests.cache.host_world import HostWorld
+from tests.cache.world import LastingBackend, World, codec, prompt
+from tests.ranks import gloo_ranks
+
+# All of L2 may wait, so that it does.
+ALL = ControllerOptions(store_host_share=1.0)
+HOST_PAGES = 12
+
+
+class Gated(LastingBackend):
+    """Stores wait at a gate."""
+
+    def __init__(self) -> None:
+        super().__init__(codec())
+        self.gate, self.entered = threading.Event(), threading.Event()
+
+    def batch_set(
+        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        self.entered.set()
+        assert self.gate.wait(30)
+        return super().batch_set(keys, frames, parent=parent, deadline=deadline + 100)
+
+    def has(self, key: RadixKey) -> int:
+        """How many leading pages are stored."""
+        return self.batch_exists(key.page_keys(4, b"", 0, key.pages(4)), deadline=1e12)
+
+
+def pair(number: int) -> RadixKey:
+    """A prompt of two pages."""
+    return prompt(number, 100 + number)
+
+
+def compute(world: World, key: RadixKey, *, leaves_l1: bool = True) -> None:
+    """Serve a prompt, and wait until it is on L2, and on L2 alone."""
+    lent = world.controller.statistics().written_pages + key.pages(4) - world.cache.tree.peek(key).host_pages
+    world.serve(f"compute-{key.tokens[0]}", key)
+    world.until(lambda: world.controller.statistics().written_pages >= lent)
+    if leaves_l1:
+        world.cache.evict(100)
+
+
+def full_world(backend: Gated, *, leaves_l1: bool = True, ranks: RankGroup | None = None) -> World:
+    """L2 is full of six runs of two pages: a worker has begun to store the first, the others wait."""
+    world = World(backend=backend, host_pages=HOST_PAGES, controller_options=ALL, ranks=ranks)
+    for number in range(1, 7):
+        compute(world, pair(number), leaves_l1=leaves_l1)
+    world.until(backend.entered.is_set)
+    assert world.controller.store_pages == HOST_PAGES
+    return world
+
+
+def on_l2(cache: HiRadixCache, key: RadixKey) -> int:
+    return cache.tree.peek(key).host_pages
+
+
+def skipped(world: World | HostWorld) -> dict[str, int]:
+    return {reason: count for reason, count in world.cache.statistics().skipped.items() if count}
+
+
+def test_the_newest_store_that_waits_gives_way_to_a_backup() -> None:
+    backend = Gated()
+    world = full_world(backend)
+    compute(world, pair(7))
+    assert skipped(world)["store_gave_way"] == 1 and "backup_no_host_room" not in skipped(world)
+    assert [on_l2(world.cache, pair(number)) for number in range(1, 8)] == [2, 2, 2, 2, 2, 0, 2]
+    assert world.serve("again", pair(2)).host_hit_tokens == 8
+    backend.gate.set()
+    world.settle()
+    assert [backend.has(pair(number)) for number in range(1, 8)] == [2, 2, 2, 2, 2, 0, 2]
+    compute(world, pair(6))
+    world.settle()
+    assert backend.has(pair(6)) == 2
+    world.close()
+
+
+def test_a_page_whose_store_gave_way_is_stored_when_it_is_used_again() -> None:
+    backend = Gated()
+    world = World(backend=backend, host_pages=6, controller_options=ALL)
+    compute(world, pair(1))
+    compute(world, prompt(2, 3, 4, 5))
+    world.cache.match_prefix(prompt(2, 3, tail=0))  # its run is two nodes now, and one store
+    world.until(backend.entered.is_set)
+    compute(world, pair(6))
+    assert on_l2(world.cache, prompt(2, 3, 4, 5)) == 2
+    assert skipped(world)["store_gave_way"] == 1
+    backend.gate.set()
+    world.settle()
+    assert backend.has(prompt(2, 3)) == 0
+    assert world.serve("again", prompt(2, 3)).host_hit_tokens == 8
+    world.settle()
+    assert backend.has(prompt(2, 3)) == 2
+    world.close()
+
+
+def test_a_store_gives_way_after_all_that_continue_its_chain() -> None:
+    backend = Gated()
+    world = World(backend=backend, host_pages=10, controller_options=ALL)
+    compute(world, pair(1))
+    compute(world, prompt(2, 3))
+    compute(world, prompt(2, 3, 4, 5))
+    compute(world, prompt(2, 3, 4, 5, 6, 7))
+    world.until(backend.entered.is_set)
+    assert world.controller.store_pages == 8
+    compute(world, prompt(11, 12, 13, 14, 15, 16))  # two pages are free, so it needs the last two runs of the chain
+    assert skipped(world)["store_gave_way"] == 2
+    assert on_l2(world.cache, prompt(2, 3, 4, 5, 6, 7)) == 2
+    backend.gate.set()
+    world.settle()
+    assert backend.has(prompt(2, 3, 4, 5, 6, 7)) == 2
+    assert backend.usage().pages == 10
+    world.close()
+
+
+def test_a_store_gives_way_to_a_prefetch() -> None:
+    backend = Gated()
+    backend.gate.set()
+    other = World(backend=backend)
+    other.serve("store", pair(9))
+    other.settle()
+    other.close()
+    backend.gate.clear()
+    world = full_world(backend)
+    assert world.serve("prefetched", pair(9)).storage_hit_tokens == 8
+    assert skipped(world)["store_gave_way"] == 1 and "prefetch_no_host_room" not in skipped(world)
+    backend.gate.set()
+    world.close()
+
+
+def test_a_store_gives_way_to_a_write_of_an_engine_with_its_own_device_cache() -> None:
+    backend = Gated()
+    world = HostWorld(backend=backend, host_pages=HOST_PAGES, controller_options=ALL)
+    for number in range(1, 7):
+        world.write(f"r{number}", prompt(number, 100 + number, tail=0))
+    world.until(backend.entered.is_set)
+    world.write("r7", prompt(7, 107, tail=0))
+    assert skipped(world) == {"store_gave_way": 1}
+    assert [world.load(f"s{n}", prompt(n, 100 + n, tail=0)) for n in range(1, 8)] == [2, 2, 2, 2, 2, 0, 2]
+    backend.gate.set()
+    world.close()
+
+
+def test_a_store_of_a_run_that_stays_on_l2_does_not_give_way() -> None:
+    backend = Gated()
+    world = full_world(backend)
+    pin = world.cache.pin(pair(6), ttl_s=1000.0)
+    assert pin is not None
+    compute(world, pair(7))
+    assert skipped(world)["store_gave_way"] == 1
+    assert [on_l2(world.cache, pair(number)) for number in (5, 6, 7)] == [0, 2, 2]
+    backend.gate.set()
+    world.settle()
+    assert [backend.has(pair(number)) for number in (5, 6, 7)] == [0, 2, 2]
+    pin.release()
+    world.close()
+
+
+def test_no_store_gives_way_where_that_makes_too_little_room() -> None:
+    backend = Gated()
+    world = full_world(backend, leaves_l1=False)  # a page that is on L1 too does not leave L2
+    world.serve("more", pair(7))
+    world.step()
+    assert skipped(world)["backup_no_host_room"] > 0 and "store_gave_way" not in skipped(world)
+    world.cache.evict(100)
+    pins = [world.cache.pin(pair(number), ttl_s=1000.0) for number in (4, 5, 6)]
+    assert all(pins)
+    world.serve("too long", prompt(*range(30, 42)))
+    world.step()
+    assert "store_gave_way" not in skipped(world)
+    backend.gate.set()
+    world.settle()
+    assert [backend.has(pair(number)) for number in range(1, 7)] == [2] * 6
+    world.close()
+
+
+def test_with_ranks_no_store_gives_way() -> None:
+    backend = Gated()
+    world = full_world(backend, ranks=gloo_ranks(1, deadline_s=30.0)[0])
+    world.serve("more", pair(7))
+    world.step()
+    assert skipped(world)["backup_no_host_room"] > 0 and "store_gave_way" not in skipped(world)
+    assert on_l2(world.cache, pair(6)) == 2
+    backend.gate.set()
+    world.close()
+
+
+def test_stores_that_give_way_leave_nothing_in_the_queue_of_a_store_that_hangs() -> None:
+    backend = Gated()
+    world = full_world(backend)
+    for number in range(10, 60):
+        compute(world, pair(number))
+    assert skipped(world)["store_gave_way"] == 50
+    assert world.controller.statistics().queues.backup == 5
+    backend.gate.set()
+    world.close()
+
+
+def test_a_quarter_of_l2_may_wait_to_be_stored() -> None:
+    backend = Gated()
+    world = World(backend=backend, host_pages=32)
+    for number in range(1, 11):
+        compute(world, pair(number))
+    assert world.controller.store_pages == 8
+    assert world.controller.statistics().refused["backup"] == 6
+    backend.gate.set()
+    world.close()
+
+
+def test_a_backend_whose_last_store_gave_way_is_closed() -> None:
+    closed = threading.Event()
+
+    class Closing(Gated):
+        def close(self) -> None:
+            closed.set()
+
+    backend = Closing()
+    world = full_world(backend)
+    compute(world, pair(7))
+    backend.gate.set()
+    world.cache.storage.detach()
+    world.until(closed.is_set)
+    world.close()
