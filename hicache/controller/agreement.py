@@ -36,6 +36,8 @@ from .ranks import RankGroup
 
 # Stores end nearly in the order of submission, so the oldest few are all that can have ended, but for those of a step.
 STORE_PLACES = 64
+# What must be equal on all ranks, or they have decided differently.
+COUNTERS = ("writes", "loads", "stores", "prefetches", "free host pages")
 
 
 @dataclass(slots=True, eq=False)

@@ -35,7 +35,7 @@ from ..errors import InvariantError, TransferError
 from ..keys import PageChain, RadixKey
 from ..tiers import CopyEngine, FailedTransfer, Fence, HostPool, Transfer
 from ..types import PageIds
-from .agreement import STORE_PLACES, Agreement
+from .agreement import COUNTERS, STORE_PLACES, Agreement
 from .jobs import Copy, Launch, LoadsInFlight, LookupJob, ReadJob, StoreJob
 from .lifecycle import OpenBackend
 from .operations import Acks, Backup, Found, Load, Lookup, Read, ReadEnded, Store, StoreEnded, now
@@ -49,8 +49,6 @@ from .worker import WorkerFactory, WorkerGroup
 
 # No prefetch is worth waiting longer for, whatever its length.
 PREFETCH_S_MAX = 60.0
-# What must be equal on all ranks, or they have decided differently.
-COUNTERS = ("writes", "loads", "stores", "prefetches", "free host pages")
 
 
 class HiCacheController:
