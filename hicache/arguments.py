@@ -61,7 +61,7 @@ def instance(name: str, value: object, kind: type[T]) -> T:
 def file_path(name: str, value: object) -> Path:
     """Return `value`, text or an `os.PathLike` of text, as a path. Text must not be empty."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(text, str) or not text or "\0" in text:
+    if not isinstance(text, str) or not text:
         raise InvalidInput(f"{name}: {_shown(value)} is not a path; pass text that is not empty, or a pathlib.Path")
     return Path(text)
 

@@ -138,6 +138,8 @@ def test_folders_that_hold_no_model_are_refused(folder: Path, tmp_path: Path) ->
         model_fingerprint(tmp_path / "none")
     with pytest.raises(ConfigError, match="Not a directory"):
         model_fingerprint(folder / "config.json")
+    with pytest.raises(ConfigError, match="cannot be read: embedded null"):
+        model_fingerprint("a\0b")
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"holds no configuration \(config\.json\)"):
         model_fingerprint(folder)
@@ -146,7 +148,7 @@ def test_folders_that_hold_no_model_are_refused(folder: Path, tmp_path: Path) ->
         model_fingerprint(tmp_path / "empty")
 
 
-@pytest.mark.parametrize("bad", [None, 5, b"model", "", "a\0b"])
+@pytest.mark.parametrize("bad", [None, 5, b"model", ""])
 def test_a_folder_that_is_not_a_path_is_refused(bad: Any) -> None:
     with pytest.raises(InvalidInput, match=r"model folder: .* is not a path"):
         model_fingerprint(bad)

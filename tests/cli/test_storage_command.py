@@ -98,7 +98,7 @@ def test_inspect_shows_the_header_of_a_sound_page(store: Store) -> None:
     assert {name: value.strip() for name, value in lines.items()} == {
         "page": "sound",
         "file": "4.0 KiB (4096 bytes)",
-        "version": "2",
+        "version": "3",
         "tag": "XXH3_128",
         "payload": "3000 bytes",
         "key": store.keys[1].hex(),
