@@ -38,6 +38,8 @@ from .tiered import TieredCache
 Cache = TypeVar("Cache")
 # The elements that byte planes are for: float16 and bfloat16.
 _PLANES_ELEMENT_BYTES = 2
+# Stores of several ranks cannot give way on L2, so that more of them waiting would cost hits.
+_STORE_HOST_SHARE_OF_RANKS = 0.25
 
 
 def create_cache(  # noqa: PLR0913 - what an engine may bring
@@ -184,7 +186,7 @@ class _Parts(NamedTuple):
 def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace, *, bigram: bool) -> None:
     """Raises RankError on all ranks if they would not decide alike."""
     same = (
-        config.prefix_cache, controller_options(config), cache_options(config),
+        config.prefix_cache, controller_options(config, ranks=True), cache_options(config),
         config.page_size, config.storage is not None, bigram, namespace.model, namespace.weights_epoch,
         namespace.kv_scales, namespace.quantisation, namespace.key_hash, namespace.ranks_share_pages,
     )  # fmt: skip
@@ -219,7 +221,7 @@ def _build_tiered_cache(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRa
             l2,
             create_copy_engine(l1.blocks, HostWindow(l2)),
             backend,
-            controller_options(config),
+            controller_options(config, ranks=parts.ranks is not None),
             ranks=parts.ranks,
             stores_pages=namespace.writes,
             figures=len(Figures()),
@@ -374,14 +376,15 @@ def _compression(config: HiCacheConfig, geometry: KVGeometry | PageShape) -> Com
     return Compression(chosen.compression_level, byte_planes=element_bytes == _PLANES_ELEMENT_BYTES)
 
 
-def controller_options(config: HiCacheConfig) -> ControllerOptions:
-    """The controller's bounds as configured."""
+def controller_options(config: HiCacheConfig, *, ranks: bool = False) -> ControllerOptions:
+    """The controller's bounds as configured, for an engine of several `ranks` or of one."""
     transfer = config.transfer
+    share = transfer.store_host_share or (_STORE_HOST_SHARE_OF_RANKS if ranks else 1.0)
     return ControllerOptions(
         write_pages_max=transfer.write_pages_max,
         load_pages_max=transfer.load_pages_max,
         prefetch_operations_max=config.prefetch.operations_max,
-        store_host_share=transfer.store_host_share,
+        store_host_share=share,
         storage_batch_pages=transfer.storage_batch_pages,
         io_workers=transfer.io_workers,
         backup_workers=transfer.backup_workers,

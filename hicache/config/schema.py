@@ -182,11 +182,12 @@ class TransferConfig(Section):
         default=4096, ge=1, le=1 << 24,
         description="Pages under copy from host to device at once. Over the bound a request computes instead.",
     )
-    store_host_share: Number = Field(
-        default=0.25, gt=0, le=1,
-        description="Part of the host pages that may wait to be stored. More rides out slow moments of the store; "
-        "these pages leave the host after all others. Full: the newest store is dropped. When the host has no other "
-        "room, waiting stores are dropped too, the newest first, but not in an engine of several ranks.",
+    store_host_share: Number | None = Field(
+        default=None, gt=0, le=1,
+        description="Part of the host pages that may wait to be stored. Not set: all of them, or a quarter in an "
+        "engine of several ranks. When the host has no other room, waiting stores are dropped, the newest first; "
+        "several ranks cannot do that, so there the bound protects what is on the host. Over the bound a new store is "
+        "dropped.",
     )
     storage_batch_pages: Count = Field(
         default=128, ge=1, le=65536,

@@ -17,7 +17,7 @@ class ControllerOptions:
     write_pages_max: int = 4096
     load_pages_max: int = 4096
     prefetch_operations_max: int = 64
-    store_host_share: float = 0.25
+    store_host_share: float = 1.0
     storage_batch_pages: int = 128
     io_workers: int = 2
     backup_workers: int = 1

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from hicache.backends.base import SetOutcome
 from hicache.cache import HiRadixCache
+from hicache.cache.factory import controller_options
+from hicache.config import HiCacheConfig
 from hicache.controller import ControllerOptions, RankGroup
 from hicache.keys import RadixKey
 from tests.cache.host_world import HostWorld
@@ -206,15 +208,21 @@ def test_stores_that_give_way_leave_nothing_in_the_queue_of_a_store_that_hangs()
     world.close()
 
 
-def test_a_quarter_of_l2_may_wait_to_be_stored() -> None:
+def test_no_more_than_the_configured_share_of_l2_waits_to_be_stored() -> None:
     backend = Gated()
-    world = World(backend=backend, host_pages=32)
+    world = World(backend=backend, host_pages=32, controller_options=ControllerOptions(store_host_share=0.25))
     for number in range(1, 11):
         compute(world, pair(number))
     assert world.controller.store_pages == 8
     assert world.controller.statistics().refused["backup"] == 6
     backend.gate.set()
     world.close()
+
+
+def test_all_of_l2_may_wait_to_be_stored_but_a_quarter_where_ranks_keep_stores_from_giving_way() -> None:
+    unset, given = HiCacheConfig(), HiCacheConfig.model_validate({"transfer": {"store_host_share": 0.5}})
+    assert [controller_options(unset, ranks=ranks).store_host_share for ranks in (False, True)] == [1.0, 0.25]
+    assert [controller_options(given, ranks=ranks).store_host_share for ranks in (False, True)] == [0.5, 0.5]
 
 
 def test_a_backend_whose_last_store_gave_way_is_closed() -> None:
