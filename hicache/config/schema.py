@@ -182,8 +182,8 @@ class TransferConfig(Section):
         default=4096, ge=1, le=1 << 24,
         description="Pages under copy from host to device at once. Over the bound a request computes instead.",
     )
-    store_host_share: Number | None = Field(
-        default=None, gt=0, le=1,
+    store_host_share: Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_bool)] | None = Field(
+        default=None,
         description="Part of the host pages that may wait to be stored. Not set: all of them, or a quarter in an "
         "engine of several ranks. When the host has no other room, waiting stores are dropped, the newest first; "
         "several ranks cannot do that, so there the bound protects what is on the host. Over the bound a new store is "
