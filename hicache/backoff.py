@@ -1,0 +1,24 @@
+"""Delays between attempts: the one back-off of everything in HiCache that tries again."""
+
+from __future__ import annotations
+
+
+class Backoff:
+    """Delays of `min_s`, then twice the last one, up to `max_s` seconds. Not locked: it belongs to its user.
+
+    REQUIRES: `0 < min_s <= max_s`.
+    """
+
+    def __init__(self, min_s: float, max_s: float) -> None:
+        self._min_s = min_s
+        self._max_s = max_s
+        self._next_s = min_s
+
+    def next_s(self) -> float:
+        """Return the delay before the next attempt. Each call doubles the one after it."""
+        delay_s, self._next_s = self._next_s, min(2 * self._next_s, self._max_s)
+        return delay_s
+
+    def reset(self) -> None:
+        """Start over with the shortest delay: call it after a success."""
+        self._next_s = self._min_s
