@@ -1,7 +1,8 @@
 # Every target works in a fresh clone: what it needs is installed into .venv first.
 #
 #   make demo    a small model served with and without the cache
-#   make test    check, then all tests
+#   make test    check, then all tests, on JOBS (default 2) cores
+#   make quick   after each change: ruff, and the tests without servers and without long ones, in under 90 s on two cores
 #   make check   ruff, mypy and the import layers
 #   make soak    all tests, the random ones for longer: SOAK_FACTOR (default 20) times as many examples and seeds
 #   make hostile some minutes (HOSTILE_MINUTES, default 10) of hostile replies: memory and descriptors stay flat
@@ -17,18 +18,27 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# With this set, each process that a test starts would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 SOAK_FACTOR ?= 20
 HOSTILE_MINUTES ?= 10
 PYTEST_ARGS ?=
+# One process for each; a file of tests stays in one of them, so that its module and its servers are set up once.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 
-.PHONY: demo test check soak hostile bench gpu clean
+.PHONY: demo test quick check soak hostile bench gpu clean
 
 demo: $(VENV)/.demo-stamp
 	$(BIN)/hicache demo $(DEMO_ARGS)
 
 test: check
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+quick: $(VENV)/.test-stamp
+	$(BIN)/ruff check .
+	$(PYTEST) -q -m "not servers and not long" $(PYTEST_ARGS)
 
 check: $(VENV)/.test-stamp
 	$(BIN)/ruff check .
@@ -36,7 +46,7 @@ check: $(VENV)/.test-stamp
 	$(BIN)/lint-imports
 
 soak: $(VENV)/.test-stamp
-	SOAK_FACTOR=$(SOAK_FACTOR) $(BIN)/python -m pytest --timeout=0 $(PYTEST_ARGS)
+	SOAK_FACTOR=$(SOAK_FACTOR) $(PYTEST) --timeout=0 $(PYTEST_ARGS)
 
 hostile: $(VENV)/.test-stamp
 	$(BIN)/python -m tests.hostile --minutes $(HOSTILE_MINUTES)

@@ -5,11 +5,15 @@
 Ours includes everything the plain loop does not do: the integrity tag, the index, temporary name and rename. Both run
 in turns in one process, with as many threads, so that a slow moment of the machine hits both. Best and median of the
 rounds are printed. Files are removed after each round, outside of the measured time.
+
+Rows "in parts" compare our own reads and writes of pages in foreign memory, in 64 parts, with those of frames. Reads
+follow the writes, so those through the page cache find the pages there.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import mmap
 import os
 import shutil
@@ -23,16 +27,19 @@ if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks._table import Row, print_table, rate_rows, timed
-from hicache.backends.file import FileBackend, FileBackendOptions
-from hicache.frame import HEADER_BYTES, FrameCodec, unseal
+from hicache.backends.file import FileBackend
+from hicache.config import FileStorageOptions
+from hicache.frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView, header_of, unseal
 
 # Freed memory goes back to the machine and costs 0.5 GB/s when it is touched again; these keep it.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 _MIB = 1 << 20
 _BATCH_PAGES = 128
+_PARTS = 64
 _ROUNDS_MAX = 15
 _ROUNDS_MIN = 3
 _FOREVER_S = 600.0
+_SIDES = ("plain", "ours", "parts")
 
 
 class _Bench:
@@ -46,6 +53,7 @@ class _Bench:
         for start in range(0, len(whole), _MIB):
             whole[start : start + _MIB] = os.urandom(4096) * (_MIB // 4096)
         self.frames = [whole[i * size : (i + 1) * size] for i in range(batch)]
+        self.views = [_in_parts(self.codec, frame) for frame in self.frames]
         self.keys = [i.to_bytes(4, "big") * 8 for i in range(batch)]
         self._threads = threads
         self._direct = os.O_DIRECT if direct else 0
@@ -53,7 +61,10 @@ class _Bench:
         os.mkdir(self._plain)
         self.names = [os.path.join(self._plain, str(i)) for i in range(batch)]
         self.backend = FileBackend(
-            self.codec, FileBackendOptions(os.path.join(folder, "store"), io_threads=threads, direct_io=direct)
+            self.codec,
+            FileStorageOptions(
+                path=os.path.join(folder, "store"), capacity=None, io_threads=threads, direct_io=direct
+            ),
         )
 
     def close(self) -> None:
@@ -91,12 +102,12 @@ class _Bench:
 
         self._in_threads(one)
 
-    def our_write(self) -> None:
-        outcomes = self.backend.batch_set(self.keys, self.frames, parent=None, deadline=time.monotonic() + _FOREVER_S)
+    def our_write(self, pages: Sequence[PageBuffer]) -> None:
+        outcomes = self.backend.batch_set(self.keys, pages, parent=None, deadline=time.monotonic() + _FOREVER_S)
         assert set(outcomes) == {"stored"}, outcomes
 
-    def our_read(self) -> None:
-        outcomes = self.backend.batch_get(self.keys, self.frames, deadline=time.monotonic() + _FOREVER_S)
+    def our_read(self, pages: Sequence[PageBuffer]) -> None:
+        outcomes = self.backend.batch_get(self.keys, pages, deadline=time.monotonic() + _FOREVER_S)
         assert set(outcomes) == {"hit"}, outcomes
 
     def remove_plain(self) -> None:
@@ -105,40 +116,46 @@ class _Bench:
 
     def remove_ours(self) -> None:
         self.backend.delete(self.keys, deadline=time.monotonic() + _FOREVER_S)
-        for frame in self.frames:
-            unseal(frame)
+        for header in (*self.frames, *map(header_of, self.views)):
+            unseal(header)
 
     @property
     def bytes(self) -> int:
         return self.codec.frame_bytes * len(self.frames)
 
 
+def _in_parts(codec: FrameCodec, frame: memoryview) -> PageView:
+    """The payload of `frame` as a page in parts."""
+    payload, step = frame[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes], -(-codec.payload_bytes // _PARTS)
+    parts = [payload[start : start + step] for start in range(0, codec.payload_bytes, step)]
+    return PageView(memoryview(bytearray(HEADER_BYTES)), parts)
+
+
 def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
-    """Seconds per batch of each of the four, in turns."""
-    times: dict[str, list[float]] = {"write plain": [], "write ours": [], "read plain": [], "read ours": []}
+    """Seconds per batch of each of the six, in turns."""
+    times: dict[str, list[float]] = {f"{verb} {who}": [] for verb in ("write", "read") for who in _SIDES}
     end = time.monotonic() + seconds
     for number in range(_ROUNDS_MAX):
         if number > _ROUNDS_MIN and time.monotonic() >= end:
             break
         # Who goes first alternates: the second finds caches and the disk's own buffers in another state.
-        for mine in (number % 2 == 0, number % 2 == 1):
-            if mine:
-                for frame in bench.frames:
-                    unseal(frame)
-                times["write ours"].append(timed(bench.our_write))
-                times["read ours"].append(timed(bench.our_read))
-                bench.remove_ours()
-            else:
+        for who in _SIDES[:: 1 if number % 2 else -1]:
+            if who == "plain":
                 times["write plain"].append(timed(bench.plain_write))
                 times["read plain"].append(timed(bench.plain_read))
                 bench.remove_plain()
+                continue
+            pages: Sequence[PageBuffer] = bench.views if who == "parts" else bench.frames
+            times[f"write {who}"].append(timed(functools.partial(bench.our_write, pages)))
+            times[f"read {who}"].append(timed(functools.partial(bench.our_read, pages)))
+            bench.remove_ours()
     return {what: took[1:] for what, took in times.items()}  # the first round warms up
 
 
 def run(
     path: str | None = None,
     *,
-    threads: int = FileBackendOptions("unused").io_threads,
+    threads: int = 2,
     page_mib: Sequence[int] = (2, 8),
     batch: int = _BATCH_PAGES,
     seconds: float = 18.0,
@@ -153,7 +170,11 @@ def run(
                     times = _measure(bench, seconds)
                     refused = bench.backend.statistics().errors.get("direct_io_refused")
                     kind = "page cache" if not direct else "O_DIRECT refused" if refused else "O_DIRECT"
-                    rows += rate_rows(f"{batch} x {mib} MiB, {kind}", bench.bytes, times, 0.8)
+                    label = f"{batch} x {mib} MiB, {kind}"
+                    rows += rate_rows(label, bench.bytes, times, 0.8)
+                    in_parts = {verb.replace("parts", "ours"): took for verb, took in times.items() if "parts" in verb}
+                    in_parts |= {verb.replace("ours", "frames"): took for verb, took in times.items() if "ours" in verb}
+                    rows += rate_rows(f"{label}, in parts", bench.bytes, in_parts, None, other="frames")
                 finally:
                     bench.close()
     return rows
@@ -162,7 +183,7 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description="File backend against a plain loop")
     parser.add_argument("--path", help="directory to write in (default: a temporary one below the current directory)")
-    parser.add_argument("--threads", type=int, default=FileBackendOptions("unused").io_threads)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=18.0, help="per case; there are four")
     parser.add_argument("--page-mib", type=int, nargs="+", default=[2, 8])
     options = parser.parse_args()

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hicache.backends.base import StorageBackend
-from hicache.backends.file import open_file_backend
+from hicache.backends.file import FileBackend
 from hicache.backends.guard import Direction, GuardedBackend, may_pass
+from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
 
 from ._table import Row, alternate, print_table, row
@@ -37,7 +38,7 @@ _MEMORY = "/dev/shm"
 def run(folder: Path) -> list[Row]:
     """One row per verb, and the look."""
     codec = FrameCodec(bytes(32), PAYLOAD_BYTES)
-    plain = open_file_backend(codec, path=str(folder / "store"))
+    plain = FileBackend(codec, FileStorageOptions(path=folder / "store", io_threads=2))
     guard = GuardedBackend(plain)
     keys = [hashlib.sha256(number.to_bytes(4, "little")).digest() for number in range(BATCH_PAGES)]
     frames = [memoryview(bytearray(codec.frame_bytes)) for _ in keys]

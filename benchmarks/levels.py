@@ -24,9 +24,11 @@ if __package__ in (None, ""):
 
 from benchmarks._table import Row, alternate, print_table, row
 from hicache.backends.base import StorageBackend
-from hicache.backends.compose import CascadePolicy, LevelsBackend, LevelsOptions, Part
-from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.backends.compose import LevelsBackend, Part
+from hicache.backends.file import FileBackend
 from hicache.backends.registry import open_backend
+from hicache.config import FileStorageOptions
+from hicache.config.composed_storage import CopyOptions
 from hicache.devservers import SeaweedServer, Storage
 from hicache.frame import HEADER_BYTES, FrameCodec
 
@@ -37,14 +39,14 @@ _GOAL = 1.05
 _BATCH_BYTES = 128 << 20
 _LOOKUP_KEYS = 500
 # What levels may keep in memory on the way to the second level: all of a batch.
-_COPIES = LevelsOptions(cascade_bytes_max=2 * _BATCH_BYTES)
-_SELECTIVE = LevelsOptions(cascade=CascadePolicy.SELECTIVE, selective_hits=1 << 20)
+_COPIES = CopyOptions(cascade_bytes_max=2 * _BATCH_BYTES)
+_SELECTIVE = CopyOptions(write="selective", selective_hits=1 << 20)
 
 
 class _Bench:
     """One page size: a batch of frames, a file store, and that store with a level of memory below it."""
 
-    def __init__(self, folder: str, page_kib: int, options: LevelsOptions, below: Storage) -> None:
+    def __init__(self, folder: str, page_kib: int, options: CopyOptions, below: Storage) -> None:
         self.codec = FrameCodec(b"b" * 32, page_kib * _KIB - HEADER_BYTES)
         size = self.codec.frame_bytes
         self.pages = max(8, min(128, _BATCH_BYTES // size))
@@ -54,7 +56,7 @@ class _Bench:
             whole[start : start + 16] = os.urandom(16)
         self.frames = [whole[i * size : (i + 1) * size] for i in range(self.pages)]
         self.keys = [i.to_bytes(4, "big") * 8 for i in range(self.pages)]
-        self.file = FileBackend(self.codec, FileBackendOptions(os.path.join(folder, "store")))
+        self.file = FileBackend(self.codec, FileStorageOptions(path=os.path.join(folder, "store"), io_threads=2))
         lower = open_backend(below[0], self.codec, below[1])
         self.levels = LevelsBackend(self.codec, [Part("file", self.file), Part("below", lower)], options)
 

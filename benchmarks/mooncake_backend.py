@@ -22,11 +22,11 @@ if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks._table import Row, print_table, rate_rows, timed
-from hicache.backends.mooncake import MooncakeOptions, RegisteringMooncakeBackend
+from hicache.backends.mooncake import RegisteringMooncakeBackend
 from hicache.backends.mooncake.batches import Names
-from hicache.backends.mooncake.client import join_store
+from hicache.backends.mooncake.client import join_store, library_pool
 from hicache.backends.mooncake.lanes import address_of
-from hicache.backends.mooncake.runner import Runner
+from hicache.config import MooncakeStorageOptions
 from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
 from hicache.frame import HEADER_BYTES, FrameCodec, TagKind, unseal
 
@@ -43,7 +43,7 @@ _LEASE_MS = 10_000  # the default of Mooncake: a batch must be read within it
 class _Bench:
     """One page size, one kind of tag, one place of the pages: frames, the backend, the library beside it."""
 
-    def __init__(self, options: MooncakeOptions, page_bytes: int, batch_bytes: int, tag: TagKind) -> None:
+    def __init__(self, options: MooncakeStorageOptions, page_bytes: int, batch_bytes: int, tag: TagKind) -> None:
         self.codec = FrameCodec(b"b" * 32, page_bytes - HEADER_BYTES, tag=tag)
         size, batch = self.codec.frame_bytes, max(1, batch_bytes // page_bytes)
         self._map = mmap.mmap(-1, size * batch)
@@ -54,16 +54,16 @@ class _Bench:
         self.keys = [i.to_bytes(4, "big") * 8 for i in range(batch)]
         self.backend = RegisteringMooncakeBackend(self.codec, options)
         self.backend.register_memory(self._whole)
-        self._runner = Runner("bench")
-        self._library = join_store(options, self._runner)
+        self._pool = library_pool("bench")
+        self._library = join_store(options, self._pool)
         self._names = Names("plain/", self.codec.namespace).of(self.keys)
         self._ours = Names(options.prefix, self.codec.namespace).of(self.keys)
-        self._addresses = [address_of(frame) for frame in self.frames]
-        self._sizes = [size] * batch
+        self._addresses = [[address_of(frame)] for frame in self.frames]
+        self._sizes = [[size]] * batch
 
     def close(self) -> None:
         self._library.leave()
-        self._runner.close()
+        self._pool.close()
         self.backend.close()
 
     def plain_write(self) -> None:
@@ -115,7 +115,7 @@ def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
     return {what: took[1:] for what, took in times.items()}  # the first round warms up
 
 
-def _lookups(options: MooncakeOptions, pages: int = 500) -> Row:
+def _lookups(options: MooncakeStorageOptions, pages: int = 500) -> Row:
     """How long it takes to find that `pages` pages are there."""
     bench = _Bench(options, 4 * _KIB, pages * 4 * _KIB, TagKind.NONE)
     try:
@@ -138,8 +138,8 @@ def run(*, page_kib: Sequence[int] = (256, 2048, 8192), batch_mib: int = 128, se
             daemon = None if own_bytes else MooncakeClientDaemon(master, segment_bytes=segment_bytes)
             if daemon is not None:
                 daemon.start()
-            options = MooncakeOptions(
-                master.address, segment_bytes=own_bytes, admin=master.metrics_address, staging_bytes=8 * _MIB
+            options = MooncakeStorageOptions(
+                master=master.address, segment=own_bytes, admin=master.metrics_address, staging=8 * _MIB
             )
             try:
                 for kib in page_kib:

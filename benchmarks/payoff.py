@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,10 +46,10 @@ class SharedStore(MemoryBackend):
 
     bytes_per_s = 0.0
 
-    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
-        outcomes = super().batch_get(keys, frames, deadline=deadline)
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[Any], *, deadline: float) -> list[GetOutcome]:
+        outcomes = super().batch_get(keys, pages, deadline=deadline)
         if self.bytes_per_s > 0:
-            time.sleep(sum(len(frame) for frame in frames) / self.bytes_per_s)
+            time.sleep(sum(len(frame) for frame in pages) / self.bytes_per_s)
         return outcomes
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from hicache.backends.memory import MemoryBackend
 from hicache.cache import CacheOptions, HiRadixCache
 from hicache.controller import HiCacheController
 from hicache.errors import TransferError
-from hicache.frame import FrameCodec
+from hicache.frame import FrameCodec, PageBuffer
 from hicache.geometry import KVGeometry
 from hicache.keys import RadixKey, page_keys
 from hicache.tiers import CopyEngine, EngineBlocks, Fence, HostPool, HostWindow, Transfer, create_device_pool
@@ -45,15 +45,15 @@ class HeldBackend(MemoryBackend):
         self.go = threading.Event()
         self.waiting = 0
 
-    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
         self.go.wait()
-        return super().batch_get(keys, frames, deadline=deadline)
+        return super().batch_get(keys, pages, deadline=deadline)
 
     def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         self.go.wait()
-        return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+        return super().batch_set(keys, pages, parent=parent, deadline=deadline)
 
 
 class HeldTransfer(Transfer):

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hicache.config import RanksConfig
 from hicache.controller.agreement import Agreement
 from hicache.controller.progress import Progress
 from hicache.controller.ranks import Reducer, TorchRankGroup
@@ -39,7 +40,7 @@ class _Measurer:
 
     def __init__(self) -> None:
         assert dist.group.WORLD is not None
-        group = TorchRankGroup(cast(Reducer, dist.group.WORLD), deadline_s=DEADLINE_S)
+        group = TorchRankGroup(cast(Reducer, dist.group.WORLD), RanksConfig(deadline=DEADLINE_S))
         self.agreement = Agreement(group, list(COUNTS), prefetch_places=PREFETCH_PLACES, figures=0)
         self.vector = torch.zeros(_vector_length(), dtype=torch.int64)
 

@@ -35,9 +35,10 @@ import botocore.credentials
 import botocore.session
 
 from benchmarks._table import Row, print_table
-from hicache.backends.s3 import S3Backend, S3Options
+from hicache.backends.s3 import S3Backend
 from hicache.backends.s3.names import object_name
 from hicache.backends.s3.probing import stored_prefix
+from hicache.config.s3_storage import S3StorageOptions
 from hicache.devservers import SeaweedServer
 from hicache.devservers.seaweed import ACCESS_KEY_ENV, SECRET_KEY_ENV
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
@@ -211,11 +212,10 @@ class _Bench:
 
     def __init__(self, place: _Place, pages: _Pages, threads: int) -> None:
         self.pages, self._threads = pages, threads
-        self.backend = S3Backend(pages.codec, S3Options(
+        self.backend = S3Backend(pages.codec, S3StorageOptions(
             bucket=place.bucket, prefix=pages.prefix, endpoint_url=place.url, region="us-east-1",
             access_key_env=ACCESS_KEY_ENV, secret_key_env=SECRET_KEY_ENV,
-            connections=threads, timeout_s=60.0,
-        ))  # fmt: skip
+            connections=threads, timeout=60.0))  # fmt: skip
         self.clients = list(_others(place, pages, threads))
 
     def _remove(self) -> None:

@@ -30,7 +30,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks._table import Row, alternate, print_table
-from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.backends.file import FileBackend
+from hicache.config import FileStorageOptions
 from hicache.engine import BUNDLED_MODEL, LlamaModel, Span, load_checkpoint, load_tokenizer
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, TagKind, unseal
 from hicache.tiers import MHATokenToKVPool, RequestToTokenPool
@@ -135,7 +136,7 @@ class FileStore:
     """A file backend of one codec and one thread, and its pages."""
 
     def __init__(self, folder: Path, codec: FrameCodec) -> None:
-        self.backend = FileBackend(codec, FileBackendOptions(folder, io_threads=1))
+        self.backend = FileBackend(codec, FileStorageOptions(path=folder, io_threads=1))
         memory = np.random.default_rng(2).integers(0, 256, (STORE_PAGES, codec.frame_bytes), dtype=np.uint8)
         self.frames = [memoryview(row.data) for row in memory]
         self.keys = [number.to_bytes(32, "big") for number in range(STORE_PAGES)]

@@ -74,7 +74,7 @@ def main() -> None:
     more = list(range(3000, 3020))
     stream, index = EventStream(EVENTS_BYTES), PrefixIndex()
     reader = stream.subscribe()
-    with SessionCache(create_cache(CONFIG, Namespace(model="stamp", geometry=GEOMETRY)), ttl_s=600) as cache:
+    with SessionCache(create_cache(CONFIG, Namespace(model="stamp", geometry=GEOMETRY))) as cache:
         cache.record_events(stream)  # before the first request
         turn(cache, "warm-up", None, system, answer[:1])
         pin = cache.pin(RadixKey.of(system, cache_salt="alice"), ttl_s=3600)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hicache import HiCacheConfig, KVGeometry, Namespace, RadixKey
 from hicache.cache import TreeCache, create_cache
+from hicache.config import RanksConfig
 from hicache.controller import TorchRankGroup
 from hicache.controller.ranks import Reducer
 from hicache.errors import RankError
@@ -56,7 +57,7 @@ def rank_main(rank: int, folder: str, found: SimpleQueue[str]) -> None:
     """What each process does; it puts a line for each visit into `found`."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=SIZE)
     # A group of its own: the engine's collectives and those of the cache must not be mixed up.
-    group = TorchRankGroup(cast(Reducer, dist.new_group(backend="gloo")), deadline_s=DEADLINE_S)
+    group = TorchRankGroup(cast(Reducer, dist.new_group(backend="gloo")), RanksConfig(deadline=DEADLINE_S))
     config = HiCacheConfig.model_validate({
         "page_size": GEOMETRY.page_size,
         "device": {"tokens": 2048 + 512 * rank},  # the smaller one counts

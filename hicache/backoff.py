@@ -4,19 +4,20 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Delays of `min_s`, then twice the last one, up to `max_s` seconds. Not locked: it belongs to its user.
+    """Delays of `min_s`, then `growth` times the last one, up to `max_s` seconds. Not locked: it belongs to its user.
 
-    REQUIRES: `0 < min_s <= max_s`.
+    REQUIRES: `0 < min_s <= max_s`, `growth >= 1`.
     """
 
-    def __init__(self, min_s: float, max_s: float) -> None:
+    def __init__(self, min_s: float, max_s: float, growth: float = 2.0) -> None:
         self._min_s = min_s
         self._max_s = max_s
+        self._growth = growth
         self._next_s = min_s
 
     def next_s(self) -> float:
-        """Return the delay before the next attempt. Each call doubles the one after it."""
-        delay_s, self._next_s = self._next_s, min(2 * self._next_s, self._max_s)
+        """Return the delay before the next attempt. Each call lengthens the one after it."""
+        delay_s, self._next_s = self._next_s, min(self._growth * self._next_s, self._max_s)
         return delay_s
 
     def reset(self) -> None:

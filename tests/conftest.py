@@ -10,19 +10,31 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hicache.devservers import DevService
+
 # Fixtures that are to be had everywhere.
 pytest_plugins = ["tests.servers"]
+
+# The workers of `make test` share the cores: more threads of torch than one in each only wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A run in the background may have been started with these ignored, and commands under test would inherit that.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, _handler)
+
+# Fixtures of `tests.servers` that start a server.
+_SERVERS = frozenset({
+    "valkey", "old_redis", "redis_cluster", "redis_sentinel", "seaweed", "mooncake_master", "mooncake_daemon",
+})  # fmt: skip
 
 SOAK_FACTOR = int(os.environ.get("SOAK_FACTOR", "1"))
 
@@ -36,6 +48,25 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("hicache")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that start servers: by a fixture, or by a class of a server that their module knows. Long ones go
+    first, so that no worker is left with one of them in the end."""
+    with_classes: dict[object, bool] = {}
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        module = item.module
+        if module not in with_classes:
+            with_classes[module] = any(_is_server(value) for value in vars(module).values())
+        if with_classes[module] or not _SERVERS.isdisjoint(item.fixturenames):
+            item.add_marker("servers")
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def _is_server(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, DevService)
 
 
 @pytest.fixture(scope="session")
@@ -65,3 +96,11 @@ def threads_switch_often() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """An empty directory with a short path: the path of a Unix socket has at most 107 bytes, and `tmp_path` of a worker
+    of pytest-xdist takes most of them."""
+    with tempfile.TemporaryDirectory(prefix="hc-") as folder:
+        yield Path(folder)

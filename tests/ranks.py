@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 import torch.distributed as dist
 
+from hicache.config import RanksConfig
 from hicache.controller.ranks import Int64s, Reducer, TorchRankGroup
 
 
@@ -55,10 +56,13 @@ class LockstepRank:
         pass
 
 
-def gloo_ranks(size: int, *, deadline_s: float) -> list[TorchRankGroup]:
+def gloo_ranks(
+    size: int, *, deadline_s: float | None = None, options: RanksConfig | None = None
+) -> list[TorchRankGroup]:
     """Ranks of one process over real sockets; each is used by a thread of its own, or in turn."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     timeout = datetime.timedelta(seconds=60)
+    options = options or RanksConfig(deadline=deadline_s)
     with ThreadPoolExecutor(size) as pool:  # each blocks until the others connect
         groups = pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, size, timeout), range(size))
-    return [TorchRankGroup(cast(Reducer, group), deadline_s=deadline_s) for group in groups]
+    return [TorchRankGroup(cast(Reducer, group), options) for group in groups]

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from hicache.backends.mooncake.options import MooncakeOptions
-from hicache.backends.s3.options import S3Options
-from hicache.config import HiCacheConfig
+from hicache.config import HiCacheConfig, MooncakeStorageOptions
 from hicache.config.addresses import HTTP_PORTS, check_host, check_port, split_address, split_url
 from hicache.config.publishing import split_endpoint
+from hicache.config.s3_storage import S3StorageOptions
 from hicache.devservers import KINDS, make_service
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream
@@ -94,14 +93,14 @@ def test_a_follower_connects_to_no_wildcard() -> None:
 
 @pytest.mark.parametrize("url", ["http://[", "http://h:99999", "http://h:x", "http://", "ftp://h", "http://h?q", "http://é"])
 def test_a_store_refuses_a_url_that_is_not_valid_with_a_typed_error(url: str) -> None:
-    with pytest.raises(InvalidInput, match="endpoint_url"):
-        S3Options("pages", endpoint_url=url)
+    with pytest.raises(ConfigError, match="endpoint_url"):
+        S3StorageOptions(bucket="pages", endpoint_url=url)
 
 
 @pytest.mark.parametrize("address", ["h:٨٠", "h", "h:0", ":1", "a b:1", "h:99999"])
 def test_a_mooncake_store_refuses_an_address_that_is_not_valid(address: str) -> None:
-    with pytest.raises(InvalidInput, match="must be host:port"):
-        MooncakeOptions(master=address)
+    with pytest.raises(ConfigError, match="master: "):
+        MooncakeStorageOptions(master=address)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,14 +10,13 @@ from typing import Any, TypeAlias
 import pytest
 import yaml
 
-from hicache.backends.registry import PARTS_MAX as REGISTRY_PARTS_MAX
 from hicache.backends.registry import check_backend, part_specs
 from hicache.cli.config import check_surroundings, effective_yaml
 from hicache.config import HiCacheConfig, load_config
 from hicache.config.composed_storage import PARTS_ENTRY, PARTS_MAX, LevelsStorage, MirrorStorage, ShardedStorage
 from hicache.config.entries import all_entries, part_entries
 from hicache.config.guard import GuardConfig
-from hicache.config.storage import STORAGE_SECTIONS, FileStorage, PluginStorage
+from hicache.config.storage import STORAGE_SECTIONS, FileStorage, FileStorageOptions, PluginStorage
 from hicache.errors import ConfigError
 
 Load: TypeAlias = Callable[[str], HiCacheConfig]
@@ -71,17 +70,12 @@ def test_parts_are_storage_sections_with_two_entries_more(load: Load) -> None:
 def test_the_backend_takes_what_the_section_gives(load: Load) -> None:
     found = load(NESTED).storage
     assert found is not None
-    options = found.backend_options()
-    check_backend(found.type, options)
-    assert {name: options[name] for name in ("promote", "write", "selective_hits", "cascade_bytes_max")} == {
-        "promote": False, "write": "selective", "selective_hits": 3, "cascade_bytes_max": 1 << 30,
-    }  # fmt: skip
-    file, remote = part_specs("levels", options)
-    assert (file.name, file.backend.options["capacity_bytes"], file.optional) == ("file", 5 << 30, False)
-    assert (remote.name, remote.optional) == ("remote", True)
+    check_backend(found.type, found.options)
+    file, remote = part_specs("levels", found.options)
+    assert file.backend.options == FileStorageOptions(path=Path("/fast"), capacity=5 << 30)
+    assert (file.name, file.optional, remote.name, remote.optional) == ("file", False, "remote", True)
     a, b = part_specs("sharded", remote.backend.options)
-    assert a.backend.guard is not None and a.backend.guard["failures"] == 5
-    assert b.backend.options["write_quorum"] == 2
+    assert a.backend.guard is not None and a.backend.guard.failures == 5
     assert [part.name for part in part_specs("mirror", b.backend.options)] == ["memory", "memory-2"]
 
 
@@ -134,6 +128,8 @@ MEMORY_2 = "{type: memory}, {type: memory}"
         (storage("levels", MEMORY_2, ", write: back"), "storage.options.write: expected 'through', 'on_eviction' or"),
         (storage("levels", "{type: memory, name: x}, {type: memory, name: x}"),
          "storage.options: two parts are named 'x'"),
+        (storage("levels", "{type: memory, optional: true}, {type: memory}", ", write: on_eviction"),
+         "storage.options: with write: on_eviction only the last level may be optional"),
         (storage("sharded", MEMORY_2), "storage.options: every part of a sharded set needs a name"),
         (storage("sharded", "{type: memory, name: x}, {type: memory, name: x}"), "two parts are named 'x'"),
         (storage("mirror", MEMORY_2, ", write_quorum: 3"),
@@ -161,7 +157,6 @@ def test_a_part_that_nobody_knows_is_found_by_the_check(load: Load) -> None:
 
 
 def test_the_layers_agree_on_the_parts() -> None:
-    assert PARTS_MAX == REGISTRY_PARTS_MAX
     for kind, entry in PARTS_ENTRY.items():
         options: dict[str, Any] = {entry: [{"type": "memory", "name": "a"}, {"type": "memory", "name": "b"}]}
         assert len(part_specs(kind, options)) == 2

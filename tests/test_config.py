@@ -13,12 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from hicache.backends.file.backend import IO_THREADS_MAX as BACKEND_IO_THREADS_MAX
 from hicache.cli.config import effective_yaml
-from hicache.config import FileStorage, HiCacheConfig, HostConfig, PluginStorage, load_config, read_key_file
+from hicache.config import (
+    FileStorage,
+    FileStorageOptions,
+    HiCacheConfig,
+    HostConfig,
+    IntegrityConfig,
+    PluginStorage,
+    load_config,
+    read_key_file,
+)
 from hicache.config.entries import all_entries, entry_names
+from hicache.config.redis_storage import RedisStorage, RedisStorageOptions
+from hicache.config.s3_storage import S3StorageOptions
 from hicache.config.schema import EVICTION_POLICIES
-from hicache.config.storage import IO_THREADS_MAX
+from hicache.config.section import Section
 from hicache.errors import ConfigError, InvalidInput
 from hicache.radix import POLICIES
 
@@ -129,21 +139,36 @@ def test_the_host_tier_is_twice_the_device_unless_told_otherwise() -> None:
     assert HostConfig(tokens=4096).ratio is None
 
 
-def test_options_of_the_file_backend_are_handed_over_in_its_own_terms(load: Load) -> None:
+def test_options_of_the_file_backend_are_read_with_their_units(load: Load) -> None:
     config = load("storage: {type: file, options: {path: /data, capacity: 5GiB, sync: true}}")
     assert isinstance(config.storage, FileStorage)
-    assert config.storage.backend_options() == {
-        "path": Path("/data"),
-        "capacity_bytes": 5 * GIB,
-        "free_space_floor_bytes": GIB,
-        "io_threads": 4,
-        "direct_io": False,
-        "sync": True,
-    }
+    assert config.storage.options == FileStorageOptions(path=Path("/data"), capacity="5GiB", sync=True)
+    assert (config.storage.options.capacity, config.storage.options.free_space_floor) == (5 * GIB, GIB)
 
 
-def test_the_file_backend_takes_as_many_threads_as_the_schema(refused: Callable[..., list[str]]) -> None:
-    assert IO_THREADS_MAX == BACKEND_IO_THREADS_MAX
+def test_a_section_that_a_program_builds_is_refused_as_a_file_is() -> None:
+    with pytest.raises(ConfigError) as refused:
+        FileStorageOptions(path="", io_threads=65, capacty=1)  # type: ignore[call-arg]
+    assert str(refused.value) == (
+        "FileStorageOptions: path: the path is empty; write . for the working directory; "
+        "io_threads: must be at most 64; got 65; capacty: unknown entry; did you mean capacity?"
+    )
+    with pytest.raises(ConfigError, match=r"HiCacheConfig: storage\.options\.capacity: 'lots' is no size"):
+        HiCacheConfig(storage={"type": "file", "options": {"path": "/x", "capacity": "lots"}})
+
+
+@pytest.mark.parametrize(
+    ("section", "entry"),
+    [(RedisStorageOptions, "url"), (RedisStorageOptions, "password_env"), (S3StorageOptions, "endpoint_url"),
+     (S3StorageOptions, "access_key_env"), (IntegrityConfig, "tag"), (IntegrityConfig, "mac_key_env")],
+)  # fmt: skip
+def test_the_error_of_a_section_that_a_program_builds_holds_no_secret(section: type[Section], entry: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        section(**{entry: "hush hush"})
+    assert "hush" not in str(refused.value) and refused.value.__context__ is None
+
+
+def test_the_file_backend_takes_at_most_64_threads(refused: Callable[..., list[str]]) -> None:
     (line,) = refused("storage: {type: file, options: {path: /data, io_threads: 65}}")
     assert line.startswith("storage.options.io_threads: must be at most 64; got 65")
 
@@ -151,7 +176,7 @@ def test_the_file_backend_takes_as_many_threads_as_the_schema(refused: Callable[
 def test_options_of_other_backends_are_passed_unchanged(load: Load) -> None:
     config = load("storage: {type: 'mine:Store', options: {url: x, depth: {n: 1}}}", {"STORAGE__OPTIONS__TRIES": "3"})
     assert config.storage is not None
-    assert config.storage.backend_options() == {"url": "x", "depth": {"n": 1}, "tries": 3}
+    assert config.storage.options == {"url": "x", "depth": {"n": 1}, "tries": 3}
 
 
 def test_a_configuration_cannot_be_changed_after_loading() -> None:
@@ -430,7 +455,8 @@ def test_a_section_in_thousands_of_sections_is_only_unknown(refused: Callable[..
 def test_a_variable_is_named_for_a_secret_by_another_variable_too(load: Load) -> None:
     text = "storage: {type: redis, options: {url: 'redis://h'}}"
     config = load(text, {"STORAGE__OPTIONS__PASSWORD_ENV": "HICACHE_SECRET", "SECRET": "hunter2"})
-    assert config.storage is not None and config.storage.backend_options()["password_env"] == "HICACHE_SECRET"
+    assert isinstance(config.storage, RedisStorage)
+    assert config.storage.options.password_env == "HICACHE_SECRET"
 
 
 def test_the_previous_key_comes_second(tmp_path: Path, load: Load) -> None:

@@ -24,6 +24,8 @@ from hicache.geometry import KVGeometry
 from hicache.keys import Namespace
 from tests.seeds import rng, seeds
 
+pytestmark = pytest.mark.long
+
 # Of a configuration, for one seed.
 ENTRIES = 15
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").iterdir())

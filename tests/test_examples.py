@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from hicache.cache.recorder import EventRecorder
 from hicache.events import EventStream
@@ -17,6 +18,8 @@ from hicache.events.publisher import EventPublisher, PublisherOptions
 from hicache.keys import RadixKey
 from hicache.radix import RadixTree
 from hicache.radix.policies import LRUPolicy
+
+pytestmark = pytest.mark.long
 
 TIMEOUT_S = 120
 

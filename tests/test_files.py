@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from hicache.backends.redis.opening import redis_options
+from hicache.backends.redis import options as redis
 from hicache.backends.s3.access import open_access
-from hicache.backends.s3.options import S3Options
 from hicache.config import HiCacheConfig, load_config, read_key_file, read_tree
 from hicache.config.entries import all_entries
 from hicache.config.files import open_regular
+from hicache.config.redis_storage import RedisStorageOptions
+from hicache.config.s3_storage import S3StorageOptions
 from hicache.config.secret import read_secret
 from hicache.config.storage import STORAGE_SECTIONS
 from hicache.errors import ConfigError, HiCacheError
@@ -27,8 +28,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "key": lambda path: read_key_file(path, "MAC key file"),
     "password": lambda path: read_secret("redis password", None, path, {}),
     "trace": lambda path: list(read_trace(path)),
-    "certificates for Redis": lambda path: redis_options(url="rediss://h", tls_ca_file=path),
-    "certificates for S3": lambda path: open_access(S3Options("pages", ca_file=path)),
+    "certificates for Redis": lambda path: redis.open_access(RedisStorageOptions(url="rediss://h", tls_ca_file=path)),
+    "certificates for S3": lambda path: open_access(S3StorageOptions(bucket="pages", ca_file=path)),
 }
 
 
@@ -53,7 +54,8 @@ def test_what_is_not_a_regular_file_is_refused_at_once_with_a_typed_error(
     strange: dict[str, Path], reader: str
 ) -> None:
     for name, path in strange.items():
-        with pytest.raises(HiCacheError, match=r"cannot be read|\.yaml|ends here|there is no|is empty|holds neither"):
+        refusal = r"cannot be read|\.yaml|ends here|there is no|is empty|holds neither|null byte|no file name"
+        with pytest.raises(HiCacheError, match=refusal):
             pytest.fail(f"{name} was read: {READERS[reader](path)!r}")
 
 

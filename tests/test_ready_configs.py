@@ -44,7 +44,7 @@ def carries_pages(path: Path) -> bool:
     """Whether the storage of a configuration keeps three pages, behind a guard for each store."""
     storage = load_config(path, environ={}, overrides={}).storage
     assert storage is not None
-    backend = open_spec(BackendSpec(storage.type, storage.backend_options(), storage.guard.guard_options()), CODEC)
+    backend = open_spec(BackendSpec.of(storage), CODEC)
     try:
         assert list(guards_of(backend))
         keys = make_keys(3, path.name)

@@ -21,7 +21,7 @@ import pytest
 import hicache
 
 # Building downloads the build backend into an environment of its own.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
 ROOT_LINKS = ("backends", "controller", "tiers")
 

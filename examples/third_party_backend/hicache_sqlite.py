@@ -18,11 +18,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from hicache.backends.base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
-from hicache.backends.calls import Calls, check_batch, check_keys
+from hicache.backends.base import Usage
+from hicache.backends.pages import Damaged, PageReads, PageWrites, StoreError
 from hicache.backends.raw import RawStore, StoredPage
-from hicache.errors import BackendUnavailable, InvalidInput
-from hicache.frame import Damage, FrameCodec
+from hicache.backends.store import PageStore
+from hicache.errors import BackendUnavailable
+from hicache.frame import FrameCodec
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS pages(id INTEGER PRIMARY KEY, namespace BLOB NOT NULL, key BLOB NOT NULL,
@@ -38,7 +39,7 @@ _WAIT_S_MAX = 86_400.0
 
 def _connect(path: str | os.PathLike[str]) -> sqlite3.Connection:
     try:
-        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(os.fspath(path) or "/", isolation_level=None, check_same_thread=False)
         try:
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
@@ -46,210 +47,119 @@ def _connect(path: str | os.PathLike[str]) -> sqlite3.Connection:
         except BaseException:
             db.close()
             raise
-    except sqlite3.Error as error:
-        raise BackendUnavailable(f"sqlite store {os.fspath(path)}: {error}; check path and permissions") from error
+    except (sqlite3.Error, TypeError) as error:
+        raise BackendUnavailable(f"sqlite store {path!r}: {error}; check path and permissions") from error
     return db
 
 
-def _class_of(error: sqlite3.Error | TimeoutError) -> str:
-    """The class under which an error is counted: SQLite's own name for it."""
-    return "deadline" if isinstance(error, TimeoutError) else getattr(error, "sqlite_errorname", "SQLITE_ERROR")
+class SqliteBackend(PageStore[int]):
+    """See the module's docstring, and `PageStore` for each verb. A stored object is known by the number of its row.
 
-
-def _says_full(error: sqlite3.Error | TimeoutError) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
-
-
-class SqliteBackend(StorageBackend):
-    """See the module's docstring; `StorageBackend` says what each verb does. Thread-safe.
-
-    Raises InvalidInput for a path that is none, BackendUnavailable for a file that cannot be opened.
+    Raises BackendUnavailable for a file that cannot be opened.
     """
 
     def __init__(self, codec: FrameCodec, path: str | os.PathLike[str]) -> None:
         super().__init__(codec)
-        given: object = path
-        if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
-            raise InvalidInput(f"sqlite store: path must name a file, got {path!r}")
-        self._calls = Calls(codec)
         self._lock = threading.Lock()
         self._db = _connect(path)
-        self._usage = Usage(0, 0, None)
 
     @contextlib.contextmanager
-    def _locked(self, deadline: float) -> Iterator[sqlite3.Connection]:
-        """The connection, which waits for other processes up to the deadline. Raises TimeoutError, sqlite3.Error."""
+    def _locked(self, deadline: float, *, writing: bool = False) -> Iterator[sqlite3.Connection]:
+        """The connection, which waits for others up to the deadline; `writing` makes the block a transaction."""
         wait_s = min(max(0.0, deadline - time.monotonic()), _WAIT_S_MAX)
-        if not wait_s or not self._lock.acquire(timeout=wait_s):
-            raise TimeoutError("the store was busy until the deadline")
+        if not self._lock.acquire(timeout=wait_s):
+            raise StoreError("deadline")
         try:
             left_s = min(max(0.0, deadline - time.monotonic()), _WAIT_S_MAX)
             self._db.execute(f"PRAGMA busy_timeout = {math.ceil(left_s * 1000)}")
-            yield self._db
+            with self._db:  # commits, or undoes all of the block on an exception
+                if writing:
+                    self._db.execute("BEGIN IMMEDIATE")
+                yield self._db
+        except sqlite3.Error as error:
+            raise StoreError(getattr(error, "sqlite_errorname", "SQLITE_ERROR")) from error
         finally:
             self._lock.release()
 
-    @contextlib.contextmanager
-    def _changing(self, deadline: float) -> Iterator[sqlite3.Connection]:
-        """A transaction: all of the block, or nothing on an exception."""
-        with self._locked(deadline) as db:
-            db.execute("BEGIN IMMEDIATE")
-            try:
-                yield db
-                db.execute("COMMIT")
-            except BaseException:
-                if db.in_transaction:
-                    db.execute("ROLLBACK")
-                raise
-
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend."""
-        check_keys(keys)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse()
-            if keys:
-                try:
-                    with self._locked(deadline) as db:
-                        for position, key in enumerate(keys):
-                            if not self._has(db, key):
-                                return position
-                        return len(keys)
-                except (sqlite3.Error, TimeoutError) as error:
-                    self._calls.count(errors=[_class_of(error)])
-        return 0
+    def find(self, keys: Sequence[bytes], deadline: float) -> Iterator[bool]:
+        """See PageStore."""
+        for key in keys:
+            with self._locked(deadline) as db:
+                is_stored = self._has(db, key)
+            yield is_stored
 
     def _has(self, db: sqlite3.Connection, key: bytes) -> bool:
         where = (self.codec.namespace, key)
         return db.execute("SELECT 1 FROM pages WHERE namespace = ? AND key = ?", where).fetchone() is not None
 
-    def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
-    ) -> list[GetOutcome]:
-        """See StorageBackend."""
-        check_batch(self.codec, keys, frames)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse_gets(len(keys))
-            outcomes = [GetOutcome.ERROR] * len(keys)
-            corrupt, errors = list[str](), list[str]()
-            rows: list[int] = []
-            try:
-                for position, (key, frame) in enumerate(zip(keys, frames, strict=True)):
-                    # The lock for a page at a time, so that a long batch lets others in between.
-                    with self._locked(deadline) as db:
-                        row, damage = self._read(db, key, frame)
-                        if row is None:
-                            outcomes[position] = GetOutcome.MISS
-                        elif damage is None:
-                            outcomes[position] = GetOutcome.HIT
-                            rows.append(row)
-                        elif damage.is_misfit:
-                            # Nothing is wrong with the page; others can use it.
-                            outcomes[position] = GetOutcome.MISS
-                            errors.append(damage)
-                        else:
-                            outcomes[position] = GetOutcome.CORRUPT
-                            corrupt.append(damage)
-                            db.execute("DELETE FROM pages WHERE id = ? AND key = ?", (row, key))
-                if rows:
-                    with self._changing(deadline) as db:
-                        db.executemany("UPDATE pages SET used = ? WHERE id = ?", [(time.time(), row) for row in rows])
-            except (sqlite3.Error, TimeoutError) as error:
-                errors.append(_class_of(error))
-            self._calls.count(gets=outcomes, corrupt=corrupt, errors=errors)
-            return outcomes
+    def read(self, pages: PageReads[int]) -> None:
+        """See PageStore. Takes the lock for a page at a time, so that a long batch lets others in between."""
+        hits: list[tuple[float, int]] = []
+        for position in pages:
+            with self._locked(pages.deadline) as db:
+                # No object that is larger than a page is read.
+                found = db.execute(
+                    "SELECT id, length(frame), CASE WHEN length(frame) <= ? THEN frame END FROM pages"
+                    " WHERE namespace = ? AND key = ?",
+                    (self.codec.frame_bytes, self.codec.namespace, pages.keys[position]),
+                ).fetchone()
+            if found is None:
+                pages.miss(position)
+                continue
+            row, size, stored = found
+            is_hit = pages.accept(position, size, row) if stored is None else pages.take(position, stored, row)
+            if is_hit:
+                hits.append((time.time(), row))
+        if hits:
+            with self._locked(pages.deadline, writing=True) as db:
+                db.executemany("UPDATE pages SET used = ? WHERE id = ?", hits)
 
-    def _read(self, db: sqlite3.Connection, key: bytes, frame: memoryview) -> tuple[int | None, Damage | None]:
-        """The row of a page, None if it is not there, and what is wrong with it."""
-        # Python's sqlite3 has no read into a buffer: one copy, and none of what is larger than a page. One statement,
-        # since other processes may remove the row, and use its number again, between two.
-        found = db.execute(
-            "SELECT id, length(frame), CASE WHEN length(frame) <= ? THEN frame END FROM pages"
-            " WHERE namespace = ? AND key = ?",
-            (self.codec.frame_bytes, self.codec.namespace, key),
-        ).fetchone()
-        if found is None:
-            return None, None
-        row, size, stored = found
-        if not self.codec.fits(size):
-            return row, Damage.SIZE
-        frame[:size] = stored
-        return row, self.codec.accept(key, frame, size)
+    def remove_damaged(self, damaged: Sequence[Damaged[int]], deadline: float) -> None:
+        """See PageStore."""
+        with self._locked(deadline, writing=True) as db:
+            db.executemany("DELETE FROM pages WHERE id = ? AND key = ?", [(one.found, one.key) for one in damaged])
 
-    def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        """See StorageBackend. One transaction for what fits into the deadline."""
-        check_batch(self.codec, keys, frames, parent)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse_sets(len(keys))
-            outcomes: list[SetOutcome] = []
-            errors: list[str] = []
-            try:
-                with self._changing(deadline) as db:
-                    for key, frame in zip(keys, frames, strict=True):
-                        if time.monotonic() >= deadline:
-                            errors.append("deadline")
-                            break
-                        outcomes.append(self._write(db, key, frame, parent))
-                        parent = key
-            except (sqlite3.Error, TimeoutError) as error:
-                # The transaction is undone, so nothing of the batch is there. To be full is no trouble.
-                outcomes, errors = [], [_class_of(error)]
-                if _says_full(error):
-                    outcomes, errors = [SetOutcome.REJECTED] * len(keys), []
-            outcomes += [SetOutcome.ERROR] * (len(keys) - len(outcomes))
-            self._calls.count(sets=outcomes, errors=errors)
-            return outcomes
+    def write(self, pages: PageWrites) -> None:
+        """See PageStore. One transaction for the pages that fit into the deadline."""
+        new: list[int] = []
+        try:
+            with self._locked(pages.deadline, writing=True) as db:
+                for position in pages:
+                    key = pages.keys[position]
+                    if self._has(db, key):
+                        pages.present(position)
+                        continue
+                    new.append(position)
+                    db.execute(_INSERT, (self.codec.namespace, key, time.time(), pages.sealed_frame(position)))
+        except StoreError as error:
+            if error.reason != "SQLITE_FULL":
+                raise
+            pages.reject(new[0])  # the transaction is undone: of the pages behind it none was stored
+            return
+        for position in new:
+            pages.stored(position)
 
-    def _write(self, db: sqlite3.Connection, key: bytes, frame: memoryview, parent: bytes | None) -> SetOutcome:
-        if self._has(db, key):
-            return SetOutcome.PRESENT
-        stored = self.codec.seal(key, frame, parent=parent)
-        db.execute(_INSERT, (self.codec.namespace, key, time.time(), stored))
-        return SetOutcome.STORED
+    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See PageStore."""
+        where = [(self.codec.namespace, key) for key in keys]
+        with self._locked(deadline, writing=True) as db:
+            return db.executemany("DELETE FROM pages WHERE namespace = ? AND key = ?", where).rowcount
 
-    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend."""
-        check_keys(keys)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse()
-            if keys:
-                try:
-                    with self._changing(deadline) as db:
-                        return db.executemany(
-                            "DELETE FROM pages WHERE namespace = ? AND key = ?",
-                            [(self.codec.namespace, key) for key in keys],
-                        ).rowcount
-                except (sqlite3.Error, TimeoutError) as error:
-                    self._calls.count(errors=[_class_of(error)])
-        return 0
+    def keys(self, deadline: float) -> Iterator[bytes]:
+        """See PageStore."""
+        with self._locked(deadline) as db:
+            rows = db.execute("SELECT key FROM pages WHERE namespace = ?", (self.codec.namespace,)).fetchall()
+        return (key for (key,) in rows)
 
-    def usage(self) -> Usage:
-        """See StorageBackend. All namespaces of the file."""
-        with self._calls.enter() as is_open:
-            if is_open:
-                try:
-                    with self._locked(time.monotonic() + 1.0) as db:
-                        pages, size = db.execute(
-                            "SELECT count(*), coalesce(sum(length(frame)), 0) FROM pages"
-                        ).fetchone()
-                        self._usage = Usage(pages, size, None)
-                except (sqlite3.Error, TimeoutError) as error:
-                    self._calls.count(errors=[_class_of(error)])
-        return self._usage
+    def measure(self) -> Usage:
+        """See PageStore. All namespaces of the file."""
+        with self._locked(time.monotonic() + 1.0) as db:
+            pages, size = db.execute("SELECT count(*), coalesce(sum(length(frame)), 0) FROM pages").fetchone()
+        return Usage(pages, size, None)
 
-    def statistics(self) -> BackendStatistics:
-        """See StorageBackend."""
-        return self._calls.statistics()
-
-    def close(self) -> None:
-        """See StorageBackend."""
-        if self._calls.close():
-            self._db.close()
+    def shut(self) -> None:
+        """See PageStore."""
+        self._db.close()
 
 
 class SqliteRawStore(RawStore):
@@ -297,7 +207,7 @@ class SqliteRawStore(RawStore):
         try:
             return self._db.execute(_INSERT, (page.namespace, page.key, used, data)).rowcount > 0
         except sqlite3.Error as error:
-            if _says_full(error):
+            if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL":
                 return False
             raise BackendUnavailable(f"sqlite store: {error}; check disk and permissions") from error
 

@@ -1,7 +1,8 @@
-"""The storage contract: what every L3 backend does, on batches of frames.
+"""The storage contract: what every L3 backend does, on batches of pages.
 
-A batch is a run of consecutive pages of one chain, head first. Keys are 32 raw bytes, frames are writable memoryviews
-of exactly `codec.frame_bytes` bytes of host memory; no tensor crosses this line. A backend lives in one namespace: it
+A batch is a run of consecutive pages of one chain, head first. Keys are 32 raw bytes. A page is a frame, a writable
+memoryview of exactly `codec.frame_bytes` bytes of host memory, or a `PageView` of memory that others own; no tensor
+crosses this line. A backend lives in one namespace: it
 sees no page of another one. Backends seal what they store and check what they read, page by page through their codec
 while the bytes are warm, and remove what fails the check.
 
@@ -12,9 +13,10 @@ What may be raised is InvalidInput for arguments that break this contract and Ba
 `close`. A backend tries each request once (a pooled connection that the server has closed meanwhile is no try):
 repeating is the guard's business, which has one budget for it.
 
-What a backend stores is what `codec.seal` returns, and what it has read goes through `codec.accept`: the stored form
-may be shorter than the frame, its length is compared by `codec.fits` before a byte is read. Damage that `is_misfit`,
-such as a compressed page where zstd is missing, is a MISS and an error of that class: the page stays for others.
+A store derives from `PageStore` (see `store`), which makes the verbs out of a few functions that move bytes, and proves
+each page; one made of others from `Compound` or `Wrapper` (see `envelope`). One process may open a store several times.
+Damage that `is_misfit`, such as a compressed page where zstd is missing, is a MISS and an error of that class: the page
+stays for others.
 
 Locking design: all verbs may be called from any threads at once and may block up to the deadline; none is called on an
 engine's scheduler thread. `close` waits for the calls that are under way; verbs after it report ERROR.
@@ -28,11 +30,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from ..frame import FrameCodec
+from ..frame import FrameCodec, PageBuffer
 
 
 class GetOutcome(enum.StrEnum):
-    """What became of one page of a `batch_get`. Only after HIT do the frame's bytes mean anything."""
+    """What became of one page of a `batch_get`. Only after HIT do the page's bytes mean anything."""
 
     HIT = "hit"
     MISS = "miss"
@@ -90,22 +92,27 @@ class StorageBackend(ABC):
         """
 
     @abstractmethod
-    def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
-    ) -> list[GetOutcome]:
-        """Read pages straight into `frames`, one outcome per key. Refreshes the recency of what it hits.
+    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
+        """Whether each of `keys` is stored, on its own: for engines that ask for single pages. Else as `batch_exists`.
+        """
 
-        REQUIRES: `len(keys) == len(frames)`; the frames stay untouched by others until the call returns.
+    @abstractmethod
+    def batch_get(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
+    ) -> list[GetOutcome]:
+        """Read pages straight into `pages`, one outcome per key. Refreshes the recency of what it hits.
+
+        REQUIRES: `len(keys) == len(pages)`; the pages stay untouched by others until the call returns.
         """
 
     @abstractmethod
     def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """Store pages, one outcome per key. Idempotent; each page appears whole or not at all.
 
         `parent` is the key of the page before `keys[0]`, None at the start of a chain: with it a backend that evicts
-        can drop tails before heads. Seals the frames. A key that comes twice is stored once, and its parent is the page
+        can drop tails before heads. Seals the pages. A key that comes twice is stored once, and its parent is the page
         before its first place.
         REQUIRES: as `batch_get`, complete payloads, and `parent` is not one of `keys`.
         """
@@ -113,6 +120,13 @@ class StorageBackend(ABC):
     @abstractmethod
     def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """Remove pages; how many were there. Missing ones are no error."""
+
+    @abstractmethod
+    def clear(self, *, deadline: float) -> int:
+        """Remove all pages of this namespace; how many were there. Blocks: a server lists them first.
+
+        Pages that are stored meanwhile may stay. What it could not remove by the deadline stays, and is an error.
+        """
 
     @abstractmethod
     def usage(self) -> Usage:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import InvalidInput
-from ..frame import FrameCodec
+from ..frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView
 from ..keys import PAGE_KEY_BYTES
 from .base import BackendStatistics, GetOutcome, SetOutcome
 
@@ -21,12 +21,12 @@ def check_keys(keys: Iterable[bytes]) -> None:
 
 
 def check_batch(
-    codec: FrameCodec, keys: Sequence[bytes], frames: Sequence[memoryview], parent: bytes | None = None
+    codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None = None
 ) -> None:
-    """Raise InvalidInput unless `frames` are frames of `codec`, one for each key, and `parent` can be the page before
+    """Raise InvalidInput unless `pages` are pages of `codec`, one for each key, and `parent` can be the page before
     all of them: a page must not hang on itself, at any distance."""
-    if len(keys) != len(frames):
-        raise InvalidInput(f"backend: {len(keys)} keys but {len(frames)} frames")
+    if len(keys) != len(pages):
+        raise InvalidInput(f"backend: {len(keys)} keys but {len(pages)} pages")
     check_keys(keys)
     if parent is not None:
         check_keys([parent])
@@ -36,9 +36,25 @@ def check_batch(
                 "give the key of the page before the batch"
             )
     size = codec.frame_bytes
-    for frame in frames:
-        if frame.nbytes != size or frame.itemsize != 1 or not frame.c_contiguous or frame.readonly:
+    for page in pages:
+        if isinstance(page, PageView):
+            _check_view(codec, page)
+        elif page.nbytes != size or not _is_writable_bytes(page):
             raise InvalidInput(f"backend: a frame must be {size} contiguous writable bytes")
+
+
+def _check_view(codec: FrameCodec, page: PageView) -> None:
+    if page.header.nbytes != HEADER_BYTES or page.nbytes != HEADER_BYTES + codec.payload_bytes:
+        raise InvalidInput(
+            f"backend: a page in parts must have a header of {HEADER_BYTES} bytes and parts of {codec.payload_bytes} "
+            f"bytes together, got {page.header.nbytes} and {page.nbytes - page.header.nbytes}"
+        )
+    if not all(map(_is_writable_bytes, (page.header, *page.parts))):
+        raise InvalidInput("backend: header and parts of a page must be contiguous writable bytes; cast them to 'B'")
+
+
+def _is_writable_bytes(buffer: memoryview) -> bool:
+    return buffer.itemsize == 1 and buffer.ndim == 1 and buffer.c_contiguous and not buffer.readonly
 
 
 def parents_of(keys: Sequence[bytes], parent: bytes | None) -> list[bytes | None]:
@@ -56,29 +72,6 @@ def parent_outside(keys: Sequence[bytes], parent: bytes | None) -> bytes | None:
     return None if parent in keys else parent
 
 
-class Tally:
-    """The counts behind `BackendStatistics`. Not locked: each backend adds under its own lock, once per batch."""
-
-    def __init__(self) -> None:
-        self.gets: Counter[GetOutcome] = Counter()
-        self.sets: Counter[SetOutcome] = Counter()
-        self.corrupt: Counter[str] = Counter()
-        self.errors: Counter[str] = Counter()
-        self.evicted_pages = 0
-
-    def statistics(self, frame_bytes: int) -> BackendStatistics:
-        """A snapshot; bytes moved are whole frames."""
-        return BackendStatistics(
-            gets=dict(self.gets),
-            sets=dict(self.sets),
-            corrupt=dict(self.corrupt),
-            errors=dict(self.errors),
-            evicted_pages=self.evicted_pages,
-            read_bytes=self.gets[GetOutcome.HIT] * frame_bytes,
-            written_bytes=self.sets[SetOutcome.STORED] * frame_bytes,
-        )
-
-
 class Calls:
     """The verbs under way in a backend, and what became of them: `close` waits for the ones, `statistics` tells the
     other.
@@ -94,7 +87,11 @@ class Calls:
         self._calls = 0
         self._closed = False
         self.refusal = "closed"
-        self._tally = Tally()
+        self._gets: Counter[GetOutcome] = Counter()
+        self._sets: Counter[SetOutcome] = Counter()
+        self._corrupt: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._evicted_pages = 0
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[bool]:
@@ -122,33 +119,28 @@ class Calls:
     ) -> None:
         """Add what became of a batch. `corrupt` are reasons, `errors` classes."""
         with self._state:
-            self._tally.gets.update(gets)
-            self._tally.sets.update(sets)
-            self._tally.corrupt.update(corrupt)
-            self._tally.errors.update(errors)
-            self._tally.evicted_pages += evicted_pages
-
-    def refuse(self, reason: str | None = None) -> int:
-        """The result of a lookup or removal that is not even tried: 0, and one error."""
-        self.count(errors=[reason or self.refusal])
-        return 0
-
-    def refuse_gets(self, pages: int, reason: str | None = None) -> list[GetOutcome]:
-        """The outcomes of a read that is not even tried."""
-        outcomes = [GetOutcome.ERROR] * pages
-        self.count(gets=outcomes, errors=[reason or self.refusal] * pages)
-        return outcomes
-
-    def refuse_sets(self, pages: int, reason: str | None = None) -> list[SetOutcome]:
-        """The outcomes of a store that is not even tried."""
-        outcomes = [SetOutcome.ERROR] * pages
-        self.count(sets=outcomes, errors=[reason or self.refusal] * pages)
-        return outcomes
+            if gets:
+                self._gets.update(gets)
+            if sets:
+                self._sets.update(sets)
+            if corrupt:
+                self._corrupt.update(corrupt)
+            if errors:
+                self._errors.update(errors)
+            self._evicted_pages += evicted_pages
 
     def statistics(self) -> BackendStatistics:
-        """A snapshot."""
+        """A snapshot; bytes moved are whole frames."""
         with self._state:
-            return self._tally.statistics(self._frame_bytes)
+            return BackendStatistics(
+                gets=dict(self._gets),
+                sets=dict(self._sets),
+                corrupt=dict(self._corrupt),
+                errors=dict(self._errors),
+                evicted_pages=self._evicted_pages,
+                read_bytes=self._gets[GetOutcome.HIT] * self._frame_bytes,
+                written_bytes=self._sets[SetOutcome.STORED] * self._frame_bytes,
+            )
 
     def close(self) -> bool:
         """Let no more verbs in and wait for those under way. False if that was done before."""

@@ -11,10 +11,10 @@ and no longer than that. Their sweeps choose nearly the same pages, and at worst
 A listing costs a request per thousand pages on S3. The first sweep that has to remove something reads the header of
 each page that this backend has not stored itself: one small request a page, once.
 
-Locking design: `_state` guards the `_Ledger`, `_is_due`, `_closed` and what verbs leave for the sweep (`_fresh`,
-`_uses`, `_wanted_bytes`); it is held for a few instructions. `_chains` and the raw store belong to the sweep's thread,
-which starts with the backend and ends in `close`. Verbs wait for that thread only until the first listing is through,
-FIRST_LISTING_WAIT_S at most.
+Locking design: `_state` guards the `_Ledger`, `_is_due`, `_not_before`, `_closed` and what verbs leave for the sweep
+(`_fresh`, `_uses`, `_wanted_bytes`); it is held for a few instructions, and taken before the lock of the task.
+`_chains`, `_backoff` and the raw store belong to the sweep, a BackgroundTask that the constructor wakes and `close`
+ends. Verbs wait for it only until the first listing is through, FIRST_LISTING_WAIT_S at most. Otherwise as `envelope`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ import math
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ..background import BackgroundTask
+from ..backoff import Backoff
 from ..errors import BackendError, ConfigError, InvalidInput
-from .base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
-from .calls import Calls, check_batch, parent_outside, parents_of
+from ..frame import PageBuffer
+from .base import GetOutcome, SetOutcome, StorageBackend, Usage
+from .calls import parent_outside, parents_of
 from .chains import Chains, PageId, parent_in, read_header
+from .envelope import Wrapper
+from .pages import StoreError
 from .raw import RawStore, StoredPage
 
 _log = logging.getLogger(__name__)
@@ -97,13 +101,14 @@ class _Ledger:
         self.used_bytes = max(self.since_bytes, self.used_bytes - removed_bytes)
 
 
-class LimitedBackend(StorageBackend):
+class LimitedBackend(Wrapper):
     """`inner` with a limit of `capacity_bytes` for all that its store holds. A Composite of one part.
 
     `open_raw` opens the same store for the sweep, which opens it in its own thread and again after trouble; it raises
     BackendError and ConfigError. The limit counts what is stored as whole frames until a listing knows better, and
     pages that may have been stored in spite of an ERROR. Raises InvalidInput for a capacity below one page, and then
-    leaves `inner` open.
+    leaves `inner` open. Of its errors `listing` counts listings and sweeps that failed, `unlisted` pages that came
+    before the first listing was through.
     """
 
     def __init__(
@@ -125,32 +130,35 @@ class LimitedBackend(StorageBackend):
         self._open_raw = open_raw
         self._interval_s = list_interval_s
         self._dice = random.Random(seed)
-        self._calls = Calls(inner.codec)
+        self._usage = Usage(0, 0, capacity_bytes)
         self._state = threading.Condition()
         self._ledger = _Ledger(capacity_bytes)
         self._fresh: dict[bytes, bytes | None] = {}
         self._uses: dict[bytes, float] = {}
         self._wanted_bytes = 0
-        self._is_due = True
+        self._is_due = True  # a sweep was asked for since the last one began
+        self._not_before = 0.0  # when the next sweep may begin; infinity while one runs
         self._closed = False
         self._chains = Chains()
-        self._thread = threading.Thread(target=self._sweep_until_closed, name="hicache-limit", daemon=True)
-        self._thread.start()
+        self._raw: RawStore | None = None
+        self._backoff = Backoff(min(PAUSE_S, list_interval_s), list_interval_s)
+        self._sweeps = BackgroundTask(
+            "limit", self._sweep_once, backoff=self._backoff, on_error=lambda: self.count("internal")
+        )
+        self._sweeps.wake()
 
     @property
     def parts(self) -> Sequence[StorageBackend]:
         """The backend that the limit is for."""
         return (self._inner,)
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend."""
-        return self._inner.batch_exists(keys, deadline=deadline)
+    def reach(self, pages: int, deadline: float) -> StorageBackend:
+        """See Wrapper."""
+        return self._inner
 
-    def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
-    ) -> list[GetOutcome]:
-        """See StorageBackend."""
-        outcomes = self._inner.batch_get(keys, frames, deadline=deadline)
+    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
+        """See Envelope."""
+        outcomes = super().get(keys, pages, deadline)
         self._note_uses([key for key, outcome in zip(keys, outcomes, strict=True) if outcome is GetOutcome.HIT])
         return outcomes
 
@@ -160,27 +168,12 @@ class LimitedBackend(StorageBackend):
             if len(self._uses) < _NOTES_MAX:
                 self._uses.update(dict.fromkeys(keys, now_s))
 
-    def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    def put(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """See StorageBackend. Turns away the tail of a batch for which there is no room; its head stays."""
-        check_batch(self.codec, keys, frames, parent)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse_sets(len(keys))
-            if keys and not self._wait_for_listing(deadline):
-                return self._calls.refuse_sets(len(keys), "unlisted")
-            return self._store(keys, frames, parent, deadline)
-
-    def _wait_for_listing(self, deadline: float) -> bool:
-        wait_s = min(FIRST_LISTING_WAIT_S, deadline - time.monotonic())
-        with self._state:
-            self._state.wait_for(lambda: self._ledger.is_listed or self._closed, max(0.0, wait_s))
-            return self._ledger.is_listed
-
-    def _store(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
+        """See Envelope. Turns away the tail of a batch for which there is no room; its head stays."""
+        if not self._wait_for_listing(deadline):
+            raise StoreError("unlisted")
         outcomes: list[SetOutcome] = []
         size = self.codec.frame_bytes
         while (done := len(outcomes)) < len(keys) and all(outcome.is_stored for outcome in outcomes):
@@ -192,11 +185,11 @@ class LimitedBackend(StorageBackend):
                 with self._state:
                     self._ledger.settle(fitting * size, 0)
                 self._note_uses(rest[:present])
-                outcomes += self._counted([SetOutcome.PRESENT] * present)
+                outcomes += [SetOutcome.PRESENT] * present
             elif fitting:
                 end = done + fitting
                 above = parent_outside(keys[done:end], keys[done - 1] if done else parent)
-                outcomes += self._store_reserved(keys[done:end], frames[done:end], above, deadline)
+                outcomes += self._store_reserved(keys[done:end], pages[done:end], above, deadline)
             else:
                 break
         turned_away = len(keys) - len(outcomes)
@@ -204,20 +197,22 @@ class LimitedBackend(StorageBackend):
             with self._state:
                 self._wanted_bytes = max(self._wanted_bytes, turned_away * size)
                 self._ask_for_sweep()
-        return outcomes + self._counted([SetOutcome.REJECTED] * turned_away)
+        return outcomes + [SetOutcome.REJECTED] * turned_away
 
-    def _counted(self, outcomes: list[SetOutcome]) -> list[SetOutcome]:
-        self._calls.count(sets=outcomes)
-        return outcomes
+    def _wait_for_listing(self, deadline: float) -> bool:
+        wait_s = min(FIRST_LISTING_WAIT_S, deadline - time.monotonic())
+        with self._state:
+            self._state.wait_for(lambda: self._ledger.is_listed or self._closed, max(0.0, wait_s))
+            return self._ledger.is_listed
 
     def _store_reserved(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], parent: bytes | None, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """Store pages for which there is room, and note what that took."""
         size, idle = self.codec.frame_bytes, 0
         outcomes: list[SetOutcome] = []
         try:
-            outcomes = self._inner.batch_set(keys, frames, parent=parent, deadline=deadline)
+            outcomes = self._inner.batch_set(keys, pages, parent=parent, deadline=deadline)
             idle = sum(outcome in (SetOutcome.PRESENT, SetOutcome.REJECTED) for outcome in outcomes)
         finally:
             with self._state:
@@ -233,74 +228,74 @@ class LimitedBackend(StorageBackend):
         return outcomes
 
     def _ask_for_sweep(self) -> None:
-        self._is_due = True
-        self._state.notify_all()
+        if not self._is_due:
+            self._is_due = True
+            self._sweeps.wake(self._not_before)
 
-    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend. What was deleted makes room after the next listing."""
-        return self._inner.delete(keys, deadline=deadline)
+    def remove_all(self, deadline: float) -> int:
+        """See Envelope. As what was deleted, it makes room after the next listing, for which this asks."""
+        with self._state:
+            self._fresh.clear()
+            self._uses.clear()
+        try:
+            return super().remove_all(deadline)
+        finally:
+            with self._state:
+                self._ask_for_sweep()
 
-    def usage(self) -> Usage:
-        """See StorageBackend: pages and bytes as the backend below counts them, and the limit, which is for all."""
+    def measure(self) -> Usage:
+        """See Envelope: pages and bytes as the backend below counts them, and the limit, which is for all."""
         return replace(self._inner.usage(), capacity_bytes=self._ledger.capacity_bytes)
-
-    def statistics(self) -> BackendStatistics:
-        """See StorageBackend. `errors["listing"]` counts listings and sweeps that failed, `unlisted` pages that came
-        before the first listing was through."""
-        below, ours = self._inner.statistics(), self._calls.statistics()
-        return replace(
-            below,
-            sets=dict(Counter(below.sets) + Counter(ours.sets)),
-            errors=dict(Counter(below.errors) + Counter(ours.errors)),
-            evicted_pages=below.evicted_pages + ours.evicted_pages,
-        )
 
     def close(self) -> None:
         """See StorageBackend. A request of the sweep that hangs is not waited for longer than a few seconds."""
         with self._state:
             self._closed = True
             self._state.notify_all()
-        self._calls.close()
+        super().close()
+
+    def shut(self) -> None:
+        """See Envelope."""
         try:
             self._inner.close()
         finally:
-            self._thread.join(_CLOSE_S)
-            if self._thread.is_alive():
-                self._calls.count(errors=["sweep_left"])
+            if self._sweeps.close(_CLOSE_S):
+                self._close_raw()
+            else:
+                self.count("sweep_left")
                 _log.warning("limit: a request of the sweep hangs; its thread is left to end by itself")
 
-    def _sweep_until_closed(self) -> None:
-        raw: RawStore | None = None
-        pause_s = 0.0
-        while self._wait_until_due(pause_s):
-            try:
-                raw = raw or self._open_raw()
-                self._list(raw)
-                self._sweep(raw)
-                pause_s = PAUSE_S
-                continue
-            except (BackendError, ConfigError) as error:
-                self._calls.count(errors=["listing"])
-                _log.warning("limit: the store cannot be listed or swept: %s", error)
-            except Exception:
-                self._calls.count(errors=["internal"])
-                _log.exception("limit: the sweep failed; it goes on")
-            # A store that was away may want new connections.
-            _close(raw)
-            raw, pause_s = None, min(max(PAUSE_S, 2 * pause_s), self._interval_s)
-            with self._state:
-                self._is_due = True
-        _close(raw)
-
-    def _wait_until_due(self, pause_s: float) -> bool:
-        """Until the next listing: after the interval, or after `pause_s` if one is due. False once it is closed."""
+    def _sweep_once(self) -> float:
+        """List the store and make room; when to do so again. On the thread of the task."""
+        with self._state:
+            self._is_due, self._not_before = False, math.inf
+        swept = False
+        try:
+            self._raw = self._raw or self._open_raw()
+            self._list(self._raw)
+            self._sweep(self._raw)
+            self._backoff.reset()
+            swept = True
+        except (BackendError, ConfigError) as error:
+            self.count("listing")
+            _log.warning("limit: the store cannot be listed or swept: %s", error)
+            return time.monotonic() + self._backoff.next_s()
+        finally:
+            if not swept or self._closed:
+                self._close_raw()  # a store that was away may want new connections
         # Engines that started together need not list together.
         interval_s = self._interval_s * self._dice.uniform(0.75, 1.25)
         with self._state:
-            self._state.wait_for(lambda: self._closed, min(pause_s, interval_s))
-            self._state.wait_for(lambda: self._closed or self._is_due, max(0.0, interval_s - pause_s))
-            self._is_due = False
-            return not self._closed
+            self._not_before = time.monotonic() + min(PAUSE_S, interval_s)
+            return self._not_before if self._is_due else time.monotonic() + interval_s
+
+    def _close_raw(self) -> None:
+        """Close a store that may be in trouble, if it is open at all."""
+        with self._state:
+            raw, self._raw = self._raw, None
+        if raw is not None:
+            with contextlib.suppress(BackendError):
+                raw.close()
 
     def _list(self, raw: RawStore) -> None:
         with self._state:
@@ -361,10 +356,3 @@ class LimitedBackend(StorageBackend):
             # Also what another engine's sweep has removed: it was in this listing, and is there no more.
             self._ledger.removed(sum(page.bytes for page in pages))
         self._calls.count(evicted_pages=removed)
-
-
-def _close(raw: RawStore | None) -> None:
-    """Close a store that may be in trouble, if it is open at all."""
-    if raw is not None:
-        with contextlib.suppress(BackendError):
-            raw.close()

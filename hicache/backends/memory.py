@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidInput, InvariantError
-from ..frame import Damage, FrameCodec
-from .base import BackendStatistics, EvictionListener, GetOutcome, SetOutcome, StorageBackend, Usage
-from .calls import Tally, check_batch, check_keys, parents_of
+from ..frame import FrameCodec
+from .base import EvictionListener, Usage
+from .pages import Damaged, PageReads, PageWrites
+from .store import PageStore
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _EvictedBytes:
         """See EvictedPage. The last reference frees the bytes."""
 
 
-class MemoryBackend(StorageBackend):
+class MemoryBackend(PageStore[bytes]):
     """Pages in this process's memory, lost with it. Thread-safe; blocks for its own lock only.
 
     With a `capacity_bytes` it evicts the least recently used page that no other page hangs on, tails before heads,
@@ -60,89 +60,60 @@ class MemoryBackend(StorageBackend):
         self._children: dict[bytes, set[bytes]] = {}
         self._bytes = 0
         self._clock = 0
-        self._closed = False
-        self._tally = Tally()
         self._listener: EvictionListener | None = None
 
     def on_eviction(self, listener: EvictionListener) -> None:
         """See EvictionSource."""
         self._listener = listener
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend."""
-        check_keys(keys)
+    def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """See PageStore."""
         with self._lock:
-            if not self._may_start(deadline):
-                return 0
-            for position, key in enumerate(keys):
-                if key not in self._pages:
-                    return position
-            return len(keys)
+            return [key in self._pages for key in keys]
 
-    def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
-    ) -> list[GetOutcome]:
-        """See StorageBackend."""
-        check_batch(self.codec, keys, frames)
-        return [self._get(key, frame, deadline) for key, frame in zip(keys, frames, strict=True)]
-
-    def _get(self, key: bytes, frame: memoryview, deadline: float) -> GetOutcome:
-        with self._lock:
-            outcome = self._read(key, frame) if self._may_start(deadline) else GetOutcome.ERROR
-            self._tally.gets[outcome] += 1
-            return outcome
-
-    def _read(self, key: bytes, frame: memoryview) -> GetOutcome:
-        page = self._pages.get(key)
-        if page is None:
-            return GetOutcome.MISS
-        damage: Damage | None = Damage.SIZE
-        stored_bytes = len(page.stored)
-        if self.codec.fits(stored_bytes):
-            frame[:stored_bytes] = page.stored
-            damage = self.codec.accept(key, frame, stored_bytes)
-        if damage is not None and damage.is_misfit:
-            self._tally.errors[damage.value] += 1
-            return GetOutcome.MISS
-        if damage is not None:
-            self._tally.corrupt[damage.value] += 1
-            self._drop(key)
-            return GetOutcome.CORRUPT
-        page.last_use = self._tick()
-        return GetOutcome.HIT
-
-    def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        """See StorageBackend. Turns away the tail of a batch that does not fit; its head stays."""
-        check_batch(self.codec, keys, frames, parent)
-        outcomes: list[SetOutcome] = []
-        for key, frame, before in zip(keys, frames, parents_of(keys, parent), strict=True):
+    def read(self, pages: PageReads[bytes]) -> None:
+        """See PageStore."""
+        for position in pages:
             with self._lock:
-                outcome = SetOutcome.ERROR
-                if self._may_start(deadline):
-                    # Behind a page that was turned away there is no chain to protect: a new page would evict the head.
-                    outcome = self._write(key, frame, before, full=SetOutcome.REJECTED in outcomes)
-                self._tally.sets[outcome] += 1
-            outcomes.append(outcome)
-        return outcomes
+                page = self._pages.get(pages.keys[position])
+                if page is None:
+                    pages.miss(position)
+                elif pages.take(position, page.stored, found=page.stored):
+                    page.last_use = self._tick()
 
-    def _write(self, key: bytes, frame: memoryview, parent: bytes | None, full: bool) -> SetOutcome:
-        if key in self._pages:
-            self._pages[key].last_use = self._tick()
-            return SetOutcome.PRESENT
-        if full:
-            return SetOutcome.REJECTED
-        stored = bytes(self.codec.seal(key, frame, parent=parent))
+    def remove_damaged(self, damaged: Sequence[Damaged[bytes]], deadline: float) -> None:
+        """See PageStore."""
+        with self._lock:
+            for one in damaged:
+                page = self._pages.get(one.key)
+                if page is not None and page.stored is one.found:
+                    self._drop(one.key)
+
+    def write(self, pages: PageWrites) -> None:
+        """See PageStore. Rejects the tail of a batch that does not fit; its head stays."""
+        for position, key in enumerate(pages.keys):
+            if pages.is_late:
+                return
+            with self._lock:
+                if key in self._pages:
+                    self._pages[key].last_use = self._tick()
+                    pages.present(position)
+                elif not pages.is_full:
+                    self._write(pages, position)
+
+    def _write(self, pages: PageWrites, position: int) -> None:
+        key, parent = pages.keys[position], pages.parents[position]
+        stored = b"".join(pages.sealed(position))
         if not self._make_room(len(stored), parent):
-            return SetOutcome.REJECTED
+            pages.reject(position)
+            return
         if self._is_above(key, parent):
             parent = None  # pages in a cycle would never be evicted
         self._pages[key] = _Page(stored, parent, self._tick())
         self._bytes += len(stored)
         if parent is not None:
             self._children.setdefault(parent, set()).add(key)
-        return SetOutcome.STORED
+        pages.stored(position)
 
     def _is_above(self, key: bytes, below: bytes | None) -> bool:
         """True if the stored page `below` hangs on `key`, at any distance. At once for a page without children."""
@@ -167,7 +138,7 @@ class MemoryBackend(StorageBackend):
             if self._listener is not None:
                 self._listener(oldest, functools.partial(_EvictedBytes, self._pages[oldest].stored))
             self._drop(oldest)
-            self._tally.evicted_pages += 1
+            self._calls.count(evicted_pages=1)
         return True
 
     def _drop(self, key: bytes) -> None:
@@ -184,37 +155,27 @@ class MemoryBackend(StorageBackend):
         self._clock += 1
         return self._clock
 
-    def _may_start(self, deadline: float) -> bool:
-        if self._closed or time.monotonic() >= deadline:
-            self._tally.errors["closed" if self._closed else "deadline"] += 1
-            return False
-        return True
-
-    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend."""
-        check_keys(keys)
+    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See PageStore."""
         with self._lock:
-            if not self._may_start(deadline):
-                return 0
-            there = {key for key in keys if key in self._pages}
+            there = [key for key in keys if key in self._pages]
             for key in there:
                 self._drop(key)
             return len(there)
 
-    def usage(self) -> Usage:
-        """See StorageBackend."""
+    def keys(self, deadline: float) -> Iterator[bytes]:
+        """See PageStore."""
+        with self._lock:
+            return iter(list(self._pages))
+
+    def measure(self) -> Usage:
+        """See PageStore."""
         with self._lock:
             return Usage(len(self._pages), self._bytes, self._capacity_bytes)
 
-    def statistics(self) -> BackendStatistics:
-        """See StorageBackend."""
+    def shut(self) -> None:
+        """See PageStore. Forgets all pages."""
         with self._lock:
-            return self._tally.statistics(self.codec.frame_bytes)
-
-    def close(self) -> None:
-        """See StorageBackend. Forgets all pages."""
-        with self._lock:
-            self._closed = True
             self._pages.clear()
             self._bytes = 0
             self._children.clear()

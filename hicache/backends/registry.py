@@ -1,11 +1,13 @@
 """Backends by name: built in, from an entry point of another package, or `module:Class`.
 
-A factory is a class derived from `StorageBackend`, or a function `(codec, **options)` that is annotated to return one,
-so that a configuration can be checked without opening a store. Other packages add one under the entry-point group
+A factory is a class derived from `StorageBackend`, or a function that is annotated to return one, so that a
+configuration can be checked without opening a store. It takes a codec and its options: as keywords, or as one section
+if a parameter is annotated with a class derived from `hicache.config.Section`, which then checks them. The
+built-in ones take the sections of the configuration. Other packages add a factory under the entry-point group
 `hicache.backends`; a name there does not replace a built-in one. Under the same name in the group `hicache.raw_stores`
-they may add a function `(**options) -> RawStore` of the same options, so that `hicache ls` and its like know the store.
+they may add a function of the same options that makes a RawStore, so that `hicache ls` and its like know the store.
 
-A store that can be listed and has no option `capacity_bytes` gets one: see `limit`.
+A store that can be listed and whose factory takes no keyword `capacity_bytes` gets one: see `limit`.
 """
 
 from __future__ import annotations
@@ -13,16 +15,20 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeAlias, cast, get_origin, get_type_hints
+from typing import Any, TypeAlias, TypeVar, cast, get_origin, get_type_hints
 
+from ..config.composed_storage import PartConfig, parts_of
+from ..config.guard import GuardConfig
+from ..config.section import Section, build
+from ..config.storage import STORAGE_SECTIONS, StorageConfig
 from ..errors import ConfigError, InvalidInput
 from ..frame import FrameCodec
 from .base import Composite, StorageBackend
-from .faults import FaultOptions, FaultyBackend
-from .guard import GuardedBackend, GuardOptions, guards_of
+from .faults import FaultyBackend
+from .guard import GuardedBackend, guards_of
 from .limit import LimitedBackend
 from .raw import RawStore
 
@@ -30,46 +36,52 @@ ENTRY_POINT_GROUP = "hicache.backends"
 RAW_ENTRY_POINT_GROUP = "hicache.raw_stores"
 _CAPACITY = "capacity_bytes"
 
-Factory: TypeAlias = Callable[..., StorageBackend]
+T = TypeVar("T")
 
+Factory: TypeAlias = Callable[..., StorageBackend]
+# The options of a backend: a checked section, or the keywords of a plug-in.
+Options: TypeAlias = Section | Mapping[str, object]
 
 # Where the factories of the built-in backends are. A backend is imported when it is asked for.
 _BUILT_IN: Mapping[str, str] = {
     "memory": "hicache.backends.memory:MemoryBackend",
-    "file": "hicache.backends.file:open_file_backend",
+    "file": "hicache.backends.file:FileBackend",
     "levels": "hicache.backends.compose:open_levels",
     "mirror": "hicache.backends.compose:open_mirror",
     "sharded": "hicache.backends.compose:open_sharded",
-    "redis": "hicache.backends.redis:open_redis_backend",
-    "s3": "hicache.backends.s3:open_s3_backend",
+    "redis": "hicache.backends.redis:RedisBackend",
+    "s3": "hicache.backends.s3:S3Backend",
     "mooncake": "hicache.backends.mooncake:open_mooncake_backend",
 }
-# Where what opens a built-in store for its operator is: a function of the same options that returns a RawStore.
+# Where the RawStore of a built-in store is, which takes the same section.
 _RAW: Mapping[str, str] = {
-    "file": "hicache.backends.file.raw:open_raw",
-    "redis": "hicache.backends.redis.raw:open_raw",
-    "s3": "hicache.backends.s3:open_raw",
-    "mooncake": "hicache.backends.mooncake.raw:open_raw",
+    "file": "hicache.backends.file.raw:FileRaw",
+    "redis": "hicache.backends.redis.raw:RedisRawStore",
+    "s3": "hicache.backends.s3:S3RawStore",
+    "mooncake": "hicache.backends.mooncake.raw:MooncakeRawStore",
 }
-# The built-in backends that are made of others, and the option that lists those.
-_PARTS_OPTION: Mapping[str, str] = {"levels": "levels", "mirror": "parts", "sharded": "parts"}
-_PART_ENTRIES = ("name", "type", "options", "guard", "optional")
-# Each part costs threads and, in a sharded set, a share of every lookup; more are a slip of the hand.
-PARTS_MAX = 64
+# The built-in backends whose section has a `capacity` that `limit` keeps: their servers have no such limit.
+_LIMITED = frozenset({"redis", "s3"})
 
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
-    """A backend that can be opened: its type, and what its factory and its guard take.
+    """A backend that can be opened: its type, its options, and the section of its guard.
 
-    `guard` holds keyword options of `GuardOptions`; None opens it without a guard, for tests and for measuring. `name`
-    is how it is called in metrics and messages, None for its type.
+    `options` are a section, or keywords, from which a section is made where the backend takes one. `guard` None opens
+    it without a guard, for tests and for measuring. `name` is how it is called in metrics and messages, None for its
+    type.
     """
 
     type: str
-    options: Mapping[str, object] = field(default_factory=dict)
-    guard: Mapping[str, object] | None = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
+    guard: GuardConfig | None = field(default_factory=GuardConfig)
     name: str | None = None
+
+    @classmethod
+    def of(cls, storage: StorageConfig, name: str | None = None) -> BackendSpec:
+        """Return what a section `storage` describes."""
+        return cls(storage.type, storage.options, storage.guard, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,49 +93,48 @@ class PartSpec:
     backend: BackendSpec
     optional: bool = False
 
-    @property
-    def may_come_late(self) -> bool:
-        """Whether it, or a part inside it, is optional."""
-        inside = part_specs(self.backend.type, self.backend.options)
-        return self.optional or any(part.may_come_late for part in inside)
 
+def part_specs(type_name: str, options: Options) -> list[PartSpec]:
+    """The parts of a built-in composition; none for any other backend. Opens nothing.
 
-def part_specs(type_name: str, options: Mapping[str, object]) -> list[PartSpec]:
-    """The parts that a built-in composition is configured with; none for any other backend. Opens nothing.
-
-    A part is a mapping with `type` and, if need be, `name`, `options`, `guard` and `optional`. One without a name is
-    called like its type, a second one of that type `<type>-2`. Raises ConfigError.
+    A part without a name is called like its type, a second one of that type `<type>-2`. Raises ConfigError.
     """
-    option = _PARTS_OPTION.get(type_name)
-    if option is None:
-        return []
-    listed = options.get(option)
-    if not isinstance(listed, Sequence) or isinstance(listed, str) or not 2 <= len(listed) <= PARTS_MAX:
-        raise ConfigError(f"backend {type_name}: {option} must list 2 to {PARTS_MAX} backends")
     found: dict[str, PartSpec] = {}
-    for number, entry in enumerate(listed):
-        part = _part_spec(f"backend {type_name}: {option}.{number}", entry, found)
-        if part.name in found:
-            raise ConfigError(f"backend {type_name}: two of its {option} are named {part.name!r}; rename one of them")
-        found[part.name] = part
+    for part in parts_of(_checked(type_name, options)):
+        name = _part_name(part, found)
+        if name in found:
+            raise ConfigError(f"backend {type_name}: two of its parts are named {name!r}; rename one of them")
+        found[name] = PartSpec(name, BackendSpec.of(part.storage, name), part.optional)
     return list(found.values())
 
 
-def _part_spec(where: str, entry: object, others: Mapping[str, object]) -> PartSpec:
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
-        raise ConfigError(f"{where}: must be a backend, with its type and options")
-    for unknown in set(entry) - set(_PART_ENTRIES):
-        raise ConfigError(f"{where}: unknown entry {unknown!r}; a part has {', '.join(_PART_ENTRIES)}")
-    kind, options, guard = entry["type"], entry.get("options", {}), entry.get("guard", {})
-    if not isinstance(options, Mapping) or not (guard is None or isinstance(guard, Mapping)):
-        raise ConfigError(f"{where}: options and guard must be sections")
-    name, optional = entry.get("name"), entry.get("optional", False)
-    if name is None:
-        number = 1 + sum(taken == kind or taken.startswith(f"{kind}-") for taken in others)
-        name = kind if number == 1 else f"{kind}-{number}"
-    if not isinstance(name, str) or not name or not isinstance(optional, bool):
-        raise ConfigError(f"{where}: name must be text, optional true or false")
-    return PartSpec(name, BackendSpec(kind, options, guard, name), optional)
+def _part_name(part: PartConfig, others: Mapping[str, object]) -> str:
+    kind = part.storage.type
+    number = 1 + sum(taken == kind or taken.startswith(f"{kind}-") for taken in others)
+    return part.name or (kind if number == 1 else f"{kind}-{number}")
+
+
+def _checked(type_name: str, options: Options, factory: Callable[..., object] | None = None) -> Options:
+    """The options as the backend takes them: the section of a built-in one, or that `factory` declares, else keywords.
+
+    Raises ConfigError for options that the section refuses.
+    """
+    known: Any = STORAGE_SECTIONS.get(type_name)
+    section: Any = _declared_section(factory) if known is None else known.model_fields["options"].annotation
+    if section is None or isinstance(options, section):
+        return options
+    checked: Section = build(section, dict(options), f"backend {type_name}")
+    return checked
+
+
+def _declared_section(factory: Callable[..., object] | None) -> type[Section] | None:
+    """The section that a parameter of a plug-in's factory is annotated with, None for keywords."""
+    try:
+        hints = get_type_hints(cast(Any, factory).__init__ if isinstance(factory, type) else factory)
+    except (AttributeError, NameError, TypeError):
+        return None  # a name that only type checkers see, say
+    found = (hint for hint in hints.values() if isinstance(hint, type) and issubclass(hint, Section))
+    return next(found, None)
 
 
 def open_spec(spec: BackendSpec, codec: FrameCodec) -> StorageBackend:
@@ -131,36 +142,24 @@ def open_spec(spec: BackendSpec, codec: FrameCodec) -> StorageBackend:
 
     What is composed of several backends gets no guard of its own: each part has one.
     """
-    options = None if spec.guard is None else _guard_options(spec)
     backend = open_backend(spec.type, codec, spec.options)
-    if options is None or (isinstance(backend, Composite) and (len(backend.parts) > 1 or any(guards_of(backend)))):
+    guard = spec.guard
+    if guard is None or (isinstance(backend, Composite) and (len(backend.parts) > 1 or any(guards_of(backend)))):
         return backend
-    if options.inject is not None:
-        backend = FaultyBackend(backend, FaultOptions(**cast(Any, options.inject)))
-    return GuardedBackend(backend, options, name=spec.name or spec.type)
+    if guard.inject.is_on:
+        backend = FaultyBackend(backend, guard.inject)
+    return GuardedBackend(backend, guard, name=spec.name or spec.type)
 
 
-def _guard_options(spec: BackendSpec) -> GuardOptions:
-    try:
-        options = GuardOptions(**cast(Any, spec.guard))
-        FaultOptions(**cast(Any, options.inject or {}))
-    except (InvalidInput, TypeError) as error:
-        raise ConfigError(f"backend {spec.name or spec.type}: {error}") from error
-    return options
-
-
-def open_backend(type_name: str, codec: FrameCodec, options: Mapping[str, object]) -> StorageBackend:
+def open_backend(type_name: str, codec: FrameCodec, options: Options) -> StorageBackend:
     """Open the backend `type_name` with `options`. Blocks as its constructor does.
 
     Raises ConfigError for a name nobody knows, options the backend does not take or refuses, and a factory that does
     not make a StorageBackend; BackendError as the backend does.
     """
     factory = check_backend(type_name, options)
-    own, capacity_bytes = _split_capacity(type_name, factory, options)
-    try:
-        backend: object = factory(codec, **own)
-    except (InvalidInput, TypeError) as error:
-        raise ConfigError(f"backend {type_name}: {error}") from error
+    own, capacity_bytes = _split_capacity(type_name, factory, _checked(type_name, options, factory))
+    backend: object = _call(type_name, factory, own, codec)
     if not isinstance(backend, StorageBackend):
         raise ConfigError(f"backend {type_name}: its factory made a {type(backend).__name__}, not a StorageBackend")
     if capacity_bytes is None:
@@ -173,10 +172,18 @@ def open_backend(type_name: str, codec: FrameCodec, options: Mapping[str, object
         raise ConfigError(f"backend {type_name}: {error}") from error
 
 
-def _split_capacity(
-    type_name: str, factory: Factory, options: Mapping[str, object]
-) -> tuple[Mapping[str, object], object]:
+def _call(type_name: str, factory: Callable[..., T], options: Options, *arguments: object) -> T:
+    """What the factory makes of `arguments` and its options."""
+    try:
+        return factory(*arguments, options) if isinstance(options, Section) else factory(*arguments, **options)
+    except (InvalidInput, TypeError) as error:
+        raise ConfigError(f"backend {type_name}: {error}") from error
+
+
+def _split_capacity(type_name: str, factory: Factory, options: Options) -> tuple[Options, object]:
     """The options that the factory takes, and the limit to put around what it makes, None for none."""
+    if isinstance(options, Section):
+        return options, cast(Any, options).capacity if type_name in _LIMITED else None
     if _CAPACITY not in options or _raw_place(type_name) is None or _takes_capacity(factory):
         return options, None
     return {name: value for name, value in options.items() if name != _CAPACITY}, options[_CAPACITY]
@@ -197,7 +204,7 @@ def _raw_place(type_name: str) -> EntryPoint | None:
     return next(iter(entry_points(group=RAW_ENTRY_POINT_GROUP, name=type_name)), None)
 
 
-def check_backend(type_name: str, options: Mapping[str, object]) -> Factory:
+def check_backend(type_name: str, options: Options) -> Factory:
     """The factory of `type_name`, found to be one and to take `options`. Imports it, and opens nothing.
 
     Raises ConfigError for a name nobody knows, for what makes no StorageBackend, and for options it does not take; in
@@ -205,8 +212,10 @@ def check_backend(type_name: str, options: Mapping[str, object]) -> Factory:
     """
     factory = _factory(type_name)
     _check_result(type_name, factory)
-    _check_options(type_name, factory, _split_capacity(type_name, factory, options)[0])
-    for part in part_specs(type_name, options):
+    checked = _checked(type_name, options, factory)
+    if not isinstance(checked, Section):
+        _check_options(type_name, factory, cast(Mapping[str, object], _split_capacity(type_name, factory, checked)[0]))
+    for part in part_specs(type_name, checked):
         try:
             check_backend(part.backend.type, part.backend.options)
         except ConfigError as error:
@@ -224,13 +233,10 @@ def open_raw(spec: BackendSpec) -> RawStore:
         known = sorted({*_RAW, *(point.name for point in entry_points(group=RAW_ENTRY_POINT_GROUP))})
         raise ConfigError(f"backend {spec.type}: cannot be listed; {', '.join(known)} can")
     factory = cast(Callable[..., RawStore], _load(spec.type, place))
-    options = dict(spec.options)
-    if not _takes_capacity(factory):
-        options.pop(_CAPACITY, None)  # a limit that engines keep
-    try:
-        return factory(**options)
-    except (InvalidInput, TypeError) as error:
-        raise ConfigError(f"backend {spec.type}: {error}") from error
+    options = _checked(spec.type, spec.options, factory)
+    if not isinstance(options, Section) and not _takes_capacity(factory):
+        options = {name: value for name, value in options.items() if name != _CAPACITY}  # a limit that engines keep
+    return _call(spec.type, factory, options)
 
 
 def backend_names() -> list[str]:

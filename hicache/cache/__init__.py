@@ -12,7 +12,7 @@ from .payoff import Decision, Figures, Payoff, PayoffOptions, PayoffStatistics, 
 from .pins import Pin
 from .radix_cache import HiRadixCache
 from .requests import RequestKV
-from .schedule import Candidate, Order, ScheduleOptions, longest_prefix_first
+from .schedule import Candidate, Order, longest_prefix_first
 from .session_cache import SessionCache
 from .statistics import CacheStatistics, SessionStatistics, TierStatistics
 
@@ -37,7 +37,6 @@ __all__ = [
     "PrefetchPolicy",
     "RequestKV",
     "Route",
-    "ScheduleOptions",
     "SessionCache",
     "SessionStatistics",
     "TierStatistics",

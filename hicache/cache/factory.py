@@ -33,6 +33,7 @@ from .interface import TreeCache
 from .options import CacheOptions
 from .payoff import Figures, Payoff, PayoffOptions
 from .radix_cache import HiRadixCache
+from .session_cache import SessionCache
 from .tiered import TieredCache
 
 Cache = TypeVar("Cache")
@@ -50,25 +51,26 @@ def create_cache(  # noqa: PLR0913 - what an engine may bring
     device_pages: int | None = None,
     device_memory: DeviceMemory | None = None,
     device_blocks: EngineBlocks | None = None,
-    bigram: bool = False,
+    bigram: bool | None = None,
     ranks: RankGroup | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> TreeCache:
-    """Build the cache that `config` asks for: a HiRadixCache, or with `prefix_cache: false` a ChunkCache.
+    """Build the cache that `config` asks for: a HiRadixCache, with `sessions.enabled` in a SessionCache, or with
+    `prefix_cache: false` a ChunkCache.
 
     Allocates the pools; for a HiRadixCache it also opens storage and starts the workers.
     `namespace` carries the geometry, a KVGeometry; its page size must be the configured one. `device_pages` sizes L1
     where the configuration leaves that to the engine; `device_memory` is what it sizes L1 from, by default what the
     driver says. With `device_blocks`, L1 is tensors of the engine on `device`, one block a page; page 0 stays unused.
-    `bigram` is for engines whose keys are bigrams (see `RadixKey`). With `ranks`, which must all make this call, the
-    pools have the size of the smallest, and all ranks start or none does. Raises ConfigError, CapacityError,
-    BackendError and RankError with what to change, and InvalidInput for an argument of another type, a PageShape and
-    a `key_hash`; nothing is left running then.
+    `bigram` stands for `bigram_keys` where the engine knows how it makes its keys (see `RadixKey`). With `ranks`, which
+    must all make this call, the pools have the size of the smallest, and all ranks start or none does. Raises
+    ConfigError, CapacityError, BackendError and RankError with what to change, and InvalidInput for an argument of
+    another type, a PageShape and a `key_hash`; nothing is left running then.
     """
     geometry = _attention(instance("namespace", namespace, Namespace))
-    instance("bigram", bigram, bool)
     known = _known_device(device)
     instance("config", config, HiCacheConfig)
+    bigram = config.bigram_keys if bigram is None else instance("bigram", bigram, bool)
     l1_pages = _l1_pages(config, geometry, known, device_pages, device_memory, device_blocks)
     environ = os.environ if environ is None else environ
     parts = _Parts(config, namespace, geometry, known, device_blocks, bigram, environ, ranks)
@@ -82,7 +84,8 @@ def create_cache(  # noqa: PLR0913 - what an engine may bring
     bounds = _Bounds(l1_pages, l2_pages, geometry.payload_bytes)
     if ranks is not None:
         bounds = _agreed_bounds(ranks, bounds)
-    return _all_or_none(ranks, lambda undo: _build_tiered_cache(parts, bounds, undo))
+    cache = _all_or_none(ranks, lambda undo: _build_tiered_cache(parts, bounds, undo))
+    return SessionCache(cache, config.sessions) if config.sessions.enabled else cache
 
 
 def create_host_cache(
@@ -101,6 +104,8 @@ def create_host_cache(
     """
     shape = instance("namespace", namespace, Namespace).shape
     _require_page_size(instance("config", config, HiCacheConfig), shape.tokens)
+    if config.bigram_keys:
+        raise ConfigError("bigram_keys: a HostCache keys pages by tokens or by the engine's hashes; leave it out")
     if host is None:
         host = _private_host(config, shape)
     elif instance("host", host, HostPool).shape != shape:
@@ -187,7 +192,8 @@ def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace,
     """Raises RankError on all ranks if they would not decide alike."""
     same = (
         config.prefix_cache, controller_options(config, ranks=True), cache_options(config),
-        config.page_size, config.storage is not None, bigram, namespace.model, namespace.weights_epoch,
+        config.page_size, config.storage is not None, bigram, config.sessions, config.schedule,
+        namespace.model, namespace.weights_epoch,
         namespace.kv_scales, namespace.quantisation, namespace.key_hash, namespace.ranks_share_pages,
     )  # fmt: skip
     require_equal(ranks, "configuration", str(same))
@@ -349,7 +355,7 @@ def _storage_opener(
     encryption_keys = config.storage_format.encryption_keys(environ)
     compression = _compression(config, namespace.geometry)
     payload_bytes = namespace.geometry.payload_bytes
-    spec = BackendSpec(storage.type, storage.backend_options(), storage.guard.guard_options())
+    spec = BackendSpec.of(storage)
 
     def opener(epoch: int) -> StorageBackend:
         codec = FrameCodec(
@@ -386,6 +392,7 @@ def controller_options(config: HiCacheConfig, *, ranks: bool = False) -> Control
         prefetch_operations_max=config.prefetch.operations_max,
         store_host_share=share,
         storage_batch_pages=transfer.storage_batch_pages,
+        lookup_workers=transfer.lookup_workers,
         io_workers=transfer.io_workers,
         backup_workers=transfer.backup_workers,
         storage_deadline_s=transfer.storage_deadline,

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..arguments import instance
+from ..backends.guard import Direction
 from ..controller import PREFETCH_S_MAX, Found, HiCacheController, Lookup, Read, ReadEnded
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
 from .books import Books, HostLedger
 from .options import CacheOptions, PrefetchPolicy
-from .pause import Pause
 from .payoff import Payoff, Route
 from .trees import Trees
 
@@ -91,11 +91,11 @@ class Prefetcher:
         books: Books,
         *,
         payoff: Payoff,
-        pause: Pause,
     ) -> None:
         self._trees = trees
         self._ledger = ledger
         self._controller = controller
+        self._gate = controller.gate
         self._options = options
         self._policy = PrefetchPolicy(options.prefetch_policy)
         self._books = books
@@ -107,11 +107,10 @@ class Prefetcher:
         self._arrived_pages = 0
         self._payoff = payoff
         self._pages_max = int(options.prefetch_host_share * ledger.host.pages)
-        self._pause = pause
 
     def start(self, rid: str, key: RadixKey) -> bool:
         """Look for what L1 and L2 lack of the whole pages of `key`. False if it is not worth it or not possible now."""
-        if not self._controller.has_storage or rid in self._active or rid in self._followers:
+        if not self._gate.attached or rid in self._active or rid in self._followers:
             return False
         if self._pages_max == 0:
             return self._skip("prefetch_host_share")
@@ -120,7 +119,7 @@ class Prefetcher:
         missing_tokens = (key.pages(tree.page_size) - match.pages) * tree.page_size
         if missing_tokens < options.prefetch_threshold_tokens:
             return self._skip("prefetch_too_short")
-        if not self._controller.may_prefetch:
+        if not self._gate.may(Direction.READ):
             return self._skip("prefetch_paused")
         if match.host_node is not match.node:
             # A page on L2 must have its parent there.
@@ -176,7 +175,7 @@ class Prefetcher:
         self._skip("prefetch_timeout")
         self._answer(prefetch)
         if prefetch.taken_pages == 0:
-            self._pause.failed()  # it may hang; let the next requests go on without waiting for it
+            self._gate.failed(Direction.READ)  # it may hang; let the next requests go on without waiting for it
         return True
 
     def _lead_again(self, rid: str, follower: _Follower) -> bool:
@@ -192,11 +191,6 @@ class Prefetcher:
             return True
         self.start(rid, follower.key)
         return rid not in self._followers
-
-    @property
-    def paused(self) -> bool:
-        """Whether this rank would leave storage alone now."""
-        return self._pause.active
 
     def is_active(self, rid: str) -> bool:
         """Whether something is being looked up or read for a request that has not begun."""
@@ -267,9 +261,9 @@ class Prefetcher:
         self._skip(reason)
         prefetch.in_vain = not prefetch.answered
         if found.failed:
-            self._pause.failed()
+            self._gate.failed(Direction.READ)
         elif not prefetch.answered:
-            self._pause.succeeded()
+            self._gate.succeeded(Direction.READ)
         self._end(prefetch)
 
     def ended(self, ended: ReadEnded) -> None:
@@ -282,11 +276,11 @@ class Prefetcher:
         self._ledger.settle(len(unused), unused)
         if ended.failed:
             self._skip("prefetch_failed")
-            self._pause.failed()
+            self._gate.failed(Direction.READ)
         else:
             self._payoff.observe_transfer(Route.PREFETCH, ended.pages_here, ended.seconds)
             if prefetch.taken_pages:
-                self._pause.succeeded()
+                self._gate.succeeded(Direction.READ)
         self._end(prefetch)
 
     def _answer(self, prefetch: _Prefetch) -> None:

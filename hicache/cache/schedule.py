@@ -16,34 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..errors import InvalidInput
+from ..config import ScheduleConfig
 from ..keys import RadixKey
 
 T = TypeVar("T")
 
 # Of a prefix that is to be computed: what identifies it, see `_head`.
 _Head = tuple[bytes, int, bytes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleOptions:
-    """`queue_max` bounds the look-ups of one step: longer queues are served in order of arrival.
-
-    `age_max_s` bounds how long a request can be overtaken; longer gains hits and costs the worst time to first token.
-    `defer_tokens` are the uncached tokens two requests must share for one to wait for the other: fewer waits more often
-    for less.
-    """
-
-    queue_max: int = 128
-    age_max_s: float = 5.0
-    defer_tokens: int = 64
-
-    def __post_init__(self) -> None:
-        if self.queue_max < 0 or not self.age_max_s >= 0 or self.defer_tokens < 1:
-            raise InvalidInput(
-                f"schedule: queue_max {self.queue_max} and age_max_s {self.age_max_s} must not be negative, "
-                f"defer_tokens {self.defer_tokens} not below 1"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +49,20 @@ def longest_prefix_first(
     page_size: int,
     now_s: float,
     computing: Iterable[RadixKey] = (),
-    options: ScheduleOptions | None = None,
+    options: ScheduleConfig | None = None,
 ) -> Order[T]:
     """Order a queue by what `measure` says is cached of each key: pages on L1, then pages on other tiers, then arrival.
 
-    Requests older than `age_max_s` come first, by arrival, and are never deferred. `computing` are the keys of requests
+    Requests older than `age_max` come first, by arrival, and are never deferred. `computing` are the keys of requests
     whose prefill runs now: those that share their new prefix are deferred too. `measure` is called once per waiting
     request and once per key of `computing`; it must not change what is evicted next, as `TreeCache.peek` does not.
     """
-    options = options or ScheduleOptions()
+    options = options or ScheduleConfig()
     by_arrival = sorted(waiting, key=lambda candidate: candidate.arrival_s)
     if len(waiting) > options.queue_max:
         return Order([candidate.item for candidate in by_arrival], [])
     heads = {_head(key, sum(measure(key)) * page_size, options.defer_tokens) for key in computing}
-    old_s = now_s - options.age_max_s
+    old_s = now_s - options.age_max
     ranked: list[tuple[float, float, Candidate[T], _Head | None]] = []
     for candidate in by_arrival:
         device_pages, host_pages = measure(candidate.key)

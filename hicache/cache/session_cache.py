@@ -45,7 +45,8 @@ from types import TracebackType
 
 import numpy as np
 
-from ..arguments import instance, number, whole
+from ..arguments import instance, number
+from ..config import SessionsConfig
 from ..errors import CapacityError, InvalidInput, InvariantError, SessionBusy, UnknownSession
 from ..events import EventStream, Publisher
 from ..keys import RadixKey
@@ -58,11 +59,6 @@ from .pins import Pin
 from .radix_cache import HiRadixCache
 from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
 from .statistics import CacheStatistics, SessionStatistics
-
-# Long enough for a person who reads an answer and types the next question.
-TTL_S = 600.0
-# Bounds the ids that are remembered; the KV they hold is bounded by L1, which takes it back when it is needed.
-SESSIONS_MAX = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -91,9 +87,8 @@ class SessionCache:
     def __init__(
         self,
         inner: TreeCache,
+        options: SessionsConfig | None = None,
         *,
-        ttl_s: float = TTL_S,
-        sessions_max: int = SESSIONS_MAX,
         clock: Callable[[], float] | None = None,
     ) -> None:
         if not isinstance(inner, HiRadixCache):
@@ -101,8 +96,7 @@ class SessionCache:
         self.inner = inner
         self.page_size = inner.page_size
         self.device = inner.device
-        self._ttl_s = number("ttl_s", ttl_s, most=math.inf, positive=True)
-        self._sessions_max = whole("sessions_max", sessions_max, 1)
+        self._options = options or SessionsConfig()
         self._clock = clock or inner.controller.time_s
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
         self._turns: dict[str, _Session] = {}  # by request id
@@ -120,11 +114,11 @@ class SessionCache:
         is closed for it, since its owner would find out only by an error.
         """
         instance("session_id", session_id, str)
-        ttl_s = self._ttl_s if ttl_s is None else number("ttl_s", ttl_s, most=math.inf, positive=True)
+        ttl_s = self._options.ttl if ttl_s is None else number("ttl_s", ttl_s, most=math.inf, positive=True)
         self._expire()
         if session_id in self._sessions:
             raise InvalidInput(f"session {session_id!r} is open already; close it or choose another name")
-        if len(self._sessions) >= self._sessions_max:
+        if len(self._sessions) >= self._options.sessions_max:
             raise CapacityError(f"session {session_id!r}: {len(self._sessions)} are open; close one or try again later")
         self._sessions[session_id] = session = _Session(session_id, ttl_s, 0.0)
         self._touch(session)

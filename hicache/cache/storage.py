@@ -44,7 +44,7 @@ class StorageControl:
     @property
     def attached(self) -> bool:
         """Whether the cache has storage, open or still being opened."""
-        return self._controller.has_storage
+        return self._controller.gate.attached
 
     def detach(self) -> None:
         """Use no storage from now on; does nothing without one.
@@ -80,9 +80,7 @@ class StorageControl:
     def override(self, direction: Direction, mode: Override) -> None:
         """Switch reading or writing off, or on whatever happens, or leave it to the breaker (AUTO). Holds for later
         stores too. Stores without a guard do not listen."""
-        self._controller.override_backend(
-            instance("direction", direction, Direction), instance("mode", mode, Override)
-        )
+        self._controller.gate.override(instance("direction", direction, Direction), instance("mode", mode, Override))
 
     def require_opener(self) -> None:
         """Raises InvalidInput if there is storage that cannot be opened for another epoch."""

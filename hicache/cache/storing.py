@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ..backends.guard import Direction
 from ..controller import HiCacheController, Store, StoreEnded
 from ..errors import InvariantError
 from ..radix import Node, RadixTree
 from .books import Books
-from .pause import Pause
 from .trees import Trees
 
 
@@ -30,18 +30,18 @@ class Storing:
     `store_pending`.
     """
 
-    def __init__(self, trees: Trees, controller: HiCacheController, books: Books, pause: Pause) -> None:
+    def __init__(self, trees: Trees, controller: HiCacheController, books: Books) -> None:
         self._trees = trees
         self._controller = controller
+        self._gate = controller.gate
         self._books = books
-        self._pause = pause
         self._runs: dict[Store, tuple[RadixTree, Node]] = {}
 
     def store_path(self, node: Node, hits_min: int = 0) -> None:
         """Store what storage lacks of the path to `node`, root first: the runs on L2 that at least `hits_min` requests
         have used, and their prefix.
         """
-        if not self._controller.has_storage:
+        if not self._gate.attached:
             return
         lacking: list[Node] = []
         while node.parent is not None:
@@ -55,14 +55,14 @@ class Storing:
 
     def store(self, node: Node) -> bool:
         """Whether the pages of `node` are in storage or on their way there, now or since before."""
-        if not self._controller.has_storage or node.host is None or node.parent is None:
+        if not self._gate.attached or node.host is None or node.parent is None:
             return False
         if node.stored or node.store_pending:
             return True
         root = node.parent.parent is None
         if not (root or node.parent.stored or node.parent.store_pending):
             return False
-        if not self._controller.may_store:
+        if not self._gate.may(Direction.WRITE):
             self._books.skipped["store_paused"] += 1
             return False
         if not self._controller.takes_store(len(node.host)):
@@ -80,9 +80,9 @@ class Storing:
             self._books.skipped["store_incomplete"] += not ended.stored
             # By what this rank saw of the store; whether all ranks may store is agreed from that.
             if ended.complete:
-                self._pause.succeeded()
+                self._gate.succeeded(Direction.WRITE)
             elif self._controller.stores_pages:
-                self._pause.failed()
+                self._gate.failed(Direction.WRITE)
 
     def give_way(self, pages: int) -> None:
         """Cancel stores that wait, the newest first, until `pages` more pages of L2 may be evicted.
@@ -137,8 +137,3 @@ class Storing:
             raise InvariantError(
                 f"store: {marked} pages are marked, {pages} in stores, {self._controller.store_pages} in the controller"
             )
-
-    @property
-    def paused(self) -> bool:
-        """Whether this rank would leave storage alone now."""
-        return self._pause.active

@@ -20,6 +20,7 @@ from typing import Self
 
 from ..arguments import instance, number, whole
 from ..backends.base import StorageBackend
+from ..backends.guard import Direction
 from ..controller import Acks, HiCacheController
 from ..errors import InvalidInput, RankError
 from ..events import EventStream, Publisher
@@ -28,7 +29,6 @@ from ..radix import RUN_PAGES_MAX, RadixTree, make_policy
 from ..tiers import HostPool, PageAllocator
 from .books import Books, HostLedger
 from .options import CacheOptions
-from .pause import Pause
 from .payoff import Figures, Payoff
 from .prefetch import Prefetcher
 from .recorder import EventRecorder
@@ -73,17 +73,9 @@ class TieredCache:
         self._events: EventRecorder | None = None
         self._publisher: Publisher | None = None
         self._trees = Trees(self._new_tree, device, host)
-        self._storing = Storing(self._trees, controller, self._books, Pause(controller.clock))
+        self._storing = Storing(self._trees, controller, self._books)
         self._l2 = HostLedger(host, self._trees, self._books, self._storing.give_way)
-        self._prefetcher = Prefetcher(
-            self._trees,
-            self._l2,
-            controller,
-            options,
-            self._books,
-            payoff=self.payoff,
-            pause=Pause(controller.clock),
-        )
+        self._prefetcher = Prefetcher(self._trees, self._l2, controller, options, self._books, payoff=self.payoff)
         self.storage = StorageControl(controller, self._trees, self._prefetcher, open_storage, weights_epoch)
         self._closed = False
 
@@ -161,11 +153,7 @@ class TieredCache:
         if self._events is not None:
             self._events.poll(self.tree)
         self.controller.launch_backups()
-        self.controller.report(
-            may_prefetch=not self._prefetcher.paused,
-            may_store=not self._storing.paused,
-            figures=self.payoff.figures(),
-        )
+        self.controller.report(self.payoff.figures())
         self.payoff.use_figures(Figures(*self.controller.figures))
         return acks is not None
 
@@ -210,6 +198,7 @@ class TieredCache:
         self.payoff.check()
         self._trees.check(self._l2.lent_pages)
         self._storing.check()
+        self.controller.gate.check()
 
     def drain(self, timeout_s: float) -> bool:
         """Poll until no copy, prefetch or store is in flight; blocks. False if some still are after `timeout_s`."""
@@ -232,7 +221,7 @@ class TieredCache:
         if self._closed:
             return self.controller.idle
         self._closed = True
-        self.controller.stop_prefetching()
+        self.controller.gate.stop(Direction.READ)
         try:
             self.drain(max(0.0, deadline - time.monotonic()))
         except RankError:

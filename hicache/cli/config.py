@@ -114,7 +114,7 @@ def check_surroundings(loaded: HiCacheConfig) -> None:
     problems = []
     if loaded.storage is not None:
         try:
-            check_backend(loaded.storage.type, loaded.storage.backend_options())
+            check_backend(loaded.storage.type, loaded.storage.options)
         except ConfigError as error:
             problems.append(f"storage: {error}")
     for entry, place in (*loaded.integrity.key_sources(), *loaded.storage_format.key_sources()):

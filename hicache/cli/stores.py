@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from ..backends.raw import RawStore
 from ..backends.registry import BackendSpec, open_raw, part_specs
 from ..config import entry_of_variable, load_config, read_key_file
 from ..config.entries import entry_names, names_below
+from ..config.storage import FileStorageOptions
 from ..errors import ConfigError
 from ..units import counted, format_size
 from .arguments import PATH, NamespacePrefix
@@ -56,13 +57,14 @@ class StorePart:
     @property
     def capacity_bytes(self) -> int | None:
         """The limit that the configuration sets, None where it sets none."""
-        found = self.spec.options.get("capacity_bytes")
+        options = self.spec.options
+        found = options.get("capacity_bytes") if isinstance(options, Mapping) else getattr(options, "capacity", None)
         return found if isinstance(found, int) else None
 
     @property
     def directory(self) -> Path | None:
         """Where a file store is; None for others."""
-        return Path(str(self.spec.options["path"])) if self.spec.type == "file" else None
+        return self.spec.options.path if isinstance(self.spec.options, FileStorageOptions) else None
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[RawStore]:
@@ -82,7 +84,7 @@ def parts_of(store: Path, part: str | None = None) -> list[StorePart]:
     if store.suffix in _YAML and not store.is_dir():
         found = list(_parts_of_spec(None, _configured(store)))
     else:
-        found = [StorePart("file", BackendSpec("file", {"path": store}))]
+        found = [StorePart("file", BackendSpec("file", _directory(store)))]
     if len(found) > 1:
         found = [one for one in found if one.spec.type != "memory"]
         if not found:
@@ -108,7 +110,12 @@ def _configured(path: Path) -> BackendSpec:
     storage = load_config(path, environ=dict(_variables_of_entries()), overrides={}).storage
     if storage is None:
         raise ConfigError(f"{path}: has no section `storage`, so it names no store")
-    return BackendSpec(storage.type, storage.backend_options())
+    return BackendSpec.of(storage)
+
+
+def _directory(path: Path) -> FileStorageOptions:
+    """The store in a directory: an operator's command keeps no limit that it was not given."""
+    return FileStorageOptions(path=path, capacity=None, free_space_floor=0)
 
 
 def _variables_of_entries() -> Iterator[tuple[str, str]]:

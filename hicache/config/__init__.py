@@ -8,6 +8,8 @@ from .integrity import IntegrityConfig, KeySource, StorageFormatConfig, read_key
 from .loading import ENVIRON_PREFIX, entry_of_variable, load_config, read_tree
 from .mooncake_storage import MooncakeStorage, MooncakeStorageOptions
 from .publishing import EventsConfig, MetricsConfig
+from .redis_storage import RedisStorageOptions
+from .s3_storage import S3StorageOptions
 from .schema import (
     DeviceConfig,
     HiCacheConfig,
@@ -17,6 +19,8 @@ from .schema import (
     TransferConfig,
 )
 from .secret import read_key_file
+from .section import Section
+from .serving import RanksConfig, ScheduleConfig, SessionsConfig
 from .storage import FileStorage, FileStorageOptions, PluginStorage, StorageConfig
 
 __all__ = [
@@ -35,6 +39,12 @@ __all__ = [
     "PayoffConfig",
     "PluginStorage",
     "PrefetchConfig",
+    "RanksConfig",
+    "RedisStorageOptions",
+    "S3StorageOptions",
+    "ScheduleConfig",
+    "Section",
+    "SessionsConfig",
     "StorageConfig",
     "StorageFormatConfig",
     "TransferConfig",

@@ -28,6 +28,9 @@ class Address(NamedTuple):
     host: str
     port: int
 
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
 
 class Url(NamedTuple):
     """The parts of a URL. `path` is empty or begins with a slash."""

@@ -18,7 +18,7 @@ from .section import Section
 if TYPE_CHECKING:
     from .storage import AnyStorage
 
-# As in hicache.backends.registry, which this layer does not see; a test keeps them equal.
+# Each part costs threads and, in a sharded set, a share of every lookup; more are a slip of the hand.
 PARTS_MAX = 64
 # The entry below `options` that lists the parts, by type of storage.
 PARTS_ENTRY = {"levels": "levels", "mirror": "parts", "sharded": "parts"}
@@ -47,16 +47,10 @@ class PartConfig(Section):
         own = {name: data[name] for name in ("name", "optional") if name in data}
         return {**own, "storage": {name: value for name, value in data.items() if name not in own}}
 
-    def part_options(self) -> dict[str, object]:
-        """The part as `registry.part_specs` takes it."""
-        storage = self.storage
-        return {
-            "name": self.name,
-            "type": storage.type,
-            "options": storage.backend_options(),
-            "guard": storage.guard.guard_options(),
-            "optional": self.optional,
-        }
+    @property
+    def may_come_late(self) -> bool:
+        """True if this part, or a part inside it, is optional."""
+        return self.optional or any(part.may_come_late for part in parts_of(self.storage.options))
 
 
 _Parts: TypeAlias = Annotated[list[PartConfig], Field(min_length=2, max_length=PARTS_MAX)]
@@ -69,10 +63,16 @@ def _refuse_equal_names(parts: Sequence[PartConfig]) -> None:
         raise ValueError(f"two parts are named {repeated!r}; each needs a name of its own")
 
 
-class LevelsOptions(Section):
-    """Options of `levels`: stores that are read in order, the fastest first."""
+def parts_of(options: object) -> Sequence[PartConfig]:
+    """Return the parts of a composition of these options; none for the options of another backend."""
+    if isinstance(options, LevelsOptions):
+        return options.levels
+    return options.parts if isinstance(options, (MirrorOptions, ShardedOptions)) else ()
 
-    levels: _Parts = Field(description="The stores, from the fastest to the largest; each as a `storage` section.")
+
+class CopyOptions(Section):
+    """How pages move between levels."""
+
     promote: bool = Field(
         default=True,
         description="Copy pages that were found below to the levels above that did not have them. Off leaves the first "
@@ -94,9 +94,17 @@ class LevelsOptions(Section):
         "rides out bursts and slow moments; beyond it copies are dropped and counted.",
     )
 
+
+class LevelsOptions(CopyOptions):
+    """Options of `levels`: stores that are read in order, the fastest first."""
+
+    levels: _Parts = Field(description="The stores, from the fastest to the largest; each as a `storage` section.")
+
     @model_validator(mode="after")
     def _check(self) -> LevelsOptions:
         _refuse_equal_names(self.levels)
+        if self.write == "on_eviction" and any(part.may_come_late for part in self.levels[:-1]):
+            raise ValueError("with write: on_eviction only the last level may be optional; the others are heard")
         return self
 
 
@@ -152,17 +160,6 @@ class LevelsStorage(_Composed):
     type: Literal["levels"] = Field(description="Several stores, read in order.")
     options: LevelsOptions
 
-    def backend_options(self) -> dict[str, object]:
-        """Keyword options as the `levels` backend takes them."""
-        chosen = self.options
-        return {
-            "levels": [part.part_options() for part in chosen.levels],
-            "promote": chosen.promote,
-            "write": chosen.write,
-            "selective_hits": chosen.selective_hits,
-            "cascade_bytes_max": chosen.cascade_bytes_max,
-        }
-
 
 class MirrorStorage(_Composed):
     """Storage of every page in several places."""
@@ -170,22 +167,9 @@ class MirrorStorage(_Composed):
     type: Literal["mirror"] = Field(description="Several stores with the same pages.")
     options: MirrorOptions
 
-    def backend_options(self) -> dict[str, object]:
-        """Keyword options as the `mirror` backend takes them."""
-        chosen = self.options
-        return {
-            "parts": [part.part_options() for part in chosen.parts],
-            "write_quorum": chosen.write_quorum,
-            "repair_bytes_max": chosen.repair_bytes_max,
-        }
-
 
 class ShardedStorage(_Composed):
     """Storage spread over several places."""
 
     type: Literal["sharded"] = Field(description="Several stores with a share of the pages each.")
     options: ShardedOptions
-
-    def backend_options(self) -> dict[str, object]:
-        """Keyword options as the `sharded` backend takes them."""
-        return {"parts": [part.part_options() for part in self.options.parts]}

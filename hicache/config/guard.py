@@ -24,16 +24,10 @@ class InjectConfig(Section):
     )
     seed: Count = Field(default=0, description="Start of the random numbers; equal seeds draw equal faults.")
 
-    def fault_options(self) -> dict[str, object] | None:
-        """Keyword options as `FaultOptions` takes them; None if nothing is to go wrong."""
-        options: dict[str, object] = {
-            "latency_s": self.latency,
-            "jitter_s": self.jitter,
-            "bandwidth_bytes_per_s": float(self.bandwidth),
-            "error_share": self.error_share,
-            "damage_share": self.damage_share,
-        }
-        return {**options, "seed": self.seed} if any(options.values()) else None
+    @property
+    def is_on(self) -> bool:
+        """True if something goes wrong."""
+        return any((self.latency, self.jitter, self.bandwidth, self.error_share, self.damage_share))
 
 
 class GuardConfig(Section):
@@ -94,21 +88,3 @@ class GuardConfig(Section):
         if self.backoff_max < self.backoff_min:
             raise ValueError("backoff_max is below backoff_min")
         return self
-
-    def guard_options(self) -> dict[str, object]:
-        """Keyword options as `GuardOptions` takes them: plain numbers, unit in the name."""
-        return {
-            "in_flight_bytes_max": self.in_flight,
-            "failures": self.failures,
-            "failure_share": self.failure_share,
-            "backoff_min_s": self.backoff_min,
-            "backoff_max_s": self.backoff_max,
-            "probe_timeout_s": self.probe_timeout,
-            "grace_s": self.grace,
-            "damage_pages": self.damage_pages,
-            "damage_backoff_s": self.damage_backoff,
-            "retry_share": self.retry_share,
-            "read": self.read,
-            "write": self.write,
-            "inject": self.inject.fault_options(),
-        }

@@ -29,6 +29,7 @@ from .entries import entry_names, names_below, part_entries
 from .files import open_regular
 from .schema import HiCacheConfig
 from .section import ALTERNATIVES
+from .wording import NAMES_VARIABLE, path_of, printable, shown, what_is_wrong
 
 ENVIRON_PREFIX = "HICACHE_"
 # A configuration has some hundred entries; more than this is another file given by mistake.
@@ -44,25 +45,6 @@ _TYPO_CHARACTERS_MAX = 200
 # How alike (0 to 1) two names must be for one to be a typo of the other; below 0.7 suggestions look random.
 _LIKENESS_MIN = 0.7
 _STORAGE_TYPE, _STORAGE_OPTIONS = ("storage", "type"), ("storage", "options")
-# How the names of entries end that name a variable with a secret in it.
-_NAMES_VARIABLE = "_env"
-
-# What pydantic's kinds of error mean, with what their context holds.
-_PLAIN = {
-    **dict.fromkeys(("int_parsing", "int_parsing_size", "int_type", "int_from_float"), "expected a whole number"),
-    **dict.fromkeys(("float_parsing", "float_type"), "expected a number"),
-    **dict.fromkeys(("bool_parsing", "bool_type"), "expected true or false"),
-    **dict.fromkeys(("path_type", "string_type"), "expected text"),
-    "finite_number": "expected a finite number",
-    "greater_than": "must be more than {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be at most {le}",
-    "literal_error": "expected {expected}",
-    "list_type": "expected a list",
-    "too_short": "expected at least {min_length}, got {actual_length}",
-    "too_long": "expected at most {max_length}, got {actual_length}",
-}
 
 EntryPath: TypeAlias = tuple[str, ...]
 
@@ -74,7 +56,7 @@ class _Problem:
     origin: str
 
     def __str__(self) -> str:
-        names = [_shown(name) if name else "''" for name in self.path]
+        names = [shown(name) if name else "''" for name in self.path]
         where = f"{'.'.join(names)}: " if names else ""
         return where + self.what + (f" ({self.origin})" if self.origin else "")
 
@@ -103,12 +85,12 @@ def load_config(
     environ = os.environ if environ is None else instance("environ", environ, Mapping)  # type: ignore[type-abstract]
     overrides = {} if overrides is None else instance("overrides", overrides, Mapping)  # type: ignore[type-abstract]
     for name, text in overrides.items():
-        instance(f"overrides: {_shown(instance('overrides: name', name, str))}", text, str)
+        instance(f"overrides: {shown(instance('overrides: name', name, str))}", text, str)
     merge = _Merge()
     if path is not None:
         merge.add(_file_entries(file_path("config file", path), merge.problems))
     merge.add(_environ_entries(environ, merge.problems))
-    merge.add([_Entry(tuple(name.split(".")), _scalar(text), f"flag --set {_shown(name)}")
+    merge.add([_Entry(tuple(name.split(".")), _scalar(text), f"flag --set {shown(name)}")
                for name, text in overrides.items()])  # fmt: skip
     merge.drop_secret_variables()
     config: HiCacheConfig | None = None
@@ -162,10 +144,10 @@ class _Merge:
         problems = sorted(set(self.problems))
         if not problems:
             return
-        shown = [str(problem) for problem in problems[:PROBLEMS_MAX]]
+        listed = [str(problem) for problem in problems[:PROBLEMS_MAX]]
         more = len(problems) > PROBLEMS_MAX
         amount = f"more than {PROBLEMS_MAX} problems; the first are" if more else counted(len(problems), "problem")
-        raise ConfigError("\n  ".join([f"the configuration has {amount}:", *shown]))
+        raise ConfigError("\n  ".join([f"the configuration has {amount}:", *listed]))
 
     def add(self, entries: list[_Entry]) -> None:
         """Put the entries of one source over those of weaker ones."""
@@ -224,11 +206,11 @@ class _Merge:
 
     def explain(self, error: Any) -> Iterator[_Problem]:
         """The problems in one pydantic error: several if an unknown section has several entries."""
-        path = _without_tags(tuple(str(part) for part in error["loc"]))
+        path = path_of(error)
         lead, names = self._names_around(path)
         if error["type"] != "extra_forbidden":
             inside = names_below(names, path[len(lead) :])
-            yield _Problem(path, _what(error, self._value(path), path, inside), self._origin(path))
+            yield _Problem(path, what_is_wrong(error, self._value(path), path, inside), self._origin(path))
             return
         below = [known for known in self.origins if known[: len(path)] == path] or [path]
         for known in below:
@@ -285,51 +267,8 @@ def _named_variables(nodes: list[Any]) -> Iterator[str]:
             nodes += node
         elif isinstance(node, dict):
             nodes += node.values()
-            named = (value for name, value in node.items() if str(name).endswith(_NAMES_VARIABLE))
+            named = (value for name, value in node.items() if str(name).endswith(NAMES_VARIABLE))
             yield from (value for value in named if isinstance(value, str))
-
-
-def _without_tags(loc: EntryPath) -> EntryPath:
-    """Pydantic's location without the tags of the unions that `storage` and the parts of a composition are, and without
-    the field in which a part keeps its storage."""
-    if loc[:1] != ("storage",):
-        return loc
-    clean: EntryPath = loc[:1]
-    for at in range(2, len(loc)):
-        is_field = loc[at] == "storage" and loc[at - 1].isdigit()
-        is_tag = loc[at - 1] == "storage" and loc[at - 2].isdigit()
-        if not is_field and not is_tag:
-            clean += (loc[at],)
-    return clean
-
-
-def _what(error: Any, value: Any, path: EntryPath, below: Sequence[str]) -> str:
-    kind, message = error["type"], str(error["msg"]).removeprefix("Value error, ")
-    if kind == "missing":
-        return "is missing"
-    if kind in ("model_type", "dict_type", "model_attributes_type"):
-        return f"is a section: give its entries ({', '.join(below) or 'by name'}) below it"
-    if kind == "string_pattern_mismatch" and path[-1].endswith(_NAMES_VARIABLE):
-        return "must be the name of an environment variable, not what it holds"
-    message = _plain(error, message)
-    # Of some values nothing is said: somebody may have put the secret where its name belongs.
-    if isinstance(value, (dict, list)) or path[0] == "integrity" or path[-1].endswith(_NAMES_VARIABLE):
-        return message
-    got = _shown(value)
-    near = difflib.get_close_matches(got, _choices(error), n=1)
-    return (message if got in message else f"{message}; got {got}") + (f", did you mean {near[0]}?" if near else "")
-
-
-def _plain(error: Any, message: str) -> str:
-    """Pydantic's message in the words of somebody who writes configurations; its own where there are none here."""
-    limits = error.get("ctx", {})
-    words = _PLAIN.get(error["type"])
-    return message if words is None else words.format_map(limits)
-
-
-def _choices(error: Any) -> list[str]:
-    expected = str(error.get("ctx", {}).get("expected", "")) if error["type"] == "literal_error" else ""
-    return [part for part in expected.split("'") if part.isidentifier()]
 
 
 def _unknown(path: EntryPath, known_depth: int, lead: EntryPath, names: Sequence[str]) -> str:
@@ -356,17 +295,8 @@ def _likeness(left: str, right: str) -> float:
     return difflib.SequenceMatcher(None, left, right).ratio()
 
 
-def _printable(value: Any) -> str:
-    return value if isinstance(value, str) and value.isprintable() else ascii(value)
-
-
-def _shown(value: Any) -> str:
-    text = _printable(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _file_entries(path: Path, problems: list[_Problem]) -> list[_Entry]:
-    file_name = f"file {_printable(str(path))}"
+    file_name = f"file {printable(str(path))}"
 
     def refuse(what: str, line: int | None = None) -> list[_Entry]:
         problems.append(_Problem((), what, f"{file_name}, line {line}" if line else file_name))
@@ -390,7 +320,7 @@ def _file_entries(path: Path, problems: list[_Problem]) -> list[_Entry]:
         mark = error.problem_mark or error.context_mark
         return refuse(f"is not valid YAML: {error.problem or error.context}", mark.line + 1 if mark else None)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, an impossible date, a number of 5000 digits
-        return refuse(f"is not valid YAML: {_shown(str(error).splitlines()[0])}")
+        return refuse(f"is not valid YAML: {shown(str(error).splitlines()[0])}")
     except RecursionError:
         return refuse("is nested too deeply")
 
@@ -413,7 +343,7 @@ class _Loader(yaml.SafeLoader):
             is_name = key.tag == self.DEFAULT_SCALAR_TAG
             if not is_name or key.value in seen:
                 what = "is given twice" if is_name else "must be text; put it into quotes"
-                raise yaml.MarkedYAMLError(problem=f"the name {_shown(key.value)} {what}", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"the name {shown(key.value)} {what}", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -462,7 +392,7 @@ def _flatten(
 
 
 def _origin_of_variable(variable: str) -> str:
-    return f"variable {_shown(variable)}"
+    return f"variable {shown(variable)}"
 
 
 def _environ_entries(environ: Mapping[str, str], problems: list[_Problem]) -> list[_Entry]:
@@ -476,7 +406,7 @@ def _environ_entries(environ: Mapping[str, str], problems: list[_Problem]) -> li
             environ[variable].encode()
             variable.encode()
         except UnicodeEncodeError:
-            problems.append(_Problem(tuple(map(_shown, path)), "is not valid UTF-8", origin))
+            problems.append(_Problem(tuple(map(shown, path)), "is not valid UTF-8", origin))
             continue
         entries.append(_Entry(path, _scalar(environ[variable]), origin))
     return entries

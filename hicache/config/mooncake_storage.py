@@ -99,20 +99,3 @@ class MooncakeStorage(Section):
         default=MooncakeStorageOptions(), description="Options of the backend; all have defaults."
     )
     guard: GuardConfig = GuardConfig()
-
-    def backend_options(self) -> dict[str, object]:
-        """Keyword options as the `mooncake` backend takes them: plain numbers, unit in the name."""
-        chosen = self.options
-        return {
-            "master": chosen.master,
-            "daemon": chosen.daemon,
-            "segment_bytes": chosen.segment,
-            "prefix": chosen.prefix,
-            "admin": chosen.admin,
-            "host": chosen.host,
-            "metadata": chosen.metadata,
-            "protocol": chosen.protocol,
-            "devices": chosen.devices,
-            "staging_bytes": chosen.staging,
-            "timeout_s": chosen.timeout,
-        }

@@ -8,14 +8,16 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from ..units import KIB, Count, PositiveDuration, PositiveSize
+from ..units import GIB, KIB, Count, PositiveDuration, PositiveSize
 from .addresses import check_host, split_address, split_url
 from .guard import GuardConfig
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
 _PLACES = ("url", "unix_socket", "cluster", "sentinels")
-_URL_PORTS = {"redis": 6379, "rediss": 6379}
-_SENTINEL_PORT = 26379
+PORT = 6379
+URL_PORTS = {"redis": PORT, "rediss": PORT}
+SENTINEL_PORT = 26379
+DB_MAX = 65535
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 _Servers = Annotated[list[str], Field(min_length=1, max_length=64)]
 
@@ -53,7 +55,7 @@ class RedisStorageOptions(Section):
         "they name gets the password and the pages, so a server that was taken over can name one of its own.",
     )
     db: Count = Field(
-        default=0, ge=0, le=65535, description="Number of the database, if `url` does not say; a cluster has 0 alone.",
+        default=0, ge=0, le=DB_MAX, description="Number of the database, if `url` does not say; a cluster has 0 alone.",
     )
     username: str | None = Field(
         default=None, min_length=1, max_length=256, description="User of the server's ACL; not set: `default`.",
@@ -103,7 +105,7 @@ class RedisStorageOptions(Section):
         "listed once a minute, and what the server needs beside the pages comes on top.",
     )
     ttl: PositiveDuration | None = Field(
-        default=None,
+        default=None, ge=0.001,
         description="How long a page lives after its last use; not set: until the server evicts it. With it every "
         "read is a write to the server (GETEX), which replicas and append-only files take part in.",
     )
@@ -118,12 +120,12 @@ class RedisStorageOptions(Section):
         "keep it busy; more help over long distances.",
     )
     pipeline: PositiveSize = Field(
-        default=512 * KIB,
+        default=512 * KIB, le=GIB,
         description="Bytes asked for ahead on each connection, two pages at least. More hides a longer round trip; "
         "the server holds as much in its output buffers.",
     )
     timeout: PositiveDuration = Field(
-        default=1.0,
+        default=1.0, ge=0.001,
         description="A server from which no byte has come for so long has failed. Shorter finds out sooner; longer "
         "forgives a server that pauses, to fork for a snapshot for example.",
     )
@@ -142,13 +144,18 @@ class RedisStorageOptions(Section):
             raise ValueError("a unix_socket has no TLS; leave tls out")
         if (self.read_from == "replica" and self.sentinels is None and self.cluster is None) != bool(self.replicas):
             raise ValueError("replicas and read_from: replica go together for a single server, and with it alone")
+        is_tls = self.tls or (self.url is not None and self.url.startswith("rediss:"))
+        if not is_tls and (self.tls_ca_file or self.tls_cert_file or self.tls_key_file):
+            raise ValueError("the files of TLS go with tls: true, or a url that begins with rediss://")
+        if self.cluster is not None and self.db:
+            raise ValueError("a cluster has database 0 alone")
         return self
 
     def _check_addresses(self) -> None:
         # With the whole section, whose errors do not quote it: a password may be in an address.
         if self.url is not None:
             _check_url(self.url)
-        for name, port in (("cluster", 6379), ("sentinels", _SENTINEL_PORT), ("replicas", 6379)):
+        for name, port in (("cluster", PORT), ("sentinels", SENTINEL_PORT), ("replicas", PORT)):
             for address in getattr(self, name) or ():
                 try:
                     split_address(address, port)
@@ -177,11 +184,11 @@ def allowed_node(text: str) -> Network | str:
 
 def _check_url(url: str) -> None:
     try:
-        path = split_url(url, _URL_PORTS).path.removeprefix("/")
+        path = split_url(url, URL_PORTS).path.removeprefix("/")
     except ValueError as error:
         what = f"url must look like redis://host:6379/0, or rediss:// for TLS, and hold no credentials; {error}"
         raise ValueError(f"{what}; for credentials, use username with password_env or password_file") from error
-    if path and (not path.isdigit() or len(path) > 5):
+    if path and (not path.isdigit() or len(path) > 5 or int(path) > DB_MAX):
         raise ValueError("url must look like redis://host:6379/0: the path is not the number of a database")
 
 
@@ -191,12 +198,3 @@ class RedisStorage(Section):
     type: Literal["redis"] = Field(description="As for `file`.")
     options: RedisStorageOptions = Field(description="Options of the backend; what there is depends on `type`.")
     guard: GuardConfig = GuardConfig()
-
-    def backend_options(self) -> dict[str, object]:
-        """Keyword options as the `redis` backend takes them: plain numbers, unit in the name."""
-        options = dict(self.options)
-        for name, plain in (
-            ("capacity", "capacity_bytes"), ("ttl", "ttl_s"), ("pipeline", "pipeline_bytes"), ("timeout", "timeout_s"),
-        ):  # fmt: skip
-            options[plain] = options.pop(name)
-        return options

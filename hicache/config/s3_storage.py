@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ..units import Count, PositiveDuration, PositiveSize
 from .addresses import HTTP_PORTS, split_url
@@ -15,6 +14,25 @@ from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
 # Checked with the whole section, whose errors do not quote it: somebody may have put a secret where a name belongs.
 _VARIABLE = re.compile(VARIABLE_PATTERN)
+# Characters that need no encoding in an URL, so that names are the same in requests, signatures and listings.
+_PREFIX = re.compile(r"(?:[A-Za-z0-9_.-]{1,128}/){0,8}")
+# A region is part of a header of every request. This is what botocore takes.
+_REGION = re.compile(r"(?![0-9]+$)[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
+
+
+def _check_prefix(text: str) -> str:
+    """Return `text` with a slash at its end, unless it is empty."""
+    prefix = text if not text or text.endswith("/") else f"{text}/"
+    if not _PREFIX.fullmatch(prefix) or ".." in prefix:
+        raise ValueError("must be up to 8 names of letters, digits, '.', '_' and '-' with '/' between")
+    return prefix
+
+
+def check_region(text: str) -> str:
+    """Return `text`, the name of a region. Raises ValueError if it is not valid."""
+    if not _REGION.fullmatch(text):
+        raise ValueError("the name of the region is not valid; use letters, digits and '-'")
+    return text
 
 
 class S3StorageOptions(Section):
@@ -24,8 +42,8 @@ class S3StorageOptions(Section):
         min_length=3, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]$",
         description="Name of the bucket. It must exist; HiCache makes none and changes no setting of it.",
     )
-    prefix: str = Field(
-        default="hicache/", max_length=1024, pattern=r"^[A-Za-z0-9_./-]*$",
+    prefix: Annotated[str, AfterValidator(_check_prefix)] = Field(
+        default="hicache/", max_length=1024,
         description="What the names of all objects start with, so that a bucket can hold other things too, and a "
         "lifecycle rule can be made for the pages alone.",
     )
@@ -40,8 +58,8 @@ class S3StorageOptions(Section):
         description="URL of a store that is not AWS, like `https://s3.example.com:9000`. Plain `http` sends pages that "
         "everyone on the way can read: prompts can be computed from them.",
     )
-    region: str | None = Field(
-        default=None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$",
+    region: Annotated[str, AfterValidator(check_region)] | None = Field(
+        default=None,
         description="Region of the bucket. Not set: what boto3 is configured for, or `us-east-1`.",
     )
     path_style: bool | None = Field(
@@ -135,14 +153,3 @@ class S3Storage(Section):
     type: Literal["s3"] = Field(description="As above.")
     options: S3StorageOptions = Field(description="Options of the backend.")
     guard: GuardConfig = GuardConfig()
-
-    def backend_options(self) -> dict[str, object]:
-        """Keyword options as the `s3` backend takes them: plain values, unit in the name."""
-        chosen = self.options.model_dump()
-        for name, plain in (
-            ("capacity", "capacity_bytes"), ("timeout", "timeout_s"), ("connect_timeout", "connect_timeout_s"),
-        ):  # fmt: skip
-            chosen[plain] = chosen.pop(name)
-        for name in ("credentials_file", "ca_file"):
-            chosen[name] = None if chosen[name] is None else os.fspath(chosen[name])
-        return chosen

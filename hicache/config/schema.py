@@ -1,8 +1,8 @@
 """The configuration schema: every entry with its unit, default and trade-off.
 
 All sections are frozen, refuse unknown entries, and are built by `load_config` or directly (as an embedding engine
-may); built directly, a wrong value raises pydantic's ValidationError, which is a ValueError. docs/configuration.md is
-generated from the descriptions here.
+may); built directly, a wrong value raises ConfigError too. docs/configuration.md is generated from the descriptions
+here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..units import Count, Duration, Number, PositiveDuration, PositiveSize, ref
 from .integrity import IntegrityConfig, StorageFormatConfig
 from .publishing import EventsConfig, MetricsConfig
 from .section import ALTERNATIVES, Section, Tokens, yaml_switch
+from .serving import RanksConfig, ScheduleConfig, SessionsConfig
 from .storage import AnyStorage
 
 # As in hicache.radix.policies, which this layer does not see; a test keeps them equal.
@@ -194,6 +195,11 @@ class TransferConfig(Section):
         description="Pages per call of a storage backend. More means fewer round trips, fewer means that a deadline or "
         "a shutdown takes effect sooner.",
     )
+    lookup_workers: Count = Field(
+        default=1, ge=1, le=64,
+        description="Threads that ask storage which pages of a prompt it has. One suffices for stores that answer "
+        "within a millisecond; more helps where a lookup takes longer than requests take to arrive.",
+    )
     io_workers: Count = Field(
         default=2, ge=1, le=64,
         description="Threads that read from storage. More helps stores with high latency and costs a core each at full "
@@ -226,6 +232,11 @@ class HiCacheConfig(Section):
         default=True,
         description="Reuse KV between requests. Off, every request computes its whole prompt, the device holds running "
         "requests alone, and neither the host nor storage is used: for comparing.",
+    )
+    bigram_keys: bool = Field(
+        default=False,
+        description="Key pages by pairs of tokens, for speculative decoding with EAGLE, whose draft KV depends on the "
+        "next token too. The engine must make its keys so. Stored pages of the two kinds are not shared.",
     )
     device: DeviceConfig = DeviceConfig()
     host: HostConfig = HostConfig()
@@ -266,6 +277,9 @@ class HiCacheConfig(Section):
     integrity: IntegrityConfig = IntegrityConfig()
     storage_format: StorageFormatConfig = StorageFormatConfig()
     storage: AnyStorage | None = Field(default=None, description="The storage tier (L3). Without it there is none.")
+    schedule: ScheduleConfig = ScheduleConfig()
+    sessions: SessionsConfig = SessionsConfig()
+    ranks: RanksConfig = RanksConfig()
     metrics: MetricsConfig = MetricsConfig()
     events: EventsConfig = EventsConfig()
 
@@ -275,4 +289,6 @@ class HiCacheConfig(Section):
             raise ValueError(
                 "integrity and storage_format: give a MAC key or an encryption key; encryption proves the page too"
             )
+        if self.sessions.enabled and not self.prefix_cache:
+            raise ValueError("sessions.enabled needs prefix_cache: true; without it nothing is kept between turns")
         return self

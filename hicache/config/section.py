@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from ..errors import ConfigError
 from ..units import refuse_bool
+from .wording import problems_of
+
+S = TypeVar("S", bound="Section")
 
 # Entries that say the same thing in different ways: at most one of each group may be given, and one given by a
 # stronger source (a flag, say) takes the place of another given by a weaker one (the file).
@@ -36,6 +42,10 @@ def _check_path(value: Any) -> Any:
         raise ValueError("the path is empty; write . for the working directory")
     if "\0" in str(value):
         raise ValueError("a path cannot hold a null byte")
+    try:
+        os.fsencode(str(value))
+    except UnicodeEncodeError:
+        raise ValueError("the path has a character that no file name can have") from None
     return value
 
 
@@ -44,9 +54,26 @@ FileSystemPath: TypeAlias = Annotated[Path, BeforeValidator(_check_path)]
 
 
 class Section(BaseModel):
-    """A group of entries."""
+    """A group of entries. It is checked when it is built, by `load_config` or by a program with keywords, which may
+    be text with units too (`capacity="10GiB"`). Immutable.
+
+    Raises ConfigError that names every wrong entry; it quotes no text, which may be a secret,
+    other than sizes and durations.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    def __init__(self, **entries: Any) -> None:
+        try:
+            super().__init__(**entries)
+            return
+        except ValidationError as refused:
+            problems = problems_of(refused, type(self).model_fields)
+        # Outside the handler, so that no chain of exceptions holds the values.
+        raise ConfigError(f"{type(self).__name__}: {problems}")
+
+    # A section inside another one is then checked by pydantic, which keeps the paths of errors.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def refuse_two_of(self, section: str) -> None:
         """Raises ValueError if two entries of this section say the same thing in different ways."""
@@ -54,3 +81,12 @@ class Section(BaseModel):
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) > 1:
                 raise ValueError(f"give at most one of {', '.join(names)}; there are {' and '.join(given)}")
+
+
+def build(section: type[S], entries: Mapping[str, object], where: str) -> S:
+    """Return the section with these entries. Raises ConfigError that begins with `where`."""
+    try:
+        return section.model_validate(dict(entries))
+    except ValidationError as refused:
+        problems = problems_of(refused, section.model_fields)
+    raise ConfigError(f"{where}: {problems}")

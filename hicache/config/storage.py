@@ -23,9 +23,6 @@ from .redis_storage import RedisStorage
 from .s3_storage import S3Storage
 from .section import FileSystemPath, Section
 
-# As in hicache.backends.file, which this layer does not see; a test keeps them equal.
-IO_THREADS_MAX = 64
-
 
 class FileStorageOptions(Section):
     """Options of the `file` backend: one file per page below a directory of its own."""
@@ -34,9 +31,10 @@ class FileStorageOptions(Section):
         description="Directory of the store, on a local disk. It must be this user's and closed to others; HiCache "
         "creates it if it is missing.",
     )
-    capacity: PositiveSize = Field(
+    capacity: PositiveSize | None = Field(
         default=10 * GIB,
-        description="Bytes the store may take on disk. Beyond that the least recently used pages are removed.",
+        description="Bytes the store may take on disk. Beyond that the least recently used pages are removed. `null`: "
+        "no limit but `free_space_floor`.",
     )
     free_space_floor: Size = Field(
         default=GIB,
@@ -44,7 +42,7 @@ class FileStorageOptions(Section):
         "`capacity` says.",
     )
     io_threads: Count = Field(
-        default=4, ge=1, le=IO_THREADS_MAX,
+        default=4, ge=1, le=64,
         description="Threads that read and write files. More keeps a fast disk busy; one core moves a few GB/s.",
     )
     direct_io: bool = Field(
@@ -70,18 +68,6 @@ class FileStorage(Section):
     options: FileStorageOptions = Field(description="Options of the backend; what there is depends on `type`.")
     guard: GuardConfig = GuardConfig()
 
-    def backend_options(self) -> dict[str, object]:
-        """Keyword options as the `file` backend takes them: plain numbers, unit in the name."""
-        chosen = self.options
-        return {
-            "path": chosen.path,
-            "capacity_bytes": chosen.capacity,
-            "free_space_floor_bytes": chosen.free_space_floor,
-            "io_threads": chosen.io_threads,
-            "direct_io": chosen.direct_io,
-            "sync": chosen.sync,
-        }
-
 
 class PluginStorage(Section):
     """Storage in any other backend, which checks its options itself when it is opened."""
@@ -90,12 +76,8 @@ class PluginStorage(Section):
     options: dict[str, JsonValue] = Field(default={}, description="Passed to the backend as they are.")
     guard: GuardConfig = GuardConfig()
 
-    def backend_options(self) -> dict[str, object]:
-        """Keyword options for the backend: those of the configuration, unchanged."""
-        return dict(self.options)
 
-
-# The sections of the built-in kinds of storage; all others are plugins.
+# The sections of the built-in kinds of storage with checked options; all others are plugins.
 STORAGE_SECTIONS: dict[str, type[Section]] = {
     "file": FileStorage,
     "redis": RedisStorage,

@@ -9,8 +9,8 @@ MIN all-reduce, and acts on what the one before gave. Every number is made so th
     a store: 0 runs, 1 bad, 2 well   runs somewhere; else bad somewhere; else well everywhere
     a prefetch: pages                the shorter prefix
     a prefetch: ended, in time       ended everywhere; its time is over as soon as it is somewhere
-    healthy, may prefetch, may store not healthy, or not now, as soon as one rank says so
-    storage opened for this epoch    not open as long as it is not open somewhere
+    healthy                          not healthy as soon as one rank says so
+    storage: opened, read, write     not open, or closed in a direction, as long as it is on one rank
     time, figures                    the earliest time, the smallest measurement
     counters, each as +x and -x      equal on all ranks, or somebody has gone astray: RankError
 
@@ -31,7 +31,7 @@ import numpy as np
 
 from ..errors import RankError
 from .jobs import LookupJob, ReadJob, StoreJob
-from .progress import PrefetchProgress, Progress, StoreProgress
+from .progress import PrefetchProgress, Progress, Readiness, StoreProgress
 from .ranks import RankGroup
 
 # Stores end nearly in the order of submission, so the oldest few are all that can have ended, but for those of a step.
@@ -69,8 +69,8 @@ class Agreement:
         self._require_whole()
         prefetches = list(local.prefetches[: self._prefetch_places])
         stores = list(local.stores[:STORE_PLACES])
-        numbers = [int(local.healthy), int(local.may_prefetch), int(local.may_store)]
-        numbers += [local.opened, local.time_ms, local.writes_done, local.loads_done, *local.figures]
+        numbers = [int(local.healthy), *map(int, local.storage)]
+        numbers += [local.time_ms, local.writes_done, local.loads_done, *local.figures]
         for name in self._counters:
             numbers += [counts[name], -counts[name]]
         for prefetch in prefetches:
@@ -94,15 +94,13 @@ class Agreement:
         except RankError as error:
             self._failure = error
             raise
-        healthy, may_prefetch, may_store, opened, time_ms, writes_done, loads_done = itertools.islice(numbers, 7)
+        healthy, opened, read, write, time_ms, writes_done, loads_done = itertools.islice(numbers, 7)
         figures = tuple(itertools.islice(numbers, self._figures))
         self._require_equal_counters(list(itertools.islice(numbers, 2 * len(self._counters))))
         places = list(itertools.islice(numbers, 3 * self._prefetch_places))
         return Progress(
             healthy=healthy == 1,
-            may_prefetch=may_prefetch == 1,
-            may_store=may_store == 1,
-            opened=opened,
+            storage=Readiness(opened, read == 1, write == 1),
             time_ms=time_ms,
             writes_done=writes_done,
             loads_done=loads_done,

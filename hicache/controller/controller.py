@@ -13,7 +13,8 @@ Every submitted operation is acknowledged exactly once, by `poll`, or taken back
 then its pages are lent to it and must not be freed. After a copy has failed, all later ones are acknowledged as failed.
 
 With ranks (see `agreement`), `poll` acknowledges what has ended on every rank, one step later, so that all of them
-decide alike: what is agreed on besides (time, measurements, whether storage may be used) is latched here once per step.
+decide alike. What is agreed on besides (time, measurements, readiness of storage) is latched once per step.
+`gate` answers whether storage may be used; callers ask it before they submit a lookup or a store.
 
 Locking design: the scheduler thread makes every call of this class and owns its counters, so there is no lock. Workers
 reach back through one queue of finished jobs (`storage_workers`). The scheduler never blocks here, but in `close`, and
@@ -30,9 +31,10 @@ import numpy as np
 
 from ..backends.base import StorageBackend
 from ..backends.compose import copies_of
-from ..backends.guard import Direction, Override, leaf_statistics
+from ..backends.guard import Direction, leaf_statistics
 from ..errors import InvariantError, TransferError
 from ..keys import PageChain, RadixKey
+from ..supervised import SupervisedPool, WorkerFactory
 from ..tiers import CopyEngine, FailedTransfer, Fence, HostPool, Transfer
 from ..types import PageIds
 from .agreement import COUNTERS, STORE_PLACES, Agreement
@@ -43,9 +45,7 @@ from .options import ControllerOptions
 from .progress import PrefetchProgress, Progress, StoreProgress, leading_done, prefetch_progress, store_progress
 from .ranks import RankGroup
 from .statistics import ControllerStatistics, QueueStatistics
-from .storage import StorageJobs
 from .storage_workers import StorageWorkers
-from .worker import WorkerFactory, WorkerGroup
 
 # No prefetch is worth waiting longer for, whatever its length.
 PREFETCH_S_MAX = 60.0
@@ -69,15 +69,13 @@ class HiCacheController:
         ranks: RankGroup | None = None,
         stores_pages: bool = True,
         figures: int = 0,
-        workers: WorkerFactory = WorkerGroup,
+        workers: WorkerFactory = SupervisedPool,
         clock: Callable[[], float] = now,
     ) -> None:
         self.options = options or ControllerOptions()
         self.host = host
         self.stores_pages = stores_pages
         self.closed = False
-        self.has_storage = backend is not None
-        self.may_prefetch = self.may_store = self.has_storage
         self.figures: tuple[int, ...] = (0,) * figures
         self.refused: Counter[str] = Counter()
         self.clock = clock
@@ -96,6 +94,7 @@ class HiCacheController:
         self._submitted: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._fault: TransferError | None = None
         self._storage = StorageWorkers(backend, host, self.options, workers, clock)
+        self.gate = self._storage.gate
         self._agreement: Agreement | None = None
         if ranks is not None:
             self._agreement = Agreement(
@@ -109,8 +108,8 @@ class HiCacheController:
     @property
     def backend(self) -> StorageBackend | None:
         """The backend in use; None without L3, and while another one is being opened."""
-        jobs = self._storage.lifecycle.jobs
-        return None if jobs is None else jobs.backend
+        storage = self.gate.storage
+        return None if storage is None else storage.backend
 
     def replace_backend(self, open_backend: OpenBackend) -> None:
         """Stop using the backend, if there is one, and have another opened on a thread of its own. Does not block.
@@ -118,22 +117,12 @@ class HiCacheController:
         What is under way with the old one ends as a miss, or as not stored. Does nothing once closed. REQUIRES: with
         ranks, all call this in the same step.
         """
-        if self.closed:
-            return
-        self._storage.replace(open_backend)
-        self.has_storage = True
-        self.may_prefetch = self.may_store = False
+        if not self.closed:
+            self._storage.replace(open_backend)
 
     def detach_backend(self) -> None:
         """Stop using the backend; it is closed once nothing of it is under way. As `replace_backend` otherwise."""
-        self._storage.lifecycle.detach()
-        self.has_storage = self.may_prefetch = self.may_store = False
-
-    def override_backend(self, direction: Direction, mode: Override) -> None:
-        """Switch a direction of storage on or off, or leave it to the breakers; holds for later backends too. Does not
-        block. One rank that has it off is enough to keep it off on all.
-        """
-        self._storage.lifecycle.override(direction, mode)
+        self._storage.lifecycle.replace(None)
 
     # L1 <-> L2
 
@@ -225,16 +214,12 @@ class HiCacheController:
     ) -> Lookup | None:
         """Ask storage how much of `key` from `start_page` on it has; None, counted, over the bound.
 
-        `timeout_s` bounds a read that follows, too.
+        `timeout_s` bounds a read that follows, too. REQUIRES: the gate is open for reads.
         """
-        storage = self._storage.lifecycle.jobs
-        if storage is None or not self.may_prefetch:
-            return None
         if not self._within("prefetch", len(self._prefetches) < self.options.prefetch_operations_max):
             return None
         lookup = Lookup(key, start_page, prior, self.clock() + min(timeout_s, PREFETCH_S_MAX))
-        job = self._prefetches[lookup] = LookupJob(lookup, storage)
-        storage.in_flight += 1
+        job = self._prefetches[lookup] = LookupJob(lookup, self.gate.enter())
         self._submitted["prefetches"] += 1
         self._storage.lookups.submit(job)
         return lookup
@@ -243,10 +228,8 @@ class HiCacheController:
         """Read the leading `len(host_pages)` pages that were found. REQUIRES: called in answer to the ack, with the
         storage that was asked.
         """
-        storage = self._open_storage("read")
         read = Read(found.keys[: len(host_pages)], host_pages, found.lookup.deadline)
-        job = self._prefetches[read] = ReadJob(read, storage)
-        storage.in_flight += 1
+        job = self._prefetches[read] = ReadJob(read, self.gate.enter())
         self.read_pages += len(host_pages)
         self._storage.reads.submit(job)
         return read
@@ -261,19 +244,15 @@ class HiCacheController:
         return job.arrived_pages if isinstance(job, ReadJob) else 0
 
     def takes_store(self, pages: int) -> bool:
-        """Whether `pages` more may be stored; a refusal because of the pages that wait is counted."""
-        if self._storage.lifecycle.jobs is None or not self.may_store:
-            return False
+        """Whether the backup queue takes `pages` more; a refusal is counted. REQUIRES: the gate is open for writes."""
         pages_max = int(self.options.store_host_share * self.host.pages)
         # One operation may pass alone, however large: it could never be stored otherwise.
         return self._within("backup", self.store_pages == 0 or self.store_pages + pages <= pages_max)
 
     def submit_store(self, chain: PageChain, host_pages: PageIds, *, begins_prompt: bool) -> Store:
         """Store the pages of `chain`, root first of all with `begins_prompt`. REQUIRES: `takes_store` said yes."""
-        storage = self._open_storage("store")
         store = Store(chain, host_pages, begins_prompt)
-        job = self._stores[store] = StoreJob(store, storage)
-        storage.in_flight += 1
+        job = self._stores[store] = StoreJob(store, self.gate.enter())
         self.store_pages += len(host_pages)
         self._submitted["stores"] += 1
         if self.stores_pages:
@@ -292,11 +271,6 @@ class HiCacheController:
         self._end_store(job)
         return True
 
-    def _open_storage(self, what: str) -> StorageJobs:
-        if self._storage.lifecycle.jobs is None:
-            raise InvariantError(f"controller: a {what} was submitted, but no storage is open")
-        return self._storage.lifecycle.jobs
-
     # Acks
 
     def poll(self) -> Acks | None:
@@ -310,9 +284,7 @@ class HiCacheController:
         agreed = self._agreement.result()
         acks = Acks()
         self._agreed_s = max(self._agreed_s, agreed.time_ms / 1000)
-        # A store that was opened for an earlier epoch on some rank does not count.
-        is_open = self.has_storage and agreed.opened == self._storage.lifecycle.wanted
-        self.may_prefetch, self.may_store = is_open and agreed.may_prefetch, is_open and agreed.may_store
+        self.gate.settle(agreed.storage)
         self.figures = agreed.figures
         if not agreed.healthy and self._fault is None:
             acks.fault = self._fault = TransferError("a copy between device and host failed on one of the ranks")
@@ -338,15 +310,15 @@ class HiCacheController:
             self._take_prefetch(prefetch, acks)
         return acks if acks.any else None
 
-    def report(self, *, may_prefetch: bool, may_store: bool, figures: tuple[int, ...] = ()) -> None:
+    def report(self, figures: tuple[int, ...] = ()) -> None:
         """Last of a step: tell the other ranks what has ended here, and whether this one would use storage now.
 
         Does not wait. REQUIRES, with ranks: one `report` after each `poll`, equally many on all. Raises RankError.
         """
-        may_prefetch = may_prefetch and self._storage.lifecycle.may_pass(Direction.READ)
-        may_store = may_store and self._storage.lifecycle.may_pass(Direction.WRITE)
+        storage = self.gate.offer()
         if self._agreement is None:
-            self.may_prefetch, self.may_store, self.figures = may_prefetch, may_store, figures
+            self.gate.settle(storage)
+            self.figures = figures
             return
         self._storage.drain()
         backups, loads = leading_done(self._launched_backups), leading_done(self._launched_loads)
@@ -354,9 +326,7 @@ class HiCacheController:
         ended += [launch.transfer for launch in islice(self._launched_loads, loads)]
         progress = Progress(
             healthy=not any(transfer.error for transfer in ended),
-            may_prefetch=may_prefetch,
-            may_store=may_store,
-            opened=self._storage.lifecycle.opened,
+            storage=storage,
             time_ms=int(1000 * (self.clock() - self._started_s)),
             writes_done=backups,
             loads_done=loads,
@@ -423,7 +393,7 @@ class HiCacheController:
         self._end_store(job)
         self._moved["stored"] += job.stored_pages
         # What went to a store that is not in use any more is not in the one that is.
-        stored = state is StoreProgress.STORED and not job.storage.retired
+        stored = state is StoreProgress.STORED and job.storage is self.gate.storage
         acks.stored.append(StoreEnded(job.operation, stored, job.complete and not job.failed))
 
     def _end_store(self, job: StoreJob) -> None:
@@ -474,10 +444,6 @@ class HiCacheController:
             copies={} if backend is None else copies_of(backend),
         )
 
-    def stop_prefetching(self) -> None:
-        """End all prefetches at their next batch; for shutdown."""
-        self._storage.stop_prefetching()
-
     def close(self, timeout_s: float) -> bool:
         """Finish the queued copies and stores within `timeout_s`, then end all threads; blocks.
 
@@ -487,8 +453,8 @@ class HiCacheController:
         self.closed = True
         deadline = self.clock() + timeout_s
         self._leave_ranks()
-        self._storage.stop_prefetching()
-        self._storage.stop_storing_at(deadline)
+        self.gate.stop(Direction.READ)
+        self.gate.stop(Direction.WRITE, at=deadline)
         self.launch_backups()
         self.launch_loads()
         copies_ended = self._copies is None or self._copies.close(timeout_s)

@@ -1,4 +1,4 @@
-"""Which backend is in use: opening another one and closing the old one, off the scheduler thread.
+"""Opening the backend that is wanted and closing the old one, off the scheduler thread. The gate has the one in use.
 
 Opening a store may create directories, sweep an index or connect to a server, and closing one may wait; both happen on
 a supervised worker of their own, which is started when first needed. Until the new store is open there is none, which
@@ -16,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..backends.base import StorageBackend
-from ..backends.guard import Direction, Override, guards_of, may_pass
+from ..backoff import Backoff
 from ..errors import BackendError
+from ..supervised import SupervisedPool, WorkerFactory
+from .gate import StorageGate
+from .progress import Readiness
 from .storage import StorageJobs
-from .worker import WorkerFactory, WorkerGroup
 
 logger = logging.getLogger(__name__)
 OpenBackend = Callable[[], StorageBackend]
@@ -42,55 +44,48 @@ class _Order:
 class BackendLifecycle:
     """Invariant: a backend is closed once, after its last operation was acknowledged, or never if one does not end.
 
-    `adopt` makes the jobs of a backend, `workers` the group that opens and closes. `clock` is monotonic, in seconds.
+    `gate` is told which one to use, `adopt` makes the jobs of a backend, `workers` the group that opens and closes.
+    `clock` is monotonic, in seconds.
     """
 
     def __init__(
-        self, adopt: Callable[[StorageBackend], StorageJobs], workers: WorkerFactory, clock: Callable[[], float]
+        self,
+        gate: StorageGate,
+        adopt: Callable[[StorageBackend], StorageJobs],
+        workers: WorkerFactory,
+        clock: Callable[[], float],
     ) -> None:
-        self.jobs: StorageJobs | None = None
-        self._overrides: dict[Direction, Override] = {}  # what is not left to the breakers
         self.open_failures = 0
-        self.wanted = self.opened = 0  # the number of the backend that is wanted, and of the one that is open
+        self._gate = gate
         self._adopt = adopt
         self._workers = workers
         self._clock = clock
         self._retired: list[StorageJobs] = []
-        self._opening: OpenBackend | None = None  # what is wanted instead of `jobs`
+        self._opening: OpenBackend | None = None  # opens what is wanted, as long as it is not open
         self._attempt: OpenBackend | None = None  # under way for what is wanted
         self._retry_at = 0.0
-        self._retry_s = REOPEN_S_MIN
+        self._backoff = Backoff(REOPEN_S_MIN, REOPEN_S_MAX)
         self._carried_out: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-        self._worker: WorkerGroup[_Order] | None = None
+        self._worker: SupervisedPool[_Order] | None = None
         self._closed = False
 
     def start(self, backend: StorageBackend) -> None:
-        """Use a backend that is open. REQUIRES: there was none."""
-        self._use(backend)
-        self.wanted = self.opened = 1
+        """Use a backend that is open. REQUIRES: there was none.
 
-    def replace(self, open_backend: OpenBackend) -> None:
-        """Retire the backend in use and have another one opened. Does not block."""
-        self._retire()
-        self._opening = open_backend
+        It may be used at once: until the ranks have agreed for the first time, all decide by this.
+        """
+        self._gate.use(self._adopt(backend))
+        self._gate.settle(Readiness(self._gate.opened))
+
+    def replace(self, open_backend: OpenBackend | None) -> None:
+        """Retire the backend in use, or the wish for one, and have another one opened (None: none). Does not block."""
+        retired = self._gate.retire(for_another=open_backend is not None)
+        if retired is not None:
+            self._retired.append(retired)
+        self._opening, self._attempt = open_backend, None
+        self._retry_at = 0.0
+        self._backoff.reset()
         self.advance()
-
-    def detach(self) -> None:
-        """Retire the backend in use, or the wish for one. Does not block."""
-        self._retire()
-        self.advance()
-
-    def may_pass(self, direction: Direction) -> bool:
-        """Whether there is a backend and its guard, if it has one, would let a call through now. Does not block."""
-        return self.jobs is not None and may_pass(self.jobs.backend, direction)
-
-    def override(self, direction: Direction, mode: Override) -> None:
-        """Switch a direction of this backend and of all later ones on or off, or leave it to their breakers."""
-        self._overrides[direction] = mode
-        if self.jobs is not None:
-            self._apply_overrides(self.jobs.backend)
-        if mode is Override.AUTO:
-            del self._overrides[direction]
 
     def advance(self) -> None:
         """Take over what was opened, try again what was not, close what is idle. Cheap if there is nothing to do, and
@@ -103,8 +98,7 @@ class BackendLifecycle:
         if self._opening is not None and self._attempt is None and self._clock() >= self._retry_at:
             self._attempt = self._opening
             self._submit(_Order(self._opening))
-        if self.jobs is not None:
-            self._apply_overrides(self.jobs.backend)  # a composition may have opened another part meanwhile
+        self._gate.apply_overrides()
         for jobs in [jobs for jobs in self._retired if jobs.in_flight == 0]:
             self._retired.remove(jobs)
             self._submit(_Order(None, jobs.backend))
@@ -120,29 +114,9 @@ class BackendLifecycle:
             if order.open_backend is not None and order.backend is not None:
                 ended &= _close(order.backend)
         if workers_ended:
-            for jobs in [*self._retired, *([self.jobs] if self.jobs is not None else [])]:
+            for jobs in filter(None, [*self._retired, self._gate.storage]):
                 ended &= _close(jobs.backend)
         return ended and workers_ended
-
-    def _retire(self) -> None:
-        if self.jobs is not None:
-            self.jobs.retire()
-            self._retired.append(self.jobs)
-            self.jobs = None
-        self.wanted += 1
-        self._opening = self._attempt = None
-        self._retry_at, self._retry_s = 0.0, REOPEN_S_MIN
-
-    def _use(self, backend: StorageBackend) -> None:
-        self._apply_overrides(backend)
-        self.jobs = self._adopt(backend)
-
-    def _apply_overrides(self, backend: StorageBackend) -> None:
-        for guard in guards_of(backend) if self._overrides else ():
-            breakers = guard.guard_statistics().breakers
-            for direction, mode in self._overrides.items():
-                if breakers[direction].override is not mode:
-                    guard.override(direction, mode)
 
     def _take_opened(self) -> None:
         for order in self._drain():
@@ -155,11 +129,9 @@ class BackendLifecycle:
                 continue
             self._attempt = None
             if order.backend is None:
-                self._retry_at = self._clock() + self._retry_s
-                self._retry_s = min(2 * self._retry_s, REOPEN_S_MAX)
+                self._retry_at = self._clock() + self._backoff.next_s()
             else:
-                self._use(order.backend)
-                self.opened = self.wanted
+                self._gate.use(self._adopt(order.backend))
                 self._opening = None
 
     def _drain(self) -> list[_Order]:
@@ -169,7 +141,7 @@ class BackendLifecycle:
         if self._worker is None:
             self._worker = self._workers(
                 "open", 1, handle=_carry_out, fail=_fail, acknowledge=self._carried_out.put,
-                deadline_s=ORDER_DEADLINE_S,
+                patience_s=ORDER_DEADLINE_S,
             )  # fmt: skip
         self._worker.submit(order)
 

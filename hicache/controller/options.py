@@ -19,6 +19,7 @@ class ControllerOptions:
     prefetch_operations_max: int = 64
     store_host_share: float = 1.0
     storage_batch_pages: int = 128
+    lookup_workers: int = 1
     io_workers: int = 2
     backup_workers: int = 1
     storage_deadline_s: float = 10.0

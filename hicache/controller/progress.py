@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .jobs import Launch, LookupJob, ReadJob, StoreJob
@@ -22,6 +22,14 @@ class StoreProgress(enum.IntEnum):
     STORED = 2
 
 
+class Readiness(NamedTuple):
+    """Whether storage may be used, on this rank or on all of them; see `gate`."""
+
+    opened: int = 0  # the number of the last store that was opened
+    read: bool = True
+    write: bool = True
+
+
 class PrefetchProgress(NamedTuple):
     """Where a lookup or a read is."""
 
@@ -36,9 +44,7 @@ class Progress:
     """What has ended and what is possible: on this rank, or on all of them. `figures` are measurements."""
 
     healthy: bool = True
-    may_prefetch: bool = True
-    may_store: bool = True
-    opened: int = 0  # the number of the storage backend that is open, see `lifecycle`
+    storage: Readiness = field(default_factory=Readiness)
     time_ms: int = 0  # since the start
     writes_done: int = 0
     loads_done: int = 0

@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from ..config import RanksConfig
 from ..errors import InvariantError, RankError
 from .operations import now
 
@@ -81,13 +82,15 @@ class TorchRankGroup:
     one of its own (`torch.distributed.new_group`) is better. It is not destroyed by `close`.
     """
 
-    def __init__(self, group: Reducer, *, deadline_s: float, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, group: Reducer, options: RanksConfig | None = None, *, device: torch.device | str = "cpu"
+    ) -> None:
         self.rank = group.rank()
         self.size = group.size()
         device = torch.device(device)
         self._lane: _HostLane | _DeviceLane
-        self._lane = _HostLane(group, deadline_s) if device.type == "cpu" else _DeviceLane(group, device)
-        self._deadline_s = deadline_s
+        self._deadline_s = (options or RanksConfig()).deadline
+        self._lane = _HostLane(group, self._deadline_s) if device.type == "cpu" else _DeviceLane(group, device)
         self._deadline = 0.0  # of the all-reduce under way
         self._under_way = False
         self._failure: RankError | None = None

@@ -4,17 +4,18 @@ A backend is not believed blindly: its answers are checked before they count, be
 that nobody has filled.
 
 Locking design: all methods run on worker threads, several at once. They write the fields of the job they were given
-(see `jobs`) and `_broken_chains`, whose entries are set and removed one by one. `prefetching_stopped` and
-`stop_at` are written by the scheduler at shutdown or when the backend is retired and only ever get stricter;
-`in_flight` belongs to the scheduler.
+(see `jobs`) and `_broken_chains`, whose entries are set and removed one by one. The scheduler's gate writes `until`,
+one reference to a value that never changes; its times only ever get earlier. `in_flight` belongs to the scheduler.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
 
 from ..backends.base import GetOutcome, SetOutcome, StorageBackend
+from ..backends.guard import Direction
 from ..errors import BackendError
 from ..tiers import HostPool
 from .jobs import LookupJob, ReadJob, StoreJob
@@ -22,6 +23,11 @@ from .operations import Store
 
 # More failed chains than operations fit into the queue of small pages need not be remembered.
 _BROKEN_CHAINS_MAX = 4096
+
+# Monotonic seconds: workers start no batch of a direction at or after its time.
+Until: TypeAlias = Mapping[Direction, float]
+IN_SERVICE: Final[Until] = dict.fromkeys(Direction, math.inf)
+RETIRED: Final[Until] = dict.fromkeys(Direction, -math.inf)
 
 
 class StorageJobs:
@@ -38,9 +44,7 @@ class StorageJobs:
         deadline_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self.retired = False  # scheduler
-        self.prefetching_stopped = False
-        self.stop_at = math.inf  # monotonic; no store starts after it
+        self.until = IN_SERVICE  # scheduler
         self.in_flight = 0  # operations that are not acknowledged yet
         self.backend = backend
         self._host = host
@@ -51,19 +55,13 @@ class StorageJobs:
         # continuation may overtake the failure; it is then stored in vain and found once its head is there.
         self._broken_chains: dict[bytes, None] = {}
 
-    def retire(self) -> None:
-        """Start nothing any more: the pages of this backend's namespace are out of date, or nobody wants it."""
-        self.retired = True
-        self.prefetching_stopped = True
-        self.stop_at = -math.inf
-
     def look_up(self, job: LookupJob, beat: Callable[[], None]) -> None:
         """Prefetch worker: chain the page keys batch by batch and ask for the longest stored prefix."""
         lookup, page_size = job.operation, self._host.shape.tokens
         pages = lookup.key.pages(page_size)
         prior = lookup.prior if isinstance(lookup.prior, bytes) else lookup.prior.keys()[-1]
         for start in range(lookup.start_page, pages, self._batch_pages):
-            if job.cancelled or self.prefetching_stopped or self._clock() >= lookup.deadline:
+            if job.cancelled or self._clock() >= min(lookup.deadline, self.until[Direction.READ]):
                 return
             beat()
             keys = lookup.key.page_keys(page_size, prior, start, min(start + self._batch_pages, pages))
@@ -80,7 +78,7 @@ class StorageJobs:
         """I/O worker: read batch by batch, stop at the first page that is not a hit."""
         read, batch = job.operation, self._batch_pages
         for start in range(0, len(read.host_pages), batch):
-            if job.cancelled or self.prefetching_stopped or self._clock() >= read.deadline:
+            if job.cancelled or self._clock() >= min(read.deadline, self.until[Direction.READ]):
                 return
             beat()
             pages = read.host_pages[start : start + batch]
@@ -103,7 +101,7 @@ class StorageJobs:
     def store(self, job: StoreJob, beat: Callable[[], None]) -> None:
         """Backup worker: store batch by batch, head first; a page that could not be stored ends the operation, and with
         it the operations behind it that continue its chain: nobody could reach their pages."""
-        if self._clock() >= self.stop_at:
+        if self._clock() >= self.until[Direction.WRITE]:
             return
         try:
             if self._head_is_stored(job.operation, beat):
@@ -143,7 +141,7 @@ class StorageJobs:
             keys = chain_keys[start : start + batch]
             frames = self._host.frames(store.host_pages[start : start + batch])
             beat()
-            deadline = min(self.stop_at, self._clock() + self._deadline_s)
+            deadline = min(self.until[Direction.WRITE], self._clock() + self._deadline_s)
             if self._clock() >= deadline:
                 return
             outcomes = self.backend.batch_set(keys, frames, parent=parent, deadline=deadline)

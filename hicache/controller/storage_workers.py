@@ -12,15 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 from ..backends.base import StorageBackend, register_memory
+from ..supervised import SupervisedPool, WorkerFactory
 from ..tiers import HostPool
+from .gate import StorageGate
 from .jobs import LookupJob, ReadJob, StoreJob
 from .lifecycle import BackendLifecycle, OpenBackend
 from .options import ControllerOptions
 from .storage import StorageJobs
-from .worker import WorkerFactory, WorkerGroup
 
 # Dead and stuck workers are looked for this often; a poll in between costs one clock reading.
 SUPERVISE_EVERY_S = 0.1
+# How long after its deadline a call counts as stuck: backends check their deadline between pages.
+STUCK_GRACE_S = 2.0
 
 
 class StorageWorkers:
@@ -39,14 +42,15 @@ class StorageWorkers:
         workers: WorkerFactory,
         clock: Callable[[], float],
     ) -> None:
-        self.groups: list[WorkerGroup[Any]] = []
+        self.groups: list[SupervisedPool[Any]] = []
         self._host = host
         self._options = options
         self._clock = clock
         self._next_supervision = 0.0
         self._workers = workers
         self._finished: queue.SimpleQueue[LookupJob | ReadJob | StoreJob] = queue.SimpleQueue()
-        self.lifecycle = BackendLifecycle(self._jobs_for, workers, clock)
+        self.gate = StorageGate(clock)
+        self.lifecycle = BackendLifecycle(self.gate, self._jobs_for, workers, clock)
         if backend is not None:
             register_memory(backend, host.memory)
             self.lifecycle.start(backend)
@@ -70,17 +74,18 @@ class StorageWorkers:
 
     def _start(self) -> None:
         workers = self._workers
-        deadline_s = self._options.storage_deadline_s
+        patience_s = self._options.storage_deadline_s + STUCK_GRACE_S
         self.lookups = workers(
-            "prefetch", 1, handle=_look_up, fail=_fail, acknowledge=self._finished.put, deadline_s=deadline_s,
+            "prefetch", self._options.lookup_workers, handle=_look_up, fail=_fail, acknowledge=self._finished.put,
+            patience_s=patience_s,
         )  # fmt: skip
         self.reads = workers(
             "io", self._options.io_workers, handle=_read, fail=_fail, acknowledge=self._finished.put,
-            deadline_s=deadline_s,
+            patience_s=patience_s,
         )  # fmt: skip
         self.backups = workers(
             "backup", self._options.backup_workers, handle=_store, fail=_fail, acknowledge=self._finished.put,
-            deadline_s=deadline_s,
+            patience_s=patience_s,
         )  # fmt: skip
         self.groups = [self.lookups, self.reads, self.backups]
 
@@ -111,16 +116,6 @@ class StorageWorkers:
     def finish(self, job: StoreJob) -> None:
         """Have a job that no worker handles here come out of `drain`."""
         self._finished.put(job)
-
-    def stop_prefetching(self) -> None:
-        """End all prefetches at their next batch; for shutdown."""
-        if self.lifecycle.jobs is not None:
-            self.lifecycle.jobs.prefetching_stopped = True
-
-    def stop_storing_at(self, time_s: float) -> None:
-        """Start no store after `time_s`; for shutdown."""
-        if self.lifecycle.jobs is not None:
-            self.lifecycle.jobs.stop_at = time_s
 
     def close(self, deadline: float) -> bool:
         """End all threads, each after what it has queued; blocks until `deadline`. False if one is left behind."""

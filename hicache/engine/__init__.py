@@ -7,7 +7,7 @@ computed or came from any tier (`model` explains why). It is not built for speed
 from .checkpoint import Checkpoint, LlamaConfig, load_checkpoint, load_tokenizer
 from .factory import BUNDLED_MODEL, create_engine
 from .model import TILE, LlamaModel, Span
-from .options import EngineOptions, Schedule
+from .options import EngineOptions
 from .requests import EngineStatistics, FinishReason, RequestRecord, Update
 from .sampling import Sampling, greedy
 from .scheduler import Engine
@@ -24,7 +24,6 @@ __all__ = [
     "LlamaModel",
     "RequestRecord",
     "Sampling",
-    "Schedule",
     "Span",
     "Update",
     "create_engine",

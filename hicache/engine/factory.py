@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ def create_engine(
     running then.
     """
     options = options or EngineOptions()
+    options = replace(options, schedule=options.schedule or config.schedule)
     checkpoint = load_checkpoint(model) if isinstance(model, Path) else model
     geometry = checkpoint.config.geometry(config.page_size, kv_dtype)
     folder = model if isinstance(model, Path) else None

@@ -39,6 +39,7 @@ from ..cache import (
     TreeCache,
     longest_prefix_first,
 )
+from ..config import ScheduleConfig
 from ..errors import (
     CapacityError,
     HiCacheError,
@@ -52,7 +53,7 @@ from ..keys import RadixKey, TokenInput
 from ..tiers import Transfer
 from .check import check_requests
 from .model import LlamaModel, Span
-from .options import EngineOptions, Schedule
+from .options import EngineOptions
 from .requests import EngineStatistics, FinishReason, Request, RequestRecord, Update, prompt_ids
 from .sampling import GREEDY, Sampling, greedy, pick
 
@@ -81,6 +82,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options or EngineOptions()
+        self._schedule = self.options.schedule or ScheduleConfig()
         if model.pool is not cache.device:
             raise InvalidInput("engine: the model writes its KV to another pool than the cache's L1")
         if model.requests.free_rows < self.options.running_max:
@@ -272,7 +274,7 @@ class Engine:
         out.
         """
         ready = (request for request in self._waiting.copy() if self.cache.check_prefetch_progress(request.rid))
-        if self.options.schedule is Schedule.FCFS or isinstance(self.cache, ChunkCache):
+        if self._schedule.policy == "fcfs" or isinstance(self.cache, ChunkCache):
             return ready
         return longest_prefix_first(
             [Candidate(request, request.key(len(request.tokens)), request.arrival_s) for request in ready],
@@ -280,7 +282,7 @@ class Engine:
             page_size=self.cache.page_size,
             now_s=self._clock(),
             computing=[request.key(request.prefill_end) for request in self._running.values() if request.prefilling],
-            options=self.options.longest_prefix,
+            options=self._schedule,
         ).now
 
     def _join_session(self, request: Request) -> None:

@@ -14,6 +14,7 @@ namespace.
     keyring       the keys of tags and ciphers, two at a time so that they can be changed
     compression   payloads made shorter by zstd
     scratch       memory for stored forms that are not the frame itself
+    view          pages whose payload is in foreign memory, in parts
 """
 
 from .codec import FrameCodec, TagStream, unseal
@@ -31,6 +32,7 @@ from .header import (
     frame_bytes,
 )
 from .keyring import FRAME_KEY_BYTES
+from .view import PageBuffer, PageView, fill, first_bytes, header_of, without_first
 
 __all__ = [
     "FRAME_ALIGN",
@@ -44,8 +46,14 @@ __all__ = [
     "Form",
     "FrameCodec",
     "FrameHeader",
+    "PageBuffer",
+    "PageView",
     "TagKind",
     "TagStream",
+    "fill",
+    "first_bytes",
     "frame_bytes",
+    "header_of",
     "unseal",
+    "without_first",
 ]

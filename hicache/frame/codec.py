@@ -52,30 +52,34 @@ from .header import (
 )
 from .keyring import NO_KEY_ID, key_table
 from .scratch import Scratch
+from .view import PageBuffer, PageView, header_of
 
 _NO_TAG = bytes(16)
 
 
 class TagStream:
     """The tag of a page that arrives piece by piece: hashing each piece while it is in the cache of the processor is a
-    tenth faster than going over an 8 MiB frame a second time. For one frame and one thread."""
+    tenth faster than going over an 8 MiB frame a second time. For one page and one thread."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
-        self._hashed = COVERED_FROM
-        self._stop: int | None = None
+        self._header = bytearray()
+        self._left = 0  # bytes of the payload that are still to come
 
-    def add(self, frame: memoryview, start: int, end: int) -> None:
-        """Take in the bytes `start` to `end` of the frame. REQUIRES: each piece begins where the last one ended."""
-        if self._stop is None:
-            if end < HEADER_BYTES:
+    def add(self, piece: memoryview) -> None:
+        """Take in the next bytes of the page, of any number."""
+        missing = HEADER_BYTES - len(self._header)
+        if missing:
+            self._header += piece[:missing]
+            if len(self._header) < HEADER_BYTES:
                 return
+            piece = piece[missing:]
+            self._state.update(memoryview(self._header)[COVERED_FROM:])
             # What the header says is compared later; a wrong length hashes other bytes, and never beyond those read.
-            self._stop = HEADER_BYTES + int.from_bytes(frame[STORED], "little")
-        stop = min(end, self._stop)
-        if stop > self._hashed:
-            self._state.update(frame[self._hashed : stop])
-            self._hashed = stop
+            self._left = int.from_bytes(self._header[STORED], "little")
+        if self._left:
+            self._state.update(piece[: self._left])
+            self._left -= min(self._left, len(piece))
 
     def digest(self) -> bytes:
         """The tag of all that was taken in."""
@@ -128,6 +132,10 @@ class FrameCodec:
         self._version_and_kind = struct.pack("<HB", FORMAT_VERSION, self.tag_kind)
         self._length = payload_bytes.to_bytes(8, "little")
         self._scratch = Scratch(self.frame_bytes)
+        # Behind the payload of a page in parts: zeros are written, and what is read is never looked at.
+        padding_bytes = self.frame_bytes - HEADER_BYTES - payload_bytes
+        self._zeros = memoryview(bytes(padding_bytes))
+        self._ignored = memoryview(bytearray(padding_bytes))
 
     @property
     def transforms(self) -> bool:
@@ -152,9 +160,47 @@ class FrameCodec:
         if self._compression is not None:
             form, body = self._shortened(body, self._compression)
         if not form and not self._encrypts:
-            self._write_header(frame, plain, self.payload_bytes)
+            self._write_header(frame, plain, [frame[COVERED_FROM : HEADER_BYTES + self.payload_bytes]])
             return frame
         return self._transformed(body, self._fixed(form, key, parent, len(body)))
+
+    def seal_buffers(self, key: bytes, page: PageBuffer, *, parent: bytes | None = None) -> list[memoryview]:
+        """The stored form of a page as the buffers to write, in order. As `seal`, for pages in parts too: those are not
+        copied but for a codec that compresses or encrypts, and of them only the header is written to."""
+        if not isinstance(page, PageView):
+            return [self.seal(key, page, parent=parent)]
+        if self.transforms:
+            return [self.seal(key, self._joined(page), parent=parent)]
+        if parent == key:
+            raise InvalidInput(f"frame: the page {key.hex()} is its own parent; give the key of the page before it")
+        plain = self._fixed(Form(0), key, parent, self.payload_bytes)
+        if page.header[:8] != MAGIC or page.header[FIXED] != plain:
+            self._write_header(page.header, plain, [page.header[COVERED_FROM:], *page.parts])
+        return [page.header, *page.parts, self._zeros]
+
+    def buffers(self, page: PageBuffer) -> list[memoryview]:
+        """Where the stored form of a page is read to, in order; `frame_bytes` together. See `view.first_bytes`."""
+        return [page.header, *page.parts, self._ignored] if isinstance(page, PageView) else [page]
+
+    def gather(self, page: PageBuffer, frame: memoryview) -> None:
+        """Copy a page with its header into `frame`, which has `frame_bytes`."""
+        if isinstance(page, PageView):
+            page.gather(frame)
+            frame[HEADER_BYTES + self.payload_bytes :] = self._zeros
+        else:
+            frame[:] = page
+
+    def scratch_frame(self) -> memoryview:
+        """A frame of any content for a page on its way between a store and `PageView.gather` or `scatter`. It is the
+        borrower's until nobody refers to it."""
+        return self._scratch.take()
+
+    def _joined(self, page: PageView) -> memoryview:
+        """A copy of a page in a frame of its own, unsealed."""
+        frame = self._scratch.take()
+        self.gather(page, frame)
+        unseal(frame)
+        return frame
 
     def _fixed(self, form: Form, key: bytes, parent: bytes | None, stored_bytes: int) -> bytes:
         start = pack_start(self.tag_kind, form, self._key_id, self.payload_bytes)
@@ -179,7 +225,7 @@ class FrameCodec:
         stored[end:] = bytes(len(stored) - end)
         if not self._encrypts:
             stored[HEADER_BYTES:end] = body
-            self._write_header(stored, fixed, len(body))
+            self._write_header(stored, fixed, [stored[COVERED_FROM:end]])
             return stored
         nonce = os.urandom(NONCE_BYTES)
         stored[:HEADER_BYTES] = (MAGIC + _NO_TAG + nonce + fixed).ljust(HEADER_BYTES, b"\0")
@@ -190,15 +236,17 @@ class FrameCodec:
         stored[TAG] = encryptor.tag
         return stored
 
-    def _write_header(self, frame: memoryview, fixed: bytes, stored_bytes: int) -> None:
+    def _write_header(self, header: memoryview, fixed: bytes, covered: Sequence[memoryview]) -> None:
+        """Write the header of a page, of which `covered` is what its tag covers; `header` may be longer."""
         nonce = NO_NONCE if self.tag_kind is not TagKind.AES_256_GMAC else os.urandom(NONCE_BYTES)
-        frame[:HEADER_BYTES] = (bytes(TAG.stop) + nonce + fixed).ljust(HEADER_BYTES, b"\0")
-        frame[TAG] = self._tag(self._key_id, nonce, frame[COVERED_FROM : HEADER_BYTES + stored_bytes])
-        frame[: len(MAGIC)] = MAGIC  # last, so that an interrupted seal leaves an unsealed frame
+        header[:HEADER_BYTES] = (bytes(TAG.stop) + nonce + fixed).ljust(HEADER_BYTES, b"\0")
+        header[TAG] = self._tag(self._key_id, nonce, covered)
+        header[: len(MAGIC)] = MAGIC  # last, so that an interrupted seal leaves an unsealed page
 
-    def is_sealed(self, key: bytes, frame: memoryview) -> bool:
-        """Whether `frame` says that it is the page `key` of this namespace; proves nothing, costs a microsecond."""
-        return frame[:8] == MAGIC and frame[56:88] == key and frame[NAMESPACE] == self.namespace
+    def is_sealed(self, key: bytes, page: PageBuffer) -> bool:
+        """Whether `page` says that it is the page `key` of this namespace; proves nothing, costs a microsecond."""
+        header = header_of(page)
+        return header[:8] == MAGIC and header[56:88] == key and header[NAMESPACE] == self.namespace
 
     def stream(self) -> TagStream | None:
         """For `accept` and `check`, where a page arrives in pieces; None where its tag is computed over the whole."""
@@ -209,16 +257,19 @@ class FrameCodec:
         return HEADER_BYTES < stored_bytes <= self.frame_bytes and not stored_bytes % FRAME_ALIGN
 
     def accept(
-        self, key: bytes, frame: memoryview, stored_bytes: int, arrived: TagStream | None = None
+        self, key: bytes, page: PageBuffer, stored_bytes: int, arrived: TagStream | None = None
     ) -> Damage | None:
-        """None if the stored form of the page `key` lies in the first bytes of `frame`, else what is wrong with it.
+        """None if the stored form of the page `key` lies in the first bytes of `page`, else what is wrong with it.
 
         After None the frame holds the page as it was given to `seal`; after damage its header is what arrived and its
         payload means nothing. Damage that `is_misfit` is a miss and a counted error; any other is corruption, and what
         lies there is removed. A page that was compressed or encrypted is proved now and carries no tag any more: the
         next `seal` makes one. `arrived`, if given, comes from `stream` and has taken in exactly those bytes.
-        REQUIRES: nobody else uses `frame` meanwhile.
+        REQUIRES: nobody else uses `page` meanwhile.
         """
+        if isinstance(page, PageView):
+            return self._accept_parts(key, page, stored_bytes, arrived)
+        frame = page
         if not self.fits(stored_bytes):
             return Damage.SIZE
         header = bytes(frame[:HEADER_BYTES])
@@ -228,7 +279,7 @@ class FrameCodec:
         body = frame[HEADER_BYTES : HEADER_BYTES + int.from_bytes(header[STORED], "little")]
         form = header[FORM]
         if not self._encrypts:
-            if not self._is_proved(header, frame, len(body), arrived):
+            if not self._is_proved(header, [frame[COVERED_FROM : HEADER_BYTES + len(body)]], arrived):
                 return Damage.TAG
             if not form:
                 return None
@@ -242,6 +293,25 @@ class FrameCodec:
             return Damage.COMPRESSION
         frame[:HEADER_BYTES] = self._proved_header(header, key)
         return None
+
+    def _accept_parts(
+        self, key: bytes, page: PageView, stored_bytes: int, arrived: TagStream | None
+    ) -> Damage | None:
+        if not self.fits(stored_bytes):
+            return Damage.SIZE
+        header = bytes(page.header)
+        damage = self._refusal(header, key, stored_bytes)
+        if damage is not None:
+            return damage
+        if not self._encrypts and not header[FORM]:
+            is_proved = self._is_proved(header, [page.header[COVERED_FROM:], *page.parts], arrived)
+            return None if is_proved else Damage.TAG
+        frame = self._scratch.take()
+        page.gather(frame)
+        damage = self.accept(key, frame, stored_bytes, arrived)
+        if damage is None:
+            page.scatter(frame)
+        return damage
 
     def _copied(self, body: memoryview) -> memoryview:
         copy = self._scratch.take()[: len(body)]
@@ -277,7 +347,8 @@ class FrameCodec:
         body = stored[HEADER_BYTES : HEADER_BYTES + int.from_bytes(header[STORED], "little")]
         if self._encrypts:
             return None if self._decrypt(header, body, self._scratch.take()[: len(body)]) else Damage.TAG
-        return None if self._is_proved(header, stored, len(body), arrived) else Damage.TAG
+        covered = stored[COVERED_FROM : HEADER_BYTES + len(body)]
+        return None if self._is_proved(header, [covered], arrived) else Damage.TAG
 
     def _refusal(self, header: bytes, key: bytes, stored_bytes: int) -> Damage | None:
         """What is wrong with a header, before any other byte is looked at."""
@@ -298,18 +369,28 @@ class FrameCodec:
             return Damage.SIZE
         return Damage.NO_ZSTD if header[FORM] and not is_available() else None
 
-    def _is_proved(self, header: bytes, frame: memoryview, body_bytes: int, arrived: TagStream | None) -> bool:
+    def _is_proved(self, header: bytes, covered: Sequence[memoryview], arrived: TagStream | None) -> bool:
         if self.tag_kind is TagKind.NONE:
             return True
         if arrived is not None:
             return hmac.compare_digest(header[TAG], arrived.digest())
-        tag = self._tag(header[KEY_ID], header[NONCE], frame[COVERED_FROM : HEADER_BYTES + body_bytes])
-        return hmac.compare_digest(header[TAG], tag)
+        return hmac.compare_digest(header[TAG], self._tag(header[KEY_ID], header[NONCE], covered))
 
-    def _tag(self, key_id: bytes, nonce: bytes, covered: memoryview) -> bytes:
+    def _tag(self, key_id: bytes, nonce: bytes, covered: Sequence[memoryview]) -> bytes:
+        if self.tag_kind is TagKind.NONE:
+            return _NO_TAG
         if self.tag_kind is TagKind.AES_256_GMAC:
-            return self._ciphers[key_id].encrypt(nonce, b"", covered)
-        return _NO_TAG if self.tag_kind is TagKind.NONE else xxhash.xxh3_128_digest(covered)
+            if len(covered) == 1:
+                return self._ciphers[key_id].encrypt(nonce, b"", covered[0])
+            mac = Cipher(self._algorithms[key_id], modes.GCM(nonce)).encryptor()
+            for part in covered:
+                mac.authenticate_additional_data(part)
+            mac.finalize()
+            return mac.tag
+        state = xxhash.xxh3_128()
+        for part in covered:
+            state.update(part)
+        return state.digest()
 
     def _decrypt(self, header: bytes, body: memoryview, target: memoryview) -> bool:
         """Decrypt `body` into `target`, which may be `body` itself; False if it is not what was encrypted."""

@@ -19,7 +19,8 @@ from typing import Any
 
 from hicache.backends.file import FileBackend
 from hicache.backends.file.tools import purge_store
-from hicache.backends.testing import NAMESPACE, STORED, load, make_keys, soon, store_chain
+from hicache.backends.testing import NAMESPACE, STORED, full_frames, load, make_keys, soon
+from hicache.backends.testing.pages import in_parts
 
 from ._files import FORMS, PAGE, Faulty, open_file
 
@@ -53,25 +54,34 @@ def _open(root: Path, killer: _Killer, form: str, **options: Any) -> Any:
     return store
 
 
+def _store(store: Any, keys: list[bytes]) -> list[Any]:
+    """Store a chain, every second page in parts."""
+    codec = store.backend.codec
+    pages = [in_parts(codec, frame) if number % 2 else frame for number, frame in enumerate(full_frames(codec, keys))]
+    outcomes: list[Any] = store.backend.batch_set(keys, pages, parent=None, deadline=soon())
+    return outcomes
+
+
 def scenario(name: str, root: Path, killer: _Killer, form: str, acknowledge: Any) -> None:
     """What a child does; `acknowledge` is told the names of chains and how many pages of each are stored."""
     if name == "write":
         store = _open(root, killer, form)
         acknowledge("old", 4)
         for chain in ("one", "two"):
-            stored = store_chain(store, make_keys(3, chain)).count(STORED)
+            stored = _store(store, make_keys(3, chain)).count(STORED)
             acknowledge(chain, stored)
         store.backend.close()
     elif name == "evict":
-        store = _open(root, killer, form, capacity_bytes=CAPACITY_PAGES * PAGE)
-        store_chain(store, make_keys(4, "one"))
+        store = _open(root, killer, form, capacity=CAPACITY_PAGES * PAGE)
+        _store(store, make_keys(4, "one"))
         load(store, make_keys(4, "old"))
-        store_chain(store, make_keys(4, "two"))
+        _store(store, make_keys(4, "two"))
         store.backend.close()
     elif name == "sweep":
-        store = _open(root, killer, form, capacity_bytes=CAPACITY_PAGES * PAGE)
+        store = _open(root, killer, form, capacity=CAPACITY_PAGES * PAGE)
         load(store, make_keys(4, "old"))
         store.backend.delete(make_keys(2, "old"), deadline=soon())
+        store.backend.clear(deadline=soon())
         store.backend.close()
         purge_store(root)
     elif name == "half a transaction":
@@ -82,17 +92,17 @@ def scenario(name: str, root: Path, killer: _Killer, form: str, acknowledge: Any
             index.touch(NAMESPACE, {key: MARK_US for key in make_keys(HALF_PAGES, "half")})
             os.kill(os.getpid(), signal.SIGKILL)
     else:  # keep going until somebody kills us
-        store = _open(root, killer, form, capacity_bytes=CAPACITY_PAGES * PAGE)
+        store = _open(root, killer, form, capacity=CAPACITY_PAGES * PAGE)
         turn = 0
         while True:
             turn += 1
-            store_chain(store, make_keys(1 + turn % 5, f"chain {turn % 7}"))
+            _store(store, make_keys(1 + turn % 5, f"chain {turn % 7}"))
             load(store, make_keys(5, f"chain {turn % 3}"))
             if turn % 11 == 0:
                 store.backend.delete(make_keys(5, f"chain {turn % 7}"), deadline=soon())
             if turn % 17 == 0:
                 store.backend.close()
-                store = _open(root, killer, form, capacity_bytes=CAPACITY_PAGES * PAGE)
+                store = _open(root, killer, form, capacity=CAPACITY_PAGES * PAGE)
 
 
 def _child(job: dict[str, Any], report_fd: int) -> None:

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.backends.file import FileBackend
 from hicache.backends.file.pages import System, is_hex
+from hicache.backends.file.raw import FileRaw
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store, soon
+from hicache.config import FileStorageOptions
 from hicache.frame import Compression, FrameCodec
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
@@ -30,7 +32,7 @@ SYSTEM_CALLS = tuple(name for name in vars(System) if not name.startswith("_"))
 
 def open_file(root: Path, codec: FrameCodec = CODEC, *, system: System | None = None, **options: Any) -> Store:
     """A file store at `root`, with a side door to its page files."""
-    backend = FileBackend(codec, FileBackendOptions(root, **options), system=system)
+    backend = FileBackend(codec, file_options(root, **options), system=system)
 
     def read(key: bytes) -> bytes | None:
         path = page_path(root, codec, key)
@@ -40,6 +42,16 @@ def open_file(root: Path, codec: FrameCodec = CODEC, *, system: System | None = 
         page_path(root, codec, key).write_bytes(data)
 
     return Store(backend, read, write)
+
+
+def file_options(path: Path, **options: Any) -> FileStorageOptions:
+    """Options of a store without limits, other than those given."""
+    return FileStorageOptions(**{"path": path, "capacity": None, "free_space_floor": 0, **options})
+
+
+def open_raw(path: Path, **options: Any) -> FileRaw:
+    """The file store at `path` as its operator sees it."""
+    return FileRaw(file_options(path, **options))
 
 
 def page_path(root: Path, codec: FrameCodec, key: bytes) -> Path:

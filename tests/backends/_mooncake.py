@@ -5,9 +5,10 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
-from hicache.backends.mooncake import MooncakeBackend, MooncakeOptions, open_mooncake_backend
+from hicache.backends.mooncake import MooncakeBackend, open_mooncake_backend
 from hicache.backends.mooncake.client import load_library
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
+from hicache.config import MooncakeStorageOptions
 from hicache.devservers import MooncakeMaster
 from hicache.frame import FrameCodec
 from hicache.units import MIB
@@ -23,21 +24,21 @@ CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 def options_for(master: MooncakeMaster, **changes: Any) -> dict[str, Any]:
     """Options of a backend with a small segment in this process."""
     return {
-        "master": master.address, "admin": master.metrics_address, "segment_bytes": SEGMENT_BYTES,
-        "staging_bytes": STAGING_BYTES, "timeout_s": 1.0, **changes,
+        "master": master.address, "admin": master.metrics_address, "segment": SEGMENT_BYTES,
+        "staging": STAGING_BYTES, "timeout": 1.0, **changes,
     }  # fmt: skip
 
 
 def open_backend(master: MooncakeMaster, codec: FrameCodec = CODEC, **changes: Any) -> MooncakeBackend:
     """A backend with `options_for(master, **changes)`."""
-    return open_mooncake_backend(codec, **options_for(master, **changes))
+    return open_mooncake_backend(codec, MooncakeStorageOptions(**options_for(master, **changes)))
 
 
 class SideDoor:
     """The library's own client, with no segment: what is in the store, and how to put something else there."""
 
     def __init__(self, master: MooncakeMaster) -> None:
-        self.client: Any = load_library(MooncakeOptions(timeout_s=1.0)).MooncakeDistributedStore()
+        self.client: Any = load_library(MooncakeStorageOptions(timeout=1.0)).MooncakeDistributedStore()
         code = self.client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 * MIB, "tcp", "", master.address)
         assert code == 0, code
 

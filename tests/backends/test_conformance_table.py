@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 TESTS = '''
 """Two backends under contract, one of them wrong in one test, and a test that is of no contract."""
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.compose import LevelsBackend, LevelsOptions, MirrorBackend, ShardCodec, ShardedBackend
+from hicache.backends.compose import LevelsBackend, MirrorBackend, ShardCodec, ShardedBackend
 from hicache.backends.compose.copier import parents_read
-from hicache.backends.file.raw import make_store, open_raw
+from hicache.backends.file.raw import make_store
 from hicache.backends.file.report import NO_KEYS
 from hicache.backends.limit import LimitedBackend
 from hicache.backends.memory import MemoryBackend
@@ -36,9 +36,10 @@ from hicache.backends.testing import (
 from hicache.backends.tools.copying import copy_raw
 from hicache.backends.tools.removal import trim_raw
 from hicache.backends.tools.survey import survey
+from hicache.config.composed_storage import CopyOptions
 from tests.waiting import wait_for
 
-from ._files import CODEC, PAGE, open_file
+from ._files import CODEC, PAGE, open_file, open_raw
 from .compose._parts import COPIES, Switched, named, settle
 
 SELVES = make_keys(8, "self")
@@ -56,7 +57,7 @@ def levels_over_forged(local: Store) -> tuple[Store, LevelsBackend]:
     below = MemoryBackend(CODEC)
     for key, data in FORGED.items():
         below.poke(key, data)
-    backend = LevelsBackend(CODEC, named(local.backend, below), LevelsOptions(cascade_bytes_max=COPIES))
+    backend = LevelsBackend(CODEC, named(local.backend, below), CopyOptions(cascade_bytes_max=COPIES))
     return Store(backend, local.read, local.write), backend
 
 
@@ -74,7 +75,7 @@ def takes_new_pages(store: Store) -> bool:
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_reading_forged_pages_does_not_wedge_the_local_level(tmp_path: Path, kind: str, together: bool) -> None:
     capacity_bytes = CAPACITY_PAGES * PAGE
-    local = memory(CAPACITY_PAGES) if kind == "memory" else open_file(tmp_path / "s", capacity_bytes=capacity_bytes)
+    local = memory(CAPACITY_PAGES) if kind == "memory" else open_file(tmp_path / "s", capacity=capacity_bytes)
     store, backend = levels_over_forged(local)
     assert load(store, SELVES) == [CORRUPT] * 8
     for batch in [CYCLE] if together else [[key] for key in CYCLE]:

@@ -35,6 +35,8 @@ from tests.seeds import rng, seeds
 from ._crash_child import CAPACITY_PAGES, HALF_PAGES, MARK_US
 from ._files import CODEC, FORMS, PAGE, bytes_on_disk, disk_usage, open_file, page_path, reserved_bytes, temporary_files
 
+pytestmark = pytest.mark.long
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 CAPACITY = CAPACITY_PAGES * PAGE
 RANDOM_KILLS = 40
@@ -105,7 +107,7 @@ def verify(
     with_limit = "old" not in told
     if with_limit:
         assert bytes_on_disk(root) - 100 <= CAPACITY, what
-    store = open_file(root, FORMS[form], capacity_bytes=CAPACITY if with_limit else None)
+    store = open_file(root, FORMS[form], capacity=CAPACITY if with_limit else None)
     assert isinstance(store.backend, FileBackend)
     store.backend.check()
     usage = store.backend.usage()
@@ -122,13 +124,18 @@ def verify(
     assert temporary_files(root) == list(others)
 
 
+# In parts, each of which stays far from the limit of a test on a busy machine.
+PARTS = 4
+
+
 @pytest.mark.parametrize(
-    ("scenario", "form", "step"),
+    ("scenario", "form", "first"),
     # The calls are the same whatever the form, so of the second one some are enough.
-    [("write", "plain", 1), ("evict", "plain", 1), ("sweep", "plain", 1), ("evict", "zstd+gcm", 4)],
-)
+    [*((scenario, "plain", 1 + part) for scenario in ("write", "evict", "sweep") for part in range(PARTS)),
+     ("evict", "zstd+gcm", 1)],
+)  # fmt: skip
 def test_a_kill_at_any_call_leaves_whole_pages_or_misses(
-    killing: Killing, tmp_path: Path, scenario: str, form: str, step: int
+    killing: Killing, tmp_path: Path, scenario: str, form: str, first: int
 ) -> None:
     template, root = make_template(tmp_path / "template", form), tmp_path / "s"
     shutil.copytree(template, root)
@@ -136,7 +143,7 @@ def test_a_kill_at_any_call_leaves_whole_pages_or_misses(
     assert whole["status"] == 0
     calls = whole["told"].pop("calls")
     assert calls > 30
-    killed, moments = 0, range(1, calls + 1, step)
+    killed, moments = 0, range(first, calls + 1, PARTS)
     for kill_at in moments:
         shutil.rmtree(root)
         shutil.copytree(template, root)
@@ -147,7 +154,7 @@ def test_a_kill_at_any_call_leaves_whole_pages_or_misses(
         ended["told"].pop("calls", None)
         verify(root, ended["told"], f"killed before call {kill_at} of {calls}", form=form)
     print(f"{killed} kills at calls")
-    assert killed >= len(moments) - 5
+    assert killed >= len(moments) - 3
 
 
 @pytest.mark.parametrize("seed", seeds(1))
@@ -157,7 +164,7 @@ def test_kills_at_random_moments_leave_whole_pages_or_misses(
     dice = rng(seed)
     root = tmp_path / "s"
     shutil.copytree(template, root)
-    survivor = open_file(root, capacity_bytes=CAPACITY)
+    survivor = open_file(root, capacity=CAPACITY)
     assert isinstance(survivor.backend, FileBackend)
     owner = f"{survivor.backend._store.owner}.alive"
     for number in range(RANDOM_KILLS):
@@ -177,7 +184,7 @@ def test_what_a_dead_process_held_is_taken_back_by_a_living_one(killing: Killing
     """A process that never reopens the store must get at the room that a killed one had reserved."""
     root, size = tmp_path / "s", PAGE if form == "plain" else 4096
     # Room is reserved for whole frames, so four pages that are shorter need it for the last of them.
-    store = open_file(root, FORMS[form], capacity_bytes=4 * PAGE)
+    store = open_file(root, FORMS[form], capacity=4 * PAGE)
     whole = killing.run("write", root, form=form)["told"]["calls"]
     for kill_at in range(1, whole, 3):
         store.backend.delete([*make_keys(3, "one"), *make_keys(3, "two"), *make_keys(4, "mine")], deadline=soon())

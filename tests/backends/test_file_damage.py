@@ -30,6 +30,8 @@ from tests.seeds import rng, seeds
 
 from ._files import CODEC, FORMS, MAC_KEY, PAGE, open_file
 
+pytestmark = pytest.mark.long
+
 CODECS = {**FORMS, "gmac": FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[MAC_KEY])}
 # Of each form.
 CLEAN_READS = 20_000

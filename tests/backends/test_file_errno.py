@@ -28,6 +28,7 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.errors import BackendError
+from hicache.frame import first_bytes
 
 from ._files import (
     PAGE,
@@ -41,10 +42,12 @@ from ._files import (
     temporary_files,
 )
 
+pytestmark = pytest.mark.long
+
 REJECTED = SetOutcome.REJECTED
 ERRNOS = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-OPTIONS: dict[str, Any] = {"capacity_bytes": 10 * PAGE, "free_space_floor_bytes": 1, "sync": True}
+OPTIONS: dict[str, Any] = {"capacity": 10 * PAGE, "free_space_floor": 1, "sync": True}
 
 
 class Fails:
@@ -196,9 +199,9 @@ class _Slices:
 
     def __call__(self, name: str, number: int, args: tuple[Any, ...]) -> int | None:
         if name == "preadv":
-            return os.preadv(args[0], [args[1][: self.step]], args[2])
+            return os.preadv(args[0], first_bytes(args[1], self.step), args[2])
         if name == "pwritev":
-            return os.pwritev(args[0], [args[1][: self.step]], args[2])
+            return os.pwritev(args[0], first_bytes(args[1], self.step), args[2])
         return None
 
 
@@ -287,7 +290,7 @@ def test_a_really_full_disk_rejects_and_recovers(small_disk: Path) -> None:
 
 def test_the_floor_is_kept_on_a_small_disk(small_disk: Path) -> None:
     root, floor = small_disk / "s", 1 << 20
-    store = open_file(root, free_space_floor_bytes=floor)
+    store = open_file(root, free_space_floor=floor)
     for number in range(40):
         assert set(store_chain(store, make_keys(20, f"chain {number}"))) <= {STORED, REJECTED}
         space = os.statvfs(root)

@@ -17,6 +17,8 @@ from hicache.backends.testing import HIT, STORED, full_frames, load, make_keys, 
 
 from ._files import CODEC, PAGE, Faulty, check, open_file, temporary_files
 
+pytestmark = pytest.mark.long
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 _KILLED = """
@@ -47,7 +49,7 @@ with store.transaction(soon()) as index:
 @pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
 def test_the_locks_of_a_killed_engine_end_with_it_though_a_child_of_it_lives(tmp_path: Path, how: str) -> None:
     root = tmp_path / "s"
-    store = open_file(root, capacity_bytes=8 * PAGE)
+    store = open_file(root, capacity=8 * PAGE)
     alive, ended = os.pipe()
     command = [sys.executable, "-c", _KILLED, str(root), how, str(alive)]
     with subprocess.Popen(
@@ -90,6 +92,7 @@ with backend._store.transaction(soon()) as index:
         print(set(backend.batch_get(keys, empty_frames(CODEC, 100), deadline=soon())), end=" ")
         print(set(backend.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=soon())), end=" ")
         print(backend.batch_exists(keys, deadline=soon()), backend.delete(keys, deadline=soon()), end=" ")
+        print(any(backend.batch_has(keys, deadline=soon())), backend.clear(deadline=soon()), end=" ")
         print(backend.usage().pages, dict(backend.statistics().errors))
         backend.close()
         for fd in fresh:
@@ -114,7 +117,7 @@ def test_a_child_is_refused_and_its_end_leaves_the_transaction_of_its_parent_alo
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60)
     child, stub, parent = result.stdout.splitlines()
     assert child == (
-        "{<GetOutcome.ERROR: 'error'>} {<SetOutcome.ERROR: 'error'>} 0 0 0 {'forked': 202}"
+        "{<GetOutcome.ERROR: 'error'>} {<SetOutcome.ERROR: 'error'>} 0 0 False 0 0 {'forked': 204}"
     )
     assert stub == "ProgrammingError"
     assert parent == "100 True {<SetOutcome.STORED: 'stored'>}"

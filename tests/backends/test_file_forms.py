@@ -52,7 +52,7 @@ def evicted(store: Store) -> int:
 def test_as_many_pages_fit_as_their_real_lengths_allow(tmp_path: Path) -> None:
     root, capacity = tmp_path / "s", 10 * PAGE
     for form, fit in (("plain", 10), ("gcm", 10), ("zstd", 19), ("zstd+gcm", 19)):
-        store = open_file(root / form, FORMS[form], capacity_bytes=capacity)
+        store = open_file(root / form, FORMS[form], capacity=capacity)
         keys = make_keys(30)
         for number in range(0, 30):
             store_chain(store, keys[number : number + 1])
@@ -66,7 +66,7 @@ def test_as_many_pages_fit_as_their_real_lengths_allow(tmp_path: Path) -> None:
 
 def test_what_was_reserved_beyond_a_pages_length_is_given_back(tmp_path: Path) -> None:
     root = tmp_path / "s"
-    store = open_file(root, FORMS["zstd"], capacity_bytes=6 * PAGE)
+    store = open_file(root, FORMS["zstd"], capacity=6 * PAGE)
     for number in range(3):
         assert store_chain(store, make_keys(3, f"chain {number}")) == [STORED] * 3
         assert reserved_bytes(root) == 0
@@ -127,7 +127,7 @@ def test_pages_of_an_older_version_stay_until_their_room_is_needed(tmp_path: Pat
     store.backend.close()
     for index in _files.index_files(root):
         index.unlink()
-    store = open_file(root, capacity_bytes=2 * PAGE)
+    store = open_file(root, capacity=2 * PAGE)
     assert store.backend.usage().pages == 1
     assert store_chain(store, make_keys(2, "new")) == [STORED] * 2
     assert not path.exists()
@@ -143,12 +143,13 @@ def test_a_page_that_cannot_be_expanded_here_is_a_miss_and_stays(tmp_path: Path)
     script = """
 import sys
 sys.modules["zstandard"] = None
-from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.backends.file import FileBackend
 from hicache.backends.memory import MemoryBackend
+from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
 codec = FrameCodec(bytes.fromhex(sys.argv[2]), int(sys.argv[3]))
 key = bytes.fromhex(sys.argv[4])
-file = FileBackend(codec, FileBackendOptions(sys.argv[1]))
+file = FileBackend(codec, FileStorageOptions(path=sys.argv[1]))
 memory = MemoryBackend(codec)
 memory.poke(key, open(sys.argv[5], "rb").read())
 for backend in (file, memory):
@@ -172,7 +173,7 @@ def test_stored_forms_are_written_by_direct_io_without_falling_back(disk_path: P
 
     def note(name: str, number: int, arguments: tuple[Any, ...]) -> None:
         if name == "pwritev":
-            misaligned.append(_address(arguments[1]) % 4096)
+            misaligned.extend(_address(buffer) % 4096 for buffer in arguments[1])
 
     store = open_file(disk_path / "s", FORMS["zstd+gcm"], system=Faulty(note), direct_io=True, io_threads=1)
     misaligned.clear()  # the store's marker is not a page

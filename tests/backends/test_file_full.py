@@ -13,13 +13,12 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.file import FileBackend
-from hicache.backends.file.raw import open_raw
 from hicache.backends.file.tools import purge_store, verify_store
-from hicache.backends.testing import HIT, STORED, Store, load, make_keys, soon, store_chain
+from hicache.backends.testing import CORRUPT, HIT, STORED, Store, load, make_keys, soon, store_chain
 from hicache.backends.tools.removal import purge_raw, trim_raw
 from tests.waiting import wait_for
 
-from ._files import PAGE, check, disk_usage, open_file
+from ._files import PAGE, check, disk_usage, open_file, open_raw, page_files
 
 REJECTED = SetOutcome.REJECTED
 PAGES = 60
@@ -54,6 +53,12 @@ def test_a_store_that_filled_the_disk_stores_again_after_its_pages_were_removed(
     store = open_file(root)
     assert store_chain(store, make_keys(20, "newer")) == [STORED] * 20
     check(store, root)
+    store.backend.close()
+
+
+def clear(root: Path) -> None:
+    store = open_file(root)
+    assert store.backend.clear(deadline=soon()) == PAGES
     store.backend.close()
 
 
@@ -93,7 +98,7 @@ def lose_index(root: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [lambda root: None, break_index, lose_index], ids=["sound", "damaged", "lost"])
-@pytest.mark.parametrize("make_room", [purge, purge_like_others, trim, delete], ids=lambda value: value.__name__)
+@pytest.mark.parametrize("make_room", [purge, purge_like_others, trim, delete, clear], ids=lambda value: value.__name__)
 def test_on_a_disk_that_others_filled_pages_are_read_and_removed(
     small_disk: Path, make_room: Callable[[Path], None], spoil: Callable[[Path], None]
 ) -> None:
@@ -118,6 +123,26 @@ def test_on_a_disk_that_others_filled_pages_are_read_and_removed(
     engine.backend.close()
 
 
+def test_damaged_pages_are_removed_from_a_full_disk(small_disk: Path) -> None:
+    root = small_disk / "s"
+    store = open_file(root)
+    keys = make_keys(PAGES)
+    store_chain(store, keys)
+    store.backend.close()
+    lose_index(root)
+    fill_up(small_disk)
+    engine = open_file(root)
+    fill_up(small_disk)
+    for path in page_files(root)[:3]:
+        path.write_bytes(bytes(PAGE))
+    assert sorted(load(engine, keys)) == [CORRUPT] * 3 + [HIT] * (PAGES - 3)
+    assert disk_usage(root)[0] == PAGES - 3
+    (small_disk / "others").unlink()
+    wait_for(lambda: engine.backend.usage().pages == PAGES - 3)
+    check(engine, root)
+    engine.backend.close()
+
+
 def test_an_engine_that_started_on_a_full_disk_stores_when_there_is_room(small_disk: Path) -> None:
     root = small_disk / "s"
     store = open_file(root)
@@ -125,7 +150,7 @@ def test_an_engine_that_started_on_a_full_disk_stores_when_there_is_room(small_d
     store.backend.close()
     lose_index(root)
     fill_up(small_disk)
-    engine, capacity = open_file(root, capacity_bytes=PAGES * PAGE), PAGES * PAGE
+    engine, capacity = open_file(root, capacity=PAGES * PAGE), PAGES * PAGE
     assert set(store_chain(engine, make_keys(3, "no room"))) == {REJECTED}
     (small_disk / "others").unlink()
     wait_for(lambda: store_chain(engine, make_keys(3, "room")) == [STORED] * 3)

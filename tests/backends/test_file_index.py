@@ -17,7 +17,6 @@ import pytest
 from hicache.backends.base import SetOutcome
 from hicache.backends.file import FileBackend
 from hicache.backends.file.index import JOURNAL, JOURNAL_BYTES, Index
-from hicache.backends.file.raw import open_raw
 from hicache.backends.file.tools import purge_store, verify_store
 from hicache.backends.testing import (
     HIT,
@@ -34,8 +33,10 @@ from hicache.backends.tools.removal import trim_raw
 from hicache.errors import BackendUnavailable
 from tests.seeds import rng, seeds
 
-from ._files import CODEC, PAGE, Faulty, check, open_file, page_path
+from ._files import CODEC, PAGE, Faulty, check, open_file, open_raw, page_path
 from .test_file_crash import Killing
+
+pytestmark = pytest.mark.long
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REJECTED = SetOutcome.REJECTED
@@ -83,7 +84,7 @@ def assert_sound(store: Store, root: Path) -> None:
     assert store_chain(store, make_keys(5, "new")) == [STORED] * 5
     check(store, root)
     store.backend.close()
-    store = open_file(root, capacity_bytes=20 * PAGE)
+    store = open_file(root, capacity=20 * PAGE)
     assert store.backend.usage().pages == 20
     check(store, root)
     store.backend.close()
@@ -236,7 +237,7 @@ def test_a_failure_while_leftovers_are_swept_is_counted_and_raises_nothing(tmp_p
     fill(root)
     store = open_file(root)
     assert isinstance(store.backend, FileBackend)
-    store.backend._parts.leftovers.writers.add(f"{'0' * 16}.1")
+    store.backend._context.leftovers.writers.add(f"{'0' * 16}.1")
     db = sqlite3.connect(index_path(root))
     db.execute("DROP TABLE pages")
     db.close()
@@ -312,7 +313,7 @@ def cycles(length: int, pages: int) -> list[tuple[bytes, bytes]]:
 @pytest.mark.parametrize("length", [2, 3])
 def test_a_store_full_of_pages_that_hang_on_each_other_takes_new_ones(tmp_path: Path, length: int) -> None:
     root = tmp_path / "s"
-    store = open_file(root, capacity_bytes=12 * PAGE)
+    store = open_file(root, capacity=12 * PAGE)
     for key, parent in cycles(length, 12):
         stored = store.backend.batch_set([key], full_frames(CODEC, [key]), parent=parent, deadline=soon())
         assert stored == [STORED]
@@ -328,7 +329,7 @@ def test_planted_pages_that_hang_on_each_other_are_evicted_like_others(tmp_path:
     open_file(root).backend.close()
     for key, parent in cycles(length, 12):
         plant(root, key, parent)
-    store = open_file(root, capacity_bytes=12 * PAGE)
+    store = open_file(root, capacity=12 * PAGE)
     check(store, root)
     assert store_chain(store, make_keys(12, "new")) == [STORED] * 12
     check(store, root)
@@ -366,7 +367,7 @@ def test_the_walk_up_a_chain_reads_one_row_a_page_and_is_left_out_for_a_link_tha
 
 def test_with_a_cycle_in_the_index_a_full_store_takes_nothing(tmp_path: Path) -> None:
     """The control of the two tests above."""
-    store = open_file(tmp_path / "s", capacity_bytes=3 * PAGE)
+    store = open_file(tmp_path / "s", capacity=3 * PAGE)
     assert isinstance(store.backend, FileBackend)
     for key in make_keys(3):
         assert store_chain(store, [key]) == [STORED]

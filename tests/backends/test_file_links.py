@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from hicache.backends.base import EvictedPage
-from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.backends.file import FileBackend
 from hicache.backends.file.pages import System
 from hicache.backends.file.raw import FileRaw
 from hicache.backends.file.tools import verify_store
@@ -26,6 +26,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
+from hicache.config import FileStorageOptions
 from hicache.errors import BackendError
 from tests.waiting import wait_for
 
@@ -98,7 +99,7 @@ def test_a_system_that_follows_links_serves_and_removes_the_page_outside(tmp_pat
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_eviction_and_its_listener_do_not_follow_a_link(tmp_path: Path, level: str) -> None:
     root, outside = tmp_path / "s", tmp_path / "outside"
-    store = open_file(root, capacity_bytes=2 * PAGE)
+    store = open_file(root, capacity=2 * PAGE)
     assert isinstance(store.backend, FileBackend)
     refused: list[OSError] = []
 
@@ -128,7 +129,7 @@ def test_tools_do_not_follow_a_link(tmp_path: Path, level: str) -> None:
     store.backend.close()
     link_away(root, key, level, outside)
     before = contents(outside)
-    raw = FileRaw(FileBackendOptions(root))
+    raw = FileRaw(FileStorageOptions(path=root))
     page = StoredPage(NAMESPACE, key, PAGE, None)
     assert list(raw.pages()) == []
     assert raw.read(page, PAGE) is None
@@ -241,7 +242,7 @@ def test_a_page_in_a_directory_made_by_another_process_is_found(tmp_path: Path) 
         assert store_chain(theirs, [key]) == [STORED]
         assert exists(ours, keys) == number + 1
     assert isinstance(ours.backend, FileBackend)
-    files = ours.backend._parts.files
+    files = ours.backend._context.files
     wait_for(lambda: exists(ours, keys) == 30 and len(files._fans[1]) == len({key[0] for key in keys}))
     link_away(root, keys[0], "fan", tmp_path / "outside")
     assert exists(ours, keys) == 0

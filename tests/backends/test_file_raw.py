@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.file.backend import FileBackendOptions
-from hicache.backends.file.raw import FileRaw, make_store, open_raw
+from hicache.backends.file.raw import FileRaw, make_store
 from hicache.backends.raw import StoredPage
 from hicache.backends.registry import BackendSpec
 from hicache.backends.registry import open_raw as open_raw_of
@@ -29,9 +28,10 @@ from hicache.backends.testing import (
     sealed,
     store_chain,
 )
+from hicache.config import FileStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError, NotOurs
 
-from ._files import CODEC, PAGE, Faulty, check, open_file, page_path, reserved_bytes, temporary_files
+from ._files import CODEC, PAGE, Faulty, check, open_file, open_raw, page_path, reserved_bytes, temporary_files
 
 KEYS = make_keys(6)
 DATA = sealed(CODEC, KEYS)
@@ -69,10 +69,10 @@ def _snapshot(root: Path) -> dict[str, tuple[int, int]]:
 
 def test_the_capacity_is_kept_by_dropping_the_oldest_tail(tmp_path: Path) -> None:
     root = tmp_path / "store"
-    store = open_file(root, capacity_bytes=4 * PAGE)
+    store = open_file(root, capacity=4 * PAGE)
     old = make_keys(3, "old")
     store_chain(store, old)
-    raw = open_raw(path=root, capacity_bytes=4 * PAGE)
+    raw = open_raw(path=root, capacity=4 * PAGE)
     later_s = time.time() + 60
     assert [raw.write(place(n, later_s), DATA[n], KEYS[n - 1] if n else None) for n in range(3)] == [True] * 3
     assert (exists(store, old), load(store, KEYS[:3])) == (1, [HIT] * 3)
@@ -84,7 +84,7 @@ def test_the_capacity_is_kept_by_dropping_the_oldest_tail(tmp_path: Path) -> Non
 def test_without_room_a_page_is_turned_away_whole(tmp_path: Path) -> None:
     root = tmp_path / "store"
     make_store(root)
-    raw = open_raw(path=root, capacity_bytes=PAGE)
+    raw = open_raw(path=root, capacity=PAGE)
     assert raw.write(place(0), DATA[0], None)
     assert not raw.write(place(1), DATA[1], KEYS[0])  # the only page that could go is its parent
     raw.close()
@@ -95,7 +95,7 @@ def test_a_page_larger_than_the_capacity_evicts_nothing(tmp_path: Path) -> None:
     root = tmp_path / "store"
     store = open_file(root)
     store_chain(store, KEYS)
-    raw = open_raw(path=root, capacity_bytes=6 * PAGE)
+    raw = open_raw(path=root, capacity=6 * PAGE)
     large = make_keys(1, "of a larger model")[0]
     assert not raw.write(StoredPage(NAMESPACE, large, 7 * PAGE, None), bytes(7 * PAGE), None)
     raw.close()
@@ -150,7 +150,7 @@ def test_a_closed_store_says_so(tmp_path: Path, use: Callable[[FileRaw], object]
 
 def test_it_is_opened_by_the_options_of_its_backend(tmp_path: Path) -> None:
     make_store(tmp_path / "store")
-    options = {"path": tmp_path / "store", "capacity_bytes": PAGE, "io_threads": 1}
+    options = {"path": tmp_path / "store", "capacity": PAGE, "io_threads": 1}
     open_raw_of(BackendSpec("file", options)).close()
     with pytest.raises(ConfigError, match="io_threads"):
         open_raw_of(BackendSpec("file", {**options, "io_threads": 0}))
@@ -183,7 +183,7 @@ def test_a_page_that_cannot_be_written_is_not_there_and_holds_no_room(
 
     system = Faulty(fail)
     system.armed = False
-    raw = FileRaw(FileBackendOptions(root), system=system)
+    raw = FileRaw(FileStorageOptions(path=root), system=system)
     raw.remove([])
     system.armed = True
     if said is None:

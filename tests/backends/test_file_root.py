@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.file import FileBackendOptions
 from hicache.backends.file.pages import System
 from hicache.backends.file.root import open_root
 from hicache.backends.file.tools import purge_store
@@ -22,7 +21,8 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
-from hicache.errors import BackendUnavailable, InvalidInput, NotOurs
+from hicache.config import FileStorageOptions
+from hicache.errors import BackendUnavailable, ConfigError, InvalidInput, NotOurs
 
 from ._files import (
     CODEC,
@@ -274,18 +274,18 @@ def test_a_store_of_another_version_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"path": ""}, {"capacity_bytes": 0}, {"capacity_bytes": "1GiB"}, {"io_threads": 0}, {"io_threads": True},
-        {"free_space_floor_bytes": -1}, {"direct_io": 1}, {"sync": "yes"},
+        {"path": ""}, {"path": None}, {"capacity": 0}, {"capacity": "much"}, {"io_threads": 0}, {"io_threads": True},
+        {"io_threads": 65}, {"free_space_floor": -1}, {"direct_io": 2}, {"sync": "perhaps"}, {"capcity": 1},
     ],
 )  # fmt: skip
 def test_impossible_options_are_refused(tmp_path: Path, options: dict[str, object]) -> None:
-    with pytest.raises(InvalidInput):
-        FileBackendOptions(**{"path": tmp_path / "s", **options})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        FileStorageOptions(**{"path": tmp_path / "s", **options})
 
 
 def test_a_capacity_below_one_page_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="below one page"):
-        open_file(tmp_path / "s", capacity_bytes=PAGE - 1)
+        open_file(tmp_path / "s", capacity=PAGE - 1)
 
 
 def test_a_store_that_another_process_makes_at_the_same_moment_is_taken(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 
 from hicache.backends.base import SetOutcome, leaves
 from hicache.backends.chains import Chains
-from hicache.backends.file.raw import FileRaw, make_store, open_raw
+from hicache.backends.file.raw import FileRaw, make_store
 from hicache.backends.guard import leaf_statistics
 from hicache.backends.limit import LimitedBackend
+from hicache.backends.memory import MemoryBackend
 from hicache.backends.raw import RawStore, StoredPage
 from hicache.backends.testing import (
     HIT,
@@ -27,6 +28,7 @@ from hicache.backends.testing import (
     STORED,
     BackendContract,
     OpenStore,
+    SoleBackendContract,
     Store,
     exists,
     in_threads,
@@ -40,10 +42,67 @@ from hicache.frame import FrameCodec
 from tests.seeds import rng, seeds
 from tests.waiting import wait_for
 
-from ._files import CODEC, PAGE, disk_usage, open_file, page_files
+from ._files import CODEC, PAGE, disk_usage, open_file, open_raw, page_files
 
 REJECTED = SetOutcome.REJECTED
 LARGE = 1 << 30
+
+
+class MemoryRaw(RawStore):
+    """The pages of memory backends, as if they were one store."""
+
+    def __init__(self, *backends: MemoryBackend) -> None:
+        self._backends = backends
+
+    def pages(self, namespace: str = "") -> Iterator[StoredPage]:
+        for backend in self._backends:
+            for key in backend.keys(soon()):
+                yield StoredPage(backend.codec.namespace, key, len(backend.peek(key) or b""), None)
+
+    def _backend(self, page: StoredPage) -> MemoryBackend:
+        return next(backend for backend in self._backends if backend.codec.namespace == page.namespace)
+
+    def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
+        stored = self._backend(page).peek(page.key)
+        return None if stored is None else stored[:bytes_max]
+
+    def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
+        raise NotImplementedError
+
+    def remove(self, pages: Sequence[StoredPage]) -> int:
+        return sum(self._backend(page).delete([page.key], deadline=soon()) for page in pages)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def limited_memory(codec: FrameCodec, pages: int = 0) -> Store:
+    memory = MemoryBackend(codec)
+    capacity_bytes = pages * codec.frame_bytes or LARGE
+    backend = LimitedBackend(memory, lambda: MemoryRaw(memory), capacity_bytes=capacity_bytes, seed=0)
+    wait_for(lambda: backend._ledger.is_listed)
+    return Store(backend, memory.peek, memory.poke)
+
+
+class TestLimitedMemory(SoleBackendContract):
+    @pytest.fixture
+    def open_store(self) -> OpenStore:
+        return limited_memory
+
+
+def test_clearing_makes_room_and_the_records_follow() -> None:
+    store, keys, more = limited_memory(CODEC, 6), make_keys(6), make_keys(6, "more")
+    backend = store.backend
+    assert isinstance(backend, LimitedBackend)
+    assert store_chain(store, keys) == [STORED] * 6
+    assert backend._fresh and backend._uses
+    assert backend.clear(deadline=soon()) == 6
+    assert not backend._fresh and not backend._uses
+    # The interval is a minute: only a clear that asks for a listing makes this end.
+    wait_for(lambda: backend._ledger.used_bytes == 0)
+    assert store_chain(store, more) == [STORED] * 6
+    assert load(store, more) == [HIT] * 6 and load(store, keys) == [MISS] * 6
+    backend.close()
 
 
 class TestLimitedBackend(BackendContract):
@@ -274,7 +333,7 @@ def test_closing_ends_the_sweep(opened: Opened) -> None:
     store = opened(5)
     store.backend.close()
     store.backend.close()
-    assert [thread.name for thread in threading.enumerate() if thread.name == "hicache-limit"] == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("hicache-limit")] == []
     assert threading.active_count() <= before
 
 

@@ -9,10 +9,10 @@ import pytest
 from hicache.backends.base import GetOutcome, SetOutcome, Usage
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import Store, run_machine
-from hicache.frame import FrameCodec
+from hicache.frame import FrameCodec, PageBuffer
 
 Keys = Sequence[bytes]
-Frames = Sequence[memoryview]
+Frames = Sequence[PageBuffer]
 
 
 class _Lookup(MemoryBackend):

@@ -19,7 +19,7 @@ import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.mooncake import MooncakeBackend, RegisteringMooncakeBackend, open_mooncake_backend
-from hicache.backends.mooncake.raw import open_raw
+from hicache.backends.mooncake.raw import MooncakeRawStore
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
@@ -31,6 +31,7 @@ from hicache.backends.testing import (
     make_keys,
     soon,
 )
+from hicache.config import MooncakeStorageOptions
 from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
 from hicache.devservers.ports import free_ports
 from hicache.errors import BackendUnavailable, ConfigError
@@ -85,7 +86,7 @@ def owner(master: MooncakeMaster) -> Iterator[MooncakeClientDaemon]:
 @pytest.fixture
 def backend(master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[RegisteringMooncakeBackend]:
     """A backend without memory of its own, which moves its pages itself."""
-    backend = open_backend(master, segment_bytes=0)
+    backend = open_backend(master, segment=0)
     assert isinstance(backend, RegisteringMooncakeBackend)
     yield backend
     backend.close()
@@ -105,7 +106,7 @@ def test_without_a_master_opening_is_refused_with_what_to_do() -> None:
 
 
 def open_backend_at(address: str, daemon: str | None = None) -> None:
-    open_mooncake_backend(CODEC, master=address, daemon=daemon, segment_bytes=0, timeout_s=1.0)
+    open_mooncake_backend(CODEC, MooncakeStorageOptions(master=address, daemon=daemon, segment=0, timeout=1.0))
 
 
 def test_a_master_that_hangs_is_refused_at_start(master: MooncakeMaster) -> None:
@@ -236,7 +237,7 @@ def test_a_daemon_that_was_killed_and_started_again_is_used_again(
 
 
 def test_the_raw_store_says_that_the_master_is_gone(master: MooncakeMaster) -> None:
-    raw = open_raw(**options_for(master))
+    raw = MooncakeRawStore(MooncakeStorageOptions(**options_for(master)))
     master.kill()
     with pytest.raises(BackendUnavailable, match="HTTP server"):
         list(raw.pages())

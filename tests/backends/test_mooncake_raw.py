@@ -11,7 +11,7 @@ import pytest
 from hicache.backends.base import SetOutcome
 from hicache.backends.mooncake import MooncakeBackend
 from hicache.backends.mooncake.admin import Admin
-from hicache.backends.mooncake.raw import MooncakeRawStore, open_raw
+from hicache.backends.mooncake.raw import MooncakeRawStore
 from hicache.backends.raw import StoredPage
 from hicache.backends.registry import BackendSpec
 from hicache.backends.registry import open_raw as open_raw_by_name
@@ -25,6 +25,7 @@ from hicache.backends.testing import (
     make_keys,
     soon,
 )
+from hicache.config import MooncakeStorageOptions
 from hicache.devservers import MooncakeMaster
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
@@ -56,7 +57,7 @@ def backend(master: MooncakeMaster) -> Iterator[MooncakeBackend]:
 
 @pytest.fixture(scope="module")
 def opened(master: MooncakeMaster) -> Iterator[MooncakeRawStore]:
-    raw = open_raw(**options_for(master))
+    raw = MooncakeRawStore(MooncakeStorageOptions(**options_for(master)))
     yield raw
     raw.close()
     raw.close()
@@ -172,7 +173,7 @@ def test_a_namespace_is_removed_without_touching_others(
 
 
 def test_without_the_masters_http_server_listing_says_what_to_give(master: MooncakeMaster) -> None:
-    raw = open_raw(**options_for(master, admin=master.address))
+    raw = MooncakeRawStore(MooncakeStorageOptions(**options_for(master, admin=master.address)))
     with pytest.raises(BackendUnavailable, match="--metrics_port as `admin`"):
         list(raw.pages())
     raw.close()

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
 from hicache.backends.base import StorageBackend
 from hicache.backends.file import FileBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.registry import backend_names, check_backend, open_backend
+from hicache.config import Section
 from hicache.errors import ConfigError, NotOurs
 from hicache.frame import FrameCodec
+from hicache.units import Count, Duration
 
 from ._files import CODEC, PAGE
 
@@ -24,7 +27,7 @@ def test_the_memory_backend_opens_by_name() -> None:
 
 def test_the_file_backend_opens_by_name_with_all_options(tmp_path: Path) -> None:
     options = {
-        "path": str(tmp_path / "s"), "capacity_bytes": 9 * PAGE, "free_space_floor_bytes": 7, "io_threads": 3,
+        "path": tmp_path / "s", "capacity": 9 * PAGE, "free_space_floor": 7, "io_threads": 3,
         "direct_io": True, "sync": True,
     }  # fmt: skip
     backend = open_backend("file", CODEC, options)
@@ -63,10 +66,10 @@ def test_a_wrong_name_is_refused_with_a_hint(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"path": "x", "capasity_bytes": 5}, "did you mean 'capacity_bytes'"),
-        ({"path": "x", "zzz": 5}, "it takes path"),
+        ({"path": "x", "capasity": 5}, "did you mean capacity"),
+        ({"path": "x", "zzz": 5}, "there are path, capacity"),
         ({}, "path"),
-        ({"path": "x", "capacity_bytes": "many"}, "capacity_bytes"),
+        ({"path": "x", "capacity": "many"}, "capacity"),
         ({"path": "x", "io_threads": 0}, "io_threads"),
     ],
 )
@@ -155,5 +158,33 @@ def test_a_backend_that_cannot_be_made_is_a_refused_configuration(name: str, mes
 def test_checking_opens_nothing_and_still_names_wrong_options(tmp_path: Path) -> None:
     check_backend("file", {"path": str(tmp_path / "s")})
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigError, match="did you mean 'path'"):
+    with pytest.raises(ConfigError, match="did you mean path"):
         check_backend("file", {"paht": "x"})
+
+
+class ShelfOptions(Section):
+    """Options of a backend of another package, as a section."""
+
+    shelves: Count = Field(default=1, ge=1, le=3)
+    patience: Duration = 1.0
+
+
+class Shelf(MemoryBackend):
+    """A backend that takes a section."""
+
+    def __init__(self, codec: FrameCodec, options: ShelfOptions) -> None:
+        super().__init__(codec)
+        self.options = options
+
+
+SHELF = "tests.backends.test_registry:Shelf"
+
+
+def test_a_backend_of_another_package_may_take_a_section_which_is_checked_before_it_is_opened() -> None:
+    backend = open_backend(SHELF, CODEC, {"shelves": 2, "patience": "250ms"})
+    assert isinstance(backend, Shelf) and backend.options == ShelfOptions(shelves=2, patience=0.25)
+    assert isinstance(open_backend(SHELF, CODEC, ShelfOptions()), Shelf)
+    with pytest.raises(ConfigError, match=f"backend {SHELF}: shelves: must be at most 3; got 4"):
+        check_backend(SHELF, {"shelves": 4})
+    with pytest.raises(ConfigError, match="shelfs: unknown entry; did you mean shelves"):
+        check_backend(SHELF, {"shelfs": 2})

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from hicache.backends.file.raw import FileRaw, make_store, open_raw
+from hicache.backends.file.raw import FileRaw, make_store
 from hicache.backends.file.report import NO_KEYS, PageKeys
 from hicache.backends.raw import StoredPage
 from hicache.backends.testing import NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, by_key, make_keys, sealed
@@ -20,6 +20,7 @@ from hicache.backends.tools.scrub import verify_raw
 from hicache.backends.tools.survey import survey
 from hicache.errors import InvalidInput
 from hicache.frame import FrameCodec
+from tests.backends._files import open_raw
 from tests.seeds import rng, seeds
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
@@ -37,7 +38,7 @@ class Raws:
 
     def __call__(self, name: str, capacity_pages: int | None = None) -> FileRaw:
         make_store(self.folder / name)
-        raw = open_raw(path=self.folder / name, capacity_bytes=capacity_pages and capacity_pages * PAGE)
+        raw = open_raw(path=self.folder / name, capacity=capacity_pages and capacity_pages * PAGE)
         self.opened.append(raw)
         return raw
 

@@ -6,17 +6,62 @@ To add a wrapper, add its class to `WRAPPERS`.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import pytest
 
 from hicache.backends.base import StorageBackend
+from hicache.backends.compose import LevelsBackend, MirrorBackend, Part, ShardCodec, ShardedBackend
 from hicache.backends.compose.late import LatePart
+from hicache.backends.envelope import Envelope
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import GuardedBackend
 from hicache.backends.limit import LimitedBackend
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.raw import RawStore
+from hicache.backends.testing import (
+    GET_ERROR,
+    NAMESPACE,
+    PAYLOAD_BYTES,
+    SET_ERROR,
+    empty_frames,
+    full_frames,
+    make_keys,
+    soon,
+)
+from hicache.config.composed_storage import CopyOptions
+from hicache.errors import BackendUnavailable
+from hicache.frame import FrameCodec
 
 WRAPPERS: list[type[StorageBackend]] = [FaultyBackend, GuardedBackend, LatePart, LimitedBackend]
 VERBS = sorted(StorageBackend.__abstractmethods__)
+CODEC = ShardCodec(FrameCodec(NAMESPACE, PAYLOAD_BYTES))
+COPIES = 64 * CODEC.frame_bytes
+
+
+def two() -> list[Part]:
+    return [Part(name, MemoryBackend(CODEC)) for name in ("one", "other")]
+
+
+def no_raw() -> RawStore:
+    raise BackendUnavailable("not to be listed")
+
+
+def unopened() -> StorageBackend:
+    raise BackendUnavailable("not to be opened")
+
+
+OPENERS: dict[str, Callable[[], StorageBackend]] = {
+    "memory": lambda: MemoryBackend(CODEC),
+    "faulty": lambda: FaultyBackend(MemoryBackend(CODEC)),
+    "guarded": lambda: GuardedBackend(MemoryBackend(CODEC)),
+    "late": lambda: LatePart(CODEC, "part", lambda: MemoryBackend(CODEC)),
+    "never open": lambda: LatePart(CODEC, "part", unopened),
+    "limited": lambda: LimitedBackend(MemoryBackend(CODEC), no_raw, capacity_bytes=1 << 20),
+    "levels": lambda: LevelsBackend(CODEC, two(), CopyOptions(cascade_bytes_max=COPIES)),
+    "mirror": lambda: MirrorBackend(CODEC, two(), write_quorum=1, copy_bytes_max=COPIES),
+    "sharded": lambda: ShardedBackend(CODEC, two()),
+}
 
 
 def inherited(wrapper: type) -> list[str]:
@@ -36,6 +81,42 @@ def test_every_wrapper_overrides_every_name(wrapper: type[StorageBackend]) -> No
     assert inherited(wrapper) == []
     for name in VERBS:
         assert inspect.signature(getattr(wrapper, name)) == inspect.signature(getattr(StorageBackend, name)), name
+
+
+def test_what_an_envelope_calls_is_not_inherited_silently() -> None:
+    abstract = {"prefix", "has", "get", "put", "remove", "remove_all", "measure", "shut"}
+    assert Envelope.__abstractmethods__ == abstract
+    own = {name for name, value in vars(Envelope).items() if callable(value) and not name.startswith("_")}
+    assert own == abstract | set(VERBS) | {"count"}
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+def test_after_close_each_call_fails_alike_and_is_counted(opener: str) -> None:
+    backend, keys = OPENERS[opener](), make_keys(3)
+    backend.close()
+    backend.close()
+    errors = backend.statistics().errors
+    counted, per_page = ("guard_closed", 1) if opener == "guarded" else ("closed", 3)
+
+    def new_errors() -> int:
+        nonlocal errors
+        before, errors = errors, backend.statistics().errors
+        changed = {name: errors[name] - before.get(name, 0) for name in errors if errors[name] != before.get(name, 0)}
+        assert set(changed) == {counted}
+        return changed[counted]
+
+    assert (backend.batch_exists(keys, deadline=soon()), new_errors()) == (0, 1)
+    assert (backend.batch_has(keys, deadline=soon()), new_errors()) == ([False] * 3, 1)
+    frames = empty_frames(CODEC, 3)
+    assert (backend.batch_get(keys, frames, deadline=soon()), new_errors()) == ([GET_ERROR] * 3, per_page)
+    frames = full_frames(CODEC, keys)
+    outcomes = backend.batch_set(keys, frames, parent=None, deadline=soon())
+    assert (outcomes, new_errors()) == ([SET_ERROR] * 3, per_page)
+    assert (backend.delete(keys, deadline=soon()), new_errors()) == (0, 1)
+    assert (backend.clear(deadline=soon()), new_errors()) == (0, 1)
+    found = backend.statistics()
+    assert (found.gets[GET_ERROR], found.sets[SET_ERROR]) == (3, 3)
+    assert backend.usage().pages == 0
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -18,6 +18,7 @@ from typing import cast
 import numpy as np
 import torch.distributed as dist
 
+from hicache.config import RanksConfig
 from hicache.controller.ranks import RankGroup, Reducer, TorchRankGroup
 from hicache.errors import RankError
 from tests.cache.random_engine import STEPS, RandomEngine, small_world
@@ -60,7 +61,7 @@ def steps(engine: RandomEngine) -> Iterator[None]:
 def run_engine(task: Task, seed: int, backend: UnreliableBackend, timeout_s: float, outcome: Outcome) -> None:
     """One engine over `backend`. Ranks have pools of different sizes and use what the smallest has."""
     # The group of an engine ends with it.
-    ranks: RankGroup = TorchRankGroup(cast(Reducer, dist.group.WORLD), deadline_s=task.deadline_s)
+    ranks: RankGroup = TorchRankGroup(cast(Reducer, dist.group.WORLD), RanksConfig(deadline=task.deadline_s))
     device_pages, host_pages = ranks.agree(np.array([24 + 2 * task.rank, 44 - task.rank], dtype=np.int64)).tolist()
     world = small_world(
         backend, device_pages=device_pages, host_pages=host_pages, timeout_s=timeout_s,

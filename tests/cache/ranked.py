@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.memory import MemoryBackend
 from hicache.cache import RequestKV
+from hicache.frame import PageBuffer
 from hicache.radix import Node
 from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
@@ -57,21 +58,21 @@ class UnreliableBackend(MemoryBackend):
         return self._numbers.randint(0, found) if self._happens(self.misses) else found
 
     def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
     ) -> list[GetOutcome]:  # fmt: skip
         self._delay()
         if self._happens(self.misses):
             self.delete([self._numbers.choice(list(keys))], deadline=deadline)
-        return super().batch_get(keys, frames, deadline=deadline)
+        return super().batch_get(keys, pages, deadline=deadline)
 
     def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:  # fmt: skip
         self._delay()
         self.set_pages += len(keys)
         if self._happens(self.failures):
             return [SetOutcome.ERROR] * len(keys)
-        return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+        return super().batch_set(keys, pages, parent=parent, deadline=deadline)
 
 
 class UnevenCopies(CpuCopyEngine):

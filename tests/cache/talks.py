@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from hicache.cache import HiRadixCache, RequestKV, SessionCache
+from hicache.config import SessionsConfig
 from hicache.keys import BIGRAM_BYTES, RadixKey
 from tests.cache.world import GEOMETRY, World
 
@@ -57,7 +58,7 @@ class Talks:
         self.world = world or World()
         self.bigram = self.world.cache.tree.position_bytes == BIGRAM_BYTES
         self.clock = Clock()
-        self.cache = make(self.world.cache, ttl_s=60.0, sessions_max=sessions_max, clock=self.clock)
+        self.cache = make(self.world.cache, SessionsConfig(ttl=60.0, sessions_max=sessions_max), clock=self.clock)
         self.wrong_tokens = self.compared_tokens = self._requests = 0
 
     @property

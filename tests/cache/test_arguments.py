@@ -204,7 +204,7 @@ def test_a_quota_of_pages_to_load_may_be_any_integer() -> None:
 def test_a_session_cache_refuses_a_time_beyond_the_range_of_float() -> None:
     side = Side("tiered")
     with pytest.raises(InvalidInput, match="ttl_s"):
-        SessionCache(side.tiered, ttl_s=10**400)
+        SessionCache(side.tiered).open_session("s", ttl_s=10**400)
     side.close()
 
 

@@ -12,7 +12,7 @@ from hicache.backends.base import SetOutcome, StorageBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.cache import RequestKV
 from hicache.errors import BackendError, InvalidInput
-from hicache.frame import FrameCodec
+from hicache.frame import FrameCodec, PageBuffer
 from hicache.keys import RadixKey
 from tests.cache.world import GEOMETRY, NAMESPACE, LastingBackend, World, prompt
 
@@ -92,11 +92,11 @@ def test_a_store_under_way_does_not_reach_the_new_epoch() -> None:
         entered = threading.Event()
 
         def batch_set(
-            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
         ) -> list[SetOutcome]:
             self.entered.set()
             assert self.gate.wait(20)
-            return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+            return super().batch_set(keys, pages, parent=parent, deadline=deadline)
 
     stores = Stores(Held)
     world = world_of(stores)

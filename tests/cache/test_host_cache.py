@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import GetOutcome
+from hicache.backends.guard import Direction
 from hicache.cache import CacheOptions, HostCache, HostLoad, HostMatch, Payoff, PayoffOptions, create_host_cache
 from hicache.cache.statistics import NO_TIER
 from hicache.config import HiCacheConfig
@@ -458,7 +459,7 @@ def test_what_storage_could_not_take_is_stored_when_a_request_finds_it() -> None
     world.settle()
     assert store.usage().pages == 0
     world.cache.storage.attach()
-    world.until(lambda: world.controller.backend is store and world.controller.may_store)
+    world.until(lambda: world.controller.backend is store and world.controller.gate.may(Direction.WRITE))
     world.cache.lookup("b", KEY)
     world.settle()
     assert store.usage().pages == 4

@@ -20,6 +20,8 @@ from tests.cache.world import WAIT_S, World, prompt
 from tests.ranks import gloo_ranks
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.long
+
 PAGE_SIZE = 4
 # Layers of each stage: the pages of the first have almost twice the bytes of those of the second.
 STAGE_LAYERS = (9, 5)

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.guard import Direction
 from hicache.backends.memory import MemoryBackend
 from hicache.cache import CacheOptions
 from hicache.controller import ControllerOptions
+from hicache.frame import PageBuffer
 from hicache.keys import RadixKey, page_keys
 from tests.cache.world import GEOMETRY, LastingBackend, World, codec, memory_backend, prompt
 
@@ -31,14 +33,14 @@ class TroubledBackend(LastingBackend):
         self.calls = 0
         self.hold_from_call = 0
 
-    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
         self.calls += 1
         if self.calls > self.hold_from_call:
             self.entered.set()
             self.gate.wait(30)
         if self.trouble is not None:
             raise self.trouble
-        return super().batch_get(keys, frames, deadline=deadline)
+        return super().batch_get(keys, pages, deadline=deadline)
 
 
 def stored(backend: MemoryBackend) -> None:
@@ -95,10 +97,10 @@ def test_a_hole_in_the_chain_ends_the_hit_there() -> None:
 def test_a_page_that_vanishes_between_lookup_and_read_ends_the_hit_there() -> None:
     class Vanishing(LastingBackend):
         def batch_get(
-            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
         ) -> list[GetOutcome]:
             self.delete([page_keys(KEY.tokens, GEOMETRY.page_size)[3]], deadline=deadline)
-            return super().batch_get(keys, frames, deadline=deadline)
+            return super().batch_get(keys, pages, deadline=deadline)
 
     backend = Vanishing(codec())
     stored(backend)
@@ -118,7 +120,7 @@ def test_an_exception_in_a_backend_is_a_miss_and_the_worker_lives_on() -> None:
     world.cache.evict(100)
     while len(freed := world.cache.tree.evict_host(100)):
         world.host.free(freed)
-    world.until(lambda: world.controller.may_prefetch)
+    world.until(lambda: world.controller.gate.may(Direction.READ))
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
     statistics = world.controller.statistics()
     assert statistics.worker_errors == {"io:RuntimeError": 1}
@@ -139,7 +141,7 @@ def test_a_worker_that_dies_is_a_miss_and_is_replaced() -> None:
     world.cache.evict(100)
     while len(freed := world.cache.tree.evict_host(100)):
         world.host.free(freed)
-    world.until(lambda: world.controller.may_prefetch)
+    world.until(lambda: world.controller.gate.may(Direction.READ))
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
     world.close()
 
@@ -222,11 +224,11 @@ def test_a_store_that_fails_is_tried_again_by_a_request_after_a_pause() -> None:
         refuse = True
 
         def batch_set(
-            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
         ) -> list[SetOutcome]:
             if self.refuse:
                 return [SetOutcome.REJECTED] * len(keys)
-            return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+            return super().batch_set(keys, pages, parent=parent, deadline=deadline)
 
     backend = Refusing(codec())
     world = World(backend=backend)
@@ -254,12 +256,12 @@ def test_a_tail_is_never_stored_before_its_head() -> None:
         fail_next = True
 
         def batch_set(
-            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
         ) -> list[SetOutcome]:
             if self.fail_next:
                 self.fail_next = False
                 return [SetOutcome.ERROR] * len(keys)
-            outcomes = super().batch_set(keys, frames, parent=parent, deadline=deadline)
+            outcomes = super().batch_set(keys, pages, parent=parent, deadline=deadline)
             assert parent is None or self.batch_exists([parent], deadline=deadline) == 1, "its head is not stored"
             return outcomes
 
@@ -290,12 +292,12 @@ def test_a_chain_whose_head_another_engine_stored_is_continued() -> None:
         fail_next = True
 
         def batch_set(
-            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
         ) -> list[SetOutcome]:
             if self.fail_next:
                 self.fail_next = False
                 return [SetOutcome.ERROR] * len(keys)
-            return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+            return super().batch_set(keys, pages, parent=parent, deadline=deadline)
 
     backend = FailingOnce(codec())
     world = World(backend=backend)
@@ -308,7 +310,7 @@ def test_a_chain_whose_head_another_engine_stored_is_continued() -> None:
     while len(freed := world.cache.tree.evict_host(100)):
         world.host.free(freed)
     assert world.serve("c", prompt(1, 2, 3)).storage_hit_tokens == 8
-    world.until(lambda: world.controller.may_store)
+    world.until(lambda: world.controller.gate.may(Direction.WRITE))
     world.serve("d", prompt(1, 2, 3))
     world.settle()
     assert backend.batch_exists(page_keys(prompt(1, 2, 3).tokens, 4), deadline=time.monotonic() + 10) == 3
@@ -332,7 +334,7 @@ def test_a_backend_that_answers_nonsense_to_a_lookup_is_a_miss(nonsense: object)
 def test_a_backend_that_claims_hits_it_did_not_read_is_not_believed(nonsense: object) -> None:
     class Liar(LastingBackend):
         def batch_get(
-            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
         ) -> list[GetOutcome]:
             return nonsense  # type: ignore[return-value]
 
@@ -350,7 +352,7 @@ def test_a_backend_that_claims_hits_it_did_not_read_is_not_believed(nonsense: ob
 def test_a_backend_that_answers_nonsense_to_a_store_is_a_failed_store(nonsense: object) -> None:
     class Liar(LastingBackend):
         def batch_set(
-            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
         ) -> list[SetOutcome]:
             return nonsense  # type: ignore[return-value]
 
@@ -381,10 +383,10 @@ def test_a_full_backup_queue_drops_the_newest_store() -> None:
         gate = threading.Event()
 
         def batch_set(
-            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
         ) -> list[SetOutcome]:
             self.gate.wait(30)
-            return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+            return super().batch_set(keys, pages, parent=parent, deadline=deadline)
 
     backend = Slow(codec())
     world = World(backend=backend, controller_options=ControllerOptions(store_host_share=2 / 32))

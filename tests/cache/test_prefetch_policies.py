@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hicache.backends.base import GetOutcome
 from hicache.cache import CacheOptions
+from hicache.frame import PageBuffer
 from tests.cache.world import LastingBackend, ShiftedClock, World, codec, prompt
 
 KEY = prompt(*range(1, 9))
@@ -26,10 +27,10 @@ class Gated(LastingBackend):
         self.lookups += 1
         return super().batch_exists(keys, deadline=deadline)
 
-    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
         assert self.gate.wait(30)
         self.pages_read += len(keys)
-        return super().batch_get(keys, frames, deadline=deadline + 100)
+        return super().batch_get(keys, pages, deadline=deadline + 100)
 
 
 def stored() -> Gated:

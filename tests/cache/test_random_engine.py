@@ -15,7 +15,7 @@ from tests.cache.random_engine import RandomEngine, small_world
 from tests.cache.world import World, codec, memory_backend, prompt
 from tests.seeds import rng, seeds
 
-pytestmark = pytest.mark.usefixtures("threads_switch_often")
+pytestmark = [pytest.mark.usefixtures("threads_switch_often"), pytest.mark.long]
 
 # 20 seeds of these make the 100,000 pages that a change has to be served right; SOAK_FACTOR=100 makes ten million.
 PAGES_PER_SEED = 5_000

@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from hicache.backends.base import StorageBackend
+from hicache.backends.guard import Direction
 from hicache.cache import CacheOptions, HostCache, HostLoad, HostMatch, HostWrite, PayoffOptions
 from hicache.controller import ControllerOptions
 from hicache.keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey
 from tests.cache.host_world import PAGE_TOKENS, HostWorld, memory_backend, prompt
 from tests.seeds import rng, seeds
+
+pytestmark = pytest.mark.long
 
 STEPS = 500
 RIDS = [f"r{n}" for n in range(6)]
@@ -273,7 +276,7 @@ class RandomHost:
     def prefetch(self) -> None:
         rid, (key, _) = self.random.choice(RIDS), self.prompt()
         if self.cache.storage.attached and self.random.random() < 0.7:
-            self.world.until(lambda: self.world.controller.may_prefetch)  # it may be opening
+            self.world.until(lambda: self.world.controller.gate.may(Direction.READ))  # it may be opening
         self.cache.prefetch(rid, key)
         if self.random.random() < 0.5:
             self.world.until(lambda: self.cache.check_prefetch(rid))

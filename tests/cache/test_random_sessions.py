@@ -18,6 +18,8 @@ from tests.cache.talks import PAGE, Talk, Talks
 from tests.cache.world import World, codec, memory_backend
 from tests.seeds import rng, seeds
 
+pytestmark = pytest.mark.long
+
 STEPS = 400
 STORE_BYTES = 100 * codec().frame_bytes
 SESSIONS = ["a", "b", "c", "d"]

@@ -15,6 +15,8 @@ import pytest
 
 from tests.cache._rank_child import Outcome, Task
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 100.0
 DEADLINE_S = 3.0

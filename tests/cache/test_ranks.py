@@ -18,7 +18,7 @@ from tests.ranks import Exchange
 from tests.seeds import rng, seeds
 
 # So that ends fall at every point of a step.
-pytestmark = pytest.mark.usefixtures("threads_switch_often")
+pytestmark = [pytest.mark.usefixtures("threads_switch_often"), pytest.mark.long]
 
 
 def policies(seed: int) -> dict[str, str]:

@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend, leaves
-from hicache.backends.compose import LevelsBackend, LevelsOptions, Part
+from hicache.backends.compose import LevelsBackend, Part
 from hicache.backends.compose.late import LatePart
-from hicache.backends.guard import GuardedBackend, GuardOptions
+from hicache.backends.guard import GuardedBackend
 from hicache.backends.limit import LimitedBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.mooncake import RegisteringMooncakeBackend
 from hicache.backends.testing import soon
+from hicache.config.composed_storage import CopyOptions
+from hicache.config.guard import GuardConfig
 from hicache.devservers import MooncakeMaster
 from hicache.errors import BackendError, BackendUnavailable
+from hicache.frame import PageBuffer
 from tests.backends._mooncake import open_backend
 from tests.cache.world import LastingBackend, World, codec, prompt
 from tests.waiting import wait_for
@@ -47,16 +50,16 @@ class Registering(LastingBackend):
         return super().batch_exists(keys, deadline=deadline)
 
     def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
     ) -> list[GetOutcome]:
         self.unregistered_calls += not self.registered
-        return super().batch_get(keys, frames, deadline=deadline)
+        return super().batch_get(keys, pages, deadline=deadline)
 
     def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         self.unregistered_calls += not self.registered
-        return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+        return super().batch_set(keys, pages, parent=parent, deadline=deadline)
 
     def close(self) -> None:
         self.closes += 1
@@ -131,7 +134,7 @@ def behind_a_limit(store: StorageBackend) -> StorageBackend:
         lambda store: LevelsBackend(
             store.codec,
             [Part("top", MemoryBackend(store.codec)), Part("low", GuardedBackend(store))],
-            LevelsOptions(),
+            CopyOptions(),
         ),
         lambda store: LatePart(store.codec, "late", lambda: store),
     ],
@@ -195,7 +198,7 @@ def test_a_store_that_cannot_register_is_used_all_the_same_and_the_guard_counts_
     refusal: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Registering(refusal=refusal)
-    guard = GuardedBackend(store, GuardOptions(), name="fast")
+    guard = GuardedBackend(store, GuardConfig(), name="fast")
     world = World(backend=guard)
     assert store_and_load(world) > 0
     kind = "registration" if isinstance(refusal, BackendError) else "KeyError"
@@ -230,7 +233,7 @@ def master() -> Iterator[MooncakeMaster]:
 
 def exhausted(master: MooncakeMaster, epoch: int) -> RegisteringMooncakeBackend:
     """A backend without staging memory to spare: frames go as they lie, or not at all."""
-    backend = open_backend(master, codec(epoch), staging_bytes=codec(epoch).frame_bytes)
+    backend = open_backend(master, codec(epoch), staging=codec(epoch).frame_bytes)
     assert isinstance(backend, RegisteringMooncakeBackend)
     assert len(backend._links.current.staging.take(1, 0.0)) == 1
     return backend
@@ -245,7 +248,7 @@ def release(backend: StorageBackend | None) -> None:
 
 def test_mooncake_moves_the_pages_of_the_host_pool_as_they_lie(master: MooncakeMaster) -> None:
     def open_storage(epoch: int) -> StorageBackend:
-        return GuardedBackend(exhausted(master, epoch), GuardOptions(read="on", write="on"))
+        return GuardedBackend(exhausted(master, epoch), GuardConfig(read="on", write="on"))
 
     world = World(backend=open_storage(0), open_storage=open_storage)
     assert store_and_load(world) > 0

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.cache import Candidate, Order, ScheduleOptions, longest_prefix_first
-from hicache.errors import InvalidInput
+from hicache.cache import Candidate, Order, longest_prefix_first
+from hicache.config import ScheduleConfig
+from hicache.errors import ConfigError
 from hicache.keys import RadixKey
 from tests.cache.world import GEOMETRY, World, prompt
 from tests.seeds import rng, seeds
 
 PAGE = GEOMETRY.page_size
-DEFER = ScheduleOptions(defer_tokens=2 * PAGE)
+DEFER = ScheduleConfig(defer_tokens=2 * PAGE)
 
 
 class Queue:
@@ -27,7 +28,7 @@ class Queue:
         return self.cached.get(key, (0, 0))
 
     def order(
-        self, options: ScheduleOptions = DEFER, *, now_s: float = 4.0, computing: tuple[RadixKey, ...] = ()
+        self, options: ScheduleConfig = DEFER, *, now_s: float = 4.0, computing: tuple[RadixKey, ...] = ()
     ) -> Order[str]:
         return longest_prefix_first(
             self.waiting, self.measure, page_size=PAGE, now_s=now_s, computing=computing, options=options
@@ -66,9 +67,9 @@ def test_bigrams_are_compared_as_pairs_behind_what_is_cached() -> None:
     keys = [RadixKey.of(tokens, bigram=True) for tokens in prompts]
     cached = {key: (1, 0) for key in keys}
     # The twelfth pair behind the cached page is (2, 2), (2, 3) and (2, 2).
-    assert Queue(*keys, cached=cached).order(ScheduleOptions(defer_tokens=12)) == Order(["a", "b"], ["c"])
-    assert Queue(*keys, cached=cached).order(ScheduleOptions(defer_tokens=11)) == Order(["a"], ["b", "c"])
-    assert Queue(*keys, cached=cached).order(ScheduleOptions(defer_tokens=13)) == Order(["a", "b", "c"], [])
+    assert Queue(*keys, cached=cached).order(ScheduleConfig(defer_tokens=12)) == Order(["a", "b"], ["c"])
+    assert Queue(*keys, cached=cached).order(ScheduleConfig(defer_tokens=11)) == Order(["a"], ["b", "c"])
+    assert Queue(*keys, cached=cached).order(ScheduleConfig(defer_tokens=13)) == Order(["a", "b", "c"], [])
 
 
 def test_once_the_prefix_is_cached_all_begin() -> None:
@@ -94,7 +95,7 @@ def test_new_tokens_behind_different_cached_lengths_are_not_the_same_prefix() ->
 def test_a_request_that_has_waited_long_enough_is_overtaken_no_more() -> None:
     cached = {prompt(3): (1, 0)}
     queue = Queue(prompt(1, 2, 8), prompt(1, 2, 9), prompt(3), cached=cached)
-    options = ScheduleOptions(defer_tokens=2 * PAGE, age_max_s=5.0)
+    options = ScheduleConfig(defer_tokens=2 * PAGE, age_max=5.0)
     assert queue.order(options, now_s=4.9) == Order(["c", "a"], ["b"])
     assert queue.order(options, now_s=5.0) == Order(["a", "c"], ["b"])
     assert queue.order(options, now_s=6.0) == Order(["a", "b", "c"], [])
@@ -102,9 +103,9 @@ def test_a_request_that_has_waited_long_enough_is_overtaken_no_more() -> None:
 
 def test_a_long_queue_is_served_by_arrival_and_not_measured() -> None:
     queue = Queue(prompt(1, 2, 3), prompt(1, 2, 3), prompt(4), cached={prompt(4): (1, 0)})
-    assert queue.order(ScheduleOptions(queue_max=2)) == Order(["a", "b", "c"], [])
+    assert queue.order(ScheduleConfig(queue_max=2)) == Order(["a", "b", "c"], [])
     assert queue.measured == []
-    assert queue.order(ScheduleOptions(queue_max=3)).now[0] == "c"
+    assert queue.order(ScheduleConfig(queue_max=3)).now[0] == "c"
 
 
 def test_each_request_is_measured_once() -> None:
@@ -113,10 +114,10 @@ def test_each_request_is_measured_once() -> None:
     assert len(queue.measured) == 3
 
 
-@pytest.mark.parametrize("options", [{"queue_max": -1}, {"age_max_s": -1.0}, {"defer_tokens": 0}])
+@pytest.mark.parametrize("options", [{"queue_max": -1}, {"age_max": -1.0}, {"defer_tokens": 0}])
 def test_bounds_that_make_no_sense_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(InvalidInput, match="schedule"):
-        ScheduleOptions(**options)
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        ScheduleConfig(**options)
 
 
 def test_looking_changes_nothing_in_the_cache() -> None:
@@ -137,7 +138,7 @@ def test_looking_changes_nothing_in_the_cache() -> None:
 @pytest.mark.parametrize("seed", seeds(20))
 def test_everybody_begins_within_the_age_bound_whatever_arrives(seed: int) -> None:
     """A server that begins one request a second, while longer prefixes keep arriving."""
-    random, options = rng(seed), ScheduleOptions(age_max_s=10.0, defer_tokens=PAGE)
+    random, options = rng(seed), ScheduleConfig(age_max=10.0, defer_tokens=PAGE)
     waiting: list[Candidate[float]] = []
     cached: dict[RadixKey, tuple[int, int]] = {}
     overtaken_s = 0.0
@@ -152,4 +153,4 @@ def test_everybody_begins_within_the_age_bound_whatever_arrives(seed: int) -> No
         for item in order.now[:1]:
             waiting = [candidate for candidate in waiting if candidate.item != item]
             overtaken_s = max([overtaken_s, *(now_s - other.item for other in waiting if other.item < item)])
-    assert overtaken_s < options.age_max_s
+    assert overtaken_s < options.age_max

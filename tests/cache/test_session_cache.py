@@ -359,8 +359,6 @@ def test_what_cannot_be_opened_is_refused() -> None:
         talks.cache.open_session("s")
     with pytest.raises(InvalidInput, match="above 0"):
         talks.cache.open_session("t", ttl_s=0)
-    with pytest.raises(InvalidInput, match="sessions_max"):
-        SessionCache(talks.inner, sessions_max=0)
     talks.cache.open_session("t")
     with pytest.raises(CapacityError, match="2 are open"):
         talks.cache.open_session("u")

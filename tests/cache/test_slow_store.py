@@ -10,6 +10,7 @@ from hicache.cache import HiRadixCache
 from hicache.cache.factory import controller_options
 from hicache.config import HiCacheConfig
 from hicache.controller import ControllerOptions, RankGroup
+from hicache.frame import PageBuffer
 from hicache.keys import RadixKey
 from tests.cache.host_world import HostWorld
 from tests.cache.world import LastingBackend, World, codec, prompt
@@ -28,13 +29,13 @@ class Gated(LastingBackend):
         self.gate, self.entered = threading.Event(), threading.Event()
 
     def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         self.entered.set()
         assert self.gate.wait(30)
-        return super().batch_set(keys, frames, parent=parent, deadline=deadline + 100)
+        return super().batch_set(keys, pages, parent=parent, deadline=deadline + 100)
 
-    def has(self, key: RadixKey) -> int:
+    def holds(self, key: RadixKey) -> int:
         """How many leading pages are stored."""
         return self.batch_exists(key.page_keys(4, b"", 0, key.pages(4)), deadline=1e12)
 
@@ -80,10 +81,10 @@ def test_the_newest_store_that_waits_gives_way_to_a_backup() -> None:
     assert world.serve("again", pair(2)).host_hit_tokens == 8
     backend.gate.set()
     world.settle()
-    assert [backend.has(pair(number)) for number in range(1, 8)] == [2, 2, 2, 2, 2, 0, 2]
+    assert [backend.holds(pair(number)) for number in range(1, 8)] == [2, 2, 2, 2, 2, 0, 2]
     compute(world, pair(6))
     world.settle()
-    assert backend.has(pair(6)) == 2
+    assert backend.holds(pair(6)) == 2
     world.close()
 
 
@@ -99,10 +100,10 @@ def test_a_page_whose_store_gave_way_is_stored_when_it_is_used_again() -> None:
     assert skipped(world)["store_gave_way"] == 1
     backend.gate.set()
     world.settle()
-    assert backend.has(prompt(2, 3)) == 0
+    assert backend.holds(prompt(2, 3)) == 0
     assert world.serve("again", prompt(2, 3)).host_hit_tokens == 8
     world.settle()
-    assert backend.has(prompt(2, 3)) == 2
+    assert backend.holds(prompt(2, 3)) == 2
     world.close()
 
 
@@ -120,7 +121,7 @@ def test_a_store_gives_way_after_all_that_continue_its_chain() -> None:
     assert on_l2(world.cache, prompt(2, 3, 4, 5, 6, 7)) == 2
     backend.gate.set()
     world.settle()
-    assert backend.has(prompt(2, 3, 4, 5, 6, 7)) == 2
+    assert backend.holds(prompt(2, 3, 4, 5, 6, 7)) == 2
     assert backend.usage().pages == 10
     world.close()
 
@@ -163,7 +164,7 @@ def test_a_store_of_a_run_that_stays_on_l2_does_not_give_way() -> None:
     assert [on_l2(world.cache, pair(number)) for number in (5, 6, 7)] == [0, 2, 2]
     backend.gate.set()
     world.settle()
-    assert [backend.has(pair(number)) for number in (5, 6, 7)] == [0, 2, 2]
+    assert [backend.holds(pair(number)) for number in (5, 6, 7)] == [0, 2, 2]
     pin.release()
     world.close()
 
@@ -182,7 +183,7 @@ def test_no_store_gives_way_where_that_makes_too_little_room() -> None:
     assert "store_gave_way" not in skipped(world)
     backend.gate.set()
     world.settle()
-    assert [backend.has(pair(number)) for number in range(1, 7)] == [2] * 6
+    assert [backend.holds(pair(number)) for number in range(1, 7)] == [2] * 6
     world.close()
 
 

@@ -11,12 +11,13 @@ import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
 from hicache.backends.faults import FaultyBackend
-from hicache.backends.guard import Direction, GuardedBackend, GuardOptions, Override
+from hicache.backends.guard import Direction, GuardedBackend, Override
 from hicache.backends.memory import MemoryBackend
 from hicache.cache import RequestKV
-from hicache.cache.pause import PAUSE_S_MAX
+from hicache.config.guard import GuardConfig
+from hicache.controller.gate import BACKOFF_S_MAX
 from hicache.errors import BackendError, InvalidInput
-from hicache.frame import FrameCodec
+from hicache.frame import FrameCodec, PageBuffer
 from hicache.keys import RadixKey
 from tests.cache.world import GEOMETRY, NAMESPACE, LastingBackend, World, codec, prompt
 from tests.ranks import Exchange
@@ -29,9 +30,9 @@ READ, WRITE = Direction.READ, Direction.WRITE
 class Server:
     """Stores of all epochs that outlive the engines; each opening is behind a guard of its own."""
 
-    def __init__(self, kind: type[MemoryBackend] = LastingBackend, options: GuardOptions | None = None) -> None:
+    def __init__(self, kind: type[MemoryBackend] = LastingBackend, options: GuardConfig | None = None) -> None:
         self._kind = kind
-        self._options = options or GuardOptions(backoff_min_s=0.02, backoff_max_s=0.05, retry_share=0.0)
+        self._options = options or GuardConfig(backoff_min=0.02, backoff_max=0.05, retry_share=0.0)
         self.by_epoch: dict[int, MemoryBackend] = {}
         self.faults: list[FaultyBackend] = []
         self.guards: list[GuardedBackend] = []
@@ -274,15 +275,15 @@ class Held(LastingBackend):
         self.entered.set()
         assert self.gate.wait(20)
 
-    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
         self._wait()
-        return super().batch_get(keys, frames, deadline=deadline)
+        return super().batch_get(keys, pages, deadline=deadline)
 
     def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         self._wait()
-        return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+        return super().batch_set(keys, pages, parent=parent, deadline=deadline)
 
 
 def held(server: Server) -> Held:
@@ -371,7 +372,7 @@ def test_a_switch_at_any_stage_leaves_the_books_right(stage: Callable[[World, Re
 
 
 def test_while_the_breaker_is_open_nothing_is_submitted_and_it_heals_by_itself() -> None:
-    server = Server(options=GuardOptions(backoff_min_s=0.1, backoff_max_s=0.2, retry_share=0.0))
+    server = Server(options=GuardConfig(backoff_min=0.1, backoff_max=0.2, retry_share=0.0))
     world = world_of(server)
     world.serve("a", KEY)
     forget_l1_and_l2(world)
@@ -387,13 +388,13 @@ def test_while_the_breaker_is_open_nothing_is_submitted_and_it_heals_by_itself()
     assert world.controller._submitted["prefetches"] == submitted
     assert world.cache.statistics().skipped["prefetch_paused"] > 0
     server.faults[0].fail(False)
-    world.until(lambda: world.controller.may_prefetch)
+    world.until(lambda: world.controller.gate.may(READ))
     assert hits_from_storage(world, "d") == 12
     world.close()
 
 
-def test_the_pause_of_the_scheduler_is_short_since_the_breaker_does_the_long_waiting() -> None:
-    assert PAUSE_S_MAX <= 1.0
+def test_the_backoff_of_the_scheduler_is_short_since_the_breaker_does_the_long_waiting() -> None:
+    assert BACKOFF_S_MAX <= 1.0
 
 
 def test_the_operator_switches_writing_off_and_on() -> None:
@@ -403,7 +404,7 @@ def test_the_operator_switches_writing_off_and_on() -> None:
     world.step()
     world.serve("a", KEY)
     world.settle()
-    assert server.pages() == 0 and not world.controller.may_store and world.controller.may_prefetch
+    assert server.pages() == 0 and not world.controller.gate.may(WRITE) and world.controller.gate.may(READ)
     assert world.cache.statistics().skipped["store_paused"] > 0
     world.cache.storage.override(WRITE, Override.AUTO)
     world.step()
@@ -420,7 +421,7 @@ def test_what_the_operator_has_switched_off_stays_off_under_new_weights() -> Non
     world.cache.update_weights(1)
     until_open(world)
     assert server.guards[-1].guard_statistics().breakers[READ].override is Override.OFF
-    assert not world.controller.may_prefetch
+    assert not world.controller.gate.may(READ)
     world.close()
 
 
@@ -436,7 +437,7 @@ def test_a_part_that_is_opened_later_hears_of_what_was_switched_off() -> None:
     world.cache.storage.override(WRITE, Override.OFF)
     growing.parts = (*growing.parts, server.open(0))
     wait_for(lambda: not server.guards[1].may_pass(WRITE), world.step)
-    assert not world.controller.may_store
+    assert not world.controller.gate.may(WRITE)
     world.cache.storage.override(WRITE, Override.AUTO)
     assert all(guard.may_pass(WRITE) for guard in server.guards)
     world.close()
@@ -471,20 +472,20 @@ def test_one_rank_whose_breaker_is_open_keeps_all_from_asking() -> None:
 
     for _ in range(3):
         step()
-    assert [world.controller.may_prefetch for world in worlds] == [True, True]
+    assert [world.controller.gate.may(READ) for world in worlds] == [True, True]
     servers[1].guards[0].override(READ, Override.OFF)
     for _ in range(2):
         step()
-    assert [world.controller.may_prefetch for world in worlds] == [False, False]
-    assert [world.controller.may_store for world in worlds] == [True, True]
+    assert [world.controller.gate.may(READ) for world in worlds] == [False, False]
+    assert [world.controller.gate.may(WRITE) for world in worlds] == [True, True]
     servers[1].guards[0].override(READ, Override.AUTO)
     for world in worlds:
         world.cache.storage.attach()
-    wait_for(lambda: all(world.controller.may_prefetch for world in worlds), step)
+    wait_for(lambda: all(world.controller.gate.may(READ) for world in worlds), step)
     for world in worlds:
         world.cache.storage.detach()
     step()
-    assert [world.controller.may_store for world in worlds] == [False, False]
+    assert [world.controller.gate.may(WRITE) for world in worlds] == [False, False]
     for world in worlds:
         assert world.cache.close()
 

@@ -17,6 +17,8 @@ from click.testing import CliRunner
 from hicache.cli.main import main
 from tests.seeds import rng, seeds
 
+pytestmark = pytest.mark.long
+
 VALUES = [
     "", " ", "0", "-1", "1", "nan", "inf", "-inf", "9" * 30, "9" * 5000, "1" + "0" * 50, "1.5", "0x10", "\u0664",
     "x" * 300, "x" * 100_000, "a\nb", "\x1b[31mx", "\udcff\udcfe", "\ud800", "é" * 50, "a\0b", "/dev/null", "/dev/zero",

@@ -7,12 +7,15 @@ import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache.cli.demo import DEMO_CONFIG
 from hicache.cli.demo_report import differences
 from hicache.cli.demo_run import Answer
 from tests.cli.processes import DEMO_TIMEOUT_S, demo_timeout, finish, hicache, start
+
+pytestmark = pytest.mark.long
 
 DEMO = ("demo", "--max-new-tokens", "8")
 

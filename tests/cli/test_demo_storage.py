@@ -15,14 +15,14 @@ from hicache.errors import ConfigError
 from tests.cli.processes import DEMO_TIMEOUT_S, demo_timeout, finish, hicache, start
 from tests.waiting import wait_for
 
+pytestmark = [pytest.mark.servers, pytest.mark.long]
+
 
 @demo_timeout
 @pytest.mark.parametrize("storage", ["valkey", "mooncake", "file+s3"])
 def test_a_demo_on_real_servers_has_equal_tokens_and_leaves_nothing(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+    repository: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.chdir(tmp_path)
     code, output = hicache(repository, "demo", "--max-new-tokens", "2", "--storage", storage, timeout_s=DEMO_TIMEOUT_S)
@@ -33,15 +33,15 @@ def test_a_demo_on_real_servers_has_equal_tokens_and_leaves_nothing(
 
 
 def test_a_demo_that_is_terminated_takes_its_server_along(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(scratch))
     process = start(repository, "demo", "--storage", "valkey")
-    wait_for(lambda: any(tmp_path.glob("hicache-dev-*/socket")) and any(tmp_path.glob("hicache-demo-*/demo.yaml")))
+    wait_for(lambda: any(scratch.glob("hicache-dev-*/socket")) and any(scratch.glob("hicache-demo-*/demo.yaml")))
     process.terminate()
     code, output = finish(process)
     assert code == 130, output
-    assert list(tmp_path.iterdir()) == []
+    assert list(scratch.iterdir()) == []
 
 
 def section(path: Path) -> dict[str, object]:

@@ -61,40 +61,39 @@ def ended(process: subprocess.Popen[str], by: signal.Signals) -> tuple[int, str]
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_server_runs_until_it_is_interrupted_and_leaves_nothing(
-    repository: Path, tmp_path: Path, by: signal.Signals
+    repository: Path, scratch: Path, by: signal.Signals
 ) -> None:
     port = free_ports(1)[0]
-    with running(repository, tmp_path, "valkey", "--port", str(port)) as process:
+    with running(repository, scratch, "valkey", "--port", str(port)) as process:
         told(process)
-        assert len(list(tmp_path.iterdir())) == 1 and not is_free(port)
+        assert len(list(scratch.iterdir())) == 1 and not is_free(port)
         code, output = ended(process, by)
     assert code == 0
     assert yaml.safe_load(output) == {"storage": {"type": "redis", "options": {"url": f"redis://127.0.0.1:{port}"}}}
-    assert list(tmp_path.iterdir()) == [] and is_free(port)
+    assert list(scratch.iterdir()) == [] and is_free(port)
 
 
 @pytest.mark.parametrize("kind", ["redis", "mooncake"])
-def test_each_kind_runs(repository: Path, tmp_path: Path, kind: str) -> None:
-    with running(repository, tmp_path, kind) as process:
+def test_each_kind_runs(repository: Path, scratch: Path, kind: str) -> None:
+    with running(repository, scratch, kind) as process:
         told(process)
         code, output = ended(process, signal.SIGTERM)
-    assert code == 0 and list(tmp_path.iterdir()) == []
+    assert code == 0 and list(scratch.iterdir()) == []
     assert yaml.safe_load(output)["storage"]["type"] == kind
 
 
-def test_credentials_are_told_apart_from_the_section(repository: Path, tmp_path: Path) -> None:
-    with running(repository, tmp_path, "s3") as process:
+def test_credentials_are_told_apart_from_the_section(repository: Path, scratch: Path) -> None:
+    with running(repository, scratch, "s3") as process:
         exports = dict(re.findall(r"^export (\w+)=(\S+)$", told(process), flags=re.MULTILINE))
         code, output = ended(process, signal.SIGINT)
     options: dict[str, Any] = yaml.safe_load(output)["storage"]["options"]
-    assert code == 0 and list(tmp_path.iterdir()) == []
+    assert code == 0 and list(scratch.iterdir()) == []
     assert {options["access_key_env"], options["secret_key_env"]} == set(exports)
     assert not any(value in output for value in exports.values())
 
 
-def test_data_stays_in_the_directory_that_was_given(repository: Path, tmp_path: Path) -> None:
-    data, scratch = tmp_path / "data", tmp_path / "scratch"
-    scratch.mkdir()
+def test_data_stays_in_the_directory_that_was_given(repository: Path, tmp_path: Path, scratch: Path) -> None:
+    data = tmp_path / "data"
     for expected in (None, b"1"):
         port = free_ports(1)[0]
         with running(repository, scratch, "valkey", "--data", str(data), "--port", str(port)) as process:
@@ -112,27 +111,27 @@ def make_client(port: int) -> Any:
     return redis.Redis(port=port)
 
 
-def test_a_server_that_dies_ends_the_command_with_an_error(repository: Path, tmp_path: Path) -> None:
-    with running(repository, tmp_path, "valkey") as process:
+def test_a_server_that_dies_ends_the_command_with_an_error(repository: Path, scratch: Path) -> None:
+    with running(repository, scratch, "valkey") as process:
         told(process)
         pids = [child for task in Path(f"/proc/{process.pid}/task").iterdir() for child in task_children(task)]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2 and "valkey: has ended by itself" in errors
-    assert list(tmp_path.iterdir()) == []
+    assert list(scratch.iterdir()) == []
 
 
 def task_children(task: Path) -> list[int]:
     return [int(child) for child in (task / "children").read_text().split()]
 
 
-def test_interrupted_while_it_starts_it_leaves_nothing(repository: Path, tmp_path: Path) -> None:
-    with running(repository, tmp_path, "s3") as process:
-        wait_for(lambda: any(tmp_path.glob("hicache-dev-*/logs")))
+def test_interrupted_while_it_starts_it_leaves_nothing(repository: Path, scratch: Path) -> None:
+    with running(repository, scratch, "s3") as process:
+        wait_for(lambda: any(scratch.glob("hicache-dev-*/logs")))
         code, output = ended(process, signal.SIGTERM)
     assert (code, output) == (130, "")
-    assert list(tmp_path.iterdir()) == []
+    assert list(scratch.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,8 @@ from hicache.replay.trace import read_trace, write_trace
 from tests.cli.processes import TIMEOUT_S, finish, hicache, start
 from tests.replay.test_report import FIGURES, Page
 from tests.replay.world import rounds
+
+pytestmark = pytest.mark.long
 
 # A few seconds on two cores, with all tiers in use.
 SMALL = ("--device-tokens", "2048", "--host-tokens", "4096", "--running-max", "1", "--waiting-max", "1",
@@ -46,13 +47,14 @@ def test_a_trace_is_replayed_with_all_tiers_and_both_reports(repository: Path, t
     assert Page(html_file.read_text()).captions == FIGURES
 
 
-def test_the_bare_command_replays_a_synthetic_trace_and_leaves_nothing(repository: Path, tmp_path: Path) -> None:
-    before = set(os.listdir(tempfile.gettempdir()))
+def test_the_bare_command_replays_a_synthetic_trace_and_leaves_nothing(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     code, output = hicache(repository, "replay", "--requests", "30", "--seed", "3")
     assert code == 0, output
     assert "30 requests" in output and "0 wrong bytes" in output
-    after = set(os.listdir(tempfile.gettempdir()))
-    assert not {name for name in after - before if name.startswith("hicache-replay")}
+    assert not list(tmp_path.glob("hicache-replay*"))
     assert not (repository / "replay-data").exists()
 
 
@@ -239,7 +241,7 @@ def test_a_replay_without_storage_needs_no_place_for_it(
 
 def test_another_backend_needs_nothing_of_the_default_one(tmp_path: Path) -> None:
     config = settings(settings=("storage.type=memory",)).config(tmp_path, {})
-    assert config.storage is not None and config.storage.backend_options() == {}
+    assert config.storage is not None and config.storage.options == {}
 
 
 def test_sizes_on_the_command_line_are_stronger_than_the_file(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.backends.file import FileBackend
 from hicache.cli.main import main
+from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
 from hicache.keys import page_keys, token_bytes
 
@@ -50,7 +51,7 @@ def make_store(root: Path, *mac_keys: bytes) -> Store:
     codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=mac_keys, weights_epoch=7, label="a model")
     keys = page_keys(token_bytes(range(16 * PAGES)), 16)
     frames = [memoryview(bytearray(codec.frame_bytes)) for _ in keys]
-    options = FileBackendOptions(path=root, capacity_bytes=1 << 30, free_space_floor_bytes=0)
+    options = FileStorageOptions(path=root, capacity=1 << 30, free_space_floor=0)
     backend = FileBackend(codec, options)
     try:
         outcomes = backend.batch_set(keys, frames, parent=None, deadline=time.monotonic() + 30)

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from hicache.backends.file import FileBackend, FileBackendOptions
-from hicache.backends.file.raw import open_raw
+from hicache.backends.file import FileBackend
 from hicache.backends.registry import open_backend
 from hicache.backends.testing import HIT, MISS, STORED, Store, exists, load, make_keys, store_chain
+from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
+from tests.backends._files import open_raw
 from tests.cli.test_storage_command import invoke
 
 PAYLOAD_BYTES = 3000
@@ -41,7 +42,7 @@ class Stores:
         return self.folder / name
 
     def open(self, name: str, namespace: bytes = OLD) -> Store:
-        backend = FileBackend(CODECS[namespace], FileBackendOptions(self.root(name)))
+        backend = FileBackend(CODECS[namespace], FileStorageOptions(path=self.root(name)))
         return Store(backend, lambda key: None, lambda key, data: None)
 
     def fill(self, name: str, namespace: bytes, keys: list[bytes], *, age_s: float = 0.0) -> None:

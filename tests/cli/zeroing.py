@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hicache.backends.base import GetOutcome
-from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.backends.file import FileBackend
+from hicache.config import FileStorageOptions
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
 
 
@@ -14,12 +16,12 @@ class ZeroingBackend(FileBackend):
     """For negative controls: no tag can find this, so only the comparison of tokens can."""
 
     def __init__(self, codec: FrameCodec, path: str) -> None:
-        super().__init__(codec, FileBackendOptions(Path(path), capacity_bytes=1 << 30, free_space_floor_bytes=0))
+        super().__init__(codec, FileStorageOptions(path=Path(path), capacity=1 << 30, free_space_floor=0))
 
-    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[Any], *, deadline: float) -> list[GetOutcome]:
         """Read, then zero every payload and seal it again."""
-        outcomes = super().batch_get(keys, frames, deadline=deadline)
-        for key, frame in zip(keys, frames, strict=True):
+        outcomes = super().batch_get(keys, pages, deadline=deadline)
+        for key, frame in zip(keys, pages, strict=True):
             frame[HEADER_BYTES:] = bytes(len(frame) - HEADER_BYTES)
             unseal(frame)
             self.codec.seal(key, frame)

@@ -10,10 +10,11 @@ from typing import Any, cast
 import pytest
 
 from hicache.backends.base import StorageBackend
-from hicache.controller.lifecycle import BackendLifecycle
-from hicache.controller.storage import StorageJobs
-from hicache.controller.worker import WorkerGroup
+from hicache.controller.gate import StorageGate
+from hicache.controller.lifecycle import REOPEN_S_MIN, BackendLifecycle
+from hicache.controller.storage import IN_SERVICE, StorageJobs
 from hicache.errors import BackendError
+from hicache.supervised import SupervisedPool
 from tests.waiting import WAIT_S, wait_for
 
 
@@ -38,28 +39,29 @@ class Jobs:
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend
         self.in_flight = 0
-
-    def retire(self) -> None:
-        pass
+        self.until = IN_SERVICE
 
 
-def impatient(*arguments: Any, **options: Any) -> WorkerGroup[Any]:
+def impatient(*arguments: Any, **options: Any) -> SupervisedPool[Any]:
     """Workers that count as stuck after 0.1 s."""
-    return WorkerGroup[Any](*arguments, **{**options, "deadline_s": -1.9})
+    return SupervisedPool[Any](*arguments, **{**options, "patience_s": 0.1})
 
 
-def lifecycle(backend: Backend, clock: Callable[[], float] = time.monotonic) -> BackendLifecycle:
-    life = BackendLifecycle(cast("Callable[[StorageBackend], StorageJobs]", Jobs), impatient, clock)
+def lifecycle(
+    backend: Backend, clock: Callable[[], float] = time.monotonic
+) -> tuple[BackendLifecycle, StorageGate]:
+    gate = StorageGate(clock)
+    life = BackendLifecycle(gate, cast("Callable[[StorageBackend], StorageJobs]", Jobs), impatient, clock)
     life.start(cast(StorageBackend, backend))
-    return life
+    return life, gate
 
 
-def opener(backend: Backend, gate: threading.Event | None = None) -> Callable[[], StorageBackend]:
-    """Opens `backend` once `gate` is set."""
+def opener(backend: Backend, go: threading.Event | None = None) -> Callable[[], StorageBackend]:
+    """Opens `backend` once `go` is set."""
 
     def open_backend() -> StorageBackend:
-        if gate is not None:
-            gate.wait(WAIT_S)
+        if go is not None:
+            go.wait(WAIT_S)
         return cast(StorageBackend, backend)
 
     return open_backend
@@ -67,46 +69,46 @@ def opener(backend: Backend, gate: threading.Event | None = None) -> Callable[[]
 
 def test_an_opening_that_hangs_does_not_keep_the_next_from_being_opened() -> None:
     first, hanging, wanted = Backend(), Backend(), Backend()
-    life, gate = lifecycle(first), threading.Event()
-    life.replace(opener(hanging, gate))
+    (life, gate), go = lifecycle(first), threading.Event()
+    life.replace(opener(hanging, go))
     life.replace(opener(wanted))
-    wait_for(lambda: life.jobs is not None, life.advance)
-    assert life.jobs is not None and life.jobs.backend is cast(StorageBackend, wanted)
-    assert life.opened == life.wanted == 3
-    gate.set()
+    wait_for(lambda: gate.storage is not None, life.advance)
+    assert gate.storage is not None and gate.storage.backend is cast(StorageBackend, wanted)
+    assert gate.opened == gate.wanted == 3
+    go.set()
     wait_for(hanging.closed.is_set, life.advance)  # nobody wants it any more
-    assert life.jobs.backend is cast(StorageBackend, wanted) and not wanted.closed.is_set()
+    assert gate.storage.backend is cast(StorageBackend, wanted) and not wanted.closed.is_set()
     assert life.close(WAIT_S, workers_ended=True) and wanted.closed.is_set() and first.closed.is_set()
 
 
 def test_an_earlier_opening_that_fails_late_does_not_delay_the_one_that_is_wanted() -> None:
-    gate = threading.Event()
+    go = threading.Event()
 
     def fails_late() -> StorageBackend:
-        gate.wait(WAIT_S)
+        go.wait(WAIT_S)
         raise OSError("the directory is gone")
 
     def fails() -> StorageBackend:
         raise OSError("not yet")
 
-    life = lifecycle(Backend(), clock=lambda: 0.0)  # time stands still, so nothing is tried twice
+    life, _ = lifecycle(Backend(), clock=lambda: 0.0)  # time stands still, so nothing is tried twice
     life.replace(fails_late)
     life.replace(fails)
     wait_for(lambda: life.open_failures == 1, life.advance)
-    pause = (life._retry_at, life._retry_s)
-    gate.set()
+    assert life._retry_at == REOPEN_S_MIN
+    go.set()
     wait_for(lambda: life.open_failures == 2, life.advance)
-    assert (life._retry_at, life._retry_s) == pause
+    assert life._retry_at == REOPEN_S_MIN
     assert life.close(WAIT_S, workers_ended=True)
 
 
 def test_a_backend_that_fails_to_close_keeps_no_other_from_being_closed(caplog: pytest.LogCaptureFixture) -> None:
     first, second = Backend(BackendError("the server does not answer")), Backend()
-    life = lifecycle(first)
-    assert life.jobs is not None
-    life.jobs.in_flight = 1
+    life, gate = lifecycle(first)
+    assert gate.storage is not None
+    gate.storage.in_flight = 1
     life.replace(opener(second))
-    wait_for(lambda: life.jobs is not None, life.advance)
+    wait_for(lambda: gate.storage is not None, life.advance)
     assert not life.close(WAIT_S, workers_ended=True)
     assert first.closes == second.closes == 1
     assert "the server does not answer" in caplog.text
@@ -114,11 +116,11 @@ def test_a_backend_that_fails_to_close_keeps_no_other_from_being_closed(caplog: 
 
 def test_what_was_closed_with_the_lifecycle_is_not_closed_again() -> None:
     backend, threads = Backend(), threading.active_count()
-    life = lifecycle(backend)
-    assert life.jobs is not None
-    jobs = life.jobs
+    life, gate = lifecycle(backend)
+    assert gate.storage is not None
+    jobs = gate.storage
     jobs.in_flight = 1
-    life.detach()
+    life.replace(None)
     jobs.in_flight = 0
     assert life.close(WAIT_S, workers_ended=True)
     life.advance()

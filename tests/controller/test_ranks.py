@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hicache.config import RanksConfig
 from hicache.controller import Lookup, Store
 from hicache.controller.agreement import STORE_PLACES, Agreement
 from hicache.controller.jobs import LookupJob, StoreJob
-from hicache.controller.progress import PrefetchProgress, Progress, StoreProgress
+from hicache.controller.progress import PrefetchProgress, Progress, Readiness, StoreProgress
 from hicache.controller.ranks import Int64s, TorchRankGroup, require_equal
 from hicache.controller.storage import StorageJobs
 from hicache.errors import InvariantError, RankError
@@ -130,7 +131,7 @@ def test_the_device_lane_brings_a_vector_there_and_back() -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         assert dist.group.WORLD is not None
-        rank = TorchRankGroup(dist.group.WORLD, deadline_s=NEVER_S, device="cuda")
+        rank = TorchRankGroup(dist.group.WORLD, RanksConfig(deadline=NEVER_S), device="cuda")
         for count in (3, 3, 5):
             values = np.arange(count, dtype=np.int64)
             assert rank.agree(values).tolist() == values.tolist()
@@ -176,11 +177,19 @@ def test_what_ended_on_one_rank_alone_has_not_ended() -> None:
         assert (agreed.writes_done, agreed.loads_done) == (1, 0)
 
 
-@pytest.mark.parametrize("no", [Progress(healthy=False), Progress(may_prefetch=False), Progress(may_store=False)])
+@pytest.mark.parametrize(
+    "no",
+    [Progress(healthy=False, storage=Readiness(7)), Progress(storage=Readiness(7, read=False)),
+     Progress(storage=Readiness(7, write=False))],
+)  # fmt: skip
 def test_one_rank_is_enough_for_a_no(no: Progress) -> None:
-    for agreed in Ranks().agree(Progress(), no):
-        for flag in ("healthy", "may_prefetch", "may_store"):
-            assert getattr(agreed, flag) == getattr(no, flag)
+    for agreed in Ranks().agree(Progress(storage=Readiness(7)), no):
+        assert (agreed.healthy, agreed.storage) == (no.healthy, no.storage)
+
+
+def test_a_store_is_open_once_it_is_open_on_all_ranks() -> None:
+    for agreed in Ranks().agree(Progress(storage=Readiness(3)), Progress(storage=Readiness(2))):
+        assert agreed.storage == Readiness(2)
 
 
 def test_the_smallest_measurement_counts() -> None:

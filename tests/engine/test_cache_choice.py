@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from hicache.backends.memory import MemoryBackend
-from hicache.cache import ChunkCache, ScheduleOptions, SessionCache
-from hicache.config import HiCacheConfig
-from hicache.engine import Engine, EngineOptions, FinishReason, RequestRecord, Schedule, create_engine
+from hicache.cache import ChunkCache, SessionCache
+from hicache.config import HiCacheConfig, ScheduleConfig
+from hicache.engine import Engine, EngineOptions, FinishReason, RequestRecord, create_engine
 from hicache.errors import InvalidInput, SessionBusy, UnknownSession
 from tests.engine.world import (
     assert_nothing_leaked,
@@ -21,6 +21,8 @@ from tests.engine.world import (
     random_tokens,
 )
 from tests.seeds import rng, seeds
+
+pytestmark = pytest.mark.long
 
 CHECKPOINT = random_checkpoint()
 PROMPTS = [[*random_tokens(length, seed=1), *random_tokens(5, seed=length)] for length in (3, 20, 41, 60, 60)]
@@ -66,7 +68,7 @@ def test_an_engine_without_a_cache_preempts_and_aborts() -> None:
 
 
 def test_without_a_cache_the_schedule_is_by_arrival() -> None:
-    options = EngineOptions(schedule=Schedule.LONGEST_PREFIX, running_max=5)
+    options = EngineOptions(schedule=ScheduleConfig(policy="longest_prefix"), running_max=5)
     with off_engine(options=options) as engine:
         rids = [engine.submit([*PROMPTS[3], *PROMPTS[3]], 2) for _ in range(3)]
         engine.step()
@@ -153,8 +155,8 @@ def test_turns_that_are_preempted_go_on_in_their_sessions() -> None:
 def test_random_conversations_get_their_tokens_whatever_the_cache_and_the_schedule(seed: int) -> None:
     numbers = rng(seed)
     options = EngineOptions(
-        running_max=3, prefill_tokens_max=numbers.choice([5, 32, 500]), schedule=numbers.choice(list(Schedule)),
-        longest_prefix=ScheduleOptions(defer_tokens=8),
+        running_max=3, prefill_tokens_max=numbers.choice([5, 32, 500]),
+        schedule=ScheduleConfig(policy=numbers.choice(["fcfs", "longest_prefix"]), defer_tokens=8),
     )  # fmt: skip
     page_size = numbers.choice([1, 4, 8, 16])
     device_pages = numbers.randint(200, 300) // page_size
@@ -199,11 +201,11 @@ def _wave(numbers: random.Random, said: dict[str, list[int]]) -> dict[str, tuple
 # Longest prefix first
 
 
-def prefix_engine(**bounds: int) -> Engine:
-    options = ScheduleOptions(defer_tokens=8, **bounds)
+def prefix_engine(**bounds: float) -> Engine:
+    schedule = ScheduleConfig(policy="longest_prefix", defer_tokens=8, **bounds)
     return make_engine(
         CHECKPOINT,
-        options=EngineOptions(running_max=1, schedule=Schedule.LONGEST_PREFIX, longest_prefix=options),
+        options=EngineOptions(running_max=1, schedule=schedule),
     )
 
 
@@ -221,19 +223,32 @@ def test_the_request_with_the_longest_cached_prefix_begins_first() -> None:
         assert_nothing_leaked(engine)
 
 
-@pytest.mark.parametrize("bounds", [{"queue_max": 0}, {"age_max_s": 0}])
-def test_beyond_its_bounds_the_order_is_that_of_arrival(bounds: dict[str, int]) -> None:
+@pytest.mark.parametrize(("policy", "order"), [("longest_prefix", [2, 1, 0]), ("fcfs", [0, 1, 2])])
+def test_the_order_is_as_configured_unless_the_engine_is_told_another(policy: str, order: list[int]) -> None:
+    prompts = [random_tokens(20, seed=7), PROMPTS[1], PROMPTS[4]]
+    schedule = {"policy": policy, "defer_tokens": 8}
+    config = HiCacheConfig.model_validate({"page_size": 8, "device": {"tokens": 512}, "schedule": schedule})
+    with create_engine(config, CHECKPOINT, options=EngineOptions(running_max=1)) as engine:
+        generate(engine, PROMPTS[3])
+        assert order_of(engine, prompts) == order
+    other = ScheduleConfig(policy="fcfs")
+    with create_engine(config, CHECKPOINT, options=EngineOptions(running_max=1, schedule=other)) as engine:
+        assert engine.options.schedule == other
+
+
+@pytest.mark.parametrize("bounds", [{"queue_max": 0}, {"age_max": 0}])
+def test_beyond_its_bounds_the_order_is_that_of_arrival(bounds: dict[str, float]) -> None:
     prompts = [random_tokens(20, seed=7), PROMPTS[1], PROMPTS[4]]
     with prefix_engine(**bounds) as engine:
         generate(engine, PROMPTS[3])
         assert order_of(engine, prompts) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("schedule", "computed"), [(Schedule.LONGEST_PREFIX, 72 + 3 * 8), (Schedule.FCFS, 4 * 72)])
-def test_a_new_prefix_that_arrives_four_times_is_computed_once(schedule: Schedule, computed: int) -> None:
+@pytest.mark.parametrize(("schedule", "computed"), [("longest_prefix", 72 + 3 * 8), ("fcfs", 4 * 72)])
+def test_a_new_prefix_that_arrives_four_times_is_computed_once(schedule: str, computed: int) -> None:
     """First come, first served computes it four times in one step: the negative control."""
     prompts = [[*random_tokens(64, seed=1), *random_tokens(8, seed=number)] for number in (2, 3, 4, 5)]
-    options = EngineOptions(schedule=schedule, longest_prefix=ScheduleOptions(defer_tokens=8, age_max_s=1000.0))
+    options = EngineOptions(schedule=ScheduleConfig(policy=schedule, defer_tokens=8, age_max=1000.0))
     with make_engine(CHECKPOINT, options=options) as engine, off_engine() as off:
         records = serve(engine, prompts)
         assert sum(record.computed_tokens for record in records) == computed
@@ -245,8 +260,7 @@ def test_a_new_prefix_that_arrives_four_times_is_computed_once(schedule: Schedul
 def test_a_prefix_that_takes_several_steps_keeps_the_others_waiting_until_it_is_there() -> None:
     prompts = [[*random_tokens(64, seed=1), *random_tokens(8, seed=number)] for number in (2, 3)]
     options = EngineOptions(
-        schedule=Schedule.LONGEST_PREFIX, prefill_tokens_max=24,
-        longest_prefix=ScheduleOptions(defer_tokens=8, age_max_s=1000.0),
+        prefill_tokens_max=24, schedule=ScheduleConfig(policy="longest_prefix", defer_tokens=8, age_max=1000.0),
     )  # fmt: skip
     with make_engine(CHECKPOINT, options=options) as engine:
         first, second = serve(engine, prompts)

@@ -14,6 +14,8 @@ from hicache.engine import create_engine
 from tests.engine._shared_child import serve
 from tests.engine.sharing import PAGE_TOKENS, PROMPT_TOKENS, Answer, configuration, engines, make_prompts
 
+pytestmark = [pytest.mark.servers, pytest.mark.long]
+
 WHOLE_PAGES = PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS
 
 COMMON, FIRST, SECOND = make_prompts(1, 2), make_prompts(2, 3), make_prompts(3, 3)

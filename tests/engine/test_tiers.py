@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from hicache.backends import StorageBackend
-from hicache.backends.file import FileBackend, FileBackendOptions
+from hicache.backends.file import FileBackend
 from hicache.backends.memory import MemoryBackend
+from hicache.config import FileStorageOptions
 from hicache.engine import BUNDLED_MODEL, Checkpoint, Engine, load_checkpoint, load_tokenizer
 from hicache.frame import FRAME_ALIGN, HEADER_BYTES, FrameCodec
 from hicache.keys import RadixKey, page_keys, token_bytes
@@ -28,6 +29,8 @@ from tests.engine.world import (
     settle,
     tiers,
 )
+
+pytestmark = pytest.mark.long
 
 PAGE_SIZE = 16
 TEXTS = BUNDLED_MODEL.parent / "texts"
@@ -46,7 +49,9 @@ def texts() -> list[list[int]]:
 
 
 def open_storage(kind: str, path: Path, codec: FrameCodec) -> StorageBackend:
-    return MemoryBackend(codec) if kind == "memory" else FileBackend(codec, FileBackendOptions(str(path), None, 0))
+    if kind == "memory":
+        return MemoryBackend(codec)
+    return FileBackend(codec, FileStorageOptions(path=path, capacity=None))
 
 
 def conversations(texts: Sequence[Sequence[int]]) -> list[list[int]]:

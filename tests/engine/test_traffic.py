@@ -21,6 +21,8 @@ from tests.engine.world import (
 )
 from tests.seeds import rng, seeds
 
+pytestmark = pytest.mark.long
+
 CHECKPOINT = random_checkpoint()
 NEW_TOKENS_MAX = 24
 

@@ -10,6 +10,7 @@ from typing import Any
 from hicache.backends.base import StorageBackend
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.backends.testing import NAMESPACE
+from hicache.config.guard import GuardConfig
 from hicache.devservers import DevServer, RedisServer, SeaweedServer, ValkeyServer
 from hicache.devservers.ports import LOOPBACK
 from hicache.errors import BackendUnavailable
@@ -26,7 +27,7 @@ TIMEOUT_S = 0.3
 # Where a store is to succeed, however busy the machine.
 PATIENCE_S = 30.0
 # Opens after two failures and heals within a fifth of a second.
-QUICK = {"failures": 2, "backoff_min_s": 0.05, "backoff_max_s": 0.2, "probe_timeout_s": 5.0}
+QUICK = {"failures": 2, "backoff_min": 0.05, "backoff_max": 0.2, "probe_timeout": 5.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +74,16 @@ class Hurt:
 
     @contextmanager
     def far(
-        self, *, timeout_s: float = TIMEOUT_S, guard: dict[str, object] | None = None
+        self, *, timeout_s: float = TIMEOUT_S, guard: dict[str, Any] | None = None
     ) -> Iterator[StorageBackend]:
         """A backend that reaches the server through the proxy; with `guard`, behind a guard with these options."""
-        type_name, options = self.server.storage(timeout_s=timeout_s, **self.kind.through(self.proxy.port))
-        yield from _opened(BackendSpec(type_name, options, guard))
+        type_name, options = self.server.storage(timeout=timeout_s, **self.kind.through(self.proxy.port))
+        yield from _opened(BackendSpec(type_name, options, None if guard is None else GuardConfig(**guard)))
 
     @contextmanager
     def near(self) -> Iterator[StorageBackend]:
         """A backend that goes to the server straight."""
-        type_name, options = self.server.storage(timeout_s=PATIENCE_S)
+        type_name, options = self.server.storage(timeout=PATIENCE_S)
         yield from _opened(BackendSpec(type_name, options, None))
 
 

@@ -252,7 +252,7 @@ def test_the_breaker_leaves_a_store_alone_that_is_down(hurt: Hurt, mode: Overrid
         guarded.batch_get(keys, empty_frames(CODEC, 2), deadline=soon(1.0))
 
     # No probe falls into the test.
-    with hurt.far(guard={**QUICK, "backoff_min_s": 60.0, "backoff_max_s": 60.0}) as guarded:
+    with hurt.far(guard={**QUICK, "backoff_min": 60.0, "backoff_max": 60.0}) as guarded:
         assert isinstance(guarded, GuardedBackend)
         hurt.proxy.set(Faults(stall=DOWN))
         try:

@@ -289,7 +289,7 @@ def forged(codec: FrameCodec, body: bytes, *, form: int = Form.ZSTD, stored: int
     page[152:160] = struct.pack("<Q", len(body) if stored is None else stored)
     page += bytes(frame_bytes(len(body)) - len(page))
     stream = TagStream()
-    stream.add(memoryview(page), 0, len(page))
+    stream.add(memoryview(page))
     page[8:24] = stream.digest()
     return bytes(page)
 
@@ -442,7 +442,7 @@ def test_a_page_may_arrive_in_pieces_of_any_size(name: str, piece: int) -> None:
         frame, stream = arrived(codec, stored), codec.stream()
         assert stream is not None
         for start in range(0, len(stored), piece):
-            stream.add(frame, start, min(start + piece, len(stored)))
+            stream.add(frame[start : min(start + piece, len(stored))])
         damage = codec.accept(KEY, frame, len(stored), stream)
         assert damage is (None if change is None else Damage.TAG)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import io
 import itertools
 import logging
@@ -27,9 +28,10 @@ from typing import Any
 
 from hicache.backends.base import GetOutcome, SetOutcome, Usage
 from hicache.backends.raw import StoredPage
-from hicache.backends.redis import open_redis_backend
-from hicache.backends.redis.raw import open_raw
+from hicache.backends.redis import RedisBackend
+from hicache.backends.redis.raw import RedisRawStore
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, full_frames, make_keys
+from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
 
@@ -311,7 +313,7 @@ def run_round(seed: int) -> Counter[str]:
         log.addHandler(texts)
         cleanup.callback(log.removeHandler, texts)
         try:
-            for open_store, use in ((open_redis_backend, _use_backend), (open_raw, _use_raw)):
+            for open_store, use in ((functools.partial(RedisBackend, CODEC), _use_backend), (RedisRawStore, _use_raw)):
                 server.hostile = dice.random() < 0.3  # while the store is opened; later always
                 _round(open_store, use, _options(mode, server.port), server, counts, texts)
         except BaseException as error:
@@ -334,7 +336,7 @@ def _options(mode: str, port: int) -> dict[str, Any]:
             "sentinel_password_env": PASSWORD_ENV,
         },
     }  # fmt: skip
-    return {**where[mode], "password_env": PASSWORD_ENV, "username": USER, "timeout_s": TIMEOUT_S}
+    return {**where[mode], "password_env": PASSWORD_ENV, "username": USER, "timeout": TIMEOUT_S}
 
 
 def _round(
@@ -342,7 +344,7 @@ def _round(
     counts: Counter[str], texts: _Texts,
 ) -> None:  # fmt: skip
     try:
-        store = open_store(CODEC, **options) if open_store is open_redis_backend else open_store(**options)
+        store = open_store(RedisStorageOptions(**options))
     except (BackendUnavailable, ConfigError) as error:
         texts.note(error)
         counts[f"open {type(error).__name__}"] += 1
@@ -369,6 +371,9 @@ def _use_backend(backend: Any, counts: Counter[str], texts: _Texts) -> None:
         removed = backend.delete(keys, deadline=_soon())
         assert type(removed) is int and 0 <= removed <= _PAGES
         assert type(backend.usage()) is Usage
+        assert all(type(one) is bool for one in backend.batch_has(keys, deadline=_soon()))
+        cleared = backend.clear(deadline=_soon())
+        assert type(cleared) is int and cleared >= 0
         counts.update(["exists", "delete", "usage", *(f"get {one}" for one in read), *(f"set {one}" for one in stored)])
     statistics = backend.statistics()
     texts.texts.append(repr((statistics, backend.options)).replace(f"username='{USER}'", ""))

@@ -274,7 +274,7 @@ class _Verbs:
 
     def __init__(self, url: str, client: str) -> None:
         self._options = options(
-            url, client=client, connections=3, timeout_s=_TIMEOUT_S, connect_timeout_s=1.0,
+            url, client=client, connections=3, timeout=_TIMEOUT_S, connect_timeout=1.0,
             access_key_env="HOSTILE_S3_ID", secret_key_env="HOSTILE_S3_KEY", session_token_env="HOSTILE_S3_TOKEN",
         )  # fmt: skip
         self._frames = full_frames(CODEC, _KEYS)

@@ -12,6 +12,8 @@ import pytest
 from tests.hostile.s3_server import CLIENTS, run_round
 from tests.seeds import seeds
 
+pytestmark = pytest.mark.long
+
 # A listing of 8 MiB, read, parsed and thrown away, by some threads at once.
 _GROWTH_MIB_MAX = 160
 

@@ -9,6 +9,8 @@ from hicache.radix import Node, RadixTree
 from tests.radix.machine import Machine
 from tests.seeds import rng, seeds
 
+pytestmark = pytest.mark.long
+
 PAGE_SIZES = (1, 16, 64)
 # 3 page sizes x 42 seeds x 1,600 steps are 201,600 operations, each with its checks.
 SEEDS = 42

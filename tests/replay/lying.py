@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.memory import MemoryBackend
@@ -13,9 +14,9 @@ class FlippingBackend(MemoryBackend):
     """Flips one bit of each page before it seals it."""
 
     def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[Any], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        changed = [memoryview(bytearray(frame)) for frame in frames]
+        changed = [memoryview(bytearray(frame)) for frame in pages]
         for frame in changed:
             unseal(frame)
             frame[HEADER_BYTES + 100] ^= 0x10
@@ -25,8 +26,8 @@ class FlippingBackend(MemoryBackend):
 class SwappingBackend(MemoryBackend):
     """Gives the first page of a batch in place of each, under the seal of the page asked for."""
 
-    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
-        outcomes = super().batch_get(keys, frames, deadline=deadline)
-        for frame in frames[1:]:
-            frame[HEADER_BYTES:] = frames[0][HEADER_BYTES:]
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[Any], *, deadline: float) -> list[GetOutcome]:
+        outcomes = super().batch_get(keys, pages, deadline=deadline)
+        for frame in pages[1:]:
+            frame[HEADER_BYTES:] = pages[0][HEADER_BYTES:]
         return outcomes

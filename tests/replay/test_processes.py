@@ -19,6 +19,8 @@ from hicache.replay.processes import _JOB, _MESSAGE, Children, InProcess, start_
 from hicache.replay.runner import ReplayOptions
 from tests.replay.world import job, request, rounds, small_config
 
+pytestmark = pytest.mark.long
+
 WAIT_S = 60.0
 
 

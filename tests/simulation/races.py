@@ -292,7 +292,7 @@ class _StoresWithWhatIsOpen(HiCacheController):
 
     def poll(self) -> Acks | None:
         acks = super().poll()
-        now_open = self._storage.lifecycle.jobs
+        now_open = self.gate.storage
         for store in self._storage.backups._waiting if now_open is not None else ():  # type: ignore[attr-defined]
             store.storage.in_flight -= 1
             store.storage = now_open

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
 from hicache.backends.memory import MemoryBackend
@@ -75,11 +75,11 @@ class SimulatedStorage(MemoryBackend):
             return self.random.randint(0, len(keys))  # a stale index
         return super().batch_exists(keys, deadline=math.inf)
 
-    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[Any], *, deadline: float) -> list[GetOutcome]:
         self._require_open()
         self._maybe_raise()
         outcomes = []
-        for key, frame in zip(keys, frames, strict=True):
+        for key, frame in zip(keys, pages, strict=True):
             frame[: HEADER_BYTES + self.codec.payload_bytes] = bytes([JUNK]) * (HEADER_BYTES + self.codec.payload_bytes)
             self._pause()
             outcome = GetOutcome.ERROR
@@ -95,7 +95,7 @@ class SimulatedStorage(MemoryBackend):
         return outcomes
 
     def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[Any], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         self._require_open()
         if self.epoch != self._around.epoch:
@@ -104,7 +104,7 @@ class SimulatedStorage(MemoryBackend):
             raise Finding("stale store", "a store began at a server that the operator has detached")
         self._maybe_raise()
         outcomes: list[SetOutcome] = []
-        for key, frame in zip(keys, frames, strict=True):
+        for key, frame in zip(keys, pages, strict=True):
             self._pause()
             if self._fault() or self._sim_clock() >= deadline:
                 outcomes.append(self.random.choice([SetOutcome.ERROR, SetOutcome.REJECTED]))

@@ -8,6 +8,8 @@ from tests.simulation.memory import Finding
 from tests.simulation.races import RACES, Race
 from tests.simulation.simulation import Simulation
 
+pytestmark = pytest.mark.long
+
 
 def first_finding(race: Race) -> tuple[int, str] | None:
     """The first seed that shows the race as itself, and what it shows."""

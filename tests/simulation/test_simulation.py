@@ -10,6 +10,8 @@ from tests.seeds import seeds
 from tests.simulation.memory import Finding
 from tests.simulation.simulation import Simulation
 
+pytestmark = pytest.mark.long
+
 SEEDS = 2000
 BLOCK = 100  # seeds in one test
 

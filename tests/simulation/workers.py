@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Generic, Protocol, TypeVar
 
-from hicache.controller.worker import RESTART_BACKOFF_S_MIN, STUCK_GRACE_S, SUBSTITUTES_MAX, WorkerGroup
+from hicache.supervised import RESTART_S_MIN, SUBSTITUTES_MAX, SupervisedPool
 
 Job = TypeVar("Job")
 
@@ -32,8 +32,8 @@ class Schedule(Protocol):
         """What goes wrong in a worker now, mostly nothing."""
 
 
-class SimulatedWorkers(WorkerGroup[Job]):
-    """The interface and the rules of `WorkerGroup`, without its threads. `work` runs one job."""
+class SimulatedWorkers(SupervisedPool[Job]):
+    """The rules of a SupervisedPool that takes jobs, without its threads. `work` runs one job."""
 
     def __init__(self, name: str, count: int, *, schedule: Schedule, **rest: Any) -> None:
         super().__init__(name, 0, **rest)
@@ -99,10 +99,10 @@ class SimulatedWorkers(WorkerGroup[Job]):
             self.errors["ThreadDied"] += 1
             self._fail(job)
             self.acknowledge(job)
-            self._due.append(time_s + RESTART_BACKOFF_S_MIN)
+            self._due.append(time_s + RESTART_S_MIN)
         self._dead.clear()
         for run in self._under_way:
-            late = time_s > run.since + self._deadline_s + STUCK_GRACE_S
+            late = time_s > run.since + self._patience_s
             if late and not run.stuck and sum(other.stuck for other in self._under_way) < SUBSTITUTES_MAX:
                 self._substitute_run(run)
         due = sum(at <= time_s for at in self._due)
@@ -115,7 +115,7 @@ class SimulatedWorkers(WorkerGroup[Job]):
         self.stuck_threads += 1
         self._seats += 1
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float = 0.0) -> bool:
         """Runs what is queued; nobody is left out, so there is always one worker more."""
         self._seats += 1
         while self._waiting:
@@ -135,7 +135,7 @@ class _Run(Generic[Job]):
         self.since = schedule.clock()
         self._schedule = schedule
 
-    def beat(self) -> None:
+    def beat(self, wait_s: float = 0.0) -> None:
         self.since = self._schedule.clock()
         mishap = self._schedule.mishap()
         if mishap is not None:

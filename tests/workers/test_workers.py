@@ -25,6 +25,8 @@ from tests.workers.world import (
     whole_pages,
 )
 
+pytestmark = pytest.mark.long
+
 PROMPTS = make_prompts(1)
 OTHER = make_prompts(2)[0]
 PIECES = SHAPE.layers * SHAPE.blocks_per_page  # of one rank in a page

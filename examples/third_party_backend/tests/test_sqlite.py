@@ -77,7 +77,7 @@ def test_a_store_that_somebody_holds_is_an_error_at_the_deadline(tmp_path: Path)
     keys = make_keys(2)
     frames = full_frames(CODEC, keys)
     outcomes = store.backend.batch_set(keys, frames, parent=None, deadline=time.monotonic() + 0.05)
-    assert (outcomes, store.backend.statistics().errors) == ([SET_ERROR] * 2, {"SQLITE_BUSY": 1})
+    assert (outcomes, store.backend.statistics().errors) == ([SET_ERROR] * 2, {"SQLITE_BUSY": 2})
     db.execute("ROLLBACK")
     db.close()
     assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [STORED] * 2
@@ -86,7 +86,7 @@ def test_a_store_that_somebody_holds_is_an_error_at_the_deadline(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("pragma", "outcome", "errors"),
-    [("max_page_count = 20", SetOutcome.REJECTED, {}), ("query_only = 1", SET_ERROR, {"SQLITE_READONLY": 1})],
+    [("max_page_count = 20", SetOutcome.REJECTED, {}), ("query_only = 1", SET_ERROR, {"SQLITE_READONLY": 30})],
 )
 def test_a_full_store_turns_pages_away_and_one_that_cannot_be_written_is_in_trouble(
     tmp_path: Path, pragma: str, outcome: SetOutcome, errors: dict[str, int]

@@ -3,28 +3,27 @@
 `ComposedBackend` is the base of them all. `CopyingBackend` is the base of those that keep the same page on several
 parts: it moves pages between them in the background and removes them from all.
 
-Locking design: the fields are set by the constructor and hold objects that lock themselves. `close` may run in several
-threads; the first one closes the parts, and the others return at once.
+Locking design: as `envelope`. The fields are set by the constructor and hold objects that lock themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import BackendError
-from ...frame import FrameCodec
-from ..base import BackendStatistics, Composite, StorageBackend, Usage
-from ..calls import Calls, check_keys
+from ...frame import FrameCodec, PageBuffer
+from ..base import BackendStatistics, Composite, GetOutcome, StorageBackend, Usage
+from ..envelope import Compound
 from ..registry import PartSpec, open_spec
 from .copier import Copier, CopyStatistics, parents_read
 from .late import LatePart
-from .merge import held_positions
+from .merge import merged_exists, merged_has
 
 _log = logging.getLogger(__name__)
 
@@ -71,19 +70,14 @@ def _open_part(codec: FrameCodec, spec: PartSpec) -> StorageBackend:
     return open_spec(spec.backend, codec)
 
 
-class ComposedBackend(StorageBackend):
-    """A backend made of others, which it owns. A Composite.
-
-    Its statistics count what its own callers saw: a page that three parts were asked for counts once. `corrupt` counts
-    pages that no part had whole, under the one reason `every_copy`; each part's own statistics have the reasons.
-    `errors` and `evicted_pages` are the sums over the parts, which is where things fail.
-    """
+class ComposedBackend(Compound):
+    """A backend made of several. Its statistics count as `corrupt` the pages that no part had whole, under the one
+    reason `every_copy`; each part's own statistics have the reasons. See Compound for the rest."""
 
     def __init__(self, codec: FrameCodec, parts: Sequence[Part]) -> None:
         super().__init__(codec)
         self._parts = tuple(part.backend for part in parts)
         self._names = tuple(part.name for part in parts)
-        self._calls = Calls(codec)
 
     @property
     def parts(self) -> Sequence[StorageBackend]:
@@ -95,24 +89,14 @@ class ComposedBackend(StorageBackend):
         """The names of the parts, in the order of `parts`."""
         return self._names
 
-    @abstractmethod
-    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend. Removes the pages from all parts; a page on several of them counts once."""
-
     def statistics(self) -> BackendStatistics:
         """See StorageBackend, and this class."""
-        own = self._calls.statistics()
-        errors, evicted = Counter(own.errors), own.evicted_pages
-        for part in self._parts:
-            found = part.statistics()
-            errors.update(found.errors)
-            evicted += found.evicted_pages
-        return replace(own, errors=dict(errors), evicted_pages=evicted)
+        found = super().statistics()
+        damaged = found.gets.get(GetOutcome.CORRUPT, 0)
+        return replace(found, corrupt={"every_copy": damaged} if damaged else {})
 
-    def close(self) -> None:
-        """See StorageBackend. Closes every part, also if one of them raises; raises the first such BackendError."""
-        if not self._calls.close():
-            return
+    def shut(self) -> None:
+        """See Envelope. Closes every part, also if one of them raises; raises the first such BackendError."""
         self._before_parts_close()
         failures: list[BackendError] = []
         for name, part in zip(self._names, self._parts, strict=True):
@@ -148,40 +132,57 @@ class CopyingBackend(ComposedBackend):
         return {name: copier.statistics() for name, copier in zip(self._names, self._copiers, strict=True)}
 
     def _copy_read(
-        self, part: int, positions: Sequence[int], keys: Sequence[bytes], frames: Sequence[memoryview], epoch: int
+        self, part: int, positions: Sequence[int], keys: Sequence[bytes], pages: Sequence[PageBuffer], epoch: int
     ) -> None:
         """Have the pages at `positions` of a batch that was just read copied to a part."""
         if positions:
             self._copiers[part].submit(
-                [keys[p] for p in positions], [frames[p] for p in positions],
-                parents_read(keys, frames, positions), epoch,
+                [keys[p] for p in positions], [pages[p] for p in positions],
+                parents_read(keys, pages, positions), epoch,
             )  # fmt: skip
 
-    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See ComposedBackend. Looks first which pages are on which part: the counts of parts alone do not tell how
-        many different pages they speak of."""
-        check_keys(keys)
-        with self._calls.enter() as is_open, contextlib.ExitStack() as doors:
-            if not is_open or time.monotonic() >= deadline:
-                return self._calls.refuse("deadline" if is_open else "closed")
+    def _in_order(self) -> Sequence[StorageBackend]:
+        """The parts in the order in which they are asked."""
+        return self._parts
+
+    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope. A page counts if any part has it: a prefix may go on from one part to another and back."""
+        return merged_exists(self._in_order(), keys, deadline)
+
+    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """See Envelope. A page counts if any part has it."""
+        return merged_has(self._in_order(), keys, deadline)
+
+    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope. Removes the pages from all parts; a page on several of them counts once.
+
+        Looks first which pages are on which part: the counts of parts alone do not tell how many different pages they
+        speak of.
+        """
+        *others, last = self._parts
+        with self._forgetting(keys, deadline):
+            held = merged_has(others, keys, deadline)
+            for part in others:
+                part.delete(keys, deadline=deadline)
+            last.delete(list(itertools.compress(keys, held)), deadline=deadline)
+            alone = [key for key, there in zip(keys, held, strict=True) if not there]
+            return sum(held) + last.delete(alone, deadline=deadline)
+
+    def remove_all(self, deadline: float) -> int:
+        """See Envelope. Clears all parts; the pages of the fullest one are counted, as by `usage`."""
+        with self._forgetting(None, deadline):
+            return max([part.clear(deadline=deadline) for part in self._parts])
+
+    @contextlib.contextmanager
+    def _forgetting(self, keys: Sequence[bytes] | None, deadline: float) -> Iterator[None]:
+        with contextlib.ExitStack() as doors:
             for copier in self._copiers:
                 doors.enter_context(copier.forgetting(keys, deadline))
-            unseen = list(dict.fromkeys(keys))
-            found = 0
-            for part in self._parts[:-1]:
-                held = set(held_positions(part, unseen, deadline))
-                found += len(held)
-                unseen = [key for position, key in enumerate(unseen) if position not in held]
-            gone = frozenset(unseen)
-            seen = [key for key in dict.fromkeys(keys) if key not in gone]
-            for part in self._parts[:-1]:
-                part.delete(keys, deadline=deadline)
-            self._parts[-1].delete(seen, deadline=deadline)
-            return found + self._parts[-1].delete(unseen, deadline=deadline)
+            yield
 
-    def usage(self) -> Usage:
-        """See StorageBackend. That of the fullest part, so at least so many different pages: those on several parts
-        count once. What each part holds is its own usage."""
+    def measure(self) -> Usage:
+        """See Envelope. That of the fullest part, so at least so many different pages: those on several parts count
+        once. What each part holds is its own usage."""
         return max((part.usage() for part in self._parts), key=lambda usage: usage.pages)
 
     def check(self) -> None:

@@ -27,10 +27,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...errors import InvalidInput, InvariantError
-from ...frame import HEADER_BYTES, FrameHeader
-from ...keys import PAGE_KEY_BYTES
+from ...frame import FrameHeader, PageBuffer, header_of
 from ..base import EvictedPage, SetOutcome, StorageBackend
 from ..calls import parent_outside
+from ..chains import parent_in
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ _GRACE_S = 1.0
 # so many: there are other copiers, and a store that finds none left can neither read nor write.
 _OPEN_SHARE = 1 / 8
 _OPEN_PAGES_MIN = 16
-_NO_PARENT = bytes(PAGE_KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +66,14 @@ class _Copy:
     evicted: EvictedPage | None = None  # where the bytes still are; its parent is known once they are read
 
 
-def parent_of(frame: memoryview) -> bytes | None:
-    """The key of the page before the one in a sealed frame, as its header says; None at the start of a chain."""
-    header = FrameHeader.parse(frame[:HEADER_BYTES])
-    return None if header is None or header.parent_key == _NO_PARENT else header.parent_key
+def parent_of(page: PageBuffer) -> bytes | None:
+    """The key of the page before a sealed one, as its header says; None at the start of a chain."""
+    header = FrameHeader.parse(header_of(page))
+    return None if header is None else parent_in(header)
 
 
 def parents_read(
-    keys: Sequence[bytes], frames: Sequence[memoryview], positions: Sequence[int]
+    keys: Sequence[bytes], pages: Sequence[PageBuffer], positions: Sequence[int]
 ) -> list[bytes | None]:
     """The parents of the pages at `positions` of a batch that was just read, as their headers say.
 
@@ -84,7 +83,7 @@ def parents_read(
     places: dict[bytes, int] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, place)
-    named = [(position, parent_of(frames[position])) for position in positions]
+    named = [(position, parent_of(pages[position])) for position in positions]
     return [None if parent is None or places.get(parent, -1) >= position else parent for position, parent in named]
 
 
@@ -133,12 +132,12 @@ class Copier:
         return self._epoch
 
     def submit(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], parents: Sequence[bytes | None], epoch: int
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parents: Sequence[bytes | None], epoch: int
     ) -> None:
         """Stage pages, head first, and have them written; the tail that does not fit is dropped. Blocks for copying
         memory only.
 
-        REQUIRES: each frame holds its page until this returns, and `epoch` is from before the frames were filled.
+        REQUIRES: each page is whole until this returns, and `epoch` is from before the pages were read.
         """
         for position, key in enumerate(keys):
             staged = self._take(key, epoch)
@@ -148,7 +147,7 @@ class Copier:
                 # Behind a page that was dropped the others would be out of reach.
                 self._finish((), dropped=len(keys) - position)
                 return
-            staged[:] = frames[position]
+            self._codec.gather(pages[position], staged)
             self._put(_Copy(key, staged, parents[position]), epoch)
 
     def take_evicted(self, key: bytes, open_page: Callable[[], EvictedPage]) -> None:
@@ -225,12 +224,12 @@ class Copier:
             self._dropped += dropped
 
     @contextlib.contextmanager
-    def forgetting(self, keys: Sequence[bytes], deadline: float) -> Iterator[None]:
-        """While this block deletes `keys` from the parts: no copy of them waits, is written, or comes in later from a
-        verb that has read them before. Waits for the copy under way, up to `deadline`."""
-        gone = frozenset(keys)
+    def forgetting(self, keys: Sequence[bytes] | None, deadline: float) -> Iterator[None]:
+        """While this block deletes `keys` from the parts, None for all: no copy of them waits, is written, or comes in
+        later from a verb that has read them before. Waits for the copy under way, up to `deadline`."""
         with self._state:
             self._deleting += 1
+            gone = frozenset(self._keys if keys is None else keys)
             dropped = [copy for copy in self._queue if copy.key in gone]
             self._queue = deque(copy for copy in self._queue if copy.key not in gone)
         self._drop(dropped)
@@ -290,9 +289,8 @@ class Copier:
         """Fill the frame, and learn the page's parent; False if it is not provably the page."""
         stored_bytes = page.stored_bytes
         try:
-            if not self._codec.fits(stored_bytes):
-                return False
-            page.read(copy.frame)
+            if self._codec.fits(stored_bytes):
+                page.read(copy.frame)
         except OSError:
             return False
         finally:

@@ -17,56 +17,20 @@ Locking design: `_uses` guards itself. Otherwise as `composed`.
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
+from ...config.composed_storage import CopyOptions
 from ...errors import InvalidInput
-from ...frame import FrameCodec
-from ...units import MIB
+from ...frame import FrameCodec, PageBuffer
 from ..base import Composite, EvictionSource, GetOutcome, SetOutcome, StorageBackend
-from ..calls import check_batch, check_keys, parent_outside, parents_of
+from ..calls import parent_outside, parents_of
 from .composed import CopyingBackend, Part
-from .merge import chain_runs, merge_sets, merged_exists, merged_get
+from .merge import chain_runs, merge_sets, merged_get
 
 # Keys whose reads are counted for `selective`. At some 150 bytes each they take 10 MiB.
 USES_KEYS_MAX = 65_536
-COPY_BYTES_MAX = 256 * MIB
-SELECTIVE_HITS = 2
-
-
-class CascadePolicy(enum.StrEnum):
-    """When a page that is stored on one level is copied to those below it."""
-
-    THROUGH = "through"
-    ON_EVICTION = "on_eviction"
-    SELECTIVE = "selective"
-
-
-@dataclass(frozen=True, slots=True)
-class LevelsOptions:
-    """How pages move between levels.
-
-    Behaviour: `promote` what was read from below; `cascade` downwards, and for `selective` after how many reads.
-    Performance: `cascade_bytes_max`, the bytes of copies that may wait for one level, cascades and promotions alike.
-
-    Raises InvalidInput for values that cannot work.
-    """
-
-    promote: bool = True
-    cascade: CascadePolicy = CascadePolicy.THROUGH
-    selective_hits: int = SELECTIVE_HITS
-    cascade_bytes_max: int = COPY_BYTES_MAX
-
-    def __post_init__(self) -> None:
-        if type(self.promote) is not bool:
-            raise InvalidInput(f"levels: promote must be true or false, got {self.promote!r}")
-        for name in ("selective_hits", "cascade_bytes_max"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise InvalidInput(f"levels: {name} must be a positive whole number, got {value!r}")
 
 
 class LevelsBackend(CopyingBackend):
@@ -76,13 +40,13 @@ class LevelsBackend(CopyingBackend):
     eviction from a first level that does not tell what it evicts.
     """
 
-    def __init__(self, codec: FrameCodec, levels: Sequence[Part], options: LevelsOptions) -> None:
+    def __init__(self, codec: FrameCodec, levels: Sequence[Part], options: CopyOptions) -> None:
         if len(levels) < 2:
             raise InvalidInput(f"levels: two or more are needed, got {len(levels)}")
         super().__init__(codec, levels, options.cascade_bytes_max)
         self.options = options
         self._uses = Uses(options.selective_hits)
-        if options.cascade is CascadePolicy.ON_EVICTION:
+        if options.write == "on_eviction":
             self._listen(levels[0].name)
 
     def _listen(self, first_name: str) -> None:
@@ -98,70 +62,51 @@ class LevelsBackend(CopyingBackend):
             for source in found:
                 source.on_eviction(self._copiers[level + 1].take_evicted)
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend. A prefix may go on from one level to another and back."""
-        check_keys(keys)
-        with self._calls.enter() as is_open:
-            return merged_exists(self._parts, keys, deadline) if is_open else self._calls.refuse()
-
-    def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
-    ) -> list[GetOutcome]:
-        """See StorageBackend. Each level is asked for what those above it did not serve. CORRUPT if no level has the
-        page whole, ERROR if one that failed may have it."""
-        check_batch(self.codec, keys, frames)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse_gets(len(keys))
-            epochs = [copier.epoch for copier in self._copiers]
-            read = merged_get(self._parts, keys, frames, deadline)
-            corrupt = read.outcomes.count(GetOutcome.CORRUPT)
-            self._calls.count(gets=read.outcomes, corrupt=["every_copy"] * corrupt)
-            if self.options.promote:
-                for level in range(len(self._parts)):
-                    self._copy_read(level, read.found_below(level), keys, frames, epochs[level])
-            if self.options.cascade is CascadePolicy.SELECTIVE:
-                hits = [p for p, outcome in enumerate(read.outcomes) if outcome is GetOutcome.HIT]
-                due = self._uses.count((keys[p], p) for p in hits)
-                for level in range(1, len(self._parts)):
-                    below = [p for p in due if read.served[p] < level]
-                    self._copy_read(level, below, keys, frames, epochs[level])
+    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
+        """See Envelope. Each level is asked for what those above it did not serve. CORRUPT if no level has the page
+        whole, ERROR if one that failed may have it."""
+        epochs = [copier.epoch for copier in self._copiers]
+        read = merged_get(self._parts, keys, pages, deadline)
+        if self.options.promote:
+            for level in range(len(self._parts)):
+                self._copy_read(level, read.found_below(level), keys, pages, epochs[level])
+        if self.options.write == "selective":
+            hits = [p for p, outcome in enumerate(read.outcomes) if outcome is GetOutcome.HIT]
+            due = self._uses.count((keys[p], p) for p in hits)
+            for level in range(1, len(self._parts)):
+                below = [p for p in due if read.served[p] < level]
+                self._copy_read(level, below, keys, pages, epochs[level])
         return read.outcomes
 
-    def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    def put(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """See StorageBackend. STORED if a page that the first level did not have is on any level now."""
-        check_batch(self.codec, keys, frames, parent)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse_sets(len(keys))
-            epochs = [copier.epoch for copier in self._copiers]
-            parents = parents_of(keys, parent)
-            outcomes = self._parts[0].batch_set(keys, frames, parent=parent, deadline=deadline)
-            stored_on = [0] * len(keys)
+        """See Envelope. STORED if a page that the first level did not have is on any level now."""
+        epochs = [copier.epoch for copier in self._copiers]
+        parents = parents_of(keys, parent)
+        outcomes = self._parts[0].batch_set(keys, pages, parent=parent, deadline=deadline)
+        stored_on = [0] * len(keys)
+        for level in range(1, len(self._parts)):
+            fallen = [p for p, outcome in enumerate(outcomes) if not outcome.is_stored]
+            for run in chain_runs(fallen):
+                before = parent_outside(keys[run], parents[run.start])
+                answers = self._parts[level].batch_set(keys[run], pages[run], parent=before, deadline=deadline)
+                for position, answer in enumerate(answers, run.start):
+                    outcomes[position] = merge_sets((outcomes[position], answer))
+                    stored_on[position] = level
+        if self.options.write == "through":
+            new = [p for p, outcome in enumerate(outcomes) if outcome is SetOutcome.STORED]
             for level in range(1, len(self._parts)):
-                fallen = [p for p, outcome in enumerate(outcomes) if not outcome.is_stored]
-                for run in chain_runs(fallen):
-                    before = parent_outside(keys[run], parents[run.start])
-                    answers = self._parts[level].batch_set(keys[run], frames[run], parent=before, deadline=deadline)
-                    for position, answer in enumerate(answers, run.start):
-                        outcomes[position] = merge_sets((outcomes[position], answer))
-                        stored_on[position] = level
-            self._calls.count(sets=outcomes)
-            if self.options.cascade is CascadePolicy.THROUGH:
-                new = [p for p, outcome in enumerate(outcomes) if outcome is SetOutcome.STORED]
-                for level in range(1, len(self._parts)):
-                    below = [p for p in new if stored_on[p] < level]
-                    self._copiers[level].submit(
-                        [keys[p] for p in below], [frames[p] for p in below], [parents[p] for p in below], epochs[level]
-                    )
+                below = [p for p in new if stored_on[p] < level]
+                self._copiers[level].submit(
+                    [keys[p] for p in below], [pages[p] for p in below], [parents[p] for p in below], epochs[level]
+                )
         return outcomes
 
 
 def _evicting(part: StorageBackend) -> Iterator[StorageBackend]:
     """The leaves of a level that are not heard yet: levels that cascade on eviction hear all of theirs but the last."""
-    if isinstance(part, LevelsBackend) and part.options.cascade is CascadePolicy.ON_EVICTION:
+    if isinstance(part, LevelsBackend) and part.options.write == "on_eviction":
         yield from _evicting(part.parts[-1])
     elif isinstance(part, Composite):
         for inner in part.parts:

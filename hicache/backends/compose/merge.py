@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ...frame import PageBuffer
 from ..base import GetOutcome, SetOutcome, StorageBackend
 
 # Calls of one merged lookup. Pages of a prefix are mostly on one part, or its head on one and its tail on another: 3
@@ -56,23 +57,23 @@ class Reader(Protocol):
     """What pages are read from: a backend, or something in front of one."""
 
     def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
     ) -> list[GetOutcome]:
         """See StorageBackend."""
 
 
 def merged_get(
-    parts: Sequence[Reader], keys: Sequence[bytes], frames: Sequence[memoryview], deadline: float
+    parts: Sequence[Reader], keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float
 ) -> MergedRead:
     """Read each page from the first of `parts` that has it whole. Blocks as they do, one after the other."""
     merged = MergedRead([GetOutcome.MISS] * len(keys), [0] * len(keys))
     pending: Sequence[int] = range(len(keys))
     for number, part in enumerate(parts):
         if number:
-            keys_left, frames_left = [keys[p] for p in pending], [frames[p] for p in pending]
-            answers = part.batch_get(keys_left, frames_left, deadline=deadline)
+            keys_left, pages_left = [keys[p] for p in pending], [pages[p] for p in pending]
+            answers = part.batch_get(keys_left, pages_left, deadline=deadline)
         else:
-            answers = merged.outcomes = part.batch_get(keys, frames, deadline=deadline)
+            answers = merged.outcomes = part.batch_get(keys, pages, deadline=deadline)
             if all(answer is GetOutcome.HIT for answer in answers):
                 return merged
             merged.outcomes = list(answers)
@@ -103,13 +104,17 @@ def merge_sets(answers: Sequence[SetOutcome], quorum: int = 1) -> SetOutcome:
     return next(outcome for outcome in _UNSTORED if outcome in answers)
 
 
-def held_positions(part: StorageBackend, keys: Sequence[bytes], deadline: float) -> Iterator[int]:
-    """Positions of the keys that `part` has, by one lookup more than there are holes."""
-    start = 0
-    while start < len(keys):
-        found = part.batch_exists(keys[start:], deadline=deadline)
-        yield from range(start, start + found)
-        start += found + 1
+def merged_has(parts: Sequence[StorageBackend], keys: Sequence[bytes], deadline: float) -> list[bool]:
+    """Whether each page is on some part. Blocks; each part is asked for what those before it do not have."""
+    found = [False] * len(keys)
+    pending: Sequence[int] = range(len(keys))
+    for part in parts:
+        if pending:
+            answers = part.batch_has([keys[p] for p in pending], deadline=deadline)
+            for position, there in zip(pending, answers, strict=True):
+                found[position] = there
+            pending = [position for position in pending if not found[position]]
+    return found
 
 
 def chain_runs(positions: Sequence[int]) -> Iterator[slice]:

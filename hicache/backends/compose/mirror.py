@@ -5,11 +5,11 @@ that was damaged or missing on a part and whole on another is copied back in the
 is read first follows the time it took lately; now and then another one is read first, to notice when it has become
 the fastest.
 
-A part writes what `codec.seal` makes of the frame, and sealing changes the frame's header unless it encrypts. So the
-frames are sealed before the parts see them: each then finds the header it wants and changes nothing under the others.
+A part writes what the codec makes of a page, and sealing changes the page's header unless it encrypts. So the pages
+are sealed before the parts see them: each then finds the header it wants and changes nothing under the others.
 
-Locking design: `_pace` guards itself; otherwise as `composed`. During a store the threads of a WorkerPool and the
-caller read the same frames, which nobody writes, and each fills in the answers of its own part.
+Locking design: `_pace` guards itself; otherwise as `composed`. During a store the threads of a SupervisedPool and the
+caller read the same pages, which nobody writes, and each fills in the answers of its own part.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ...errors import InvalidInput
-from ...frame import FrameCodec, TagKind
+from ...frame import FrameCodec, PageBuffer, TagKind
+from ...supervised import SupervisedPool
 from ..base import GetOutcome, SetOutcome, StorageBackend
-from ..calls import check_batch, check_keys, parents_of
-from ..workers import WorkerPool
+from ..calls import parents_of
 from .composed import INTERNAL, CopyingBackend, Part
-from .merge import merge_sets, merged_exists, merged_get
+from .merge import merge_sets, merged_get
 
 # Every so many reads a part other than the fastest is read first. Rare enough to cost little where it stays slower.
 EXPLORE_EVERY = 32
@@ -58,57 +59,39 @@ class MirrorBackend(CopyingBackend):
         self._clock = clock
         self._pace = Pace(len(parts))
         # Two stores at once find a thread each for every part but the one that they serve themselves.
-        self._pool = WorkerPool(
-            1 + 2 * (len(parts) - 1), "hicache-mirror", lambda: self._calls.count(errors=[INTERNAL])
+        self._pool = SupervisedPool[Any](
+            "mirror", 2 * (len(parts) - 1), on_error=lambda: self._calls.count(errors=[INTERNAL])
         )
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend. A page counts if any part has it."""
-        check_keys(keys)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse()
-            return merged_exists([self._parts[part] for part in self._pace.order()], keys, deadline)
+    def _in_order(self) -> Sequence[StorageBackend]:
+        """See CopyingBackend."""
+        return [self._parts[part] for part in self._pace.order()]
 
-    def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
-    ) -> list[GetOutcome]:
-        """See StorageBackend. CORRUPT if no part has the page whole, ERROR if one that failed may have it."""
-        check_batch(self.codec, keys, frames)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse_gets(len(keys))
-            epochs = [copier.epoch for copier in self._copiers]
-            order = self._pace.order(explore=True)
-            timed = [_Timed(self._parts[part], part, self._pace, self._clock) for part in order]
-            read = merged_get(timed, keys, frames, deadline)
-            corrupt = read.outcomes.count(GetOutcome.CORRUPT)
-            self._calls.count(gets=read.outcomes, corrupt=["every_copy"] * corrupt)
-            for number, part in enumerate(order):
-                self._copy_read(part, read.found_below(number), keys, frames, epochs[part])
+    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
+        """See Envelope. CORRUPT if no part has the page whole, ERROR if one that failed may have it."""
+        epochs = [copier.epoch for copier in self._copiers]
+        order = self._pace.order(explore=True)
+        timed = [_Timed(self._parts[part], part, self._pace, self._clock) for part in order]
+        read = merged_get(timed, keys, pages, deadline)
+        for number, part in enumerate(order):
+            self._copy_read(part, read.found_below(number), keys, pages, epochs[part])
         return read.outcomes
 
-    def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    def put(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """See StorageBackend. All parts at once; returns when the slowest has ended or reached the deadline. PRESENT if
-        one of them had the page before."""
-        check_batch(self.codec, keys, frames, parent)
-        with self._calls.enter() as is_open:
-            if not is_open or time.monotonic() >= deadline:
-                return self._calls.refuse_sets(len(keys), "deadline" if is_open else "closed")
-            if self.codec.tag_kind is not TagKind.AES_256_GCM:
-                for key, frame, before in zip(keys, frames, parents_of(keys, parent), strict=True):
-                    self.codec.seal(key, frame, parent=before)
-            answers = [[SetOutcome.ERROR] * len(keys) for _ in self._parts]
+        """See Envelope. All parts at once; returns when the slowest has ended or reached the deadline. PRESENT if one
+        of them had the page before."""
+        if self.codec.tag_kind is not TagKind.AES_256_GCM:
+            for key, page, before in zip(keys, pages, parents_of(keys, parent), strict=True):
+                self.codec.seal_buffers(key, page, parent=before)
+        answers = [[SetOutcome.ERROR] * len(keys) for _ in self._parts]
 
-            def store(part: int) -> None:
-                answers[part] = self._parts[part].batch_set(keys, frames, parent=parent, deadline=deadline)
+        def store(part: int) -> None:
+            answers[part] = self._parts[part].batch_set(keys, pages, parent=parent, deadline=deadline)
 
-            self._pool.run(len(self._parts), store)
-            outcomes = [merge_sets(page, self.write_quorum) for page in zip(*answers, strict=True)]
-            self._calls.count(sets=outcomes)
-        return outcomes
+        self._pool.run(len(self._parts), store)
+        return [merge_sets(page, self.write_quorum) for page in zip(*answers, strict=True)]
 
     def _before_parts_close(self) -> None:
         super()._before_parts_close()
@@ -159,10 +142,10 @@ class _Timed:
         self._clock = clock
 
     def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
     ) -> list[GetOutcome]:
         """As the backend's."""
         began_s = self._clock()
-        outcomes = self._backend.batch_get(keys, frames, deadline=deadline)
+        outcomes = self._backend.batch_get(keys, pages, deadline=deadline)
         self._pace.note(self._part, self._clock() - began_s, outcomes)
         return outcomes

@@ -11,14 +11,14 @@ and the first hole of the whole is the smallest of their positions: exact, in on
 
 Parts that evict drop tails before heads if they know which page comes before which. The page before is mostly on
 another part, so each part is told the last page before it that is its own, while the header of what is stored names
-the page that really comes before: see ShardCodec. For the first page of a batch the part's own last page is known if
-the batch before it was stored through this object, and not too many others since; otherwise the parent is passed on as
-it is, and counts as none.
+the page that comes before in the chain: see ShardCodec. For the first page of a batch the part's own last page is known
+if the batch before it was stored through this object, and not too many others since; otherwise the parent is passed on
+as it is, and counts as none.
 
 A part that is down makes its pages ERROR and the prefix end before the first of them; the others go on.
 
-Locking design: `_tails` guards itself. During a verb the threads of a WorkerPool and the caller call one part each, on
-frames that are that part's alone, and fill in the answers of their own positions.
+Locking design: `_tails` guards itself. During a verb the threads of a SupervisedPool and the caller call one part each,
+on pages that are that part's alone, and fill in the answers of their own positions.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import xxhash
 
 from ...errors import InvalidInput
-from ...frame import Damage, FrameCodec, TagStream
+from ...frame import Damage, FrameCodec, PageBuffer, TagStream
+from ...supervised import SupervisedPool
 from ..base import GetOutcome, SetOutcome, Usage
-from ..calls import check_batch, check_keys, parent_outside, parents_of
-from ..workers import WorkerPool
+from ..calls import parent_outside, parents_of
 from .composed import INTERNAL, ComposedBackend, Part
+
+Answer = TypeVar("Answer")
 
 # Chains whose last pages are remembered. At some 100 bytes and 8 for each part they take a few MiB.
 TAILS_MAX = 16_384
@@ -92,11 +95,15 @@ class ShardCodec(FrameCodec):
         """See FrameCodec. Of a page that is not being stored through the set, such as a probe, `parent` counts."""
         return self._codec.seal(key, frame, parent=self._parents.get(key, (parent,))[0])
 
+    def seal_buffers(self, key: bytes, page: PageBuffer, *, parent: bytes | None = None) -> list[memoryview]:
+        """See FrameCodec, and `seal`."""
+        return self._codec.seal_buffers(key, page, parent=self._parents.get(key, (parent,))[0])
+
     def accept(
-        self, key: bytes, frame: memoryview, stored_bytes: int, arrived: TagStream | None = None
+        self, key: bytes, page: PageBuffer, stored_bytes: int, arrived: TagStream | None = None
     ) -> Damage | None:
         """See FrameCodec."""
-        return self._codec.accept(key, frame, stored_bytes, arrived)
+        return self._codec.accept(key, page, stored_bytes, arrived)
 
 
 class ShardedBackend(ComposedBackend):
@@ -115,8 +122,8 @@ class ShardedBackend(ComposedBackend):
         self.placement = Placement(self._names)
         self._tails = _Tails(tails_max)
         # Two verbs at once find a thread each for every part but the one that they serve themselves.
-        self._pool = WorkerPool(
-            1 + 2 * (len(parts) - 1), "hicache-shard", lambda: self._calls.count(errors=[INTERNAL])
+        self._pool = SupervisedPool[Any](
+            "shard", 2 * (len(parts) - 1), on_error=lambda: self._calls.count(errors=[INTERNAL])
         )
 
     def _on_parts(self, keys: Sequence[bytes], work: Callable[[int, list[int]], None]) -> None:
@@ -124,9 +131,21 @@ class ShardedBackend(ComposedBackend):
         shares = list(self.placement.positions(keys).items())
         self._pool.run(len(shares), lambda number: work(*shares[number]))
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend. One call of each part."""
-        check_keys(keys)
+    def _ask_parts(
+        self, keys: Sequence[bytes], failed: Answer, ask: Callable[[int, list[int]], list[Answer]]
+    ) -> list[Answer]:
+        """The answer for each key by the part that it belongs to; `failed` for those of a part that raises."""
+        answers = [failed] * len(keys)
+
+        def work(part: int, positions: list[int]) -> None:
+            for position, answer in zip(positions, ask(part, positions), strict=True):
+                answers[position] = answer
+
+        self._on_parts(keys, work)
+        return answers
+
+    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope. One call of each part."""
         holes = [len(keys)]
 
         def look(part: int, positions: list[int]) -> None:
@@ -137,79 +156,64 @@ class ShardedBackend(ComposedBackend):
                 if hole < len(positions):
                     holes.append(positions[hole])
 
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse()
-            self._on_parts(keys, look)
+        self._on_parts(keys, look)
         return min(holes)
 
-    def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
-    ) -> list[GetOutcome]:
-        """See StorageBackend. All parts at once."""
-        check_batch(self.codec, keys, frames)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse_gets(len(keys))
-            outcomes = [GetOutcome.ERROR] * len(keys)
+    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """See Envelope. One call of each part."""
 
-            def read(part: int, positions: list[int]) -> None:
-                answers = self._parts[part].batch_get(
-                    [keys[p] for p in positions], [frames[p] for p in positions], deadline=deadline
-                )
-                for position, answer in zip(positions, answers, strict=True):
-                    outcomes[position] = answer
+        def look(part: int, positions: list[int]) -> list[bool]:
+            return self._parts[part].batch_has([keys[p] for p in positions], deadline=deadline)
 
-            self._on_parts(keys, read)
-            self._calls.count(gets=outcomes, corrupt=["every_copy"] * outcomes.count(GetOutcome.CORRUPT))
-        return outcomes
+        return self._ask_parts(keys, False, look)
 
-    def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
+        """See Envelope. All parts at once."""
+
+        def read(part: int, positions: list[int]) -> list[GetOutcome]:
+            its, its_pages = [keys[p] for p in positions], [pages[p] for p in positions]
+            return self._parts[part].batch_get(its, its_pages, deadline=deadline)
+
+        return self._ask_parts(keys, GetOutcome.ERROR, read)
+
+    def put(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """See StorageBackend. All parts at once, one call each."""
-        check_batch(self.codec, keys, frames, parent)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse_sets(len(keys))
-            outcomes = [SetOutcome.ERROR] * len(keys)
-            before = self._tails.before(parent)
-            lasts: dict[int, bytes] = {}
+        """See Envelope. All parts at once, one call each."""
+        before = self._tails.before(parent)
+        lasts: dict[int, bytes] = {}
 
-            def store(part: int, positions: list[int]) -> None:
-                its = [keys[p] for p in positions]
-                answers = self._parts[part].batch_set(
-                    its, [frames[p] for p in positions],
-                    parent=parent_outside(its, before.get(part, parent)), deadline=deadline,
-                )  # fmt: skip
-                for position, answer in zip(positions, answers, strict=True):
-                    outcomes[position] = answer
-                lasts[part] = keys[positions[-1]]
+        def store(part: int, positions: list[int]) -> list[SetOutcome]:
+            its, its_pages = [keys[p] for p in positions], [pages[p] for p in positions]
+            last = parent_outside(its, before.get(part, parent))
+            answers = self._parts[part].batch_set(its, its_pages, parent=last, deadline=deadline)
+            lasts[part] = its[-1]
+            return answers
 
-            with self._shard_codec.storing(keys, parent):
-                self._on_parts(keys, store)
-            if keys:
-                self._tails.note(keys[-1], {**before, **lasts})
-            self._calls.count(sets=outcomes)
+        with self._shard_codec.storing(keys, parent):
+            outcomes = self._ask_parts(keys, SetOutcome.ERROR, store)
+        self._tails.note(keys[-1], {**before, **lasts})
         return outcomes
 
-    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See ComposedBackend. A page is asked for where it belongs, so one that another set of parts has left behind
+    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope. A page is asked for where it belongs, so one that another set of parts has left behind
         elsewhere stays until it is evicted there."""
-        check_keys(keys)
         removed: list[int] = []
 
         def remove(part: int, positions: list[int]) -> None:
             removed.append(self._parts[part].delete([keys[p] for p in positions], deadline=deadline))
 
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse()
-            self._on_parts(keys, remove)
+        self._on_parts(keys, remove)
         return sum(removed)
 
-    def usage(self) -> Usage:
-        """See StorageBackend. The sum over the parts, with a capacity if all of them have one."""
+    def remove_all(self, deadline: float) -> int:
+        """See Envelope. Clears all parts at once, also of pages that another set of parts has left behind."""
+        removed: list[int] = []
+        self._pool.run(len(self._parts), lambda part: removed.append(self._parts[part].clear(deadline=deadline)))
+        return sum(removed)
+
+    def measure(self) -> Usage:
+        """See Envelope. The sum over the parts, with a capacity if all of them have one."""
         found = [part.usage() for part in self._parts]
         capacities = [usage.capacity_bytes for usage in found if usage.capacity_bytes is not None]
         capacity = sum(capacities) if len(capacities) == len(found) else None

@@ -5,10 +5,9 @@ where needed; write them to temporary files, several threads at once; give them 
 A `batch_get` touches files only; that pages were used is noted in memory and written into the index now and then, so a
 kill may lose the recency of the last second. The format of the store is in docs/formats/file_store.md.
 
-Locking design: pages are read and written by the threads of a `WorkerPool` and by the caller, each page by one of them;
-outcomes are slots of a list that only that thread writes. `_state` guards `_uses` and is held for a few instructions
-only; `_flush_after` is a hint, written by any thread. Transactions are taken with `_state` free. `room` changes in
-transactions only.
+Locking design: pages are read and written by the threads of a SupervisedPool and by the caller, each page by one of
+them (see `PageReads`). `_state` guards `_uses` and is held for a few instructions only; `_flush_after` is a hint,
+written by any thread. Transactions are taken with `_state` free. `room` changes in transactions only.
 """
 
 from __future__ import annotations
@@ -17,26 +16,27 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from os import PathLike
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
+from ...config.storage import FileStorageOptions
 from ...errors import InvalidInput
-from ...frame import FrameCodec
-from ..base import BackendStatistics, EvictionListener, GetOutcome, SetOutcome, StorageBackend, Usage
-from ..calls import Calls, check_batch, check_keys
-from ..workers import WorkerPool
-from .batches import DEADLINE, SETTLE_S, Leftovers, Parts, Reads, Writes, class_of
-from .evicted import EvictedFile
+from ...frame import FrameCodec, first_bytes
+from ...keys import PAGE_KEY_BYTES
+from ...supervised import SupervisedPool
+from ..base import BackendStatistics, EvictionListener, Usage
+from ..pages import DEADLINE, Damaged, PageReads, PageWrites, StoreError
+from ..store import SETTLE_S, PageStore
+from .batches import FileContext, Leftovers, Writes, class_of
 from .index import Index, PageRow
-from .pages import PageFiles, System, error_name, page_name, remove_page
+from .pages import EvictedFile, Identity, NotThePage, PageFiles, System, error_name, remove_damaged, remove_page
 from .room import Room
 from .store import Removal, Store, now_us
+from .view import places
 
 T = TypeVar("T")
 
-IO_THREADS_MAX = 64
 # Recency is written when this many pages wait or the oldest one waits this long, and never more are kept.
 _USES_FLUSH = 4096
 USES_FLUSH_S = 1.0
@@ -45,50 +45,10 @@ _USES_MAX = 65_536
 _FLUSH_WAIT_S = 0.02
 _CLOSE_S = 5.0
 _EXISTS_PAGES_PER_CLOCK = 64
+_FIRST_KEY, _LAST_KEY = bytes(PAGE_KEY_BYTES), b"\xff" * PAGE_KEY_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class FileBackendOptions:
-    """Where a file store is and how much it may take.
-
-    Behaviour: `path`, a directory of its own on a local file system; `capacity_bytes` for all pages in it, None for no
-    limit but the floor; `free_space_floor_bytes` that stay free on that file system for others, 0 for none; `sync`
-    writes a page to the device before it is published: it halves the write speed and saves, after a power cut, pages
-    that would otherwise be found damaged and dropped.
-
-    Performance: `io_threads` that read or write the pages of one batch (2 fill one NVMe drive or the page cache, more
-    help on arrays); `direct_io` keeps pages out of the page cache, which is right if the working set is larger than
-    the memory, and slower if it is not.
-
-    Raises InvalidInput for values that cannot work.
-    """
-
-    path: str | PathLike[str]
-    capacity_bytes: int | None = None
-    free_space_floor_bytes: int = 0
-    io_threads: int = 2
-    direct_io: bool = False
-    sync: bool = False
-
-    def __post_init__(self) -> None:
-        path: object = self.path
-        if not isinstance(path, (str, PathLike)) or not str(path):
-            raise InvalidInput(f"file store: path must name a directory, got {path!r}")
-        for name, lowest, highest in (
-            ("capacity_bytes", 1, None), ("free_space_floor_bytes", 0, None), ("io_threads", 1, IO_THREADS_MAX),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is None and name == "capacity_bytes":
-                continue
-            if type(value) is not int or value < lowest or (highest is not None and value > highest):
-                limits = f"{lowest} .. {highest}" if highest else f"at least {lowest}"
-                raise InvalidInput(f"file store: {name} must be a whole number, {limits}; got {value!r}")
-        for name in ("direct_io", "sync"):
-            if type(getattr(self, name)) is not bool:
-                raise InvalidInput(f"file store: {name} must be true or false, got {getattr(self, name)!r}")
-
-
-class FileBackend(StorageBackend):
+class FileBackend(PageStore[Identity | None]):
     """Pages in files. See the module's docstring; `StorageBackend` says what each verb does.
 
     Raises NotOurs and BackendUnavailable from the constructor (which scans the store and may block for as long as that
@@ -98,53 +58,46 @@ class FileBackend(StorageBackend):
     tests.
     """
 
-    def __init__(self, codec: FrameCodec, options: FileBackendOptions, *, system: System | None = None) -> None:
+    def __init__(self, codec: FrameCodec, options: FileStorageOptions, *, system: System | None = None) -> None:
         super().__init__(codec)
-        if options.capacity_bytes is not None and options.capacity_bytes < codec.frame_bytes:
+        if options.capacity is not None and options.capacity < codec.frame_bytes:
             raise InvalidInput(
-                f"file store: capacity_bytes {options.capacity_bytes} is below one page of {codec.frame_bytes} bytes;"
+                f"file store: capacity {options.capacity} is below one page of {codec.frame_bytes} bytes;"
                 " raise it, or use smaller pages"
             )
         self.options = options
-        self._namespace_hex = codec.namespace.hex()
-        self._calls = Calls(codec)
         self._state = threading.Lock()
-        self._close_lock = threading.Lock()
         self._uses: dict[bytes, int] = {}
         self._uses_since = math.inf
         self._flush_after = -math.inf
         self._store = Store(options.path, create=True, system=system)
-        self._usage = Usage(0, 0, options.capacity_bytes)
-        files = PageFiles(
+        self._usage = Usage(0, 0, options.capacity)
+        self._files = PageFiles(
             self._store.root_fd,
             codec.fits,
             system=self._store.system,
             direct_io=options.direct_io,
             sync=options.sync,
         )
-        self._parts = Parts(
-            codec,
-            self._namespace_hex,
-            self._store,
-            files,
-            Room(options.capacity_bytes, options.free_space_floor_bytes),
-            WorkerPool(options.io_threads, "hicache-file", lambda: self._calls.count(errors=["internal"])),
-            Leftovers(),
+        # An exception on one of its threads costs one page, which `PageReads` and `PageWrites` count.
+        self._pool = SupervisedPool[Any]("file", options.io_threads - 1)
+        self._room = Room(options.capacity, options.free_space_floor)
+        self._context = FileContext(
+            codec, self._store, self._files, self._room, self._pool, Leftovers(), codec.namespace.hex()
         )
         self._store.at_fork = self._after_fork
         errors: list[str] = []
-        room = self._parts.room
-        self._settled(time.monotonic() + _CLOSE_S, lambda index: room.fit(self._store, index, errors), 0)
-        self._calls.count(errors=errors)
+        self._settled(time.monotonic() + _CLOSE_S, lambda index: self._room.fit(self._store, index, errors), 0)
+        self.count(*errors)
 
     def _settled(self, deadline: float, work: Callable[[Index], T], otherwise: T) -> T:
         """What `work` gives in a transaction. A failure is counted instead of raised, and gives `otherwise`."""
         try:
             with self._store.transaction(deadline) as index:
-                self._parts.leftovers.sweep(self._store, index)
+                self._context.leftovers.sweep(self._store, index)
                 return work(index)
         except (OSError, sqlite3.Error) as error:
-            self._calls.count(errors=[class_of(error)])
+            self.count(class_of(error))
             return otherwise
 
     def _after_fork(self) -> None:
@@ -154,51 +107,62 @@ class FileBackend(StorageBackend):
 
     def on_eviction(self, listener: EvictionListener) -> None:
         """See EvictionSource. Pages of other namespaces, which are evicted as well, are not told of."""
-        namespace, namespace_hex, store = self.codec.namespace, self._namespace_hex, self._store
+        namespace, context, store = self.codec.namespace, self._context, self._store
 
         def evicting(page: PageRow) -> None:
             if page.namespace == namespace:
-                name = page_name(namespace_hex, page.key)
+                name = context.name_of(page.key)
                 listener(page.key, lambda: EvictedFile(store.system, store.root_fd, name))
 
-        self._parts.room.evicting = evicting
+        self._room.evicting = evicting
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend. One stat per key; the file system alone decides."""
-        check_keys(keys)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                self._calls.count(errors=[self._calls.refusal])
-                return 0
-            present = self._parts.files.lookup(self._namespace_hex)
-            for position, key in enumerate(keys):
-                if not position % _EXISTS_PAGES_PER_CLOCK and time.monotonic() >= deadline:
-                    self._calls.count(errors=[DEADLINE])
-                    return position
-                try:
-                    if not present(key):
-                        return position
-                except OSError as error:
-                    self._calls.count(errors=[error_name(error)])
-                    return position
-            return len(keys)
-
-    def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
-    ) -> list[GetOutcome]:
-        """See StorageBackend. Takes the store's lock to remove damaged pages, and about once a second, if it is to be
-        had within a moment, to note which pages were used."""
-        check_batch(self.codec, keys, frames)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse_gets(len(keys))
-            batch = Reads(self._parts, keys, frames, deadline)
+    def find(self, keys: Sequence[bytes], deadline: float) -> Iterator[bool]:
+        """See PageStore. One stat per key; the file system alone decides."""
+        is_present = self._files.lookup(self._context.namespace_hex)
+        for position, key in enumerate(keys):
+            if not position % _EXISTS_PAGES_PER_CLOCK and time.monotonic() >= deadline:
+                raise StoreError(DEADLINE)
+            there = False
             try:
-                batch.run()
-            finally:
-                self._calls.count(gets=batch.outcomes, errors=batch.errors, corrupt=batch.corrupt)
-            self._note_uses([k for k, outcome in zip(keys, batch.outcomes, strict=True) if outcome is GetOutcome.HIT])
-        return batch.outcomes
+                there = is_present(key)
+            except OSError as error:
+                self.count(error_name(error))
+            yield there
+
+    def read(self, pages: PageReads[Identity | None]) -> None:
+        """See PageStore. Takes the store's lock about once a second, if it is to be had within a moment, to note which
+        pages were used."""
+        used: list[bytes] = []
+
+        def read_one(position: int) -> None:
+            if not pages.is_late and self._read(pages, position):
+                used.append(pages.keys[position])
+
+        self._pool.run(len(pages), read_one)
+        self._note_uses(used)
+
+    def _read(self, pages: PageReads[Identity | None], position: int) -> bool:
+        """Read and settle one page; True if it is a hit."""
+
+        def buffers(stored_bytes: int) -> list[memoryview]:
+            if self._files.direct_io:  # which moves aligned memory only: see `PageFiles`
+                return first_bytes([pages.frame(position)], stored_bytes)
+            return pages.buffers(position, stored_bytes)
+
+        stream = pages.stream()
+        try:
+            found = self._files.read(self._context.name_of(pages.keys[position]), buffers, stream)
+        except FileNotFoundError:
+            pages.miss(position)
+        except NotThePage as other:
+            pages.damage(position, other.reason, other.found)
+            if other.stays:
+                pages.miss(position)
+        except OSError as error:
+            pages.fail(position, error_name(error))
+        else:
+            return pages.accept(position, found[2], found, stream)
+        return False
 
     def _note_uses(self, keys: Sequence[bytes]) -> None:
         if not keys:
@@ -219,7 +183,7 @@ class FileBackend(StorageBackend):
         except TimeoutError:
             self._flush_after = time.monotonic() + USES_FLUSH_S  # another thread or process holds the store
         except (OSError, sqlite3.Error) as error:
-            self._calls.count(errors=[class_of(error)])
+            self.count(class_of(error))
         with self._state:
             while len(self._uses) > _USES_MAX:
                 del self._uses[next(iter(self._uses))]
@@ -230,84 +194,86 @@ class FileBackend(StorageBackend):
         if uses:
             index.touch(self.codec.namespace, uses)
 
-    def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        """See StorageBackend. Two transactions per batch; pages appear together at its end, head first."""
-        check_batch(self.codec, keys, frames, parent)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse_sets(len(keys))
-            batch = Writes(self._parts, keys, frames, parent, deadline)
-            try:
-                batch.run(self._write_uses)
-            finally:
-                self._calls.count(sets=batch.outcomes, errors=batch.errors)
-            self._note_uses(
-                [k for k, outcome in zip(keys, batch.outcomes, strict=True) if outcome is SetOutcome.PRESENT]
-            )
-        return batch.outcomes
+    def write(self, pages: PageWrites) -> None:
+        """See PageStore. Two transactions per batch; pages appear together at its end, head first."""
+        writes = Writes(self._context, pages)
+        writes.run(self._write_uses)
+        self._note_uses(writes.present)
 
-    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend. One transaction for all of them. Works on a full disk, and without an index."""
-        check_keys(keys)
+    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See PageStore. One transaction for all of them. Works on a full disk, and without an index."""
+        return self._removed(deadline, lambda removal: sum(self._remove(removal, key) for key in keys))
+
+    def remove_damaged(self, damaged: Sequence[Damaged[Identity | None]], deadline: float) -> None:
+        """See PageStore. As `remove`."""
+        self._removed(deadline, lambda removal: sum(self._remove(removal, one.key, one) for one in damaged))
+
+    def _removed(self, deadline: float, work: Callable[[Removal], int]) -> int:
+        """The number of pages that `work` has removed. A failure is counted."""
         removed = 0
-        if not keys:
-            return 0
-        with self._calls.enter() as is_open:
-            if not is_open or time.monotonic() >= deadline:
-                self._calls.count(errors=[DEADLINE if is_open else self._calls.refusal])
-                return 0
-            try:
-                with self._store.removing(deadline) as removal:
-                    removed = sum(self._delete(removal, key) for key in keys)
-                error = removal.error
-            except (OSError, sqlite3.Error) as failed:
-                error = failed
-            if error is not None:
-                self._calls.count(errors=[class_of(error)])
+        try:
+            with self._store.removing(deadline) as removal:
+                removed = work(removal)
+            error = removal.error
+        except (OSError, sqlite3.Error) as failed:
+            error = failed
+        if error is not None:
+            self.count(class_of(error))
         return removed
 
-    def _delete(self, removal: Removal, key: bytes) -> bool:
-        name = page_name(self._namespace_hex, key)
+    def _remove(self, removal: Removal, key: bytes, damaged: Damaged[Identity | None] | None = None) -> bool:
+        """Remove a page's file; of a damaged page the file that was read, and no other one in its place."""
+        name, there = self._context.name_of(key), False
         try:
-            there = self._parts.files.present(name)
-            if there:
+            if damaged is not None:
+                remove_damaged(self._store.system, self._store.root_fd, name, damaged.found)
+                if self._files.present(name):
+                    return False
+            elif there := self._files.present(name):
                 remove_page(self._store.system, self._store.root_fd, name)
         except OSError as error:
-            self._calls.count(errors=[error_name(error)])
+            self.count(error_name(error))
             return False
         removal.pages.append((self.codec.namespace, key))
         return there
 
-    def usage(self) -> Usage:
-        """See StorageBackend. Pages and bytes of all namespaces in the root, since they share the capacity; what was
-        found last while the index cannot be used."""
-        with self._calls.enter() as is_open:
-            if is_open:
-                self._usage = self._settled(time.monotonic() + SETTLE_S, self._measured, self._usage)
-        return self._usage
+    def keys(self, deadline: float) -> Iterator[bytes]:
+        """See PageStore. From the files; then from the rows that are left without one. Holds the keys of all rows
+        until the files are listed: some 200 bytes a page."""
+        namespace, namespace_hex = self.codec.namespace, self._context.namespace_hex
+        rows: dict[bytes, int] = {}
+        rows = self._settled(deadline, lambda index: index.stored(namespace, _FIRST_KEY, _LAST_KEY), rows)
+        try:
+            for place in places(self._store.system, self._store.root_fd, namespace_hex):
+                if place.key is not None:
+                    rows.pop(place.key, None)
+                    yield place.key
+        except OSError as error:
+            raise StoreError(class_of(error)) from error
+        yield from rows
+
+    def measure(self) -> Usage:
+        """See PageStore. Pages and bytes of all namespaces in the root, since they share the capacity; what was found
+        last while the index cannot be used."""
+        return self._settled(time.monotonic() + SETTLE_S, self._measured, self._usage)
 
     def _measured(self, index: Index) -> Usage:
         totals = index.totals()
-        return Usage(totals.pages, totals.bytes, self.options.capacity_bytes)
+        return Usage(totals.pages, totals.bytes, self.options.capacity)
 
     def statistics(self) -> BackendStatistics:
         """See StorageBackend. `errors["direct_io_refused"]` says that the file system has no direct I/O."""
-        found = self._calls.statistics()
+        found = super().statistics()
         errors = dict(found.errors)
-        if self._parts.files.direct_refused:
-            errors["direct_io_refused"] = self._parts.files.direct_refused
-        return replace(found, errors=errors, evicted_pages=self._parts.room.evicted_pages)
+        if self._files.direct_refused:
+            errors["direct_io_refused"] = self._files.direct_refused
+        return replace(found, errors=errors, evicted_pages=self._room.evicted_pages)
 
-    def close(self) -> None:
-        """See StorageBackend. Also writes the recency that waits in memory."""
-        with self._close_lock:
-            if not self._calls.close():
-                return
-            self._parts.pool.close()
-            self._settled(time.monotonic() + _CLOSE_S, self._write_uses, None)
-            self._store.close()
+    def shut(self) -> None:
+        """See PageStore. Also writes the recency that waits in memory."""
+        self._pool.close()
+        self._settled(time.monotonic() + _CLOSE_S, self._write_uses, None)
+        self._store.close()
 
     def check(self) -> None:
         """Raise InvariantError if the index contradicts itself. For tests: reads all rows under the store's lock."""

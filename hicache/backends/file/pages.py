@@ -21,10 +21,10 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
-from ...frame import Damage, TagStream
+from ...frame import Damage, TagStream, without_first
 
 TMP_DIR = "tmp"
 DIR_MODE = 0o700
@@ -44,6 +44,8 @@ NOT_A_FILE_ERRNOS = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV})
 
 # As much as stays in a second-level cache until it is hashed. Smaller pieces cost more calls than they save.
 _PIECE_BYTES = 1 << 20
+# The most buffers that Linux moves in one call.
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
 # The times of a file system move in steps of some milliseconds. A list of a directory that changed this long ago shows
 # all of its changes up to that time.
 _SETTLED_NS = 1_000_000_000
@@ -113,11 +115,11 @@ class System:
         """Return the target of the link that `fd` is."""
         return os.readlink("", dir_fd=fd)
 
-    def preadv(self, fd: int, frame: memoryview, offset: int) -> int:
-        return os.preadv(fd, [frame], offset)
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
 
-    def pwritev(self, fd: int, frame: memoryview, offset: int) -> int:
-        return os.pwritev(fd, [frame], offset)
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
@@ -162,30 +164,54 @@ def identity(found: os.stat_result) -> Identity:
     return (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
-def length_of(found: Identity) -> int:
-    """The length of the file that was identified."""
-    return found[2]
-
-
 def error_name(error: OSError) -> str:
     """`ENOSPC`, `EIO`, ...: the class under which an error of the operating system is counted."""
     return errno.errorcode.get(error.errno or 0, type(error).__name__)
 
 
-class Damaged(Exception):
-    """What lies at a page's name is not that page. `found` identifies it, None if it could not even be opened."""
+def read_head(system: System, fd: int, target: memoryview) -> int:
+    """Fill `target` from the start of a file. Return the number of bytes read, less than its length if the file ends
+    before. Raises OSError."""
+    done = 0
+    while done < target.nbytes and (count := system.preadv(fd, [target[done:]], done)):
+        done += count
+    return done
 
-    def __init__(self, reason: str, found: Identity | None) -> None:
+
+def _pieces(buffers: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """Cut `buffers` into lists for one transfer each: of at most `size` bytes and `_IOV_MAX` buffers."""
+    piece: list[memoryview] = []
+    free = size
+    for buffer in buffers:
+        start, end = 0, buffer.nbytes
+        while start < end:
+            if not free or len(piece) == _IOV_MAX:
+                yield piece
+                piece, free = [], size
+            count = min(free, end - start)
+            piece.append(buffer if count == end else buffer[start : start + count])
+            start += count
+            free -= count
+    if piece:
+        yield piece
+
+
+class NotThePage(Exception):
+    """The file at a page's name is not that page. `found` identifies it, None if it could not even be opened. `stays`
+    is set for a directory with files in it, which `remove_damaged` leaves."""
+
+    def __init__(self, reason: str, found: Identity | None, *, stays: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.found = found
+        self.stays = stays
 
 
 class PageFiles:
     """Reads and writes the page files of one store; `fits` says which lengths a page can have.
 
-    `direct_io` asks for O_DIRECT and turns itself off where the file system refuses that; `direct_refused` counts the
-    refusals, also those of single transfers from buffers that are not aligned.
+    `direct_io` asks for O_DIRECT, which needs aligned buffers, and turns itself off where the file system refuses that.
+    `direct_refused` counts the refusals, also those of single transfers from buffers that are not aligned.
     """
 
     def __init__(
@@ -240,31 +266,37 @@ class PageFiles:
             self._fans = listed, fans
         return fans
 
-    def read(self, name: str, frame: memoryview, stream: TagStream | None) -> Identity:
-        """Read the file into the first bytes of `frame`, and `stream`; the last part of what is returned is its length.
+    def read(
+        self, name: str, buffers_of: Callable[[int], Sequence[memoryview]], stream: TagStream | None
+    ) -> Identity:
+        """Read a file into the buffers that `buffers_of` gives for its length, and into `stream`. Return the identity
+        of the file, whose last part is its length.
 
-        Raises FileNotFoundError, Damaged, or OSError. REQUIRES: no length that fits is over that of `frame`.
+        Raises FileNotFoundError, NotThePage, or OSError. REQUIRES: the buffers have that length together.
         """
         system = self._system
         fd = self._open_to_read(name, self.direct_io)
         try:
             found = system.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
-                raise Damaged(NOT_REGULAR, identity(found))
+                is_full = stat.S_ISDIR(found.st_mode) and bool(system.listdir(fd))
+                raise NotThePage(NOT_REGULAR, identity(found), stays=is_full)
             size = found.st_size
             if not self._fits(size):
-                raise Damaged(SIZE, identity(found))
+                raise NotThePage(SIZE, identity(found))
             # Through the page cache in pieces that are hashed while warm; the device itself likes large reads.
-            piece = size if self.direct_io or stream is None else _PIECE_BYTES
+            piece_bytes = size if self.direct_io or stream is None else _PIECE_BYTES
             done = 0
-            while done < size:
-                part = frame[done : min(done + piece, size)]
-                count = system.preadv(fd, part, done) if done else self._moved(system.preadv, fd, part)
-                if count == 0:
-                    raise Damaged(SIZE, identity(found))
+            for piece in _pieces(buffers_of(size), piece_bytes):
+                left: Sequence[memoryview] = piece
+                while left:
+                    count = self._move(system.preadv, fd, left, done)
+                    if count == 0:
+                        raise NotThePage(SIZE, identity(found))
+                    left, done = without_first(left, count), done + count
                 if stream is not None:
-                    stream.add(frame, done, done + count)
-                done += count
+                    for buffer in piece:
+                        stream.add(buffer)
         finally:
             system.close(fd)
         return identity(found)
@@ -274,7 +306,7 @@ class PageFiles:
             return self._system.open(name, READ_FLAGS | (os.O_DIRECT if direct else 0), dir_fd=self._root_fd)
         except OSError as error:
             if error.errno in NOT_A_FILE_ERRNOS:
-                raise Damaged(NOT_REGULAR, None) from error
+                raise NotThePage(NOT_REGULAR, None) from error
             if error.errno == errno.ENOTDIR:
                 raise FileNotFoundError(errno.ENOENT, "a directory of the store is missing") from error
             if error.errno != errno.EINVAL or not direct:
@@ -282,21 +314,24 @@ class PageFiles:
         self._refuse_direct()
         return self._open_to_read(name, False)
 
-    def _moved(self, transfer: Callable[[int, memoryview, int], int], fd: int, frame: memoryview) -> int:
-        """Bytes moved by the first read or write of a page."""
+    def _move(
+        self, transfer: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview],
+        offset: int,
+    ) -> int:
+        """Return the number of bytes that a read or write has moved."""
         try:
-            return transfer(fd, frame, 0)
+            return transfer(fd, buffers, offset)
         except OSError as error:
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
-            # This buffer, or this device, does not fit direct I/O; the page cache takes any buffer.
+            # These buffers, or this device, do not fit direct I/O; the page cache takes any buffer.
             self.direct_refused += 1
             fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-            return transfer(fd, frame, 0)
+            return transfer(fd, buffers, offset)
 
-    def write(self, temporary: str, stored: memoryview) -> None:
-        """Write `stored` to the new file `temporary`, and to the device if the store is synchronous.
+    def write(self, temporary: str, stored: Sequence[memoryview]) -> None:
+        """Write the buffers `stored` to the new file `temporary`, and to the device if the store is synchronous.
 
         On any OSError that is raised the file is gone again, or `LeftBehind` is raised with the error inside.
         """
@@ -328,13 +363,15 @@ class PageFiles:
             self._system.unlink(temporary, dir_fd=self._root_fd)
         return self._create(temporary, False)
 
-    def _write_all(self, fd: int, stored: memoryview) -> None:
-        done = self._moved(self._system.pwritev, fd, stored)
-        while done < len(stored):
-            count = self._system.pwritev(fd, stored[done:], done)
-            if count == 0:
-                raise OSError(errno.EIO, "the file system accepted no more bytes and gave no reason")
-            done += count
+    def _write_all(self, fd: int, stored: Sequence[memoryview]) -> None:
+        done = 0
+        for piece in _pieces(stored, sum(buffer.nbytes for buffer in stored)):
+            left: Sequence[memoryview] = piece
+            while left:
+                count = self._move(self._system.pwritev, fd, left, done)
+                if count == 0:
+                    raise OSError(errno.EIO, "the file system accepted no more bytes and gave no reason")
+                left, done = without_first(left, count), done + count
 
     def _refuse_direct(self) -> None:
         self.direct_io = False
@@ -378,13 +415,18 @@ def make_folder(system: System, root_fd: int, name: str) -> None:
     return system.mkdir(name, dir_fd=root_fd)
 
 
-def lies_there(system: System, root_fd: int, name: str) -> bool:
-    """Whether anything, page or not, has this name. Raises OSError."""
+def look(system: System, root_fd: int, name: str) -> os.stat_result | None:
+    """Return the state of the file of any kind that has this name, None if there is none. Raises OSError."""
     try:
-        system.lstat(name, dir_fd=root_fd)
+        return system.lstat(name, dir_fd=root_fd)
     except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+        return None
+
+
+def look_for_file(system: System, root_fd: int, name: str) -> os.stat_result | None:
+    """As `look`; None also if it is not a regular file."""
+    found = look(system, root_fd, name)
+    return found if found is not None and stat.S_ISREG(found.st_mode) else None
 
 
 def remove_page(system: System, root_fd: int, name: str) -> None:
@@ -399,9 +441,8 @@ def remove_damaged(system: System, root_fd: int, name: str, found: Identity | No
     A link, FIFO, socket or device goes by its own name and is never followed; a directory goes if it is empty.
     REQUIRES: the store's lock. Raises OSError.
     """
-    try:
-        now = system.lstat(name, dir_fd=root_fd)
-    except (FileNotFoundError, NotADirectoryError):
+    now = look(system, root_fd, name)
+    if now is None:
         return True
     if stat.S_ISDIR(now.st_mode):
         try:
@@ -415,3 +456,37 @@ def remove_damaged(system: System, root_fd: int, name: str, found: Identity | No
         return True  # somebody has stored the page again meanwhile
     remove_page(system, root_fd, name)
     return True
+
+
+class EvictedFile:
+    """An EvictedPage: a page that is being evicted, held by one descriptor. An open file outlives its name, so it can
+    be read after the transaction that removes it; its blocks on the disk are freed when it is closed.
+
+    Raises OSError from the constructor, also if the file is not a regular one.
+    """
+
+    def __init__(self, system: System, root_fd: int, name: str) -> None:
+        self._system = system
+        self._fd = system.open(name, READ_FLAGS, dir_fd=root_fd)
+        try:
+            found = system.fstat(self._fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "the file at the name of the page is not a regular file")
+        except OSError:
+            self.close()
+            raise
+        self._bytes = found.st_size
+
+    @property
+    def stored_bytes(self) -> int:
+        """See EvictedPage."""
+        return self._bytes
+
+    def read(self, frame: memoryview) -> None:
+        """See EvictedPage."""
+        if read_head(self._system, self._fd, frame[: self._bytes]) < self._bytes:
+            raise OSError(errno.EIO, "the evicted page was cut short meanwhile")
+
+    def close(self) -> None:
+        """See EvictedPage."""
+        self._system.close(self._fd)

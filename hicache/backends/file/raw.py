@@ -11,17 +11,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import sqlite3
-import stat
 import time
 from collections.abc import Iterator, Sequence
 from os import PathLike
 
+from ...config.storage import FileStorageOptions
 from ...errors import BackendError, BackendUnavailable
 from ..raw import RawStore, StoredPage
-from .backend import FileBackendOptions
-from .pages import FULL_ERRNOS, READ_FLAGS, TMP_DIR, LeftBehind, PageFiles, System, lies_there, page_name, remove_page
+from .pages import (
+    FULL_ERRNOS,
+    READ_FLAGS,
+    TMP_DIR,
+    LeftBehind,
+    PageFiles,
+    System,
+    look,
+    look_for_file,
+    page_name,
+    read_head,
+    remove_page,
+)
 from .reconcile import past_us
 from .room import Room
 from .store import Store, now_us
@@ -30,22 +40,6 @@ from .view import View, places
 _WAIT_S = 30.0
 # Pages removed in one transaction: engines wait for the store no longer than that takes.
 _REMOVE_CHUNK = 256
-
-
-def open_raw(
-    *,
-    path: str | PathLike[str],
-    capacity_bytes: int | None = None,
-    free_space_floor_bytes: int = 0,
-    io_threads: int | None = None,
-    direct_io: bool = False,
-    sync: bool = False,
-) -> FileRaw:
-    """The store that the file backend opens with the same options. Raises as `FileRaw`."""
-    threads = {} if io_threads is None else {"io_threads": io_threads}
-    return FileRaw(FileBackendOptions(
-        path, capacity_bytes, free_space_floor_bytes, direct_io=direct_io, sync=sync, **threads
-    ))  # fmt: skip
 
 
 def make_store(path: str | PathLike[str]) -> None:
@@ -59,9 +53,9 @@ class FileRaw(RawStore):
     Raises NotOurs and BackendUnavailable from the constructor: the store must exist. `system` is for tests.
     """
 
-    def __init__(self, options: FileBackendOptions, *, system: System | None = None) -> None:
+    def __init__(self, options: FileStorageOptions, *, system: System | None = None) -> None:
         self._options = options
-        self._room = Room(options.capacity_bytes, options.free_space_floor_bytes)
+        self._room = Room(options.capacity, options.free_space_floor)
         self._serial = 0
         self._store: Store | None = None
         self._view: View | None = View(options.path, system=system)
@@ -98,10 +92,10 @@ class FileRaw(RawStore):
         with self._translated():
             view = self._looking()
             rows = view.index_rows()
-            for place in places(view.system, view.root_fd):
-                if place.key is None or not place.namespace.hex().startswith(namespace):
+            for place in places(view.system, view.root_fd, namespace):
+                if place.key is None:
                     continue
-                found = _regular(view, place.name)
+                found = look_for_file(view.system, view.root_fd, place.name)
                 if found is None:
                     continue
                 row = rows.get((place.namespace, place.key))
@@ -114,7 +108,7 @@ class FileRaw(RawStore):
         with self._translated():
             view = self._looking()
             name = page_name(page.namespace.hex(), page.key)
-            if _regular(view, name) is None:
+            if look_for_file(view.system, view.root_fd, name) is None:
                 return None
             try:
                 fd = view.system.open(name, READ_FLAGS, dir_fd=view.root_fd)
@@ -123,10 +117,7 @@ class FileRaw(RawStore):
             try:
                 size = min(bytes_max, view.system.fstat(fd).st_size)
                 data = memoryview(bytearray(size))
-                done = 0
-                while done < size and (count := view.system.preadv(fd, data[done:], done)):
-                    done += count
-                return bytes(data[:done])
+                return bytes(data[: read_head(view.system, fd, data)])
             finally:
                 view.system.close(fd)
 
@@ -138,7 +129,7 @@ class FileRaw(RawStore):
         with self._translated():
             store = self._writing()
             name = page_name(page.namespace.hex(), page.key)
-            if lies_there(store.system, store.root_fd, name):
+            if look(store.system, store.root_fd, name) is not None:
                 return False
             self._serial += 1
             writer = f"{store.owner}.{self._serial}"
@@ -166,7 +157,7 @@ class FileRaw(RawStore):
         )
         temporary = f"{TMP_DIR}/{writer}"
         try:
-            files.write(temporary, memoryview(data))
+            files.write(temporary, [memoryview(data)])
         except OSError as error:
             if error.errno not in FULL_ERRNOS:
                 raise
@@ -174,7 +165,7 @@ class FileRaw(RawStore):
                 index.release_all(writer)
             return False
         with store.transaction(time.monotonic() + _WAIT_S) as index:
-            if lies_there(store.system, store.root_fd, name):
+            if look(store.system, store.root_fd, name) is not None:
                 remove_page(store.system, store.root_fd, temporary)
                 index.release_all(writer)
                 return False
@@ -193,7 +184,7 @@ class FileRaw(RawStore):
                 with store.removing(time.monotonic() + _WAIT_S) as removal:
                     for page in pages[first : first + _REMOVE_CHUNK]:
                         name = page_name(page.namespace.hex(), page.key)
-                        if lies_there(store.system, store.root_fd, name):
+                        if look(store.system, store.root_fd, name) is not None:
                             remove_page(store.system, store.root_fd, name)
                             removed += 1
                         removal.pages.append((page.namespace, page.key))
@@ -207,12 +198,3 @@ class FileRaw(RawStore):
         if self._view is not None:
             self._view.close()
             self._view = None
-
-
-def _regular(view: View, name: str) -> os.stat_result | None:
-    try:
-        found = view.system.lstat(name, dir_fd=view.root_fd)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found if stat.S_ISREG(found.st_mode) else None
-

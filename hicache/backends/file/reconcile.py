@@ -24,7 +24,9 @@ from .pages import (
     System,
     identity,
     is_hex,
+    look_for_file,
     page_name,
+    read_head,
     remove_damaged,
     remove_page,
 )
@@ -64,11 +66,11 @@ def reap(index: Index, system: System, root_fd: int, own: str) -> bool:
     writers = [writer for writer in index.writers() if writer.partition(".")[0] not in alive]
     for writer in writers:
         for namespace, key in index.reserved_keys(writer):
-            length = _file_length(system, root_fd, page_name(namespace.hex(), key))
-            if length is None:
+            found = look_for_file(system, root_fd, page_name(namespace.hex(), key))
+            if found is None:
                 index.release(namespace, [key], writer)
             else:
-                index.resize(namespace, {key: length}, writer)
+                index.resize(namespace, {key: found.st_size}, writer)
         index.publish(writer)
     return bool(dead or writers)
 
@@ -96,14 +98,6 @@ def _is_locked(system: System, tmp_fd: int, name: str) -> bool:
     finally:
         system.close(fd)
     return False
-
-
-def _file_length(system: System, root_fd: int, name: str) -> int | None:
-    try:
-        found = system.lstat(name, dir_fd=root_fd)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def reconcile(index: Index, system: System, root_fd: int, *, keep_damaged: bool = False) -> None:
@@ -215,7 +209,7 @@ def _header(system: System, fan_fd: int, name: str) -> FrameHeader | None:
     fd = system.open(name, READ_FLAGS, dir_fd=fan_fd)
     try:
         buffer = memoryview(bytearray(HEADER_BYTES))
-        return FrameHeader.parse(buffer[: system.preadv(fd, buffer, 0)])
+        return FrameHeader.parse(buffer[: read_head(system, fd, buffer)])
     finally:
         system.close(fd)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ...errors import BackendUnavailable, InvalidInput
 from ...frame import FRAME_KEY_BYTES, HEADER_BYTES, NO_PARENT, Damage, Form, FrameCodec, FrameHeader, TagKind
 from ...keys import FORMAT_VERSION
-from .pages import NOT_REGULAR, READ_FLAGS, Identity, System, identity
+from .pages import NOT_REGULAR, READ_FLAGS, Identity, System, identity, read_head
 
 UNVERIFIABLE = "unverifiable: MAC key needed"
 ENCRYPTED = "unverifiable: encryption key needed"
@@ -120,16 +120,14 @@ def _not_regular(path: str, found: os.stat_result) -> PageReport:
 def _report_open(path: str, fd: int, found: os.stat_result, keys: PageKeys, system: System) -> PageReport:
     size = found.st_size
     head = memoryview(bytearray(HEADER_BYTES))
-    header = FrameHeader.parse(head[: system.preadv(fd, head, 0)])
+    header = FrameHeader.parse(head[: read_head(system, fd, head)])
     if header is None:
         return PageReport(path, size, Damage.NOT_A_FRAME.value, False, found=identity(found))
     finding = impossible(size, header)
     if finding is None:
         frame = memoryview(bytearray(size))
-        done = 0
-        while done < size and (count := system.preadv(fd, frame[done:], done)):
-            done += count
-        finding = judge(frame, header, keys) if done == size else Finding(Damage.SIZE.value)
+        whole = read_head(system, fd, frame) == size
+        finding = judge(frame, header, keys) if whole else Finding(Damage.SIZE.value)
         # A tag that does not fit says more than a name that does not: the bytes themselves are not what was stored.
         if (elsewhere := _misplaced(path, header)) is not None:
             damage = finding.damage or elsewhere.damage

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Callable
 
 from ...errors import BackendUnavailable, NotOurs
-from .pages import DIR_MODE, LIST_FLAGS, System
+from .pages import DIR_MODE, LIST_FLAGS, System, read_head
 
 MARKER = "HICACHE_STORE"
 STORE_VERSION = 1
@@ -200,11 +200,11 @@ def _check_marker(path: str, fd: int, create: bool, read_only: bool, system: Sys
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise NotOurs(f"{path}: its {MARKER} file was not written by this user")
         buffer = memoryview(bytearray(len(_MARKER_TEXT) + 1))
-        text = bytes(buffer[: system.preadv(marker, buffer, 0)])
+        text = bytes(buffer[: read_head(system, marker, buffer)])
         if not text:
             # New, or its maker was killed right here; everybody who comes by to write writes the same bytes.
             if not read_only:
-                system.pwritev(marker, memoryview(_MARKER_TEXT), 0)
+                system.pwritev(marker, [memoryview(_MARKER_TEXT)], 0)
         elif text != _MARKER_TEXT:
             raise BackendUnavailable(f"{path} has another store version; this one reads version {STORE_VERSION} only")
     finally:

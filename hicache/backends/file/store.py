@@ -49,9 +49,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ...backoff import Backoff
 from ...errors import BackendUnavailable
 from .index import JOURNAL, JOURNAL_BYTES, Index, IndexDamaged, blames_file, index_files, index_names
-from .pages import FULL_ERRNOS, TMP_DIR, System, make_folder
+from .pages import FULL_ERRNOS, TMP_DIR, System, look, look_for_file, make_folder
 from .reconcile import OWNER_HEX_DIGITS, OWNER_SUFFIX, reap, reconcile
 from .root import open_root
 
@@ -81,15 +82,14 @@ def now_us() -> int:
 
 def wait_for_flock(system: System, fd: int, operation: int, deadline: float) -> None:
     """Lock the file `fd`. Blocks up to `deadline` (monotonic), by polling. Raises TimeoutError."""
-    pause_s = _POLL_S_FIRST
+    backoff = Backoff(_POLL_S_FIRST, _POLL_S_MAX)
     while True:
         try:
             return system.flock(fd, operation | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise TimeoutError(errno.ETIMEDOUT, "the store was locked until the deadline") from None
-        time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
-        pause_s = min(2 * pause_s, _POLL_S_MAX)
+        time.sleep(min(backoff.next_s(), max(0.0, deadline - time.monotonic())))
 
 
 def usable_index(system: System, root_fd: int) -> str | None:
@@ -97,7 +97,7 @@ def usable_index(system: System, root_fd: int) -> str | None:
 
     Raises OSError, and IndexDamaged if it or its journal is not a file that only this user reads and writes.
     """
-    names = [name for name in index_names(system.listdir(root_fd)) if _is_regular(system, root_fd, name)]
+    names = [name for name in index_names(system.listdir(root_fd)) if look_for_file(system, root_fd, name) is not None]
     if len(names) != 1:
         return None
     for name in (names[0], names[0] + JOURNAL):
@@ -108,13 +108,6 @@ def usable_index(system: System, root_fd: int) -> str | None:
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o600 != 0o600:
             raise IndexDamaged(f"{name} is not a file that this user may read and write")
     return names[0]
-
-
-def _is_regular(system: System, root_fd: int, name: str) -> bool:
-    try:
-        return stat.S_ISREG(system.lstat(name, dir_fd=root_fd).st_mode)
-    except FileNotFoundError:
-        return False
 
 
 @dataclass(slots=True)
@@ -383,15 +376,13 @@ class Store:
             there = self.system.fstat(fd).st_size
             missing = JOURNAL_BYTES - there
             if 0 < missing <= space.f_bavail * space.f_frsize // 2:
-                self.system.pwritev(fd, memoryview(bytes(missing)), there)
+                self.system.pwritev(fd, [memoryview(bytes(missing))], there)
         finally:
             self.system.close(fd)
 
     def _find(self, name: str) -> tuple[int, int] | None:
-        try:
-            return _file_id(self.system.lstat(name, dir_fd=self.root_fd))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        found = look(self.system, self.root_fd, name)
+        return None if found is None else _file_id(found)
 
     def _remove_indices(self) -> None:
         for name in index_files(self.system.listdir(self.root_fd)):

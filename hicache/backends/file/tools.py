@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ...errors import BackendError, BackendUnavailable, InvalidInput
-from .pages import NOT_REGULAR, System, identity, is_hex, lies_there, remove_damaged, remove_page
+from .pages import NOT_REGULAR, System, identity, is_hex, look, remove_damaged, remove_page
 from .report import NO_KEYS, PageKeys, PageReport, inspect_page, report_on
 from .store import Store
 from .view import Place, View, places
@@ -141,7 +141,7 @@ def _remove(store: Store, place: Place, report: PageReport) -> bool:
         return False  # the disk may be able to read it later
     with store.removing(time.monotonic() + _TOOL_WAIT_S) as removal:
         removed = remove_damaged(store.system, store.root_fd, place.name, report.found)
-        if place.key is not None and not lies_there(store.system, store.root_fd, place.name):
+        if place.key is not None and look(store.system, store.root_fd, place.name) is None:
             removal.pages.append((place.namespace, place.key))
     return removed
 
@@ -189,8 +189,8 @@ def purge_store(
 def _chosen(view: View, prefix: str, before: int | None) -> Iterator[tuple[Place, os.stat_result]]:
     """The files to remove, in the order of their places."""
     rows = {} if before is None else view.index_rows()
-    for place in places(view.system, view.root_fd):
-        if place.key is None or not place.namespace.hex().startswith(prefix):
+    for place in places(view.system, view.root_fd, prefix):
+        if place.key is None:
             continue
         found = _file_at(view.system, view.root_fd, place.name)
         if found is None:
@@ -204,11 +204,8 @@ def _chosen(view: View, prefix: str, before: int | None) -> Iterator[tuple[Place
 
 def _file_at(system: System, root_fd: int, name: str) -> os.stat_result | None:
     """What lies there, unless nothing or a directory does."""
-    try:
-        found = system.lstat(name, dir_fd=root_fd)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return None if stat.S_ISDIR(found.st_mode) else found
+    found = look(system, root_fd, name)
+    return None if found is None or stat.S_ISDIR(found.st_mode) else found
 
 
 def _purge(store: Store, chosen: Iterator[tuple[Place, os.stat_result]]) -> list[int]:

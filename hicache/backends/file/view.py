@@ -40,12 +40,13 @@ class Place:
     key: bytes | None
 
 
-def places(system: System, root_fd: int) -> Iterator[Place]:
-    """Every place where something lies, namespace by namespace. Follows no link. Raises OSError.
+def places(system: System, root_fd: int, prefix: str = "") -> Iterator[Place]:
+    """Return every place that holds something, namespace by namespace, of the namespaces whose digest begins with
+    `prefix` in hexadecimal. Follows no link. Raises OSError.
 
     Names that are not a store's are left out. Holds the names of one directory of pages at a time.
     """
-    for namespace in sorted(name for name in system.listdir(root_fd) if is_hex(name, 64)):
+    for namespace in sorted(name for name in system.listdir(root_fd) if is_hex(name, 64) and name.startswith(prefix)):
         try:
             namespace_fd = system.open(namespace, _FOLDER_FLAGS, dir_fd=root_fd)
         except OSError as error:

@@ -3,7 +3,7 @@
 from .backend import GuardedBackend
 from .breaker import BreakerState, BreakerStatistics
 from .histogram import BOUNDS_S, LatencyStatistics
-from .options import Direction, GuardOptions, Override
+from .options import Direction, Override
 from .traffic import GuardStatistics, Refusal, Verb
 from .view import LeafStatistics, guards_of, leaf_statistics, may_pass
 
@@ -12,7 +12,6 @@ __all__ = [
     "BreakerState",
     "BreakerStatistics",
     "Direction",
-    "GuardOptions",
     "GuardStatistics",
     "GuardedBackend",
     "LatencyStatistics",

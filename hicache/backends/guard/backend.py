@@ -8,10 +8,11 @@
     containment  what a backend raises, or answers against the contract, is counted, and its pages are ERROR
 
 Verbs that are not made return at once: 0 or ERROR. Nothing is abandoned here: a call that hangs keeps its thread and
-its frames until it returns, which is the caller's to bear (`controller.worker`).
+its frames until it returns, which is the caller's to bear (`supervised`).
 
 Locking design: verbs run on their callers' threads, several at once, with no lock held while the backend works. What
-they share is in `Traffic`. Probes and the sampling of usage run on threads of their own (`chore`), started when needed.
+they share is in `Traffic`. Probes and the sampling of usage run on threads of their own (BackgroundTask), started when
+needed.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
+from ...background import BackgroundTask
+from ...config.guard import GuardConfig
 from ...errors import BackendError, InvalidInput
+from ...frame import PageBuffer
 from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage, register_memory
 from ..calls import check_batch, check_keys, parent_outside
-from .chore import Chore
-from .options import Direction, GuardOptions, Override
+from .options import Direction, Override
 from .probes import Prober
 from .sampler import UsageSampler
 from .traffic import Call, GuardStatistics, Refusal, Traffic, Verb, Verdict
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Outcome = TypeVar("Outcome", GetOutcome, SetOutcome)
 
 # Before failed pages are tried again, between half of this and the whole: a moment for what was only a hiccup.
@@ -53,14 +57,14 @@ _NOTHING = BackendStatistics({}, {}, {}, {}, 0, 0, 0)
 class GuardedBackend(StorageBackend):
     """See the module's docstring. A Composite of one part. `name` is how it is called in metrics and messages.
 
-    Raises InvalidInput as GuardOptions does. `clock` is that of deadlines, `jitter` draws from [0, 1); tests give
+    `clock` is that of deadlines, `jitter` draws from [0, 1); tests give
     their own.
     """
 
     def __init__(
         self,
         inner: StorageBackend,
-        options: GuardOptions | None = None,
+        options: GuardConfig | None = None,
         *,
         name: str = "storage",
         clock: Callable[[], float] = time.monotonic,
@@ -68,7 +72,7 @@ class GuardedBackend(StorageBackend):
     ) -> None:
         super().__init__(inner.codec)
         self.name = name
-        self.options = options or GuardOptions()
+        self.options = options or GuardConfig()
         self._inner = inner
         self._clock = clock
         self._jitter = jitter
@@ -78,8 +82,8 @@ class GuardedBackend(StorageBackend):
         self._last_statistics = _NOTHING
         self._prober = Prober(inner, self._traffic, self._contain)
         # One run makes a probe in each direction; what takes longer hangs.
-        patience_s = 2 * (self.options.probe_timeout_s + self.options.grace_s)
-        self._probes = Chore(f"probe-{name}", self._prober.run, patience_s)
+        patience_s = 2 * (self.options.probe_timeout + self.options.grace)
+        self._probes = BackgroundTask(f"probe-{name}", self._prober.run, patience_s)
         self._usage = UsageSampler(name, self._measure_usage_if_passing)
 
     @property
@@ -92,85 +96,77 @@ class GuardedBackend(StorageBackend):
     def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See StorageBackend. 0 where the call is not made."""
         check_keys(keys)
-        call = self._enter(Verb.EXISTS, 1, 0, deadline) if keys else None
-        if call is None:
-            return 0
-        found, verdict = 0, Verdict(None)
-        try:
-            found, verdict = self._look_up(call, keys)
-            if verdict.ok is False and self._may_retry(call, 1):
-                found, verdict = self._look_up(call, keys)
-        finally:
-            self._leave(call, verdict)
-        return found
+
+        def ask() -> object:
+            return self._inner.batch_exists(keys, deadline=deadline)
+
+        def is_answer(found: object) -> bool:
+            return type(found) is int and 0 <= found <= len(keys)
+
+        return self._look_up(ask, is_answer, deadline, whole=len(keys), nothing=0) if keys else 0
+
+    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
+        """See StorageBackend. None is stored where the call is not made."""
+        check_keys(keys)
+        pages = len(keys)
+
+        def ask() -> object:
+            return self._inner.batch_has(keys, deadline=deadline)
+
+        def is_answer(found: object) -> bool:
+            return isinstance(found, list) and len(found) == pages and all(type(there) is bool for there in found)
+
+        return self._look_up(ask, is_answer, deadline, whole=[True] * pages, nothing=[False] * pages) if keys else []
 
     def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
     ) -> list[GetOutcome]:
         """See StorageBackend. While nothing speaks for what is stored, the head of a batch is read before the rest."""
-        check_batch(self.codec, keys, frames)
-        size_bytes = len(keys) * self.codec.frame_bytes
-        call = self._enter(Verb.GET, len(keys), size_bytes, deadline) if keys else None
-        if call is None:
-            return [GetOutcome.ERROR] * len(keys)
-        outcomes: list[GetOutcome] = []
-        verdict = Verdict(None)
-        try:
+        check_batch(self.codec, keys, pages)
+
+        def read(call: Call) -> tuple[list[GetOutcome], Verdict]:
+            outcomes: list[GetOutcome] = []
             while len(outcomes) < len(keys):
                 start = len(outcomes)
                 end = start + (self._traffic.pages_at_once(outcomes) or len(keys))
-                read = self._get(call, keys[start:end], frames[start:end])
-                outcomes += read
-                if not self._traffic.read_pages(call, read):
+                found = self._get(call, keys[start:end], pages[start:end])
+                outcomes += found
+                if not self._traffic.read_pages(call, found):
                     break
             outcomes += [GetOutcome.ERROR] * (len(keys) - len(outcomes))
-            verdict = self._judge(call, outcomes.count(GetOutcome.ERROR), len(outcomes))
-        finally:
-            self._leave(call, verdict)
-        return outcomes
+            return outcomes, self._judge(call, outcomes.count(GetOutcome.ERROR), len(outcomes))
+
+        return self._make(Verb.GET, len(keys), deadline, [GetOutcome.ERROR] * len(keys), read) if keys else []
 
     def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See StorageBackend."""
-        check_batch(self.codec, keys, frames, parent)
-        size_bytes = len(keys) * self.codec.frame_bytes
-        call = self._enter(Verb.SET, len(keys), size_bytes, deadline) if keys else None
-        if call is None:
-            return [SetOutcome.ERROR] * len(keys)
-        outcomes = [SetOutcome.ERROR] * len(keys)
-        verdict = Verdict(None)
-        try:
-            outcomes = self._set(call, keys, frames, parent)
+        check_batch(self.codec, keys, pages, parent)
+
+        def write(call: Call) -> tuple[list[SetOutcome], Verdict]:
+            outcomes = self._set(call, keys, pages, parent)
             for start, end in list(_runs(outcomes, SetOutcome.ERROR)):
                 granted = self._may_retry(call, end - start)
                 if granted:
                     again = slice(start, start + granted)
                     before = parent_outside(keys[again], keys[start - 1] if start else parent)
-                    outcomes[again] = self._set(call, keys[again], frames[again], before)
+                    outcomes[again] = self._set(call, keys[again], pages[again], before)
             failed = outcomes.count(SetOutcome.ERROR)
             if failed:
                 self._traffic.count_failed_write()
-            verdict = self._judge(call, failed, len(outcomes))
-        finally:
-            self._leave(call, verdict)
-        return outcomes
+            return outcomes, self._judge(call, failed, len(outcomes))
+
+        return self._make(Verb.SET, len(keys), deadline, [SetOutcome.ERROR] * len(keys), write) if keys else []
 
     def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See StorageBackend. 0 where the call is not made."""
         check_keys(keys)
-        call = self._enter(Verb.DELETE, 1, 0, deadline) if keys else None
-        if call is None:
-            return 0
-        verdict = Verdict(None)  # none removed: there were none, or the store is down
-        try:
-            removed = self._contain(lambda: self._inner.delete(keys, deadline=deadline))
-            if type(removed) is int and 0 <= removed <= len(keys):
-                return removed
-            verdict = Verdict(False, "raised")
-            return 0
-        finally:
-            self._leave(call, verdict)
+        return self._remove(lambda: self._inner.delete(keys, deadline=deadline), deadline, len(keys)) if keys else 0
+
+    def clear(self, *, deadline: float) -> int:
+        """See StorageBackend. 0 where the call is not made."""
+        return self._remove(lambda: self._inner.clear(deadline=deadline), deadline, math.inf)
 
     def usage(self) -> Usage:
         """See StorageBackend. What was found last, if the backend raises or is left alone; blocks as it does."""
@@ -249,40 +245,72 @@ class GuardedBackend(StorageBackend):
 
     # Inside
 
-    def _enter(self, verb: Verb, pages: int, size_bytes: int, deadline: float) -> Call | None:
+    def _make(
+        self, verb: Verb, pages: int, deadline: float, refused: T, work: Callable[[Call], tuple[T, Verdict]]
+    ) -> T:
+        """Make a call and take in what it says about the store; `refused` for one that is not made."""
+        # A lookup or removal, of any number of keys, moves no bytes and is refused as one page would be.
+        size_bytes = pages * self.codec.frame_bytes if verb in (Verb.GET, Verb.SET) else 0
         call = self._traffic.enter(verb, pages, size_bytes, deadline)
         self._tend()
-        return None if isinstance(call, Refusal) else call
-
-    def _leave(self, call: Call, verdict: Verdict) -> None:
-        self._traffic.leave(call, verdict)
-        self._tend()
+        if isinstance(call, Refusal):
+            return refused
+        verdict = Verdict(None)
+        try:
+            answer, verdict = work(call)
+        finally:
+            self._traffic.leave(call, verdict)
+            self._tend()
+        return answer
 
     def _tend(self) -> None:
-        """Have the probes made that are planned, whatever has become of the thread that makes them."""
+        """Wake the probe thread if a probe is planned; replace it if it died or hangs."""
         probe_at = self._traffic.probe_at
         if probe_at < math.inf:
             self._probes.wake(probe_at)
 
-    def _look_up(self, call: Call, keys: Sequence[bytes]) -> tuple[int, Verdict]:
-        """A store that is down has nothing, as one that is empty has: only its count of errors tells them apart."""
-        errors_before = sum(self._inner_statistics().errors.values())
-        writes_before = self._traffic.failed_writes
-        found = self._contain(lambda: self._inner.batch_exists(keys, deadline=call.deadline))
-        if type(found) is not int or not 0 <= found <= len(keys):
-            return 0, Verdict(False, "raised")
-        if found == len(keys) or sum(self._inner_statistics().errors.values()) == errors_before:
-            return found, Verdict(True)
-        if self._traffic.failed_writes != writes_before or self._was_short(call):
-            return found, Verdict(None)  # the errors may be those of a write that ended meanwhile
-        return found, Verdict(False, "lookup")
+    def _look_up(
+        self, ask: Callable[[], object], is_answer: Callable[[object], bool], deadline: float, *, whole: T, nothing: T
+    ) -> T:
+        """The answer of a lookup, and once more where it failed. `whole` is that of a store that has all pages.
 
-    def _get(self, call: Call, keys: Sequence[bytes], frames: Sequence[memoryview]) -> list[GetOutcome]:
+        A store that is down has nothing, as one that is empty has: only its count of errors tells them apart.
+        """
+
+        def find(call: Call) -> tuple[T, Verdict]:
+            errors_before = sum(self._inner_statistics().errors.values())
+            writes_before = self._traffic.failed_writes
+            answer = self._contain(ask)
+            if not is_answer(answer):
+                return nothing, Verdict(False, "raised")
+            found = cast(T, answer)
+            if found == whole or sum(self._inner_statistics().errors.values()) == errors_before:
+                return found, Verdict(True)
+            if self._traffic.failed_writes != writes_before or self._was_short(call):
+                return found, Verdict(None)  # the errors may be those of a write that ended meanwhile
+            return found, Verdict(False, "lookup")
+
+        def find_or_retry(call: Call) -> tuple[T, Verdict]:
+            found, verdict = find(call)
+            return find(call) if verdict.ok is False and self._may_retry(call, 1) else (found, verdict)
+
+        return self._make(Verb.EXISTS, 1, deadline, nothing, find_or_retry)
+
+    def _remove(self, ask: Callable[[], object], deadline: float, most: float) -> int:
+        def remove(_: Call) -> tuple[int, Verdict]:
+            removed = self._contain(ask)
+            if type(removed) is int and 0 <= removed <= most:
+                return removed, Verdict(None)  # none removed: there were none, or the store is down
+            return 0, Verdict(False, "raised")
+
+        return self._make(Verb.DELETE, 1, deadline, 0, remove)
+
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
         """Read, and what failed once more."""
 
         def read(positions: Sequence[int]) -> list[GetOutcome]:
-            some_keys, some_frames = [keys[i] for i in positions], [frames[i] for i in positions]
-            answer = self._contain(lambda: self._inner.batch_get(some_keys, some_frames, deadline=call.deadline))
+            some_keys, some_pages = [keys[i] for i in positions], [pages[i] for i in positions]
+            answer = self._contain(lambda: self._inner.batch_get(some_keys, some_pages, deadline=call.deadline))
             return self._outcomes(answer, GetOutcome, len(positions))
 
         outcomes = read(range(len(keys)))
@@ -294,11 +322,9 @@ class GuardedBackend(StorageBackend):
         return outcomes
 
     def _set(
-        self, call: Call, keys: Sequence[bytes], frames: Sequence[memoryview], parent: bytes | None
+        self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
     ) -> list[SetOutcome]:
-        answer = self._contain(
-            lambda: self._inner.batch_set(keys, frames, parent=parent, deadline=call.deadline)
-        )
+        answer = self._contain(lambda: self._inner.batch_set(keys, pages, parent=parent, deadline=call.deadline))
         return self._outcomes(answer, SetOutcome, len(keys))
 
     def _outcomes(self, answer: object, kind: type[Outcome], pages: int) -> list[Outcome]:

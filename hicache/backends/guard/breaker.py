@@ -20,8 +20,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...backoff import Backoff
+from ...config.guard import GuardConfig
 from ...errors import InvariantError
-from .options import GuardOptions, Override
+from .options import Override
 
 # The share of failures is taken over so many calls: enough that two bad ones among them mean nothing.
 WINDOW_CALLS = 20
@@ -60,7 +62,7 @@ class Breaker:
     good.
     """
 
-    def __init__(self, options: GuardOptions, override: Override, jitter: Callable[[], float]) -> None:
+    def __init__(self, options: GuardConfig, override: Override, jitter: Callable[[], float]) -> None:
         self.override = override
         self._options = options
         self._jitter = jitter
@@ -70,7 +72,7 @@ class Breaker:
         self._failures = 0  # calls in a row
         self._suspicions = 0  # bad probes in a row while it is closed, in failed calls
         self._recent: deque[bool] = deque(maxlen=WINDOW_CALLS)
-        self._backoff_s = options.backoff_min_s
+        self._reset_backoff()
         self._probe_at = math.inf
         self._calm_until = -math.inf  # a probe has just been good: single failures bring none before that
         self._probe = 0  # number of the latest
@@ -97,7 +99,7 @@ class Breaker:
         if ok:
             self._close()
             self._recent.append(True)
-            self._backoff_s = self._options.backoff_min_s
+            self._reset_backoff()
         elif self._state is BreakerState.HALF_OPEN:
             self._open(reason, time_s)
         else:
@@ -109,7 +111,8 @@ class Breaker:
         """Open, for at least half of `backoff_s`, whatever was before; only a thorough probe heals it."""
         if self.override is not Override.AUTO:
             return
-        self._backoff_s = backoff_s
+        # Such a pause may be longer than the longest.
+        self._backoff = Backoff(backoff_s, max(backoff_s, self._options.backoff_max))
         self._open(reason, time_s)
         self._thorough = True
 
@@ -120,7 +123,7 @@ class Breaker:
         self._probing_until = math.inf
         self._thorough = False
         self._recent.clear()
-        self._backoff_s = self._options.backoff_min_s
+        self._reset_backoff()
         self._close()
 
     # Probes
@@ -170,9 +173,9 @@ class Breaker:
                 return
             if self._thorough:
                 self._thorough = False
-                self._backoff_s = self._options.backoff_min_s
+                self._reset_backoff()
             self._state = BreakerState.HALF_OPEN
-            self._probe_at = time_s + self._options.backoff_min_s
+            self._probe_at = time_s + self._options.backoff_min
         elif self._state is BreakerState.HALF_OPEN:
             if ok:
                 self._close()
@@ -180,7 +183,7 @@ class Breaker:
                 self._open(reason, time_s)
         elif ok:
             self._suspicions = 0
-            self._calm_until = time_s + self._options.backoff_min_s
+            self._calm_until = time_s + self._options.backoff_min
         else:
             self._suspicions += _PROBE_WEIGHT
             self._judge(reason, time_s)
@@ -222,9 +225,10 @@ class Breaker:
         self._plan_probe(time_s)
 
     def _plan_probe(self, time_s: float) -> None:
-        self._probe_at = time_s + self._backoff_s * self._jitter()
-        # A pause that was given by `trip` may be longer than the longest.
-        self._backoff_s = max(self._backoff_s, min(2 * self._backoff_s, self._options.backoff_max_s))
+        self._probe_at = time_s + self._backoff.next_s() * self._jitter()
+
+    def _reset_backoff(self) -> None:
+        self._backoff = Backoff(self._options.backoff_min, self._options.backoff_max)
 
     def _close(self) -> None:
         self._state = BreakerState.CLOSED

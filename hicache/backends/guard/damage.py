@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ...backoff import Backoff
+from ...config.guard import GuardConfig
 from ..base import GetOutcome
-from .options import GuardOptions
 
 # Each further time, the pause is so many times as long, up to an hour: whoever has to repair something needs that long.
 _BACKOFF_GROWTH = 4
@@ -25,9 +26,10 @@ class DamageWatch:
     After an alarm nothing is trusted until a sound page was read: a single further damaged one is the next alarm.
     """
 
-    def __init__(self, options: GuardOptions) -> None:
+    def __init__(self, options: GuardConfig) -> None:
         self._pages_max = options.damage_pages
-        self._first_backoff_s = self._backoff_s = options.damage_backoff_s
+        first_s = options.damage_backoff
+        self._backoff = Backoff(first_s, max(first_s, _BACKOFF_S_MAX), _BACKOFF_GROWTH)
         self._run = 0
         self._sound = False  # a sound page was read since the start or the last alarm
         self._alarmed = False
@@ -50,14 +52,12 @@ class DamageWatch:
                 self._run = 0
                 self._sound = True
                 self._alarmed = False
-                self._backoff_s = self._first_backoff_s
+                self._backoff.reset()
             elif outcome is GetOutcome.CORRUPT:
                 self._run += 1
         if self._run < (1 if self._alarmed else self._pages_max):
             return None
-        backoff_s = self._backoff_s
-        self._backoff_s = max(backoff_s, min(_BACKOFF_GROWTH * backoff_s, _BACKOFF_S_MAX))
         self._run = 0
         self._sound = False
         self._alarmed = True
-        return backoff_s
+        return self._backoff.next_s()

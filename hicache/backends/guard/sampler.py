@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from ...background import BackgroundTask
 from ..base import Usage
-from .chore import Chore
 
 # Counting takes a small part of the time, however slow it is: a file store is asked ten times a second at most, a
 # bucket whose listing takes ten seconds every eight minutes.
@@ -35,7 +35,7 @@ class UsageSampler:
         self._next_at = 0.0  # infinity while somebody counts
         self._took_s = 0.0
         self._renewed = threading.Event()
-        self._chore = Chore(f"usage-{name}", self._renew, patience_s)
+        self._task = BackgroundTask(f"usage-{name}", self._renew, patience_s)
 
     def sample(self) -> Usage | None:
         """What was found last, None before the first time; has it found anew if it is old.
@@ -45,16 +45,16 @@ class UsageSampler:
         if time.monotonic() >= self._next_at:
             self._next_at = math.inf
             self._renewed.clear()
-            self._chore.wake()
+            self._task.wake()
             if self._took_s < _WAIT_S:
                 self._renewed.wait(_WAIT_S)
         elif self._next_at == math.inf:
-            self._chore.tend()
+            self._task.tend()
         return self._sample
 
     def close(self, timeout_s: float) -> bool:
         """End the thread. False if it hangs in the store."""
-        return self._chore.close(timeout_s)
+        return self._task.close(timeout_s)
 
     def _renew(self) -> float:
         began_s = time.monotonic()

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ...config.guard import GuardConfig
 from ...errors import InvariantError
 from ..base import GetOutcome
 from .breaker import Breaker, BreakerState, BreakerStatistics
 from .budget import RetryBudget
 from .damage import DamageWatch
 from .histogram import LatencyHistogram, LatencyStatistics
-from .options import Direction, GuardOptions, Override
+from .options import Direction, Override
 
 # After a single failed call a probe is to say quickly whether the store still answers; a page has to be written for it
 # in one direction. The probes of a breaker that is open have the time that the options give.
@@ -114,7 +115,7 @@ class Traffic:
     alone is.
     """
 
-    def __init__(self, options: GuardOptions, clock: Callable[[], float], jitter: Callable[[], float]) -> None:
+    def __init__(self, options: GuardConfig, clock: Callable[[], float], jitter: Callable[[], float]) -> None:
         self._options = options
         self._clock = clock
         self._state = threading.Condition()
@@ -155,7 +156,7 @@ class Traffic:
             call = Call(verb, pages, size_bytes, deadline, time_s, breaker.round)
             self._calls.add(call)
             self._in_flight_bytes += size_bytes
-            self._overdue_at = min(self._overdue_at, deadline + self._options.grace_s)
+            self._overdue_at = min(self._overdue_at, deadline + self._options.grace)
             return call
 
     def leave(self, call: Call, verdict: Verdict) -> None:
@@ -222,9 +223,9 @@ class Traffic:
             time_s = self._clock()
             if self._closed or breaker.probe_at > time_s:
                 return None
-            timeout_s = self._options.probe_timeout_s
+            timeout_s = self._options.probe_timeout
             deadline = time_s + (min(timeout_s, _SUSPECTED_S[direction]) if breaker.is_suspected else timeout_s)
-            overdue_at = deadline + self._options.grace_s
+            overdue_at = deadline + self._options.grace
             self._overdue_at = min(self._overdue_at, overdue_at)
             number = breaker.begin_probe(overdue_at)
             self._breakers_moved()
@@ -283,7 +284,7 @@ class Traffic:
             alone = sum(call.bytes > 0 for call in self._calls) <= 1
             if self.probe_at != min(breaker.probe_at for breaker in self._breakers.values()):
                 raise InvariantError("guard: the time of the next probe is not that of a breaker")
-            if total != self._in_flight_bytes or (total > self._options.in_flight_bytes_max and not alone):
+            if total != self._in_flight_bytes or (total > self._options.in_flight and not alone):
                 raise InvariantError(f"guard: {self._in_flight_bytes} bytes in flight, {total} counted")
 
     # Inside, under the lock
@@ -312,7 +313,7 @@ class Traffic:
         return refusal
 
     def _has_room(self, size_bytes: int) -> bool:
-        return self._in_flight_bytes == 0 or self._in_flight_bytes + size_bytes <= self._options.in_flight_bytes_max
+        return self._in_flight_bytes == 0 or self._in_flight_bytes + size_bytes <= self._options.in_flight
 
     def _record(self, call: Call, verdict: Verdict, time_s: float) -> None:
         direction, ok = call.verb.direction, verdict.ok is True
@@ -335,7 +336,7 @@ class Traffic:
         time_s = self._clock()
         if time_s < self._overdue_at:
             return
-        grace_s = self._options.grace_s
+        grace_s = self._options.grace
         for call in self._calls:
             if not call.overdue and time_s >= call.deadline + grace_s:
                 call.overdue = True

@@ -8,26 +8,27 @@ its middle; and a page that was looked up or read has a lease, 10 s by default, 
 deleted. Damaged pages are removed in spite of their lease; the reader that holds it finds the damage too.
 
 Locking design: verbs run on their callers' threads and share only what has its own lock or none to need (`Calls`,
-`Links`, `Staging`, `Runner`, `Roads`). `_usage` is one reference. The library is closed on a thread of its own, when
-its last call has ended; `_close_lock` has two calls of `close` wait for the same.
+`Links`, `Staging`, SupervisedPool, `Roads`). `_usage` is one reference. The library is closed on a thread of its own,
+when its last call has ended; `_close_lock` has two calls of `close` wait for the same.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendUnavailable, InvalidInput
 from ...frame import FrameCodec
-from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
-from ..calls import Calls, check_batch, check_keys
+from ..base import Usage
+from ..pages import Damaged, PageReads, PageWrites, StoreError
+from ..store import PageStore
 from . import codes
 from .admin import Admin
-from .batches import Reads, Writes
+from .batches import Names, Reads, Writes
 from .lanes import address_of
 from .link import Link, Links
-from .options import MooncakeOptions
+from .options import admin_address
 from .removal import remove_unleased
 
 _log = logging.getLogger(__name__)
@@ -36,125 +37,96 @@ _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
 
 
-class MooncakeBackend(StorageBackend):
-    """Pages in a Mooncake store. See the module's docstring; `StorageBackend` says what each verb does.
+class MooncakeBackend(PageStore[None]):
+    """Pages in a Mooncake store. See the module's docstring; `PageStore` says what each verb does.
 
-    Frames are copied through staging memory. A verb returns at its deadline or a quarter of a second later; what it has
+    Pages are copied through staging memory. A verb returns at its deadline or a quarter of a second later; what it has
     started then goes on in that memory alone. Raises ConfigError if the library is missing, BackendUnavailable if the
     store cannot be joined, BackendError without memory for staging. Open it after a fork and not before.
     """
 
-    def __init__(self, codec: FrameCodec, options: MooncakeOptions) -> None:
+    def __init__(self, codec: FrameCodec, options: MooncakeStorageOptions) -> None:
         super().__init__(codec)
         self.options = options
-        self._calls = Calls(codec)
-        self._admin = Admin(options.admin_address)
-        self._usage = Usage(0, 0, None)
-        self._close_lock = threading.Lock()
+        self._admin = Admin(admin_address(options))
         self._links = Links(lambda: Link(codec, options))
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend. One request for all of them; each page that is there has a lease then."""
-        check_keys(keys)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse()
-            if not keys:
-                return 0
-            with self._links.use() as link:
-                parts = link.parts
-                names = parts.names.of(keys)
-                found = parts.ask(lambda: parts.client.exist(names), deadline)
-            if isinstance(found, str):
-                self._calls.count(errors=[found])
-                return 0
-            stored = next((position for position, code in enumerate(found) if code != 1), len(found))
-            if stored < len(found) and found[stored] < 0:
-                self._calls.count(errors=[codes.class_of(found[stored])])
-            return stored
+    def find(self, keys: Sequence[bytes], deadline: float) -> Iterator[bool]:
+        """See PageStore. One request for all of them; each page that is there has a lease then."""
+        with self._links.use() as link:
+            parts = link.parts
+            names = parts.names.of(keys)
+            found = parts.ask(lambda: parts.client.exist(names), deadline)
+        if isinstance(found, str):
+            raise StoreError(found)
+        for code in found:
+            if code < 0:
+                self.count(codes.class_of(code))
+            yield code == 1
 
-    def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
-    ) -> list[GetOutcome]:
-        """See StorageBackend. A page that is being written is a miss."""
-        check_batch(self.codec, keys, frames)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse_gets(len(keys))
-            with self._links.use() as link:
-                batch = Reads(link.parts, keys, frames, deadline)
-                try:
-                    batch.run()
-                finally:
-                    self._calls.count(gets=batch.outcomes, errors=batch.errors, corrupt=batch.corrupt)
-                self._look_at(batch.errors, link)
-        return batch.outcomes
+    def read(self, pages: PageReads[None]) -> None:
+        """See PageStore. A page that is being written is a miss."""
+        with self._links.use() as link:
+            Reads(link.parts, pages).run()
+            self._look_at(pages.errors, link)
 
-    def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        """See StorageBackend. Waits for up to half a second for a full store to make room."""
-        check_batch(self.codec, keys, frames, parent)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse_sets(len(keys))
-            outcomes: list[SetOutcome] = []
-            with self._links.use() as link:
-                batch = Writes(link.parts, keys, frames, parent, deadline)
-                try:
-                    outcomes = batch.run()
-                finally:
-                    self._calls.count(sets=outcomes, errors=batch.errors)
-                self._look_at(batch.errors, link)
-        return outcomes
+    def write(self, pages: PageWrites) -> None:
+        """See PageStore. Waits for up to half a second for a full store to make room."""
+        with self._links.use() as link:
+            Writes(link.parts, pages).run()
+            self._look_at(pages.errors, link)
 
     def _look_at(self, errors: list[str], link: Link) -> None:
         """A daemon that refuses transfers has been started anew, and needs to be joined anew."""
         if self.options.daemon is not None and codes.class_of(codes.BAD_PARAMETER) in errors:
             self._links.renew(link)
 
-    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend. Waits for the leases of pages that were looked up or read lately, 30 s at most."""
-        check_keys(keys)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse()
-            if not keys:
-                return 0
-            with self._links.use() as link:
-                parts = link.parts
-                removed, errors = remove_unleased(
-                    parts.names.of(list(dict.fromkeys(keys))), deadline,
-                    lambda some: parts.ask(lambda: parts.client.remove(some, force=False), deadline),
-                )  # fmt: skip
-            self._calls.count(errors=errors)
+    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See PageStore. Waits for the leases of pages that were looked up or read lately, 30 s at most."""
+        with self._links.use() as link:
+            parts = link.parts
+            removed, errors = remove_unleased(
+                parts.names.of(keys), deadline,
+                lambda some: parts.ask(lambda: parts.client.remove(some, force=False), deadline),
+            )  # fmt: skip
+        self.count(*errors)
         return removed
 
-    def usage(self) -> Usage:
-        """See StorageBackend. The whole store's pages and bytes, since all that is in it shares the capacity; asks the
+    def remove_damaged(self, damaged: Sequence[Damaged[None]], deadline: float) -> None:
+        """See PageStore. In spite of the lease that reading them has granted. What another process has stored under the
+        name since then goes too: the store cannot tell."""
+        with self._links.use() as link:
+            parts = link.parts
+            names = parts.names.of([one.key for one in damaged])
+            found = parts.ask(lambda: parts.client.remove(names, force=True), deadline)
+        if isinstance(found, str):
+            raise StoreError(found)
+        self.count(*(codes.class_of(code) for code in found if code < 0 and code not in codes.MISSES))
+
+    def keys(self, deadline: float) -> Iterator[bytes]:
+        """See PageStore. Asks the master's HTTP server for all keys of the store."""
+        names = Names(self.options.prefix, self.codec.namespace)
+        try:
+            found = self._admin.all_keys()
+        except BackendUnavailable as error:
+            raise StoreError("admin") from error
+        return (key for key in map(names.key_of, found) if key is not None)
+
+    def measure(self) -> Usage:
+        """See PageStore. The whole store's pages and bytes, since all that is in it shares the capacity; asks the
         master's HTTP server."""
-        with self._calls.enter() as is_open:
-            if is_open:
-                try:
-                    self._usage = self._admin.usage()
-                except BackendUnavailable:
-                    self._calls.count(errors=["admin"])
-        return self._usage
+        try:
+            return self._admin.usage()
+        except BackendUnavailable as error:
+            raise StoreError("admin") from error
 
-    def statistics(self) -> BackendStatistics:
-        """See StorageBackend. What the server evicts is not told to anyone: `evicted_pages` stays 0."""
-        return self._calls.statistics()
+    def shut(self) -> None:
+        """See PageStore. The last one of this process takes its segment out of the store, with the pages in it.
 
-    def close(self) -> None:
-        """See StorageBackend. The last one of this process takes its segment out of the store, with the pages in it.
-
-        Returns after 10 s at the latest; what then still hangs in the library ends by itself.
+        Returns after 10 s at the latest; a call that hangs in the library then ends by itself.
         """
-        with self._close_lock:
-            if not self._calls.close():
-                return
-            if not self._links.close(_CLOSE_S):
-                _log.warning("mooncake store: a library call still hangs; the client is closed when it returns")
+        if not self._links.close(_CLOSE_S):
+            _log.warning("mooncake store: a library call still hangs; the client is closed when it returns")
 
     def check(self) -> None:
         """Raise InvariantError if staging memory is lost. REQUIRES: no verb runs, and no call that one has left."""

@@ -17,42 +17,53 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendError, BackendUnavailable, ConfigError
+from ...supervised import LINGER_S, SupervisedPool
 from ..system_libraries import MOONCAKE_LIBRARIES, preload
 from . import codes
-from .options import MooncakeOptions
-from .runner import Runner
+from .options import environment
 
 # One attempt to find the master: four tries to connect a second apart, or one request that is not answered.
 _SETUP_S = 30.0
+# As many library calls at once as storage workers can have in flight at a usual setting, and some that hang.
+THREADS_MAX = 16
+# A call that returns this much after the deadline is still waited for: the library's own limits end there too.
+GRACE_S = 0.25
 
 _lock = threading.Lock()
 _clients: dict[tuple[object, ...], Client] = {}
 
 
-def join_store(options: MooncakeOptions, runner: Runner) -> Client:
+def library_pool(name: str) -> SupervisedPool[Any]:
+    """Threads for library calls that a verb may have to leave: the library cannot be interrupted, and against a daemon
+    that hangs it waits for 30 s."""
+    return SupervisedPool(name, THREADS_MAX, linger_s=LINGER_S)
+
+
+def join_store(options: MooncakeStorageOptions, pool: SupervisedPool[Any]) -> Client:
     """The client of this process that takes part in the store as `options` say, set up if there is none.
 
     Blocks for as long as that takes. Raises ConfigError if the library is missing, BackendUnavailable if the store
     cannot be joined.
     """
     place = (
-        options.master, options.daemon, options.segment_bytes, options.host, options.metadata, options.protocol,
+        options.master, options.daemon, options.segment, options.host, options.metadata, options.protocol,
         options.devices,
     )  # fmt: skip
     with _lock:
         client = _clients.get(place)
         if client is None:
-            client = _clients[place] = Client(options, runner, place)
+            client = _clients[place] = Client(options, pool, place)
         client.uses += 1
         return client
 
 
-def load_library(options: MooncakeOptions) -> Any:
+def load_library(options: MooncakeStorageOptions) -> Any:
     """The module `mooncake.store`, loaded under the time limits of `options`. Raises ConfigError if it, or a system
     library that it needs, is missing."""
     preload(MOONCAKE_LIBRARIES)
-    for name, value in options.environment().items():
+    for name, value in environment(options).items():
         os.environ.setdefault(name, value)
     try:
         from mooncake import store  # noqa: PLC0415  an optional dependency, and it reads the environment when it loads
@@ -70,7 +81,7 @@ class Client:
     Methods on keys return one number for each, see `codes`.
     """
 
-    def __init__(self, options: MooncakeOptions, runner: Runner, place: tuple[object, ...]) -> None:
+    def __init__(self, options: MooncakeStorageOptions, pool: SupervisedPool[Any], place: tuple[object, ...]) -> None:
         self.uses = 0
         self._place = place
         self._registered: Counter[tuple[int, int]] = Counter()
@@ -78,7 +89,7 @@ class Client:
         self._store = self._library.MooncakeDistributedStore()
         setup = self._setup(options)
         # If the library should hang in there, this process has lost one thread.
-        done = runner.run(lambda: [setup()], time.monotonic() + _SETUP_S, late=lambda: None)
+        done = pool.call(lambda: [setup()], time.monotonic() + _SETUP_S)
         if done != [codes.OK]:
             where = f"master {options.master}" if options.daemon is None else f"daemon {options.daemon}"
             what = "did not answer in time" if done is None else f"could not be joined (code {done[0]})"
@@ -87,12 +98,12 @@ class Client:
                 "for a segment, free memory"
             )
 
-    def _setup(self, options: MooncakeOptions) -> Callable[[], int]:
+    def _setup(self, options: MooncakeStorageOptions) -> Callable[[], int]:
         store: Any = self._store
         if options.daemon is not None:
             return lambda: int(store.setup_dummy(0, 0, options.daemon))
         return lambda: int(store.setup(
-            options.host, options.metadata, options.segment_bytes, 0, options.protocol, options.devices, options.master
+            options.host, options.metadata, options.segment, 0, options.protocol, options.devices, options.master
         ))  # fmt: skip
 
     def allocator(self) -> Any:
@@ -122,9 +133,14 @@ class Client:
         """1 for a page that is there, 0 for one that is not. Those that are there cannot be evicted for a while."""
         return codes.checked(self._store.batch_is_exist(keys), len(keys))
 
-    def get(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
-        """Read whole pages; the bytes of each. A page longer than its buffer is not read."""
-        return codes.checked(self._store.batch_get_into(keys, addresses, sizes), len(keys))
+    def get(self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:
+        """Read whole pages, each into its pieces of memory; the bytes of each. One that is longer is not read."""
+        store: Any = self._store
+        if all(len(pieces) == 1 for pieces in addresses):
+            found = store.batch_get_into(keys, [one for one, in addresses], [one for one, in sizes])
+        else:
+            found = store.batch_get_into_multi_buffers(keys, addresses, sizes)
+        return codes.checked(found, len(keys))
 
     def get_start(self, key: str, address: int, size: int) -> list[int]:
         """Read the first `size` bytes of a page that is at least as long."""
@@ -134,9 +150,14 @@ class Client:
         except (LookupError, TypeError):
             return [codes.UNREADABLE]
 
-    def put(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
-        """Store pages. One that is there stays as it is, and the code is the same."""
-        return codes.checked(self._store.batch_put_from(keys, addresses, sizes), len(keys))
+    def put(self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:
+        """Store pages, each from its pieces of memory. One that is there stays as it is, and the code is the same."""
+        store: Any = self._store
+        if all(len(pieces) == 1 for pieces in addresses):
+            found = store.batch_put_from(keys, [one for one, in addresses], [one for one, in sizes])
+        else:
+            found = store.batch_put_from_multi_buffers(keys, addresses, sizes)
+        return codes.checked(found, len(keys))
 
     def sizes(self, keys: list[str]) -> list[int]:
         """Bytes of each page. Grants leases as `exist` does."""

@@ -16,13 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendError, ConfigError
 from ...frame import FrameCodec
 from .batches import Names, Parts
-from .client import join_store
+from .client import join_store, library_pool
 from .lanes import Roads
-from .options import MooncakeOptions
-from .runner import Runner
 from .staging import Staging
 
 _log = logging.getLogger(__name__)
@@ -36,23 +35,23 @@ class Link:
     """One membership in a store. Raises ConfigError if the library is missing, BackendUnavailable if the store cannot
     be joined, BackendError without memory for staging."""
 
-    def __init__(self, codec: FrameCodec, options: MooncakeOptions) -> None:
+    def __init__(self, codec: FrameCodec, options: MooncakeStorageOptions) -> None:
         self.users = 0
         self.retired = False
-        self._runner = Runner(_THREADS)
+        self._pool = library_pool("mooncake")
         try:
-            self._client = join_store(options, self._runner)
+            self._client = join_store(options, self._pool)
         except (BackendError, ConfigError):
-            self._runner.close(timeout_s=1.0)
+            self._pool.close(timeout_s=1.0)
             raise
         try:
-            self.staging = Staging(self._client, codec.frame_bytes, options.staging_bytes)
+            self.staging = Staging(self._client, codec.frame_bytes, options.staging)
         except BackendError:
             self._client.leave()
-            self._runner.close()
+            self._pool.close()
             raise
         names = Names(options.prefix, codec.namespace)
-        self.parts = Parts(codec, names, self._client, Roads(self.staging, self._runner), self._runner)
+        self.parts = Parts(codec, names, self._client, Roads(self.staging, self._pool), self._pool)
 
     def register(self, address: int, size: int) -> None:
         """Let frames in this memory go as they lie. Raises BackendError."""
@@ -65,7 +64,7 @@ class Link:
 
     def leave(self) -> None:
         """Give everything back, when the last library call has ended. REQUIRES: no verb uses it."""
-        self._runner.close()
+        self._pool.close()
         self.staging.free()
         for start, end in self.parts.roads.registered:
             self._client.unregister(start, end - start)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendError, BackendUnavailable, ConfigError
+from ...units import MIB
 from ..raw import RawStore, StoredPage
 from . import codes
 from .admin import Admin
 from .batches import FULL_TRIES, FULL_WAIT_S
-from .client import join_store
-from .options import MIB, MooncakeOptions
+from .client import join_store, library_pool
+from .options import admin_address
 from .removal import remove_unleased
-from .runner import Runner
 from .staging import RegisteredRoom
 
 # How many pages are removed in one request.
@@ -28,17 +27,17 @@ class MooncakeRawStore(RawStore):
     """See RawStore. Lists all keys of the master at once, some 140 bytes for each page. Raises as MooncakeBackend does.
     """
 
-    def __init__(self, options: MooncakeOptions) -> None:
+    def __init__(self, options: MooncakeStorageOptions) -> None:
         self._prefix = options.prefix
         self._name = re.compile(re.escape(options.prefix) + "([0-9a-f]{64})/([0-9a-f]{64})")
-        self._admin = Admin(options.admin_address)
+        self._admin = Admin(admin_address(options))
         # It moves pages itself, through no daemon, and gives no memory to the store: that would leave with it.
-        taking_part = dataclasses.replace(options, daemon=None, segment_bytes=0)
-        self._runner = Runner("hicache-mooncake-raw")
+        taking_part = options.model_copy(update={"daemon": None, "segment": 0})
+        self._pool = library_pool("mooncake-raw")
         try:
-            self._client = join_store(taking_part, self._runner)
+            self._client = join_store(taking_part, self._pool)
         except (BackendError, ConfigError):
-            self._runner.close(timeout_s=1.0)
+            self._pool.close(timeout_s=1.0)
             raise
         self._room: RegisteredRoom | None = None  # made and enlarged as it is needed
         self._closed = False
@@ -74,7 +73,7 @@ class MooncakeRawStore(RawStore):
         room = self._reserve(len(data))
         room.memory[: len(data)] = data
         for _ in range(FULL_TRIES):
-            code = self._client.put([name], [room.address], [len(data)])[0]
+            code = self._client.put([name], [[room.address]], [[len(data)]])[0]
             if code != codes.NO_ROOM:
                 self._require(code)
                 return True
@@ -100,7 +99,7 @@ class MooncakeRawStore(RawStore):
         if self._closed:
             return
         self._closed = True
-        self._runner.close()
+        self._pool.close()
         if self._room is not None:
             self._room.free()
         self._client.leave()
@@ -122,9 +121,3 @@ class MooncakeRawStore(RawStore):
             raise BackendUnavailable(
                 f"mooncake store: a request failed ({codes.class_of(code)}); check the master and the nodes"
             )
-
-
-def open_raw(**options: Any) -> MooncakeRawStore:
-    """The raw store with keyword options of `MooncakeOptions`. Raises as its constructor does, InvalidInput for options
-    that cannot work."""
-    return MooncakeRawStore(MooncakeOptions(**options))

@@ -1,118 +1,121 @@
 """The Redis backend: one string per page, on one server, behind sentinels, or spread over a cluster.
 
 The life of a `batch_get`: the pages are sorted by server; for each server a few connections send GETs ahead, two pages
-or `pipeline_bytes` deep, read each value straight into its frame and check it while it is warm. A `batch_set` first
+or `pipeline` deep, read each value straight into its page and check it while it is warm. A `batch_set` first
 asks which pages are there, then sends the others with SET NX, header and body in one gathering send. Lookups are one
 round trip per server. Keys, commands and what they cost are in docs/backends/redis.md.
 
-Locking design: a call owns its batch and leases connections; `Pools`, `Router` and `Calls` have locks of their own, and
-none is held while another is taken or a socket is touched. `_usage` is replaced as a whole.
+Locking design: a call owns its batch and leases connections; `Pools` and `Router` have locks of their own, and none is
+held while another is taken or a socket is touched. Everything else is set once.
 """
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from ...config.redis_storage import RedisStorageOptions
 from ...errors import InvalidInput
 from ...frame import FrameCodec
-from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
-from ..calls import Calls, check_batch, check_keys
-from ..workers import WorkerPool
+from ...supervised import SupervisedPool
+from ..base import Usage
+from ..pages import Damaged, PageReads, PageWrites
+from ..store import PageStore
 from .batches import Reads, Writes
 from .connect import Connector, check_server
 from .errors import ErrorReply, Fault, Trouble
-from .options import Endpoint, RedisOptions
-from .pool import Pools, Purpose
-from .questions import NO, YES, Parts, exists, unlink
+from .options import Access, open_access
+from .pool import Pool, Pools, Purpose
+from .questions import YES, Parts, StoredValue, exists, faults, unlink, unlink_same
 from .routing import Router
-from .usage import Held, measure
+from .usage import listed, measure
 
 # A Redis string is at most this long, whatever the server is told.
 PAGE_MAX_BYTES = 512 << 20
-# Finding the servers and asking them at the start, and counting what they hold, may take so many times `timeout_s`.
+# Finding the servers and asking them at the start, and counting what they hold, may take so many times `timeout`.
 _PATIENCE_TIMEOUTS = 8
 # Nodes share the threads of a batch; more of them than this wait for each other.
 _THREADS_MAX = 16
 
 
-def open_router(options: RedisOptions, connector: Connector, pools: Pools) -> Router:
-    """Find the servers and see that they are what the options say.
+def open_router(access: Access, connector: Connector, pools: Pools) -> Router:
+    """Find the servers and see that they are what `access` says.
 
     Blocks. Raises BackendUnavailable, and ConfigError for servers of another mode.
     """
-    deadline = time.monotonic() + _PATIENCE_TIMEOUTS * options.timeout_s
-    where = options.where
+    deadline = time.monotonic() + _PATIENCE_TIMEOUTS * access.options.timeout
+    where = access.where
     try:
-        if options.mode == "cluster":
-            _check_any(options, pools, deadline)
-        router = Router(options, connector, pools, deadline)
-        if options.mode != "cluster":
+        if access.mode == "cluster":
+            _check_any(access, pools, deadline)
+        router = Router(access, connector, pools, deadline)
+        if access.mode != "cluster":
             primary = router.routes(deadline).shards[0].primary
-            where = options.shown(primary)
+            where = access.shown(primary)
             with pools.of(primary, Purpose.QUESTIONS).lease(deadline) as channel:
-                check_server(channel, options.mode, deadline)
+                check_server(channel, access.mode, deadline)
     except Trouble as trouble:
         raise trouble.unavailable(where) from trouble
     return router
 
 
-def _check_any(options: RedisOptions, pools: Pools, deadline: float) -> None:
+def _check_any(access: Access, pools: Pools, deadline: float) -> None:
     trouble = Trouble(Fault.CLUSTER_DOWN)
-    for address in options.addresses:
+    for address in access.addresses:
         try:
             with pools.of(address, Purpose.QUESTIONS).lease(deadline) as channel:
-                check_server(channel, options.mode, deadline)
+                check_server(channel, access.mode, deadline)
             return
         except Trouble as error:
             trouble = error
     raise trouble
 
 
-class RedisBackend(StorageBackend):
+class RedisBackend(PageStore[StoredValue]):
     """Pages in Redis or Valkey. See the module's docstring; `StorageBackend` says what each verb does.
 
-    The constructor connects and blocks for a few times `timeout_s` at most. It raises BackendUnavailable for a server
-    that cannot be found, reached, entered or used, ConfigError for one of another mode, InvalidInput for pages too long
-    for a Redis string. Open it after a fork and not before: connections are not shared between processes, and threads
-    do not survive one.
+    A server does not tell what it evicts, so `evicted_pages` stays 0.
+
+    The constructor connects and blocks for a few times `timeout` at most. It raises BackendUnavailable for a server
+    that cannot be found, reached, entered or used, ConfigError for one of another mode and for a secret or file that
+    cannot be read, InvalidInput for pages too long for a Redis string. Open it after a fork and not before: connections
+    are not shared between processes, and threads do not survive one.
     """
 
-    def __init__(self, codec: FrameCodec, options: RedisOptions) -> None:
+    def __init__(self, codec: FrameCodec, options: RedisStorageOptions) -> None:
         super().__init__(codec)
         if codec.frame_bytes > PAGE_MAX_BYTES:
             raise InvalidInput(f"redis: a page of {codec.frame_bytes} bytes is longer than a Redis string can be")
         self.options = options
-        self._calls = Calls(codec)
-        self._close_lock = threading.Lock()
-        self._usage = Usage(0, 0, None)
-        connector = Connector(options)
+        self._access = open_access(options)
+        connector = Connector(self._access)
         self._pools = Pools(connector, options.connections)
         try:
-            router = open_router(options, connector, self._pools)
+            router = open_router(self._access, connector, self._pools)
             self._probe(router, head := f"{options.key_prefix}{codec.namespace.hex()}:".encode())
         except BaseException:
             self._pools.close()
             raise
         shards = len(router.routes(time.monotonic()).shards)
-        workers = WorkerPool(
-            min(options.connections * shards, max(options.connections, _THREADS_MAX)),
-            "hicache-redis",
-            lambda: self._calls.count(errors=["internal"]),
+        workers = SupervisedPool[Any](
+            "redis",
+            min(options.connections * shards, max(options.connections, _THREADS_MAX)) - 1,
+            on_error=lambda: self._calls.count(errors=["internal"]),
         )
         self._parts = Parts(codec, options, head, router, self._pools, workers)
 
     def _probe(self, router: Router, head: bytes) -> None:
         """Ask for a page, as every call will: credentials, ACL and replicas are seen now rather than by no hit ever."""
-        deadline = time.monotonic() + _PATIENCE_TIMEOUTS * self.options.timeout_s
+        deadline = time.monotonic() + _PATIENCE_TIMEOUTS * self.options.timeout
         name = head + bytes(32).hex().encode()
-        where = self.options.where
+        where = self._access.where
         try:
             for server in router.by_server([0], [name], to_read=True, deadline=deadline):
                 if server is None:
                     continue
-                where = self.options.shown(server.address)
+                where = self._access.shown(server.address)
                 pool = self._pools.of(server.address, Purpose.QUESTIONS, read_only=server.read_only)
                 with pool.lease(deadline) as channel:
                     reply = channel.call(b"EXISTS", name, deadline=deadline)
@@ -121,96 +124,65 @@ class RedisBackend(StorageBackend):
         except Trouble as trouble:
             raise trouble.unavailable(where) from trouble
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend. One round trip per server, on all of them at once."""
-        check_keys(keys)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse()
-            names = self._parts.names(keys)
-            asked = exists(self._parts, names, range(len(keys)), to_read=True, refresh=False, deadline=deadline)
-            self._calls.count(errors=asked.errors)
-            for position, answer in enumerate(asked.answers):
-                if answer != YES:
-                    return position
-            return len(keys)
+    def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """See PageStore. One round trip per server, on all of them at once."""
+        answers = exists(self._parts, self._parts.names(keys), to_read=True, refresh=False, deadline=deadline)
+        self.count(*faults(answers))
+        return [answer == YES for answer in answers]
 
-    def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
-    ) -> list[GetOutcome]:
-        """See StorageBackend."""
-        check_batch(self.codec, keys, frames)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse_gets(len(keys))
-            batch = Reads(self._parts, keys, frames, deadline)
-            try:
-                batch.run()
-            finally:
-                self._calls.count(gets=batch.outcomes, errors=batch.errors, corrupt=batch.corrupt)
-        return batch.outcomes
+    def read(self, pages: PageReads[StoredValue]) -> None:
+        """See PageStore."""
+        Reads(self._parts, pages).move(range(len(pages)))
 
-    def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        """See StorageBackend. A page whose answer was lost may have been stored: ERROR then says that nobody knows."""
-        check_batch(self.codec, keys, frames, parent)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse_sets(len(keys))
-            batch = Writes(self._parts, keys, frames, parent, deadline)
-            try:
-                batch.run()
-            finally:
-                self._calls.count(sets=batch.outcomes, errors=batch.errors)
-        return batch.outcomes
+    def write(self, pages: PageWrites) -> None:
+        """See PageStore. A page whose answer was lost may have been stored: ERROR then says that nobody knows."""
+        Writes(self._parts, pages).run()
 
-    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend. One round trip per server; memory is freed by the server's own threads."""
-        check_keys(keys)
-        with self._calls.enter() as is_open:
-            if not is_open:
-                return self._calls.refuse()
-            asked = unlink(self._parts, self._parts.names(keys), range(len(keys)), deadline)
-            self._calls.count(errors=asked.errors)
-            return sum(answer not in (None, NO) for answer in asked.answers)
+    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See PageStore. One round trip per server; memory is freed by the server's own threads."""
+        answers = unlink(self._parts, self._parts.names(keys), deadline)
+        self.count(*faults(answers))
+        return answers.count(YES)
 
-    def usage(self) -> Usage:
-        """See StorageBackend. Pages of all namespaces under the key prefix, since they share the server's memory.
+    def remove_damaged(self, damaged: Sequence[Damaged[StoredValue]], deadline: float) -> None:
+        """See PageStore. One round trip per server, which compares and removes in one step."""
+        self.count(*faults(unlink_same(self._parts, damaged, deadline)))
+
+    def keys(self, deadline: float) -> Iterator[bytes]:
+        """See PageStore. The server's time grows with everything in it: about a millisecond per thousand keys."""
+        prefix, namespace = self.options.key_prefix.encode(), self.codec.namespace.hex()
+        with self._primaries(deadline) as pools:
+            for pool in pools:
+                for found in listed(pool, prefix, namespace, lambda: deadline):
+                    yield from (key for _, key in found.values())
+
+    def measure(self) -> Usage:
+        """See PageStore. Pages of all namespaces under the key prefix, since they share the server's memory.
 
         Exact up to usage.SAMPLE_KEYS keys per server, an estimate beyond. Blocks for a few round trips.
         """
-        with self._calls.enter() as is_open:
-            if is_open:
-                deadline = time.monotonic() + _PATIENCE_TIMEOUTS * self.options.timeout_s
-                try:
-                    shards = self._parts.router.routes(deadline).shards
-                    held = [self._measure(shard.primary, deadline) for shard in shards]
-                except Trouble as trouble:
-                    self._parts.router.note(trouble.fault, None)
-                    self._calls.count(errors=[trouble.fault])
-                else:
-                    limits = [one.limit_bytes for one in held]
-                    self._usage = Usage(
-                        sum(one.pages for one in held),
-                        sum(one.bytes for one in held),
-                        None if None in limits else sum(limit or 0 for limit in limits),
-                    )
-        return self._usage
-
-    def _measure(self, primary: Endpoint, deadline: float) -> Held:
         prefix = self.options.key_prefix.encode()
-        pool = self._pools.of(primary, Purpose.INSPECTION)
-        return pool.run(lambda channel: measure(channel, prefix, deadline), deadline)
+        deadline = time.monotonic() + _PATIENCE_TIMEOUTS * self.options.timeout
+        with self._primaries(deadline) as pools:
+            held = [pool.run(lambda channel: measure(channel, prefix, deadline), deadline) for pool in pools]
+        limits = [one.limit_bytes for one in held]
+        return Usage(
+            sum(one.pages for one in held),
+            sum(one.bytes for one in held),
+            None if None in limits else sum(limit or 0 for limit in limits),
+        )
 
-    def statistics(self) -> BackendStatistics:
-        """See StorageBackend. What a server evicts it does not tell: `evicted_pages` stays 0."""
-        return self._calls.statistics()
+    @contextlib.contextmanager
+    def _primaries(self, deadline: float) -> Iterator[list[Pool]]:
+        """Lend connections to look at what each primary holds. Notes trouble with them. Raises Trouble."""
+        try:
+            shards = self._parts.router.routes(deadline).shards
+            yield [self._pools.of(shard.primary, Purpose.INSPECTION) for shard in shards]
+        except Trouble as trouble:
+            self._parts.router.note(trouble.fault, None)
+            raise
 
-    def close(self) -> None:
-        """See StorageBackend."""
-        with self._close_lock:
-            if self._calls.close():
-                self._parts.workers.close()
-                self._pools.close()
-
+    def shut(self) -> None:
+        """See PageStore."""
+        self._parts.workers.close()
+        self._pools.close()

@@ -1,8 +1,8 @@
-"""The bodies of one `batch_get` and one `batch_set`: several connections per server, each with a few pages under way.
+"""The bodies of one `batch_get` and one `batch_set`: several connections per server, each with a few pages in flight.
 
 Locking design: an object of these classes belongs to one call. `_lane` runs in several threads, each with a connection
-of its own; they take positions from a deque, write their own slot of the outcome list, append to lists and set flags,
-all atomic in CPython. What a lane leaves over is dealt with after all lanes have ended.
+of its own; they take positions from a deque, settle pages as `pages` says, append to lists and set flags, all atomic in
+CPython. The pages that no lane took are settled after all lanes have ended.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
-from ...frame import HEADER_BYTES
-from ..base import GetOutcome, SetOutcome
-from ..calls import parents_of
+from ...config.addresses import Address
+from ...frame import HEADER_BYTES, Damage
+from ..base import SetOutcome
+from ..pages import PageReads, PageWrites
+from ..store import SETTLE_S
 from .channel import Channel, Oversize, Part, command
 from .errors import ErrorReply, Fault, Trouble
-from .options import Address
 from .pool import Purpose
-from .questions import ASKING, YES, Parts, exists, remove_damaged, unlink
+from .questions import ASKING, YES, Parts, StoredValue, exists, faults, unlink
 from .routing import Server
 
-# Damaged pages are removed even if the deadline has passed: within this time at most.
-SETTLE_S = 0.25
 # Pages are asked for again on another connection or server: after MOVED or ASK (once), behind a body that was too long
 # to be read away, or where a pooled connection turned out to be closed. More rounds than that in which no page was done
 # are a server's mischief.
@@ -32,8 +32,10 @@ _VAIN_ROUNDS_MAX = 4
 _OF_ONE_PAGE = frozenset({Fault.WRONG_TYPE, Fault.MOVED, Fault.ASK, Fault.CLUSTER_DOWN})
 # A batch of less than this is moved sooner by one thread than another one is woken.
 _LANE_BYTES = 256 << 10
-# One sendmsg takes 1,024 pieces; a page has three, and ASKING before it.
+# Pages in flight on one connection: of the shortest pages so many fill the default `pipeline`.
 _DEPTH_MAX = 128
+
+Pages = TypeVar("Pages", PageReads[StoredValue], PageWrites)
 
 
 class _Group:
@@ -47,24 +49,20 @@ class _Group:
         self.trouble: Trouble | None = None
 
 
-class _Transfer(ABC):
-    """Moves the bodies of pages. After `_move`, `errors` (classes) has one entry for each page that failed."""
+class _Transfer(ABC, Generic[Pages]):
+    """Moves the bodies of pages."""
 
-    def __init__(
-        self, parts: Parts, keys: Sequence[bytes], frames: Sequence[memoryview], deadline: float, *, to_read: bool
-    ) -> None:
+    def __init__(self, parts: Parts, pages: Pages, *, to_read: bool) -> None:
         self._parts = parts
-        self._keys = keys
-        self._frames = frames
-        self._deadline = deadline
+        self._pages: Pages = pages
+        self._deadline = pages.deadline
         self._to_read = to_read
-        self._names = parts.names(keys)
-        self._depth = min(_DEPTH_MAX, max(2, parts.options.pipeline_bytes // parts.codec.frame_bytes))
+        self._names = parts.names(pages.keys)
+        self._depth = min(_DEPTH_MAX, max(2, parts.options.pipeline // parts.codec.frame_bytes))
         self._again: list[int] = []
         self._redirects: dict[tuple[Address, bool], list[int]] = {}
         self._redirected: set[int] = set()
-        self._end = len(keys)  # pages from here on are not tried any more
-        self.errors: list[str] = []
+        self._end = len(pages)  # pages from here on are not tried any more
 
     @abstractmethod
     def _request(self, position: int) -> list[Part]:
@@ -72,11 +70,12 @@ class _Transfer(ABC):
 
     @abstractmethod
     def _receive(self, channel: Channel, position: int) -> ErrorReply | None:
-        """Read the reply to it, and note the outcome; the error if it is one that concerns no outcome. May raise
-        Trouble, and Oversize once the outcome is noted."""
+        """Read the reply to it and settle the page; the error if it is one that does not settle it. May raise Trouble,
+        and Oversize once the page is settled."""
 
-    def _move(self, positions: list[int]) -> None:
-        """Move the pages; those from `_end` on may stay untried, and are no errors."""
+    def move(self, positions: Sequence[int]) -> None:
+        """Move the pages and settle them; those from `_end` on may stay untried. Blocks; raises nothing for storage
+        reasons."""
         groups = self._grouped(positions)
         left, vain = len(positions), 0
         while groups and vain < _VAIN_ROUNDS_MAX:
@@ -91,7 +90,7 @@ class _Transfer(ABC):
         for group in groups:
             self._fail(group.todo, Trouble(Fault.LOST))
 
-    def _grouped(self, positions: list[int]) -> list[_Group]:
+    def _grouped(self, positions: Sequence[int]) -> list[_Group]:
         try:
             by_server = self._parts.router.by_server(
                 positions, self._names, to_read=self._to_read, deadline=self._deadline
@@ -186,7 +185,7 @@ class _Transfer(ABC):
     def _take(self, group: _Group) -> int | None:
         if group.stop or not group.todo:
             return None
-        if time.monotonic() >= self._deadline:
+        if self._pages.is_late:
             group.stop, group.trouble = True, Trouble(Fault.DEADLINE)
             return None
         try:
@@ -212,149 +211,92 @@ class _Transfer(ABC):
             group.stop, group.trouble = True, trouble
 
     def _fail(self, positions: Iterable[int], trouble: Trouble) -> None:
-        self.errors += [trouble.fault for _ in positions]
+        for position in positions:
+            self._pages.fail(position, trouble.fault)
 
 
-class Reads(_Transfer):
-    """The pages of one `batch_get`. After `run`, `outcomes`, `corrupt` (reasons) and `errors` (classes) are final."""
+class Reads(_Transfer[PageReads[StoredValue]]):
+    """Reads the pages of one `batch_get`."""
 
-    def __init__(
-        self, parts: Parts, keys: Sequence[bytes], frames: Sequence[memoryview], deadline: float
-    ) -> None:
-        super().__init__(parts, keys, frames, deadline, to_read=True)
-        ttl_s = parts.options.ttl_s if parts.options.read_from == "primary" else None
+    def __init__(self, parts: Parts, pages: PageReads[StoredValue]) -> None:
+        super().__init__(parts, pages, to_read=True)
+        ttl_s = parts.options.ttl if parts.options.read_from == "primary" else None
         self._more = () if ttl_s is None else (b"PX", b"%d" % round(ttl_s * 1000))
         self._verb = b"GET" if ttl_s is None else b"GETEX"
-        self._damaged: list[tuple[bytes, int, bytes]] = []
-        self.outcomes = [GetOutcome.ERROR] * len(keys)
-        self.corrupt: list[str] = []
-
-    def run(self) -> None:
-        """Read all pages and remove the damaged ones. Blocks; raises nothing for storage reasons."""
-        if time.monotonic() >= self._deadline:
-            self._fail(range(len(self._keys)), Trouble(Fault.DEADLINE))
-            return
-        self._move(list(range(len(self._keys))))
-        if self._damaged:
-            settled = remove_damaged(self._parts, self._damaged, max(self._deadline, time.monotonic() + SETTLE_S))
-            self.errors += settled.errors
 
     def _request(self, position: int) -> list[Part]:
         return [command(self._verb, self._names[position], *self._more)]
 
     def _receive(self, channel: Channel, position: int) -> ErrorReply | None:
-        frame, codec = self._frames[position], self._parts.codec
-        tag = codec.stream()
+        pages = self._pages
+        buffers, tag = pages.buffers(position), pages.stream()
         try:
-            found = channel.read_page(frame, codec.fits, tag, self._deadline)
+            found = channel.read_page(buffers, pages.fits, tag, self._deadline)
         except Oversize as oversize:
-            self._corrupt(position, "size", oversize.length)
+            pages.damage(position, Damage.SIZE, StoredValue(oversize.length))
             raise
         if found is None:
-            self.outcomes[position] = GetOutcome.MISS
-        elif isinstance(found, ErrorReply):
-            if found.fault is not Fault.WRONG_TYPE:
-                return found
-            self._corrupt(position, "type", -1)
-        elif not codec.fits(found):
-            self._corrupt(position, "size", found)
+            pages.miss(position)
+        elif not isinstance(found, ErrorReply):
+            head = bytes(buffers[0][:HEADER_BYTES]) if pages.fits(found) else b""
+            pages.accept(position, found, StoredValue(found, head), tag)
+        elif found.fault is Fault.WRONG_TYPE:
+            pages.damage(position, "type", StoredValue(-1))
         else:
-            damage = codec.accept(self._keys[position], frame, found, tag)
-            if damage is None:
-                self.outcomes[position] = GetOutcome.HIT
-            elif damage.is_misfit:
-                self.outcomes[position] = GetOutcome.MISS  # and it stays, for readers that can use it
-                self.errors.append(damage)
-            else:
-                self._corrupt(position, damage, found, bytes(frame[:HEADER_BYTES]))
+            return found
         return None
 
-    def _corrupt(self, position: int, reason: str, length: int, head: bytes = b"") -> None:
-        self.outcomes[position] = GetOutcome.CORRUPT
-        self.corrupt.append(str(reason))
-        self._damaged.append((self._names[position], length, head))
 
+class Writes(_Transfer[PageWrites]):
+    """Stores the pages of one `batch_set`."""
 
-class Writes(_Transfer):
-    """The pages of one `batch_set`. After `run`, `outcomes` and `errors` (classes) are final."""
-
-    def __init__(
-        self,
-        parts: Parts,
-        keys: Sequence[bytes],
-        frames: Sequence[memoryview],
-        parent: bytes | None,
-        deadline: float,
-    ) -> None:
-        super().__init__(parts, keys, frames, deadline, to_read=False)
-        self._parents = parents_of(keys, parent)
-        ttl_s = parts.options.ttl_s
+    def __init__(self, parts: Parts, pages: PageWrites) -> None:
+        super().__init__(parts, pages, to_read=False)
+        ttl_s = parts.options.ttl
         more = (b"NX",) if ttl_s is None else (b"NX", b"PX", b"%d" % round(ttl_s * 1000))
         self._arguments = 3 + len(more)
         self._tail = b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in more])
-        self.outcomes = [SetOutcome.ERROR] * len(keys)
 
     def run(self) -> None:
-        """Store the pages. Blocks; raises nothing for storage reasons."""
-        if time.monotonic() >= self._deadline:
-            self._fail(range(len(self._keys)), Trouble(Fault.DEADLINE))
-            return
-        first_of: dict[bytes, int] = {}
-        for position, key in enumerate(self._keys):
-            first_of.setdefault(key, position)
-        todo = self._absent(list(first_of.values()))
-        self._move(todo)
-        if self._end < len(self._keys):
-            self._reject_behind(todo)
-        for position, key in enumerate(self._keys):
-            first = first_of[key]
-            if first != position:
-                stored = self.outcomes[first] is SetOutcome.STORED
-                self.outcomes[position] = SetOutcome.PRESENT if stored else self.outcomes[first]
+        """Store the pages that are not there, and nothing behind one without room. Blocks; raises nothing for storage
+        reasons."""
+        absent = self._absent()
+        self.move(absent)
+        behind = [one for one in absent if one > self._end and self._pages.outcome(one) is SetOutcome.STORED]
+        for position in behind:
+            self._pages.reject(position)
+        names = [self._names[position] for position in behind]
+        self._pages.errors += faults(unlink(self._parts, names, max(self._deadline, time.monotonic() + SETTLE_S)))
 
-    def _absent(self, positions: list[int]) -> list[int]:
-        """Which pages have to be sent: a question is cheaper than a body. Those that are there count as used."""
-        asked = exists(
-            self._parts, self._names, positions, to_read=False, refresh=True, deadline=self._deadline
-        )
-        self.errors += asked.errors
+    def _absent(self) -> list[int]:
+        """Return which pages have to be sent: a question is cheaper than a body. Those that are there count as used."""
         absent = []
-        for position in positions:
-            answer = asked.answers[position]
+        answers = exists(self._parts, self._names, to_read=False, refresh=True, deadline=self._deadline)
+        for position, answer in enumerate(answers):
             if answer == YES:
-                self.outcomes[position] = SetOutcome.PRESENT
-            elif answer is not None:
+                self._pages.present(position)
+            elif isinstance(answer, Fault):
+                self._pages.fail(position, answer)
+            else:
                 absent.append(position)
         return absent
 
     def _request(self, position: int) -> list[Part]:
-        name = self._names[position]
-        stored = self._parts.codec.seal(self._keys[position], self._frames[position], parent=self._parents[position])
-        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (self._arguments, len(name), name, len(stored))
-        return [head, stored, self._tail]
+        name, stored = self._names[position], self._pages.sealed(position)
+        size = sum([buffer.nbytes for buffer in stored])
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (self._arguments, len(name), name, size)
+        return [head, *stored, self._tail]
 
     def _receive(self, channel: Channel, position: int) -> ErrorReply | None:
         (line,) = channel.read_lines(1, self._deadline)
         if line == b"+OK":
-            self.outcomes[position] = SetOutcome.STORED
+            self._pages.stored(position)
         elif line == b"$-1":
-            self.outcomes[position] = SetOutcome.PRESENT
+            self._pages.present(position)
         else:
             error = ErrorReply(line.removeprefix(b"-"))
             if error.fault is not Fault.OUT_OF_MEMORY:
                 return error
-            self.outcomes[position] = SetOutcome.REJECTED
+            self._pages.reject(position)
             self._end = min(self._end, position)
         return None
-
-    def _reject_behind(self, todo: list[int]) -> None:
-        """Behind the first page without room there is nothing to keep: no reader would get there."""
-        first = min(position for position in todo if self.outcomes[position] is SetOutcome.REJECTED)
-        behind = [position for position in todo if position > first]
-        stored = [position for position in behind if self.outcomes[position] is SetOutcome.STORED]
-        for position in behind:
-            if self.outcomes[position] is not SetOutcome.PRESENT:
-                self.outcomes[position] = SetOutcome.REJECTED
-        if stored:
-            removed = unlink(self._parts, self._names, stored, max(self._deadline, time.monotonic() + SETTLE_S))
-            self.errors += removed.errors

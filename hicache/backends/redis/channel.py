@@ -1,4 +1,4 @@
-"""One connection to a Redis server, on which the bodies of pages go straight from and into frames.
+"""One connection to a Redis server, on which the bodies of pages go straight from and into their buffers.
 
 It speaks RESP2 (https://redis.io/docs/latest/develop/reference/protocol-spec/), and it believes no server: each reply
 has a limit for all of its bytes and elements together, whatever lengths it announces, so that no server can take more
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from ...frame import TagStream
+from ...frame import TagStream, first_bytes, without_first
 from .errors import ErrorReply, Fault, Trouble, trouble_of
 
 Part: TypeAlias = bytes | memoryview
@@ -32,6 +32,8 @@ _BUFFER_BYTES = 16 << 10
 # so many at least, that the calls themselves do not count.
 _PIECE_MAX_BYTES = 1 << 20
 _PIECE_MIN_BYTES = 64 << 10
+# Linux moves this many buffers in one call at most (IOV_MAX).
+_BUFFERS_MAX = 1024
 # A body that is not a page is read away in pieces of this size. Of a longer body nothing is read and the connection is
 # closed, which takes less time.
 _DRAIN_BYTES = 256 << 10
@@ -125,15 +127,9 @@ class Channel:
 
     def _send_gathered(self, parts: Sequence[Part], deadline: float) -> None:
         left = [memoryview(part) for part in parts]
-        first = 0
-        while first < len(left):
+        while left:
             self._arm(deadline)
-            sent = self._sock.sendmsg(left[first:] if first else left)
-            while first < len(left) and sent >= len(left[first]):
-                sent -= len(left[first])
-                first += 1
-            if sent:
-                left[first] = left[first][sent:]
+            left = without_first(left, self._sock.sendmsg(left[:_BUFFERS_MAX]))
 
     def _arm(self, deadline: float) -> None:
         """Let the next operation on the socket wait as long as it may."""
@@ -162,10 +158,14 @@ class Channel:
         self.close()
         return Trouble(Fault.PROTOCOL, what)
 
-    def _receive(self, target: memoryview, deadline: float) -> int:
+    def _receive(self, buffers: Sequence[memoryview], deadline: float) -> int:
+        """Receive at least one byte into the buffers, in order; return how many. TLS fills the first buffer at most."""
         try:
             self._arm(deadline)
-            count = self._sock.recv_into(target)
+            if len(buffers) == 1 or self._is_tls:
+                count = self._sock.recv_into(buffers[0])
+            else:
+                count = self._sock.recvmsg_into(buffers)[0]
         except OSError as error:
             trouble = self._broken_by(error, deadline)
         else:
@@ -182,7 +182,7 @@ class Channel:
             self._start, self._end = 0, self._end - self._start
         if self._end == _BUFFER_BYTES:
             raise self._not_redis("an endless line")
-        self._end += self._receive(self._view[self._end : self._end + ahead_bytes], deadline)
+        self._end += self._receive([self._view[self._end : self._end + ahead_bytes]], deadline)
 
     def _line(self, ahead_bytes: int, deadline: float) -> bytes:
         """The next line without its end."""
@@ -231,12 +231,18 @@ class Channel:
         return lines
 
     def read_page(
-        self, frame: memoryview, fits: Callable[[int], bool], tag: TagStream | None, deadline: float
+        self,
+        buffers: Sequence[memoryview],
+        fits: Callable[[int], bool],
+        tag: TagStream | None,
+        deadline: float,
     ) -> int | ErrorReply | None:
-        """The reply to one GET: bytes of the value, which is in `frame` if `fits` says so; None if there is none.
+        """The reply to one GET: bytes of the value, None if there is none. The value is in the first bytes of `buffers`
+        if `fits` accepts its length.
 
         The length is looked at before a byte of the value is read; a value that does not fit is read away in pieces.
-        `tag` takes in what arrives in `frame`. Raises Oversize if reading away would take too long.
+        `tag` takes in what arrives in `buffers`. Raises Oversize if reading away would take too long.
+        REQUIRES: the buffers have all bytes that fit.
         """
         line = self._line(_PAGE_HEAD_BYTES, deadline)
         if line.startswith(b"-"):
@@ -249,25 +255,40 @@ class Channel:
             self._owed -= 1
             return None
         if fits(length):
-            self._read_body(frame[:length], tag, deadline)
+            self._read_body([one for one in first_bytes(buffers, length) if one.nbytes], tag, deadline)
         else:
             self._drain(length, deadline)
         self._end_of_body(deadline)
         self._owed -= 1
         return length
 
-    def _read_body(self, body: memoryview, tag: TagStream | None, deadline: float) -> None:
-        got = min(self._end - self._start, len(body))
-        body[:got] = self._view[self._start : self._start + got]
-        self._start += got
-        seen = 0
-        while got < len(body):
-            got += self._receive(body[got : got + _PIECE_MAX_BYTES], deadline)
-            if tag is not None and got - seen >= _PIECE_MIN_BYTES:
-                tag.add(body, seen, got)
-                seen = got
-        if tag is not None:
-            tag.add(body, seen, got)
+    def _read_body(self, buffers: Sequence[memoryview], tag: TagStream | None, deadline: float) -> None:
+        """Fill all buffers, in order. REQUIRES: none is empty."""
+        index = start = seen = 0  # the buffer that is filled, how much of it is there, and how much the tag has
+        while index < len(buffers):
+            start += self._receive_piece(buffers, index, start, deadline)
+            while index < len(buffers):
+                buffer = buffers[index]
+                end = min(start, buffer.nbytes)
+                is_full = end == buffer.nbytes
+                if tag is not None and (is_full or end - seen >= _PIECE_MIN_BYTES):
+                    tag.add(buffer[seen:end])
+                    seen = end
+                if not is_full:
+                    break
+                index, start, seen = index + 1, start - end, 0
+
+    def _receive_piece(self, buffers: Sequence[memoryview], index: int, start: int, deadline: float) -> int:
+        """Receive bytes from `start` of that buffer on, up to _PIECE_MAX_BYTES; return how many. Those that were read
+        ahead come first."""
+        target = buffers[index][start : start + _PIECE_MAX_BYTES]
+        if self._end > self._start:
+            count = min(self._end - self._start, len(target))
+            target[:count] = self._view[self._start : self._start + count]
+            self._start += count
+            return count
+        behind = buffers[index + 1 : index + _BUFFERS_MAX]
+        return self._receive([target, *first_bytes(behind, _PIECE_MAX_BYTES - len(target))], deadline)
 
     def _drain(self, length: int, deadline: float) -> None:
         if length > _DRAIN_MAX_BYTES:
@@ -276,7 +297,7 @@ class Channel:
         sink = memoryview(bytearray(min(length, _DRAIN_BYTES)))
         while length:
             piece = sink[:length]
-            self._read_body(piece, None, deadline)
+            self._read_body([piece], None, deadline)
             length -= len(piece)
 
     def _end_of_body(self, deadline: float) -> None:
@@ -324,7 +345,8 @@ class Channel:
             return [self._reply(deadline, depth + 1) for _ in range(number)]
         self._left_bytes -= number
         value = bytearray(number)
-        self._read_body(memoryview(value), None, deadline)
+        if number:
+            self._read_body([memoryview(value)], None, deadline)
         self._end_of_body(deadline)
         return bytes(value)
 

@@ -7,9 +7,8 @@ those of sentinels too, are read by a `Channel`, which bounds them.
 What a server says about other servers is not trusted: an address that it names is one on the network, never a Unix
 socket, is within `allowed_nodes` where these are given, and is spoken to with the TLS of the configuration.
 
-Locking design: `_attempts` bounds those threads. Each job has one lock, held for an assignment, that decides whether
-its socket goes to the caller or is closed. `_first_sentinel` is a hint, which is only assigned. Everything else is
-set once.
+Locking design: `_dials` bounds those threads and decides whether a socket goes to the caller or is closed.
+`_first_sentinel` is a hint, which is only assigned. Everything else is set once.
 """
 
 from __future__ import annotations
@@ -17,14 +16,16 @@ from __future__ import annotations
 import re
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from ...config.addresses import Address
 from ...errors import ConfigError
+from ...supervised import SupervisedPool
 from .channel import Channel, Reply, command
 from .errors import ErrorReply, Fault, Trouble, trouble_of
-from .options import Address, Endpoint, Login, Mode, RedisOptions, Tls, UnixSocket, named_address
+from .options import Access, Endpoint, Login, Mode, Tls, UnixSocket, named_address
 
 # Connection attempts of one backend at a time, hanging ones included.
 _ATTEMPTS_MAX = 32
@@ -38,58 +39,21 @@ _VERSION_MIN = (6, 2)
 _VERSION = re.compile(rb"([0-9]{1,4})\.([0-9]{1,4})(?![0-9])")
 
 
-class _Job:
-    """The opening of a socket in a thread of its own, whose caller may leave it."""
-
-    def __init__(self, dial: Callable[[], socket.socket], ended: Callable[[], None]) -> None:
-        self._dial = dial
-        self._ended = ended
-        self._lock = threading.Lock()
-        self._left = False
-        self._done = threading.Event()
-        self._sock: socket.socket | None = None
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            sock = self._dial()
-        except BaseException as error:  # the thread ends here; the caller raises it unless it has left
-            self._error = error
-        else:
-            with self._lock:
-                self._sock = sock
-                late = self._left
-            if late:
-                sock.close()
-        finally:
-            self._ended()
-            self._done.set()
-
-    def result(self, wait_s: float) -> socket.socket:
-        """Wait for it. Raises what the work raised, and TimeoutError if that takes too long."""
-        self._done.wait(wait_s)
-        with self._lock:
-            if self._sock is not None:
-                return self._sock
-            self._left = True
-        raise self._error or TimeoutError()
-
-
 class Connector:
     """Opens channels to servers, and asks sentinels. Thread-safe; its methods block until their deadline or until
     `timeout_s` has passed, for each sentinel again."""
 
-    def __init__(self, options: RedisOptions) -> None:
-        self._options = options
-        self._attempts = threading.BoundedSemaphore(_ATTEMPTS_MAX)
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._dials = SupervisedPool[Any]("redis-connect", _ATTEMPTS_MAX, linger_s=0.0)
         self._first_sentinel = 0  # where to begin: the one that answered last, or the one behind one that did not
 
     def open(self, endpoint: Endpoint, deadline: float, *, read_only: bool, no_touch: bool) -> Channel:
         """A channel to a server, entered. With `read_only` a cluster's replica serves on it; with `no_touch` nothing
         that is looked at on it counts as used, if the server is one that can do so and lets us. Raises Trouble."""
-        orders = _login(self._options.login)
-        if self._options.db:
-            orders.append((b"SELECT", b"%d" % self._options.db))
+        orders = _login(self._access.login)
+        if self._access.db:
+            orders.append((b"SELECT", b"%d" % self._access.db))
         # At least one request: a server that refuses connections says so in place of the first reply.
         orders.append((b"HELLO", b"2"))
         if read_only:
@@ -111,13 +75,13 @@ class Connector:
 
     def _ask_sentinels(self, what: bytes, entries: Callable[[Reply], Reply], deadline: float) -> list[Address]:
         """What the first one says that knows something: each has its time, so that one that hangs does not take all."""
-        sentinels, first = self._options.addresses, self._first_sentinel
-        question = (b"SENTINEL", what, _encoded(self._options.service or ""))
+        sentinels, first = self._access.addresses, self._first_sentinel
+        question = (b"SENTINEL", what, _encoded(self._access.options.service or ""))
         troubles: list[Trouble] = []
         for number in (*range(first, len(sentinels)), *range(first)):
             try:
                 # Sentinels have no databases.
-                orders = [*_login(self._options.sentinel_login), question]
+                orders = [*_login(self._access.sentinel_login), question]
                 channel, reply = self._enter(sentinels[number], orders, deadline)
                 channel.close()
                 found = self._alive(entries(reply))
@@ -138,14 +102,14 @@ class Connector:
             raise Trouble(Fault.PROTOCOL, "SENTINEL has a reply of another form")
         found = [_facts(entry) for entry in entries]
         return [
-            named_node(self._options, _bytes(facts, b"ip"), facts.get(b"port"))
+            named_node(self._access, _bytes(facts, b"ip"), facts.get(b"port"))
             for facts in found
             if _DOWN.isdisjoint(_bytes(facts, b"flags").split(b","))
         ]
 
     def _enter(self, endpoint: Endpoint, orders: Sequence[Sequence[bytes]], deadline: float) -> tuple[Channel, Reply]:
         """A channel on which a server has taken the orders, and its last reply. All of it takes `timeout_s` at most."""
-        timeout_s = self._options.timeout_s
+        timeout_s = self._access.options.timeout
         wait_s = min(deadline - time.monotonic(), timeout_s)
         late = Trouble(Fault.TIMEOUT if wait_s == timeout_s else Fault.DEADLINE)
         by = time.monotonic() + wait_s
@@ -166,20 +130,15 @@ class Connector:
 
     def _connect(self, endpoint: Endpoint, by: float, late: Trouble) -> socket.socket:
         """Open a socket in a thread, and raise `late` if that takes until `by`."""
-        if not self._attempts.acquire(timeout=max(by - time.monotonic(), 0.0)):
-            raise late
-        job = _Job(lambda: _dial(endpoint, self._options), self._attempts.release)
         try:
-            threading.Thread(target=job.run, name="hicache-redis-connect", daemon=True).start()
-        except RuntimeError:  # the system has no thread left; only the thread would release
-            self._attempts.release()
-            raise Trouble(Fault.NO_THREAD) from None
-        try:
-            return job.result(by - time.monotonic())
-        except TimeoutError:
+            sock = self._dials.call(lambda: _dial(endpoint, self._access), by, late=_close)
+            if sock is not None:
+                return sock
             trouble = late
         except OSError as error:
             trouble = trouble_of(error)
+        except RuntimeError:
+            trouble = Trouble(Fault.NO_THREAD)
         # Outside the handler, so that no chain of exceptions holds the text of the TLS library, which quotes names.
         raise trouble
 
@@ -195,9 +154,9 @@ def _encoded(text: str) -> bytes:
     return text.encode(errors="surrogateescape")
 
 
-def _dial(endpoint: Endpoint, options: RedisOptions) -> socket.socket:
-    """Open a socket, with TLS where the options say so. Blocks. Raises OSError."""
-    timeout_s = options.timeout_s
+def _dial(endpoint: Endpoint, access: Access) -> socket.socket:
+    """Open a socket, with TLS where `access` says so. Blocks. Raises OSError."""
+    timeout_s = access.options.timeout
     if isinstance(endpoint, UnixSocket):
         sock = socket.socket(socket.AF_UNIX)
     else:
@@ -209,12 +168,17 @@ def _dial(endpoint: Endpoint, options: RedisOptions) -> socket.socket:
             sock.connect(endpoint.path)
             return sock
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if options.tls is None:
+        if access.tls is None:
             return sock
-        return _tls_context(options.tls).wrap_socket(sock, server_hostname=endpoint.host)
+        return _tls_context(access.tls).wrap_socket(sock, server_hostname=endpoint.host)
     except BaseException:
         sock.close()
         raise
+
+
+def _close(sock: socket.socket | None) -> None:
+    if sock is not None:
+        sock.close()
 
 
 def _tls_context(tls: Tls) -> ssl.SSLContext:
@@ -226,12 +190,12 @@ def _tls_context(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-def named_node(options: RedisOptions, host: bytes, port: Reply) -> Address:
+def named_node(access: Access, host: bytes, port: Reply) -> Address:
     """The address of a node that a server has named so. Raises Trouble for one that is malformed or not allowed."""
     address = named_address(host, port)
     if address is None:
         raise Trouble(Fault.PROTOCOL, "a server names a node whose address is not valid")
-    if not options.allows(address):
+    if not access.allows(address):
         raise Trouble(Fault.FOREIGN)
     return address
 

@@ -1,7 +1,7 @@
 """What can go wrong with a Redis server, in one table: error replies and exceptions of sockets.
 
-Inside this package trouble travels as a `Trouble`, which carries a `Fault`. The verbs turn it into outcomes and a count
-under the fault's name; constructors turn it into `BackendUnavailable` with the fault's advice.
+Inside this package trouble travels as a `Trouble`, which carries a `Fault`: the verbs count it under the fault's name,
+constructors turn it into `BackendUnavailable` with the fault's advice.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...errors import BackendUnavailable
+from ..pages import StoreError
 
 # The command that an error reply names in quotes stands near its beginning.
 _SEARCHED_BYTES = 256
@@ -150,14 +151,14 @@ class ErrorReply:
         return Trouble(self.fault, b" ".join(words).decode())
 
 
-class Trouble(Exception):
-    """A connection or a request failed. Never leaves this package. Its detail holds nothing that we have sent and no
-    word that a server has chosen."""
+class Trouble(StoreError):
+    """A connection or a request failed. Its detail holds nothing that we have sent and no word that a server has
+    chosen."""
 
     def __init__(self, fault: Fault, detail: str = "") -> None:
+        super().__init__(fault)
         self.fault = fault
         self.detail = detail
-        super().__init__(fault, detail)
 
     def unavailable(self, where: str) -> BackendUnavailable:
         """What a constructor raises: what was tried, what came of it, what to do."""

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+from ...config.addresses import Address
+from ...config.redis_storage import RedisStorageOptions
 from ...frame import FrameCodec
-from ..workers import WorkerPool
+from ...supervised import SupervisedPool
+from ..pages import Damaged
 from .channel import Channel, Part, command
 from .errors import ErrorReply, Fault, Trouble
-from .options import Address, RedisOptions
 from .pool import Pool, Pools, Purpose
 from .routing import Router, Server
 
 # Keys asked about in one go: bounds what a server has to buffer for us, and holds any batch of an engine.
 _KEYS_PER_SEND = 8192
 ASKING = command(b"ASKING")
-YES, NO = b":1", b":0"
+# The line that a server sent about a page, or why there is none.
+Answer: TypeAlias = bytes | Fault
+YES = b":1"
 
 # Removes a page only if it is still what was read: of another type than a page, or of that length with that beginning.
 _REMOVE = b"""\
@@ -36,15 +41,23 @@ return redis.call('UNLINK', key)
 
 
 @dataclass(frozen=True, slots=True)
+class StoredValue:
+    """The value in the place of a page: its length, -1 if it is not a string, and its first bytes if they were read."""
+
+    length: int
+    head: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """What the calls of one backend share. `head` is the beginning of each of its keys."""
 
     codec: FrameCodec
-    options: RedisOptions
+    options: RedisStorageOptions
     head: bytes
     router: Router
     pools: Pools
-    workers: WorkerPool
+    workers: SupervisedPool[Any]
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
         """The keys under which pages are stored."""
@@ -62,10 +75,7 @@ class _Sent:
 
 
 class Questions:
-    """One request with a one-line reply for each of some keys. After `ask`, `answers` and `errors` are final.
-
-    An answer is the reply's line, or None if there was none; then the trouble's class is in `errors`.
-    """
+    """One request with a one-line reply for each of some keys."""
 
     def __init__(
         self,
@@ -83,13 +93,14 @@ class Questions:
         self._deadline = deadline
         self._again: dict[Server, list[int]] = {}
         self._redirects: dict[tuple[Address, bool], list[int]] = {}
-        self.answers: list[bytes | None] = [None] * len(names)
-        self.errors: list[str] = []
+        self._answers: list[Answer] = [Fault.LOST] * len(names)
 
-    def ask(self, positions: Sequence[int]) -> None:
-        """Ask about `positions` of the names. Blocks; raises nothing for storage reasons."""
+    def ask(self) -> list[Answer]:
+        """Ask about all names, and return an answer for each. Blocks; raises nothing for storage reasons."""
+        positions = range(len(self._names))
         for start in range(0, len(positions), _KEYS_PER_SEND):
             self._ask(positions[start : start + _KEYS_PER_SEND])
+        return self._answers
 
     def _ask(self, positions: Sequence[int]) -> None:
         if time.monotonic() >= self._deadline:
@@ -156,7 +167,7 @@ class Questions:
             if line.startswith(b"-"):
                 self._refused(position, ErrorReply(line[1:]), job.server, is_last)
             elif line.startswith(b":"):
-                self.answers[position] = line
+                self._answers[position] = line
             else:
                 self._fail([position], Trouble(Fault.PROTOCOL), job.server)
 
@@ -180,41 +191,39 @@ class Questions:
 
     def _fail(self, positions: Sequence[int], trouble: Trouble, server: Server | None) -> None:
         self._parts.router.note(trouble.fault, server)
-        self.errors += [trouble.fault] * len(positions)
+        for position in positions:
+            self._answers[position] = trouble.fault
 
 
-def exists(
-    parts: Parts, names: Sequence[bytes], positions: Sequence[int], *, to_read: bool, refresh: bool, deadline: float
-) -> Questions:
-    """Ask which of the names are stored: YES or NO. `refresh` makes it a use, which a mere lookup is not."""
-    ttl_s = parts.options.ttl_s if refresh else None
+def exists(parts: Parts, names: Sequence[bytes], *, to_read: bool, refresh: bool, deadline: float) -> list[Answer]:
+    """Ask which of the names are stored: YES for each. `refresh` makes it a use, which a mere lookup is not."""
+    ttl_s = parts.options.ttl if refresh else None
     if ttl_s is None:
         request = _template(b"TOUCH" if refresh else b"EXISTS", names)
     else:
         request = _template(b"PEXPIRE", names, b"%d" % round(ttl_s * 1000))
-    questions = Questions(parts, names, request, to_read=to_read, deadline=deadline)
-    questions.ask(positions)
-    return questions
+    return Questions(parts, names, request, to_read=to_read, deadline=deadline).ask()
 
 
-def unlink(parts: Parts, names: Sequence[bytes], positions: Sequence[int], deadline: float) -> Questions:
+def unlink(parts: Parts, names: Sequence[bytes], deadline: float) -> list[Answer]:
     """Remove what is stored under the names: YES for each that was there."""
-    questions = Questions(parts, names, _template(b"UNLINK", names), to_read=False, deadline=deadline)
-    questions.ask(positions)
-    return questions
+    return Questions(parts, names, _template(b"UNLINK", names), to_read=False, deadline=deadline).ask()
 
 
-def remove_damaged(parts: Parts, damaged: Sequence[tuple[bytes, int, bytes]], deadline: float) -> Questions:
-    """Remove pages, given by name, length (-1: not even a string) and first bytes, that are still these."""
-    names = [name for name, _, _ in damaged]
+def unlink_same(parts: Parts, damaged: Sequence[Damaged[StoredValue]], deadline: float) -> list[Answer]:
+    """Remove the values that are still those that were found: YES for each."""
+    names = parts.names([one.key for one in damaged])
 
     def request(position: int) -> bytes:
-        name, length, head = damaged[position]
-        return command(b"EVAL", _REMOVE, b"1", name, b"%d" % length, head)
+        found = damaged[position].found
+        return command(b"EVAL", _REMOVE, b"1", names[position], b"%d" % found.length, found.head)
 
-    questions = Questions(parts, names, request, to_read=False, deadline=deadline)
-    questions.ask(range(len(names)))
-    return questions
+    return Questions(parts, names, request, to_read=False, deadline=deadline).ask()
+
+
+def faults(answers: Iterable[Answer]) -> list[Fault]:
+    """Return why some of the questions have no answer."""
+    return [answer for answer in answers if not isinstance(answer, bytes)]
 
 
 def _template(verb: bytes, names: Sequence[bytes], *more: bytes) -> Callable[[int], bytes]:

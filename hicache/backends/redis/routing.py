@@ -19,10 +19,11 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ...config.addresses import Address
 from .channel import Reply
 from .connect import NODES_MAX, Connector, named_node
 from .errors import ErrorReply, Fault, Trouble
-from .options import Address, Endpoint, RedisOptions, named_address
+from .options import Access, Endpoint, named_address
 from .pool import Pools, Purpose
 
 SLOTS = 16384
@@ -75,8 +76,8 @@ class Router:
     Raises Trouble if nobody can be asked, from the constructor as well.
     """
 
-    def __init__(self, options: RedisOptions, connector: Connector, pools: Pools, deadline: float) -> None:
-        self._options = options
+    def __init__(self, access: Access, connector: Connector, pools: Pools, deadline: float) -> None:
+        self._access = access
         self._connector = connector
         self._pools = pools
         self._lock = threading.Lock()
@@ -98,7 +99,7 @@ class Router:
         """The way as it is known now; asks if it is in doubt. Raises Trouble."""
         with self._lock:
             ask, self._stale = self._stale, False
-        if ask and self._options.mode != "single":
+        if ask and self._access.mode != "single":
             try:
                 self._learn(deadline)
             except Trouble:
@@ -117,7 +118,7 @@ class Router:
     def redirection(self, error: ErrorReply, server: Server) -> Address | None:
         """The address in `MOVED slot host:port` or `ASK slot host:port`; None for another error, for an address that is
         not valid, and for servers that are not a cluster, which have nowhere to redirect to."""
-        if self._options.mode != "cluster" or error.fault not in (Fault.MOVED, Fault.ASK):
+        if self._access.mode != "cluster" or error.fault not in (Fault.MOVED, Fault.ASK):
             return None
         return redirect(error, server.address)
 
@@ -129,11 +130,11 @@ class Router:
         self.note(Fault.MOVED, None)
         with contextlib.suppress(Trouble):  # then the old way counts
             self.routes(deadline)
-        known, is_bounded = self._known(), self._options.allowed_nodes is not None
-        return {one for one in targets if one in known or (is_bounded and self._options.allows(one))}
+        known, is_bounded = self._known(), self._access.allowed_nodes is not None
+        return {one for one in targets if one in known or (is_bounded and self._access.allows(one))}
 
     def _known(self) -> set[Endpoint]:
-        return self._routes.addresses() | set(self._options.addresses)
+        return self._routes.addresses() | set(self._access.addresses)
 
     def by_server(
         self, positions: Iterable[int], names: Sequence[bytes], *, to_read: bool, deadline: float
@@ -143,7 +144,7 @@ class Router:
         `to_read`: replicas will do, if the options say so. Raises Trouble.
         """
         routes = self.routes(deadline)
-        to_replica = to_read and self._options.read_from == "replica"
+        to_replica = to_read and self._access.options.read_from == "replica"
         if not routes.slots:
             return {self._server(routes.shards[0], to_replica): list(positions)}
         by_shard: dict[int, list[int]] = {}
@@ -160,16 +161,16 @@ class Router:
         replicas = [one for one in shard.replicas if self._avoid.get(one, 0.0) <= now_s] if to_replica else []
         if not replicas:
             return Server(shard.primary)
-        return Server(random.choice(replicas), read_only=self._options.mode == "cluster")
+        return Server(random.choice(replicas), read_only=self._access.mode == "cluster")
 
     def _find(self, deadline: float) -> Routes:
-        options = self._options
-        if options.mode == "cluster":
+        access = self._access
+        if access.mode == "cluster":
             return self._find_cluster(deadline)
-        if options.mode == "single":
-            return Routes((Shard(options.addresses[0], tuple(options.replicas)),))
+        if access.mode == "single":
+            return Routes((Shard(access.addresses[0], tuple(access.replicas)),))
         primary = self._connector.find_primary(deadline)
-        replicas = self._connector.find_replicas(deadline) if options.read_from == "replica" else []
+        replicas = self._connector.find_replicas(deadline) if access.options.read_from == "replica" else []
         return Routes((Shard(primary, tuple(replicas)),))
 
     def _find_cluster(self, deadline: float) -> Routes:
@@ -178,14 +179,14 @@ class Router:
         random.shuffle(known)
         now_s = time.monotonic()
         known.sort(key=lambda address: self._avoid.get(address, 0.0) > now_s)
-        trouble, options = Trouble(Fault.CLUSTER_DOWN), self._options
-        for address in dict.fromkeys([*known, *options.addresses]):
+        trouble, access = Trouble(Fault.CLUSTER_DOWN), self._access
+        for address in dict.fromkeys([*known, *access.addresses]):
             try:
                 pool = self._pools.of(address, Purpose.QUESTIONS)
                 reply = pool.run(lambda channel: channel.call(b"CLUSTER", b"SLOTS", deadline=deadline), deadline)
                 if isinstance(reply, ErrorReply):
                     raise reply.trouble
-                return parse_slots(reply, address, options)
+                return parse_slots(reply, address, access)
             except Trouble as error:
                 trouble = error
         raise trouble
@@ -196,7 +197,7 @@ def _slot_of(name: bytes) -> int:
     return binascii.crc_hqx(name, 0) % SLOTS
 
 
-def parse_slots(reply: Reply, asked: Endpoint, options: RedisOptions) -> Routes:
+def parse_slots(reply: Reply, asked: Endpoint, access: Access) -> Routes:
     """The routes in the reply to CLUSTER SLOTS. Raises Trouble for one that is malformed, names no node, names more
     than a cluster has, or names one that is not allowed."""
     slots = [NOBODY] * SLOTS
@@ -206,7 +207,7 @@ def parse_slots(reply: Reply, asked: Endpoint, options: RedisOptions) -> Routes:
     for entry in reply if isinstance(reply, list) else []:
         match entry:
             case [int(first), int(last), *nodes] if nodes and 0 <= first <= last < SLOTS:
-                addresses = [_node(node, asked, options) for node in nodes]
+                addresses = [_node(node, asked, access) for node in nodes]
                 # One shard for each primary, though its ranges may name the replicas in another order.
                 number = numbers.setdefault(addresses[0], len(shards))
                 if number == len(shards):
@@ -222,12 +223,12 @@ def parse_slots(reply: Reply, asked: Endpoint, options: RedisOptions) -> Routes:
     return Routes(tuple(shards), slots)
 
 
-def _node(node: Reply, asked: Endpoint, options: RedisOptions) -> Address:
+def _node(node: Reply, asked: Endpoint, access: Access) -> Address:
     match node:
         case [bytes(host), int(port), *_] if host not in (b"", b"?"):
-            return named_node(options, host, port)
+            return named_node(access, host, port)
         case [bytes() | None, int(port), *_] if isinstance(asked, Address):
-            return named_node(options, asked.host.encode(), port)  # it does not know its own name
+            return named_node(access, asked.host.encode(), port)  # it does not know its own name
     raise Trouble(Fault.PROTOCOL, "CLUSTER SLOTS names a node in another form")
 
 

@@ -1,4 +1,5 @@
-"""How much a store holds, at a bounded price: a small server is counted, a large one is sampled.
+"""What a server holds: listed in steps of SCAN, or measured at a bounded price by counting a small one and sampling a
+large one.
 
 Listing costs a server time that grows with everything in it, so at most `SAMPLE_KEYS` keys of each server are looked at
 (about a millisecond). Up to that many, the result is exact; beyond, the share of our pages among them is taken for the
@@ -8,21 +9,26 @@ the square root of their number.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .channel import Channel, command
 from .errors import ErrorReply, Fault, Trouble
+from .pool import Pool
 
 SAMPLE_KEYS = 4096
 _SCAN_COUNT = b"1024"
 # Steps of SCAN, which may be empty: in a table that has just shrunk most are.
-_SCANS_MAX = 1024
+_SAMPLE_SCANS_MAX = 1024
+# Steps of SCAN through a whole server: enough for a thousand million keys, and an end for one whose cursor has none.
+_SCANS_MAX = 1 << 20
 # So many lengths are asked for; pages of one model are all equally long.
 _LENGTHS_MAX = 512
-# Of the name of a page behind the prefix: the namespace, a colon and the key.
+# The name of a page behind the prefix: the namespace, a colon and the key.
 _NAME_BYTES = 64 + 1 + 64
+_NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
 # A cursor and a count fit into 64 bits.
 _COUNT = re.compile(rb"[0-9]{1,20}")
 # What was listed may be no string, or be on another node by now.
@@ -38,9 +44,31 @@ class Held:
     limit_bytes: int | None
 
 
-def scan(channel: Channel, cursor: bytes, deadline: float, *more: bytes) -> tuple[bytes, list[bytes]]:
+def listed(
+    pool: Pool, prefix: bytes, namespace: str, deadline: Callable[[], float]
+) -> Iterator[dict[bytes, tuple[bytes, bytes]]]:
+    """Return the pages on a server, step by step of SCAN: namespace and key by name. A page may come twice.
+
+    Only pages whose namespace digest starts with `namespace` (lower-case hexadecimal). Each step leases a connection,
+    and ends by the `deadline` that is asked for before it. Raises Trouble.
+    """
+    cursor, head = b"0", prefix + namespace.encode()
+    for _ in range(_SCANS_MAX):
+        by = deadline()
+        cursor, names = pool.run(functools.partial(scan, cursor=cursor, deadline=by, pattern=head + b"*"), by)
+        matches = [(name, _NAME.fullmatch(name, len(prefix))) for name in names if name.startswith(head)]
+        yield {
+            name: (bytes.fromhex(match[1].decode()), bytes.fromhex(match[2].decode()))
+            for name, match in matches if match
+        }  # fmt: skip
+        if cursor == b"0":
+            return
+    raise Trouble(Fault.PROTOCOL, "SCAN does not end")
+
+
+def scan(channel: Channel, cursor: bytes, deadline: float, pattern: bytes = b"*") -> tuple[bytes, list[bytes]]:
     """One step of SCAN: the next cursor, b"0" at the end, and some keys. Raises Trouble."""
-    match channel.call(b"SCAN", cursor, *more, deadline=deadline):
+    match channel.call(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT, deadline=deadline):
         case ErrorReply() as error:
             raise error.trouble
         case [bytes(following), list(found)] if _COUNT.fullmatch(following):
@@ -59,8 +87,8 @@ def measure(channel: Channel, prefix: bytes, deadline: float) -> Held:
     seen: set[int] = set()
     ours: list[bytes] = []
     cursor = b"0"
-    for _ in range(_SCANS_MAX if total else 0):
-        cursor, found = scan(channel, cursor, deadline, b"COUNT", _SCAN_COUNT)
+    for _ in range(_SAMPLE_SCANS_MAX if total else 0):
+        cursor, found = scan(channel, cursor, deadline)
         for name in found:
             if hash(name) not in seen and len(name) == len(prefix) + _NAME_BYTES and name.startswith(prefix):
                 ours.append(name)

@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 
 from ...config.addresses import HTTP_PORTS, split_url
 from ...config.files import require_readable
+from ...config.s3_storage import S3StorageOptions, check_region
 from ...config.secret import read_private_file
 from ...errors import ConfigError
 from .client import Client
 from .direct import DirectClient, Payload, Place
 from .http import Server
-from .options import REGION_NAME, S3Options
 from .refreshed import Refreshed
 from .signing import Credentials
 from .trouble import RequestFailed, Trouble
@@ -41,7 +41,7 @@ class Access:
     """What both clients need to know. `endpoint` is an URL without the bucket; `fixed` are the credentials that the
     options give, None if `session`, of botocore, finds them and renews them."""
 
-    options: S3Options
+    options: S3StorageOptions
     endpoint: str
     region: str
     path_style: bool
@@ -50,7 +50,7 @@ class Access:
     session: Any
 
 
-def open_access(options: S3Options) -> Access:
+def open_access(options: S3StorageOptions) -> Access:
     """Find identity, endpoint and region. May block while boto3 looks for credentials.
 
     Raises ConfigError if boto3 is missing, or there are no credentials, or what the options name is not there.
@@ -59,8 +59,10 @@ def open_access(options: S3Options) -> Access:
         require_readable(options.ca_file, "s3 store: ca_file")
     session = _session(options)
     region = options.region or session.get_config_variable("region") or _REGION
-    if not REGION_NAME.fullmatch(str(region)):
-        raise ConfigError(f"s3 store: region {str(region)[:70]!r} is not valid; use letters, digits and '-'")
+    try:
+        check_region(str(region))
+    except ValueError as error:
+        raise ConfigError(f"s3 store: region {str(region)[:70]!r}: {error}") from None
     endpoint = options.endpoint_url or _usual_endpoint(session, region)
     try:
         split_url(endpoint, HTTP_PORTS)
@@ -75,7 +77,7 @@ def open_access(options: S3Options) -> Access:
     return Access(options, endpoint, region, path_style, source, fixed, session)
 
 
-def open_client(options: S3Options) -> Client:
+def open_client(options: S3StorageOptions) -> Client:
     """The client that `options` ask for. Blocks and raises as `open_access`."""
     access = open_access(options)
     if options.client == "boto3":
@@ -98,7 +100,7 @@ def where(access: Access) -> tuple[Server, Place]:
     ca_file = options.ca_file or access.session.get_config_variable("ca_bundle")
     tls = tls_context(ca_file) if url.scheme == "https" else None
     port = url.port or (80 if tls is None else 443)
-    return Server(name, port, tls, options.connect_timeout_s, options.timeout_s), Place(host, path, access.region)
+    return Server(name, port, tls, options.connect_timeout, options.timeout), Place(host, path, access.region)
 
 
 def tls_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
@@ -109,7 +111,7 @@ def tls_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
         raise ConfigError(f"s3 store: ca_file {os.fspath(ca_file or '')!r} holds no readable certificates") from error
 
 
-def _session(options: S3Options) -> Any:
+def _session(options: S3StorageOptions) -> Any:
     try:
         import botocore.exceptions  # noqa: PLC0415 - an optional dependency
         import botocore.session  # noqa: PLC0415
@@ -154,15 +156,15 @@ def _typed(what: str) -> Iterator[None]:
         raise ConfigError(f"s3 store: {what} ({reason}); check the variables, files and role that it uses") from None
 
 
-def _fixed_credentials(options: S3Options) -> Credentials | None:
+def _fixed_credentials(options: S3StorageOptions) -> Credentials | None:
     if options.access_key_env is not None:
         return _from_environment(options)
     if options.credentials_file is not None:
-        return _from_file(Path(options.credentials_file), options.profile or "default")
+        return _from_file(options.credentials_file, options.profile or "default")
     return None
 
 
-def _from_environment(options: S3Options) -> Credentials:
+def _from_environment(options: S3StorageOptions) -> Credentials:
     values = []
     for name in (options.access_key_env, options.secret_key_env, options.session_token_env):
         value = os.environ.get(name) if name else None

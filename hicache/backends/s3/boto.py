@@ -1,9 +1,9 @@
 """The client that goes through boto3, for what our own does not do: proxies, special endpoints of AWS, its logging.
 
 It costs two to seven times the processor time per byte. A request of botocore cannot be told when to end, so each is
-made on a thread of its own that has no frame: the caller waits up to its deadline, then shuts the connection down, so
-that the thread ends too. A body to be stored is copied for that reason; one that is read is put into its frame by the
-caller's own thread, which ends at the deadline.
+made on a thread of its own that has no buffer of a page: the caller waits up to its deadline, then shuts the connection
+down, so that the thread ends too. A body to be stored is copied for that reason, into one piece; one that is read is
+copied into its buffers by the caller's own thread, which ends at the deadline.
 
 botocore and urllib3 read bodies, chunks and XML of any size. Here bodies are read before botocore sees them, as the
 direct client reads them, and botocore parses only documents within its bounds. Heads are http.client's: 100 headers of
@@ -30,8 +30,9 @@ import botocore.exceptions
 import botocore.parsers
 import urllib3.exceptions
 
+from ...frame import TagStream, fill
 from .access import Access
-from .client import Found, Got, Listed, Listing
+from .client import Listed, Listing, ObjectInfo, Target
 from .http import HEADER_VALUE, content_length, read_chunks
 from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, error_code, expect_root, usable_token
 from .trouble import RequestFailed, Trouble, failed_reply
@@ -170,7 +171,7 @@ class BotoClient:
                 "aws_secret_access_key": fixed.secret_key,
                 "aws_session_token": fixed.session_token,
             }
-        self._timeout_s = options.timeout_s
+        self._timeout_s = options.timeout
         self._bucket = options.bucket
         self._client: Any = access.session.create_client(
             "s3",
@@ -178,8 +179,8 @@ class BotoClient:
             endpoint_url=options.endpoint_url,
             verify=None if options.ca_file is None else str(options.ca_file),
             config=botocore.config.Config(
-                connect_timeout=options.connect_timeout_s,
-                read_timeout=options.timeout_s,
+                connect_timeout=options.connect_timeout,
+                read_timeout=options.timeout,
                 max_pool_connections=options.connections,
                 retries={"total_max_attempts": 1},
                 request_checksum_calculation=options.checksum,
@@ -239,7 +240,7 @@ class BotoClient:
         response._content = body
         return response
 
-    def head(self, name: str, *, deadline: float) -> Found | None:
+    def head(self, name: str, *, deadline: float) -> ObjectInfo | None:
         """See Client."""
         try:
             reply = self._call(self._client.head_object, deadline, Key=name)
@@ -247,11 +248,11 @@ class BotoClient:
             refused.unless(404)
             return None
         _require(reply, "ETag")
-        return Found(_length(reply) if "ContentLength" in reply else 0, reply["ETag"])
+        return ObjectInfo(_length(reply) if "ContentLength" in reply else 0, reply["ETag"])
 
     def get(
-        self, name: str, frame: memoryview, fits: Callable[[int], bool], *, deadline: float
-    ) -> Got | None:
+        self, name: str, target: Target, arrived: TagStream | None = None, *, deadline: float
+    ) -> ObjectInfo | None:
         """See Client."""
         try:
             reply = self._call(self._client.get_object, deadline, Key=name)
@@ -260,24 +261,28 @@ class BotoClient:
             return None
         with contextlib.closing(reply["Body"]) as body:
             size = _length(reply)
-            is_read = fits(size)
             # A head that was cut off within its length looks whole to botocore, but nothing comes after it.
-            self._read(body, frame[:size] if is_read else memoryview(bytearray(min(size, 1))), deadline)
-            return Got(size, reply.get("ETag", ""), is_read)
+            self._read(body, target(size) or [memoryview(bytearray(min(size, 1)))], deadline, arrived)
+            return ObjectInfo(size, reply.get("ETag", ""))
 
-    def _read(self, body: Any, target: memoryview, deadline: float) -> None:
+    def _read(
+        self, body: Any, target: Sequence[memoryview], deadline: float, arrived: TagStream | None = None
+    ) -> None:
         # botocore's own ways to read wait until all has come, each time anew for as long as a byte may take.
-        stream, done = body._raw_stream, 0
+        stream, size = body._raw_stream, sum(buffer.nbytes for buffer in target)
+        done = 0
         try:
-            while done < target.nbytes:
+            while done < size:
                 left = min(self._timeout_s, deadline - time.monotonic())
                 if left <= 0:
                     raise RequestFailed(Trouble.TIMEOUT)
                 body.set_socket_timeout(left)
-                piece = stream.read1(min(target.nbytes - done, _PIECE_BYTES))
+                piece = memoryview(stream.read1(min(size - done, _PIECE_BYTES)))
                 if not piece:
-                    raise RequestFailed(Trouble.SHORT_BODY, f"{done} of {target.nbytes} bytes came")
-                target[done : done + len(piece)] = piece
+                    raise RequestFailed(Trouble.SHORT_BODY, f"{done} of {size} bytes came")
+                if arrived is not None:
+                    arrived.add(piece)
+                target = fill(target, piece)
                 done += len(piece)
         except _KNOWN as error:
             raise _failed(error) from error
@@ -295,16 +300,16 @@ class BotoClient:
             left, data = min(_length(reply), bytes_max), bytearray()
             while len(data) < left:  # memory is taken for what has come
                 piece = bytearray(min(left - len(data), _PIECE_BYTES))
-                self._read(body, memoryview(piece), deadline)
+                self._read(body, [memoryview(piece)], deadline)
                 data += piece
         return bytes(data)
 
-    def put(self, name: str, body: memoryview, *, if_absent: bool, deadline: float) -> bool:
+    def put(self, name: str, body: Sequence[memoryview], *, if_absent: bool, deadline: float) -> bool:
         """See Client."""
         # Without a type, SeaweedFS stores an empty object when the connection ends before the body's first byte.
         more = {"ContentType": "application/octet-stream", **({"IfNoneMatch": "*"} if if_absent else {})}
         try:
-            reply = self._call(self._client.put_object, deadline, Key=name, Body=bytes(body), **more)
+            reply = self._call(self._client.put_object, deadline, Key=name, Body=b"".join(body), **more)
         except _Refused as refused:
             if if_absent and refused.status == 412:
                 return False

@@ -1,35 +1,30 @@
 """What the backend asks of an S3 client: six requests, each tried once, with a deadline.
 
-A client raises RequestFailed for whatever is no answer; that an object is missing, or is there already, is an answer.
-Clients are used by any threads at once and never touch a frame or a body after a call has returned.
+A client raises RequestFailed if it gets no answer; that an object is missing, or is there already, is an answer. Bodies
+are lists of buffers, of any number and any sizes. Clients are used by any threads at once and never touch a buffer
+after a call has returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+from ...frame import TagStream
 from .trouble import Trouble
 
+# The buffers for an object of a size, of so many bytes together; none, and the object is not read.
+Target: TypeAlias = Callable[[int], Sequence[memoryview]]
 LISTED_MAX = 1000  # keys per page of a listing and per DeleteObjects: the API's own limit
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ObjectInfo:
     """An object that is there. `etag` is what the server calls its content, empty if it does not say."""
 
     size_bytes: int
     etag: str
-
-
-@dataclass(frozen=True, slots=True)
-class Got:
-    """An object that was asked for. `is_read` is False if its size did not fit and no byte of it was read."""
-
-    size_bytes: int
-    etag: str
-    is_read: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +47,18 @@ class Listing:
 class Client(Protocol):
     """See the module's docstring."""
 
-    def head(self, name: str, *, deadline: float) -> Found | None:
+    def head(self, name: str, *, deadline: float) -> ObjectInfo | None:
         """Whether an object is there. A bucket that is not there looks like a missing object: HEAD has no body."""
 
     def get(
-        self, name: str, frame: memoryview, fits: Callable[[int], bool], *, deadline: float
-    ) -> Got | None:
-        """Read an object into the start of `frame`, if `fits(its size)`; None if it is not there."""
+        self, name: str, target: Target, arrived: TagStream | None = None, *, deadline: float
+    ) -> ObjectInfo | None:
+        """Read an object into `target(its size)`; None if it is not there. `arrived` takes in each piece that comes."""
 
     def get_start(self, name: str, bytes_max: int, *, deadline: float) -> bytes | None:
         """The first `bytes_max` bytes of an object, None if it is not there."""
 
-    def put(self, name: str, body: memoryview, *, if_absent: bool, deadline: float) -> bool:
+    def put(self, name: str, body: Sequence[memoryview], *, if_absent: bool, deadline: float) -> bool:
         """Store an object; False if `if_absent` and there is one already."""
 
     def remove(self, name: str, etag: str, *, deadline: float) -> None:

@@ -7,6 +7,7 @@ connection to itself.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +15,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 from xml.sax.saxutils import escape
 
-from .client import Found, Got, Listing
+from ...frame import TagStream
+from .client import Listing, ObjectInfo, Target
 from .http import Connection, ConnectionPool, Head, Server, StaleConnection, request_head
 from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, error_code, read_listing, read_removals
 from .signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, Credentials, Signer, query_string
 from .trouble import RequestFailed, Trouble, failed_reply, trouble_of_exception
 
 T = TypeVar("T")
-
-_NOTHING = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _Request:
     name: str = ""
     query: str = ""
     headers: Mapping[str, str] | None = None
-    body: memoryview = _NOTHING
+    body: Sequence[memoryview] = ()
     sha256: str = EMPTY_SHA256
 
 
@@ -65,13 +65,13 @@ class DirectClient:
         self._credentials = credentials
         self._signer = Signer(place.region)
 
-    def head(self, name: str, *, deadline: float) -> Found | None:
+    def head(self, name: str, *, deadline: float) -> ObjectInfo | None:
         """See Client."""
 
-        def read(connection: Connection, head: Head) -> Found | None:
+        def read(connection: Connection, head: Head) -> ObjectInfo | None:
             connection.finish()  # whatever it says of a length: replies to HEAD have no body
             if head.status == 200:
-                return Found(head.length or 0, head.headers.get("etag", ""))
+                return ObjectInfo(head.length or 0, head.headers.get("etag", ""))
             if head.status == 404:
                 return None
             raise _failure(head, b"")
@@ -79,23 +79,22 @@ class DirectClient:
         return self._exchange(_Request("HEAD", name), read, deadline)
 
     def get(
-        self, name: str, frame: memoryview, fits: Callable[[int], bool], *, deadline: float
-    ) -> Got | None:
+        self, name: str, target: Target, arrived: TagStream | None = None, *, deadline: float
+    ) -> ObjectInfo | None:
         """See Client."""
 
-        def read(connection: Connection, head: Head) -> Got | None:
+        def read(connection: Connection, head: Head) -> ObjectInfo | None:
             if head.status != 200:
                 _missing(connection, head, deadline)
                 return None
             size = head.length
             if size is None or head.is_chunked:
                 raise RequestFailed(Trouble.PROTOCOL, "the reply does not say how long the object is")
-            etag = head.headers.get("etag", "")
-            if not fits(size):
-                return Got(size, etag, False)
-            connection.read_into(frame[:size], deadline)
-            connection.finish()
-            return Got(size, etag, True)
+            buffers = target(size)
+            if buffers:
+                connection.read_into(buffers, deadline, arrived)
+                connection.finish()
+            return ObjectInfo(size, head.headers.get("etag", ""))
 
         return self._exchange(_Request("GET", name), read, deadline)
 
@@ -119,14 +118,14 @@ class DirectClient:
 
         return self._exchange(_Request("GET", name, headers={"range": f"bytes=0-{bytes_max - 1}"}), read, deadline)
 
-    def put(self, name: str, body: memoryview, *, if_absent: bool, deadline: float) -> bool:
+    def put(self, name: str, body: Sequence[memoryview], *, if_absent: bool, deadline: float) -> bool:
         """See Client."""
         headers = {"content-type": "application/octet-stream"}
         if if_absent:
             headers["if-none-match"] = "*"
         if self._payload.checksum:
-            headers["x-amz-checksum-crc32"] = base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
-        sha256 = hashlib.sha256(body).hexdigest() if self._payload.sign else UNSIGNED_PAYLOAD
+            headers["x-amz-checksum-crc32"] = base64.b64encode(_crc32(body).to_bytes(4, "big")).decode()
+        sha256 = _sha256(body) if self._payload.sign else UNSIGNED_PAYLOAD
 
         def read(connection: Connection, head: Head) -> bool:
             reply = _read_small(connection, head, deadline)
@@ -166,8 +165,8 @@ class DirectClient:
                 raise _failure(head, reply)
             return read_removals(reply)
 
-        digest = hashlib.sha256(body).hexdigest()
-        request = _Request("POST", query="delete=", headers=headers, body=memoryview(body), sha256=digest)
+        sent = [memoryview(body)]
+        request = _Request("POST", query="delete=", headers=headers, body=sent, sha256=_sha256(sent))
         return self._exchange(request, read, deadline)
 
     def list(self, prefix: str, token: str | None, keys_max: int, *, deadline: float) -> Listing:
@@ -206,7 +205,7 @@ class DirectClient:
         self,
         connection: Connection,
         head: bytes,
-        body: memoryview,
+        body: Sequence[memoryview],
         read: Callable[[Connection, Head], T],
         deadline: float,
     ) -> T:
@@ -235,9 +234,20 @@ class DirectClient:
             request.sha256,
         )
         if request.method in ("PUT", "POST"):
-            headers["content-length"] = str(request.body.nbytes)
+            headers["content-length"] = str(sum(part.nbytes for part in request.body))
         target = f"{path}?{request.query}" if request.query else path
         return request_head(request.method, target, {**headers, "accept-encoding": "identity"})
+
+
+def _crc32(body: Sequence[memoryview]) -> int:
+    return functools.reduce(lambda crc, part: zlib.crc32(part, crc), body, 0)
+
+
+def _sha256(body: Sequence[memoryview]) -> str:
+    digest = hashlib.sha256()
+    for part in body:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _early_reply(connection: Connection, deadline: float, error: OSError) -> Head:

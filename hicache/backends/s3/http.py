@@ -1,8 +1,8 @@
-"""HTTP/1.1 (RFC 9112) as far as an S3 client needs it, with bodies that go from and into frames.
+"""HTTP/1.1 (RFC 9112) as far as an S3 client needs it, with bodies that go from and into lists of buffers.
 
-A frame is handed to the kernel together with the head of its request, and a body is received straight into its frame
-by one system call per mebibyte, most of which is spent without the interpreter's lock. That is what `http.client`
-leaves undone, besides parsing heads with the parser for mail.
+The buffers of a body are handed to the kernel together with the head of their request, and a body is received straight
+into its buffers by one system call per mebibyte, most of which is spent without the interpreter's lock. That is what
+`http.client` leaves undone, besides parsing heads with the parser for mail.
 
 Every wait ends after `timeout_s` without a byte, or at the deadline of the call.
 
@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ...frame import TagStream, fill, first_bytes, without_first
 from .refreshed import Refreshed
 from .trouble import RequestFailed, Trouble, trouble_of_exception
 
@@ -32,7 +33,9 @@ Address: TypeAlias = tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]
 _HEAD_BYTES_MAX = 32 << 10
 _RECEIVED_AT_ONCE = 16 << 10
 # A receive that waits for all of so many bytes: large enough that there are few, small enough to see a stall.
-_PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
+# Buffers that Linux takes in one system call, IOV_MAX.
+_BUFFERS_AT_ONCE = 1024
 # The kernel reads a timeout of zero as none at all.
 _TIMEOUT_MIN_S = 0.001
 # Addresses behind a name are asked for again after this time: stores balance load by changing them.
@@ -194,17 +197,14 @@ class Connection:
         poll.register(self._sock, select.POLLIN)
         return not poll.poll(0)
 
-    def send(self, head: bytes, body: memoryview, deadline: float) -> None:
+    def send(self, head: bytes, body: Sequence[memoryview], deadline: float) -> None:
         """Send a request. Raises OSError; what was sent until then may have been a whole one."""
         self.is_reusable = False
-        parts = [memoryview(head), body]
-        while parts:
+        left = [part for part in (memoryview(head), *body) if part.nbytes]
+        while left:
             self._limit(deadline)
-            sent = self._sock.send(parts[0]) if self._is_tls else self._sock.sendmsg(parts)
-            while parts and sent >= parts[0].nbytes:
-                sent -= parts.pop(0).nbytes
-            if parts:
-                parts[0] = parts[0][sent:]
+            sent = self._sock.send(left[0]) if self._is_tls else self._sock.sendmsg(left[:_BUFFERS_AT_ONCE])
+            left = without_first(left, sent)
 
     def read_head(self, deadline: float) -> Head:
         """The head of the reply, interim ones skipped.
@@ -233,18 +233,36 @@ class Connection:
         del self._ahead[: end + len(mark)]
         return found
 
-    def read_into(self, target: memoryview, deadline: float) -> None:
-        """Receive exactly `target`. Raises OSError, and RequestFailed if the connection ends before that."""
-        done = min(len(self._ahead), target.nbytes)
-        target[:done] = self._ahead[:done]
-        del self._ahead[:done]
-        flags = 0 if self._is_tls else socket.MSG_WAITALL
-        while done < target.nbytes:
-            self._limit(deadline)
-            count = self._sock.recv_into(target[done : done + _PIECE_BYTES], 0, flags)
+    def read_into(
+        self, target: Sequence[memoryview], deadline: float, arrived: TagStream | None = None
+    ) -> None:
+        """Receive exactly the bytes of `target`; `arrived` takes them in piece by piece, while they are in the cache of
+        the processor. Raises OSError, and RequestFailed if the connection ends before that."""
+        size = sum(buffer.nbytes for buffer in target)
+        done, left = 0, [buffer for buffer in target if buffer.nbytes]
+        while done < size:
+            piece = first_bytes(left[: 1 if self._is_tls else _BUFFERS_AT_ONCE], PIECE_BYTES)
+            count = self._take_ahead(piece) or self._receive(piece, deadline)
             if not count:
-                raise RequestFailed(Trouble.SHORT_BODY, f"{done} of {target.nbytes} bytes came")
+                raise RequestFailed(Trouble.SHORT_BODY, f"{done} of {size} bytes came")
+            if arrived is not None:
+                for buffer in first_bytes(piece, count):
+                    arrived.add(buffer)
+            left = without_first(left, count)
             done += count
+
+    def _take_ahead(self, target: Sequence[memoryview]) -> int:
+        """Move bytes that came with a head to `target`; return how many."""
+        count = min(len(self._ahead), sum(buffer.nbytes for buffer in target))
+        fill(target, self._ahead[:count])
+        del self._ahead[:count]
+        return count
+
+    def _receive(self, target: Sequence[memoryview], deadline: float) -> int:
+        self._limit(deadline)
+        if self._is_tls:
+            return self._sock.recv_into(target[0])
+        return self._sock.recvmsg_into(target, 0, socket.MSG_WAITALL)[0]
 
     def read_body(self, head: Head, bytes_max: int, deadline: float) -> bytes:
         """The body of a small reply. Raises OSError, and RequestFailed if it is longer than `bytes_max` or cut."""
@@ -261,8 +279,8 @@ class Connection:
         """The next `size` bytes. Takes no memory for those that have not come. Raises as `read_into`."""
         data = bytearray()
         while len(data) < size:
-            piece = bytearray(min(size - len(data), _PIECE_BYTES))
-            self.read_into(memoryview(piece), deadline)
+            piece = bytearray(min(size - len(data), PIECE_BYTES))
+            self.read_into([memoryview(piece)], deadline)
             data += piece
         return bytes(data)
 

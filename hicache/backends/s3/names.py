@@ -11,11 +11,6 @@ import re
 _NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})")
 
 
-def namespace_prefix(prefix: str, namespace: bytes) -> str:
-    """What the names of all pages of a namespace start with."""
-    return f"{prefix}{namespace.hex()}/"
-
-
 def object_name(prefix: str, namespace: bytes, key: bytes) -> str:
     """The name of a page."""
     digits = key.hex()

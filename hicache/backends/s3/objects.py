@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
+from ...config.s3_storage import S3StorageOptions
 from ...errors import BackendUnavailable
+from ...frame import TagStream
+from ..raw import StoredPage
 from .access import open_client
-from .client import LISTED_MAX, Client, Found, Got, Listed
-from .options import S3Options
+from .client import LISTED_MAX, Client, Listed, ObjectInfo, Target
+from .names import object_name, parse_name
 from .throttle import Throttle
 from .trouble import RequestFailed, Trouble
 
@@ -37,13 +40,14 @@ class Objects:
     Opening asks the store for one name, and raises BackendUnavailable if that fails and ConfigError as `open_client`.
     """
 
-    def __init__(self, options: S3Options) -> None:
+    def __init__(self, options: S3StorageOptions) -> None:
         self._client: Client = open_client(options)
         self.throttle = Throttle(options.connections)
+        self._prefix = options.prefix
         self._is_conditional = options.conditional_put
         try:
             self._client.list(
-                options.prefix, None, 1, deadline=time.monotonic() + options.connect_timeout_s + options.timeout_s
+                options.prefix, None, 1, deadline=time.monotonic() + options.connect_timeout + options.timeout
             )
         except RequestFailed as error:
             self._client.close()
@@ -63,24 +67,24 @@ class Objects:
         finally:
             self.throttle.leave(failure)
 
-    def head(self, name: str, *, deadline: float) -> Found | None:
+    def head(self, name: str, *, deadline: float) -> ObjectInfo | None:
         """See Client."""
         with self._turn(deadline):
             return self._client.head(name, deadline=deadline)
 
     def get(
-        self, name: str, frame: memoryview, fits: Callable[[int], bool], *, deadline: float
-    ) -> Got | None:
+        self, name: str, target: Target, arrived: TagStream | None = None, *, deadline: float
+    ) -> ObjectInfo | None:
         """See Client."""
         with self._turn(deadline):
-            return self._client.get(name, frame, fits, deadline=deadline)
+            return self._client.get(name, target, arrived, deadline=deadline)
 
     def get_start(self, name: str, bytes_max: int, *, deadline: float) -> bytes | None:
         """See Client."""
         with self._turn(deadline):
             return self._client.get_start(name, bytes_max, deadline=deadline)
 
-    def put_new(self, name: str, body: memoryview, *, deadline: float) -> bool:
+    def put_new(self, name: str, body: Sequence[memoryview], *, deadline: float) -> bool:
         """Store an object unless there is one; False if there is. Where the server knows no conditions, by asking
         first, so that two writers at the same moment may both store theirs."""
         if self._is_conditional:
@@ -125,7 +129,18 @@ class Objects:
                 troubles += found
         return troubles
 
-    def list(self, prefix: str, *, deadline: float) -> Iterator[Listed]:
+    def name(self, namespace: bytes, key: bytes) -> str:
+        """Return the name of a page's object."""
+        return object_name(self._prefix, namespace, key)
+
+    def pages(self, namespace: str, *, deadline: float) -> Iterator[StoredPage]:
+        """Return the pages whose namespace, in hexadecimal, starts with `namespace`. One request per LISTED_MAX."""
+        for entry in self._list(self._prefix + namespace, deadline):
+            place = parse_name(self._prefix, entry.name)
+            if place is not None:
+                yield StoredPage(*place, entry.size_bytes, entry.modified_s)
+
+    def _list(self, prefix: str, deadline: float) -> Iterator[Listed]:
         """All objects whose names start with `prefix`. A listing whose tokens go round in a circle is an error.
 
         The circle is found as Brent does (An improved Monte Carlo factorization algorithm, 1980): each token is

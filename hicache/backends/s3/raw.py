@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+from ...config.s3_storage import S3StorageOptions
 from ...errors import BackendUnavailable
 from ..raw import RawStore, StoredPage
-from .names import object_name, parse_name
 from .objects import Objects
-from .options import S3Options
 from .trouble import RequestFailed, Trouble
 
 # For one page, or one request about many. Nobody's engine waits.
@@ -22,17 +21,13 @@ class S3RawStore(RawStore):
     """See RawStore. `used_s` is when a page was stored. `remove` counts pages that were gone already: the API does not
     tell. Raises BackendUnavailable and ConfigError as S3Backend."""
 
-    def __init__(self, options: S3Options) -> None:
-        self._prefix = options.prefix
+    def __init__(self, options: S3StorageOptions) -> None:
         self._objects = Objects(options)
 
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
         """See RawStore. One request per thousand pages."""
         try:
-            for entry in self._objects.list(self._prefix + namespace, deadline=time.monotonic() + _LISTING_S):
-                place = parse_name(self._prefix, entry.name)
-                if place is not None:
-                    yield StoredPage(*place, entry.size_bytes, entry.modified_s)
+            yield from self._objects.pages(namespace, deadline=time.monotonic() + _LISTING_S)
         except RequestFailed as error:
             raise _unavailable(error) from error
 
@@ -46,7 +41,7 @@ class S3RawStore(RawStore):
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
         """See RawStore. A bucket knows no chains, the header in `data` does."""
         try:
-            return self._objects.put_new(self._name(page), memoryview(data), deadline=time.monotonic() + _REQUEST_S)
+            return self._objects.put_new(self._name(page), [memoryview(data)], deadline=time.monotonic() + _REQUEST_S)
         except RequestFailed as error:
             if error.trouble is Trouble.FULL:
                 return False
@@ -68,7 +63,7 @@ class S3RawStore(RawStore):
         self._objects.close()
 
     def _name(self, page: StoredPage) -> str:
-        return object_name(self._prefix, page.namespace, page.key)
+        return self._objects.name(page.namespace, page.key)
 
 
 def _unavailable(error: RequestFailed) -> BackendUnavailable:

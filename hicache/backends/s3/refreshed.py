@@ -1,17 +1,19 @@
 """A value that a blocking function gives, and that ages: the addresses behind a name, credentials that expire.
 
 Name resolution and requests for credentials cannot be told to end in time, so they are not made on a thread that has a
-deadline: a thread of its own makes them, and the others use the last value meanwhile.
+deadline: a BackgroundTask makes them, and the others use the last value until it is done.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from ...background import BackgroundTask
 from .trouble import RequestFailed, Trouble
 
 _log = logging.getLogger(__name__)
@@ -24,11 +26,12 @@ class Refreshed(Generic[T]):
 
     `load` raises RequestFailed where it has no value. A failed refresh keeps the value that there is.
 
-    Locking design: `_state` guards all fields; at most one thread runs `load`, and it does so without the lock. That
-    thread is a daemon: one that hangs for ever does not keep the process.
+    Locking design: `_state` guards all fields and is not held while `load` runs. It is taken before the lock of the
+    task, never after.
     """
 
     def __init__(self, name: str, load: Callable[[], T], age_max_s: float) -> None:
+        self._task = BackgroundTask(f"s3-{name}", self._run, linger_s=0.0)
         self._name = name
         self._load = load
         self._age_max_s = age_max_s
@@ -42,7 +45,11 @@ class Refreshed(Generic[T]):
         """The value. Blocks up to `deadline` while there is none yet. Raises RequestFailed."""
         with self._state:
             if self._value is None or time.monotonic() - self._loaded_s > self._age_max_s:
-                self._start()
+                if self._loading:
+                    self._task.tend()
+                else:
+                    self._loading = True
+                    self._task.wake()
             if self._value is None:
                 left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
                 self._state.wait_for(lambda: not self._loading, max(left, 0.0))
@@ -58,18 +65,13 @@ class Refreshed(Generic[T]):
         with self._state:
             self._loaded_s = -self._age_max_s
 
-    def _start(self) -> None:
-        if not self._loading:
-            self._loading = True
-            threading.Thread(target=self._run, name=f"hicache-s3-{self._name}", daemon=True).start()
-
-    def _run(self) -> None:
+    def _run(self) -> float:
         value, failure = None, None
         try:
             value = self._load()
         except RequestFailed as error:
             failure = error
-        except Exception as error:  # where a thread ends: a loader's bug must not leave the others waiting
+        except Exception as error:  # a loader's bug must not leave the others waiting
             failure = RequestFailed(Trouble.NETWORK, type(error).__name__)
             _log.exception("loading %s failed unexpectedly", self._name)
         with self._state:
@@ -79,3 +81,4 @@ class Refreshed(Generic[T]):
             self._loaded_s = time.monotonic()
             self._loading = False
             self._state.notify_all()
+        return math.inf

@@ -7,6 +7,8 @@ import socket
 import ssl
 from collections.abc import Mapping
 
+from ..pages import StoreError
+
 
 class Trouble(enum.StrEnum):
     """The class under which a failed request is counted in `BackendStatistics.errors`."""
@@ -35,16 +37,17 @@ class Trouble(enum.StrEnum):
     REFUSED_REQUEST = "bad_request"  # by the server, or by us: it would hold a character that HTTP forbids
 
 
-class RequestFailed(Exception):
-    """A request got no usable answer. Never leaves this package: backends turn it into an outcome.
-
-    `retry_after_s` is what the server asked for, 0 if nothing.
-    """
+class RequestFailed(StoreError):
+    """A request got no usable answer. `retry_after_s` is the pause that the server asked for, 0 for none."""
 
     def __init__(self, trouble: Trouble, detail: str = "", *, retry_after_s: float = 0.0) -> None:
-        super().__init__(f"{trouble}: {detail}" if detail else str(trouble))
+        super().__init__(trouble)
         self.trouble = trouble
+        self.detail = detail
         self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return f"{self.trouble}: {self.detail}" if self.detail else str(self.trouble)
 
 
 # A server may ask for any time; what is asked for beyond this is not believed.

@@ -56,9 +56,10 @@ from .pages import (
     soon,
     store_chain,
 )
+from .parts import PartsContract
 
 
-class SoleBackendContract(BoundsContract, FormsContract):
+class SoleBackendContract(BoundsContract, FormsContract, PartsContract):
     """What holds for every backend, also if nobody else can open its store. Subclass `BackendContract` if they can."""
 
     # Walks of the state machine; each takes some forty calls, so a subclass for a slow store may have fewer.
@@ -305,8 +306,12 @@ class SoleBackendContract(BoundsContract, FormsContract):
         assert closed < (closed := self._closed_errors(store))
         assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [SET_ERROR] * 2
         assert closed < (closed := self._closed_errors(store))
-        assert store.backend.delete(keys, deadline=soon()) == 0
-        assert closed < self._closed_errors(store)
+        for nothing in (
+            store.backend.delete(keys, deadline=soon()), store.backend.clear(deadline=soon()),
+            any(store.backend.batch_has(keys, deadline=soon())),
+        ):  # fmt: skip
+            assert not nothing
+        assert self._closed_errors(store) == closed + 3
 
     @staticmethod
     def _closed_errors(store: Store) -> int:

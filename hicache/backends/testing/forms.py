@@ -6,7 +6,17 @@ import hashlib
 
 import pytest
 
-from ...frame import HEADER_BYTES, Compression, Damage, FrameCodec, FrameHeader, TagStream, frame_bytes
+from ...frame import (
+    HEADER_BYTES,
+    Compression,
+    Damage,
+    FrameCodec,
+    FrameHeader,
+    PageBuffer,
+    TagStream,
+    frame_bytes,
+    header_of,
+)
 from .fixtures import ContractFixtures
 from .pages import (
     CORRUPT,
@@ -38,10 +48,10 @@ class _WithoutZstd(FrameCodec):
     """A codec as it is where the extra `compression` is missing."""
 
     def accept(
-        self, key: bytes, frame: memoryview, stored_bytes: int, arrived: TagStream | None = None
+        self, key: bytes, page: PageBuffer, stored_bytes: int, arrived: TagStream | None = None
     ) -> Damage | None:
-        header = FrameHeader.parse(frame)
-        damage = super().accept(key, frame, stored_bytes, arrived)
+        header = FrameHeader.parse(header_of(page))
+        damage = super().accept(key, page, stored_bytes, arrived)
         return Damage.NO_ZSTD if damage is None and header is not None and header.form else damage
 
 

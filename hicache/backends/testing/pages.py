@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import xxhash
 
-from ...frame import HEADER_BYTES, FrameCodec
+from ...frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView
 from ..base import GetOutcome, SetOutcome, StorageBackend
 
 PAYLOAD_BYTES = 5000
@@ -66,9 +66,25 @@ def empty_frames(codec: FrameCodec, count: int) -> list[memoryview]:
     return [memoryview(bytearray(codec.frame_bytes)) for _ in range(count)]
 
 
-def holds(codec: FrameCodec, key: bytes, frame: memoryview) -> bool:
-    """True if `frame` holds the right payload of `key`."""
-    return frame[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes] == payload_of(key, codec.payload_bytes)
+def in_parts(codec: FrameCodec, frame: memoryview, parts: int = 5) -> PageView:
+    """The page of an unsealed frame in foreign memory: `parts` parts of unequal length, and gaps between them."""
+    step = codec.payload_bytes // parts
+    lengths = [step - 3] + [step] * (parts - 2) + [codec.payload_bytes - step * (parts - 1) + 3]
+    memory, found, start = memoryview(bytearray(codec.payload_bytes + 64 * parts)), [], 0
+    payload = frame[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes]
+    for number, length in enumerate(lengths):
+        part = memory[start + 64 * number :][:length]
+        part[:] = payload[start : start + length]
+        found.append(part)
+        start += length
+    return PageView(memoryview(bytearray(HEADER_BYTES)), found)
+
+
+def holds(codec: FrameCodec, key: bytes, page: PageBuffer) -> bool:
+    """True if `page` holds the right payload of `key`."""
+    if isinstance(page, PageView):
+        return b"".join(page.parts) == payload_of(key, codec.payload_bytes)
+    return page[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes] == payload_of(key, codec.payload_bytes)
 
 
 def forged(codec: FrameCodec, key: bytes, parent: bytes) -> bytes:

@@ -11,7 +11,7 @@ from hicache.backends.compose import ComposedBackend, CopyingBackend, Part
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
 from hicache.errors import BackendError
-from hicache.frame import FrameCodec
+from hicache.frame import FrameCodec, PageBuffer
 from tests.waiting import wait_for
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
@@ -48,25 +48,32 @@ class Switched(MemoryBackend):
         return 0 if self._trouble(deadline) else super().batch_exists(keys, deadline=deadline)
 
     def batch_get(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
     ) -> list[GetOutcome]:
         self.calls.append(("get", tuple(keys), None))
         if self._trouble(deadline):
             return [GetOutcome.ERROR] * len(keys)
-        return super().batch_get(keys, frames, deadline=deadline)
+        return super().batch_get(keys, pages, deadline=deadline)
 
     def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         self.calls.append(("set", tuple(keys), parent))
         self.at_gate += 1
         self.gate.wait(30.0)
         if self._trouble(deadline):
             return [SetOutcome.ERROR] * len(keys)
-        return super().batch_set(keys, frames, parent=parent, deadline=deadline)
+        return super().batch_set(keys, pages, parent=parent, deadline=deadline)
+
+    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
+        self.calls.append(("has", tuple(keys), None))
+        return [False] * len(keys) if self._trouble(deadline) else super().batch_has(keys, deadline=deadline)
 
     def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
         return 0 if self._trouble(deadline) else super().delete(keys, deadline=deadline)
+
+    def clear(self, *, deadline: float) -> int:
+        return 0 if self._trouble(deadline) else super().clear(deadline=deadline)
 
     def close(self) -> None:
         self.closes += 1

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.compose import (
-    CascadePolicy,
     LevelsBackend,
-    LevelsOptions,
     MirrorBackend,
     Part,
     ShardCodec,
@@ -18,10 +16,13 @@ from hicache.backends.compose import (
 )
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import BackendContract, OpenStore, SoleBackendContract, Store
+from hicache.config.composed_storage import CopyOptions
 from hicache.frame import FrameCodec
 
 from .._files import open_file
 from ._parts import side_door
+
+pytestmark = pytest.mark.long
 
 # For a few pages of the largest size that the contract stores.
 ROOM = 8 << 20
@@ -38,7 +39,7 @@ def parts(stores: list[Store]) -> list[Part]:
     return [Part(f"part-{number}", store.backend) for number, store in enumerate(stores)]
 
 
-def levels(codec: FrameCodec, stores: list[Store], options: LevelsOptions) -> Store:
+def levels(codec: FrameCodec, stores: list[Store], options: CopyOptions) -> Store:
     return side_door(LevelsBackend(codec, parts(stores), options), stores)
 
 
@@ -55,9 +56,9 @@ def sharded(codec: FrameCodec, open_part: Callable[[FrameCodec, int], Store], co
 
 
 class TestMemoryLevels(SoleBackendContract):
-    @pytest.fixture(params=list(CascadePolicy))
+    @pytest.fixture(params=["through", "on_eviction", "selective"])
     def open_store(self, request: pytest.FixtureRequest) -> OpenStore:
-        options = LevelsOptions(cascade=request.param, cascade_bytes_max=ROOM, selective_hits=1)
+        options = CopyOptions(write=request.param, cascade_bytes_max=ROOM, selective_hits=1)
         return lambda codec: levels(codec, [memory(codec), memory(codec)], options)
 
 
@@ -66,7 +67,7 @@ class TestFileOverMemory(SoleBackendContract):
 
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
-        options = LevelsOptions(cascade_bytes_max=ROOM)
+        options = CopyOptions(cascade_bytes_max=ROOM)
         return lambda codec: levels(codec, [open_file(tmp_path / "s", codec), memory(codec)], options)
 
 
@@ -75,7 +76,7 @@ class TestThreeLevels(SoleBackendContract):
 
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
-        options = LevelsOptions(cascade_bytes_max=ROOM)
+        options = CopyOptions(cascade_bytes_max=ROOM)
         return lambda codec: levels(codec, [memory(codec), open_file(tmp_path / "s", codec), memory(codec)], options)
 
 
@@ -120,7 +121,7 @@ class TestShardsOfMirrorsUnderMemory(SoleBackendContract):
     def open_store(self) -> OpenStore:
         def open_it(codec: FrameCodec) -> Store:
             low = sharded(codec, lambda codec, _: mirror(codec, [memory(codec), memory(codec)]), 2)
-            return levels(codec, [memory(codec), low], LevelsOptions(cascade_bytes_max=ROOM))
+            return levels(codec, [memory(codec), low], CopyOptions(cascade_bytes_max=ROOM))
 
         return open_it
 

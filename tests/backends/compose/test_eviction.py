@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import EvictedPage, EvictionSource, StorageBackend, leaves
-from hicache.backends.compose import CascadePolicy, LevelsBackend, LevelsOptions
-from hicache.backends.faults import FaultOptions, FaultyBackend
+from hicache.backends.compose import LevelsBackend
+from hicache.backends.faults import FaultyBackend
 from hicache.backends.file import FileBackend
 from hicache.backends.guard import GuardedBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, Store, make_keys, soon, store_chain
+from hicache.config.composed_storage import CopyOptions
+from hicache.config.guard import InjectConfig
 from hicache.frame import FrameCodec
 from tests.waiting import wait_for
 
@@ -54,7 +56,7 @@ def small(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "memory":
         backend = MemoryBackend(CODEC, ROOM * PAGE)
         return Store(backend, backend.peek, backend.poke)
-    return open_file(tmp_path / "s", capacity_bytes=ROOM * PAGE)
+    return open_file(tmp_path / "s", capacity=ROOM * PAGE)
 
 
 def source(store: Store) -> EvictionSource:
@@ -87,7 +89,7 @@ def test_what_is_deleted_or_damaged_is_no_eviction(small: Store) -> None:
 
 
 def test_a_listener_that_opens_nothing_costs_no_descriptor(tmp_path: Path) -> None:
-    store, listener = open_file(tmp_path / "s", capacity_bytes=ROOM * PAGE), Listener(opens=False)
+    store, listener = open_file(tmp_path / "s", capacity=ROOM * PAGE), Listener(opens=False)
     source(store).on_eviction(listener)
     store_chain(store, make_keys(4, "old"))
     before = open_descriptors()
@@ -98,9 +100,9 @@ def test_a_listener_that_opens_nothing_costs_no_descriptor(tmp_path: Path) -> No
 
 def test_a_page_of_another_namespace_is_evicted_in_silence(tmp_path: Path) -> None:
     other = FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES)
-    theirs = open_file(tmp_path / "s", other, capacity_bytes=ROOM * PAGE)
+    theirs = open_file(tmp_path / "s", other, capacity=ROOM * PAGE)
     store_chain(theirs, make_keys(4, "theirs"))
-    mine, listener = open_file(tmp_path / "s", capacity_bytes=ROOM * PAGE), Listener()
+    mine, listener = open_file(tmp_path / "s", capacity=ROOM * PAGE), Listener()
     source(mine).on_eviction(listener)
     store_chain(mine, make_keys(2, "mine"))
     assert listener.told == [] and theirs.backend.usage().pages == ROOM
@@ -110,7 +112,7 @@ def test_a_page_of_another_namespace_is_evicted_in_silence(tmp_path: Path) -> No
 
 def test_a_source_is_found_behind_a_guard_and_faults() -> None:
     inner = MemoryBackend(CODEC)
-    guarded = GuardedBackend(FaultyBackend(inner, FaultOptions()))
+    guarded = GuardedBackend(FaultyBackend(inner, InjectConfig()))
     (found,) = leaves(guarded)
     assert found is inner and isinstance(found, EvictionSource)
     guarded.close()
@@ -120,11 +122,11 @@ def test_a_source_is_found_behind_a_guard_and_faults() -> None:
 def test_evicted_pages_beyond_the_bound_are_dropped_and_leave_nothing_open(kind: str, tmp_path: Path) -> None:
     first: StorageBackend = Switched(capacity_bytes=8 * PAGE)
     if kind == "file":
-        first = open_file(tmp_path / "s", capacity_bytes=8 * PAGE).backend
+        first = open_file(tmp_path / "s", capacity=8 * PAGE).backend
         assert isinstance(first, FileBackend)
     below = Switched()
     levels = LevelsBackend(
-        CODEC, named(first, below), LevelsOptions(cascade=CascadePolicy.ON_EVICTION, cascade_bytes_max=3 * PAGE)
+        CODEC, named(first, below), CopyOptions(write="on_eviction", cascade_bytes_max=3 * PAGE)
     )
     store = Store(levels, below.peek, below.poke)
     before = open_descriptors()
@@ -156,10 +158,10 @@ def descriptors_at_most(count: int) -> Iterator[None]:
 def test_small_pages_that_are_evicted_leave_descriptors_for_others(descriptors: int, kept: int, tmp_path: Path) -> None:
     """An eighth of what the process may open, besides the one page that is being written and open no more: all of its
     descriptors would stop the store that evicts."""
-    file, below = open_file(tmp_path / "s", capacity_bytes=40 * PAGE).backend, Switched()
+    file, below = open_file(tmp_path / "s", capacity=40 * PAGE).backend, Switched()
     with descriptors_at_most(descriptors):
         levels = LevelsBackend(
-            CODEC, named(file, below), LevelsOptions(cascade=CascadePolicy.ON_EVICTION, cascade_bytes_max=COPIES)
+            CODEC, named(file, below), CopyOptions(write="on_eviction", cascade_bytes_max=COPIES)
         )
     store = Store(levels, below.peek, below.poke)
     before = open_descriptors()
@@ -182,7 +184,7 @@ def test_small_pages_that_are_evicted_leave_descriptors_for_others(descriptors: 
 def test_a_page_that_is_damaged_when_it_is_evicted_goes_nowhere() -> None:
     first, below = Switched(capacity_bytes=ROOM * PAGE), Switched()
     levels = LevelsBackend(
-        CODEC, named(first, below), LevelsOptions(cascade=CascadePolicy.ON_EVICTION, cascade_bytes_max=COPIES)
+        CODEC, named(first, below), CopyOptions(write="on_eviction", cascade_bytes_max=COPIES)
     )
     store, old = Store(levels, first.peek, first.poke), make_keys(4, "old")
     store_chain(store, old)
@@ -197,10 +199,10 @@ def test_a_page_that_is_damaged_when_it_is_evicted_goes_nowhere() -> None:
 
 
 def test_a_page_that_waits_to_be_read_is_let_go_when_it_is_deleted_or_the_levels_close(tmp_path: Path) -> None:
-    file = open_file(tmp_path / "s", capacity_bytes=ROOM * PAGE).backend
+    file = open_file(tmp_path / "s", capacity=ROOM * PAGE).backend
     below = Switched()
     levels = LevelsBackend(
-        CODEC, named(file, below), LevelsOptions(cascade=CascadePolicy.ON_EVICTION, cascade_bytes_max=COPIES)
+        CODEC, named(file, below), CopyOptions(write="on_eviction", cascade_bytes_max=COPIES)
     )
     store, old = Store(levels, below.peek, below.poke), make_keys(4, "old")
     before = open_descriptors()
@@ -219,7 +221,7 @@ def test_what_goes_down_is_proved_by_the_codec_of_the_namespace(keyed: bool) -> 
     codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[b"k" * 32] if keyed else [])
     first, below = Switched(codec, ROOM * PAGE), Switched(codec)
     levels = LevelsBackend(
-        codec, named(first, below), LevelsOptions(cascade=CascadePolicy.ON_EVICTION, cascade_bytes_max=COPIES)
+        codec, named(first, below), CopyOptions(write="on_eviction", cascade_bytes_max=COPIES)
     )
     store, old = Store(levels, first.peek, first.poke), make_keys(4, "old")
     store_chain(store, old)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome, Usage
-from hicache.backends.compose import CascadePolicy, LevelsBackend, LevelsOptions, MirrorBackend
+from hicache.backends.compose import LevelsBackend, MirrorBackend
 from hicache.backends.compose.levels import Uses
 from hicache.backends.compose.merge import LOOKUPS_MAX
 from hicache.backends.file import FileBackend
@@ -28,7 +28,8 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.errors import InvalidInput
+from hicache.config.composed_storage import CopyOptions
+from hicache.errors import ConfigError, InvalidInput
 from hicache.frame import FrameHeader
 from tests.waiting import wait_for
 
@@ -36,19 +37,19 @@ from .._files import open_file
 from ._parts import CODEC, COPIES, PAGE, Switched, named, settle
 
 REJECTED = SetOutcome.REJECTED
-THROUGH, ON_EVICTION, SELECTIVE = CascadePolicy.THROUGH, CascadePolicy.ON_EVICTION, CascadePolicy.SELECTIVE
+THROUGH, ON_EVICTION, SELECTIVE = "through", "on_eviction", "selective"
 
 
 class World:
     """Levels of memory, the first of them small if `first_pages` says so."""
 
     def __init__(
-        self, levels: int = 2, *, first_pages: int | None = None, cascade: CascadePolicy = THROUGH,
+        self, levels: int = 2, *, first_pages: int | None = None, cascade: str = THROUGH,
         promote: bool = True, hits: int = 2, copies: int = COPIES,
     ) -> None:  # fmt: skip
         capacity = None if first_pages is None else first_pages * PAGE
         self.levels = [Switched(capacity_bytes=capacity), *(Switched() for _ in range(levels - 1))]
-        options = LevelsOptions(promote, cascade, hits, copies)
+        options = CopyOptions(promote=promote, write=cascade, selective_hits=hits, cascade_bytes_max=copies)
         self.backend = LevelsBackend(CODEC, named(*self.levels), options)
         self.store = Store(self.backend, self.levels[0].peek, self.levels[0].poke)
 
@@ -327,11 +328,11 @@ def test_on_eviction_a_page_goes_down_when_it_leaves_the_first_level() -> None:
 
 
 def test_on_eviction_a_file_level_sends_its_pages_down(tmp_path: Path) -> None:
-    file = open_file(tmp_path / "s", capacity_bytes=4 * PAGE).backend
+    file = open_file(tmp_path / "s", capacity=4 * PAGE).backend
     assert isinstance(file, FileBackend)
     below = MemoryBackend(CODEC)
     backend = LevelsBackend(
-        CODEC, named(file, below), LevelsOptions(cascade=ON_EVICTION, cascade_bytes_max=COPIES)
+        CODEC, named(file, below), CopyOptions(write=ON_EVICTION, cascade_bytes_max=COPIES)
     )
     store = Store(backend, below.peek, below.poke)
     old, new = make_keys(4, "old"), make_keys(3, "new")
@@ -345,7 +346,7 @@ def test_on_eviction_a_file_level_sends_its_pages_down(tmp_path: Path) -> None:
 
 def test_on_eviction_levels_in_levels_hand_each_page_on_from_one_to_the_next() -> None:
     top, middle, low = Switched(capacity_bytes=4 * PAGE), Switched(capacity_bytes=4 * PAGE), Switched()
-    options = LevelsOptions(promote=False, cascade=ON_EVICTION, cascade_bytes_max=COPIES)
+    options = CopyOptions(promote=False, write=ON_EVICTION, cascade_bytes_max=COPIES)
     inner = LevelsBackend(CODEC, named(top, middle), options)
     outer = LevelsBackend(CODEC, named(inner, low), options)
     store, chains = Store(outer, low.peek, low.poke), [make_keys(4, name) for name in ("old", "older", "new")]
@@ -386,7 +387,7 @@ def test_a_copy_that_raises_is_counted_and_the_next_one_is_made() -> None:
             return super().batch_set(*args, **kwargs)  # type: ignore[arg-type]
 
     first, below, keys = Switched(), Raising(), make_keys(2)
-    backend = LevelsBackend(CODEC, named(first, below), LevelsOptions(cascade_bytes_max=COPIES))
+    backend = LevelsBackend(CODEC, named(first, below), CopyOptions(cascade_bytes_max=COPIES))
     store = Store(backend, first.peek, first.poke)
     assert store_chain(store, keys[:1]) == [STORED]
     settle(backend)
@@ -432,19 +433,19 @@ def test_closing_gives_up_on_a_level_that_hangs_and_counts_what_is_left() -> Non
 
 
 @pytest.mark.parametrize("options", [
-    {"promote": 1}, {"selective_hits": 0}, {"selective_hits": True}, {"cascade_bytes_max": 0},
-    {"cascade_bytes_max": 1.5},
+    {"promote": 2}, {"selective_hits": 0}, {"selective_hits": True}, {"cascade_bytes_max": 0},
+    {"cascade_bytes_max": "much"}, {"write": "back"},
 ])  # fmt: skip
 def test_options_that_cannot_work_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(InvalidInput):
-        LevelsOptions(**options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        CopyOptions(**options)
 
 
 def test_a_bound_below_one_page_and_a_single_level_are_refused() -> None:
     with pytest.raises(InvalidInput, match="cascade_bytes_max"):
         World(copies=PAGE - 1)
     with pytest.raises(InvalidInput, match="two or more"):
-        LevelsBackend(CODEC, named(MemoryBackend(CODEC)), LevelsOptions())
+        LevelsBackend(CODEC, named(MemoryBackend(CODEC)), CopyOptions())
 
 
 def test_on_eviction_needs_a_first_level_that_evicts() -> None:
@@ -453,5 +454,5 @@ def test_on_eviction_needs_a_first_level_that_evicts() -> None:
 
     first = MirrorBackend(CODEC, named(Silent(), Silent()), write_quorum=1, copy_bytes_max=COPIES)
     with pytest.raises(InvalidInput, match="does not tell what it evicts"):
-        LevelsBackend(CODEC, named(first, Switched()), LevelsOptions(cascade=ON_EVICTION, cascade_bytes_max=COPIES))
+        LevelsBackend(CODEC, named(first, Switched()), CopyOptions(write=ON_EVICTION, cascade_bytes_max=COPIES))
     first.close()

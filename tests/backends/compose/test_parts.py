@@ -16,7 +16,6 @@ from hicache.backends.compose.late import LatePart
 from hicache.backends.guard import GuardedBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.registry import (
-    PARTS_MAX,
     BackendSpec,
     PartSpec,
     backend_names,
@@ -27,6 +26,8 @@ from hicache.backends.registry import (
     part_specs,
 )
 from hicache.backends.testing import HIT, STORED, Store, empty_frames, full_frames, load, make_keys, soon, store_chain
+from hicache.config.composed_storage import PARTS_MAX
+from hicache.config.guard import GuardConfig
 from hicache.errors import BackendUnavailable, ConfigError, InvalidInput, NotOurs
 from hicache.frame import FrameCodec
 from tests.waiting import wait_for
@@ -86,11 +87,12 @@ def test_a_composition_opens_by_name_with_a_guard_before_each_part(
     backend.close()
 
 
-def test_a_part_may_go_without_a_guard_and_take_options() -> None:
-    part = {"type": "memory", "options": {"capacity_bytes": 3 * PAGE}, "guard": None, "name": "small"}
+def test_a_part_takes_options_of_its_own_and_of_its_guard() -> None:
+    part = {"type": "memory", "options": {"capacity_bytes": 3 * PAGE}, "guard": {"failures": 9}, "name": "small"}
     backend = open_backend("levels", CODEC, {"levels": [part, MEMORY]})
     assert isinstance(backend, LevelsBackend)
-    assert isinstance(backend.parts[0], MemoryBackend) and backend.names == ("small", "memory")
+    small = backend.parts[0]
+    assert isinstance(small, GuardedBackend) and small.options.failures == 9 and backend.names == ("small", "memory")
     assert backend.parts[0].usage().capacity_bytes == 3 * PAGE
     backend.close()
 
@@ -107,29 +109,29 @@ def test_compositions_nest() -> None:
 def test_parts_without_names_are_called_like_their_types() -> None:
     parts = part_specs("levels", {"levels": [MEMORY, {"type": "file", "options": {"path": "x"}}, MEMORY]})
     assert [part.name for part in parts] == ["memory", "file", "memory-2"]
-    assert parts[0] == PartSpec("memory", BackendSpec("memory", {}, {}, "memory"))
+    assert parts[0] == PartSpec("memory", BackendSpec("memory", {}, GuardConfig(), "memory"))
     assert part_specs("file", {"path": "x"}) == []
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"levels": []}, f"2 to {PARTS_MAX}"),
-        ({"levels": [MEMORY]}, f"2 to {PARTS_MAX}"),
-        ({"levels": [MEMORY] * (PARTS_MAX + 1)}, f"2 to {PARTS_MAX}"),
-        ({"levels": "file"}, f"2 to {PARTS_MAX}"),
-        ({"levels": [MEMORY, "file"]}, r"levels\.1: must be a backend"),
-        ({"levels": [MEMORY, {"type": 5}]}, r"levels\.1: must be a backend"),
-        ({"levels": [MEMORY, {**MEMORY, "nmae": "x"}]}, r"levels\.1: unknown entry 'nmae'"),
-        ({"levels": [MEMORY, {**MEMORY, "options": 5}]}, "must be sections"),
-        ({"levels": [MEMORY, {**MEMORY, "guard": 5}]}, "must be sections"),
-        ({"levels": [MEMORY, {**MEMORY, "name": ""}]}, "name must be text"),
-        ({"levels": [MEMORY, {**MEMORY, "optional": "yes"}]}, "optional true or false"),
+        ({"levels": []}, "levels: expected at least 2, got 0"),
+        ({"levels": [MEMORY]}, "levels: expected at least 2, got 1"),
+        ({"levels": [MEMORY] * (PARTS_MAX + 1)}, f"expected at most {PARTS_MAX}"),
+        ({"levels": "file"}, "levels: expected a list"),
+        ({"levels": [MEMORY, "file"]}, r"levels\.1: "),
+        ({"levels": [MEMORY, {"type": 5}]}, r"levels\.1\.type: expected text"),
+        ({"levels": [MEMORY, {**MEMORY, "nmae": "x"}]}, r"levels\.1.*nmae: unknown entry"),
+        ({"levels": [MEMORY, {**MEMORY, "options": 5}]}, "options: "),
+        ({"levels": [MEMORY, {**MEMORY, "guard": 5}]}, "guard: "),
+        ({"levels": [MEMORY, {**MEMORY, "name": ""}]}, r"levels\.1\.name: "),
+        ({"levels": [MEMORY, {**MEMORY, "optional": "perhaps"}]}, "optional: expected true or false"),
         ({"levels": [{**MEMORY, "name": "x"}, {**MEMORY, "name": "x"}]}, "named 'x'"),
         ({"levels": [MEMORY, {"type": "memroy"}]}, "part memroy: .*did you mean 'memory'"),
         ({"levels": [MEMORY, {"type": "memory", "options": {"capasity_bytes": 1}}]}, "part memory-2: .*capacity_bytes"),
-        ({"levels": [MEMORY, {"type": "mirror", "options": {"parts": [MEMORY]}}]}, "part mirror: .*parts must list"),
-        ({"levels": [MEMORY, MEMORY], "wirte": "through"}, "did you mean 'write'"),
+        ({"levels": [MEMORY, {"type": "mirror", "options": {"parts": [MEMORY]}}]}, "parts: expected at least 2"),
+        ({"levels": [MEMORY, MEMORY], "wirte": "through"}, "did you mean write"),
     ],
 )
 def test_a_wrong_list_of_parts_is_refused_before_anything_is_opened(options: dict[str, Any], message: str) -> None:
@@ -142,7 +144,7 @@ def test_a_wrong_list_of_parts_is_refused_before_anything_is_opened(options: dic
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("levels", {"write": "back"}, "write must be one of through, on_eviction, selective"),
+        ("levels", {"write": "back"}, "write: expected 'through', 'on_eviction' or"),
         ("levels", {"cascade_bytes_max": 1}, "hold no page"),
         ("levels", {"selective_hits": 0}, "selective_hits"),
         ("levels", {"write": "on_eviction", "levels": [{**MEMORY, "optional": True}, MEMORY]}, "may be optional"),
@@ -152,13 +154,13 @@ def test_a_wrong_list_of_parts_is_refused_before_anything_is_opened(options: dic
         ("mirror", {"write_quorum": 3}, "write_quorum"),
         ("mirror", {"repair_bytes_max": 0}, "repair_bytes_max"),
         ("mirror", {"repair_bytes_max": 1}, "hold no page"),
-        ("sharded", {}, "needs a name of its own"),
+        ("sharded", {}, "needs a name"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_work_are_refused_and_what_was_opened_is_closed(
     name: str, options: dict[str, Any], message: str
 ) -> None:
-    parts = [{"type": SWITCHED, "guard": None}] * 2
+    parts = [{"type": SWITCHED}] * 2
     with pytest.raises(ConfigError, match=message):
         open_backend(name, CODEC, {"levels" if name == "levels" else "parts": parts, **options})
 
@@ -173,7 +175,7 @@ def test_if_one_part_cannot_be_opened_those_before_it_are_closed(tmp_path: Path)
 
 def test_an_optional_part_that_cannot_be_opened_is_taken_in_later() -> None:
     REFUSING.set()
-    parts = [MEMORY, {"type": SWITCHED, "name": "remote", "optional": True, "guard": None}]
+    parts = [MEMORY, {"type": SWITCHED, "name": "remote", "optional": True}]
     backend = open_backend("levels", CODEC, {"levels": parts})
     assert isinstance(backend, LevelsBackend)
     store, keys = Store(backend, lambda key: None, lambda key, data: None), make_keys(4)
@@ -211,9 +213,10 @@ def test_a_late_part_answers_with_errors_until_it_is_open_and_checks_its_argumen
     assert part.batch_exists(keys, deadline=soon()) == 0
     assert part.batch_get(keys, empty_frames(CODEC, 2), deadline=soon()) == [GetOutcome.ERROR] * 2
     assert part.batch_set(keys, frames, parent=None, deadline=soon()) == [SetOutcome.ERROR] * 2
-    assert part.delete(keys, deadline=soon()) == 0
+    assert part.delete(keys, deadline=soon()) == part.clear(deadline=soon()) == 0
+    assert part.batch_has(keys, deadline=soon()) == [False] * 2
     assert part.usage().pages == 0
-    assert part.statistics().errors == {"not_open": 7}
+    assert part.statistics().errors == {"not_open": 9}
     with pytest.raises(InvalidInput):
         part.batch_get(keys, frames[:1], deadline=soon())
     part.close()

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.compose import CascadePolicy, CopyingBackend, LevelsBackend, LevelsOptions, MirrorBackend
+from hicache.backends.compose import CopyingBackend, LevelsBackend, MirrorBackend
 from hicache.backends.testing import empty_frames, full_frames, holds, in_threads, make_keys, soon
+from hicache.config.composed_storage import CopyOptions
 from tests.seeds import rng, seeds
 
 from ._parts import CODEC, PAGE, Switched, named, settle
@@ -18,13 +19,15 @@ CHAINS = [make_keys(12, f"chain {number}") for number in range(4)]
 ROUNDS = 120
 
 
-def levels(cascade: CascadePolicy, parts: list[Switched]) -> CopyingBackend:
-    options = LevelsOptions(cascade=cascade, selective_hits=2, cascade_bytes_max=9 * PAGE)
+def levels(cascade: str, parts: list[Switched]) -> CopyingBackend:
+    options = CopyOptions(write=cascade, selective_hits=2, cascade_bytes_max=9 * PAGE)
     return LevelsBackend(CODEC, named(*parts), options)
 
 
 MAKERS: dict[str, Callable[[list[Switched]], CopyingBackend]] = {
-    **{policy.value: (lambda parts, policy=policy: levels(policy, parts)) for policy in CascadePolicy},  # type: ignore[misc]
+    "through": lambda parts: levels("through", parts),
+    "on_eviction": lambda parts: levels("on_eviction", parts),
+    "selective": lambda parts: levels("selective", parts),
     "mirror": lambda parts: MirrorBackend(CODEC, named(*parts), write_quorum=1, copy_bytes_max=9 * PAGE),
 }
 

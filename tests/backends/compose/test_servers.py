@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import GetOutcome
-from hicache.backends.compose import LevelsBackend, LevelsOptions, Part, ShardCodec, ShardedBackend
+from hicache.backends.compose import LevelsBackend, Part, ShardCodec, ShardedBackend
 from hicache.backends.registry import open_backend
 from hicache.backends.testing import (
     HIT,
@@ -25,6 +25,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
+from hicache.config.composed_storage import CopyOptions
 from hicache.devservers import DevService, SeaweedServer, ValkeyServer
 from hicache.frame import FrameCodec
 from tests.backends.redis.store import open_on
@@ -47,7 +48,7 @@ class TestFileOverValkey(SoleBackendContract):
                 server = open_on(client, valkey.storage(key_prefix=unique_prefix)[1], codec)
                 stores = [open_file(tmp_path / "s", codec), server]
                 parts = [Part("file", stores[0].backend), Part("valkey", stores[1].backend)]
-                return side_door(LevelsBackend(codec, parts, LevelsOptions(cascade_bytes_max=ROOM)), stores)
+                return side_door(LevelsBackend(codec, parts, CopyOptions(cascade_bytes_max=ROOM)), stores)
 
             yield open_it
 
@@ -74,7 +75,7 @@ class TestShardsOnValkey(BackendContract):
 def part(service: tuple[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
     """A part on a server, that notices trouble soon and probes often."""
     kind, options = service
-    return {"type": kind, "options": options, "guard": {"backoff_min_s": 0.05, "backoff_max_s": 0.2}, **more}
+    return {"type": kind, "options": options, "guard": {"backoff_min": 0.05, "backoff_max": 0.2}, **more}
 
 
 def file_part(path: Path) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def open_levels(*parts: dict[str, Any], **options: Any) -> tuple[LevelsBackend, 
 def test_a_lower_level_that_hangs_costs_its_own_pages_and_comes_back(tmp_path: Path) -> None:
     keys, more = make_keys(6), make_keys(3, "more")
     with ValkeyServer() as server:
-        backend, store = open_levels(file_part(tmp_path / "s"), part(server.storage(timeout_s=0.2)))
+        backend, store = open_levels(file_part(tmp_path / "s"), part(server.storage(timeout=0.2)))
         assert store_chain(store, keys) == [STORED] * 6
         settle(backend)
         server.pause()
@@ -116,7 +117,7 @@ def test_a_lower_level_that_hangs_costs_its_own_pages_and_comes_back(tmp_path: P
 def test_a_first_level_that_is_killed_is_stepped_over_and_filled_again_when_it_comes_back_empty(tmp_path: Path) -> None:
     keys = make_keys(6)
     with ValkeyServer() as server:
-        backend, store = open_levels(part(server.storage(timeout_s=0.2)), file_part(tmp_path / "s"))
+        backend, store = open_levels(part(server.storage(timeout=0.2)), file_part(tmp_path / "s"))
         assert store_chain(store, keys[:4]) == [STORED] * 4
         settle(backend)
         server.kill()
@@ -137,7 +138,7 @@ def test_a_first_level_that_is_killed_is_stepped_over_and_filled_again_when_it_c
 def test_an_optional_server_that_starts_late_is_taken_in(tmp_path: Path) -> None:
     keys = make_keys(3)
     with ValkeyServer() as server:
-        kind, options = server.storage(timeout_s=0.2)
+        kind, options = server.storage(timeout=0.2)
         server.kill()
         backend, store = open_levels(file_part(tmp_path / "s"), part((kind, options), optional=True))
         assert store_chain(store, keys) == [STORED] * 3

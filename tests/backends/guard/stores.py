@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.guard import Direction, GuardedBackend, GuardOptions, Refusal
+from hicache.backends.guard import Direction, GuardedBackend, Refusal
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES
-from hicache.frame import FrameCodec
+from hicache.config.guard import GuardConfig
+from hicache.frame import FrameCodec, PageBuffer
 from tests.waiting import wait_for
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
@@ -38,7 +39,7 @@ class Store(MemoryBackend):
         fails = self.down or self.fail_calls > 0
         self.fail_calls = max(0, self.fail_calls - 1)
         if fails:
-            self._tally.errors["down"] += 1
+            self.count("down")
         return fails
 
     def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
@@ -46,22 +47,22 @@ class Store(MemoryBackend):
             return 0
         return super().batch_exists(keys, deadline=deadline) if self.answers is None else self.answers
 
-    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
         if self._trouble("get", len(keys)):
             return [GetOutcome.ERROR] * len(keys)
         if self.answers is not None:
             return self.answers  # type: ignore[no-any-return]
-        found = super().batch_get(keys, frames, deadline=deadline)
+        found = super().batch_get(keys, pages, deadline=deadline)
         return [GetOutcome.ERROR if key in self.fail_pages else one for key, one in zip(keys, found, strict=True)]
 
     def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         self.parents.append(parent)
         if self._trouble("set", len(keys)):
             return [SetOutcome.ERROR] * len(keys)
         outcomes: list[SetOutcome] = []
-        for key, frame in zip(keys, frames, strict=True):
+        for key, frame in zip(keys, pages, strict=True):
             if key in self.fail_pages:
                 outcomes.append(SetOutcome.ERROR)
             else:
@@ -69,8 +70,18 @@ class Store(MemoryBackend):
             parent = key
         return outcomes
 
+    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
+        if self._trouble("has", len(keys)):
+            return [False] * len(keys)
+        return super().batch_has(keys, deadline=deadline) if self.answers is None else self.answers
+
     def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
         return 0 if self._trouble("delete", len(keys)) else super().delete(keys, deadline=deadline)
+
+    def clear(self, *, deadline: float) -> int:
+        if self._trouble("clear", 0):
+            return 0
+        return super().clear(deadline=deadline) if self.answers is None else self.answers
 
     @property
     def pages(self) -> int:
@@ -78,14 +89,14 @@ class Store(MemoryBackend):
         return len(self._pages)
 
 
-def patient(**options: Any) -> GuardOptions:
+def patient(**options: Any) -> GuardConfig:
     """Options of a guard that opens at the third failure and is not probed after that; without retries."""
-    return GuardOptions(**{"backoff_min_s": LONG_S, "backoff_max_s": LONG_S, "retry_share": 0.0, **options})
+    return GuardConfig(**{"backoff_min": LONG_S, "backoff_max": LONG_S, "retry_share": 0.0, **options})
 
 
-def quick(**options: Any) -> GuardOptions:
+def quick(**options: Any) -> GuardConfig:
     """Options of a guard that heals fast; without retries."""
-    return GuardOptions(**{"backoff_min_s": 0.02, "backoff_max_s": 0.05, "retry_share": 0.0, **options})
+    return GuardConfig(**{"backoff_min": 0.02, "backoff_max": 0.05, "retry_share": 0.0, **options})
 
 
 def refused(guard: GuardedBackend, direction: Direction, why: Refusal) -> int:

@@ -8,18 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.backends.guard import BreakerState, GuardOptions, Override
+from hicache.backends.guard import BreakerState, Override
 from hicache.backends.guard.breaker import WINDOW_CALLS, Breaker
+from hicache.config.guard import GuardConfig
 from hicache.errors import InvariantError
 
-OPTIONS = GuardOptions(failures=3, backoff_min_s=0.5, backoff_max_s=5.0)
+OPTIONS = GuardConfig(failures=3, backoff_min=0.5, backoff_max=5.0)
 CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
 
 
 class World:
     """A breaker, its time, and a store that works or does not."""
 
-    def __init__(self, options: GuardOptions = OPTIONS, jitter: float = 1.0) -> None:
+    def __init__(self, options: GuardConfig = OPTIONS, jitter: float = 1.0) -> None:
         self.time_s = 1000.0
         self.breaker = Breaker(options, Override.AUTO, lambda: jitter)
 
@@ -43,7 +44,7 @@ class World:
         return self.breaker.state
 
 
-def opened(options: GuardOptions = OPTIONS) -> World:
+def opened(options: GuardConfig = OPTIONS) -> World:
     world = World(options)
     for _ in range(options.failures):
         world.call(False)
@@ -90,7 +91,7 @@ def test_after_a_single_failure_probes_alone_can_open_it() -> None:
 
 
 def test_where_more_failures_are_wanted_probes_go_on_until_there_are_so_many() -> None:
-    world = World(GuardOptions(failures=6))
+    world = World(GuardConfig(failures=6))
     world.call(False)
     probes = 0
     while world.state is CLOSED:
@@ -101,7 +102,7 @@ def test_where_more_failures_are_wanted_probes_go_on_until_there_are_so_many() -
 
 
 def test_a_good_probe_after_a_single_failure_ends_the_suspicion() -> None:
-    world = World(GuardOptions(failures=4))
+    world = World(GuardConfig(failures=4))
     world.call(False)
     world.probe(False)
     world.probe(True)
@@ -125,7 +126,7 @@ def test_single_failures_bring_a_probe_now_and_then_and_not_each() -> None:
         world.call(number % 3 > 0)
     assert world.state is CLOSED
     elapsed_s = world.time_s - began_s
-    assert world.breaker.statistics().good_probes <= elapsed_s / OPTIONS.backoff_min_s + 1
+    assert world.breaker.statistics().good_probes <= elapsed_s / OPTIONS.backoff_min + 1
 
 
 def test_pauses_between_probes_double_up_to_the_longest() -> None:

@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.faults import FaultyBackend
-from hicache.backends.guard import GuardedBackend, GuardOptions
+from hicache.backends.guard import GuardedBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import BackendContract, OpenStore, SoleBackendContract, Store
+from hicache.config.guard import GuardConfig
 from hicache.frame import FrameCodec
 from tests.backends._files import open_file
 
+pytestmark = pytest.mark.long
 
-def guarded(codec: FrameCodec, options: GuardOptions | None = None) -> Store:
+
+def guarded(codec: FrameCodec, options: GuardConfig | None = None) -> Store:
     memory = MemoryBackend(codec)
     return Store(GuardedBackend(FaultyBackend(memory), options), memory.peek, memory.poke)
 
@@ -30,7 +33,7 @@ class TestGuardWithHardlyAnyRoom(SoleBackendContract):
 
     @pytest.fixture
     def open_store(self) -> OpenStore:
-        return lambda codec: guarded(codec, GuardOptions(in_flight_bytes_max=1))
+        return lambda codec: guarded(codec, GuardConfig(in_flight=1))
 
 
 class TestGuardedFiles(BackendContract):

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import Composite, GetOutcome, SetOutcome, StorageBackend, Usage, leaves
-from hicache.backends.faults import FaultOptions, FaultyBackend
+from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import (
     BreakerState,
     Direction,
     GuardedBackend,
-    GuardOptions,
     Override,
     Refusal,
     Verb,
@@ -24,8 +23,9 @@ from hicache.backends.guard import (
 )
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import CORRUPT, HIT, MISS, PRESENT, STORED, empty_frames, full_frames, make_keys, soon
+from hicache.config.guard import GuardConfig, InjectConfig
 from hicache.errors import BackendError, InvalidInput
-from hicache.frame import FrameCodec
+from hicache.frame import FrameCodec, PageBuffer
 from tests.backends.guard.stores import CODEC, LONG_S, Store, past, patient, quick, refused, until_passing
 from tests.waiting import wait_for
 
@@ -50,7 +50,7 @@ def store() -> Iterator[Store]:
         _guards.pop().close()
 
 
-def guard_of(store: MemoryBackend, options: GuardOptions | None = None) -> GuardedBackend:
+def guard_of(store: MemoryBackend, options: GuardConfig | None = None) -> GuardedBackend:
     guard = GuardedBackend(store, options or patient(), name="test")
     _guards.append(guard)
     return guard
@@ -195,11 +195,11 @@ class StopsEarly(Store):
     """Stores the first page alone of its first batch."""
 
     def batch_set(
-        self, keys: Sequence[bytes], frames: Sequence[memoryview], *, parent: bytes | None, deadline: float
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        pages = len(keys) if self.calls else 1
-        done = super().batch_set(keys[:pages], frames[:pages], parent=parent, deadline=deadline)
-        return done + [SET_ERROR] * (len(keys) - pages)
+        first = len(keys) if self.calls else 1
+        done = super().batch_set(keys[:first], pages[:first], parent=parent, deadline=deadline)
+        return done + [SET_ERROR] * (len(keys) - first)
 
 
 def test_a_part_of_a_batch_that_is_stored_again_does_not_follow_one_of_its_own_pages() -> None:
@@ -218,7 +218,7 @@ def test_a_lookup_that_failed_is_tried_again(store: Store) -> None:
 
 
 def test_a_store_that_is_down_is_asked_a_tenth_more_and_no_more(store: Store) -> None:
-    guard = guard_of(store, GuardOptions(read="on", write="on"))  # the breaker would save it from most calls
+    guard = guard_of(store, GuardConfig(read="on", write="on"))  # the breaker would save it from most calls
     keys = make_keys(4)
     get(guard, keys)
     store.calls.clear()
@@ -246,12 +246,12 @@ def test_what_hung_is_not_tried_again() -> None:
 
     class Slow(Store):
         def batch_get(
-            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
         ) -> list[GetOutcome]:
             time_s[0] += 0.5
             return [GET_ERROR] * len(keys)
 
-    with closing(GuardedBackend(Slow(), GuardOptions(read="on", retry_share=1.0), clock=lambda: time_s[0])) as guard:
+    with closing(GuardedBackend(Slow(), GuardConfig(read="on", retry_share=1.0), clock=lambda: time_s[0])) as guard:
         guard.batch_get(make_keys(2), empty_frames(CODEC, 2), deadline=1060.0)
         assert guard.guard_statistics().retried_calls == {}
 
@@ -339,7 +339,7 @@ def foreign(store: Store, keys: Sequence[bytes]) -> None:
 
 
 def test_a_reader_with_the_wrong_key_destroys_few_pages(store: Store) -> None:
-    guard, keys = guard_of(store, patient(damage_backoff_s=LONG_S)), make_keys(300)
+    guard, keys = guard_of(store, patient(damage_backoff=LONG_S)), make_keys(300)
     foreign(store, keys)
     assert get(guard, keys) == [CORRUPT] * 16 + [GET_ERROR] * 284
     for _ in range(5):
@@ -359,7 +359,7 @@ def test_without_a_guard_the_same_reader_destroys_all(store: Store) -> None:
 
 
 def test_each_time_it_is_let_in_again_the_wrong_reader_destroys_one_more(store: Store) -> None:
-    guard, keys = guard_of(store, quick(damage_backoff_s=0.01)), make_keys(100)
+    guard, keys = guard_of(store, quick(damage_backoff=0.01)), make_keys(100)
     foreign(store, keys)
     get(guard, keys)
     for expected in (83, 82, 81):
@@ -466,7 +466,7 @@ def test_each_store_shows_its_own_counts_under_its_own_name(store: Store) -> Non
 
 
 def test_a_wrapper_without_a_guard_counts_for_its_store(store: Store) -> None:
-    faulty = FaultyBackend(store, FaultOptions(error_share=1.0))
+    faulty = FaultyBackend(store, InjectConfig(error_share=1.0))
     assert put(faulty, make_keys(2)) == [SET_ERROR] * 2
     (found,) = leaf_statistics(faulty)
     assert (found.name, found.guard, dict(found.statistics.sets)) == ("store", None, {SetOutcome.ERROR: 2})

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends.base import GetOutcome
-from hicache.backends.faults import FaultOptions
-from hicache.backends.guard import BOUNDS_S, GuardOptions
+from hicache.backends.guard import BOUNDS_S
 from hicache.backends.guard.budget import BURST_CALLS, BURST_PAGES, RetryBudget
 from hicache.backends.guard.damage import DamageWatch
 from hicache.backends.guard.histogram import LatencyHistogram
-from hicache.errors import InvalidInput
+from hicache.config.guard import GuardConfig, InjectConfig
+from hicache.errors import ConfigError
 
 HIT, MISS, CORRUPT, ERROR = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT, GetOutcome.ERROR
 
@@ -54,18 +54,18 @@ def test_no_share_is_no_retry() -> None:
 
 
 def test_damaged_pages_without_a_sound_one_raise_the_alarm() -> None:
-    watch = DamageWatch(GuardOptions(damage_pages=3, damage_backoff_s=30.0))
+    watch = DamageWatch(GuardConfig(damage_pages=3, damage_backoff=30.0))
     assert watch.saw([CORRUPT, MISS, CORRUPT, ERROR]) is None
     assert watch.saw([CORRUPT]) == 30.0
 
 
 def test_damaged_pages_among_sound_ones_do_not() -> None:
-    watch = DamageWatch(GuardOptions(damage_pages=3))
+    watch = DamageWatch(GuardConfig(damage_pages=3))
     assert [watch.saw([CORRUPT, CORRUPT, HIT]) for _ in range(50)] == [None] * 50
 
 
 def test_after_an_alarm_one_damaged_page_is_the_next_until_a_sound_one_was_read() -> None:
-    watch = DamageWatch(GuardOptions(damage_pages=3, damage_backoff_s=30.0))
+    watch = DamageWatch(GuardConfig(damage_pages=3, damage_backoff=30.0))
     assert [watch.saw([CORRUPT] * count) for count in (3, 1, 1)] == [30.0, 120.0, 480.0]
     assert [watch.saw([CORRUPT]) for _ in range(5)][-1] == 3600.0
     assert watch.saw([HIT, CORRUPT, CORRUPT]) is None
@@ -73,7 +73,7 @@ def test_after_an_alarm_one_damaged_page_is_the_next_until_a_sound_one_was_read(
 
 
 def test_the_head_of_a_batch_is_read_alone_as_long_as_nothing_speaks_for_the_store() -> None:
-    watch = DamageWatch(GuardOptions(damage_pages=3))
+    watch = DamageWatch(GuardConfig(damage_pages=3))
     heads = [watch.pages_at_once([])]
     for outcome in (MISS, HIT, CORRUPT, HIT, CORRUPT, CORRUPT, CORRUPT, HIT):
         watch.saw([outcome])
@@ -82,7 +82,7 @@ def test_the_head_of_a_batch_is_read_alone_as_long_as_nothing_speaks_for_the_sto
 
 
 def test_what_follows_a_head_without_damage_is_read_at_once_but_not_after_an_alarm() -> None:
-    watch = DamageWatch(GuardOptions(damage_pages=3))
+    watch = DamageWatch(GuardConfig(damage_pages=3))
     assert [watch.pages_at_once(read) for read in ([MISS], [CORRUPT], [MISS, CORRUPT])] == [None, 3, 3]
     watch.saw([CORRUPT] * 3)
     assert watch.pages_at_once([MISS]) == 1
@@ -103,19 +103,19 @@ def test_every_call_is_in_the_bucket_of_its_time(seconds: list[float]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"failures": 0}, {"failures": True}, {"in_flight_bytes_max": 0}, {"damage_pages": -1}, {"failure_share": 0.0},
-        {"failure_share": 1.1}, {"retry_share": -0.1}, {"backoff_min_s": 0}, {"backoff_min_s": 6.0}, {"grace_s": "1s"},
-        {"read": "maybe"}, {"write": True}, {"probe_timeout_s": float("nan")},
+        {"failures": 0}, {"failures": True}, {"in_flight": 0}, {"damage_pages": -1}, {"failure_share": 0.0},
+        {"failure_share": 1.1}, {"retry_share": -0.1}, {"backoff_min": 0}, {"backoff_min": 6.0}, {"grace": "soon"},
+        {"read": "maybe"}, {"write": 1}, {"probe_timeout": float("nan")},
     ],
 )  # fmt: skip
 def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match=next(iter(options)) if "min" not in str(options) else "backoff"):
-        GuardOptions(**options)
+    with pytest.raises(ConfigError, match=next(iter(options)) if "min" not in str(options) else "backoff"):
+        GuardConfig(**options)
 
 
 @pytest.mark.parametrize(
-    "options", [{"latency_s": -1}, {"error_share": 1.5}, {"damage_share": True}, {"seed": 1.5}, {"jitter_s": "1ms"}]
+    "options", [{"latency": -1}, {"error_share": 1.5}, {"damage_share": True}, {"seed": 1.5}, {"jitter": "soon"}]
 )
 def test_faults_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match=next(iter(options))):
-        FaultOptions(**options)
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        InjectConfig(**options)

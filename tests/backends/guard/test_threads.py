@@ -12,10 +12,12 @@ import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome, Usage
 from hicache.backends.faults import FaultyBackend
-from hicache.backends.guard import Direction, GuardedBackend, GuardOptions, Override, Refusal
+from hicache.backends.guard import Direction, GuardedBackend, Override, Refusal
 from hicache.backends.guard.sampler import UsageSampler
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import HIT, MISS, STORED, empty_frames, full_frames, make_keys, soon
+from hicache.config.guard import GuardConfig
+from hicache.frame import PageBuffer
 from tests.backends.guard.stores import CODEC, LONG_S, Store, past, patient, quick, refused, until_passing
 from tests.waiting import wait_for
 
@@ -53,7 +55,7 @@ def put(guard: GuardedBackend, count: int = 1, *, name: str = "page", seconds: f
 def test_calls_that_hang_past_their_deadline_open_the_breaker_while_they_hang(
     threads: ThreadPoolExecutor, faulty: FaultyBackend
 ) -> None:
-    guard = GuardedBackend(faulty, patient(grace_s=0.05))
+    guard = GuardedBackend(faulty, patient(grace=0.05))
     faulty.hang()
     hanging = [threads.submit(get, guard, seconds=SHORT_S) for _ in range(3)]
     wait_for(lambda: faulty.hung_calls >= 3)
@@ -74,7 +76,7 @@ def test_without_a_breaker_every_call_waits_for_the_store_that_hangs(
     threads: ThreadPoolExecutor, faulty: FaultyBackend
 ) -> None:
     """The control of the test above."""
-    guard = GuardedBackend(faulty, patient(grace_s=0.05, read="on"))
+    guard = GuardedBackend(faulty, patient(grace=0.05, read="on"))
     faulty.hang()
     hanging = [threads.submit(get, guard, seconds=SHORT_S) for _ in range(6)]
     wait_for(lambda: guard.guard_statistics().overdue_calls == 6)
@@ -88,7 +90,7 @@ def test_without_a_breaker_every_call_waits_for_the_store_that_hangs(
 def test_one_call_that_hangs_is_enough_since_probes_tell_the_rest(
     threads: ThreadPoolExecutor, faulty: FaultyBackend
 ) -> None:
-    guard = GuardedBackend(faulty, patient(grace_s=0.02, probe_timeout_s=0.02))
+    guard = GuardedBackend(faulty, patient(grace=0.02, probe_timeout=0.02))
     faulty.hang()
     hanging = threads.submit(get, guard, seconds=SHORT_S)
     until_passing(guard, READ, passes=False)  # by the call and two probes, which hang as well
@@ -98,7 +100,7 @@ def test_one_call_that_hangs_is_enough_since_probes_tell_the_rest(
 
 
 def test_a_call_that_returns_late_is_counted_once(threads: ThreadPoolExecutor, faulty: FaultyBackend) -> None:
-    guard = GuardedBackend(faulty, patient(grace_s=0.02, failures=2))
+    guard = GuardedBackend(faulty, patient(grace=0.02, failures=2))
     faulty.hang()
     hanging = threads.submit(put, guard, seconds=SHORT_S)
     wait_for(lambda: guard.guard_statistics().overdue_calls == 1)
@@ -121,15 +123,15 @@ class Gate(MemoryBackend):
         self.entered: list[int] = []
         self._count = threading.Lock()
 
-    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
         with self._count:
-            self.frames += len(frames)
+            self.frames += len(pages)
             self.frames_max = max(self.frames_max, self.frames)
-            self.entered.append(len(frames))
+            self.entered.append(len(pages))
         self.open.wait(60.0)
         with self._count:
-            self.frames -= len(frames)
-        return super().batch_get(keys, frames, deadline=deadline)
+            self.frames -= len(pages)
+        return super().batch_get(keys, pages, deadline=deadline)
 
 
 def submit_in_order(
@@ -145,7 +147,7 @@ def submit_in_order(
 
 def test_frames_under_way_stay_within_their_bound(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
-    guard = GuardedBackend(gate, patient(in_flight_bytes_max=5 * CODEC.frame_bytes))
+    guard = GuardedBackend(gate, patient(in_flight=5 * CODEC.frame_bytes))
     calls = submit_in_order(threads, guard, [2, 2, 2, 1, 3])
     assert guard.guard_statistics().in_flight_bytes == 4 * CODEC.frame_bytes
     gate.open.set()
@@ -169,7 +171,7 @@ def test_without_a_bound_all_are_under_way_at_once(threads: ThreadPoolExecutor) 
 
 def test_a_batch_larger_than_the_bound_goes_alone(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
-    guard = GuardedBackend(gate, patient(in_flight_bytes_max=CODEC.frame_bytes))
+    guard = GuardedBackend(gate, patient(in_flight=CODEC.frame_bytes))
     calls = submit_in_order(threads, guard, [1, 9, 1])
     gate.open.set()
     assert [len(call.result()) for call in calls] == [1, 9, 1]
@@ -180,7 +182,7 @@ def test_a_batch_larger_than_the_bound_goes_alone(threads: ThreadPoolExecutor) -
 
 def test_who_finds_no_room_until_its_deadline_is_busy_and_no_failure(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
-    guard = GuardedBackend(gate, patient(in_flight_bytes_max=1))
+    guard = GuardedBackend(gate, patient(in_flight=1))
     (first,) = submit_in_order(threads, guard, [1])
     late = [threads.submit(get, guard, 1, seconds=SHORT_S) for _ in range(4)]
     assert [call.result() for call in late] == [[GET_ERROR]] * 4
@@ -194,7 +196,7 @@ def test_who_finds_no_room_until_its_deadline_is_busy_and_no_failure(threads: Th
 
 def test_who_has_all_the_time_in_the_world_waits_for_room(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
-    guard = GuardedBackend(gate, patient(in_flight_bytes_max=1))
+    guard = GuardedBackend(gate, patient(in_flight=1))
     calls = [threads.submit(get, guard, seconds=math.inf) for _ in range(3)]
     wait_for(lambda: len(guard._traffic._waiting) == 2 or any(call.done() for call in calls))
     gate.open.set()
@@ -204,7 +206,7 @@ def test_who_has_all_the_time_in_the_world_waits_for_room(threads: ThreadPoolExe
 
 def test_closing_sends_those_away_who_wait_for_room(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
-    guard = GuardedBackend(gate, patient(in_flight_bytes_max=1))
+    guard = GuardedBackend(gate, patient(in_flight=1))
     calls = submit_in_order(threads, guard, [1, 1, 1])
     closing = threads.submit(guard.close)
     assert [call.result() for call in calls[1:]] == [[GET_ERROR]] * 2
@@ -215,7 +217,7 @@ def test_closing_sends_those_away_who_wait_for_room(threads: ThreadPoolExecutor)
 
 def test_switching_off_sends_those_away_who_wait_for_room(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
-    guard = GuardedBackend(gate, patient(in_flight_bytes_max=1))
+    guard = GuardedBackend(gate, patient(in_flight=1))
     calls = submit_in_order(threads, guard, [1, 1])
     guard.override(READ, Override.OFF)
     assert calls[1].result() == [GET_ERROR]
@@ -255,7 +257,7 @@ def test_a_closed_breaker_with_a_store_that_works_probes_nothing() -> None:
         put(guard, 2)
         get(guard, 2)
     assert all(not b.good_probes + b.failed_probes for b in guard.guard_statistics().breakers.values())
-    assert guard._probes._threads == []
+    assert not guard._probes._pool.alive
     guard.close()
 
 
@@ -276,17 +278,17 @@ class HalfDeaf(Store):
         super().__init__()
         self.heard = threading.Event()
 
-    def batch_get(self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float) -> list[GetOutcome]:
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
         self.heard.wait(60.0)
-        return super().batch_get(keys, frames, deadline=deadline)
+        return super().batch_get(keys, pages, deadline=deadline)
 
 
 def test_a_probe_that_hangs_for_ever_does_not_keep_the_store_closed(threads: ThreadPoolExecutor) -> None:
     store = HalfDeaf()
-    guard = GuardedBackend(store, quick(probe_timeout_s=0.02, grace_s=0.02, failures=1))
+    guard = GuardedBackend(store, quick(probe_timeout=0.02, grace=0.02, failures=1))
     threads.submit(get, guard, seconds=SHORT_S)
     until_passing(guard, READ, passes=False)
-    wait_for(lambda: len(guard._probes._threads) > 1, lambda: guard.may_pass(READ))  # another thread tries
+    wait_for(lambda: guard._probes._pool.stuck_threads > 0, lambda: guard.may_pass(READ))  # another thread tries
     store.heard.set()
     until_passing(guard, READ)
     guard.close()
@@ -298,12 +300,12 @@ def test_a_dead_prober_is_replaced() -> None:
         deaths = 0
 
         def batch_get(
-            self, keys: Sequence[bytes], frames: Sequence[memoryview], *, deadline: float
+            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
         ) -> list[GetOutcome]:
             if threading.current_thread() is not threading.main_thread() and self.deaths < 3:
                 self.deaths += 1
                 raise SystemExit
-            return super().batch_get(keys, frames, deadline=deadline)
+            return super().batch_get(keys, pages, deadline=deadline)
 
     store = Deadly()
     guard = GuardedBackend(store, quick())
@@ -428,7 +430,7 @@ def test_random_traffic_over_a_store_that_comes_and_goes_leaves_the_books_at_zer
 ) -> None:
     store = Store()
     guard = GuardedBackend(
-        store, GuardOptions(backoff_min_s=0.005, backoff_max_s=0.01, in_flight_bytes_max=4 * CODEC.frame_bytes)
+        store, GuardConfig(backoff_min=0.005, backoff_max=0.01, in_flight=4 * CODEC.frame_bytes)
     )
     stop = threading.Event()
     done: list[int] = []

@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from hicache.backends.redis import RedisBackend, open_redis_backend
+from hicache.backends.redis import RedisBackend
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
+from hicache.config.redis_storage import RedisStorageOptions
 from hicache.devservers.redis import RedisLike
 from hicache.frame import FrameCodec
 
@@ -29,7 +30,7 @@ def name_of(backend: RedisBackend, key: bytes) -> str:
 
 def open_on(client: Any, options: dict[str, Any], codec: FrameCodec = CODEC) -> Store:
     """A store opened with `options`; `client`, of the `redis` package, is its side door."""
-    backend = open_redis_backend(codec, **options)
+    backend = RedisBackend(codec, RedisStorageOptions(**options))
 
     def write(key: bytes, value: bytes) -> None:
         client.set(name_of(backend, key), value)

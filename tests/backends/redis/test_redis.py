@@ -12,21 +12,29 @@ import redis
 
 from hicache.backends.raw import StoredPage
 from hicache.backends.redis import RedisBackend
-from hicache.backends.redis.raw import open_raw
+from hicache.backends.redis.raw import RedisRawStore
 from hicache.backends.testing import (
     HIT,
     MISS,
+    OTHER_NAMESPACE,
+    PAYLOAD_BYTES,
     PRESENT,
     STORED,
     BackendContract,
     OpenStore,
+    empty_frames,
+    full_frames,
+    holds,
+    in_parts,
     load,
     make_keys,
     soon,
     store_chain,
 )
+from hicache.config.redis_storage import RedisStorageOptions
 from hicache.devservers import DevService, RedisCluster, RedisSentinel, RedisServer, ValkeyServer
 from hicache.devservers.redis import RedisLike
+from hicache.frame import FrameCodec
 from tests.certificates import make_certificates
 from tests.proxy import Proxy
 from tests.waiting import wait_for
@@ -34,7 +42,7 @@ from tests.waiting import wait_for
 from .store import CODEC, PAGE, name_of, open_on, opened
 
 # What the contract says holds on a busy machine too, where a handshake may take longer than a second.
-_PATIENT = {"timeout_s": 20.0}
+_PATIENT = {"timeout": 20.0}
 # Random walks where only the way to the server differs.
 _FEW = 5
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs/backends/redis.md"
@@ -68,7 +76,7 @@ class TestOldRedis(BackendContract):
 
     @pytest.fixture
     def open_store(self, old_redis: RedisServer, unique_prefix: str) -> Iterator[OpenStore]:
-        options = old_redis.storage(key_prefix=unique_prefix, **_PATIENT, ttl_s=600.0, connections=1)[1]
+        options = old_redis.storage(key_prefix=unique_prefix, **_PATIENT, ttl=600.0, connections=1)[1]
         with old_redis.client() as client:
             yield from opener(client, unique_prefix, options)
 
@@ -145,19 +153,56 @@ def test_a_user_with_the_documented_rights_can_do_everything(
     keys = make_keys(3)
     with kind(password="pass word", user="engine", acl=acl) as server:
         login(server)
-        with opened(server, key_prefix="hicache:", ttl_s=ttl_s, db=2) as (backend, store):
+        with opened(server, key_prefix="hicache:", ttl=ttl_s, db=2) as (backend, store):
             assert store_chain(store, keys) == [STORED] * 3
             assert backend.batch_exists(keys, deadline=soon()) == 3
             assert load(store, keys) == [HIT] * 3
             assert backend.usage().pages == 3
-            with contextlib.closing(open_raw(**server.storage(db=2)[1])) as raw:
+            with contextlib.closing(RedisRawStore(RedisStorageOptions(**server.storage(db=2)[1]))) as raw:
                 assert len(list(raw.pages())) == 3
             short = StoredPage(CODEC.namespace, make_keys(4)[3], 3, None)
-            with contextlib.closing(open_raw(**server.storage(db=2)[1])) as raw:
+            with contextlib.closing(RedisRawStore(RedisStorageOptions(**server.storage(db=2)[1]))) as raw:
                 assert raw.write(short, b"abc", None)
             assert load(store, make_keys(4)) == [HIT] * 3 + ["corrupt"]
             assert backend.delete(make_keys(4), deadline=soon()) == 3
             assert dict(backend.statistics().errors) == {}
+
+
+@pytest.mark.parametrize("kind", ["valkey", "redis_cluster"])
+def test_clear_takes_every_page_of_its_namespace_and_nothing_else(
+    request: pytest.FixtureRequest, kind: str, unique_prefix: str
+) -> None:
+    """More pages than one step of SCAN lists, beside another namespace under the same prefix."""
+    keys = make_keys(2500)
+    options = request.getfixturevalue(kind).storage(key_prefix=unique_prefix, **_PATIENT)[1]
+    ours, theirs = open_on(None, options), open_on(None, options, FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
+    store_chain(ours, keys)
+    store_chain(theirs, keys[:10])
+    assert ours.backend.clear(deadline=soon()) == 2500
+    assert ours.backend.usage().pages == 10
+    assert load(theirs, keys[:10]) == [HIT] * 10
+    assert dict(ours.backend.statistics().errors) == {}
+    for store in (ours, theirs):
+        store.backend.clear(deadline=soon())
+        store.backend.close()
+
+
+@pytest.mark.parametrize("way", ["tcp", "unix", "tls"])
+def test_pages_in_a_thousand_parts_and_more_are_moved_whole(
+    valkey: ValkeyServer, tls_options: dict[str, Any], unique_prefix: str, way: str
+) -> None:
+    """A call takes 1,024 buffers: one page has more than that, and a connection has many pages in flight."""
+    places = {"tcp": valkey.storage()[1], "unix": valkey.unix_storage()[1], "tls": tls_options}
+    keys = make_keys(20)
+    store = open_on(None, {**places[way], **_PATIENT, "key_prefix": unique_prefix})
+    views = [in_parts(CODEC, frame, parts=1500) for frame in full_frames(CODEC, keys)]
+    assert store.backend.batch_set(keys, views, parent=None, deadline=soon()) == [STORED] * 20
+    assert load(store, keys) == [HIT] * 20
+    read = [in_parts(CODEC, frame, parts=1300) for frame in empty_frames(CODEC, 20)]
+    assert store.backend.batch_get(keys, read, deadline=soon()) == [HIT] * 20
+    assert all(holds(CODEC, key, page) for key, page in zip(keys, read, strict=True))
+    assert store.backend.clear(deadline=soon()) == 20
+    store.backend.close()
 
 
 def test_two_prefixes_on_one_server_are_two_stores(valkey: ValkeyServer) -> None:
@@ -177,7 +222,7 @@ def test_a_database_of_its_own_is_another_store(valkey: ValkeyServer) -> None:
 
 def test_pages_live_for_their_time_after_the_last_use(valkey: ValkeyServer) -> None:
     keys = make_keys(3)
-    with opened(valkey, ttl_s=900.0) as (backend, store), valkey.client() as client:
+    with opened(valkey, ttl=900.0) as (backend, store), valkey.client() as client:
 
         def left_s(key: bytes) -> int:
             return int(client.ttl(name_of(backend, key)))

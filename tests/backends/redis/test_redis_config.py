@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from hicache.backends.redis.opening import redis_options
-from hicache.backends.redis.options import Address
+from hicache.backends.redis.options import open_access
 from hicache.backends.registry import check_backend
 from hicache.config import load_config
+from hicache.config.addresses import Address
 from hicache.config.redis_storage import RedisStorage, RedisStorageOptions
 from hicache.errors import ConfigError
 
@@ -33,23 +33,16 @@ def test_the_backend_gets_what_the_section_says(tmp_path: Path, monkeypatch: pyt
         "sentinels": ["one", "two:7000"], "service": "cache", "ttl": "2h", "timeout": "250ms", "pipeline": "1MiB",
         "read_from": "replica", "connections": 3, "db": 4, "key_prefix": "c:", "username": "me", "capacity": "2GiB",
         "password_env": "PASSWORD_OF_TESTS", "tls": True, "tls_ca_file": __file__, "tls_check_hostname": False,
-    }).backend_options()  # fmt: skip
+    }).options  # fmt: skip
     check_backend("redis", options)
-    assert options.pop("capacity_bytes") == 2 << 30  # which is kept around the backend
-    made = redis_options(**options)  # type: ignore[arg-type]
-    assert (made.mode, made.service) == ("sentinel", "cache")
+    made = open_access(options)
+    assert (made.mode, options.service, options.capacity) == ("sentinel", "cache", 2 << 30)
     assert made.addresses == (Address("one", 26379), Address("two", 7000))
-    assert (made.ttl_s, made.timeout_s, made.pipeline_bytes, made.connections) == (7200.0, 0.25, 1 << 20, 3)
-    assert (made.read_from, made.db, made.key_prefix) == ("replica", 4, "c:")
+    assert (options.ttl, options.timeout, options.pipeline, options.connections) == (7200.0, 0.25, 1 << 20, 3)
+    assert (options.read_from, made.db, options.key_prefix) == ("replica", 4, "c:")
     assert made.tls is not None and not made.tls.check_hostname
     assert (made.login.username, made.login.password) == ("me", "hush")
     assert "hush" not in repr(made)
-
-
-def test_defaults_of_the_section_are_those_of_the_backend(tmp_path: Path) -> None:
-    section = loaded(tmp_path, {"url": "redis://host/3"}).backend_options()
-    assert section.pop("capacity_bytes") is None
-    assert redis_options(**section) == redis_options(url="redis://host/3")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -90,9 +83,7 @@ def test_the_examples_on_the_page_load(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(examples) >= 3
     monkeypatch.setenv("REDIS_PASSWORD", "x")
     for example in examples:
-        storage = loaded(tmp_path, yaml.safe_load(example)["storage"]["options"])
-        options = storage.backend_options()
+        options = loaded(tmp_path, yaml.safe_load(example)["storage"]["options"]).options
         check_backend("redis", options)
-        if options["password_file"] is None:  # there are no files at the places in the examples
-            del options["capacity_bytes"]
-            redis_options(**options)  # type: ignore[arg-type]
+        if options.password_file is None:  # there are no files at the places in the examples
+            open_access(options)

@@ -8,7 +8,8 @@ import pytest
 from redis.exceptions import MovedError
 
 from hicache.backends.base import SetOutcome, Usage
-from hicache.backends.redis.questions import remove_damaged
+from hicache.backends.pages import Damaged
+from hicache.backends.redis.questions import StoredValue
 from hicache.backends.registry import open_backend
 from hicache.backends.testing import (
     CORRUPT,
@@ -84,7 +85,7 @@ def test_a_capacity_is_kept_on_a_server_that_has_none(request: pytest.FixtureReq
     assert isinstance(server, (ValkeyServer, RedisServer, RedisCluster))
     old, used, more = make_keys(10, "old"), make_keys(10, "used"), make_keys(30, "more")
     options = server.storage(key_prefix=fresh_prefix())[1]
-    with contextlib.closing(open_backend("redis", CODEC, {**options, "capacity_bytes": 20 * PAGE})) as limited:
+    with contextlib.closing(open_backend("redis", CODEC, {**options, "capacity": 20 * PAGE})) as limited:
         store = Store(limited, lambda key: None, lambda key, value: None)
         assert store_chain(store, old) == [STORED] * 10
         for number in range(10):
@@ -177,14 +178,14 @@ def test_a_page_that_was_stored_anew_is_not_removed_as_the_damaged_one(valkey: V
     with opened(valkey) as (backend, store):
         (frame,) = full_frames(CODEC, [key])
         backend.batch_set([key], [frame], parent=None, deadline=soon())
-        name, size = name_of(backend, key).encode(), len(frame)
-        head = bytes(frame[:HEADER_BYTES])
+        size, head = len(frame), bytes(frame[:HEADER_BYTES])
         other = bytes(len(head))
         for length, found_head, kept in (
             (size, other, True), (size - 1, head, True), (-1, b"", True), (size, head, False),
         ):  # fmt: skip
-            assert not remove_damaged(backend._parts, [(name, length, found_head)], soon()).errors
+            backend.remove_damaged([Damaged(key, StoredValue(length, found_head))], soon())
             assert (store.read(key) is not None) is kept
+        assert not backend.statistics().errors
 
 
 def test_a_server_that_wants_replicas_takes_nothing_without_them() -> None:

@@ -176,5 +176,5 @@ def test_trouble_is_an_error_that_says_what_to_do() -> None:
         raw.close()
         with pytest.raises(BackendUnavailable, match="start the server"):
             open_raw(BackendSpec("redis", server.storage()[1]))
-        with pytest.raises(ConfigError, match="unexpected"):
+        with pytest.raises(ConfigError, match="unknown entry; did you mean url"):
             open_raw(BackendSpec("redis", {"urls": "redis://h"}))

@@ -12,7 +12,7 @@ from redis.crc import key_slot
 from hicache.backends.redis import RedisBackend
 from hicache.backends.redis.channel import Reply
 from hicache.backends.redis.errors import ErrorReply, Fault, Trouble
-from hicache.backends.redis.options import Address, RedisOptions
+from hicache.backends.redis.options import open_access
 from hicache.backends.redis.routing import SLOTS, Server, parse_slots, redirect
 from hicache.backends.testing import (
     GET_ERROR,
@@ -27,6 +27,8 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
+from hicache.config.addresses import Address
+from hicache.config.redis_storage import RedisStorageOptions
 from hicache.devservers import RedisCluster
 from hicache.devservers.ports import LOOPBACK
 from tests.waiting import wait_for
@@ -212,7 +214,7 @@ def test_after_a_failover_the_nodes_lead_to_the_new_primary(pair: RedisCluster) 
 
 
 ASKED = Address("asked", 7000)
-OPTIONS = RedisOptions([ASKED], mode="cluster")
+ACCESS = open_access(RedisStorageOptions(cluster=["asked:7000"]))
 
 
 def test_the_map_of_slots_is_read_in_all_its_forms() -> None:
@@ -221,7 +223,7 @@ def test_the_map_of_slots_is_read_in_all_its_forms() -> None:
         [100, 16000, [b"", 7003, b"id"], [None, 7004, b"id"], [b"?", 7005, b"id"]],
         [16001, 16383, [b"", 7003, b"id"], [b"?", 7005, b"id"], [None, 7004, b"id"]],
     ]
-    routes = parse_slots(reply, ASKED, OPTIONS)
+    routes = parse_slots(reply, ASKED, ACCESS)
     assert routes.addresses() == {
         Address("one", 7001), Address("two", 7002), Address("asked", 7003), Address("asked", 7004),
         Address("asked", 7005),
@@ -245,7 +247,7 @@ def test_the_map_of_slots_is_read_in_all_its_forms() -> None:
 )
 def test_a_map_of_another_form_is_refused(reply: Reply, fault: Fault) -> None:
     with pytest.raises(Trouble) as raised:
-        parse_slots(reply, ASKED, OPTIONS)
+        parse_slots(reply, ASKED, ACCESS)
     assert raised.value.fault is fault
 
 

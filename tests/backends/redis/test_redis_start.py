@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.redis import open_redis_backend
+from hicache.backends.redis import RedisBackend
 from hicache.backends.testing import HIT, SET_ERROR, STORED, load, make_keys, store_chain
+from hicache.config.redis_storage import RedisStorageOptions
 from hicache.devservers import DevService, RedisCluster, RedisSentinel, ValkeyServer
 from hicache.devservers.ports import LOOPBACK, free_ports
 from hicache.errors import BackendUnavailable, ConfigError, InvalidInput
@@ -29,7 +30,7 @@ from .store import CODEC, fresh_prefix, open_on, opened
 def refused(match: str, kind: type[Exception] = BackendUnavailable, codec: FrameCodec = CODEC, **options: Any) -> str:
     """What is said when a store with these options cannot be opened."""
     with pytest.raises(kind, match=match) as raised:
-        open_redis_backend(codec, timeout_s=options.pop("timeout_s", 2.0), **options)
+        RedisBackend(codec, RedisStorageOptions(timeout=options.pop("timeout", 2.0), **options))
     return str(raised.value)
 
 
@@ -40,7 +41,7 @@ def test_where_nobody_listens() -> None:
 
 def test_a_host_that_is_not_known() -> None:
     # Without a name service the answer is that there is none.
-    refused("dns.*host name|timeout", url="redis://no-such-host.invalid", timeout_s=5.0)
+    refused("dns.*host name|timeout", url="redis://no-such-host.invalid", timeout=5.0)
 
 
 def test_a_unix_socket_that_is_not_there(tmp_path: Path) -> None:
@@ -91,13 +92,14 @@ def test_tls_to_a_server_without_and_to_one_nobody_vouches_for(valkey: ValkeySer
     made = make_certificates(tmp_path)
     # To a server without TLS the handshake is the beginning of a line, whose end it waits for.
     plain = f"rediss://127.0.0.1:{valkey.port}"
-    refused("timeout.*redis:// against rediss://", url=plain, tls_ca_file=made.ca_file, timeout_s=0.3)
+    refused("timeout.*redis:// against rediss://", url=plain, tls_ca_file=made.ca_file, timeout=0.3)
     with Proxy(valkey.port, tls=made.server_context()) as proxy:
         refused("tls.*tls_ca_file", url=f"rediss://127.0.0.1:{proxy.port}")
         refused("closed the connection|not a Redis server|timeout", url=f"redis://127.0.0.1:{proxy.port}")
         missing = tmp_path / "missing.pem"
         refused("tls_ca_file .* cannot be read", ConfigError, url="rediss://127.0.0.1:1", tls_ca_file=missing)
-        open_redis_backend(CODEC, url=f"rediss://127.0.0.1:{proxy.port}", tls_ca_file=made.ca_file).close()
+        url = f"rediss://127.0.0.1:{proxy.port}"
+        RedisBackend(CODEC, RedisStorageOptions(url=url, tls_ca_file=made.ca_file)).close()
 
 
 @pytest.fixture
@@ -157,14 +159,14 @@ def test_a_server_that_repeats_the_password_does_not_get_it_into_the_message(
         place = {"sentinels": [f"127.0.0.1:{port}"], "service": "cache"}
         options = {**place, "sentinel_password_env": "PASSWORD_OF_TESTS"}
     with pytest.raises(BackendUnavailable, match="ERR AUTH") as raised:
-        open_redis_backend(CODEC, **options)
+        RedisBackend(CODEC, RedisStorageOptions(**options))
     assert "hush" not in "".join(traceback.format_exception(raised.value))
 
 
 def test_a_server_that_does_not_answer(valkey: ValkeyServer) -> None:
     with Proxy(valkey.port) as proxy:
         proxy.set(Faults(stall=Direction.BOTH))
-        refused("timeout.*did not answer in time", url=f"redis://127.0.0.1:{proxy.port}", timeout_s=0.2)
+        refused("timeout.*did not answer in time", url=f"redis://127.0.0.1:{proxy.port}", timeout=0.2)
 
 
 def test_groups_that_are_none(
@@ -177,14 +179,15 @@ def test_groups_that_are_none(
     refused("no_primary.*check `service`", sentinels=[sentinel], service="nobody")
     (port,) = free_ports(1)
     refused("no_primary|refused", sentinels=[f"127.0.0.1:{port}"], service="hicache")
-    open_redis_backend(CODEC, cluster=[f"127.0.0.1:{port}", node]).close()  # one node that answers is enough
+    # One node that answers is enough.
+    RedisBackend(CODEC, RedisStorageOptions(cluster=[f"127.0.0.1:{port}", node])).close()
 
 
 @pytest.mark.parametrize("read_from", ["primary", "replica"])
 def test_a_sentinel_that_hangs_is_passed_over(redis_sentinel: RedisSentinel, read_from: str) -> None:
     """It must not take the time of the others: it may be the first of the list, and gone for good."""
     keys = make_keys(3)
-    _, options = redis_sentinel.storage(key_prefix=fresh_prefix(), read_from=read_from, timeout_s=0.5)
+    _, options = redis_sentinel.storage(key_prefix=fresh_prefix(), read_from=read_from, timeout=0.5)
     with socket.create_server((LOOPBACK, 0)) as silent, redis_sentinel.primary.client() as client:
         options["sentinels"] = [f"{LOOPBACK}:{silent.getsockname()[1]}", *options["sentinels"]]
         store = open_on(client, options)
@@ -201,29 +204,30 @@ def test_a_sentinel_that_hangs_is_passed_over(redis_sentinel: RedisSentinel, rea
         ("exactly one of", {"url": "redis://h", "unix_socket": "/s"}),
         ("must look like", {"url": "http://h"}),
         ("must look like", {"url": "redis://h/0?x=1"}),
-        ("must hold no credentials", {"url": "redis://:hush@h"}),
-        ("must hold no credentials", {"url": "redis://me:hu/sh@h"}),
+        ("hold no credentials", {"url": "redis://:hush@h"}),
+        ("hold no credentials", {"url": "redis://me:hu/sh@h"}),
         ("without credentials", {"cluster": ["h:1", "me:hush@h"]}),
         ("must look like", {"url": "redis://[::1"}),
         ("the port is not", {"url": "redis://h:99999"}),
+        ("number of a database", {"url": "redis://h/65536"}),
         ("must look like", {"cluster": ["h:1:2"]}),
-        ("no address in the list", {"cluster": []}),
+        ("cluster: expected at least 1", {"cluster": []}),
         ("a cluster has database 0", {"cluster": ["h:1"], "db": 1}),
-        ("give both or none", {"url": "redis://h", "service": "s"}),
-        ("give both or none", {"sentinels": ["h"]}),
-        ("it needs them", {"url": "redis://h", "read_from": "replica"}),
-        ("primary or replica", {"url": "redis://h", "read_from": "nowhere"}),
+        ("sentinels and service together", {"url": "redis://h", "service": "s"}),
+        ("sentinels and service together", {"sentinels": ["h"]}),
+        ("replicas and read_from", {"url": "redis://h", "read_from": "replica"}),
+        ("read_from: expected", {"url": "redis://h", "read_from": "nowhere"}),
         ("tls: true", {"url": "redis://h", "tls_ca_file": "x"}),
-        ("key_prefix may hold", {"url": "redis://h", "key_prefix": "a*"}),
-        ("key_prefix may hold", {"url": "redis://h", "key_prefix": "{tag}"}),
-        ("connections must be", {"url": "redis://h", "connections": 0}),
-        ("timeout_s must be", {"url": "redis://h", "timeout_s": 0.0}),
-        ("ttl_s must be", {"url": "redis://h", "ttl_s": -1.0}),
-        ("db must be", {"url": "redis://h", "db": -1}),
+        ("key_prefix: ", {"url": "redis://h", "key_prefix": "a*"}),
+        ("key_prefix: ", {"url": "redis://h", "key_prefix": "{tag}"}),
+        ("connections: must be", {"url": "redis://h", "connections": 0}),
+        ("timeout: must be", {"url": "redis://h", "timeout": 0.0}),
+        ("ttl: a duration", {"url": "redis://h", "ttl": -1.0}),
+        ("db: must be", {"url": "redis://h", "db": -1}),
     ],
 )
 def test_options_that_cannot_work(match: str, options: dict[str, Any]) -> None:
-    assert "hush" not in refused(match, InvalidInput, **options)
+    assert "hush" not in refused(match, ConfigError, **options)
 
 
 def test_pages_longer_than_a_string_can_be() -> None:

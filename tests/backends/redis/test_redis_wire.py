@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from hicache.backends.redis.channel import Channel, Oversize, Reply, command
 from hicache.backends.redis.errors import ErrorReply, Fault, Trouble, trouble_of
-from hicache.backends.testing import soon
+from hicache.backends.testing import NAMESPACE, full_frames, in_parts, make_keys, soon
+from hicache.frame import HEADER_BYTES, FrameCodec, PageView
 
 PAGE = 600
 
@@ -67,7 +68,7 @@ def test_pages_are_read_whole_however_the_bytes_arrive(kinds: list[str], borders
         sender = feed(theirs, cut(b"".join(written[kind] for kind in kinds), borders))
         for kind in kinds:
             frame = memoryview(bytearray(PAGE))
-            assert channel.read_page(frame, fits, None, soon()) == expected[kind]
+            assert channel.read_page([frame], fits, None, soon()) == expected[kind]
             assert bytes(frame) == (b"\r" * PAGE if kind == "page" else bytes(PAGE))
         assert channel.reusable
         sender.join()
@@ -84,6 +85,49 @@ def test_lines_are_read_whole_however_the_bytes_arrive(lines: list[bytes], borde
         assert found == lines
         assert channel.reusable
         sender.join()
+
+
+@pytest.mark.parametrize("parts", [2, 5])
+def test_a_page_in_parts_is_read_and_proved_wherever_its_bytes_are_cut(parts: int) -> None:
+    """One cut at each byte around the borders of length, header, parts, padding and end, and all of them at once."""
+    codec = FrameCodec(NAMESPACE, PAGE)
+    (key,) = make_keys(1)
+    (frame,) = full_frames(codec, [key])
+    size = codec.frame_bytes
+    whole = in_parts(codec, frame, parts)
+    stored = b"".join(codec.seal_buffers(key, whole))
+    reply = b"$%d\r\n%b\r\n" % (size, stored)
+    begin = len(reply) - 2 - size
+    ends = itertools.accumulate([begin, HEADER_BYTES, *(part.nbytes for part in whole.parts)])
+    near = sorted({place for end in (*ends, begin + size) for place in range(end - 3, end + 4) if place < len(reply)})
+    for borders in (*([place] for place in near), near):
+        page = PageView(memoryview(bytearray(HEADER_BYTES)), [memoryview(bytearray(p.nbytes)) for p in whole.parts])
+        tag = codec.stream()
+        with peers() as (channel, theirs):
+            channel.send([b"x"], 1, soon())
+            sender = feed(theirs, cut(reply, borders))
+            assert channel.read_page(codec.buffers(page), codec.fits, tag, soon()) == size
+            assert channel.reusable
+            sender.join()
+        assert codec.accept(key, page, size, tag) is None
+        assert b"".join(page.parts) == b"".join(whole.parts)
+
+
+@pytest.mark.parametrize("parts", [3, 2500])
+def test_a_page_of_long_parts_or_more_than_one_call_takes_is_read_and_proved(parts: int) -> None:
+    codec = FrameCodec(NAMESPACE, 300_000)
+    (key,) = make_keys(1)
+    whole = in_parts(codec, full_frames(codec, [key])[0], parts=3000)
+    stored = codec.seal_buffers(key, whole)
+    page = in_parts(codec, memoryview(bytearray(codec.frame_bytes)), parts)
+    tag = codec.stream()
+    with peers() as (channel, theirs):
+        channel.send([b"x"], 1, soon())
+        sender = feed(theirs, [b"$%d\r\n" % codec.frame_bytes, *map(bytes, stored), b"\r\n"])
+        assert channel.read_page(codec.buffers(page), codec.fits, tag, soon()) == codec.frame_bytes
+        sender.join()
+    assert codec.accept(key, page, codec.frame_bytes, tag) is None
+    assert b"".join(page.parts) == b"".join(whole.parts)
 
 
 _VALUES: st.SearchStrategy[Reply] = st.recursive(
@@ -129,7 +173,7 @@ def test_garbage_ends_in_trouble_or_a_reply_and_never_in_anything_else(data: byt
             theirs.shutdown(socket.SHUT_WR)
             with contextlib.suppress(Trouble, Oversize):
                 if read == "page":
-                    channel.read_page(memoryview(bytearray(PAGE)), fits, None, soon())
+                    channel.read_page([memoryview(bytearray(PAGE))], fits, None, soon())
                 elif read == "lines":
                     channel.read_lines(1, soon())
                 else:
@@ -157,7 +201,7 @@ def test_a_length_is_looked_at_before_anything_is_read() -> None:
         channel.send([b"x"], 1, soon())
         theirs.sendall(b"$9000000000000\r\n")
         with pytest.raises(Oversize) as raised:
-            channel.read_page(memoryview(bytearray(PAGE)), fits, None, soon())
+            channel.read_page([memoryview(bytearray(PAGE))], fits, None, soon())
         assert raised.value.length == 9000000000000
         assert not channel.reusable
 
@@ -182,7 +226,7 @@ def test_waiting_ends_by_the_timeout_or_the_deadline(timeout_s: float, seconds: 
             channel.send([b"x"], 1, soon())
             theirs.sendall(start)
             with pytest.raises(Trouble) as raised:
-                channel.read_page(memoryview(bytearray(PAGE)), fits, None, soon(seconds))
+                channel.read_page([memoryview(bytearray(PAGE))], fits, None, soon(seconds))
             assert raised.value.fault is fault and not channel.reusable
 
 
@@ -208,6 +252,22 @@ def test_a_request_of_many_parts_arrives_whole() -> None:
         channel.send([b"head", body, b"tail"] * 3, 3, soon())
         reader.join(30.0)
     assert bytes(received) == (b"head" + bytes(body) + b"tail") * 3
+
+
+def test_a_request_of_more_parts_than_one_call_takes_arrives_whole() -> None:
+    parts = [memoryview(b"%d," % number * (number % 3)) for number in range(5000)]
+    expected, received = b"".join(parts), bytearray()
+    with peers() as (channel, theirs):
+
+        def receive() -> None:
+            while len(received) < len(expected):
+                received.extend(theirs.recv(100_003))
+
+        reader = threading.Thread(target=receive, daemon=True)
+        reader.start()
+        channel.send(parts, 1, soon())
+        reader.join(30.0)
+    assert bytes(received) == expected
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hicache.backends.s3 import S3Backend, S3Options
+from hicache.backends.s3 import S3Backend
 from hicache.backends.s3.names import object_name
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
+from hicache.config.s3_storage import S3StorageOptions
 from hicache.frame import FrameCodec
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
@@ -38,13 +39,13 @@ class Bucket:
         self.client.close()
 
 
-def options(url: str, prefix: str = "test/", **changes: Any) -> S3Options:
+def options(url: str, prefix: str = "test/", **changes: Any) -> S3StorageOptions:
     """Options for a store at `url`, with credentials from the environment."""
     chosen: dict[str, Any] = {
         "bucket": "pages", "prefix": prefix, "endpoint_url": url, "access_key_env": "S3_ACCESS_KEY",
         "secret_key_env": "S3_SECRET_KEY", "region": "us-east-1",
     }  # fmt: skip
-    return S3Options(**(chosen | changes))
+    return S3StorageOptions(**(chosen | changes))
 
 
 def open_s3(bucket: Bucket, prefix: str, codec: FrameCodec = CODEC, **changes: Any) -> Store:

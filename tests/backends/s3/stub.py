@@ -114,6 +114,12 @@ class StubS3:
         with self._lock:
             return [request for request in self._counts.requests if not request.is_list]
 
+    @property
+    def listings(self) -> int:
+        """Requests for a page of a listing so far."""
+        with self._lock:
+            return sum(request.is_list for request in self._counts.requests)
+
     def methods(self) -> list[str]:
         return [request.method for request in self.requests]
 
@@ -210,7 +216,7 @@ class StubS3:
 
     def _answer(self, request: Request) -> Answer:
         if request.is_list:
-            return self._list(request.query["prefix"][0] if "prefix" in request.query else "")
+            return self._list(request.query)
         if request.method == "POST":
             keys = [element.text or "" for element in ElementTree.fromstring(request.body).iterfind("{*}Object/{*}Key")]
             for key in keys:
@@ -234,10 +240,17 @@ class StubS3:
         whole = reply(200, data, etag=etag_of(data))
         return Answer(whole.data[: -len(data) or None]) if request.method == "HEAD" else whole
 
-    def _list(self, prefix: str) -> Answer:
+    def _list(self, query: dict[str, list[str]]) -> Answer:
+        """A page of a listing, whose token is the last name of the page before it."""
+        (prefix,), (after,) = query.get("prefix", [""]), query.get("continuation-token", [""])
+        names = sorted(name for name in list(self.objects) if name.startswith(prefix) and name > after)
+        listed = names[: int(query["max-keys"][0])]
         entries = "".join(
-            f"<Contents><Key>{escape(name)}</Key><Size>{len(data)}</Size>"
-            "<LastModified>2026-01-02T03:04:05.000Z</LastModified></Contents>"
-            for name, data in sorted(self.objects.items()) if name.startswith(prefix)
+            f"<Contents><Key>{escape(name)}</Key><Size>{len(self.objects[name])}</Size>"
+            "<LastModified>2026-01-02T03:04:05.000Z</LastModified></Contents>" for name in listed
         )  # fmt: skip
-        return reply(200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode())
+        more = ""
+        if len(names) > len(listed):
+            more = f"<NextContinuationToken>{escape(listed[-1])}</NextContinuationToken>"
+        truncated = f"<IsTruncated>{str(bool(more)).lower()}</IsTruncated>"
+        return reply(200, f"<ListBucketResult>{truncated}{more}{entries}</ListBucketResult>".encode())

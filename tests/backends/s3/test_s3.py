@@ -7,6 +7,9 @@ import pytest
 from hicache.backends.testing import BackendContract, OpenStore
 from tests.backends.s3.bucket import Bucket, open_s3
 
+# Random walks where only the way to the server differs.
+_FEW = 5
+
 
 class TestDirectClient(BackendContract):
     @pytest.fixture
@@ -15,6 +18,8 @@ class TestDirectClient(BackendContract):
 
 
 class TestBotoClient(BackendContract):
+    machine_examples = _FEW
+
     @pytest.fixture
     def open_store(self, bucket: Bucket, unique_prefix: str) -> OpenStore:
         return lambda codec: open_s3(bucket, unique_prefix, codec, client="boto3")
@@ -22,6 +27,8 @@ class TestBotoClient(BackendContract):
 
 class TestWithoutConditionalPut(BackendContract):
     """Pages are asked for before they are stored, for servers that know no conditions."""
+
+    machine_examples = _FEW
 
     @pytest.fixture
     def open_store(self, bucket: Bucket, unique_prefix: str) -> OpenStore:

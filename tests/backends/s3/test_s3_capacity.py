@@ -17,7 +17,7 @@ OLD, OTHER, NEW, MORE = make_keys(18, "old"), make_keys(18, "other"), make_keys(
 
 
 def open_it(seaweed: SeaweedServer, bucket: Bucket, prefix: str, capacity_bytes: int | None) -> Store:
-    type_name, options = seaweed.storage(prefix=prefix, capacity_bytes=capacity_bytes)
+    type_name, options = seaweed.storage(prefix=prefix, capacity=capacity_bytes)
     return Store(open_backend(type_name, CODEC, options), lambda key: None, lambda key, data: None)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hicache.backends.registry import check_backend
-from hicache.backends.s3 import open_s3_backend
 from hicache.config import HiCacheConfig, load_config
 from hicache.config.s3_storage import S3Storage, S3StorageOptions
 from hicache.errors import ConfigError
@@ -24,8 +22,8 @@ def load(folder: Path, options: str) -> HiCacheConfig:
 def test_a_short_section_is_enough(tmp_path: Path) -> None:
     config = load(tmp_path, "bucket: pages").storage
     assert isinstance(config, S3Storage)
-    check_backend("s3", config.backend_options())
-    assert config.backend_options()["timeout_s"] == 5.0
+    check_backend("s3", config.options)
+    assert config.options.timeout == 5.0
 
 
 def test_everything_can_be_given(tmp_path: Path) -> None:
@@ -36,25 +34,19 @@ def test_everything_can_be_given(tmp_path: Path) -> None:
         "sign_payload: true, conditional_put: false, client: boto3, connections: 3, timeout: 250ms, "
         "connect_timeout: 1s",
     ).storage
-    assert config is not None
-    assert config.backend_options() == {
-        "bucket": "pages", "prefix": "kv/", "capacity_bytes": 2 << 40, "endpoint_url": "http://127.0.0.1:8333",
+    assert isinstance(config, S3Storage)
+    assert config.options.model_dump() == {
+        "bucket": "pages", "prefix": "kv/", "capacity": 2 << 40, "endpoint_url": "http://127.0.0.1:8333",
         "region": "eu-west-1", "path_style": True, "access_key_env": None, "secret_key_env": None,
-        "session_token_env": None, "credentials_file": "/etc/s3", "profile": "p", "ca_file": "/etc/ca",
+        "session_token_env": None, "credentials_file": Path("/etc/s3"), "profile": "p", "ca_file": Path("/etc/ca"),
         "checksum": "when_supported", "sign_payload": True, "conditional_put": False, "client": "boto3",
-        "connections": 3, "timeout_s": 0.25, "connect_timeout_s": 1.0,
+        "connections": 3, "timeout": 0.25, "connect_timeout": 1.0,
     }  # fmt: skip
 
 
-def test_options_and_defaults_are_those_of_the_backend() -> None:
-    given = S3Storage(type="s3", options=S3StorageOptions(bucket="pages")).backend_options()
-    taken = {
-        name: parameter.default
-        for name, parameter in inspect.signature(open_s3_backend).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
-    # The capacity is kept around the backend and not by it.
-    assert given == taken | {"bucket": "pages", "capacity_bytes": None}
+def test_a_prefix_ends_with_a_slash_whoever_writes_it() -> None:
+    assert S3StorageOptions(bucket="pages", prefix="kv").prefix == "kv/"
+    assert S3StorageOptions(bucket="pages", prefix="").prefix == ""
 
 
 @pytest.mark.parametrize(

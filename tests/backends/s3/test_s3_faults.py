@@ -45,6 +45,8 @@ from tests.certificates import make_certificates
 from tests.seeds import rng, seeds
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.long
+
 Fault = Callable[[Request], Answer | None]
 
 # For servers that say nothing, where nothing else has to succeed in that time.
@@ -55,7 +57,7 @@ _PATIENCE_S = 30.0
 
 def open_on(stub: StubS3, **changes: Any) -> Store:
     """A store on the stub, with its dictionary as the side door."""
-    backend = S3Backend(CODEC, options(stub.url, **{"timeout_s": _PATIENCE_S, "connections": 4, **changes}))
+    backend = S3Backend(CODEC, options(stub.url, **{"timeout": _PATIENCE_S, "connections": 4, **changes}))
 
     def write(key: bytes, data: bytes) -> None:
         stub.objects[name(key)] = data
@@ -106,7 +108,7 @@ UNANSWERED = {
 @pytest.mark.parametrize("fault", [*ANSWERED, *UNANSWERED])
 def test_a_fault_of_the_server_is_an_outcome_of_every_verb(stub: StubS3, client: str, fault: str) -> None:
     is_silent = fault.startswith("silence")
-    store, keys = open_on(stub, client=client, timeout_s=_TIMEOUT_S if is_silent else _PATIENCE_S), make_keys(3)
+    store, keys = open_on(stub, client=client, timeout=_TIMEOUT_S if is_silent else _PATIENCE_S), make_keys(3)
     _fill(stub, keys[:2])
     answer = UNANSWERED[fault] if fault in UNANSWERED else ANSWERED[fault][0]
     stub.fault = always(answer)
@@ -158,7 +160,7 @@ def test_an_error_reply_is_counted_by_its_code(stub: StubS3, client: str, fault:
      ("silence", "timeout"), ("silence within the head", "timeout")],
 )  # fmt: skip
 def test_a_reply_that_is_none_is_counted_by_what_came(stub: StubS3, fault: str, expected: str) -> None:
-    store, keys = open_on(stub, timeout_s=_TIMEOUT_S if expected == "timeout" else _PATIENCE_S), make_keys(2)
+    store, keys = open_on(stub, timeout=_TIMEOUT_S if expected == "timeout" else _PATIENCE_S), make_keys(2)
     stub.fault = always(UNANSWERED[fault])
     assert load(store, keys) == [GET_ERROR] * 2
     assert errors(store) == {expected: 2}
@@ -187,7 +189,7 @@ BODIES: dict[str, tuple[str, Callable[[bytes], bytes], str, str | None]] = {
 @pytest.mark.parametrize("body", BODIES)
 def test_a_body_that_does_not_arrive_is_an_error_and_the_object_stays(stub: StubS3, client: str, body: str) -> None:
     head, change, then, expected = BODIES[body]
-    store = open_on(stub, client=client, timeout_s=1.0 if then == "hang" else _PATIENCE_S)
+    store = open_on(stub, client=client, timeout=1.0 if then == "hang" else _PATIENCE_S)
     key, data = _page(store, stub)
     sent = f"HTTP/1.1 200 OK\r\n{head.format(size=len(data))}\r\n\r\n".encode() + change(data)
     stub.fault = lambda request: Answer(sent, then) if request.method == "GET" else None
@@ -304,6 +306,16 @@ def test_a_full_store_turns_away_the_page_and_its_tail(stub: StubS3, client: str
     store.backend.close()
 
 
+def test_pages_that_several_threads_store_are_rejected_behind_one_without_room(stub: StubS3, client: str) -> None:
+    """Also those that come before it and are not sent any more: without them its successors are out of reach."""
+    store, keys = open_on(stub, client=client, connections=8), make_keys(60)
+    stub.fault = lambda request: error(507, "InsufficientStorage") if request.name != name(keys[0]) else None
+    outcomes = store_chain(store, keys)
+    assert outcomes[0] in (STORED, SetOutcome.REJECTED) and outcomes[1:] == [SetOutcome.REJECTED] * 59
+    assert set(errors(store)) == {"full"} and errors(store)["full"] <= 8
+    store.backend.close()
+
+
 @pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (400, "InvalidRequest")])
 def test_a_server_without_conditions_is_found_out_once(stub: StubS3, client: str, refusal: tuple[int, str]) -> None:
     store, keys = open_on(stub, client=client, connections=1), make_keys(3)
@@ -408,7 +420,7 @@ def test_random_bytes_in_place_of_a_reply_are_errors_and_nothing_else(stub: Stub
 def test_a_verb_ends_by_its_deadline_while_the_server_is_silent(stub: StubS3, client: str, verb: str) -> None:
     """The timeout for a byte is an hour here: without the deadline the test would not end, and `close` would not if a
     request outlived the verb that made it."""
-    store, keys = open_on(stub, timeout_s=3600, client=client), make_keys(6)
+    store, keys = open_on(stub, timeout=3600, client=client), make_keys(6)
     stub.fault = always(Answer(b"", "hang"))
     frames = full_frames(CODEC, keys)
     deadline = time.monotonic() + 0.2
@@ -461,7 +473,7 @@ def test_a_page_is_sent_with_its_type_and_without_waiting_to_be_asked(stub: Stub
 def test_what_was_not_sent_by_its_deadline_never_is(stub: StubS3, client: str) -> None:
     """The only connection is with a request that hangs when the page comes. That an earlier page is there is the
     control."""
-    store, keys = open_on(stub, client=client, connections=1, timeout_s=30.0), make_keys(2)
+    store, keys = open_on(stub, client=client, connections=1, timeout=30.0), make_keys(2)
     assert store_chain(store, keys[:1]) == [STORED]
     stub.fault = lambda request: Answer(b"", "hang") if request.method == "GET" else None
     frames = full_frames(CODEC, keys)
@@ -478,7 +490,7 @@ def test_what_was_not_sent_by_its_deadline_never_is(stub: StubS3, client: str) -
 @pytest.mark.parametrize("body", ["short", "stalled", "no reply"])
 def test_nothing_holds_a_frame_once_the_verb_has_returned(stub: StubS3, client: str, body: str) -> None:
     """Not even an exception that waits for the garbage collector: memory with a view of it cannot be given back."""
-    store = open_on(stub, client=client, timeout_s=_TIMEOUT_S if body == "stalled" else _PATIENCE_S)
+    store = open_on(stub, client=client, timeout=_TIMEOUT_S if body == "stalled" else _PATIENCE_S)
     answer = Answer(f"HTTP/1.1 200 OK\r\ncontent-length: {PAGE}\r\n\r\nx".encode(), "close")
     answers = {"short": answer, "stalled": Answer(answer.data, "hang"), "no reply": Answer(b"", "close")}
     stub.fault = always(answers[body])
@@ -499,7 +511,7 @@ def test_nothing_holds_a_frame_once_the_verb_has_returned(stub: StubS3, client: 
 
 
 def test_an_infinite_deadline_still_has_the_timeout(stub: StubS3, client: str) -> None:
-    store, keys = open_on(stub, client=client, timeout_s=_TIMEOUT_S), make_keys(2)
+    store, keys = open_on(stub, client=client, timeout=_TIMEOUT_S), make_keys(2)
     stub.fault = always(Answer(b"", "hang"))
     assert store.backend.batch_get(keys, empty_frames(CODEC, 2), deadline=math.inf) == [GetOutcome.ERROR] * 2
     assert errors(store) == {"timeout": 2}

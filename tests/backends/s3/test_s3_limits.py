@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends.s3 import S3Backend
+from hicache.backends.s3.names import object_name
 from hicache.backends.s3.probing import EXACT_KEYS_MAX, stored_prefix
 from hicache.backends.s3.throttle import Throttle
 from hicache.backends.s3.trouble import RequestFailed, Trouble
 from hicache.backends.testing import GET_ERROR, HIT, Store, load, make_keys, soon, store_chain
-from tests.backends.s3.stub import Answer, Request, StubS3, error
+from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
 from tests.backends.s3.test_s3_faults import errors, name, open_on
 from tests.waiting import wait_for
 
@@ -69,6 +70,40 @@ def test_with_holes_the_search_ends_at_one_and_never_behind_what_it_saw_missing(
         assert found == next((position for position, is_there in enumerate(there) if not is_there), len(there))
 
 
+def test_clear_takes_one_listing_and_one_removal_per_thousand_pages(stub: StubS3, client: str) -> None:
+    """No page is asked for, and what is not a page of this namespace stays."""
+    store, keys = open_on(stub, client=client), make_keys(2500)
+    others = {"test/notes.txt", object_name("test/", bytes(31) + b"\1", keys[0]), name(keys[0]) + ".old"}
+    stub.objects.update(dict.fromkeys([*others, *map(name, keys)], b"x"))
+    stub.forget_requests()
+    assert store.backend.clear(deadline=soon()) == 2500
+    assert (stub.listings, stub.methods()) == (3, ["POST"] * 3)
+    assert set(stub.objects) == others
+    assert errors(store) == {}
+    store.backend.close()
+
+
+@pytest.mark.parametrize("verb", ["delete", "clear"])
+def test_pages_that_the_server_does_not_remove_are_errors(stub: StubS3, client: str, verb: str) -> None:
+    store, keys = open_on(stub, client=client), make_keys(3)
+    store_chain(store, keys)
+    verbs: dict[str, Callable[[], int]] = {
+        "delete": lambda: store.backend.delete(keys, deadline=soon()),
+        "clear": lambda: store.backend.clear(deadline=soon()),
+    }
+    remove = verbs[verb]
+    refused = b"<DeleteResult><Error><Key>x</Key><Code>AccessDenied</Code></Error></DeleteResult>"
+    stub.fault = lambda request: reply(200, refused) if request.method == "POST" else None
+    assert remove() == 2
+    assert errors(store) == {"access_denied": 1}
+    stub.fault = lambda request: error(503, "SlowDown") if request.method == "POST" else None
+    assert remove() == 0
+    assert errors(store) == {"access_denied": 1, "slow_down": 1}
+    stub.fault = lambda request: None
+    assert remove() == 3
+    store.backend.close()
+
+
 def _in_threads(work: list[Callable[[], object]]) -> list[threading.Thread]:
     threads = [threading.Thread(target=one, daemon=True) for one in work]
     for thread in threads:
@@ -79,7 +114,7 @@ def _in_threads(work: list[Callable[[], object]]) -> list[threading.Thread]:
 @pytest.mark.parametrize("connections", [1, 3, 8])
 def test_no_more_requests_are_in_flight_than_allowed(stub: StubS3, client: str, connections: int) -> None:
     """That 8 are reached where 8 are allowed is the control of 1 and 3."""
-    store, keys = open_on(stub, client=client, connections=connections, timeout_s=30), make_keys(24)
+    store, keys = open_on(stub, client=client, connections=connections, timeout=30), make_keys(24)
     store_chain(store, keys)
     stub.forget_requests()
     gate = threading.Event()

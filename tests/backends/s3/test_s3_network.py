@@ -103,13 +103,13 @@ def proxy(seaweed: SeaweedServer) -> Iterator[Proxy]:
 @pytest.fixture
 def behind(bucket: Bucket, proxy: Proxy, unique_prefix: str, client: str) -> Iterator[Store]:
     """A store behind the proxy, with some pages in it. It waits for as long as a busy machine takes."""
-    yield from _open_behind(bucket, proxy, unique_prefix, client=client, timeout_s=30.0)
+    yield from _open_behind(bucket, proxy, unique_prefix, client=client, timeout=30.0)
 
 
 @pytest.fixture
 def hasty(bucket: Bucket, proxy: Proxy, unique_prefix: str, client: str) -> Iterator[Store]:
     """The same, for faults that take away the answer."""
-    yield from _open_behind(bucket, proxy, unique_prefix, client=client, timeout_s=0.5)
+    yield from _open_behind(bucket, proxy, unique_prefix, client=client, timeout=0.5)
 
 
 def _open_behind(bucket: Bucket, proxy: Proxy, prefix: str, **changes: Any) -> Iterator[Store]:
@@ -184,7 +184,7 @@ def test_a_page_that_trickles_costs_no_more_than_the_deadline(
     """
     codec = FrameCodec(NAMESPACE, 600_000)
     place = through(bucket, f"http://127.0.0.1:{proxy.port}")
-    store = open_s3(place, unique_prefix, codec, client=client, timeout_s=30.0)
+    store = open_s3(place, unique_prefix, codec, client=client, timeout=30.0)
     key, frames = make_keys(1), empty_frames(codec, 1)
     assert store.backend.batch_set(key, full_frames(codec, key), parent=None, deadline=soon()) == [STORED]
     proxy.set(Faults(bytes_per_s=100_000, slice_bytes=1000, direction=Direction.DOWN))
@@ -199,7 +199,7 @@ def test_a_server_that_is_stopped_costs_no_more_than_the_deadline(
     bucket: Bucket, seaweed: SeaweedServer, unique_prefix: str
 ) -> None:
     """The timeout is an hour: were it not for the deadline, this would not end. Frames are the caller's again then."""
-    store = open_s3(bucket, unique_prefix, timeout_s=3600)
+    store = open_s3(bucket, unique_prefix, timeout=3600)
     assert store_chain(store, KEYS) == [STORED] * 6
     frames = empty_frames(CODEC, 6)
     seaweed.pause()

@@ -1,0 +1,230 @@
+"""The envelope of every backend but the guard: arguments checked, calls counted in and out, outcomes counted, and calls
+refused that come late or after `close`.
+
+    Envelope    makes the verbs of StorageBackend out of functions that are called only while the backend is open
+    Compound    an Envelope around other backends, whose errors and evictions are among its statistics
+    Wrapper     an Envelope around one other backend, which passes on what it does not override
+
+A refused call and a StoreError have the same effect: a lookup or removal finds nothing and counts one error, each page
+of a read or store is ERROR and counts one error.
+
+Locking design: `_close_lock` lets a second `close` wait for the first. `_usage` is one reference. `Calls` has a lock of
+its own. The verbs run on their callers' threads, any number of them at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from ..frame import FrameCodec, PageBuffer
+from .base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
+from .calls import Calls, check_batch, check_keys
+from .pages import DEADLINE, StoreError
+
+T = TypeVar("T")
+
+
+class Envelope(StorageBackend):
+    """See the module's docstring. The functions below the constructor are called while the backend is open, with
+    checked arguments, at least one key, and before the deadline. Each may raise StoreError."""
+
+    def __init__(self, codec: FrameCodec) -> None:
+        super().__init__(codec)
+        self._calls = Calls(codec)
+        self._close_lock = threading.Lock()
+        self._usage = Usage(0, 0, None)
+
+    # What a backend implements
+
+    @abstractmethod
+    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+        """Return how many of `keys` are stored before the first hole. Does not refresh recency."""
+
+    @abstractmethod
+    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """Return for each key whether its page is stored. Does not refresh recency."""
+
+    @abstractmethod
+    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
+        """Read pages. The outcomes are counted by the caller, errors are not."""
+
+    @abstractmethod
+    def put(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """Store pages. The outcomes are counted by the caller, errors are not."""
+
+    @abstractmethod
+    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+        """Remove pages, each key once; return how many were there."""
+
+    @abstractmethod
+    def remove_all(self, deadline: float) -> int:
+        """Remove the pages of this namespace; return how many were there."""
+
+    @abstractmethod
+    def measure(self) -> Usage:
+        """Return what is stored now. May block."""
+
+    @abstractmethod
+    def shut(self) -> None:
+        """Release files, sockets, threads and parts. Called once, when no verb runs. Raises BackendError."""
+
+    def count(self, *reasons: str) -> None:
+        """Count errors by their classes."""
+        self._calls.count(errors=reasons)
+
+    # The verbs
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend."""
+        check_keys(keys)
+        return self._call(0, deadline, lambda: self.prefix(keys, deadline)) if keys else 0
+
+    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
+        """See StorageBackend."""
+        check_keys(keys)
+        return self._call([False] * len(keys), deadline, lambda: self.has(keys, deadline)) if keys else []
+
+    def batch_get(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
+    ) -> list[GetOutcome]:
+        """See StorageBackend."""
+        check_batch(self.codec, keys, pages)
+        if not keys:
+            return []
+        errors = [GetOutcome.ERROR] * len(keys)
+        return self._call(
+            errors, deadline, lambda: self.get(keys, pages, deadline),
+            pages=len(keys), settle=lambda outcomes: self._calls.count(gets=outcomes),
+        )  # fmt: skip
+
+    def batch_set(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """See StorageBackend."""
+        check_batch(self.codec, keys, pages, parent)
+        if not keys:
+            return []
+        errors = [SetOutcome.ERROR] * len(keys)
+        return self._call(
+            errors, deadline, lambda: self.put(keys, pages, parent, deadline),
+            pages=len(keys), settle=lambda outcomes: self._calls.count(sets=outcomes),
+        )  # fmt: skip
+
+    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        """See StorageBackend."""
+        check_keys(keys)
+        return self._call(0, deadline, lambda: self.remove(list(dict.fromkeys(keys)), deadline)) if keys else 0
+
+    def clear(self, *, deadline: float) -> int:
+        """See StorageBackend."""
+        return self._call(0, deadline, lambda: self.remove_all(deadline))
+
+    def usage(self) -> Usage:
+        """See StorageBackend. After `close` the last one, which is not an error."""
+        with self._calls.enter() as is_open:
+            if is_open:
+                try:
+                    self._usage = self.measure()
+                except StoreError as error:
+                    self.count(error.reason)
+        return self._usage
+
+    def statistics(self) -> BackendStatistics:
+        """See StorageBackend."""
+        return self._calls.statistics()
+
+    def close(self) -> None:
+        """See StorageBackend."""
+        with self._close_lock:
+            if self._calls.close():
+                self.shut()
+
+    def _call(
+        self,
+        refused: T,
+        deadline: float,
+        verb: Callable[[], T],
+        *,
+        pages: int = 1,
+        settle: Callable[[T], None] = lambda answer: None,
+    ) -> T:
+        """The answer of `verb`, which `settle` counts. Where it cannot be had: `refused`, and `pages` errors."""
+        answer = refused
+        with self._calls.enter() as is_open:
+            try:
+                if not is_open:
+                    raise StoreError(self._calls.refusal)
+                if time.monotonic() >= deadline:
+                    raise StoreError(DEADLINE)
+                answer = verb()
+            except StoreError as error:
+                self.count(*[error.reason] * pages)
+            finally:
+                settle(answer)
+        return answer
+
+
+class Compound(Envelope):
+    """A backend made of others, which it owns; a Composite.
+
+    Its statistics count the pages that its own callers saw: a page that three parts were asked for counts once.
+    `errors`, `corrupt` and `evicted_pages` are its own and those of its parts together.
+    """
+
+    @property
+    @abstractmethod
+    def parts(self) -> Sequence[StorageBackend]:
+        """See Composite."""
+
+    def statistics(self) -> BackendStatistics:
+        """See StorageBackend, and this class."""
+        own = self._calls.statistics()
+        errors, corrupt, evicted_pages = Counter(own.errors), Counter(own.corrupt), own.evicted_pages
+        for part in self.parts:
+            found = part.statistics()
+            errors.update(found.errors)
+            corrupt.update(found.corrupt)
+            evicted_pages += found.evicted_pages
+        return replace(own, errors=dict(errors), corrupt=dict(corrupt), evicted_pages=evicted_pages)
+
+
+class Wrapper(Compound):
+    """A backend in front of one other, to which it passes each call that `reach` lets through."""
+
+    @abstractmethod
+    def reach(self, pages: int, deadline: float) -> StorageBackend:
+        """Return the backend behind it, for a call that moves so many pages. Raises StoreError, and may block."""
+
+    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope."""
+        return self.reach(0, deadline).batch_exists(keys, deadline=deadline)
+
+    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """See Envelope."""
+        return self.reach(0, deadline).batch_has(keys, deadline=deadline)
+
+    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
+        """See Envelope."""
+        return self.reach(len(keys), deadline).batch_get(keys, pages, deadline=deadline)
+
+    def put(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """See Envelope."""
+        return self.reach(len(keys), deadline).batch_set(keys, pages, parent=parent, deadline=deadline)
+
+    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope."""
+        return self.reach(0, deadline).delete(keys, deadline=deadline)
+
+    def remove_all(self, deadline: float) -> int:
+        """See Envelope."""
+        return self.reach(0, deadline).clear(deadline=deadline)

@@ -1,0 +1,255 @@
+"""The pages of one call, between the verbs of `PageStore` and the store that moves their bytes: the proof of a page is
+made here and nowhere else.
+
+A store asks where the bytes of a page go (`PageReads.buffers`) or come from (`PageWrites.sealed`), moves them, and says
+what became of each page by its position: `accept`, `miss`, `damage` or `fail` of a read, `stored`, `present`, `reject`
+or `fail` of a write. A store that cannot scatter and gather asks for `frame` or `sealed_frame` instead: one buffer,
+which is the page's own frame, or a scratch frame for a page in parts.
+
+Locking design: an object of these classes belongs to one call. Its store may use it in several threads at once, each
+position in one of them: each writes its own slots of lists and appends to lists, both atomic in CPython.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ..frame import Damage, FrameCodec, PageBuffer, PageView, TagStream, fill, first_bytes
+from .base import GetOutcome, SetOutcome
+from .calls import parents_of
+
+Found = TypeVar("Found")
+
+DEADLINE = "deadline"
+# A page that the store said nothing about, before its deadline: a bug, or an exception on one of its threads.
+INTERNAL = "internal"
+
+
+class StoreError(Exception):
+    """A store cannot go on with a call. Raised by a `PageStore` in its own verbs, where it ends the call: pages that
+    are not settled yet fail. `reason` is the class under which it is counted."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged(Generic[Found]):
+    """A stored object that is not provably the page `key`. `found` is what the store gave to tell it from another one
+    that has taken its place since."""
+
+    key: bytes
+    found: Found
+
+
+class PageReads(Generic[Found]):
+    """The pages of a `batch_get`. `keys` may repeat. See the module's docstring.
+
+    Iterating gives the positions, head first, until the deadline has passed: the pages that remain fail with it.
+    Invariant: a page is a HIT only after its codec has proved the bytes in its buffers.
+    """
+
+    def __init__(
+        self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float
+    ) -> None:
+        self.codec = codec
+        self.keys = keys
+        self.deadline = deadline
+        self.errors: list[str] = []
+        self.corrupt: list[str] = []
+        self.damaged: list[Damaged[Found]] = []
+        self._pages = pages
+        self._frames: dict[int, memoryview] = {}
+        self._outcomes: list[GetOutcome | None] = [None] * len(keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[int]:
+        for position in range(len(self.keys)):
+            if self.is_late:
+                return
+            yield position
+
+    @property
+    def is_late(self) -> bool:
+        """True once the deadline has passed: no new page is started then."""
+        return time.monotonic() >= self.deadline
+
+    def fits(self, stored_bytes: int) -> bool:
+        """True if an object of so many bytes may be a page. One that does not fit is damaged, and is not read."""
+        return self.codec.fits(stored_bytes)
+
+    def buffers(self, position: int, stored_bytes: int | None = None) -> list[memoryview]:
+        """Return where the stored bytes of a page go, in order: the first `stored_bytes`, or all `codec.frame_bytes`.
+        """
+        buffers = self.codec.buffers(self._pages[position])
+        return buffers if stored_bytes is None else first_bytes(buffers, stored_bytes)
+
+    def frame(self, position: int) -> memoryview:
+        """Return one buffer of `codec.frame_bytes` for the stored bytes of a page."""
+        page = self._pages[position]
+        if not isinstance(page, PageView):
+            return page
+        return self._frames.setdefault(position, self.codec.scratch_frame())
+
+    def stream(self) -> TagStream | None:
+        """Return what takes in the bytes of one page as they arrive, in order, for `accept`; None if that is no use."""
+        return self.codec.stream()
+
+    def take(self, position: int, stored: bytes | memoryview, found: Found) -> bool:
+        """Copy the stored bytes of a page to its buffers and accept them, for a store that has them in one piece."""
+        if self.fits(len(stored)):
+            fill(self.buffers(position, len(stored)), stored)
+        return self.accept(position, len(stored), found)
+
+    def accept(self, position: int, stored_bytes: int, found: Found, arrived: TagStream | None = None) -> bool:
+        """Prove the page whose `stored_bytes` bytes are in its buffers, or were not read since they do not fit; True if
+        it is a hit. A damaged page is removed once the store has read all pages."""
+        key, page, frame = self.keys[position], self._pages[position], self._frames.pop(position, None)
+        damage = self.codec.accept(key, page if frame is None else frame, stored_bytes, arrived)
+        if damage is None:
+            if frame is not None and isinstance(page, PageView):
+                page.scatter(frame)
+            self._outcomes[position] = GetOutcome.HIT
+        elif damage.is_misfit:
+            self._outcomes[position] = GetOutcome.MISS  # nothing is wrong with the page: it stays for other readers
+            self.errors.append(damage.value)
+        else:
+            self.damage(position, damage, found)
+        return damage is None
+
+    def damage(self, position: int, reason: str, found: Found) -> None:
+        """The object in a page's place is known not to be that page."""
+        self._outcomes[position] = GetOutcome.CORRUPT
+        self.corrupt.append(reason.value if isinstance(reason, Damage) else reason)
+        self.damaged.append(Damaged(self.keys[position], found))
+
+    def miss(self, position: int) -> None:
+        """A page is not stored."""
+        self._outcomes[position] = GetOutcome.MISS
+
+    def fail(self, position: int, reason: str) -> None:
+        """A page could not be read."""
+        self._outcomes[position] = GetOutcome.ERROR
+        self.errors.append(reason)
+
+    def finish(self, reason: str = "") -> list[GetOutcome]:
+        """Fail the pages that are not settled, for `reason` or the deadline, and return all outcomes."""
+        for position, outcome in enumerate(self._outcomes):
+            if outcome is None:
+                self.fail(position, reason or (DEADLINE if self.is_late else INTERNAL))
+        return [outcome or GetOutcome.ERROR for outcome in self._outcomes]
+
+
+class PageWrites:
+    """The pages of a `batch_set`, each key once: `keys` and `parents`, head first. See the module's docstring.
+
+    Iterating gives the positions until the deadline has passed or a page was rejected: behind a page without room no
+    reader gets to another one, so the pages behind it that are not settled count as rejected too.
+    """
+
+    def __init__(
+        self,
+        codec: FrameCodec,
+        keys: Sequence[bytes],
+        pages: Sequence[PageBuffer],
+        parent: bytes | None,
+        deadline: float,
+    ) -> None:
+        first_of: dict[bytes, int] = {}
+        for place, key in enumerate(keys):
+            first_of.setdefault(key, place)
+        parents = parents_of(keys, parent)
+        self.codec = codec
+        self.keys = list(first_of)
+        self.parents = [parents[place] for place in first_of.values()]
+        self.deadline = deadline
+        self.errors: list[str] = []
+        self._all_keys = keys
+        self._pages = [pages[place] for place in first_of.values()]
+        self._outcomes: list[SetOutcome | None] = [None] * len(self.keys)
+        self._rejected_from = len(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[int]:
+        for position in range(len(self.keys)):
+            if self.is_late or self.is_full:
+                return
+            yield position
+
+    @property
+    def is_late(self) -> bool:
+        """True once the deadline has passed: no new page is started then."""
+        return time.monotonic() >= self.deadline
+
+    @property
+    def is_full(self) -> bool:
+        """True once a page was rejected: no new page behind it is started then."""
+        return self._rejected_from < len(self.keys)
+
+    def outcome(self, position: int) -> SetOutcome | None:
+        """Return what the store said of a page, None if it has said nothing yet."""
+        return self._outcomes[position]
+
+    def sealed(self, position: int) -> list[memoryview]:
+        """Return the stored form of a page as the buffers to write, in order; a multiple of 4096 bytes together. They
+        stay while they are referred to."""
+        return self.codec.seal_buffers(
+            self.keys[position], self._pages[position], parent=self.parents[position]
+        )
+
+    def sealed_frame(self, position: int) -> memoryview:
+        """Return the stored form of a page as one buffer."""
+        buffers = self.sealed(position)
+        if len(buffers) == 1:
+            return buffers[0]
+        frame, end = self.codec.scratch_frame(), 0
+        for buffer in buffers:
+            frame[end : end + buffer.nbytes] = buffer
+            end += buffer.nbytes
+        return frame
+
+    def stored(self, position: int) -> None:
+        """A page was written and can be read back."""
+        self._outcomes[position] = SetOutcome.STORED
+
+    def present(self, position: int) -> None:
+        """A page was there already."""
+        self._outcomes[position] = SetOutcome.PRESENT
+
+    def reject(self, position: int, reason: str = "") -> None:
+        """A page has no room; `reason` is counted as an error if there is one. Takes `stored` back."""
+        self._outcomes[position] = SetOutcome.REJECTED
+        self._rejected_from = min(self._rejected_from, position)
+        if reason:
+            self.errors.append(reason)
+
+    def fail(self, position: int, reason: str) -> None:
+        """A page could not be written, and nothing of it is visible. Takes `stored` back."""
+        self._outcomes[position] = SetOutcome.ERROR
+        self.errors.append(reason)
+
+    def finish(self, reason: str = "") -> list[SetOutcome]:
+        """Settle the pages that are not settled and return the outcomes of all keys of the call, repeated ones too."""
+        for position, outcome in enumerate(self._outcomes):
+            if outcome is not None:
+                continue
+            if position > self._rejected_from:
+                self._outcomes[position] = SetOutcome.REJECTED
+            else:
+                self.fail(position, reason or (DEADLINE if self.is_late else INTERNAL))
+        known = dict(zip(self.keys, self._outcomes, strict=True))
+        seen: set[bytes] = set()
+        outcomes: list[SetOutcome] = []
+        for key in self._all_keys:
+            outcome = known[key] or SetOutcome.ERROR
+            outcomes.append(SetOutcome.PRESENT if key in seen and outcome.is_stored else outcome)
+            seen.add(key)
+        return outcomes

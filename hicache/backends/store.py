@@ -1,0 +1,131 @@
+"""Stores: backends that keep pages themselves. A `PageStore` only moves bytes between keys and lists of buffers; its
+envelope checks and counts each call (see `envelope`), and its pages are proved by `PageReads` and `PageWrites`.
+
+Locking design: as `envelope`; each call has a `PageReads` or `PageWrites` of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic
+
+from ..frame import PageBuffer
+from .base import GetOutcome, SetOutcome
+from .envelope import Envelope
+from .pages import DEADLINE, Damaged, Found, PageReads, PageWrites, StoreError
+
+# Damaged pages are removed even if the deadline has passed: within this time at most.
+SETTLE_S = 0.25
+# Pages that `clear` removes at once.
+_CLEARED_AT_ONCE = 1000
+
+
+class PageStore(Envelope, Generic[Found]):
+    """A backend that keeps pages itself. `Found` is the type by which it knows one stored object from its successor.
+
+    A store implements `find`, `read`, `write`, `remove`, `remove_damaged`, `keys`, `measure` and `shut`. Where it fails
+    it says so page by page or raises StoreError; `count` is for errors that concern no page of the call.
+    """
+
+    # What a store implements
+
+    @abstractmethod
+    def find(self, keys: Sequence[bytes], deadline: float) -> Iterable[bool]:
+        """Return for each key whether its page is stored. May be a generator: nobody asks on after the first hole.
+
+        A key that cannot be asked for is not stored, and an error. Does not refresh recency. Raises StoreError.
+        """
+
+    @abstractmethod
+    def read(self, pages: PageReads[Found]) -> None:
+        """Read pages into their buffers and settle each of them. Refreshes the recency of hits. Raises StoreError."""
+
+    @abstractmethod
+    def write(self, pages: PageWrites) -> None:
+        """Store the pages that are not there, each whole or not at all, and settle each of them. Raises StoreError."""
+
+    @abstractmethod
+    def remove_damaged(self, damaged: Sequence[Damaged[Found]], deadline: float) -> None:
+        """Remove these objects unless others have taken their place since. Raises StoreError."""
+
+    @abstractmethod
+    def keys(self, deadline: float) -> Iterator[bytes]:
+        """Return the keys of this namespace's pages, in any order. Pages are removed meanwhile. Raises StoreError."""
+
+    def remove_listed(self, keys: Sequence[bytes], deadline: float) -> int:
+        """Remove pages that `keys` has just given; as `remove`. A store that has to ask for each page before it removes
+        it overrides this: it need not ask here."""
+        return self.remove(keys, deadline)
+
+    # What the envelope calls, see Envelope
+
+    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope. A store that can search for the end overrides it."""
+        stored = 0
+        try:
+            for there in self.find(keys, deadline):
+                if not there:
+                    break
+                stored += 1
+        except StoreError as error:
+            self.count(error.reason)
+        return stored
+
+    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """See Envelope."""
+        found: list[bool] = []
+        try:
+            found.extend(self.find(keys, deadline))
+        except StoreError as error:
+            self.count(error.reason)
+        return found + [False] * (len(keys) - len(found))
+
+    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
+        """See Envelope."""
+        reads: PageReads[Found] = PageReads(self.codec, keys, pages, deadline)
+        reason = ""
+        try:
+            self.read(reads)
+        except StoreError as error:
+            reason = error.reason
+        finally:
+            outcomes = reads.finish(reason)
+            if reads.errors or reads.corrupt:
+                self._calls.count(errors=reads.errors, corrupt=reads.corrupt)
+        if reads.damaged:
+            try:
+                self.remove_damaged(reads.damaged, max(deadline, time.monotonic() + SETTLE_S))
+            except StoreError as error:
+                self.count(error.reason)
+        return outcomes
+
+    def put(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """See Envelope."""
+        writes, reason = PageWrites(self.codec, keys, pages, parent, deadline), ""
+        try:
+            self.write(writes)
+        except StoreError as error:
+            reason = error.reason
+        finally:
+            outcomes = writes.finish(reason)
+            if writes.errors:
+                self.count(*writes.errors)
+        return outcomes
+
+    def remove_all(self, deadline: float) -> int:
+        """See Envelope."""
+        removed = 0
+        try:
+            left = self.keys(deadline)
+            while some := list(itertools.islice(left, _CLEARED_AT_ONCE)):
+                if time.monotonic() >= deadline:
+                    raise StoreError(DEADLINE)
+                removed += self.remove_listed(some, deadline)
+        except StoreError as error:
+            self.count(error.reason)
+        return removed

@@ -1,0 +1,148 @@
+"""StorageGate: the one owner of the answer to "may storage be used now?".
+
+A direction is closed while one of these reasons holds, on this rank or on another one:
+
+    reason                              the direction closes    and opens again
+    the wanted store is not open        at once, by `retire`    in the step after `use`
+    the service ends                    at once, by `stop`      never
+    the guard lets no calls through     at the next step        when the guard lets calls through
+    a back-off runs after a failure     at the next step        after 0.1 s to 1 s, or after a success
+
+The guard owns the breaker and its probes; the gate asks it once per step. Workers read one value, `StorageJobs.until`,
+which the gate writes.
+
+Locking design: the scheduler thread makes every call and owns all fields, so there is no lock. A guard that is asked
+takes a lock of its own and holds it for a few instructions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ..backends.guard import Direction, Override, guards_of, may_pass
+from ..backoff import Backoff
+from ..errors import InvariantError
+from .progress import Readiness
+from .storage import IN_SERVICE, RETIRED, StorageJobs
+
+# A store that is full or hanging should cost one request its time, and not every request: after a failure the direction
+# is closed for this long, twice as long after each further failure. A success ends the back-off. It is short because
+# outages belong to the guard's breaker, which probes: a longer one would keep a store closed that works again.
+BACKOFF_S_MIN = 0.1
+BACKOFF_S_MAX = 1.0
+
+
+class StorageGate:
+    """Which store is in use, and whether it may be read and written now. `clock` is monotonic, in seconds.
+
+    Invariant: `may(direction)` is True exactly if no reason of the table above held on any rank when the ranks last
+    agreed, and this rank has called neither `retire` nor `stop(direction)` since. `storage` is the open store if
+    `opened == wanted`, else None; its workers read the `until` of this gate.
+
+    REQUIRES: with ranks, all call `retire` in the same step. Then `may` is equal on all ranks until they close.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.storage: StorageJobs | None = None
+        self.attached = False  # True if a store is open or being opened
+        self.wanted, self.opened = 1, 0  # numbers: of the store that is wanted, and of the last one that was opened
+        self._clock = clock
+        self._agreed = Readiness()
+        self._until = IN_SERVICE
+        self._closed_until = dict.fromkeys(Direction, -math.inf)
+        self._backoffs = {direction: Backoff(BACKOFF_S_MIN, BACKOFF_S_MAX) for direction in Direction}
+        self._overrides: dict[Direction, Override] = {}  # what is not left to the breakers
+
+    def may(self, direction: Direction) -> bool:
+        """Return True if a new operation of `direction` may be submitted. Within a step it changes only to False."""
+        opened, read, write = self._agreed
+        ready = read if direction is Direction.READ else write
+        return ready and opened == self.wanted and self._until[direction] == math.inf
+
+    def enter(self) -> StorageJobs:
+        """Count one more operation in flight and return its store. Raises InvariantError if no store is open."""
+        if self.storage is None:
+            raise InvariantError("storage gate: an operation was submitted, but no storage is open")
+        self.storage.in_flight += 1
+        return self.storage
+
+    # Each step
+
+    def offer(self) -> Readiness:
+        """Return the answers of this rank alone. Asks the guards; does not block."""
+        return Readiness(self.opened, self._is_ready(Direction.READ), self._is_ready(Direction.WRITE))
+
+    def settle(self, agreed: Readiness) -> None:
+        """Use `agreed` until the next call: the minimum of the offers of all ranks, or the only offer."""
+        self._agreed = agreed
+
+    def _is_ready(self, direction: Direction) -> bool:
+        return (
+            self.storage is not None
+            and self._until[direction] == math.inf
+            and self._clock() >= self._closed_until[direction]
+            and may_pass(self.storage.backend, direction)
+        )
+
+    # Reasons
+
+    def failed(self, direction: Direction) -> None:
+        """Start a back-off. Does nothing during one: that operation began before it and says nothing new."""
+        time_s = self._clock()
+        if time_s >= self._closed_until[direction]:
+            self._closed_until[direction] = time_s + self._backoffs[direction].next_s()
+
+    def succeeded(self, direction: Direction) -> None:
+        """End the back-off; the next one is the shortest again."""
+        self._closed_until[direction] = -math.inf
+        self._backoffs[direction].reset()
+
+    def override(self, direction: Direction, mode: Override) -> None:
+        """Switch a direction of this and all later stores on or off, or return it to their breakers. Does not block.
+
+        With ranks, one rank that switches it off closes it on all.
+        """
+        self._overrides[direction] = mode
+        self.apply_overrides()
+        if mode is Override.AUTO:
+            del self._overrides[direction]
+
+    def apply_overrides(self) -> None:
+        """Pass the overrides to all guards of the open store. Call it often: a composition may open a part later."""
+        if self.storage is None or not self._overrides:
+            return
+        for guard in guards_of(self.storage.backend):
+            breakers = guard.guard_statistics().breakers
+            for direction, mode in self._overrides.items():
+                if breakers[direction].override is not mode:
+                    guard.override(direction, mode)
+
+    def use(self, storage: StorageJobs) -> None:
+        """Use `storage` as the store that is wanted. REQUIRES: no store is open."""
+        self.storage, self.attached, self.opened = storage, True, self.wanted
+        storage.until = self._until
+        self.apply_overrides()
+
+    def retire(self, *, for_another: bool) -> StorageJobs | None:
+        """Stop using the open store, cancel its work and return it. `for_another`: another one is being opened."""
+        retired, self.storage = self.storage, None
+        if retired is not None:
+            retired.until = RETIRED
+        self.wanted += 1
+        self.attached = for_another
+        return retired
+
+    def stop(self, direction: Direction, at: float = -math.inf) -> None:
+        """Close `direction` for good. Workers start no batch of it at or after the time `at`. For shutdown."""
+        self._until = {**self._until, direction: at}
+        if self.storage is not None:
+            self.storage.until = self._until
+
+    def check(self) -> None:
+        """Raises InvariantError if the invariant does not hold."""
+        is_open = self.storage is not None
+        if is_open is not (self.opened == self.wanted) or (is_open and not self.attached):
+            raise InvariantError(f"storage gate: store {self.opened} of {self.wanted} was opened; in use: {is_open}")
+        if self.storage is not None and self.storage.until is not self._until:
+            raise InvariantError("storage gate: the workers of the open store read a stale `until`")

@@ -1,0 +1,452 @@
+"""Supervised threads that take jobs, the pages of batches, and calls that may be left from one queue.
+
+Whatever a thread works on, it ends exactly once for the caller. An exception is counted, logged once per kind, and
+costs one job or one page. A thread that dies fails its job and is replaced, after a back-off. A thread that hangs in a
+job gets a substitute, and the job stays open until the call really returns. Threads are daemons: a store that hangs
+must not keep a process from ending.
+
+Locking design: `_queue` is a `SimpleQueue` and `_jobs` a deque, whose operations are atomic. `_state` of a pool guards
+its threads, `stuck`, `_load` and `_restart_at`; it is held for a few instructions and never while a job runs, and no
+callback is called under it. A pool whose threads start at once takes it in `supervise`, `call` and `close` and at the
+start and end of a thread, but not for a job or a batch. `job` and `busy_since` of a thread are written by that thread;
+each is one reference. What a batch and a call guard is in their docstrings.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+from .backoff import Backoff
+
+logger = logging.getLogger(__name__)
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+# A thread that dies again and again is restarted after 0.1, 0.2, 0.4 ... 10 s.
+RESTART_S_MIN = 0.1
+RESTART_S_MAX = 10.0
+# A thread that has lived this long starts over with the shortest back-off.
+STABLE_S = 60.0
+# Stuck threads that have a substitute at one time. Beyond that jobs wait, and their submitter bounds how many do.
+SUBSTITUTES_MAX = 4
+# A usual `linger_s`: a thread that is started anew costs some 0.1 ms.
+LINGER_S = 10.0
+
+
+class Beat(Protocol):
+    """Tell the supervisor that a job makes progress, and that its next step waits for `wait_s` on purpose."""
+
+    def __call__(self, wait_s: float = 0.0) -> None: ...
+
+
+class _Thread(threading.Thread, Generic[Job]):
+    def __init__(self, pool: SupervisedPool[Job], number: int) -> None:
+        super().__init__(name=f"hicache-{pool.name}-{number}", daemon=True)
+        self.job: Job | None = None
+        self.busy_since = math.inf  # of the current step of a job
+        self.started_at = time.monotonic()
+        self.stuck = False  # a substitute has taken this thread's place
+        self._pool = pool
+
+    def run(self) -> None:
+        try:
+            self._pool._serve(self)
+        except BaseException:
+            self._pool._bury(self)
+            raise
+        with self._pool._state, suppress(ValueError):
+            self._pool._threads.remove(self)
+
+    def beat(self, wait_s: float = 0.0) -> None:
+        """See Beat."""
+        self.busy_since = time.monotonic() + wait_s
+
+
+_Task: TypeAlias = Callable[[_Thread[Any]], None]
+
+
+def _no_work(index: int) -> None:
+    pass
+
+
+class _Batch:
+    """`work(i)` for each i below `count`, by as many threads as call `run`.
+
+    Locking design: the counter's `next` is atomic in CPython; `_lock` guards `_left`. `_unfinished` is held until the
+    last page has ended: a bare lock, because an Event costs as much as the rest of a small batch.
+    """
+
+    def __init__(self, count: int, work: Callable[[int], None]) -> None:
+        self._take = itertools.count().__next__
+        self._count = count
+        self._work = work
+        self._lock = threading.Lock()
+        self._left = count
+        self._unfinished = threading.Lock()
+        self._unfinished.acquire()
+
+    def run(self, thread: object = None) -> None:
+        take, count = self._take, self._count
+        while (index := take()) < count:
+            try:
+                self._work(index)
+            finally:
+                with self._lock:
+                    self._left -= 1
+                    if not self._left:
+                        self._unfinished.release()
+
+    def give_up(self) -> None:
+        """Take the pages that no thread has taken, and do nothing with them."""
+        self._work = _no_work
+        self.run()
+
+    def wait(self) -> None:
+        """Wait for the pages that other threads have, and let go of the work: a busy thread may find this batch in the
+        queue much later."""
+        self._unfinished.acquire()
+        self._work = _no_work
+
+
+class _Call(Generic[Result]):
+    """A call whose caller may leave.
+
+    Locking design: its thread ends it and sets `_ended`, or its caller leaves it and sets `_abandoned`, both under
+    `_lock`; the second one sees what the first one did. The other fields are the thread's until `_ended`. `_unfinished`
+    is held until then, as that of a batch.
+    """
+
+    def __init__(self, function: Callable[[], Result], late: Callable[[Result | None], None] | None) -> None:
+        self._function = function
+        self._late = late
+        self._lock = threading.Lock()
+        self._unfinished = threading.Lock()
+        self._unfinished.acquire()
+        self._ended = False
+        self._abandoned = False
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+
+    def run(self, thread: object) -> None:
+        if not self._abandoned:
+            try:
+                self._result = self._function()
+            except BaseException as error:  # the caller raises it, or it is logged below
+                self._error = error
+        with self._lock:
+            self._ended = True
+        self._unfinished.release()
+        if self._abandoned:
+            if self._error is not None:
+                logger.error("a call that its caller has left failed: %s", type(self._error).__name__)
+            if self._late is not None:
+                self._late(self._result)
+
+    def wait(self, deadline: float) -> Result | None:
+        """The result, None if there is none by `deadline`. Raises what the function raised."""
+        self._unfinished.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
+        with self._lock:
+            if not self._ended:
+                self._abandoned = True
+                return None
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            return self._result
+        finally:
+            del error  # else it would hold this frame, and the frame it
+
+
+def _no_jobs(job: Any, beat: Beat) -> None:
+    raise NotImplementedError("this pool was made without `handle`, so it takes no jobs")
+
+
+class SupervisedPool(Generic[Job]):
+    """`threads` threads, called hicache-`name`-1, -2 and so on, that take work from one queue.
+
+    All of them start at once and are restarted by `supervise` or the next `run`. With `linger_s` they start when there
+    is work for them, and end after as many idle seconds.
+
+    Work is a job (`submit`), the pages of a batch (`run`) or a call that may be left (`call`). `handle(job, beat)` runs
+    on a thread and calls `beat` before each step that may block; after `patience_s` without one its thread is stuck.
+    `fail` marks a job whose handler raised or whose thread died; `acknowledge` is called once per job,
+    on its thread, or in `close` for a job that no thread has taken. `on_error` is called after each exception that
+    ends on a thread here.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        *,
+        handle: Callable[[Job, Beat], None] = _no_jobs,
+        fail: Callable[[Job], None] = lambda job: None,
+        acknowledge: Callable[[Job], None] = lambda job: None,
+        on_error: Callable[[], None] = lambda: None,
+        patience_s: float = math.inf,
+        linger_s: float | None = None,
+    ) -> None:
+        self.name = name
+        self.handle = handle
+        self.acknowledge = acknowledge
+        self.errors: Counter[str] = Counter()
+        self.restarts = 0
+        self.stuck_threads = 0
+        self._fail = fail
+        self._on_error = on_error
+        self._threads_max = threads
+        self._patience_s = patience_s
+        self._linger_s = linger_s
+        self._jobs: deque[Job] = deque()
+        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # None ends a thread
+        self._state = threading.Lock()
+        self._threads: list[_Thread[Job]] = []
+        self._numbers = itertools.count(1)
+        self._load = 0  # with `linger_s`: tasks that are queued or run, those of stuck threads left out
+        self._backoff = Backoff(RESTART_S_MIN, RESTART_S_MAX)
+        self._restart_at = 0.0  # without `linger_s`: when missing threads are started; infinity if none is missing
+        self._closed = False
+        with self._state:
+            self._fill()
+        self.restarts = 0
+
+    @property
+    def queued(self) -> int:
+        """Jobs that wait for a thread."""
+        return len(self._jobs)
+
+    @property
+    def alive(self) -> int:
+        """Threads that run and are not stuck."""
+        return sum(not thread.stuck for thread in list(self._threads))
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Does not block. The caller bounds how many it submits."""
+        self._jobs.append(job)
+        self._put(self._handle_next)
+
+    def withdraw(self, job: Job) -> bool:
+        """Take back a job that no thread has taken; it is not acknowledged. False for others, and once closed."""
+        if self._closed:
+            return False
+        try:
+            self._jobs.remove(job)
+        except ValueError:
+            return False
+        with suppress(queue.Empty):  # a thread has it, and finds no job for it
+            task = self._queue.get_nowait()
+            if task == self._handle_next:
+                with self._state:
+                    self._load -= 1
+            else:
+                self._queue.put(task)
+        return True
+
+    def run(self, count: int, work: Callable[[int], None]) -> None:
+        """Do `work(0) .. work(count - 1)`, roughly in that order, and return when all of them have ended.
+
+        The caller takes part, so a batch costs one wake-up per thread and none per page, and its head is done first if
+        it runs out of time. An exception on another thread costs that page alone; one on the caller's gives the
+        remaining pages up and is raised.
+        """
+        if self._restart_at < math.inf:
+            self.supervise()
+        put: Callable[[_Task], None] = self._queue.put
+        helpers = min(count - 1, len(self._threads))
+        if self._linger_s is not None:
+            put, helpers = self._put, min(count - 1, self._threads_max)
+        if helpers <= 0:
+            for index in range(count):
+                work(index)
+            return
+        batch = _Batch(count, work)
+        help_with = batch.run
+        for _ in range(helpers):
+            put(help_with)
+        try:
+            batch.run()
+        except BaseException:
+            batch.give_up()
+            raise
+        finally:
+            batch.wait()
+
+    def call(
+        self,
+        function: Callable[[], Result],
+        deadline: float,
+        late: Callable[[Result | None], None] | None = None,
+    ) -> Result | None:
+        """Return what `function` returns, which is never None, or None if that is not known by `deadline`.
+
+        After None, `late` is called once on a thread of the pool: with the result when the function has returned, with
+        None when it has raised or was found not to have begun. Raises what the function raises, and RuntimeError if the
+        pool has no thread and the system gives it none.
+        """
+        call = _Call(function, late)
+        with self._state:
+            self._load += 1
+            self._fill()
+            if not self._threads:
+                self._load -= 1
+                raise RuntimeError(f"pool {self.name}: the system gives no more threads")
+            self._queue.put(call.run)
+        return call.wait(deadline)
+
+    def supervise(self) -> None:
+        """Replace dead and stuck threads. Cheap; for every few steps of a scheduler. Does not block."""
+        with self._state:
+            stuck_before = time.monotonic() - self._patience_s
+            for thread in [one for one in self._threads if one.busy_since < stuck_before and not one.stuck]:
+                self._substitute(thread)
+            self._fill()
+
+    def close(self, timeout_s: float = math.inf) -> bool:
+        """Let the threads finish what is queued, then end them; blocks. False if one did not end in time: it is left
+        behind. May be called twice. REQUIRES: no `run` or `call` is in flight."""
+        with self._state:
+            self._closed = True
+            threads = list(self._threads)
+        for _ in threads:
+            self._queue.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(None if timeout_s == math.inf else max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            return False
+        while self._jobs:  # every thread died, or none could be started
+            self._end_failed(self._jobs.popleft())
+        return True
+
+    def _end_failed(self, job: Job) -> None:
+        self._fail(job)
+        self.acknowledge(job)
+
+    # On the threads
+
+    def _serve(self, thread: _Thread[Job]) -> None:
+        take = self._queue.get if self._linger_s is None else functools.partial(self._take_or_leave, thread)
+        while (task := take()) is not None:
+            try:
+                task(thread)
+            except Exception as error:
+                self._note(type(error).__name__)
+                if thread.job is not None:
+                    self._fail(thread.job)
+            del task
+            if thread.job is not None:
+                thread.busy_since = math.inf
+            if self._linger_s is not None:
+                with self._state:
+                    self._load -= not thread.stuck
+            if thread.job is not None:
+                job, thread.job = thread.job, None
+                self.acknowledge(job)
+                del job
+            if thread.stuck:
+                return
+
+    def _take_or_leave(self, thread: _Thread[Job]) -> _Task | None:
+        """Wait for the next task; None if the thread has been idle for too long and is no longer counted on."""
+        while True:
+            try:
+                return self._queue.get(timeout=self._linger_s)
+            except queue.Empty:
+                with self._state:
+                    if self._queue.empty():
+                        self._threads.remove(thread)
+                        return None
+
+    def _handle_next(self, thread: _Thread[Job]) -> None:
+        try:
+            job = self._jobs.popleft()
+        except IndexError:  # the job was withdrawn
+            return
+        thread.beat()
+        thread.job = job
+        self.handle(job, thread.beat)
+
+    def _bury(self, thread: _Thread[Job]) -> None:
+        """Fail the job of a thread that dies, and have the thread replaced."""
+        with self._state:
+            self._threads.remove(thread)
+            self._load -= not thread.stuck
+            if not thread.stuck and self._linger_s is None:
+                if time.monotonic() - thread.started_at > STABLE_S:
+                    self._backoff.reset()
+                delay_s = self._backoff.next_s()
+                self._restart_at = time.monotonic() + delay_s
+                logger.error("%s: a thread died; starting another in %.1f s", self.name, delay_s)
+            self._fill()
+        self._note("ThreadDied")
+        job, thread.job = thread.job, None
+        if job is not None:
+            self._end_failed(job)
+
+    def _note(self, kind: str) -> None:
+        self.errors[kind] += 1
+        if self.errors[kind] == 1:
+            logger.exception("%s: unexpected %s; counted from now on", self.name, kind)
+        self._on_error()
+
+    # With `_state` held, but for `_put`
+
+    def _put(self, task: _Task) -> None:
+        if self._linger_s is None:
+            self._queue.put(task)
+            return
+        with self._state:
+            self._load += 1
+            self._fill()
+            self._queue.put(task)
+
+    def _fill(self) -> None:
+        """Start the threads that are missing."""
+        if self._linger_s is not None:
+            wanted = min(self._load, self._threads_max)
+        elif time.monotonic() >= self._restart_at:
+            wanted = self._threads_max
+            self._restart_at = math.inf
+        else:
+            return
+        while wanted > len(self._threads) - sum(thread.stuck for thread in self._threads) and not self._closed:
+            if not self._start_thread():
+                self._restart_at = time.monotonic() + self._backoff.next_s()
+                return
+            self.restarts += self._linger_s is None
+
+    def _substitute(self, thread: _Thread[Job]) -> None:
+        """Give a stuck thread's place to another, within a limit: a store that hangs must not eat threads."""
+        if sum(other.stuck for other in self._threads) < SUBSTITUTES_MAX and self._start_thread():
+            thread.stuck = True
+            self._load -= 1
+            self.stuck_threads += 1
+            logger.error("%s: a thread is stuck in a call; started another", self.name)
+
+    def _start_thread(self) -> bool:
+        thread = _Thread(self, next(self._numbers))
+        try:
+            thread.start()
+        except RuntimeError:
+            self.errors["NoThread"] += 1
+            if self.errors["NoThread"] == 1:
+                logger.exception("%s: the system gives no more threads; counted from now on", self.name)
+            return False
+        self._threads.append(thread)
+        return True
+
+
+# Called as the class is; a simulation gives one that starts no threads.
+WorkerFactory: TypeAlias = Callable[..., SupervisedPool[Any]]

@@ -1,0 +1,221 @@
+"""Pages in parts in a file store: moved without a copy where the page cache takes them, by way of an aligned frame
+where direct I/O does not, and whole or not at all where a transfer fails in the middle of a list."""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hicache.backends.testing import (
+    GET_ERROR,
+    HIT,
+    MISS,
+    NAMESPACE,
+    PRESENT,
+    SET_ERROR,
+    STORED,
+    Store,
+    full_frames,
+    load,
+    make_keys,
+    soon,
+)
+from hicache.backends.testing.pages import holds, in_parts
+from hicache.frame import Compression, FrameCodec, PageView, first_bytes
+
+from ._files import CIPHER_KEY, MAC_KEY, Faulty, check, open_file, temporary_files
+
+MIB = 1 << 20
+# Longer than a piece that is hashed while warm, and not a multiple of anything.
+CODEC = FrameCodec(NAMESPACE, 2 * MIB + 12_345)
+CODECS = {
+    "plain": CODEC,
+    "gmac": FrameCodec(NAMESPACE, CODEC.payload_bytes, mac_keys=[MAC_KEY]),
+    "zstd+gcm": FrameCodec(
+        NAMESPACE, CODEC.payload_bytes, encryption_keys=[CIPHER_KEY], compression=Compression()
+    ),
+}
+IOV_MAX = 1024
+
+
+def views(keys: list[bytes], parts: int, *, full: bool = True) -> list[PageView]:
+    found = [in_parts(CODEC, frame, parts) for frame in full_frames(CODEC, keys)]
+    for view in found if not full else ():
+        for part in view.parts:
+            part[:] = bytes(part.nbytes)
+    return found
+
+
+def store_views(store: Store, keys: list[bytes], parts: int = 70) -> list[Any]:
+    return store.backend.batch_set(keys, views(keys, parts), parent=None, deadline=soon())
+
+
+def load_views(store: Store, keys: list[bytes], parts: int = 70) -> list[Any]:
+    """Read pages into parts and assert that each hit is the right page."""
+    pages = views(keys, parts, full=False)
+    outcomes = store.backend.batch_get(keys, pages, deadline=soon())
+    for key, page, outcome in zip(keys, pages, outcomes, strict=True):
+        assert outcome is not HIT or holds(CODEC, key, page), "a wrong page was served"
+    return outcomes
+
+
+def address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
+
+
+class Noted:
+    """Notes the lists of buffers that are read and written; moves at most `step` bytes of each, None for all."""
+
+    def __init__(self, step: int | None = None) -> None:
+        self.lists: dict[str, list[list[memoryview]]] = {"preadv": [], "pwritev": []}
+        self.step = step
+
+    def __call__(self, name: str, number: int, args: tuple[Any, ...]) -> int | None:
+        if name not in self.lists:
+            return None
+        fd, buffers, offset = args
+        self.lists[name].append(list(buffers))
+        if self.step is None:
+            return None
+        call = os.preadv if name == "preadv" else os.pwritev
+        return call(fd, first_bytes(buffers, self.step), offset)
+
+
+def open_noted(root: Path, step: int | None = None, codec: FrameCodec = CODEC, **options: Any) -> tuple[Store, Noted]:
+    noted = Noted(step)
+    system = Faulty(noted)
+    system.armed = False
+    store = open_file(root, codec, system=system, io_threads=1, **options)
+    system.armed = True
+    return store, noted
+
+
+@pytest.mark.parametrize("form", CODECS)
+@pytest.mark.parametrize("parts", [2, 64, 3000])
+def test_pages_of_any_number_of_parts_are_stored_and_read(tmp_path: Path, form: str, parts: int) -> None:
+    store = open_file(tmp_path / "s", CODECS[form])
+    keys = make_keys(3)
+    assert store_views(store, keys, parts) == [STORED] * 3
+    assert load_views(store, keys, parts) == [HIT] * 3
+    assert load(store, keys) == [HIT] * 3
+    assert store_views(store, keys, parts) == [PRESENT] * 3
+    assert store.backend.statistics().errors == {}
+    check(store, tmp_path / "s")
+    store.backend.close()
+
+
+def test_parts_are_moved_where_they_are_and_no_list_is_longer_than_a_call_takes(tmp_path: Path) -> None:
+    store, noted = open_noted(tmp_path / "s")
+    (key,) = make_keys(1)
+    for verb, name in (("batch_set", "pwritev"), ("batch_get", "preadv")):
+        (page,) = views([key], 3000, full=verb == "batch_set")
+        first, last = address(page.parts[0]), address(page.parts[-1]) + page.parts[-1].nbytes
+        if verb == "batch_set":
+            assert store.backend.batch_set([key], [page], parent=None, deadline=soon()) == [STORED]
+        else:
+            assert store.backend.batch_get([key], [page], deadline=soon()) == [HIT]
+        lists = noted.lists[name]
+        assert len(lists) >= 3 and max(map(len, lists)) <= IOV_MAX
+        moved = [buffer for buffers in lists for buffer in buffers]
+        assert sum(buffer.nbytes for buffer in moved) == CODEC.frame_bytes
+        foreign = [
+            buffer for buffer in moved
+            if address(buffer) != address(page.header) and not first <= address(buffer) < last
+        ]  # fmt: skip
+        assert sum(buffer.nbytes for buffer in foreign) < 4096, "only the padding is not the caller's memory"
+    store.backend.close()
+
+
+@pytest.mark.parametrize("step", [99_991, 255, MIB - 1])
+def test_short_transfers_of_lists_are_continued(tmp_path: Path, step: int) -> None:
+    store, noted = open_noted(tmp_path / "s", step)
+    keys = make_keys(1 if step < 1000 else 2)
+    assert store_views(store, keys) == [STORED] * len(keys)
+    assert load_views(store, keys) == [HIT] * len(keys)
+    assert min(map(len, noted.lists.values())) >= len(keys) * (CODEC.frame_bytes // step)
+    assert store.backend.statistics().errors == {}
+    store.backend.close()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_an_error_in_the_middle_of_a_list_costs_one_page(tmp_path: Path, call: str) -> None:
+    def fault(name: str, number: int, args: tuple[Any, ...]) -> int | None:
+        if name != call:
+            return None
+        if number == 4:  # of the second page: its first bytes have been moved
+            raise OSError(errno.EIO, "broken")
+        return (os.preadv if call == "preadv" else os.pwritev)(args[0], first_bytes(args[1], MIB), args[2])
+
+    system = Faulty(fault)
+    system.armed = False
+    store = open_file(tmp_path / "s", system=system, codec=CODEC, io_threads=1)
+    keys = make_keys(3)
+    if call == "preadv":
+        store_views(store, keys)
+    system.armed = True
+    if call == "pwritev":
+        assert store_views(store, keys) == [STORED, SET_ERROR, STORED]
+    else:
+        assert load_views(store, keys) == [HIT, GET_ERROR, HIT]
+    system.armed = False
+    assert store.backend.statistics().errors == {"EIO": 1}
+    assert load_views(store, keys) == [HIT, MISS if call == "pwritev" else HIT, HIT]
+    check(store, tmp_path / "s")
+    assert len(temporary_files(tmp_path / "s")) == 1
+    store.backend.close()
+
+
+def test_a_file_that_ends_in_the_middle_of_a_list_is_corrupt(tmp_path: Path) -> None:
+    system = Faulty(lambda name, number, args: 0 if name == "preadv" and number == 2 else None)
+    system.armed = False
+    store = open_file(tmp_path / "s", system=system, codec=CODEC)
+    (key,) = make_keys(1)
+    store_views(store, [key])
+    system.armed = True
+    load_views(store, [key])
+    assert store.backend.statistics().corrupt == {"size": 1}
+    assert load_views(store, [key]) == [MISS]
+    store.backend.close()
+
+
+@pytest.mark.parametrize("form", CODECS)
+def test_direct_io_moves_unaligned_parts_by_way_of_aligned_frames(disk_path: Path, form: str) -> None:
+    store, noted = open_noted(disk_path / "s", codec=CODECS[form], direct_io=True)
+    keys = make_keys(3)
+    assert store_views(store, keys) == [STORED] * 3
+    assert load_views(store, keys) == [HIT] * 3
+    moved = [buffers for lists in noted.lists.values() for buffers in lists]
+    assert len(moved) == 6, "a page is one transfer"
+    assert all(address(buffer) % 4096 == 0 == buffer.nbytes % 4096 for buffers in moved for buffer in buffers)
+    assert "EINVAL" not in store.backend.statistics().errors
+    check(store, disk_path / "s")
+    store.backend.close()
+
+
+def test_direct_io_holds_one_frame_per_thread_and_not_one_per_page(
+    disk_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = FrameCodec(NAMESPACE, CODEC.payload_bytes)
+    lent: list[weakref.ref[memoryview]] = []
+    alive: list[int] = []
+    take = codec.scratch_frame
+
+    def note() -> memoryview:
+        alive.append(sum(view() is not None for view in lent))
+        frame = take()
+        lent.append(weakref.ref(frame))
+        return frame
+
+    monkeypatch.setattr(codec, "scratch_frame", note)
+    store = open_file(disk_path / "s", codec, direct_io=True, io_threads=1)
+    keys = make_keys(8)
+    assert store_views(store, keys) == [STORED] * 8
+    assert load_views(store, keys) == [HIT] * 8
+    assert len(alive) == 16 and max(alive) <= 1
+    store.backend.close()

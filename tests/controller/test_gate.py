@@ -1,0 +1,344 @@
+"""The storage gate: each reason alone closes it, and it opens again when the reason has gone."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import pytest
+
+from hicache.backends.base import StorageBackend
+from hicache.backends.faults import FaultyBackend
+from hicache.backends.guard import Direction, GuardedBackend, Override
+from hicache.backends.memory import MemoryBackend
+from hicache.config.guard import GuardConfig
+from hicache.controller import Lookup, Read, Store
+from hicache.controller.agreement import Agreement
+from hicache.controller.gate import BACKOFF_S_MAX, BACKOFF_S_MIN, StorageGate
+from hicache.controller.jobs import LookupJob, ReadJob, StoreJob
+from hicache.controller.progress import Progress, Readiness
+from hicache.controller.storage import IN_SERVICE, RETIRED, StorageJobs, Until
+from hicache.errors import InvariantError
+from hicache.frame import FrameCodec
+from hicache.geometry import KVGeometry
+from hicache.keys import PageChain, RadixKey
+from hicache.tiers import HostPool
+from tests.ranks import Exchange
+from tests.waiting import wait_for
+
+READ, WRITE = Direction.READ, Direction.WRITE
+KEYS = [bytes(32)]
+
+
+class Clock:
+    """Time that moves when the test says so."""
+
+    def __init__(self) -> None:
+        self.time_s = 100.0
+
+    def __call__(self) -> float:
+        return self.time_s
+
+
+class Engine:
+    """A scheduler's side with one guarded store; `gate_kind` may ignore a reason, as a control."""
+
+    def __init__(self, gate_kind: Callable[[Callable[[], float]], StorageGate] = StorageGate) -> None:
+        self.clock = Clock()
+        self.faults = FaultyBackend(MemoryBackend(FrameCodec(bytes(32), 64)))
+        self.guard = GuardedBackend(
+            self.faults, GuardConfig(failures=1, backoff_min=0.001, backoff_max=0.001, retry_share=0.0)
+        )
+        self.gate = gate_kind(self.clock)
+        self.gate.use(self.jobs())
+        self.step()
+
+    def jobs(self) -> StorageJobs:
+        return StorageJobs(
+            cast(StorageBackend, self.guard), cast(HostPool, None), batch_pages=1, deadline_s=1.0, clock=self.clock
+        )
+
+    def step(self) -> None:
+        """What a step of a controller without ranks does."""
+        self.gate.settle(self.gate.offer())
+        self.gate.check()
+
+    def break_store(self) -> None:
+        self.faults.fail()
+        wait_for(lambda: not self.guard.may_pass(READ), self.look_up)
+
+    def mend_store(self) -> None:
+        self.faults.fail(False)
+        wait_for(lambda: self.guard.may_pass(READ))
+
+    def look_up(self) -> None:
+        self.guard.batch_exists(KEYS, deadline=time.monotonic() + 1)
+
+    @property
+    def open(self) -> set[Direction]:
+        return {direction for direction in Direction if self.gate.may(direction)}
+
+
+@contextmanager
+def engine(gate_kind: Callable[[Callable[[], float]], StorageGate] = StorageGate) -> Iterator[Engine]:
+    one = Engine(gate_kind)
+    assert one.open == {READ, WRITE}
+    yield one
+    one.guard.close()
+
+
+# Each reason: how it comes, what it closes, how it goes (None: never); and a gate that ignores it.
+
+
+class KeepsRetired(StorageGate):
+    def retire(self, *, for_another: bool) -> StorageJobs | None:
+        return self.storage
+
+
+class NeverStops(StorageGate):
+    def stop(self, direction: Direction, at: float = -math.inf) -> None:
+        pass
+
+
+class NeverBacksOff(StorageGate):
+    def failed(self, direction: Direction) -> None:
+        pass
+
+
+class KeepsToBreakers(StorageGate):
+    def override(self, direction: Direction, mode: Override) -> None:
+        pass
+
+
+class AsksNoGuard(StorageGate):
+    def offer(self) -> Readiness:
+        return Readiness(self.opened)
+
+
+def pass_backoff(engine: Engine) -> None:
+    engine.clock.time_s += BACKOFF_S_MAX
+
+
+Step: TypeAlias = Callable[[Engine], Any]
+REASONS: dict[str, tuple[Step, set[Direction], Step | None, type[StorageGate]]] = {
+    "retired": (
+        lambda e: e.gate.retire(for_another=True), {READ, WRITE}, lambda e: e.gate.use(e.jobs()), KeepsRetired,
+    ),
+    "breaker": (Engine.break_store, {READ}, Engine.mend_store, AsksNoGuard),
+    "override": (
+        lambda e: e.gate.override(WRITE, Override.OFF), {WRITE}, lambda e: e.gate.override(WRITE, Override.AUTO),
+        KeepsToBreakers,
+    ),
+    "reads back off": (lambda e: e.gate.failed(READ), {READ}, pass_backoff, NeverBacksOff),
+    "writes back off": (lambda e: e.gate.failed(WRITE), {WRITE}, lambda e: e.gate.succeeded(WRITE), NeverBacksOff),
+    "reads end": (lambda e: e.gate.stop(READ), {READ}, None, NeverStops),
+    "writes end": (lambda e: e.gate.stop(WRITE, at=e.clock() + 5), {WRITE}, None, NeverStops),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_reason_alone_closes_its_direction_and_the_gate_opens_when_it_has_gone(reason: str) -> None:
+    begin, closes, end, _ = REASONS[reason]
+    with engine() as one:
+        begin(one)
+        one.step()
+        assert one.open == {READ, WRITE} - closes
+        if end is not None:
+            end(one)
+        pass_backoff(one)
+        one.step()
+        assert one.open == ({READ, WRITE} if end is not None else {READ, WRITE} - closes)
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_gate_that_ignores_a_reason_stays_open(reason: str) -> None:
+    """Negative control."""
+    begin, _, _, ignores = REASONS[reason]
+    with engine(ignores) as one:
+        begin(one)
+        one.gate.settle(one.gate.offer())
+        assert one.open == {READ, WRITE}
+
+
+@pytest.mark.parametrize("reason", ["retired", "reads end", "writes end"])
+def test_what_the_scheduler_decides_closes_at_once(reason: str) -> None:
+    begin, closes, _, _ = REASONS[reason]
+    with engine() as one:
+        begin(one)
+        assert one.open == {READ, WRITE} - closes
+
+
+@pytest.mark.parametrize("reason", ["breaker", "override", "reads back off", "writes back off"])
+def test_what_others_see_later_closes_with_the_next_step(reason: str) -> None:
+    with engine() as one:
+        REASONS[reason][0](one)
+        assert one.open == {READ, WRITE}
+
+
+def test_two_reasons_must_both_go() -> None:
+    with engine() as one:
+        one.gate.failed(READ)
+        one.gate.override(READ, Override.OFF)
+        one.gate.succeeded(READ)
+        one.step()
+        assert one.open == {WRITE}
+        one.gate.override(READ, Override.AUTO)
+        one.gate.failed(READ)
+        one.step()
+        assert one.open == {WRITE}
+
+
+# Stores
+
+
+def test_without_a_store_it_is_closed_and_nothing_is_attached() -> None:
+    gate = StorageGate(Clock())
+    gate.settle(gate.offer())
+    gate.check()
+    assert not (gate.attached or gate.may(READ) or gate.may(WRITE))
+    with pytest.raises(InvariantError, match="no storage is open"):
+        gate.enter()
+
+
+def test_a_store_is_attached_while_it_is_opened_and_not_once_it_is_detached() -> None:
+    with engine() as one:
+        one.gate.retire(for_another=True)
+        assert one.gate.attached and one.gate.storage is None
+        one.gate.retire(for_another=False)
+        assert not one.gate.attached
+
+
+def test_an_override_holds_for_the_next_store() -> None:
+    with engine() as one:
+        one.gate.override(READ, Override.OFF)
+        one.gate.retire(for_another=True)
+        one.guard.override(READ, Override.AUTO)
+        one.gate.use(one.jobs())
+        one.step()
+        assert one.open == {WRITE}
+
+
+def test_workers_see_one_value_of_all_this() -> None:
+    with engine() as one:
+        first = one.gate.enter()
+        assert first.until is IN_SERVICE
+        one.gate.stop(READ)
+        one.gate.stop(WRITE, at=7.0)
+        assert first.until == {READ: -math.inf, WRITE: 7.0} and IN_SERVICE[READ] == math.inf
+        assert one.gate.retire(for_another=True) is first and first.until is RETIRED
+        one.gate.use(one.jobs())
+        one.gate.stop(WRITE, at=8.0)
+        assert one.gate.enter().until == {READ: -math.inf, WRITE: 8.0} and first.until is RETIRED
+
+
+@pytest.mark.parametrize("until", [IN_SERVICE, RETIRED])
+def test_workers_start_nothing_that_the_gate_has_cancelled(until: Until) -> None:
+    """The open store is the control: there they do call the backend."""
+    host = HostPool(KVGeometry(layers=1, heads=1, head_dim=2, page_size=4, dtype="float32"), 1)
+    with engine() as one:
+        jobs = StorageJobs(one.guard, host, batch_pages=1, deadline_s=5.0, clock=time.monotonic)
+        jobs.until = until
+        beats: list[str] = []
+        late, page, key = time.monotonic() + 5, np.zeros(1, np.int32), RadixKey.of([1, 2, 3, 4])
+        jobs.look_up(LookupJob(Lookup(key, 0, b"", late), jobs), lambda: beats.append("look up"))
+        jobs.read(ReadJob(Read(KEYS, page, late), jobs), lambda: beats.append("read"))
+        chain = PageChain(key.tokens, 4, b"")
+        jobs.store(StoreJob(Store(chain, page, begins_prompt=True), jobs), lambda: beats.append("store"))
+        assert beats == (["look up", "read", "store"] if until is IN_SERVICE else [])
+
+
+def test_check_finds_a_store_that_workers_would_go_on_using() -> None:
+    with engine() as one:
+        one.gate.enter().until = RETIRED
+        with pytest.raises(InvariantError, match="stale"):
+            one.gate.check()
+        one.gate.storage = None
+        with pytest.raises(InvariantError, match="in use: False"):
+            one.gate.check()
+
+
+# Back-off
+
+
+def backoff_s(gate: StorageGate, clock: Clock) -> float:
+    """How long the back-off lasts that a failure starts."""
+    begin = clock.time_s
+    gate.failed(READ)
+    while not gate.offer().read:
+        clock.time_s += BACKOFF_S_MIN / 2
+    return clock.time_s - begin
+
+
+def test_each_further_failure_after_a_backoff_doubles_the_next_one_up_to_a_limit() -> None:
+    with engine() as one:
+        lengths = [round(backoff_s(one.gate, one.clock) / BACKOFF_S_MIN) for _ in range(12)]
+    assert lengths[:4] == [1, 2, 4, 8]
+    assert lengths[-1] == round(BACKOFF_S_MAX / BACKOFF_S_MIN)
+
+
+def test_many_operations_that_fail_in_one_outage_count_once() -> None:
+    with engine() as one:
+        for _ in range(64):
+            one.gate.failed(READ)
+        one.clock.time_s += BACKOFF_S_MIN
+        assert one.gate.offer().read
+
+
+def test_a_success_ends_the_backoff_and_makes_the_next_one_short() -> None:
+    with engine() as one:
+        for _ in range(6):
+            one.gate.failed(READ)
+            one.clock.time_s += BACKOFF_S_MAX
+        one.gate.failed(READ)
+        one.gate.succeeded(READ)
+        assert one.gate.offer().read
+        assert round(backoff_s(one.gate, one.clock) / BACKOFF_S_MIN) == 1
+
+
+# Ranks
+
+
+class Ranks:
+    """Two engines that agree on nothing but storage."""
+
+    def __init__(self, engines: list[Engine]) -> None:
+        self.engines = engines
+        self._agreements = [Agreement(g, [], prefetch_places=0, figures=0) for g in Exchange(2).ranks()]
+        self.step()
+
+    def step(self) -> None:
+        for agreement, one in zip(self._agreements, self.engines, strict=True):
+            agreement.start(Progress(storage=one.gate.offer()), {})
+        for agreement, one in zip(self._agreements, self.engines, strict=True):
+            one.gate.settle(agreement.result().storage)
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_reason_on_one_rank_closes_the_gates_of_all(reason: str) -> None:
+    begin, closes, end, _ = REASONS[reason]
+    with engine() as first, engine() as second:
+        ranks = Ranks([first, second])
+        assert first.open == {READ, WRITE}
+        begin(second)
+        if reason == "retired":
+            first.gate.retire(for_another=True)
+            first.gate.use(first.jobs())
+        ranks.step()
+        assert first.open == second.open == {READ, WRITE} - closes
+        if end is not None:
+            end(second)
+            ranks.step()
+            assert first.open == second.open == {READ, WRITE}
+
+
+def test_a_rank_that_hears_only_itself_stays_open() -> None:
+    """Negative control."""
+    with engine() as first, engine() as second:
+        second.gate.failed(READ)
+        for one in (first, second):
+            one.step()
+        assert first.open != second.open

@@ -1,0 +1,179 @@
+"""Background work on a supervised thread: when it runs, and what replaces a thread that dies or hangs."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+
+from hicache.background import BackgroundTask
+from hicache.backoff import Backoff
+from tests.test_supervised import WAIT_S, no_thread_is_left, no_threads
+from tests.waiting import wait_for
+
+__all__ = ["no_thread_is_left"]  # a fixture, for each test here too
+
+
+class Work:
+    """Work that is counted, waits at a gate, and returns when to do it again."""
+
+    def __init__(self, next_in_s: float = math.inf) -> None:
+        self.runs = 0
+        self.together = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.next_in_s = next_in_s
+        self.error: BaseException | None = None
+
+    def __call__(self) -> float:
+        self.runs += 1
+        self.gate.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+        return time.monotonic() + self.next_in_s
+
+
+def test_work_that_is_never_woken_takes_no_thread() -> None:
+    work = Work()
+    task = BackgroundTask("test", work)
+    task.tend()
+    assert task._pool.alive == 0
+    assert task.close(WAIT_S) and not work.runs
+
+
+def test_work_runs_once_for_each_wake_that_comes_after_it_began() -> None:
+    work = Work()
+    task = BackgroundTask("test", work)
+    for runs in (1, 2, 3):
+        task.wake()
+        wait_for(lambda n=runs: work.runs == n)  # type: ignore[misc]
+    work.gate.clear()
+    task.wake()
+    wait_for(lambda: work.runs == 4)
+    for _ in range(10):
+        task.wake()
+    work.gate.set()
+    wait_for(lambda: work.runs == 5)
+    assert task.close(WAIT_S) and work.runs == 5 and not task.errors
+
+
+def test_work_runs_again_at_the_time_that_it_returned() -> None:
+    work = Work(next_in_s=0.001)
+    task = BackgroundTask("test", work)
+    task.wake()
+    wait_for(lambda: work.runs >= 5)
+    assert task.close(WAIT_S)
+
+
+def test_a_wake_brings_work_forward_and_never_puts_it_off() -> None:
+    work = Work(next_in_s=3600.0)
+    task = BackgroundTask("test", work)
+    task.wake(time.monotonic() + 3600.0)
+    task.wake(time.monotonic() + 0.01)
+    task.wake(time.monotonic() + 3600.0)
+    wait_for(lambda: work.runs == 1)
+    task.wake()
+    wait_for(lambda: work.runs == 2)
+    assert task.close(WAIT_S) and work.runs == 2
+
+
+@pytest.mark.parametrize("linger_s", [0.0, 10.0])
+def test_an_idle_thread_ends_and_the_next_wake_starts_another(linger_s: float) -> None:
+    work = Work()
+    task = BackgroundTask("test", work, linger_s=linger_s)
+    for runs in range(1, 200):
+        task.wake()
+        wait_for(lambda n=runs: work.runs == n)  # type: ignore[misc]
+    assert task.close(WAIT_S)
+
+
+def test_work_that_raises_is_counted_logged_once_and_done_again_after_a_back_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    counted = list[int]()
+    work = Work()
+    work.error = ValueError("a bug")
+    task = BackgroundTask("test", work, backoff=Backoff(0.001, 0.002), on_error=lambda: counted.append(1))
+    task.wake()
+    wait_for(lambda: work.runs >= 3)
+    work.error = None
+    wait_for(lambda: task._next_at == math.inf and not task._is_submitted)
+    assert task.errors["ValueError"] == len(counted) == work.runs - 1
+    assert len(caplog.records) == 1
+    assert task.close(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_is_replaced_and_the_work_done_again() -> None:
+    work = Work()
+    work.error = SystemExit()
+    task = BackgroundTask("test", work, backoff=Backoff(0.001, 0.002))
+    task.wake()
+    wait_for(lambda: work.runs >= 2)
+    work.error = None
+    wait_for(lambda: task._next_at == math.inf and not task._is_submitted)
+    assert task.errors["ThreadDied"] == work.runs - 1
+    assert task.close(WAIT_S)
+
+
+def test_a_thread_that_hangs_is_replaced_and_what_it_returns_later_does_not_count() -> None:
+    work = Work(next_in_s=0.0)
+    gate = work.gate = threading.Event()
+    task = BackgroundTask("test", work, patience_s=0.05)
+    task.wake()
+    wait_for(lambda: work.runs == 1)
+    work.gate, work.next_in_s = threading.Event(), math.inf
+    work.gate.set()
+    wait_for(lambda: work.runs == 2, task.tend)
+    work.next_in_s = 0.0  # what the hanging run returns
+    gate.set()
+    wait_for(lambda: len(task._pool._threads) == 1)
+    assert work.runs == 2
+    assert task.close(WAIT_S)
+
+
+def test_waiting_for_its_time_is_not_hanging() -> None:
+    work = Work()
+    task = BackgroundTask("test", work, patience_s=0.01)
+    task.wake(time.monotonic() + 0.2)
+    wait_for(lambda: work.runs == 1, task.tend)
+    assert task._pool.stuck_threads == 0
+    assert task.close(WAIT_S)
+
+
+def test_work_that_always_hangs_takes_no_more_than_five_threads() -> None:
+    work = Work()
+    work.gate.clear()
+    task = BackgroundTask("test", work, patience_s=-1.0)
+    task.wake()
+    wait_for(lambda: work.runs == 5, task.tend)
+    for _ in range(100):
+        task.wake()
+    assert len(task._pool._threads) == work.runs == 5
+    assert not task.close(0.01)
+    work.gate.set()
+    wait_for(lambda: not task._pool._threads)
+    assert task.close(WAIT_S) and work.runs == 5
+
+
+def test_without_a_thread_the_work_is_done_once_one_can_start() -> None:
+    work = Work()
+    task = BackgroundTask("test", work)
+    with no_threads():
+        task.wake()
+        task.tend()
+        assert task.errors["NoThread"] > 0 and not work.runs
+    wait_for(lambda: work.runs == 1, task.tend)
+    assert task.close(WAIT_S)
+
+
+def test_closing_ends_the_wait_and_nothing_runs_after_it() -> None:
+    work = Work()
+    task = BackgroundTask("test", work)
+    task.wake(time.monotonic() + 3600.0)
+    assert task.close(WAIT_S) and task.close(WAIT_S)
+    task.wake()
+    task.tend()
+    assert not work.runs and task._pool.alive == 0

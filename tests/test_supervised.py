@@ -1,0 +1,536 @@
+"""The pool of supervised threads, apart from what it works on: jobs, batches, and calls that may be left."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hicache.supervised import SUBSTITUTES_MAX, SupervisedPool
+from tests.waiting import wait_for
+
+WAIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Also: what a dying thread tells pytest belongs to its own test."""
+    yield
+    wait_for(lambda: not [one for one in threading.enumerate() if one.name.startswith("hicache-test-")])
+
+
+class Harness:
+    """A pool whose jobs are functions, and what became of them."""
+
+    def __init__(self, count: int = 1, patience_s: float = 7.0, linger_s: float | None = None) -> None:
+        self.done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.failed: list[Callable[[], None]] = []
+        self.pool = SupervisedPool[Callable[[], None]](
+            "test", count, handle=lambda job, beat: job(), fail=self.failed.append, acknowledge=self.done.put,
+            patience_s=patience_s, linger_s=linger_s,
+        )  # fmt: skip
+
+    def supervise_until(self, condition: Callable[[], bool]) -> None:
+        wait_for(condition, self.pool.supervise, timeout_s=WAIT_S)
+
+
+def fail() -> None:
+    raise ValueError("handler bug")
+
+
+def die() -> None:
+    raise SystemExit
+
+
+def work() -> None:
+    pass
+
+
+def test_jobs_are_acknowledged_once_and_in_order() -> None:
+    harness = Harness()
+    jobs = [lambda: None for _ in range(50)]
+    for job in jobs:
+        harness.pool.submit(job)
+    assert [harness.done.get(timeout=WAIT_S) for _ in jobs] == jobs
+    assert harness.pool.close(WAIT_S)
+    assert harness.done.empty() and not harness.failed
+
+
+def test_a_failing_handler_fails_its_job_and_is_logged_once_per_kind(caplog: pytest.LogCaptureFixture) -> None:
+    harness = Harness()
+    for job in (fail, fail, work):
+        harness.pool.submit(job)
+    assert [harness.done.get(timeout=WAIT_S) for _ in range(3)] == [fail, fail, work]
+    assert harness.failed == [fail, fail]
+    assert harness.pool.errors == {"ValueError": 2}
+    assert len(caplog.records) == 1
+    assert harness.pool.close(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_thread_is_replaced_with_back_off_and_its_job_fails() -> None:
+    harness = Harness()
+    for round_number in (1, 2):
+        harness.pool.submit(die)
+        harness.supervise_until(lambda n=round_number: harness.pool.restarts == n)  # type: ignore[misc]
+        assert harness.done.get(timeout=WAIT_S) is die
+    harness.pool.submit(work)
+    assert harness.done.get(timeout=WAIT_S) is work
+    assert harness.failed == [die, die]
+    assert harness.pool.errors == {"ThreadDied": 2}
+    assert harness.pool.close(WAIT_S)
+
+
+def test_a_stuck_thread_gets_a_substitute_and_its_job_stays_open_until_it_ends() -> None:
+    harness = Harness(patience_s=0.1)
+    gate = threading.Event()
+
+    def hang() -> None:
+        gate.wait(WAIT_S)
+
+    harness.pool.submit(hang)
+    harness.supervise_until(lambda: harness.pool.stuck_threads == 1)
+    harness.pool.submit(work)
+    assert harness.done.get(timeout=WAIT_S) is work
+    gate.set()
+    assert harness.done.get(timeout=WAIT_S) is hang
+    harness.supervise_until(lambda: len(harness.pool._threads) == 1)
+    assert harness.pool.close(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_stuck_thread_that_dies_still_acknowledges_its_job() -> None:
+    harness = Harness(patience_s=0.1)
+    gate = threading.Event()
+
+    def hang_and_die() -> None:
+        gate.wait(WAIT_S)
+        raise SystemExit
+
+    harness.pool.submit(hang_and_die)
+    harness.supervise_until(lambda: harness.pool.stuck_threads == 1)
+    gate.set()
+    harness.supervise_until(lambda: harness.failed == [hang_and_die])
+    assert harness.done.get(timeout=WAIT_S) is hang_and_die
+    assert harness.pool.close(WAIT_S)
+
+
+def test_a_store_that_hangs_does_not_eat_threads() -> None:
+    harness = Harness(patience_s=-1.0)  # stuck as soon as it has a job
+    gate, entered = threading.Event(), threading.Semaphore(0)
+
+    def hang() -> None:
+        entered.release()
+        gate.wait(WAIT_S)
+
+    for _ in range(20):
+        harness.pool.submit(hang)
+    harness.supervise_until(lambda: harness.pool.stuck_threads == SUBSTITUTES_MAX)
+    assert all(entered.acquire(timeout=WAIT_S) for _ in range(5))  # the last substitute hangs too
+    for _ in range(100):
+        harness.pool.supervise()
+    assert len(harness.pool._threads) == 5
+    gate.set()
+    for _ in range(20):
+        harness.done.get(timeout=WAIT_S)
+    assert harness.pool.close(WAIT_S)
+
+
+def test_closing_leaves_a_hanging_thread_behind_and_says_so() -> None:
+    harness = Harness()
+    gate, entered = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        entered.set()
+        gate.wait(WAIT_S)
+
+    harness.pool.submit(hang)
+    assert entered.wait(WAIT_S)
+    assert not harness.pool.close(0.05)
+    gate.set()
+    assert harness.done.get(timeout=WAIT_S) is hang
+
+
+def test_a_job_that_waits_can_be_withdrawn_and_one_that_a_thread_has_cannot() -> None:
+    harness = Harness()
+    gate, entered = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        entered.set()
+        gate.wait(WAIT_S)
+
+    waiting = [lambda: None for _ in range(3)]
+    for job in (hang, *waiting):
+        harness.pool.submit(job)
+    assert entered.wait(WAIT_S)
+    assert not harness.pool.withdraw(hang)
+    assert harness.pool.withdraw(waiting[1]) and not harness.pool.withdraw(waiting[1])
+    assert harness.pool.queued == 2
+    gate.set()
+    assert [harness.done.get(timeout=WAIT_S) for _ in range(3)] == [hang, waiting[0], waiting[2]]
+    assert harness.pool.close(WAIT_S) and harness.done.empty()
+    assert not harness.pool.withdraw(waiting[0])
+
+
+def test_a_job_is_either_withdrawn_or_handled_while_threads_take_jobs_all_the_time() -> None:
+    harness = Harness(count=4)
+    jobs = [lambda: None for _ in range(5000)]
+    withdrawn: set[int] = set()
+    for number, job in enumerate(jobs):
+        harness.pool.submit(job)
+        candidate = jobs[max(0, number - 1)] if number % 3 else job
+        if harness.pool.withdraw(candidate):
+            withdrawn.add(id(candidate))
+    handled = [id(harness.done.get(timeout=WAIT_S)) for _ in range(len(jobs) - len(withdrawn))]
+    assert harness.pool.close(WAIT_S) and harness.done.empty() and harness.pool.queued == 0
+    assert withdrawn and len(set(handled)) == len(handled) and withdrawn.isdisjoint(handled)
+
+
+@contextlib.contextmanager
+def no_threads() -> Iterator[None]:
+    """Let no thread of Python start."""
+    before = threading.stack_size(1 << 46)  # more than a machine has
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def hanging(gate: threading.Event, entered: threading.Semaphore | None = None) -> Callable[[], Any]:
+    """A call that returns 1 once `gate` is set."""
+
+    def hang() -> int:
+        if entered is not None:
+            entered.release()
+        gate.wait(WAIT_S)
+        return 1
+
+    return hang
+
+
+def test_a_pool_that_got_no_threads_gets_them_later_and_does_its_jobs() -> None:
+    with no_threads():
+        harness = Harness(count=2)
+        harness.pool.submit(work)
+        harness.pool.supervise()
+        assert harness.pool.alive == 0 and harness.pool.errors["NoThread"] > 0
+    harness.supervise_until(lambda: harness.pool.alive == 2)
+    assert harness.done.get(timeout=WAIT_S) is work and not harness.failed
+    assert harness.pool.close(WAIT_S)
+
+
+def test_closing_a_pool_without_threads_fails_the_jobs_that_wait() -> None:
+    with no_threads():
+        harness = Harness()
+        harness.pool.submit(work)
+        assert harness.pool.close(WAIT_S)
+    assert harness.failed == [work] and harness.done.get_nowait() is work and harness.done.empty()
+
+
+def test_a_pool_may_be_closed_twice() -> None:
+    harness = Harness(count=2)
+    assert harness.pool.close(WAIT_S) and harness.pool.close(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_threads_on_demand_start_with_the_work_end_when_idle_and_survive_a_death() -> None:
+    harness = Harness(count=2, linger_s=0.0)
+    assert harness.pool.alive == 0
+    for job in (work, die, work, work):
+        harness.pool.submit(job)
+    assert {harness.done.get(timeout=WAIT_S) for _ in range(4)} == {work, die}
+    wait_for(lambda: harness.pool.alive == 0)
+    assert harness.failed == [die] and harness.pool.errors == {"ThreadDied": 1}
+    assert harness.pool.close(WAIT_S)
+
+
+def test_no_job_is_lost_to_a_thread_that_ends_as_the_job_comes() -> None:
+    harness = Harness(count=3, linger_s=0.0)
+    for _ in range(2000):
+        harness.pool.submit(work)
+        assert harness.done.get(timeout=WAIT_S) is work
+    assert harness.pool.close(WAIT_S) and harness.done.empty()
+
+
+def test_threads_on_demand_are_no_more_than_their_maximum() -> None:
+    gate, entered = threading.Event(), threading.Semaphore(0)
+    harness = Harness(count=2, linger_s=10.0)
+    for _ in range(5):
+        harness.pool.submit(hanging(gate, entered))
+    assert entered.acquire(timeout=WAIT_S) and entered.acquire(timeout=WAIT_S)
+    assert harness.pool.alive == 2 and harness.pool.queued == 3
+    gate.set()
+    for _ in range(5):
+        harness.done.get(timeout=WAIT_S)
+    assert harness.pool.close(WAIT_S)
+
+
+# Batches
+
+
+@pytest.mark.parametrize(("threads", "linger_s"), [(0, None), (3, None), (3, 0.0)])
+@pytest.mark.parametrize("count", [0, 1, 2, 100])
+def test_each_page_of_a_batch_is_done_once_before_run_returns(threads: int, linger_s: float | None, count: int) -> None:
+    pool, pages = SupervisedPool[Any]("test", threads, linger_s=linger_s), list[int]()
+    pool.run(count, pages.append)
+    assert sorted(pages) == list(range(count))
+    assert pool.close(WAIT_S)
+
+
+def test_threads_help_with_a_batch_and_the_caller_takes_part() -> None:
+    pool, together = SupervisedPool[Any]("test", 3), threading.Barrier(4)
+    names: set[str] = set()
+
+    def page(number: int) -> None:
+        together.wait(WAIT_S)
+        names.add(threading.current_thread().name)
+
+    pool.run(4, page)
+    assert names == {threading.current_thread().name, *(f"hicache-test-{n}" for n in (1, 2, 3))}
+    assert pool.close(WAIT_S)
+
+
+def test_a_batch_is_done_head_first() -> None:
+    pool, pages = SupervisedPool[Any]("test", 0), list[int]()
+    pool.run(50, pages.append)
+    assert pages == list(range(50))
+
+
+def test_an_exception_on_a_helping_thread_costs_its_page_alone_and_is_counted() -> None:
+    counted = list[int]()
+    pool = SupervisedPool[Any]("test", 1, on_error=lambda: counted.append(1))
+    caller, both = threading.current_thread(), threading.Barrier(2)
+    pages = list[int]()
+
+    def page(number: int) -> None:
+        if number < 2:
+            both.wait(WAIT_S)  # the caller has one of the first two pages, the thread the other
+            if threading.current_thread() is not caller:
+                raise ValueError("a bug")
+        pages.append(number)
+
+    pool.run(20, page)
+    assert len(pages) == 19
+    wait_for(lambda: counted == [1])
+    assert pool.errors == {"ValueError": 1} and pool.alive == 1
+    assert pool.close(WAIT_S)
+
+
+def test_an_exception_on_the_caller_gives_the_batch_up_and_is_raised() -> None:
+    pool, pages = SupervisedPool[Any]("test", 0), list[int]()
+
+    def page(number: int) -> None:
+        if number == 3:
+            raise ValueError("a bug")
+        pages.append(number)
+
+    with pytest.raises(ValueError, match="a bug"):
+        pool.run(10, page)
+    assert pages == [0, 1, 2]
+    pool.run(1, pages.append)
+    assert pages == [0, 1, 2, 0]
+
+
+def test_a_batch_waits_for_the_pages_that_other_threads_have() -> None:
+    pool, gate, entered, ended = SupervisedPool[Any]("test", 1), threading.Event(), threading.Event(), list[int]()
+    caller = threading.current_thread()
+
+    def page(number: int) -> None:
+        if threading.current_thread() is caller:
+            assert entered.wait(WAIT_S)
+            gate.set()
+            raise ValueError("a bug")
+        entered.set()
+        gate.wait(WAIT_S)
+        ended.append(number)
+
+    with pytest.raises(ValueError, match="a bug"):
+        pool.run(2, page)
+    assert len(ended) == 1
+    assert pool.close(WAIT_S)
+
+
+def test_a_batch_that_is_done_is_not_held_by_threads_that_were_busy_all_the_time() -> None:
+    pool, gate, entered = SupervisedPool[Any]("test", 1), threading.Event(), threading.Semaphore(0)
+    other = threading.Thread(target=pool.call, args=(hanging(gate, entered), math.inf))
+    other.start()
+    assert entered.acquire(timeout=WAIT_S)
+
+    class Frame:
+        held = 0
+
+        def __init__(self) -> None:
+            Frame.held += 1
+
+        def __del__(self) -> None:
+            Frame.held -= 1
+
+        def check(self) -> None:
+            assert Frame.held == 1
+
+    def run() -> None:
+        frame = Frame()
+        pool.run(4, lambda number: Frame.check(frame))
+
+    run()
+    assert Frame.held == 0
+    gate.set()
+    other.join(WAIT_S)
+    assert pool.close(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_in_a_batch_is_replaced_by_a_later_batch() -> None:
+    pool, caller = SupervisedPool[Any]("test", 1), threading.current_thread()
+    both = threading.Barrier(2)
+
+    def page(number: int) -> None:
+        both.wait(WAIT_S)
+        if threading.current_thread() is not caller:
+            raise SystemExit
+
+    pool.run(2, page)
+    wait_for(lambda: pool.alive == 0)
+
+    wait_for(lambda: pool.alive == 1, lambda: pool.run(2, lambda number: None), timeout_s=WAIT_S)
+    assert pool.restarts == 1 and pool.errors == {"ThreadDied": 1}
+    assert pool.close(WAIT_S)
+
+
+def test_batches_of_many_callers_at_once_are_each_done_whole() -> None:
+    pool, sums = SupervisedPool[Any]("test", 3), list[int]()
+
+    def call() -> None:
+        for _ in range(50):
+            pages = list[int]()
+            pool.run(16, pages.append)
+            sums.append(sum(pages))
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(WAIT_S)
+    assert sums == [120] * 200
+    assert pool.close(WAIT_S)
+
+
+# Calls
+
+
+def calling(threads: int = 4, linger_s: float | None = 10.0) -> SupervisedPool[Any]:
+    return SupervisedPool("test", threads, linger_s=linger_s)
+
+
+def soon() -> float:
+    return time.monotonic() + WAIT_S
+
+
+def leave(pool: SupervisedPool[Any], function: Callable[[], object], late: Callable[[object], None]) -> None:
+    """Make a call that hangs, and leave it once it has begun."""
+    patience_s, entered = 0.001, threading.Event()
+
+    def enter() -> object:
+        entered.set()
+        return function()
+
+    def tell(result: object) -> None:
+        if entered.is_set():
+            late(result)
+
+    while not entered.is_set():
+        patience_s *= 2
+        assert pool.call(enter, time.monotonic() + patience_s, tell) is None
+
+
+@pytest.mark.parametrize("linger_s", [None, 0.0, 10.0])
+def test_a_call_gives_its_result_or_raises_its_error_and_is_not_late(linger_s: float | None) -> None:
+    pool, late = calling(linger_s=linger_s), list[object]()
+    assert pool.call(lambda: 7, soon(), late.append) == 7
+    with pytest.raises(ZeroDivisionError):
+        pool.call(lambda: 1 // 0, soon(), late.append)
+    assert pool.close() and not late and not pool.errors
+
+
+def test_a_call_that_is_left_tells_its_result_once_when_it_really_ends() -> None:
+    pool, gate, late = calling(), threading.Event(), list[object]()
+    leave(pool, hanging(gate), late.append)
+    assert not late
+    assert pool.call(lambda: 7, soon(), late.append) == 7
+    gate.set()
+    assert pool.close()
+    assert late == [1]
+
+
+def test_a_call_that_is_left_and_fails_is_logged_and_tells_so(caplog: pytest.LogCaptureFixture) -> None:
+    pool, gate, late = calling(), threading.Event(), list[object]()
+
+    def fail_late() -> int:
+        gate.wait(WAIT_S)
+        raise ValueError("not for the log")
+
+    leave(pool, fail_late, late.append)
+    gate.set()
+    assert pool.close()
+    assert late == [None]
+    assert "ValueError" in caplog.text and "not for the log" not in caplog.text
+
+
+def test_a_call_that_has_not_begun_by_its_deadline_never_does() -> None:
+    pool, gate, entered = calling(threads=2), threading.Event(), threading.Semaphore(0)
+    begun, late = list[int](), list[object]()
+    callers = [threading.Thread(target=pool.call, args=(hanging(gate, entered), soon())) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+        assert entered.acquire(timeout=WAIT_S)
+    assert pool.call(lambda: begun.append(1), -math.inf, late.append) is None
+    gate.set()
+    for caller in callers:
+        caller.join()
+    assert pool.close()
+    assert (begun, late) == ([], [None])
+
+
+def test_late_is_called_once_for_each_call_without_a_result_however_close_the_deadline() -> None:
+    pool, late, results = calling(), list[object](), list[int | None]()
+    numbers = itertools.count()
+    for delay in range(400):
+        results.append(pool.call(numbers.__next__, time.monotonic() + delay % 20 * 5e-6, late.append))
+    assert pool.close()
+    assert len(late) == results.count(None)
+    told = [n for n in (*results, *late) if n is not None]
+    assert len(told) == len(set(told)) == next(numbers)
+
+
+def test_an_error_of_late_costs_no_thread() -> None:
+    pool, gate = calling(threads=1), threading.Event()
+    leave(pool, hanging(gate), lambda told: fail())
+    gate.set()
+    assert pool.call(lambda: 7, soon()) == 7
+    assert pool.close() and pool.errors == {"ValueError": 1}
+
+
+def test_a_call_without_a_thread_raises_and_the_next_one_with_a_thread_works() -> None:
+    pool, late = calling(threads=2), list[object]()
+    with no_threads():
+        for _ in range(5):
+            with pytest.raises(RuntimeError, match="no more threads"):
+                pool.call(lambda: 7, soon(), late.append)
+    assert pool.call(lambda: 7, soon(), late.append) == 7
+    assert pool.alive == 1 and pool.close() and not late
+
+
+def test_closing_leaves_a_call_that_hangs_behind_and_says_so() -> None:
+    pool, gate, late = calling(), threading.Event(), list[object]()
+    leave(pool, hanging(gate), late.append)
+    assert not pool.close(0.05)
+    gate.set()
+    wait_for(lambda: late == [1])
+    assert pool.close(WAIT_S)
