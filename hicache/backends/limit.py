@@ -202,6 +202,8 @@ class LimitedBackend(Wrapper):
     def _wait_for_listing(self, deadline: float) -> bool:
         wait_s = min(FIRST_LISTING_WAIT_S, deadline - time.monotonic())
         with self._state:
+            if not self._ledger.is_listed:
+                self._sweeps.tend()
             self._state.wait_for(lambda: self._ledger.is_listed or self._closed, max(0.0, wait_s))
             return self._ledger.is_listed
 
@@ -228,9 +230,8 @@ class LimitedBackend(Wrapper):
         return outcomes
 
     def _ask_for_sweep(self) -> None:
-        if not self._is_due:
-            self._is_due = True
-            self._sweeps.wake(self._not_before)
+        self._is_due = True
+        self._sweeps.wake(self._not_before)
 
     def remove_all(self, deadline: float) -> int:
         """See Envelope. As what was deleted, it makes room after the next listing, for which this asks."""

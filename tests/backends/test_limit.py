@@ -37,9 +37,11 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
+from hicache.background import BackgroundTask
 from hicache.errors import BackendUnavailable, InvalidInput
 from hicache.frame import FrameCodec
 from tests.seeds import rng, seeds
+from tests.test_supervised import no_threads
 from tests.waiting import wait_for
 
 from ._files import CODEC, PAGE, disk_usage, open_file, open_raw, page_files
@@ -309,6 +311,22 @@ def test_a_store_that_cannot_be_listed_takes_no_pages_until_it_can(
         assert load(store, keys) == [MISS] * 2
         troubles.clear()
         wait_for(lambda: store_chain(store, keys) == [STORED] * 2)
+
+
+def test_a_sweep_that_got_no_thread_is_made_once_there_are_threads(tmp_path: Path) -> None:
+    inner = open_file(tmp_path / "store")
+    with no_threads():
+        backend = LimitedBackend(
+            inner.backend, lambda: open_raw(path=tmp_path / "store"), capacity_bytes=5 * PAGE, list_interval_s=0.05
+        )
+    store = Store(backend, inner.read, inner.write)
+    assert store_chain(store, make_keys(5)) == [STORED] * 5
+    with no_threads():  # the thread of the sweep dies, say
+        backend._sweeps.close(10.0)
+        backend._sweeps = BackgroundTask("limit", backend._sweep_once)
+        backend._ask_for_sweep()
+    wait_for(lambda: any(outcome is STORED for outcome in store_chain(store, make_keys(9)[5:])))
+    backend.close()
 
 
 def test_closing_does_not_wait_for_a_first_listing(tmp_path: Path) -> None:

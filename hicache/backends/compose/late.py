@@ -104,6 +104,7 @@ class LatePart(Wrapper):
     def reach(self, pages: int, deadline: float) -> StorageBackend:
         """See Wrapper."""
         if self._inner is None:
+            self._opening.tend()
             raise StoreError(_NOT_OPEN)
         return self._inner
 

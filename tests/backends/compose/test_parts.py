@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend, leaves
 from hicache.backends.compose import LevelsBackend, MirrorBackend, ShardedBackend
-from hicache.backends.compose.late import LatePart
+from hicache.backends.compose.late import RETRY_S_MIN, LatePart
 from hicache.backends.guard import GuardedBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.registry import (
@@ -30,6 +31,7 @@ from hicache.config.composed_storage import PARTS_MAX
 from hicache.config.guard import GuardConfig
 from hicache.errors import BackendUnavailable, ConfigError, InvalidInput, NotOurs
 from hicache.frame import FrameCodec
+from tests.test_supervised import no_threads
 from tests.waiting import wait_for
 
 from .._files import open_descriptors
@@ -235,6 +237,17 @@ def test_what_was_asked_before_a_part_was_open_still_counts_when_it_is() -> None
     found = part.statistics()
     assert found.sets == {SetOutcome.ERROR: 2, STORED: 2} and found.gets == {GetOutcome.ERROR: 2}
     assert found.errors == {"not_open": 4}
+    part.close()
+
+
+def test_a_late_part_that_got_no_thread_is_opened_once_there_are_threads() -> None:
+    REFUSING.set()
+    with no_threads():
+        part = LatePart(CODEC, "late", lambda: open_switched(CODEC))
+        REFUSING.clear()
+        time.sleep(RETRY_S_MIN)
+        assert part.batch_exists(make_keys(1), deadline=soon()) == 0
+    wait_for(lambda: bool(part.parts), lambda: part.batch_exists(make_keys(1), deadline=soon()))
     part.close()
 
 
