@@ -99,10 +99,9 @@ class RedisBackend(PageStore[StoredValue]):
             self._pools.close()
             raise
         shards = len(router.routes(time.monotonic()).shards)
+        # A page that a bug leaves without an outcome is counted with its call.
         workers = SupervisedPool[Any](
-            "redis",
-            min(options.connections * shards, max(options.connections, _THREADS_MAX)) - 1,
-            on_error=lambda: self._calls.count(errors=["internal"]),
+            "redis", min(options.connections * shards, max(options.connections, _THREADS_MAX)) - 1
         )
         self._parts = Parts(codec, options, head, router, self._pools, workers)
 

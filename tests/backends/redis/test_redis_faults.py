@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from hicache.backends.testing import (
     GET_ERROR,
     HIT,
     MISS,
+    NAMESPACE,
     PRESENT,
     SET_ERROR,
     STORED,
@@ -31,6 +33,8 @@ from hicache.backends.testing import (
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.devservers import RedisCluster, RedisSentinel, ValkeyServer
 from hicache.devservers.ports import LOOPBACK
+from hicache.frame import Damage, FrameCodec
+from hicache.units import MIB
 from tests.proxy import Direction, Faults, Proxy
 from tests.waiting import wait_for
 
@@ -360,3 +364,24 @@ def test_many_threads_on_a_dying_server_all_come_back() -> None:
         for thread in threads:
             thread.join(30.0)
             assert not thread.is_alive()
+
+
+def test_a_bug_in_a_lane_is_one_error_for_each_of_its_pages(
+    valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = FrameCodec(NAMESPACE, MIB)
+    with opened(valkey, codec) as (backend, store):
+        keys = make_keys(8)
+        store_chain(store, keys)
+        accept = codec.accept
+
+        def broken(*arguments: Any) -> Damage | None:
+            if threading.current_thread().name.startswith("hicache-redis"):
+                raise ValueError
+            time.sleep(0.1)  # so that the other lane gets a page too
+            return accept(*arguments)
+
+        monkeypatch.setattr(codec, "accept", broken)
+        outcomes = load(store, keys)
+        assert GET_ERROR in outcomes
+        assert backend.statistics().errors == {"internal": outcomes.count(GET_ERROR)}
