@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 
@@ -366,7 +367,38 @@ def test_a_new_link_takes_over_and_the_old_one_is_left_when_unused(
         assert new is made[1] and new.parts.client is not old.parts.client
     assert links.close(timeout_s=30.0)
     assert len(made) == 2
-    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "hicache-mooncake-leave"])
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name.startswith(("hicache-mooncake-leave", "hicache-mooncake-renew"))])
+
+
+class Leavable:
+    """A link that counts how often it is left."""
+
+    def __init__(self) -> None:
+        self.users = self.left = 0
+        self.retired = False
+
+    def forget_client(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        self.left += 1
+
+
+def test_a_bug_while_a_new_link_is_made_does_not_end_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.backends.mooncake.link.RENEW_EVERY_S", 0.0)
+    first, second = Leavable(), Leavable()
+    to_make: list[Any] = [second, None, first]
+
+    def make() -> Link:
+        link = to_make.pop()
+        if link is None:
+            raise RuntimeError("a bug")
+        return cast(Link, link)
+
+    links = Links(make)
+    wait_for(lambda: links.current is second, lambda: links.renew(cast(Link, first)))
+    wait_for(lambda: first.left == 1)
+    assert links.close(timeout_s=30.0) and first.left == second.left == 1
 
 
 @pytest.mark.parametrize(

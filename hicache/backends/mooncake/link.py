@@ -4,7 +4,8 @@ A daemon that was started anew does not know its clients' memory any more, and t
 made meanwhile. Then every transfer is refused, and only a new client with new memory helps.
 
 Locking design: `Links._state` guards the current link, how many verbs use each link, and whether a new one is being
-made; it is held for a few instructions. A link is made, and left, on a thread of its own.
+made; it is held for a few instructions. A new link is made by a BackgroundTask, and links are left on the threads of a
+SupervisedPool.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from ...background import BackgroundTask
 from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendError, ConfigError
 from ...frame import FrameCodec
+from ...supervised import SupervisedPool
 from .batches import Names, Parts
 from .client import join_store, library_pool
 from .lanes import Roads
@@ -26,9 +29,10 @@ from .staging import Staging
 
 _log = logging.getLogger(__name__)
 
-_THREADS = "hicache-mooncake"
 # A new link that does not help is not replaced at once: each costs threads, memory and a second to leave.
 RENEW_EVERY_S = 5.0
+# Links that may hang at once while they are left.
+_LEAVING_MAX = 4
 
 
 class Link:
@@ -78,9 +82,13 @@ class Links:
         self._make = make
         self._state = threading.Lock()
         self._current = make()
-        self._renewal: threading.Thread | None = None
+        self._unfit: Link | None = None  # the link that is to be replaced
         self._renew_from = -math.inf  # monotonic
         self._closed = False
+        self._renewal = BackgroundTask("mooncake-renew", self._renew, linger_s=0.0)
+        self._leaving = SupervisedPool[Link](
+            "mooncake-leave", _LEAVING_MAX, handle=lambda link, beat: link.leave(), linger_s=0.0
+        )
 
     @property
     def current(self) -> Link:
@@ -100,40 +108,39 @@ class Links:
                 link.users -= 1
                 unused = link.retired and not link.users
             if unused:
-                _leave(link)
+                self._leaving.submit(link)
 
     def renew(self, link: Link) -> None:
-        """Replace `link`, unless that is done, under way or was tried in the last `RENEW_EVERY_S`. Does not block; the
-        verbs meanwhile use the old one."""
+        """Replace `link`, unless that is done or was tried in the last `RENEW_EVERY_S`. Does not block; the verbs
+        meanwhile use the old one."""
         with self._state:
-            if link is not self._current or self._renewal is not None or self._closed:
-                return
             now = time.monotonic()
-            if now < self._renew_from:
+            if link is not self._current or now < self._renew_from or self._closed:
                 return
             self._renew_from = now + RENEW_EVERY_S
-            self._renewal = threading.Thread(target=self._renew, args=(link,), name=f"{_THREADS}-renew", daemon=True)
-            self._renewal.start()
+            self._unfit = link
+        self._renewal.wake()
 
-    def _renew(self, old: Link) -> None:
+    def _renew(self) -> float:
+        old = self._unfit
+        if old is None or old is not self._current:
+            return math.inf
         old.forget_client()
-        new: Link | None = None
         try:
             new = self._make()
             _log.warning("mooncake store: joined the daemon anew; it had lost this process's memory")
         except (BackendError, ConfigError) as error:
             _log.warning("mooncake store: the daemon could not be joined anew (%s); trying again", type(error).__name__)
+            return math.inf
         with self._state:
-            self._renewal = None
-            if new is None:
-                return
             unwanted = new if self._closed else old
             if not self._closed:
                 self._current = new
             unwanted.retired = True
             unused = not unwanted.users
         if unused:
-            _leave(unwanted)
+            unwanted.leave()
+        return math.inf
 
     def close(self, timeout_s: float) -> bool:
         """Leave the store. False if a library call still hangs after `timeout_s`; the rest is done when it returns.
@@ -142,12 +149,6 @@ class Links:
         """
         with self._state:
             self._closed = True
-        leaving = _leave(self._current)
-        leaving.join(timeout_s)
-        return not leaving.is_alive()
-
-
-def _leave(link: Link) -> threading.Thread:
-    thread = threading.Thread(target=link.leave, name=f"{_THREADS}-leave", daemon=True)
-    thread.start()
-    return thread
+        self._renewal.close(timeout_s=0.0)
+        self._leaving.submit(self._current)
+        return self._leaving.close(timeout_s)
