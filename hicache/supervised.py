@@ -44,6 +44,10 @@ SUBSTITUTES_MAX = 4
 LINGER_S = 10.0
 
 
+class NoThread(RuntimeError):
+    """The system gives a pool no thread for a call, and the pool has none."""
+
+
 class Beat(Protocol):
     """Tell the supervisor that a job makes progress, and that its next step waits for `wait_s` on purpose."""
 
@@ -292,8 +296,7 @@ class SupervisedPool(Generic[Job]):
         """Return what `function` returns, which is never None, or None if that is not known by `deadline`.
 
         After None, `late` is called once on a thread of the pool: with the result when the function has returned, with
-        None when it has raised or was found not to have begun. Raises what the function raises, and RuntimeError if the
-        pool has no thread and the system gives it none.
+        None when it has raised or was found not to have begun. Raises what the function raises, and NoThread.
         """
         call = _Call(function, late)
         with self._state:
@@ -301,7 +304,7 @@ class SupervisedPool(Generic[Job]):
             self._fill()
             if not self._threads:
                 self._load -= 1
-                raise RuntimeError(f"pool {self.name}: the system gives no more threads")
+                raise NoThread(f"pool {self.name}: the system gives no more threads")
             self._queue.put(call.run)
         return call.wait(deadline)
 

@@ -36,7 +36,8 @@ from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
 from hicache.devservers.ports import free_ports
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.units import MIB
-from tests.backends._mooncake import CODEC, LEASE_MS, Memory, open_backend, options_for
+from tests.backends._mooncake import CODEC, LEASE_MS, SEGMENT_BYTES, Memory, open_backend, options_for
+from tests.test_supervised import no_threads
 from tests.waiting import wait_for
 
 T = TypeVar("T")
@@ -251,3 +252,23 @@ def test_a_process_that_has_closed_its_backend_listens_on_nothing(master: Moonca
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout.split()) == (0, ["open", "2", "closed", "0"]), done.stderr
+
+
+def test_without_threads_every_verb_counts_errors_and_opening_is_refused(
+    master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache.backends.mooncake.client.LINGER_S", 0.0)
+    keys = make_keys(2)
+    backend = open_backend(master)
+    assert store(backend, keys) == [STORED] * 2
+    wait_for(lambda: not [one for one in threading.enumerate() if one.name.startswith("hicache-mooncake-")])
+    with no_threads():
+        assert load(backend, keys) == [GET_ERROR] * 2
+        assert store(backend, make_keys(2, "more")) == [SET_ERROR] * 2
+        assert backend.batch_exists(keys, deadline=soon()) == backend.delete(keys, deadline=shortly()) == 0
+        with pytest.raises(BackendUnavailable, match="no more threads"):
+            open_backend(master, segment=2 * SEGMENT_BYTES)
+    assert set(backend.statistics().errors) == {"no_thread"}
+    assert load(backend, keys) == [HIT] * 2
+    backend.check()
+    backend.close()

@@ -367,7 +367,8 @@ def test_a_new_link_takes_over_and_the_old_one_is_left_when_unused(
         assert new is made[1] and new.parts.client is not old.parts.client
     assert links.close(timeout_s=30.0)
     assert len(made) == 2
-    wait_for(lambda: not [t for t in threading.enumerate() if t.name.startswith(("hicache-mooncake-leave", "hicache-mooncake-renew"))])
+    names = ("hicache-mooncake-leave", "hicache-mooncake-renew")
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith(names)])
 
 
 class Leavable:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...frame import Damage, FrameCodec
 from ...keys import PAGE_KEY_BYTES
-from ...supervised import SupervisedPool
+from ...supervised import NoThread, SupervisedPool
 from ...units import MIB
 from ..base import SetOutcome
 from ..pages import PageReads, PageWrites
@@ -65,7 +65,10 @@ class Parts:
         """What a library call that touches no frame says, or the class of error if it says nothing in time."""
         if time.monotonic() >= deadline:
             return "deadline"
-        result = self.pool.call(call, deadline + GRACE_S)
+        try:
+            result = self.pool.call(call, deadline + GRACE_S)
+        except NoThread:
+            return "no_thread"
         if result is None or any(map(codes.is_slow, result)):
             self.roads.slow = True
         return "timeout" if result is None else result

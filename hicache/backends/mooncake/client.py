@@ -19,7 +19,7 @@ from typing import Any
 
 from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendError, BackendUnavailable, ConfigError
-from ...supervised import LINGER_S, SupervisedPool
+from ...supervised import LINGER_S, NoThread, SupervisedPool
 from ..system_libraries import MOONCAKE_LIBRARIES, preload
 from . import codes
 from .options import environment
@@ -89,7 +89,10 @@ class Client:
         self._store = self._library.MooncakeDistributedStore()
         setup = self._setup(options)
         # If the library should hang in there, this process has lost one thread.
-        done = pool.call(lambda: [setup()], time.monotonic() + _SETUP_S)
+        try:
+            done = pool.call(lambda: [setup()], time.monotonic() + _SETUP_S)
+        except NoThread as error:
+            raise BackendUnavailable(f"mooncake store: {error}") from None
         if done != [codes.OK]:
             where = f"master {options.master}" if options.daemon is None else f"daemon {options.daemon}"
             what = "did not answer in time" if done is None else f"could not be joined (code {done[0]})"

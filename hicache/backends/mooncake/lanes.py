@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from ...frame import FRAME_ALIGN
-from ...supervised import SupervisedPool
+from ...supervised import NoThread, SupervisedPool
+from ..pages import StoreError
 from .client import GRACE_S
 from .staging import Staging
 
@@ -76,7 +77,10 @@ class Lane:
         returns, also past the deadline, unless all pages are in staging memory."""
         if not self.is_staged:
             return call()
-        result = self._pool.call(call, deadline + GRACE_S, late=self._give_back)
+        try:
+            result = self._pool.call(call, deadline + GRACE_S, late=self._give_back)
+        except NoThread:
+            raise StoreError("no_thread") from None
         self._abandoned = result is None
         return result
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ...config.addresses import Address
 from ...errors import ConfigError
-from ...supervised import SupervisedPool
+from ...supervised import NoThread, SupervisedPool
 from .channel import Channel, Reply, command
 from .errors import ErrorReply, Fault, Trouble, trouble_of
 from .options import Access, Endpoint, Login, Mode, Tls, UnixSocket, named_address
@@ -137,7 +137,7 @@ class Connector:
             trouble = late
         except OSError as error:
             trouble = trouble_of(error)
-        except RuntimeError:
+        except NoThread:
             trouble = Trouble(Fault.NO_THREAD)
         # Outside the handler, so that no chain of exceptions holds the text of the TLS library, which quotes names.
         raise trouble
