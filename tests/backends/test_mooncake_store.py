@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -387,17 +387,18 @@ class Leavable:
 
 def test_a_bug_while_a_new_link_is_made_does_not_end_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hicache.backends.mooncake.link.RENEW_EVERY_S", 0.0)
-    first, second = Leavable(), Leavable()
-    to_make: list[Any] = [second, None, first]
+    first: Any = Leavable()
+    second: Any = Leavable()
+    to_make = [second, None, first]
 
-    def make() -> Link:
+    def make() -> Any:
         link = to_make.pop()
         if link is None:
             raise RuntimeError("a bug")
-        return cast(Link, link)
+        return link
 
     links = Links(make)
-    wait_for(lambda: links.current is second, lambda: links.renew(cast(Link, first)))
+    wait_for(lambda: links.current is second, lambda: links.renew(first))
     wait_for(lambda: first.left == 1)
     assert links.close(timeout_s=30.0) and first.left == second.left == 1
 
