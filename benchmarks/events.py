@@ -21,12 +21,13 @@ import numpy as np
 import zmq
 
 from hicache.cache.recorder import EventRecorder
+from hicache.config import EventsConfig
 from hicache.events import EventStream, Medium, PrefixIndex, Removed, Stored
-from hicache.events.publisher import EventPublisher, PublisherOptions
-from hicache.events.wire import BatchEncoder, Dialect, decode_batch
+from hicache.events.publisher import EventPublisher
+from hicache.events.wire import BatchEncoder, decode_batch
 from hicache.keys import RadixKey, page_keys, token_bytes
+from hicache.policies import LRUPolicy
 from hicache.radix import Node, RadixTree
-from hicache.radix.policies import LRUPolicy
 
 from ._table import Row, print_table
 
@@ -122,7 +123,9 @@ def receive(endpoint: str, made: list[Stored]) -> tuple[zmq.Context[zmq.Socket[b
 def publish_ours(directory: Path, made: list[Stored]) -> float:
     """Seconds from the first put to the last event at the subscriber."""
     stream = EventStream(CAPACITY_BYTES)
-    with EventPublisher(stream, PublisherOptions(f"ipc://{directory}/ours", queued_batches_max=65536)) as publisher:
+    with EventPublisher(
+        stream, EventsConfig(endpoint=f"ipc://{directory}/ours", queued_batches_max=65536)
+    ) as publisher:
         context, subscriber = receive(publisher.endpoint, made)
         while not subscriber.poll(1):
             stream.put(Removed(Medium.DEVICE, (bytes(32),)))  # until the subscription is known
@@ -180,7 +183,7 @@ def publish(pages: int) -> Row:
 def follow(pages: int) -> Row:
     """Reading batches and keeping an index, by page; the reference is MessagePack alone."""
     made = events(pages)
-    encoder = BatchEncoder(Dialect.ARRAY)
+    encoder = BatchEncoder("array")
     payloads = [encoder.encode(made[start : start + PER_BATCH], 0.0) for start in range(0, len(made), PER_BATCH)]
     ours, reference = [], []
     for _ in range(RUNS):

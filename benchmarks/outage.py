@@ -23,8 +23,9 @@ import numpy as np
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import GuardedBackend
 from hicache.backends.memory import MemoryBackend
-from hicache.cache import CacheOptions, HiRadixCache
-from hicache.controller import ControllerOptions, HiCacheController
+from hicache.cache import HiRadixCache
+from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
+from hicache.controller import HiCacheController
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.keys import RadixKey
@@ -54,9 +55,12 @@ class Side:
         device, host = create_device_pool(GEOMETRY, pages), HostPool(GEOMETRY, 2 * pages)
         self.store = FaultyBackend(MemoryBackend(FrameCodec(bytes(32), GEOMETRY.payload_bytes)))
         self.guard = GuardedBackend(self.store)
-        options = ControllerOptions(store_host_share=64 * RUN_PAGES / host.pages, storage_deadline_s=DEADLINE_S)
-        controller = HiCacheController(host, create_copy_engine(device.blocks, HostWindow(host)), self.guard, options)
-        self.cache = HiRadixCache(device, host, controller, CacheOptions(prefetch_timeout_base_s=DEADLINE_S))
+        config = HiCacheConfig(
+            prefetch=PrefetchConfig(timeout_base=DEADLINE_S),
+            transfer=TransferConfig(store_host_share=64 * RUN_PAGES / host.pages, storage_deadline=DEADLINE_S),
+        )
+        controller = HiCacheController(host, create_copy_engine(device.blocks, HostWindow(host)), self.guard, config)
+        self.cache = HiRadixCache(device, host, controller)
         self.taken_s: list[float] = []
         self.ended = 0
         self._waiting: dict[str, RadixKey] = {}

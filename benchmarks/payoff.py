@@ -21,8 +21,8 @@ import numpy as np
 
 from hicache.backends import GetOutcome
 from hicache.backends.memory import MemoryBackend
-from hicache.cache import HiRadixCache, PayoffOptions
-from hicache.cache.options import CacheOptions
+from hicache.cache import HiRadixCache
+from hicache.config import HiCacheConfig, PayoffConfig, PrefetchConfig
 from hicache.controller import HiCacheController
 from hicache.engine import Checkpoint, Engine, LlamaModel, load_checkpoint
 from hicache.engine.factory import BUNDLED_MODEL
@@ -75,11 +75,13 @@ class Bench:
         pages = 2 * PROMPTS * (PROMPT_TOKENS // PAGE_SIZE + 1)
         pool, host = MHATokenToKVPool(self.geometry, pages), HostPool(self.geometry, pages)
         copies = create_copy_engine(pool.blocks, HostWindow(host))
-        controller = HiCacheController(host, copies, self.store if store else None)
-        options = CacheOptions(prefetch_timeout_base_s=DRAIN_S, payoff=PayoffOptions(always=always))
+        config = HiCacheConfig(
+            payoff=PayoffConfig(mode="always" if always else "measure"), prefetch=PrefetchConfig(timeout_base=DRAIN_S)
+        )
+        controller = HiCacheController(host, copies, self.store if store else None, config)
         rows = RequestToTokenPool(8, -(-self.checkpoint.config.context_tokens // TILE) * TILE)
         model = LlamaModel(self.checkpoint.config, self.checkpoint.tensors, pool, rows)
-        engine = Engine(model, HiRadixCache(pool, host, controller, options))
+        engine = Engine(model, HiRadixCache(pool, host, controller))
         self.engines += 1
         for prompt in self.prompts[PROMPTS:]:
             ask(engine, prompt, salt=f"warm up {self.engines}")  # that no engine before it has stored

@@ -18,7 +18,8 @@ import torch
 
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.memory import MemoryBackend
-from hicache.cache import CacheOptions, HiRadixCache
+from hicache.cache import HiRadixCache
+from hicache.config import HiCacheConfig, PrefetchConfig
 from hicache.controller import HiCacheController
 from hicache.errors import TransferError
 from hicache.frame import FrameCodec, PageBuffer
@@ -120,9 +121,8 @@ class Load:
         device, host = create_device_pool(GEOMETRY, pages + 1), HostPool(GEOMETRY, 4 * pages)
         self.backend = HeldBackend(FrameCodec(bytes(32), GEOMETRY.payload_bytes))
         self.copies = HeldCopies(device.blocks, HostWindow(host))
-        self.cache = HiRadixCache(
-            device, host, HiCacheController(host, self.copies, self.backend), CacheOptions(prefetch_timeout_base_s=60.0)
-        )
+        config = HiCacheConfig(prefetch=PrefetchConfig(timeout_base=60.0))
+        self.cache = HiRadixCache(device, host, HiCacheController(host, self.copies, self.backend, config))
         self._fill_storage(host)
         self._insert(range(READS, READS + STORES))
         self.copies.go.set()

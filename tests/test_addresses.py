@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from hicache.config import HiCacheConfig, MooncakeStorageOptions
+from hicache.config import EventsConfig, HiCacheConfig, MooncakeStorageOptions
 from hicache.config.addresses import HTTP_PORTS, check_host, check_port, split_address, split_url
 from hicache.config.publishing import split_endpoint
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.devservers import KINDS, make_service
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream
-from hicache.events.publisher import EventPublisher, PublisherOptions
+from hicache.events.publisher import EventPublisher
 from hicache.events.subscriber import EventFollower
 
 BAD_PORTS = ["99999", "65536", "-1", "0x50", "80 ", "+80", "1e3", "", "٨٠", "8080808080", "80\n", "²"]
@@ -76,9 +76,9 @@ def test_the_addresses_that_people_write_are_taken() -> None:
 def test_a_publisher_and_a_follower_refuse_a_port_that_is_not_valid_before_they_use_it(port: str) -> None:
     endpoint = f"tcp://127.0.0.1:{port}"
     with pytest.raises(ConfigError, match="port is not a number"):
-        EventPublisher(EventStream(1), PublisherOptions(endpoint))
+        EventPublisher(EventStream(1), EventsConfig(endpoint=endpoint))
     with pytest.raises(ConfigError, match="port is not a number"):
-        EventPublisher(EventStream(1), PublisherOptions("tcp://127.0.0.1:*", replay_endpoint=endpoint))
+        EventPublisher(EventStream(1), EventsConfig(endpoint="tcp://127.0.0.1:*", replay_endpoint=endpoint))
     with pytest.raises(ConfigError, match="port is not a number"):
         EventFollower(endpoint, "tcp://127.0.0.1:1")
     with pytest.raises(ConfigError, match="port is not a number"):

@@ -27,10 +27,8 @@ from hicache.config import (
 from hicache.config.entries import all_entries, entry_names
 from hicache.config.redis_storage import RedisStorage, RedisStorageOptions
 from hicache.config.s3_storage import S3StorageOptions
-from hicache.config.schema import EVICTION_POLICIES
 from hicache.config.section import Section
 from hicache.errors import ConfigError, InvalidInput
-from hicache.radix import POLICIES
 
 GIB = 1 << 30
 HEX_KEY = "0123456789abcdef" * 4
@@ -537,10 +535,6 @@ def test_any_variables_and_flags_are_a_configuration_or_refused(
         load_config(None, environ=environ, overrides=overrides)
     except ConfigError as error:
         assert str(error).encode()
-
-
-def test_the_policies_of_the_schema_are_those_of_the_tree() -> None:
-    assert tuple(POLICIES) == EVICTION_POLICIES
 
 
 def test_a_policy_nobody_knows_is_refused_with_the_nearest_name(load: Load) -> None:

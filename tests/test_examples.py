@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from hicache.cache.recorder import EventRecorder
+from hicache.config import EventsConfig
 from hicache.events import EventStream
-from hicache.events.publisher import EventPublisher, PublisherOptions
+from hicache.events.publisher import EventPublisher
 from hicache.keys import RadixKey
+from hicache.policies import LRUPolicy
 from hicache.radix import RadixTree
-from hicache.radix.policies import LRUPolicy
 
 pytestmark = pytest.mark.long
 
@@ -43,7 +44,7 @@ def test_following_events_shows_what_an_engine_holds(repository: Path) -> None:
     stream = EventStream(1 << 20)
     tree = RadixTree(16, LRUPolicy(), observer=EventRecorder(stream))
     tree.insert(RadixKey.of(range(64), cache_salt="alice"), np.arange(4, dtype=np.int32))
-    options = PublisherOptions("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+    options = EventsConfig(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
     with EventPublisher(stream, options) as publisher:
         assert publisher.replay_endpoint is not None
         command = [

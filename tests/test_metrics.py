@@ -26,10 +26,11 @@ from hicache.backends.guard import (
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_keys, soon
 from hicache.cache import Decision, Figures, Payoff, Route
+from hicache.config import EventsConfig
 from hicache.config.composed_storage import CopyOptions
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream, PublisherStatistics
-from hicache.events.publisher import EventPublisher, PublisherOptions
+from hicache.events.publisher import EventPublisher
 from hicache.frame import FrameCodec
 from hicache.metrics import (
     HistogramSpec,
@@ -269,7 +270,10 @@ def test_a_scrape_shows_what_the_publisher_of_events_counts() -> None:
 
 def test_a_cache_shows_its_publisher_and_ends_it() -> None:
     stream = EventStream(1 << 20)
-    with closing(World()) as world, closing(EventPublisher(stream, PublisherOptions("tcp://127.0.0.1:*"))) as publisher:
+    with (
+        closing(World()) as world,
+        closing(EventPublisher(stream, EventsConfig(endpoint="tcp://127.0.0.1:*"))) as publisher,
+    ):
         assert world.cache.statistics().publisher is None
         world.cache.record_events(stream, publisher)
         running = world.cache.statistics().publisher

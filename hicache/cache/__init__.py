@@ -7,8 +7,7 @@ from .chunk_cache import ChunkCache
 from .factory import create_cache, create_host_cache, open_storage
 from .host_cache import HostCache, HostLoad, HostMatch, HostWrite
 from .interface import TreeCache
-from .options import CacheOptions, PrefetchPolicy, WritePolicy
-from .payoff import Decision, Figures, Payoff, PayoffOptions, PayoffStatistics, Route
+from .payoff import Decision, Figures, Payoff, PayoffStatistics, Route
 from .pins import Pin
 from .radix_cache import HiRadixCache
 from .requests import RequestKV
@@ -17,7 +16,6 @@ from .session_cache import SessionCache
 from .statistics import CacheStatistics, SessionStatistics, TierStatistics
 
 __all__ = [
-    "CacheOptions",
     "CacheStatistics",
     "Candidate",
     "ChunkCache",
@@ -31,17 +29,14 @@ __all__ = [
     "HostWrite",
     "Order",
     "Payoff",
-    "PayoffOptions",
     "PayoffStatistics",
     "Pin",
-    "PrefetchPolicy",
     "RequestKV",
     "Route",
     "SessionCache",
     "SessionStatistics",
     "TierStatistics",
     "TreeCache",
-    "WritePolicy",
     "create_cache",
     "create_host_cache",
     "longest_prefix_first",

@@ -22,7 +22,6 @@ from ..errors import InvariantError
 from ..radix import Fate, Node, RadixTree, may_leave_device
 from ..types import PageIds
 from .books import Books, HostLedger
-from .options import WritePolicy
 from .storing import Storing
 from .trees import Trees
 
@@ -47,9 +46,7 @@ class Backups:
         ledger: HostLedger,
         controller: HiCacheController,
         books: Books,
-        policy: WritePolicy,
         *,
-        selective_hits: int,
         storing: Storing,
     ) -> None:
         self._runs: dict[Backup, _Run] = {}
@@ -58,8 +55,8 @@ class Backups:
         self._ledger = ledger
         self._controller = controller
         self._books = books
-        self._policy = policy
-        self._selective_hits = selective_hits
+        self._policy = controller.config.write_policy
+        self._selective_hits = controller.config.selective_hits
         self._halted = False
         self._storing = storing
 
@@ -82,7 +79,7 @@ class Backups:
 
     def save(self, victim: Node) -> Fate:
         """What becomes of an L1 victim that is not on L2: under write_back, or pinned, it is copied there first."""
-        if self._halted or not (victim.pin_ref or self._policy is WritePolicy.WRITE_BACK):
+        if self._halted or not (victim.pin_ref or self._policy == "write_back"):
             return Fate.KEEP if victim.pin_ref else Fate.DROP
         path: list[Node] = []
         node = victim
@@ -139,9 +136,9 @@ class Backups:
             self._saving_pages -= len(backup.host_pages)
 
     def _wants(self, node: Node) -> bool:
-        if self._policy is WritePolicy.WRITE_THROUGH or node.pin_ref:
+        if self._policy == "write_through" or node.pin_ref:
             return True
-        return self._policy is WritePolicy.WRITE_THROUGH_SELECTIVE and node.hit_count >= self._selective_hits
+        return self._policy == "write_through_selective" and node.hit_count >= self._selective_hits
 
     def _back_up(self, path: list[Node], *, evicts: bool = False) -> bool:
         """Start copies of adjacent nodes, root first, all or none. `evicts` is for the last of them."""

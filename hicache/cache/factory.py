@@ -15,7 +15,7 @@ from ..arguments import instance, whole
 from ..backends.base import StorageBackend
 from ..backends.registry import BackendSpec, open_spec
 from ..config import HiCacheConfig
-from ..controller import ControllerOptions, HiCacheController, RankGroup
+from ..controller import HiCacheController, RankGroup
 from ..controller.ranks import require_equal
 from ..errors import ConfigError, HiCacheError, InvalidInput, RankError
 from ..events import EventStream
@@ -30,20 +30,19 @@ from ..tiers.memory import device_pages as count_device_pages
 from .chunk_cache import ChunkCache
 from .host_cache import HostCache
 from .interface import TreeCache
-from .options import CacheOptions
-from .payoff import Figures, Payoff, PayoffOptions
+from .payoff import Figures, Payoff
 from .radix_cache import HiRadixCache
 from .session_cache import SessionCache
 from .tiered import TieredCache
 
 Cache = TypeVar("Cache")
+# The sections in which ranks may differ; by all others they decide, and must decide alike.
+_OF_EACH_RANK = {"device", "host", "integrity", "storage_format", "storage", "ranks", "metrics", "events"}
 # The elements that byte planes are for: float16 and bfloat16.
 _PLANES_ELEMENT_BYTES = 2
-# Stores of several ranks cannot give way on L2, so that more of them waiting would cost hits.
-_STORE_HOST_SHARE_OF_RANKS = 0.25
 
 
-def create_cache(  # noqa: PLR0913 - what an engine may bring
+def create_cache(
     config: HiCacheConfig,
     namespace: Namespace,
     *,
@@ -51,7 +50,6 @@ def create_cache(  # noqa: PLR0913 - what an engine may bring
     device_pages: int | None = None,
     device_memory: DeviceMemory | None = None,
     device_blocks: EngineBlocks | None = None,
-    bigram: bool | None = None,
     ranks: RankGroup | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> TreeCache:
@@ -62,20 +60,18 @@ def create_cache(  # noqa: PLR0913 - what an engine may bring
     `namespace` carries the geometry, a KVGeometry; its page size must be the configured one. `device_pages` sizes L1
     where the configuration leaves that to the engine; `device_memory` is what it sizes L1 from, by default what the
     driver says. With `device_blocks`, L1 is tensors of the engine on `device`, one block a page; page 0 stays unused.
-    `bigram` stands for `bigram_keys` where the engine knows how it makes its keys (see `RadixKey`). With `ranks`, which
-    must all make this call, the pools have the size of the smallest, and all ranks start or none does. Raises
-    ConfigError, CapacityError, BackendError and RankError with what to change, and InvalidInput for an argument of
-    another type, a PageShape and a `key_hash`; nothing is left running then.
+    With `ranks`, which must all make this call, the pools have the size of the smallest, and all ranks start or none
+    does. Raises ConfigError, CapacityError, BackendError and RankError with what to change, and InvalidInput for an
+    argument of another type, a PageShape and a `key_hash`; nothing is left running then.
     """
     geometry = _attention(instance("namespace", namespace, Namespace))
     known = _known_device(device)
     instance("config", config, HiCacheConfig)
-    bigram = config.bigram_keys if bigram is None else instance("bigram", bigram, bool)
     l1_pages = _l1_pages(config, geometry, known, device_pages, device_memory, device_blocks)
     environ = os.environ if environ is None else environ
-    parts = _Parts(config, namespace, geometry, known, device_blocks, bigram, environ, ranks)
+    parts = _Parts(config, namespace, geometry, known, device_blocks, environ, ranks)
     if ranks is not None:
-        _require_same(ranks, config, namespace, bigram=bigram)
+        _require_same(ranks, config, namespace)
     if not config.prefix_cache:
         if ranks is not None:
             l1_pages = int(ranks.agree(np.array([l1_pages], dtype=np.int64))[0])
@@ -120,14 +116,13 @@ def create_host_cache(
             undo.callback(backend.close)
         try:
             controller = HiCacheController(
-                host, None, backend, controller_options(config), stores_pages=namespace.writes, figures=len(Figures())
+                host, None, backend, config, stores_pages=namespace.writes, figures=len(Figures())
             )
             undo.pop_all()  # the controller closes its backend
             undo.callback(controller.close, 1.0)
             cache = HostCache(
                 host,
                 controller,
-                cache_options(config),
                 position_bytes=PAGE_KEY_BYTES if namespace.key_hash else TOKEN_BYTES,
                 open_storage=opener,
                 weights_epoch=namespace.weights_epoch,
@@ -183,16 +178,14 @@ class _Parts(NamedTuple):
     geometry: KVGeometry
     device: torch.device
     device_blocks: EngineBlocks | None
-    bigram: bool
     environ: Mapping[str, str]
     ranks: RankGroup | None
 
 
-def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace, *, bigram: bool) -> None:
+def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace) -> None:
     """Raises RankError on all ranks if they would not decide alike."""
     same = (
-        config.prefix_cache, controller_options(config, ranks=True), cache_options(config),
-        config.page_size, config.storage is not None, bigram, config.sessions, config.schedule,
+        config.model_dump(exclude=_OF_EACH_RANK), config.storage is not None,
         namespace.model, namespace.weights_epoch,
         namespace.kv_scales, namespace.quantisation, namespace.key_hash, namespace.ranks_share_pages,
     )  # fmt: skip
@@ -227,7 +220,7 @@ def _build_tiered_cache(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRa
             l2,
             create_copy_engine(l1.blocks, HostWindow(l2)),
             backend,
-            controller_options(config, ranks=parts.ranks is not None),
+            config,
             ranks=parts.ranks,
             stores_pages=namespace.writes,
             figures=len(Figures()),
@@ -238,9 +231,8 @@ def _build_tiered_cache(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRa
             l1,
             l2,
             controller,
-            cache_options(config),
-            payoff=Payoff(payoff_options(config), bounds.page_bytes),
-            position_bytes=BIGRAM_BYTES if parts.bigram else TOKEN_BYTES,
+            payoff=Payoff(config.payoff, bounds.page_bytes),
+            position_bytes=BIGRAM_BYTES if config.bigram_keys else TOKEN_BYTES,
             open_storage=opener,
             weights_epoch=namespace.weights_epoch,
         )
@@ -380,55 +372,6 @@ def _compression(config: HiCacheConfig, geometry: KVGeometry | PageShape) -> Com
         return None
     element_bytes = DTYPE_BYTES[geometry.dtype] if isinstance(geometry, KVGeometry) else None
     return Compression(chosen.compression_level, byte_planes=element_bytes == _PLANES_ELEMENT_BYTES)
-
-
-def controller_options(config: HiCacheConfig, *, ranks: bool = False) -> ControllerOptions:
-    """The controller's bounds as configured, for an engine of several `ranks` or of one."""
-    transfer = config.transfer
-    share = transfer.store_host_share or (_STORE_HOST_SHARE_OF_RANKS if ranks else 1.0)
-    return ControllerOptions(
-        write_pages_max=transfer.write_pages_max,
-        load_pages_max=transfer.load_pages_max,
-        prefetch_operations_max=config.prefetch.operations_max,
-        store_host_share=share,
-        storage_batch_pages=transfer.storage_batch_pages,
-        lookup_workers=transfer.lookup_workers,
-        io_workers=transfer.io_workers,
-        backup_workers=transfer.backup_workers,
-        storage_deadline_s=transfer.storage_deadline,
-    )
-
-
-def cache_options(config: HiCacheConfig) -> CacheOptions:
-    """The cache's thresholds as configured."""
-    prefetch = config.prefetch
-    return CacheOptions(
-        eviction_policy=config.eviction_policy,
-        slru_protected_hits=config.slru_protected_hits,
-        write_policy=config.write_policy,
-        selective_hits=config.selective_hits,
-        load_back_threshold_tokens=config.load_back_threshold_tokens,
-        prefetch_policy=prefetch.policy,
-        prefetch_threshold_tokens=prefetch.threshold_tokens,
-        prefetch_timeout_base_s=prefetch.timeout_base,
-        prefetch_timeout_per_1024_tokens_s=prefetch.timeout_per_1024_tokens,
-        prefetch_host_share=prefetch.host_share,
-        pin_host_share=config.pin_host_share,
-        shutdown_deadline_s=config.transfer.shutdown_deadline,
-        payoff=payoff_options(config),
-    )
-
-
-def payoff_options(config: HiCacheConfig) -> PayoffOptions:
-    """What decides whether a hit pays, as configured."""
-    payoff = config.payoff
-    return PayoffOptions(
-        always=payoff.mode == "always",
-        margin=payoff.margin,
-        prefill_tokens_per_s=payoff.prefill_tokens_per_second or 0,
-        host_bytes_per_s=payoff.host_bandwidth or 0,
-        storage_bytes_per_s=payoff.storage_bandwidth or 0,
-    )
 
 
 def _pin(choice: str, device: torch.device) -> bool:

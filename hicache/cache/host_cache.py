@@ -28,13 +28,13 @@ import numpy as np
 
 from ..arguments import instance, number, whole
 from ..backends.base import StorageBackend
+from ..config import HiCacheConfig
 from ..controller import HiCacheController
 from ..errors import InvalidInput, InvariantError
 from ..keys import TOKEN_BYTES, RadixKey
 from ..radix import Match, Node, RadixTree
 from ..tiers import HostPool, PageAllocator
 from ..types import NO_PAGES, PageIds
-from .options import CacheOptions, WritePolicy
 from .payoff import Payoff, Route
 from .statistics import CacheStatistics
 from .tiered import TieredCache
@@ -119,7 +119,6 @@ class HostCache(TieredCache):
         self,
         host: HostPool,
         controller: HiCacheController,
-        options: CacheOptions | None = None,
         *,
         position_bytes: int = TOKEN_BYTES,
         open_storage: Callable[[int], StorageBackend] | None = None,
@@ -129,14 +128,13 @@ class HostCache(TieredCache):
         super().__init__(
             host,
             controller,
-            options,
             device=PageAllocator(0),
             position_bytes=position_bytes,
             open_storage=open_storage,
             weights_epoch=weights_epoch,
             payoff=payoff,
         )
-        self._store_hits_min = _store_hits_min(self.options)
+        self._store_hits_min = _store_hits_min(self.config)
         if host.allocator.used_pages:
             raise InvalidInput(f"host: {host.allocator.used_pages} pages are in use; each cache needs its own pool")
         self._requests: dict[str, _Request] = {}
@@ -331,7 +329,7 @@ class HostCache(TieredCache):
             return request.pays
         tokens = pages * self.page_size
         request.decided_pages, request.pays = pages, False
-        if tokens < self.options.load_back_threshold_tokens:
+        if tokens < self.config.load_back_threshold_tokens:
             self._books.skipped["load_too_short"] += 1
         elif not self.payoff.decide(Route.LOAD, tokens, pages).go:
             self._books.skipped["load_does_not_pay"] += 1
@@ -481,12 +479,11 @@ def _host_pages(tree: RadixTree, node: Node, pages: int) -> PageIds:
     return np.concatenate(runs[::-1])
 
 
-def _store_hits_min(options: CacheOptions) -> int:
+def _store_hits_min(config: HiCacheConfig) -> int:
     """How many requests must have used a page of L2 before it is stored. Raises InvalidInput for `write_back`."""
-    policy = WritePolicy(options.write_policy)
-    if policy is WritePolicy.WRITE_BACK:
+    if config.write_policy == "write_back":
         raise InvalidInput(
             "write_policy: 'write_back' copies what L1 evicts, but this engine evicts from its device by itself; "
             "use write_through or write_through_selective"
         )
-    return options.selective_hits if policy is WritePolicy.WRITE_THROUGH_SELECTIVE else 0
+    return config.selective_hits if config.write_policy == "write_through_selective" else 0

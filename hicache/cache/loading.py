@@ -18,7 +18,6 @@ from ..errors import InvariantError
 from ..radix import CUT_PAGES_MIN, Match, Node, RadixTree
 from ..types import NO_PAGES, PageIds
 from .books import Books, DeviceLedger
-from .options import CacheOptions
 from .payoff import Payoff, Route
 
 
@@ -41,14 +40,13 @@ class Loader:
         self,
         ledger: DeviceLedger,
         controller: HiCacheController,
-        options: CacheOptions,
         books: Books,
         payoff: Payoff,
     ) -> None:
         self._runs: dict[Load, tuple[RadixTree, Node]] = {}
         self._ledger = ledger
         self._controller = controller
-        self._options = options
+        self._threshold_tokens = controller.config.load_back_threshold_tokens
         self._books = books
         self._payoff = payoff
 
@@ -60,12 +58,12 @@ class Loader:
         none = Loaded(match.device_node, NO_PAGES, None)
         if match.host_hit_pages == 0:
             return none
-        if match.host_hit_pages * tree.page_size < self._options.load_back_threshold_tokens:
+        if match.host_hit_pages * tree.page_size < self._threshold_tokens:
             self._books.skipped["load_too_short"] += 1
             return none
         nodes, cut, rest = self._fitting(tree, match, quota_pages)
         count = sum(map(tree.pages, nodes)) + rest
-        if count == 0 or count * tree.page_size < self._options.load_back_threshold_tokens:
+        if count == 0 or count * tree.page_size < self._threshold_tokens:
             return none
         if not self._payoff.decide(Route.LOAD, count * tree.page_size, count).go:
             self._books.skipped["load_does_not_pay"] += 1

@@ -35,6 +35,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..config import PayoffConfig
 from ..errors import InvalidInput, InvariantError
 
 # An estimate is a median over this many operations. Three stalls among seven do not move it, however long they took; a
@@ -95,31 +96,6 @@ class Figures(NamedTuple):
     host_operations_per_s: int = 0
     storage_bytes_per_s: int = 0
     storage_operations_per_s: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PayoffOptions:
-    """`always` fetches every hit. A speed that is given is used instead of the measured one; 0 measures.
-
-    A given bandwidth has no fixed part. `margin` is what a fetch may take, in multiples of computing. `probe_every` is
-    the length of a run of decisions that cannot all be refusals.
-    """
-
-    always: bool = False
-    margin: float = 1.0
-    prefill_tokens_per_s: int = 0
-    host_bytes_per_s: int = 0
-    storage_bytes_per_s: int = 0
-    probe_every: int = PROBE_EVERY
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.margin) and self.margin > 0):
-            raise InvalidInput(f"payoff: margin must be a positive number, got {self.margin}")
-        if self.probe_every < 1:
-            raise InvalidInput(f"payoff: probe_every must be at least 1, got {self.probe_every}")
-        for name in ("prefill_tokens_per_s", "host_bytes_per_s", "storage_bytes_per_s"):
-            if getattr(self, name) < 0:
-                raise InvalidInput(f"payoff: {name} must not be negative, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +163,23 @@ class Payoff:
     Invariant: on no route that is measured were `probe_every` or more hits refused since the last one that was fetched.
     """
 
-    def __init__(self, options: PayoffOptions | None = None, page_bytes: int = 1) -> None:
-        """`page_bytes` is what a page counts for, equal on all ranks: the bytes of its longest part."""
-        self.options = options or PayoffOptions()
+    def __init__(
+        self, config: PayoffConfig | None = None, page_bytes: int = 1, *, probe_every: int = PROBE_EVERY
+    ) -> None:
+        """`page_bytes` is what a page counts for, equal on all ranks: the bytes of its longest part.
+
+        `probe_every` is the length of a run of decisions that cannot all be refusals; tests shorten it. Raises
+        InvalidInput if it is below 1.
+        """
+        if probe_every < 1:
+            raise InvalidInput(f"payoff: probe_every must be at least 1, got {probe_every}")
+        config = config or PayoffConfig()
+        self._always = config.mode == "always"
+        self._margin = config.margin
+        self._probe_every = probe_every
+        self._prefill_tokens_per_s = config.prefill_tokens_per_second
+        # Bytes per second that are used instead of the measured ones; such a tier has no fixed part.
+        self._bandwidths = {Route.LOAD: config.host_bandwidth, Route.PREFETCH: config.storage_bandwidth}
         self._page_bytes = page_bytes
         self._prefill = Pace()
         self._tiers = {route: Pace() for route in Route}
@@ -197,8 +187,7 @@ class Payoff:
         self._refused = dict.fromkeys(Route, 0)  # since the last fetch
         self._unmeasured = 0  # fetched for lack of a speed since the last calibration
         # Where all speeds are given, a probe would measure nothing that counts.
-        host_given, storage_given = self.options.host_bytes_per_s > 0, self.options.storage_bytes_per_s > 0
-        self._given = {Route.LOAD: host_given, Route.PREFETCH: host_given and storage_given}
+        self._given = {Route.LOAD: bool(config.host_bandwidth), Route.PREFETCH: all(self._bandwidths.values())}
         self._measured = self._agreed = self._estimate()
 
     def observe_transfer(self, route: Route, pages: int, seconds: float) -> None:
@@ -242,24 +231,23 @@ class Payoff:
 
     def check(self) -> None:
         """Raises InvariantError if a route has been refused for longer than it may be, or a measurement is nonsense."""
-        if any(self._refused[route] >= self.options.probe_every and not self._given[route] for route in Route):
+        if any(self._refused[route] >= self._probe_every and not self._given[route] for route in Route):
             raise InvariantError(f"payoff: no probe although {self._refused} hits were refused in a row")
         for pace in (self._prefill, *self._tiers.values()):
             pace.check()
 
     def _judge(self, route: Route, tokens: int, bytes_: int) -> Decision:
-        if self.options.always:
+        if self._always:
             return Decision.OVERRIDDEN
         fetch_s, prefill_tokens_per_s = self._fetch_s(route, bytes_), self._agreed.prefill_tokens_per_s
         if fetch_s is None:
             return Decision.UNMEASURED
-        probe_every = self.options.probe_every
-        may_refuse = self._refused[route] + 1 < probe_every or self._given[route]
+        may_refuse = self._refused[route] + 1 < self._probe_every or self._given[route]
         if prefill_tokens_per_s == 0:
             calibrations = sum(self._decisions[each, Decision.CALIBRATION] for each in Route)
-            due = self._unmeasured + 1 >= probe_every and calibrations < CALIBRATIONS_MAX
+            due = self._unmeasured + 1 >= self._probe_every and calibrations < CALIBRATIONS_MAX
             return Decision.CALIBRATION if due and may_refuse else Decision.UNMEASURED
-        if fetch_s <= self.options.margin * tokens / prefill_tokens_per_s:
+        if fetch_s <= self._margin * tokens / prefill_tokens_per_s:
             return Decision.PAYS
         return Decision.TOO_SLOW if may_refuse else Decision.PROBE
 
@@ -273,19 +261,17 @@ class Payoff:
         return None if read_s is None else read_s + load_s
 
     def _estimate(self) -> Figures:
-        options = self.options
         prefill = self._prefill.line
         tokens_per_s = 0 if prefill is None else _integer(1 / prefill.per_unit_s)
         return Figures(
             # Only what each further token costs: the rest of the prompt is computed in any case, and so is the fixed
             # part of its forward.
-            options.prefill_tokens_per_s or tokens_per_s,
-            *_tier_figures(self._tiers[Route.LOAD], options.host_bytes_per_s),
-            *_tier_figures(self._tiers[Route.PREFETCH], options.storage_bytes_per_s),
+            self._prefill_tokens_per_s or tokens_per_s,
+            *(figure for route in Route for figure in _tier_figures(self._tiers[route], self._bandwidths[route])),
         )
 
 
-def _tier_figures(pace: Pace, given_bytes_per_s: int) -> tuple[int, int]:
+def _tier_figures(pace: Pace, given_bytes_per_s: int | None) -> tuple[int, int]:
     """(bytes/s, operations/s) of a tier, both 0 if it is neither given nor measured."""
     if given_bytes_per_s:
         return given_bytes_per_s, OPERATIONS_PER_S_MAX

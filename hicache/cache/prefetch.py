@@ -27,7 +27,6 @@ from ..controller import PREFETCH_S_MAX, Found, HiCacheController, Lookup, Read,
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
 from .books import Books, HostLedger
-from .options import CacheOptions, PrefetchPolicy
 from .payoff import Payoff, Route
 from .trees import Trees
 
@@ -87,7 +86,6 @@ class Prefetcher:
         trees: Trees,
         ledger: HostLedger,
         controller: HiCacheController,
-        options: CacheOptions,
         books: Books,
         *,
         payoff: Payoff,
@@ -96,8 +94,7 @@ class Prefetcher:
         self._ledger = ledger
         self._controller = controller
         self._gate = controller.gate
-        self._options = options
-        self._policy = PrefetchPolicy(options.prefetch_policy)
+        self._config = config = controller.config.prefetch
         self._books = books
         self._active: dict[str, _Prefetch] = {}
         self._operations: dict[Lookup | Read, _Prefetch] = {}
@@ -106,7 +103,7 @@ class Prefetcher:
         self._arrived: dict[str, _Arrived] = {}
         self._arrived_pages = 0
         self._payoff = payoff
-        self._pages_max = int(options.prefetch_host_share * ledger.host.pages)
+        self._pages_max = int(config.host_share * ledger.host.pages)
 
     def start(self, rid: str, key: RadixKey) -> bool:
         """Look for what L1 and L2 lack of the whole pages of `key`. False if it is not worth it or not possible now."""
@@ -114,10 +111,10 @@ class Prefetcher:
             return False
         if self._pages_max == 0:
             return self._skip("prefetch_host_share")
-        tree, options = self._trees.current, self._options
+        tree = self._trees.current
         match = tree.match(key)
         missing_tokens = (key.pages(tree.page_size) - match.pages) * tree.page_size
-        if missing_tokens < options.prefetch_threshold_tokens:
+        if missing_tokens < self._config.threshold_tokens:
             return self._skip("prefetch_too_short")
         if not self._gate.may(Direction.READ):
             return self._skip("prefetch_paused")
@@ -153,16 +150,14 @@ class Prefetcher:
         return True
 
     def _timeout_s(self, missing_tokens: int) -> float:
-        if self._policy is not PrefetchPolicy.TIMEOUT:
+        if self._config.policy != "timeout":
             return PREFETCH_S_MAX
-        options = self._options
-        per_token = options.prefetch_timeout_per_1024_tokens_s / 1024
-        return options.prefetch_timeout_base_s + per_token * missing_tokens
+        return self._config.timeout_base + self._config.timeout_per_1024_tokens / 1024 * missing_tokens
 
     def ready(self, rid: str) -> bool:
         """Whether the request need not wait (any more). Ends the wait of one whose time is over."""
         instance("rid", rid, str)
-        if self._policy is PrefetchPolicy.BEST_EFFORT:
+        if self._config.policy == "best_effort":
             return True
         follower = self._followers.get(rid)
         if follower is not None and not self._lead_again(rid, follower):
@@ -237,7 +232,7 @@ class Prefetcher:
     def found(self, found: Found) -> None:
         """The lookup has ended: start the reads if they pay and fit, else drop the prefetch."""
         prefetch = self._operations.pop(found.lookup)
-        page_size, threshold = prefetch.tree.page_size, self._options.prefetch_threshold_tokens
+        page_size, threshold = prefetch.tree.page_size, self._config.threshold_tokens
         held_pages = self._controller.read_pages + self._arrived_pages
         pages = min(found.pages, self._pages_max - held_pages)
         host_pages = None

@@ -30,7 +30,6 @@ from ..types import PageIds
 from .backup import Backups
 from .books import DeviceLedger, Eviction
 from .loading import Loader
-from .options import CacheOptions, WritePolicy
 from .payoff import Payoff, Route
 from .pins import Pin, Pins
 from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
@@ -50,7 +49,6 @@ class HiRadixCache(TieredCache):
         device: KVPool,
         host: HostPool,
         controller: HiCacheController,
-        options: CacheOptions | None = None,
         *,
         position_bytes: int = TOKEN_BYTES,
         open_storage: Callable[[int], StorageBackend] | None = None,
@@ -60,7 +58,6 @@ class HiRadixCache(TieredCache):
         super().__init__(
             host,
             controller,
-            options,
             device=device.allocator,
             position_bytes=position_bytes,
             open_storage=open_storage,
@@ -74,13 +71,11 @@ class HiRadixCache(TieredCache):
             self._l2,
             controller,
             self._books,
-            WritePolicy(self.options.write_policy),
-            selective_hits=self.options.selective_hits,
             storing=self._storing,
         )
         self._l1 = DeviceLedger(device.allocator, self._trees, self._books, self._backup)
-        self._loader = Loader(self._l1, controller, self.options, self._books, self.payoff)
-        self._pins = Pins(controller.time_s, int(self.options.pin_host_share * host.pages))
+        self._loader = Loader(self._l1, controller, self._books, self.payoff)
+        self._pins = Pins(controller.time_s, int(self.config.pin_host_share * host.pages))
         self._device_fault: TransferError | None = None
         self._untold_fault: TransferError | None = None  # the forward that has to learn of it is still to come
 

@@ -28,7 +28,6 @@ from ..keys import TOKEN_BYTES, require_epoch
 from ..radix import RUN_PAGES_MAX, RadixTree, make_policy
 from ..tiers import HostPool, PageAllocator
 from .books import Books, HostLedger
-from .options import CacheOptions
 from .payoff import Figures, Payoff
 from .prefetch import Prefetcher
 from .recorder import EventRecorder
@@ -42,7 +41,9 @@ DRAIN_WAIT_S = 0.001
 
 
 class TieredCache:
-    """See the module's docstring. `device` are the pages of L1, none for a cache without one.
+    """See the module's docstring. It follows the configuration that `controller` has.
+
+    `device` are the pages of L1, none for a cache without one.
 
     `position_bytes` says which keys the cache takes (see `RadixKey`). `open_storage` opens the store of a weights
     epoch, for `update_weights`; the controller's backend is that of `weights_epoch`. `storage` detaches it, attaches
@@ -53,7 +54,6 @@ class TieredCache:
         self,
         host: HostPool,
         controller: HiCacheController,
-        options: CacheOptions | None = None,
         *,
         device: PageAllocator,
         position_bytes: int = TOKEN_BYTES,
@@ -61,26 +61,26 @@ class TieredCache:
         weights_epoch: int = 0,
         payoff: Payoff | None = None,
     ) -> None:
-        self.options = options = options or CacheOptions()
+        self.config = config = controller.config
         self.page_size = host.shape.tokens
         self.host = host
         self.controller = controller
         self.weights_epoch = weights_epoch = require_epoch(weights_epoch)
         self._position_bytes = position_bytes
-        self._policy = make_policy(options.eviction_policy, slru_protected_hits=options.slru_protected_hits)
-        self.payoff = payoff or Payoff(options.payoff, host.payload_bytes)
+        self._policy = make_policy(config.eviction_policy, slru_protected_hits=config.slru_protected_hits)
+        self.payoff = payoff or Payoff(config.payoff, host.payload_bytes)
         self._books = Books()
         self._events: EventRecorder | None = None
         self._publisher: Publisher | None = None
         self._trees = Trees(self._new_tree, device, host)
         self._storing = Storing(self._trees, controller, self._books)
         self._l2 = HostLedger(host, self._trees, self._books, self._storing.give_way)
-        self._prefetcher = Prefetcher(self._trees, self._l2, controller, options, self._books, payoff=self.payoff)
+        self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._books, payoff=self.payoff)
         self.storage = StorageControl(controller, self._trees, self._prefetcher, open_storage, weights_epoch)
         self._closed = False
 
     def _new_tree(self) -> RadixTree:
-        bounds = self.controller.options
+        bounds = self.config.transfer
         return RadixTree(
             self.page_size,
             self._policy,
@@ -216,7 +216,7 @@ class TieredCache:
 
         Prefetches are given up. False if something was left; stored objects are whole or absent all the same.
         """
-        timeout_s = self.options.shutdown_deadline_s if timeout_s is None else number("timeout_s", timeout_s)
+        timeout_s = self.config.transfer.shutdown_deadline if timeout_s is None else number("timeout_s", timeout_s)
         deadline = time.monotonic() + timeout_s
         if self._closed:
             return self.controller.idle

@@ -50,6 +50,7 @@ def _check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+Dialect: TypeAlias = Literal["array", "map", "sglang"]
 Endpoint: TypeAlias = Annotated[str, Field(max_length=255), AfterValidator(_check_endpoint)]
 
 
@@ -101,7 +102,7 @@ class EventsConfig(Section):
         default="kv-events", max_length=255,
         description="Topic of the published messages.",
     )
-    dialect: Literal["array", "map", "sglang"] = Field(
+    dialect: Dialect = Field(
         default="array",
         description="How an event is written. `array`: positional, as most consumers read it; `map`: with names, as "
         "vLLM does since 2026; `sglang`: positional with 64-bit hashes, as SGLang does.",

@@ -7,30 +7,19 @@ here.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..geometry import PAGE_SIZE_MAX
+from ..policies import SLRU_PROTECTED_HITS, require_policy
 from ..units import Count, Duration, Number, PositiveDuration, PositiveSize, refuse_bool
 from .integrity import IntegrityConfig, StorageFormatConfig
 from .publishing import EventsConfig, MetricsConfig
 from .section import ALTERNATIVES, Section, Tokens, yaml_switch
 from .serving import RanksConfig, ScheduleConfig, SessionsConfig
 from .storage import AnyStorage
-
-# As in hicache.radix.policies, which this layer does not see; a test keeps them equal.
-EVICTION_POLICIES = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
-
-
-def _known_policy(name: str) -> str:
-    if name not in EVICTION_POLICIES and ":" not in name:
-        near = difflib.get_close_matches(name, EVICTION_POLICIES, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(EVICTION_POLICIES)}, or module:Class"
-        raise ValueError(f"no eviction policy is called {name!r}; {hint}")
-    return name
 
 
 class DeviceConfig(Section):
@@ -251,7 +240,7 @@ class HiCacheConfig(Section):
         default=2, ge=1, le=1 << 30,
         description="Requests that must have used a page before `write_through_selective` copies it.",
     )
-    eviction_policy: Annotated[str, Field(max_length=256), AfterValidator(_known_policy)] = Field(
+    eviction_policy: Annotated[str, Field(max_length=256), AfterValidator(require_policy)] = Field(
         default="lru",
         description="Which page leaves a full tier first. `lru`: the one unused for longest. `lfu`: used by the fewest "
         "requests. `slru`: as `lru`, but what `slru_protected_hits` requests have used leaves after all else. "
@@ -259,7 +248,7 @@ class HiCacheConfig(Section):
         "for scans over more than fits. `module:Class` is a policy of your own.",
     )
     slru_protected_hits: Count = Field(
-        default=2, ge=1, le=1 << 30,
+        default=SLRU_PROTECTED_HITS, ge=1, le=1 << 30,
         description="Requests that must have used a page before `slru` protects it.",
     )
     pin_host_share: Number = Field(

@@ -3,7 +3,6 @@
 from .controller import PREFETCH_S_MAX, HiCacheController
 from .lifecycle import OpenBackend
 from .operations import Acks, Backup, Found, Load, Lookup, Read, ReadEnded, Store, StoreEnded
-from .options import ControllerOptions
 from .ranks import RankGroup, TorchRankGroup
 from .statistics import ControllerStatistics, QueueStatistics
 
@@ -11,7 +10,6 @@ __all__ = [
     "PREFETCH_S_MAX",
     "Acks",
     "Backup",
-    "ControllerOptions",
     "ControllerStatistics",
     "Found",
     "HiCacheController",

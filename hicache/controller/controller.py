@@ -32,6 +32,7 @@ import numpy as np
 from ..backends.base import StorageBackend
 from ..backends.compose import copies_of
 from ..backends.guard import Direction, leaf_statistics
+from ..config import HiCacheConfig
 from ..errors import InvariantError, TransferError
 from ..keys import PageChain, RadixKey
 from ..supervised import SupervisedPool, WorkerFactory
@@ -41,18 +42,22 @@ from .agreement import COUNTERS, STORE_PLACES, Agreement
 from .jobs import Copy, Launch, LoadsInFlight, LookupJob, ReadJob, StoreJob
 from .lifecycle import OpenBackend
 from .operations import Acks, Backup, Found, Load, Lookup, Read, ReadEnded, Store, StoreEnded, now
-from .options import ControllerOptions
 from .progress import PrefetchProgress, Progress, StoreProgress, leading_done, prefetch_progress, store_progress
 from .ranks import RankGroup
 from .statistics import ControllerStatistics, QueueStatistics
 from .storage_workers import StorageWorkers
 
+# Stores of several ranks cannot give way on L2, so that more of them waiting would cost hits.
+STORE_HOST_SHARE_OF_RANKS = 0.25
 # No prefetch is worth waiting longer for, whatever its length.
 PREFETCH_S_MAX = 60.0
 
 
 class HiCacheController:
     """See the module's docstring. `copies` is None for an engine without our L1, `backend` for one without L3.
+
+    Its bounds are those of `config.transfer` and `config.prefetch.operations_max`. The cache above it follows the same
+    `config`.
 
     `workers` makes the worker groups and `clock` tells the time (monotonic, seconds); tests give their own. With
     `ranks`, `figures` is how many measurements are agreed on per step, and one rank of those that share their pages has
@@ -64,7 +69,7 @@ class HiCacheController:
         host: HostPool,
         copies: CopyEngine | None,
         backend: StorageBackend | None,
-        options: ControllerOptions | None = None,
+        config: HiCacheConfig | None = None,
         *,
         ranks: RankGroup | None = None,
         stores_pages: bool = True,
@@ -72,7 +77,7 @@ class HiCacheController:
         workers: WorkerFactory = SupervisedPool,
         clock: Callable[[], float] = now,
     ) -> None:
-        self.options = options or ControllerOptions()
+        self.config = config = config or HiCacheConfig()
         self.host = host
         self.stores_pages = stores_pages
         self.closed = False
@@ -93,12 +98,14 @@ class HiCacheController:
         self._moved: Counter[str] = Counter()
         self._submitted: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._fault: TransferError | None = None
-        self._storage = StorageWorkers(backend, host, self.options, workers, clock)
+        self._storage = StorageWorkers(backend, host, config.transfer, workers, clock)
         self.gate = self._storage.gate
         self._agreement: Agreement | None = None
+        share = config.transfer.store_host_share or (1.0 if ranks is None else STORE_HOST_SHARE_OF_RANKS)
+        self._store_pages_max = int(share * host.pages)
         if ranks is not None:
             self._agreement = Agreement(
-                ranks, COUNTERS, prefetch_places=self.options.prefetch_operations_max, figures=figures
+                ranks, COUNTERS, prefetch_places=config.prefetch.operations_max, figures=figures
             )
 
     def time_s(self) -> float:
@@ -134,7 +141,7 @@ class HiCacheController:
 
     def takes_backup(self, pages: int) -> bool:
         """Whether the write queue takes `pages` more; a refusal is counted."""
-        return self._within("write", self._backup_pages + pages <= self.options.write_pages_max)
+        return self._within("write", self._backup_pages + pages <= self.config.transfer.write_pages_max)
 
     def submit_backup(self, device_pages: PageIds, host_pages: PageIds) -> Backup:
         """Queue a copy to L2; the next `launch_backups` starts it. REQUIRES: `takes_backup` said yes."""
@@ -163,7 +170,7 @@ class HiCacheController:
     @property
     def load_room(self) -> int:
         """Pages that the load queue takes now."""
-        return self.options.load_pages_max - self._load_pages
+        return self.config.transfer.load_pages_max - self._load_pages
 
     @property
     def is_loading(self) -> bool:
@@ -216,7 +223,7 @@ class HiCacheController:
 
         `timeout_s` bounds a read that follows, too. REQUIRES: the gate is open for reads.
         """
-        if not self._within("prefetch", len(self._prefetches) < self.options.prefetch_operations_max):
+        if not self._within("prefetch", len(self._prefetches) < self.config.prefetch.operations_max):
             return None
         lookup = Lookup(key, start_page, prior, self.clock() + min(timeout_s, PREFETCH_S_MAX))
         job = self._prefetches[lookup] = LookupJob(lookup, self.gate.enter())
@@ -245,9 +252,8 @@ class HiCacheController:
 
     def takes_store(self, pages: int) -> bool:
         """Whether the backup queue takes `pages` more; a refusal is counted. REQUIRES: the gate is open for writes."""
-        pages_max = int(self.options.store_host_share * self.host.pages)
         # One operation may pass alone, however large: it could never be stored otherwise.
-        return self._within("backup", self.store_pages == 0 or self.store_pages + pages <= pages_max)
+        return self._within("backup", self.store_pages == 0 or self.store_pages + pages <= self._store_pages_max)
 
     def submit_store(self, chain: PageChain, host_pages: PageIds, *, begins_prompt: bool) -> Store:
         """Store the pages of `chain`, root first of all with `begins_prompt`. REQUIRES: `takes_store` said yes."""

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ..backends.base import StorageBackend, register_memory
+from ..config import TransferConfig
 from ..supervised import SupervisedPool, WorkerFactory
 from ..tiers import HostPool
 from .gate import StorageGate
 from .jobs import LookupJob, ReadJob, StoreJob
 from .lifecycle import BackendLifecycle, OpenBackend
-from .options import ControllerOptions
 from .storage import StorageJobs
 
 # Dead and stuck workers are looked for this often; a poll in between costs one clock reading.
@@ -38,13 +38,13 @@ class StorageWorkers:
         self,
         backend: StorageBackend | None,
         host: HostPool,
-        options: ControllerOptions,
+        config: TransferConfig,
         workers: WorkerFactory,
         clock: Callable[[], float],
     ) -> None:
         self.groups: list[SupervisedPool[Any]] = []
         self._host = host
-        self._options = options
+        self._config = config
         self._clock = clock
         self._next_supervision = 0.0
         self._workers = workers
@@ -57,12 +57,11 @@ class StorageWorkers:
             self._start()
 
     def _jobs_for(self, backend: StorageBackend) -> StorageJobs:
-        options = self._options
         return StorageJobs(
             backend,
             self._host,
-            batch_pages=options.storage_batch_pages,
-            deadline_s=options.storage_deadline_s,
+            batch_pages=self._config.storage_batch_pages,
+            deadline_s=self._config.storage_deadline,
             clock=self._clock,
         )
 
@@ -74,17 +73,17 @@ class StorageWorkers:
 
     def _start(self) -> None:
         workers = self._workers
-        patience_s = self._options.storage_deadline_s + STUCK_GRACE_S
+        patience_s = self._config.storage_deadline + STUCK_GRACE_S
         self.lookups = workers(
-            "prefetch", self._options.lookup_workers, handle=_look_up, fail=_fail, acknowledge=self._finished.put,
+            "prefetch", self._config.lookup_workers, handle=_look_up, fail=_fail, acknowledge=self._finished.put,
             patience_s=patience_s,
         )  # fmt: skip
         self.reads = workers(
-            "io", self._options.io_workers, handle=_read, fail=_fail, acknowledge=self._finished.put,
+            "io", self._config.io_workers, handle=_read, fail=_fail, acknowledge=self._finished.put,
             patience_s=patience_s,
         )  # fmt: skip
         self.backups = workers(
-            "backup", self._options.backup_workers, handle=_store, fail=_fail, acknowledge=self._finished.put,
+            "backup", self._config.backup_workers, handle=_store, fail=_fail, acknowledge=self._finished.put,
             patience_s=patience_s,
         )  # fmt: skip
         self.groups = [self.lookups, self.reads, self.backups]

@@ -44,21 +44,10 @@ def create_publisher(config: HiCacheConfig, stream: EventStream) -> EventPublish
         return None
     curve = check_events(config)
     try:
-        from .publisher import EventPublisher, PublisherOptions  # noqa: PLC0415
-        from .wire import Dialect  # noqa: PLC0415
+        from .publisher import EventPublisher  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ConfigError(f'events need the package {error.name}: pip install "hicache[events]"') from error
-    options = PublisherOptions(
-        endpoint=section.endpoint,
-        replay_endpoint=section.replay_endpoint,
-        topic=section.topic,
-        dialect=Dialect(section.dialect),
-        token_ids=section.token_ids,
-        replay_bytes_max=section.replay_buffer,
-        queued_batches_max=section.queued_batches_max,
-        snapshot_interval_s=section.snapshot_interval,
-    )
-    return EventPublisher(stream, options, curve)
+    return EventPublisher(stream, section, curve)
 
 
 def _curve_keys(config: HiCacheConfig) -> CurveKeys | None:

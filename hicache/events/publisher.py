@@ -18,16 +18,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import zmq
 import zmq.utils.z85
 
+from ..config import EventsConfig
 from ..errors import ConfigError
 from .security import CurveKeys, require_private
 from .stream import EventStream
 from .types import Batch, Cleared, Event, Gap, PublisherStatistics
-from .wire import BatchEncoder, Dialect
+from .wire import BatchEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -55,39 +55,24 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
 
 
-@dataclass(frozen=True, slots=True)
-class PublisherOptions:
-    """What a publisher is told. Endpoints as ZeroMQ writes them; port `*` takes a free one.
-
-    `replay_bytes_max` bounds the batches kept for replay, `queued_batches_max` those queued for one slow subscriber,
-    and `snapshot_interval_s` how often subscribers may cause a walk over the tree. Without `token_ids` the events carry
-    keys alone.
-    """
-
-    endpoint: str
-    replay_endpoint: str | None = None
-    topic: str = "kv-events"
-    dialect: Dialect = Dialect.ARRAY
-    token_ids: bool = True
-    rank: int | None = None
-    replay_bytes_max: int = 64 << 20
-    queued_batches_max: int = 1000
-    snapshot_interval_s: float = 10.0
-
-
 class EventPublisher:
     """See the module's docstring. Starts a thread; a context manager that closes.
 
-    Raises ConfigError for an endpoint that is open to strangers or cannot be bound.
+    `rank` is the data-parallel rank that the batches name; `config` has none. Raises ConfigError without an endpoint,
+    and for one that is open to strangers or cannot be bound.
     """
 
-    def __init__(self, stream: EventStream, options: PublisherOptions, curve: CurveKeys | None = None) -> None:
-        for endpoint in filter(None, (options.endpoint, options.replay_endpoint)):
+    def __init__(
+        self, stream: EventStream, config: EventsConfig, curve: CurveKeys | None = None, *, rank: int | None = None
+    ) -> None:
+        if config.endpoint is None:
+            raise ConfigError("events.endpoint: there is none; say where to publish, such as tcp://127.0.0.1:5557")
+        for endpoint in filter(None, (config.endpoint, config.replay_endpoint)):
             require_private(endpoint, curve)
-        self._options = options
+        self._config = config
         self._curve = curve
-        self._topic = options.topic.encode()
-        self._encoder = BatchEncoder(options.dialect, token_ids=options.token_ids, rank=options.rank)
+        self._topic = config.topic.encode()
+        self._encoder = BatchEncoder(config.dialect, token_ids=config.token_ids, rank=rank)
         self._kept: deque[bytes] = deque()  # the payloads of the batches up to number `_sequence` - 1
         self._kept_bytes = 0
         # Microseconds since 1970, so that the numbers of a later publisher at this address are larger: a subscriber
@@ -103,8 +88,8 @@ class EventPublisher:
             self._context = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
             self._zap = self._bind_zap() if curve else None
-            self._pub = self._bind(zmq.PUB, options.endpoint)
-            self._router = self._bind(zmq.ROUTER, options.replay_endpoint) if options.replay_endpoint else None
+            self._pub = self._bind(zmq.PUB, config.endpoint)
+            self._router = self._bind(zmq.ROUTER, config.replay_endpoint) if config.replay_endpoint else None
             # Where subscribers connect to, with the port that was taken.
             self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
             self.replay_endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT) if self._router else None
@@ -152,7 +137,7 @@ class EventPublisher:
     def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         bound = self._context.socket(kind)
         replay_max = REPLAYS_QUEUED_MAX * (REPLAY_BATCHES_MAX + 1)
-        bound.set_hwm(self._options.queued_batches_max if kind == zmq.PUB else replay_max)
+        bound.set_hwm(self._config.queued_batches_max if kind == zmq.PUB else replay_max)
         bound.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
         bound.setsockopt(zmq.IPV6, int("[" in endpoint))
         if kind == zmq.PUB:
@@ -245,7 +230,7 @@ class EventPublisher:
         if self._router is not None:
             self._kept.append(payload)
             self._kept_bytes += len(payload)
-        while self._kept_bytes > self._options.replay_bytes_max or len(self._kept) > REPLAY_BATCHES_MAX:
+        while self._kept_bytes > self._config.replay_buffer or len(self._kept) > REPLAY_BATCHES_MAX:
             self._kept_bytes -= len(self._kept.popleft())
         self._sequence += 1
         self._counts["events"] += len(events)
@@ -275,11 +260,11 @@ class EventPublisher:
         router.send_multipart((client, b"", END_OF_REPLAY, b""), zmq.NOBLOCK)
 
     def _request_snapshot(self) -> None:
-        """Ask the scheduler for the whole tree, but not more often than the options allow: it is a walk over it."""
+        """Ask the scheduler for the whole tree, which it walks over, no more often than `snapshot_interval` allows."""
         now_s = time.monotonic()
         if self._snapshot_asked and now_s >= self._snapshot_due_s:
             self._snapshot_asked = False
-            self._snapshot_due_s = now_s + self._options.snapshot_interval_s
+            self._snapshot_due_s = now_s + self._config.snapshot_interval
             self._reader.request_snapshot()
 
     def _admit(self, zap: zmq.Socket[bytes]) -> None:

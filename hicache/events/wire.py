@@ -6,7 +6,6 @@ The form is the one that subscribers of vLLM and SGLang decode. Needs msgspec (e
 from __future__ import annotations
 
 import array
-import enum
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..config.publishing import Dialect
 from ..errors import InvalidInput
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES
 from .types import Cleared, Event, Medium, Removed, Stored
@@ -27,14 +27,6 @@ _FIELDS = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora
 # SGLang's events end with the medium, and its hashes are the first 8 bytes of the page key as a signed number.
 _SGLANG_FIELDS = _FIELDS.index("medium") + 1
 _SGLANG_HASH_BYTES = 8
-
-
-class Dialect(enum.Enum):
-    """How events are written: positional arrays, maps with names (vLLM since 2026), or arrays with 64-bit hashes."""
-
-    ARRAY = "array"
-    MAP = "map"
-    SGLANG = "sglang"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +54,7 @@ class BatchEncoder:
     def _plain(self, event: Event) -> object:
         if isinstance(event, Stored):
             values = self._stored(event)
-            if self._dialect is Dialect.SGLANG:
+            if self._dialect == "sglang":
                 values = values[:_SGLANG_FIELDS]
             return self._tagged("BlockStored", dict(zip(_FIELDS, values, strict=False)))
         if isinstance(event, Removed):
@@ -84,10 +76,10 @@ class BatchEncoder:
         return hashes, parent, ids, event.page_size, None, _NAMES[event.medium], None, extra
 
     def _tagged(self, tag: str, fields: dict[str, object]) -> object:
-        return {"type": tag, **fields} if self._dialect is Dialect.MAP else (tag, *fields.values())
+        return {"type": tag, **fields} if self._dialect == "map" else (tag, *fields.values())
 
     def _hash(self, key: bytes) -> bytes | int:
-        if self._dialect is Dialect.SGLANG:
+        if self._dialect == "sglang":
             return int.from_bytes(key[:_SGLANG_HASH_BYTES], "big", signed=True)
         return key
 

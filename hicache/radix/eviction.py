@@ -15,8 +15,8 @@ import heapq
 from abc import ABC, abstractmethod
 from typing import Any
 
+from ..policies import EvictionPolicy
 from .node import Node, may_leave_device, may_leave_host
-from .policies import EvictionPolicy
 
 # Below this many stale entries a rebuild is not worth its call.
 _STALE_MIN = 64

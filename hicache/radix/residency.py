@@ -15,11 +15,11 @@ import numpy as np
 from ..errors import InvariantError
 from ..events.types import Medium
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, key_page_bytes, page_keys, split_keys
+from ..policies import EvictionPolicy
 from ..types import NO_PAGES, PageIds
 from .eviction import DeviceQueue, EvictionQueue, HostQueue
 from .node import NO_CHILDREN, Node, may_leave_host
 from .observer import TreeObserver
-from .policies import EvictionPolicy
 
 # A victim more than twice as long as what is needed is cut, so that one eviction does not throw away a whole
 # conversation; but not into pieces smaller than this, because every piece is a node that each later match has to pass.

@@ -24,10 +24,10 @@ import numpy as np
 from ..arguments import instance
 from ..errors import InvalidInput, InvariantError
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey
+from ..policies import EvictionPolicy
 from ..types import NO_PAGES, PageIds
 from .node import Node
 from .observer import TreeObserver
-from .policies import EvictionPolicy
 from .residency import Residency
 
 # A node of this many pages still matches at the speed of memory; more would make single operations too large.

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 
 from hicache.backends.base import StorageBackend
-from hicache.cache import CacheOptions, Figures, HostCache, HostLoad, HostWrite, Payoff
-from hicache.controller import ControllerOptions, HiCacheController
+from hicache.cache import Figures, HostCache, HostLoad, HostWrite, Payoff
+from hicache.config import HiCacheConfig, TransferConfig
+from hicache.controller import HiCacheController
 from hicache.keys import TOKEN_BYTES, RadixKey
 from hicache.radix import RadixTree
 from hicache.tiers import HostPool
-from tests.cache.world import GEOMETRY, NAMESPACE, every_hit, memory_backend, prompt
+from tests.cache.world import GEOMETRY, NAMESPACE, configured, every_hit, memory_backend, prompt
 from tests.stamps import Stamps
 from tests.waiting import wait_for
 
@@ -30,19 +31,20 @@ class HostWorld:
         *,
         host_pages: int = 32,
         backend: StorageBackend | None = None,
-        options: CacheOptions | None = None,
-        controller_options: ControllerOptions | None = None,
+        config: HiCacheConfig | None = None,
+        transfer: TransferConfig | None = None,
         position_bytes: int = TOKEN_BYTES,
         open_storage: Callable[[int], StorageBackend] | None = None,
         payoff: Payoff | None = None,
         kind: type[HostCache] = HostCache,
     ) -> None:
         self.host = HostPool(GEOMETRY, host_pages)
-        self.controller = HiCacheController(self.host, None, backend, controller_options, figures=len(Figures()))
+        self.controller = HiCacheController(
+            self.host, None, backend, configured(config, transfer), figures=len(Figures())
+        )
         self.cache = kind(
             self.host,
             self.controller,
-            options or every_hit(),
             position_bytes=position_bytes,
             open_storage=open_storage,
             payoff=payoff,

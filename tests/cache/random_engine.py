@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from hicache.backends.base import StorageBackend
-from hicache.cache import CacheOptions, RequestKV
-from hicache.controller import ControllerOptions
+from hicache.cache import RequestKV
+from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.keys import RadixKey, page_keys
 from hicache.types import PageIds
 from tests.cache.world import GEOMETRY, World, prompt
@@ -57,6 +57,7 @@ def small_world(
     scale: int = 1,
     timeout_s: float = 0.005,
     policies: Mapping[str, Any] = NO_POLICIES,
+    prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = "timeout",
     **changes: Any,
 ) -> World:
     """A world whose every bound is hit all the time. `scale` multiplies them; `changes` are further arguments of
@@ -64,13 +65,17 @@ def small_world(
     """
     return StampedWorld(
         device_pages=device_pages * scale, host_pages=host_pages * scale, backend=backend,
-        options=CacheOptions(
-            prefetch_threshold_tokens=8, load_back_threshold_tokens=4,
-            prefetch_timeout_base_s=timeout_s, prefetch_timeout_per_1024_tokens_s=0, **policies,
-        ),
-        controller_options=ControllerOptions(
-            storage_batch_pages=2 * scale, write_pages_max=30 * scale, load_pages_max=20 * scale,
-            prefetch_operations_max=4, store_host_share=0.3,
+        config=HiCacheConfig(
+            load_back_threshold_tokens=4,
+            prefetch=PrefetchConfig(
+                policy=prefetch_policy, threshold_tokens=8, timeout_base=timeout_s, timeout_per_1024_tokens=0,
+                operations_max=4,
+            ),
+            transfer=TransferConfig(
+                storage_batch_pages=2 * scale, write_pages_max=30 * scale, load_pages_max=20 * scale,
+                store_host_share=0.3,
+            ),
+            **policies,
         ),
         **changes,
     )  # fmt: skip

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hicache.cache import CacheOptions
-from hicache.controller import ControllerOptions
+from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.errors import InvalidInput, TransferError
 from hicache.tiers import Fence, PagedTokenToKVPoolAllocator, Transfer
 from hicache.tiers.copy import Indices
@@ -117,7 +116,7 @@ def test_a_request_without_room_waits_and_changes_nothing(world: World) -> None:
 
 
 def test_short_hits_are_not_loaded_back() -> None:
-    world = World(options=CacheOptions(load_back_threshold_tokens=10))
+    world = World(config=HiCacheConfig(load_back_threshold_tokens=10))
     world.serve("a", prompt(1, 2))
     world.settle()
     world.cache.evict(100)
@@ -127,14 +126,14 @@ def test_short_hits_are_not_loaded_back() -> None:
 
 
 def test_short_prompts_are_not_looked_up_in_storage() -> None:
-    world = World(backend=memory_backend(), options=CacheOptions(prefetch_threshold_tokens=12))
+    world = World(backend=memory_backend(), config=HiCacheConfig(prefetch=PrefetchConfig(threshold_tokens=12)))
     assert not world.cache.prefetch_from_storage("a", prompt(1, 2))
     assert world.cache.statistics().skipped["prefetch_too_short"] == 1
     world.close()
 
 
 def test_a_full_write_queue_means_no_backup_and_a_later_try() -> None:
-    world = World(controller_options=ControllerOptions(write_pages_max=2))
+    world = World(transfer=TransferConfig(write_pages_max=2))
     world.serve("a", prompt(1, 2, 3))
     assert world.controller.statistics().refused == {"write": 1}
     world.settle()
@@ -146,7 +145,7 @@ def test_a_full_write_queue_means_no_backup_and_a_later_try() -> None:
 
 
 def test_a_prefix_longer_than_the_load_queue_is_loaded_as_far_as_it_fits() -> None:
-    world = World(controller_options=ControllerOptions(load_pages_max=2))
+    world = World(transfer=TransferConfig(load_pages_max=2))
     world.serve("a", prompt(1, 2, 3, 4, 5))
     world.settle()
     world.cache.evict(100)
@@ -194,12 +193,6 @@ def test_a_key_that_goes_on_otherwise_than_what_was_shared_is_refused(world: Wor
     world.cache.cache_unfinished_req(request, prompt(1, 2, 3).head(12).extended([77]))
     world.cache.cache_finished_req(request, prompt(1, 2, 3))
     assert world.cache.match_prefix(prompt(1, 2, 3)).pages == 3
-
-
-@pytest.mark.parametrize("policy", ["write_policy", "prefetch_policy"])
-def test_a_policy_that_nobody_knows_is_refused_by_name(policy: str) -> None:
-    with pytest.raises(InvalidInput, match=f"{policy} is one of .*, got 'sometimes'"):
-        CacheOptions(**{policy: "sometimes"})  # type: ignore[arg-type]
 
 
 def test_an_engine_may_bring_pages_of_its_own(world: World) -> None:

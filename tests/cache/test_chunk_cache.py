@@ -157,8 +157,8 @@ def test_a_configuration_chooses_the_cache_and_opens_no_storage_for_none(tmp_pat
     with create_cache(HiCacheConfig.model_validate(entries), NAMESPACE) as cache:
         assert isinstance(cache, ChunkCache) and cache.device.pages == 8
         assert not (tmp_path / "pages").exists()
-    tiered = HiCacheConfig.model_validate({"page_size": 4, "device": {"tokens": 32}})
-    with create_cache(tiered, NAMESPACE, bigram=True) as cache:
+    tiered = HiCacheConfig.model_validate({"page_size": 4, "device": {"tokens": 32}, "bigram_keys": True})
+    with create_cache(tiered, NAMESPACE) as cache:
         assert isinstance(cache, HiRadixCache) and cache.tree.position_bytes == BIGRAM_BYTES
     with pytest.raises(ConfigError, match="page_size"):
         create_cache(HiCacheConfig.model_validate({**entries, "page_size": 8}), NAMESPACE)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.cache import CacheOptions
+from hicache.config import HiCacheConfig, PrefetchConfig
 from hicache.errors import TransferError
 from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from tests.cache.world import World, prompt
 
 # Three pages: a shorter prefix is computed although L2 has it.
-OPTIONS = CacheOptions(prefetch_threshold_tokens=4, load_back_threshold_tokens=12)
+OPTIONS = HiCacheConfig(load_back_threshold_tokens=12, prefetch=PrefetchConfig(threshold_tokens=4))
 
 
 class _BrokenLoads(CpuCopyEngine):
@@ -24,7 +24,7 @@ class _BrokenLoads(CpuCopyEngine):
 @pytest.fixture
 def world() -> World:
     """A world whose L2 holds a prompt and whose loads fail."""
-    world = World(copies=_BrokenLoads, options=OPTIONS)
+    world = World(copies=_BrokenLoads, config=OPTIONS)
     world.serve("first", prompt(1, 2, 3, 4))
     world.settle()
     world.cache.evict(100)
@@ -72,7 +72,7 @@ class _BrokenBackups(CpuCopyEngine):
 
 
 def test_a_pinned_prefix_that_could_not_be_copied_stays_on_l1() -> None:
-    world = World(copies=_BrokenBackups, options=OPTIONS)
+    world = World(copies=_BrokenBackups, config=OPTIONS)
     world.serve("first", prompt(1, 2))
     pin = world.cache.pin(prompt(1, 2), ttl_s=60)
     world.settle()

@@ -39,8 +39,8 @@ def test_the_configured_sizes_policies_and_bounds_arrive() -> None:
     with create_cache(config(host={"ratio": 3}, transfer={"write_pages_max": 7}), NAMESPACE) as cache:
         assert isinstance(cache, HiRadixCache)
         assert (cache.device.pages, cache.host.pages) == (16, 48)
-        assert cache.controller.options.write_pages_max == 7
-        assert cache.options.prefetch_threshold_tokens == 4
+        assert cache.controller.config.transfer.write_pages_max == 7
+        assert cache.config.prefetch.threshold_tokens == 4
         assert not cache.host.pinned
 
 
@@ -242,7 +242,7 @@ def test_a_cache_without_reuse_publishes_that_it_holds_nothing() -> None:
     assert publisher is not None and not publisher.alive
 
 
-@pytest.mark.parametrize("name", ["config", "namespace", "device_pages", "bigram", "device"])
+@pytest.mark.parametrize("name", ["config", "namespace", "device_pages", "device"])
 def test_an_argument_of_another_type_is_refused(name: str) -> None:
     arguments: dict[str, Any] = {"config": config(device={}), "namespace": NAMESPACE, "device_pages": 5}
     for bad in ("5", [5], 1.5, -1, object()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,9 @@ import pytest
 
 from hicache.backends.base import GetOutcome
 from hicache.backends.guard import Direction
-from hicache.cache import CacheOptions, HostCache, HostLoad, HostMatch, Payoff, PayoffOptions, create_host_cache
+from hicache.cache import HostCache, HostLoad, HostMatch, Payoff, create_host_cache
 from hicache.cache.statistics import NO_TIER
-from hicache.config import HiCacheConfig
+from hicache.config import HiCacheConfig, PayoffConfig, PrefetchConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream, Medium, PrefixIndex
 from hicache.geometry import PageShape, Piece
@@ -160,7 +159,7 @@ def test_a_page_before_those_that_the_workers_have_is_not_written() -> None:
 
 
 def test_eviction_makes_room_for_a_write_but_does_not_take_its_prefix() -> None:
-    world = HostWorld(host_pages=4, options=dataclasses.replace(every_hit(), eviction_policy="mru"))
+    world = HostWorld(host_pages=4, config=every_hit(eviction_policy="mru"))
     world.write("a", prompt(1, 2, tail=0))
     world.write("b", prompt(8, 9, tail=0))
     write = world.write("a", KEY)  # its own prefix was used last, and the policy evicts that first
@@ -297,8 +296,8 @@ def test_it_is_decided_once_per_length_until_the_load_begins_or_the_request_ends
 
 
 def test_a_load_that_does_not_pay_is_not_offered() -> None:
-    slow = PayoffOptions(prefill_tokens_per_s=10**9, host_bytes_per_s=1)
-    world = HostWorld(options=CacheOptions(load_back_threshold_tokens=8), payoff=Payoff(slow))
+    slow = PayoffConfig(prefill_tokens_per_second=10**9, host_bandwidth=1)
+    world = HostWorld(config=HiCacheConfig(load_back_threshold_tokens=8), payoff=Payoff(slow))
     world.write("a", KEY)
     world.cache.poll()
     for _ in range(20):
@@ -432,10 +431,12 @@ def test_pages_from_storage_are_kept_for_their_request_until_it_ends() -> None:
 
 def test_write_through_selective_stores_what_a_second_request_uses() -> None:
     store = memory_backend()
-    options = CacheOptions(
-        write_policy="write_through_selective", prefetch_threshold_tokens=4, load_back_threshold_tokens=4
+    options = HiCacheConfig(
+        write_policy="write_through_selective",
+        load_back_threshold_tokens=4,
+        prefetch=PrefetchConfig(threshold_tokens=4),
     )
-    world = HostWorld(backend=store, options=options)
+    world = HostWorld(backend=store, config=options)
     world.write("a", KEY)
     world.cache.lookup("a", KEY)  # asks twice, counts once
     world.cache.abort("b")
@@ -607,7 +608,7 @@ def test_a_closed_cache_begins_nothing_and_ends_what_was_begun() -> None:
 
 def test_write_back_is_refused() -> None:
     with pytest.raises(InvalidInput, match="use write_through or write_through_selective"):
-        HostWorld(options=CacheOptions(write_policy="write_back"))
+        HostWorld(config=HiCacheConfig(write_policy="write_back"))
 
 
 # From a configuration
@@ -626,7 +627,7 @@ def file_storage(path: Path) -> dict[str, object]:
 def test_the_configured_pool_and_policies_arrive() -> None:
     with create_host_cache(config(), NAMESPACE) as cache:
         assert cache.host.pages == 16 and cache.page_size == 4
-        assert cache.options.prefetch_threshold_tokens == 4 and not cache.storage.attached
+        assert cache.config.prefetch.threshold_tokens == 4 and not cache.storage.attached
 
 
 def test_a_pool_of_the_engine_is_used_with_keys_of_the_engine() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from hicache.cache import CacheOptions
+from hicache.config import HiCacheConfig, PrefetchConfig
 from tests.cache.world import World, prompt
 
-OPTIONS = CacheOptions(load_back_threshold_tokens=4, prefetch_threshold_tokens=4)
+OPTIONS = HiCacheConfig(load_back_threshold_tokens=4, prefetch=PrefetchConfig(threshold_tokens=4))
 
 
 def on_host_only(*prompts: tuple[int, ...], device_pages: int = 64, host_pages: int = 64) -> World:
-    world = World(device_pages=device_pages, host_pages=host_pages, options=OPTIONS)
+    world = World(device_pages=device_pages, host_pages=host_pages, config=OPTIONS)
     for number, pages in enumerate(prompts):
         world.serve(f"stored-{number}", prompt(*pages))
     world.settle()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.cache import CacheOptions, Pin
+from hicache.cache import Pin
+from hicache.config import HiCacheConfig
 from hicache.errors import InvalidInput
 from tests.cache.world import ShiftedClock, World, prompt
 
@@ -54,7 +55,7 @@ def test_without_a_pin_the_same_prefix_is_gone() -> None:
 
 @pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
 def test_a_pinned_page_is_copied_whatever_the_write_policy(policy: str) -> None:
-    world = World(options=CacheOptions(write_policy=policy, load_back_threshold_tokens=4))
+    world = World(config=HiCacheConfig(write_policy=policy, load_back_threshold_tokens=4))
     world.serve("a", prompt(1, 2))
     world.settle()
     assert world.cache.tree.host_pages == 0
@@ -65,7 +66,7 @@ def test_a_pinned_page_is_copied_whatever_the_write_policy(policy: str) -> None:
 
 
 def test_a_pinned_page_that_l2_has_no_room_for_stays_on_l1() -> None:
-    world = World(host_pages=4, options=CacheOptions(write_policy="write_back", pin_host_share=1))
+    world = World(host_pages=4, config=HiCacheConfig(write_policy="write_back", pin_host_share=1))
     blocker = world.host.alloc(3)
     assert blocker is not None
     world.serve("a", prompt(1, 2))
@@ -131,7 +132,7 @@ def test_pins_of_one_prefix_count_its_pages_once_and_end_one_by_one() -> None:
 
 
 def test_pins_beyond_their_share_of_l2_are_refused() -> None:
-    world = World(host_pages=8, options=CacheOptions(pin_host_share=0.25))
+    world = World(host_pages=8, config=HiCacheConfig(pin_host_share=0.25))
     world.serve("a", prompt(1, 2, 3))
     assert world.cache.pin(prompt(1, 2, 3), ttl_s=60) is None
     assert world.cache.pin(prompt(1, 2), ttl_s=60) is not None

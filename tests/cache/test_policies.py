@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.cache import CacheOptions, Eviction
-from hicache.controller import ControllerOptions
-from hicache.errors import InvalidInput
+from hicache.cache import Eviction
+from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
+from hicache.errors import ConfigError, InvalidInput
 from hicache.keys import RadixKey
 from tests.cache.world import World, memory_backend, prompt
 
@@ -22,12 +22,9 @@ def world(
     return World(
         device_pages=device_pages,
         host_pages=host_pages,
-        options=CacheOptions(
-            write_policy=write_policy,
-            selective_hits=selective_hits,
-            eviction_policy=eviction_policy,
-            prefetch_threshold_tokens=4,
-            load_back_threshold_tokens=4,
+        config=HiCacheConfig(
+            write_policy=write_policy, selective_hits=selective_hits, eviction_policy=eviction_policy,
+            load_back_threshold_tokens=4, prefetch=PrefetchConfig(threshold_tokens=4),
         ),
     )
 
@@ -164,7 +161,9 @@ def test_write_back_reaches_storage() -> None:
     backend = memory_backend()
     w = World(
         backend=backend,
-        options=CacheOptions(write_policy="write_back", prefetch_threshold_tokens=4, load_back_threshold_tokens=4),
+        config=HiCacheConfig(
+            write_policy="write_back", load_back_threshold_tokens=4, prefetch=PrefetchConfig(threshold_tokens=4)
+        ),
     )
     w.serve("a", prompt(1, 2))
     w.settle()
@@ -189,7 +188,7 @@ def test_eviction_says_what_it_could_not_free() -> None:
 
 def test_a_write_queue_that_is_full_turns_a_victim_away() -> None:
     w = World(
-        options=CacheOptions(write_policy="write_back"), controller_options=ControllerOptions(write_pages_max=1)
+        config=HiCacheConfig(write_policy="write_back"), transfer=TransferConfig(write_pages_max=1)
     )
     w.serve("a", prompt(1))
     w.serve("b", prompt(2))
@@ -214,8 +213,8 @@ def test_a_higher_priority_keeps_the_whole_prefix_longer() -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="lru"):
-        World(options=CacheOptions(eviction_policy="newest"))
+    with pytest.raises(ConfigError, match="lru"):
+        World(config=HiCacheConfig(eviction_policy="newest"))
 
 
 def test_bigram_keys_share_what_pairs_agree_on() -> None:

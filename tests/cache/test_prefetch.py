@@ -12,8 +12,7 @@ import pytest
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.guard import Direction
 from hicache.backends.memory import MemoryBackend
-from hicache.cache import CacheOptions
-from hicache.controller import ControllerOptions
+from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.frame import PageBuffer
 from hicache.keys import RadixKey, page_keys
 from tests.cache.world import GEOMETRY, LastingBackend, World, codec, memory_backend, prompt
@@ -60,16 +59,14 @@ def held_backend(from_call: int = 0) -> TroubledBackend:
     return backend
 
 
-def timeout(seconds: float) -> CacheOptions:
-    return CacheOptions(
-        prefetch_threshold_tokens=4, load_back_threshold_tokens=4,
-        prefetch_timeout_base_s=seconds, prefetch_timeout_per_1024_tokens_s=0,
-    )  # fmt: skip
+def timeout(seconds: float) -> HiCacheConfig:
+    prefetch = PrefetchConfig(threshold_tokens=4, timeout_base=seconds, timeout_per_1024_tokens=0)
+    return HiCacheConfig(load_back_threshold_tokens=4, prefetch=prefetch)
 
 
 def test_a_late_prefetch_gives_what_has_arrived_and_keeps_its_buffers_until_it_ends() -> None:
     backend = held_backend(from_call=2)
-    world = World(backend=backend, options=timeout(0.3), controller_options=ControllerOptions(storage_batch_pages=2))
+    world = World(backend=backend, config=timeout(0.3), transfer=TransferConfig(storage_batch_pages=2))
     assert world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.cache.check_prefetch_progress("a"))
     request = world.begin("a", KEY)
@@ -133,7 +130,7 @@ def test_a_worker_that_dies_is_a_miss_and_is_replaced() -> None:
     backend = TroubledBackend()
     stored(backend)
     backend.trouble = SystemExit("not even an Exception")
-    world = World(backend=backend, controller_options=ControllerOptions(io_workers=1))
+    world = World(backend=backend, transfer=TransferConfig(io_workers=1))
     assert world.serve("a", KEY).storage_hit_tokens == 0
     world.until(lambda: world.controller.statistics().worker_restarts == 1)
     backend.trouble = None
@@ -149,8 +146,8 @@ def test_a_worker_that_dies_is_a_miss_and_is_replaced() -> None:
 def test_a_stuck_worker_gets_a_substitute() -> None:
     backend = held_backend()
     world = World(
-        backend=backend, options=timeout(0.2),
-        controller_options=ControllerOptions(io_workers=1, storage_deadline_s=0.1),
+        backend=backend, config=timeout(0.2),
+        transfer=TransferConfig(io_workers=1, storage_deadline=0.1),
     )  # fmt: skip
     assert world.serve("a", KEY).storage_hit_tokens == 0
     world.until(lambda: world.controller.statistics().workers_stuck == 1)
@@ -161,7 +158,7 @@ def test_a_stuck_worker_gets_a_substitute() -> None:
 
 def test_a_store_that_hangs_costs_one_request_its_time_and_the_next_ones_none() -> None:
     backend = held_backend()
-    world = World(backend=backend, options=timeout(0.1))
+    world = World(backend=backend, config=timeout(0.1))
     assert world.serve("a", KEY).storage_hit_tokens == 0
     world.step()
     assert not world.cache.prefetch_from_storage("b", prompt(*range(20, 28)))
@@ -202,7 +199,7 @@ def test_an_aborted_prefetch_gives_its_pages_back() -> None:
 
 def test_prefetches_over_the_bound_are_refused_and_counted() -> None:
     backend = held_backend()
-    world = World(backend=backend, controller_options=ControllerOptions(prefetch_operations_max=1))
+    world = World(backend=backend, config=HiCacheConfig(prefetch=PrefetchConfig(threshold_tokens=4, operations_max=1)))
     assert world.cache.prefetch_from_storage("a", KEY)
     assert not world.cache.prefetch_from_storage("b", prompt(7, 7, 7))
     assert world.controller.statistics().refused == {"prefetch": 1}
@@ -214,7 +211,7 @@ def test_prefetches_over_the_bound_are_refused_and_counted() -> None:
 def test_a_prefetch_takes_no_more_than_its_share_of_the_host_pool() -> None:
     backend = memory_backend()
     stored(backend)
-    world = World(backend=backend, host_pages=8, options=CacheOptions(prefetch_threshold_tokens=4))
+    world = World(backend=backend, host_pages=8, config=HiCacheConfig(prefetch=PrefetchConfig(threshold_tokens=4)))
     assert world.serve("a", KEY).storage_hit_tokens == 4 * GEOMETRY.page_size
     world.close()
 
@@ -389,7 +386,7 @@ def test_a_full_backup_queue_drops_the_newest_store() -> None:
             return super().batch_set(keys, pages, parent=parent, deadline=deadline)
 
     backend = Slow(codec())
-    world = World(backend=backend, controller_options=ControllerOptions(store_host_share=2 / 32))
+    world = World(backend=backend, transfer=TransferConfig(store_host_share=2 / 32))
     world.serve("a", prompt(1, 2))
     world.until(lambda: world.controller.statistics().queues.host_pages_lent == 2)
     world.serve("b", prompt(3, 4))

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from hicache.backends.base import GetOutcome
-from hicache.cache import CacheOptions
+from hicache.config import HiCacheConfig, PrefetchConfig
 from hicache.frame import PageBuffer
 from tests.cache.world import LastingBackend, ShiftedClock, World, codec, prompt
 
@@ -46,14 +46,12 @@ def stored() -> Gated:
 def world_of(
     backend: Gated, policy: str, clock: ShiftedClock | None = None, *, write_policy: str = "write_through"
 ) -> World:
-    options = CacheOptions(
-        prefetch_policy=policy,
-        prefetch_threshold_tokens=4,
+    options = HiCacheConfig(
         load_back_threshold_tokens=4,
-        prefetch_timeout_per_1024_tokens_s=0,
         write_policy=write_policy,
+        prefetch=PrefetchConfig(policy=policy, threshold_tokens=4, timeout_per_1024_tokens=0),
     )
-    return World(device_pages=64, host_pages=64, backend=backend, options=options, clock=clock or ShiftedClock())
+    return World(device_pages=64, host_pages=64, backend=backend, config=options, clock=clock or ShiftedClock())
 
 
 def test_best_effort_never_waits_and_takes_what_has_arrived() -> None:
@@ -217,8 +215,8 @@ def test_what_has_arrived_for_a_request_that_will_not_begin_may_leave() -> None:
 
 
 def test_a_share_without_a_page_asks_storage_for_nothing() -> None:
-    options = CacheOptions(prefetch_threshold_tokens=4, prefetch_host_share=0)
-    world = World(backend=stored(), options=options)
+    options = HiCacheConfig(prefetch=PrefetchConfig(threshold_tokens=4, host_share=0))
+    world = World(backend=stored(), config=options)
     assert not world.cache.prefetch_from_storage("a", KEY)
     assert world.cache.check_prefetch_progress("a")
     assert world.cache.statistics().skipped["prefetch_host_share"] == 1
@@ -227,8 +225,8 @@ def test_a_share_without_a_page_asks_storage_for_nothing() -> None:
 
 def test_what_waits_for_its_request_counts_against_the_share_of_prefetches() -> None:
     backend = stored()
-    options = CacheOptions(prefetch_threshold_tokens=4, load_back_threshold_tokens=4, prefetch_host_share=0.25)
-    world = World(device_pages=64, host_pages=32, backend=backend, options=options)
+    options = HiCacheConfig(load_back_threshold_tokens=4, prefetch=PrefetchConfig(threshold_tokens=4, host_share=0.25))
+    world = World(device_pages=64, host_pages=32, backend=backend, config=options)
     world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.cache.check_prefetch_progress("a"))
     other = World(backend=backend)

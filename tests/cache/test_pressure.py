@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from hicache.cache import CacheOptions, PayoffOptions
+from hicache.config import HiCacheConfig, PayoffConfig
 from hicache.errors import CapacityError, InvalidInput, TransferError
 from hicache.tiers import Fence, PagedTokenToKVPoolAllocator, Transfer
 from hicache.tiers.copy_cpu import CpuCopyEngine
@@ -14,16 +16,16 @@ from hicache.types import PageIds
 from tests.cache.test_prefetch_policies import KEY, stored, world_of
 from tests.cache.world import GEOMETRY, LastingBackend, World, codec, prompt
 
-ALWAYS = PayoffOptions(always=True)
+ALWAYS = PayoffConfig(mode="always")
 
 
-def write_back(**options: object) -> CacheOptions:
-    return CacheOptions(write_policy="write_back", load_back_threshold_tokens=4, payoff=ALWAYS, **options)  # type: ignore[arg-type]
+def write_back(**entries: Any) -> HiCacheConfig:
+    return HiCacheConfig(write_policy="write_back", load_back_threshold_tokens=4, payoff=ALWAYS, **entries)
 
 
 @pytest.mark.parametrize("policy", ["lru", "filo", "mru"])
 def test_eviction_queues_do_not_grow_with_the_runs_that_have_left(policy: str) -> None:
-    world = World(device_pages=8, host_pages=8, options=write_back(eviction_policy=policy))
+    world = World(device_pages=8, host_pages=8, config=write_back(eviction_policy=policy))
     for number in range(600):
         world.serve(f"r{number}", prompt(1000 + number))
         world.cache.evict(4)
@@ -44,7 +46,7 @@ def test_pins_that_were_released_are_forgotten() -> None:
 
 
 def test_waiting_for_write_back_does_not_evict_more_at_each_attempt() -> None:
-    world = World(device_pages=31, host_pages=64, options=write_back())
+    world = World(device_pages=31, host_pages=64, config=write_back())
     for number in range(10):
         world.serve(f"r{number}", prompt(*range(100 * number + 1, 100 * number + 4)))
     for _ in range(9):  # without a poll in between nothing arrives
@@ -149,7 +151,7 @@ def test_a_load_that_could_not_be_started_is_not_hidden_by_a_later_one() -> None
 
 
 def test_own_pages_are_not_exchanged_for_pages_that_are_still_being_loaded() -> None:
-    world = World(device_pages=32, options=CacheOptions(load_back_threshold_tokens=12, payoff=ALWAYS))
+    world = World(device_pages=32, config=HiCacheConfig(load_back_threshold_tokens=12, payoff=ALWAYS))
     world.serve("store", prompt(1, 2, 3))
     world.settle()
     world.cache.evict(100)

@@ -13,8 +13,8 @@ import pytest
 
 from hicache.backends.base import StorageBackend
 from hicache.backends.guard import Direction
-from hicache.cache import CacheOptions, HostCache, HostLoad, HostMatch, HostWrite, PayoffOptions
-from hicache.controller import ControllerOptions
+from hicache.cache import HostCache, HostLoad, HostMatch, HostWrite
+from hicache.config import HiCacheConfig, PayoffConfig, PrefetchConfig, TransferConfig
 from hicache.keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey
 from tests.cache.host_world import PAGE_TOKENS, HostWorld, memory_backend, prompt
 from tests.seeds import rng, seeds
@@ -116,19 +116,20 @@ class RandomHost:
         self.hashed = chance.random() < 0.3
         pages = chance.choice([8, 14, 24, 200])
         self.stores = {0: memory_backend()} if self.stored else {}
-        options = CacheOptions(
+        options = HiCacheConfig(
             eviction_policy=chance.choice(POLICIES),
             write_policy=chance.choice(["write_through", "write_through_selective"]),
-            prefetch_policy=chance.choice(["timeout", "best_effort", "wait_complete"]),
-            prefetch_threshold_tokens=PAGE_TOKENS,
             load_back_threshold_tokens=PAGE_TOKENS,
-            payoff=PayoffOptions(always=True),
+            payoff=PayoffConfig(mode="always"),
+            prefetch=PrefetchConfig(
+                policy=chance.choice(["timeout", "best_effort", "wait_complete"]), threshold_tokens=PAGE_TOKENS
+            ),
         )
         self.world = HostWorld(
             host_pages=pages,
             backend=self.stores.get(0),
-            options=options,
-            controller_options=ControllerOptions(store_host_share=1.0),  # more than a few of so few pages
+            config=options,
+            transfer=TransferConfig(store_host_share=1.0),  # more than a few of so few pages
             position_bytes=PAGE_KEY_BYTES if self.hashed else TOKEN_BYTES,
             open_storage=self.open_storage if self.stored else None,
             kind=kind,

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from hicache.backends import StorageBackend
-from hicache.cache import CacheOptions, PayoffOptions, RequestKV, SessionCache, TreeCache
+from hicache.cache import RequestKV, SessionCache, TreeCache
 from hicache.cache import session_cache as module
-from hicache.controller import ControllerOptions
+from hicache.config import HiCacheConfig, PayoffConfig, PrefetchConfig, TransferConfig
 from hicache.errors import CapacityError, SessionError
 from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, RadixKey
 from tests.cache.talks import PAGE, Talk, Talks
@@ -37,12 +37,12 @@ class RandomTalks:
         self.random = numbers
         world = World(
             device_pages=16, host_pages=30, backend=_store(0), open_storage=_store,
-            options=CacheOptions(
-                prefetch_threshold_tokens=8, load_back_threshold_tokens=4, payoff=PayoffOptions(always=True),
-                prefetch_timeout_base_s=0.005, prefetch_timeout_per_1024_tokens_s=0,
+            config=HiCacheConfig(
+                load_back_threshold_tokens=4, payoff=PayoffConfig(mode="always"),
                 write_policy=numbers.choice(["write_through", "write_through_selective", "write_back"]),
+                prefetch=PrefetchConfig(threshold_tokens=8, timeout_base=0.005, timeout_per_1024_tokens=0),
             ),
-            controller_options=ControllerOptions(storage_batch_pages=2, write_pages_max=30, load_pages_max=20),
+            transfer=TransferConfig(storage_batch_pages=2, write_pages_max=30, load_pages_max=20),
             position_bytes=numbers.choice([TOKEN_BYTES, BIGRAM_BYTES]),
         )  # fmt: skip
         self.talks = Talks(world, sessions_max=3, make=make)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 
@@ -21,12 +22,18 @@ from tests.seeds import rng, seeds
 pytestmark = [pytest.mark.usefixtures("threads_switch_often"), pytest.mark.long]
 
 
+PREFETCH_POLICIES: tuple[Literal["timeout", "best_effort", "wait_complete"], ...] = (
+    "timeout",
+    "best_effort",
+    "wait_complete",
+)
+
+
 def policies(seed: int) -> dict[str, str]:
     """Each seed has a combination of its own, the same on all ranks."""
     return {
         "write_policy": ("write_through", "write_through_selective", "write_back")[seed % 3],
         "eviction_policy": tuple(POLICIES)[seed % len(POLICIES)],
-        "prefetch_policy": ("timeout", "best_effort", "wait_complete")[seed // 3 % 3],
     }
 
 
@@ -53,6 +60,7 @@ class Engines:
                     copies=UnevenCopies,
                     stores_pages=not share_pages or rank == 0,
                     policies=policies(seed) if varied else NO_POLICIES,
+                    prefetch_policy=PREFETCH_POLICIES[seed // 3 % 3] if varied else "timeout",
                 ),
             )
             for rank, (backend, group) in enumerate(zip(backends, groups, strict=True))

@@ -47,13 +47,13 @@ def test_sessions_without_a_prefix_cache_are_refused() -> None:
         HiCacheConfig(sessions={"enabled": True}, prefix_cache=False)
 
 
-def test_keys_are_pairs_if_the_configuration_says_so_and_the_engine_says_nothing_else() -> None:
+def test_keys_are_pairs_if_the_configuration_says_so() -> None:
     with create_cache(configured(bigram_keys=True), NAMESPACE) as cache:
         assert isinstance(cache, HiRadixCache) and cache.tree.position_bytes == BIGRAM_BYTES
         cache.match_prefix(RadixKey.of(range(9), bigram=True))
         with pytest.raises(InvalidInput):
             cache.match_prefix(RadixKey.of(range(9)))
-    with create_cache(configured(bigram_keys=True), NAMESPACE, bigram=False) as cache:
+    with create_cache(configured(bigram_keys=False), NAMESPACE) as cache:
         assert isinstance(cache, HiRadixCache) and cache.tree.position_bytes == TOKEN_BYTES
 
 

@@ -600,8 +600,8 @@ def test_a_request_that_needs_more_room_as_it_grows_gets_it_from_idle_sessions()
 
 def write_back_talks(make: type[SessionCache] = SessionCache) -> Talks:
     """A session has half of L1, another request had the other half, and a third finds no room yet."""
-    options = replace(every_hit(), write_policy="write_back")
-    talks = opened("s", talks=Talks(World(device_pages=6, options=options), make=make))
+    config = every_hit(write_policy="write_back")
+    talks = opened("s", talks=Talks(World(device_pages=6, config=config), make=make))
     talks.turn("s", tokens(10))
     other = talks.begin(tokens(12, first=50))
     assert other is not None

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from hicache.backends.base import SetOutcome
 from hicache.cache import HiRadixCache
-from hicache.cache.factory import controller_options
-from hicache.config import HiCacheConfig
-from hicache.controller import ControllerOptions, RankGroup
+from hicache.config import TransferConfig
+from hicache.controller import RankGroup
 from hicache.frame import PageBuffer
 from hicache.keys import RadixKey
 from tests.cache.host_world import HostWorld
@@ -17,7 +16,7 @@ from tests.cache.world import LastingBackend, World, codec, prompt
 from tests.ranks import gloo_ranks
 
 # All of L2 may wait, so that it does.
-ALL = ControllerOptions(store_host_share=1.0)
+ALL = TransferConfig(store_host_share=1.0)
 HOST_PAGES = 12
 
 
@@ -56,7 +55,7 @@ def compute(world: World, key: RadixKey, *, leaves_l1: bool = True) -> None:
 
 def full_world(backend: Gated, *, leaves_l1: bool = True, ranks: RankGroup | None = None) -> World:
     """L2 is full of six runs of two pages: a worker has begun to store the first, the others wait."""
-    world = World(backend=backend, host_pages=HOST_PAGES, controller_options=ALL, ranks=ranks)
+    world = World(backend=backend, host_pages=HOST_PAGES, transfer=ALL, ranks=ranks)
     for number in range(1, 7):
         compute(world, pair(number), leaves_l1=leaves_l1)
     world.until(backend.entered.is_set)
@@ -90,7 +89,7 @@ def test_the_newest_store_that_waits_gives_way_to_a_backup() -> None:
 
 def test_a_page_whose_store_gave_way_is_stored_when_it_is_used_again() -> None:
     backend = Gated()
-    world = World(backend=backend, host_pages=6, controller_options=ALL)
+    world = World(backend=backend, host_pages=6, transfer=ALL)
     compute(world, pair(1))
     compute(world, prompt(2, 3, 4, 5))
     world.cache.match_prefix(prompt(2, 3, tail=0))  # its run is two nodes now, and one store
@@ -109,7 +108,7 @@ def test_a_page_whose_store_gave_way_is_stored_when_it_is_used_again() -> None:
 
 def test_a_store_gives_way_after_all_that_continue_its_chain() -> None:
     backend = Gated()
-    world = World(backend=backend, host_pages=10, controller_options=ALL)
+    world = World(backend=backend, host_pages=10, transfer=ALL)
     compute(world, pair(1))
     compute(world, prompt(2, 3))
     compute(world, prompt(2, 3, 4, 5))
@@ -143,7 +142,7 @@ def test_a_store_gives_way_to_a_prefetch() -> None:
 
 def test_a_store_gives_way_to_a_write_of_an_engine_with_its_own_device_cache() -> None:
     backend = Gated()
-    world = HostWorld(backend=backend, host_pages=HOST_PAGES, controller_options=ALL)
+    world = HostWorld(backend=backend, host_pages=HOST_PAGES, transfer=ALL)
     for number in range(1, 7):
         world.write(f"r{number}", prompt(number, 100 + number, tail=0))
     world.until(backend.entered.is_set)
@@ -211,7 +210,7 @@ def test_stores_that_give_way_leave_nothing_in_the_queue_of_a_store_that_hangs()
 
 def test_no_more_than_the_configured_share_of_l2_waits_to_be_stored() -> None:
     backend = Gated()
-    world = World(backend=backend, host_pages=32, controller_options=ControllerOptions(store_host_share=0.25))
+    world = World(backend=backend, host_pages=32, transfer=TransferConfig(store_host_share=0.25))
     for number in range(1, 11):
         compute(world, pair(number))
     assert world.controller.store_pages == 8
@@ -221,9 +220,14 @@ def test_no_more_than_the_configured_share_of_l2_waits_to_be_stored() -> None:
 
 
 def test_all_of_l2_may_wait_to_be_stored_but_a_quarter_where_ranks_keep_stores_from_giving_way() -> None:
-    unset, given = HiCacheConfig(), HiCacheConfig.model_validate({"transfer": {"store_host_share": 0.5}})
-    assert [controller_options(unset, ranks=ranks).store_host_share for ranks in (False, True)] == [1.0, 0.25]
-    assert [controller_options(given, ranks=ranks).store_host_share for ranks in (False, True)] == [0.5, 0.5]
+    (rank,) = gloo_ranks(1, deadline_s=30.0)
+    for transfer, ranks, pages in ((None, None, 32), (None, rank, 8), (TransferConfig(store_host_share=0.5), rank, 16)):
+        world = World(backend=LastingBackend(codec()), host_pages=32, transfer=transfer, ranks=ranks)
+        world.controller.store_pages = 1
+        assert world.controller.takes_store(pages - 1) and not world.controller.takes_store(pages)
+        world.controller.store_pages = 0
+        world.close()
+    rank.close()
 
 
 def test_a_backend_whose_last_store_gave_way_is_closed() -> None:

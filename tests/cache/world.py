@@ -9,14 +9,16 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache.backends.base import StorageBackend
 from hicache.backends.memory import MemoryBackend
-from hicache.cache import CacheOptions, Figures, HiRadixCache, Payoff, PayoffOptions, RequestKV
-from hicache.controller import ControllerOptions, HiCacheController
+from hicache.cache import Figures, HiRadixCache, Payoff, RequestKV
+from hicache.config import HiCacheConfig, PayoffConfig, PrefetchConfig, TransferConfig
+from hicache.controller import HiCacheController
 from hicache.controller.ranks import RankGroup
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
@@ -73,8 +75,8 @@ class World:
         host_pages: int = 32,
         host: HostPool | None = None,
         backend: StorageBackend | None = None,
-        options: CacheOptions | None = None,
-        controller_options: ControllerOptions | None = None,
+        config: HiCacheConfig | None = None,
+        transfer: TransferConfig | None = None,
         copies: Callable[[EngineBlocks, HostWindow], CopyEngine] = create_copy_engine,
         position_bytes: int = TOKEN_BYTES,
         open_storage: Callable[[int], StorageBackend] | None = None,
@@ -87,14 +89,13 @@ class World:
         self.device: KVPool = create_device_pool(GEOMETRY, device_pages)
         self.host = HostPool(GEOMETRY, host_pages) if host is None else host
         self.controller = HiCacheController(
-            self.host, copies(self.device.blocks, HostWindow(self.host)), backend, controller_options,
+            self.host, copies(self.device.blocks, HostWindow(self.host)), backend, configured(config, transfer),
             ranks=ranks, stores_pages=stores_pages, figures=len(Figures()), clock=clock,
         )  # fmt: skip
         self.cache = HiRadixCache(
             self.device,
             self.host,
             self.controller,
-            options or every_hit(),
             position_bytes=position_bytes,
             open_storage=open_storage,
             payoff=payoff,
@@ -174,11 +175,20 @@ class World:
         assert self.wrong_pages == 0
 
 
-def every_hit() -> CacheOptions:
-    """Options of a cache that fetches every hit, however short and slow."""
-    return CacheOptions(
-        prefetch_threshold_tokens=4, load_back_threshold_tokens=4, payoff=PayoffOptions(always=True)
-    )  # fmt: skip
+def configured(config: HiCacheConfig | None, transfer: TransferConfig | None) -> HiCacheConfig:
+    """`config`, by default `every_hit`, with `transfer` as its section of that name."""
+    config = config or every_hit()
+    return config if transfer is None else config.model_copy(update={"transfer": transfer})
+
+
+def every_hit(**entries: Any) -> HiCacheConfig:
+    """Configuration of a cache that fetches every hit, however short and slow; `entries` are further ones."""
+    return HiCacheConfig(
+        load_back_threshold_tokens=4,
+        payoff=PayoffConfig(mode="always"),
+        prefetch=PrefetchConfig(threshold_tokens=4),
+        **entries,
+    )
 
 
 def memory_backend(capacity_bytes: int | None = None, epoch: int = 0) -> MemoryBackend:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hicache.cache import CacheOptions
+from hicache.config import HiCacheConfig
 from hicache.controller import Backup, HiCacheController, Load
 from hicache.errors import TransferError
 from hicache.tiers import EngineBlocks, Fence, HostPool, HostWindow, StepCounter, Transfer, create_device_pool
@@ -129,7 +129,7 @@ def test_copies_of_the_same_pages_are_two_operations_that_do_not_change() -> Non
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 def test_the_copies_of_a_cache_come_after_the_fence_that_its_engine_recorded_last(policy: str) -> None:
-    world = World(copies=Copies, options=CacheOptions(write_policy=policy, load_back_threshold_tokens=4))
+    world = World(copies=Copies, config=HiCacheConfig(write_policy=policy, load_back_threshold_tokens=4))
     copies, steps = world.controller._copies, StepCounter()
     assert isinstance(copies, Copies)
     world.serve("other", prompt(9))

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from hicache.backends import StorageBackend
-from hicache.cache import CacheOptions, HiRadixCache, PayoffOptions, SessionCache, TreeCache
+from hicache.cache import HiRadixCache, SessionCache, TreeCache
+from hicache.config import HiCacheConfig, PayoffConfig, PrefetchConfig
 from hicache.controller import HiCacheController
 from hicache.engine import TILE, Checkpoint, Engine, EngineOptions, LlamaConfig, LlamaModel, RequestRecord, Span
 from hicache.frame import FrameCodec
@@ -107,7 +108,7 @@ def make_engine(  # noqa: PLR0913 - the parts that tests exchange
     copies: Callable[[EngineBlocks, HostWindow], CopyEngine] = create_copy_engine,
     model: type[LlamaModel] = LlamaModel,
     options: EngineOptions | None = None,
-    payoff: PayoffOptions | None = None,
+    payoff: PayoffConfig | None = None,
     eviction_policy: str = "lru",
     around: Callable[[HiRadixCache], TreeCache] = lambda cache: cache,
 ) -> Engine:
@@ -117,14 +118,16 @@ def make_engine(  # noqa: PLR0913 - the parts that tests exchange
     pool, host = MHATokenToKVPool(geometry, device_pages), HostPool(geometry, host_pages)
     codec = FrameCodec(Namespace(checkpoint.fingerprint, geometry).digest, geometry.payload_bytes)
     storage = None if backend is None else backend(codec)
-    controller = HiCacheController(host, copies(pool.blocks, HostWindow(host)), storage)
-    thresholds = CacheOptions(
-        load_back_threshold_tokens=1, prefetch_threshold_tokens=1, prefetch_timeout_base_s=WAIT_S,
-        prefetch_host_share=1, payoff=payoff or PayoffOptions(always=True), eviction_policy=eviction_policy,
-    )  # fmt: skip
+    config = HiCacheConfig(
+        load_back_threshold_tokens=1,
+        payoff=payoff or PayoffConfig(mode="always"),
+        eviction_policy=eviction_policy,
+        prefetch=PrefetchConfig(threshold_tokens=1, timeout_base=WAIT_S, host_share=1),
+    )
+    controller = HiCacheController(host, copies(pool.blocks, HostWindow(host)), storage, config)
     rows = RequestToTokenPool(options.running_max, -(-checkpoint.config.context_tokens // TILE) * TILE)
     computing = model(checkpoint.config, checkpoint.tensors, pool, rows)
-    return Engine(computing, around(HiRadixCache(pool, host, controller, thresholds)), options)
+    return Engine(computing, around(HiRadixCache(pool, host, controller)), options)
 
 
 def drive(engine: Engine, until: Callable[[], bool] | None = None) -> dict[str, RequestRecord]:

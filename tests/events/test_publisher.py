@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import zmq
 
+from hicache.config import EventsConfig
+from hicache.config.publishing import Dialect
 from hicache.errors import ConfigError
 from hicache.events import Cleared, EventStream, Medium, PrefixIndex, Removed, Stored
-from hicache.events.publisher import END_OF_REPLAY, EventPublisher, PublisherOptions
+from hicache.events.publisher import END_OF_REPLAY, EventPublisher
 from hicache.events.security import CurveKeys, require_private
 from hicache.events.subscriber import ClientCurve, EventFollower
-from hicache.events.wire import Dialect, decode_batch
+from hicache.events.wire import decode_batch
 from hicache.keys import page_keys, token_bytes
 from tests.events.world import RecordedMachine, pages_of_index, pages_of_tree
 from tests.seeds import rng, seeds
@@ -27,7 +29,7 @@ LOOPBACK = "tcp://127.0.0.1:*"
 
 
 def published(stream: EventStream, **options: Any) -> EventPublisher:
-    return EventPublisher(stream, PublisherOptions(**{"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK} | options))
+    return EventPublisher(stream, EventsConfig(**{"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK} | options))
 
 
 def follower_of(publisher: EventPublisher, curve: ClientCurve | None = None, timeout_s: float = 1.0) -> EventFollower:
@@ -64,7 +66,7 @@ def holds(follower: EventFollower, machine: RecordedMachine) -> bool:
 
 
 @pytest.mark.parametrize("seed", seeds(3))
-@pytest.mark.parametrize("dialect", [Dialect.ARRAY, Dialect.MAP])
+@pytest.mark.parametrize("dialect", ["array", "map"])
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
 def test_an_index_on_the_other_side_becomes_equal_to_the_tree(
     transport: str, dialect: Dialect, seed: int, tmp_path: Path
@@ -114,7 +116,7 @@ def test_lost_messages_are_fetched_by_replay() -> None:
 def test_who_missed_more_than_is_kept_starts_over_from_a_snapshot() -> None:
     stream = EventStream(LARGE_BYTES)
     machine = RecordedMachine(4, rng(1), stream)
-    with published(stream, replay_bytes_max=1, snapshot_interval_s=0.01) as publisher:
+    with published(stream, replay_buffer=1, snapshot_interval=0.01) as publisher:
         for _ in range(100):
             machine.step()
         wait_for(lambda: publisher.statistics().events > stream.statistics().events)
@@ -131,7 +133,7 @@ def test_who_missed_more_than_is_kept_starts_over_from_a_snapshot() -> None:
 def test_snapshots_that_subscribers_cause_are_not_more_frequent_than_configured() -> None:
     stream = EventStream(LARGE_BYTES)
     machine = RecordedMachine(4, rng(1), stream)
-    with published(stream, replay_bytes_max=1, snapshot_interval_s=3600.0) as publisher:
+    with published(stream, replay_buffer=1, snapshot_interval=3600.0) as publisher:
         wait_for(lambda: publisher.statistics().batches == 1)
         with follower_of(publisher, timeout_s=0.01) as follower:
 
@@ -285,7 +287,7 @@ def test_a_request_that_is_none_is_refused_and_the_next_one_served(request_frame
 
 def test_a_batch_that_cannot_be_read_is_skipped_and_counted() -> None:
     stream = EventStream(LARGE_BYTES)
-    with published(stream, dialect=Dialect.SGLANG) as publisher, follower_of(publisher) as follower:
+    with published(stream, dialect="sglang") as publisher, follower_of(publisher) as follower:
         stream.put(stored(1))
         wait_for(lambda: follower.statistics().refused > 0, lambda: follower.poll(0.01))
         assert len(follower.index) == 0
@@ -383,7 +385,7 @@ def test_with_keys_only_who_is_listed_gets_in() -> None:
     stream = EventStream(LARGE_BYTES)
     stream.put(stored(1))
     keys = CurveKeys(server_secret, frozenset([listed[0]]))
-    with EventPublisher(stream, PublisherOptions(LOOPBACK, LOOPBACK), keys) as publisher:
+    with EventPublisher(stream, EventsConfig(endpoint=LOOPBACK, replay_endpoint=LOOPBACK), keys) as publisher:
         with follower_of(publisher, ClientCurve(*stranger, server_public), 0.05) as outside:
             wait_for(lambda: publisher.statistics().refused >= 2, lambda: outside.poll(0.01))
             for _ in range(5):

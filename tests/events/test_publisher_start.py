@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from hicache.config import EventsConfig
 from hicache.events import Cleared, EventStream
-from hicache.events.publisher import EventPublisher, PublisherOptions
+from hicache.events.publisher import EventPublisher
 from tests.events.test_publisher import LOOPBACK, published, removed
 from tests.waiting import wait_for
 
@@ -40,7 +41,7 @@ def test_batches_are_kept_only_if_somebody_can_ask_for_them(replay_endpoint: str
 def test_a_publisher_whose_thread_cannot_start_leaves_neither_sockets_nor_a_reader() -> None:
     stream = EventStream(1 << 20)
     with published(stream) as publisher:
-        options = PublisherOptions(publisher.endpoint)
+        options = EventsConfig(endpoint=publisher.endpoint)
     with no_more_threads(), pytest.raises(RuntimeError, match="thread"):
         EventPublisher(stream, options)
     assert stream.statistics().readers == 0

@@ -8,8 +8,8 @@ from hicache.cache.recorder import EventRecorder, snapshot
 from hicache.errors import InvariantError
 from hicache.events import Batch, Cleared, Event, EventStream, Gap, Medium, PrefixIndex, Removed, Snapshot, Stored
 from hicache.keys import RadixKey, page_keys, token_bytes
+from hicache.policies import LRUPolicy
 from hicache.radix import RadixTree
-from hicache.radix.policies import LRUPolicy
 from hicache.tiers import PageAllocator
 from tests.events.world import RecordedMachine, pages_of_index, pages_of_tree
 from tests.seeds import rng, seeds

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.config.publishing import Dialect
 from hicache.errors import InvalidInput
 from hicache.events import Cleared, Event, Medium, Removed, Stored
-from hicache.events.wire import BatchEncoder, Dialect, decode_batch
+from hicache.events.wire import BatchEncoder, decode_batch
 from hicache.keys import page_keys, token_bytes
 
 TOKENS = token_bytes(range(1, 9))
@@ -27,7 +28,7 @@ EVENTS: tuple[Event, ...] = (
     Removed(Medium.HOST, KEYS),
     Cleared(),
 )
-READABLE = [Dialect.ARRAY, Dialect.MAP]
+READABLE: list[Dialect] = ["array", "map"]
 
 
 class ArrayEvent(msgspec.Struct, array_like=True, tag=True):
@@ -71,7 +72,7 @@ def test_what_was_written_is_read_back(dialect: Dialect) -> None:
 
 
 def test_consumers_of_positional_events_read_the_array_dialect() -> None:
-    batch = msgspec.msgpack.decode(BatchEncoder(Dialect.ARRAY).encode(EVENTS, 1.0), type=ArrayBatch)
+    batch = msgspec.msgpack.decode(BatchEncoder("array").encode(EVENTS, 1.0), type=ArrayBatch)
     first, second, third, bigrams, removed, cleared = batch.events
     assert first == BlockStored(list(KEYS), None, list(range(1, 9)), 4, None, "GPU")
     assert second == BlockStored([KEYS[1]], KEYS[0], [5, 6, 7, 8], 4, None, "CPU")
@@ -82,7 +83,7 @@ def test_consumers_of_positional_events_read_the_array_dialect() -> None:
 
 
 def test_the_map_dialect_names_each_field() -> None:
-    _, events, _ = msgspec.msgpack.decode(BatchEncoder(Dialect.MAP).encode(EVENTS, 1.0))
+    _, events, _ = msgspec.msgpack.decode(BatchEncoder("map").encode(EVENTS, 1.0))
     assert events[1] == {
         "type": "BlockStored", "block_hashes": [KEYS[1]], "parent_block_hash": KEYS[0], "token_ids": [5, 6, 7, 8],
         "block_size": 4, "lora_id": None, "medium": "CPU", "lora_name": None, "extra_keys": None,
@@ -93,18 +94,18 @@ def test_the_map_dialect_names_each_field() -> None:
 
 
 def test_the_sglang_dialect_has_signed_hashes_of_eight_bytes_and_ends_with_the_medium() -> None:
-    _, events, _ = msgspec.msgpack.decode(BatchEncoder(Dialect.SGLANG).encode(EVENTS, 1.0))
+    _, events, _ = msgspec.msgpack.decode(BatchEncoder("sglang").encode(EVENTS, 1.0))
     short = [int.from_bytes(key[:8], "big", signed=True) for key in KEYS]
     assert events[1] == ["BlockStored", [short[1]], short[0], [5, 6, 7, 8], 4, None, "CPU"]
     assert all(-(2**63) <= number < 2**63 for number in short)
 
 
 def test_without_token_ids_neither_tokens_nor_seeds_are_written() -> None:
-    payload = BatchEncoder(Dialect.ARRAY, token_ids=False).encode(EVENTS, 1.0)
+    payload = BatchEncoder("array", token_ids=False).encode(EVENTS, 1.0)
     assert SEED not in payload
     events = decode_batch(payload).events
     assert events[2] == Stored(Medium.STORAGE, tuple(page_keys(TOKENS, 4, SEED)), None, b"", b"", 4)
-    assert SEED in BatchEncoder(Dialect.ARRAY).encode(EVENTS, 1.0)  # negative control
+    assert SEED in BatchEncoder("array").encode(EVENTS, 1.0)  # negative control
 
 
 def stored(**changes: object) -> dict[str, object]:
@@ -192,7 +193,7 @@ def test_the_worked_example_of_the_format_page_is_true(repository: Path) -> None
     event = Stored(
         Medium.DEVICE, tuple(page_keys(token_bytes([1, 2, 3, 4]), 4)), None, b"", token_bytes([1, 2, 3, 4]), 4
     )
-    payload = BatchEncoder(Dialect.ARRAY).encode([event], 1.5)
+    payload = BatchEncoder("array").encode([event], 1.5)
     shown = re.findall(r"```hex\n(.*?)```", page, flags=re.DOTALL)
     assert bytes.fromhex("".join(shown)) == payload
     assert f"{len(payload)} bytes" in page

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hicache.config import HiCacheConfig
 from hicache.errors import InvalidInput
 from hicache.keys import RadixKey, token_bytes
 from hicache.radix import POLICIES, Node, RadixTree, check_tree, make_policy, may_leave_device, register_policy
@@ -185,6 +186,7 @@ def test_a_policy_of_ones_own_is_registered_or_named_by_its_class() -> None:
             insert(t, 1, page=1)
             insert(t, 2, 3, page=2)
             assert t.evict_device(1).pages.tolist() == [2, 3]
+            assert HiCacheConfig(eviction_policy=name).eviction_policy == name
         with pytest.raises(InvalidInput, match="exists"):
             register_policy("lru", Biggest)
     finally:

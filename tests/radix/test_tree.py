@@ -7,8 +7,8 @@ import pytest
 
 from hicache.errors import InvalidInput, InvariantError
 from hicache.keys import PageChain, RadixKey, page_keys
+from hicache.policies import LRUPolicy
 from hicache.radix import Node, RadixTree, check_tree
-from hicache.radix.policies import LRUPolicy
 from hicache.types import PageIds
 
 

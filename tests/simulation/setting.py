@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from hicache.cache import CacheOptions, HiRadixCache, PayoffOptions, PrefetchPolicy, RequestKV, WritePolicy
-from hicache.controller import ControllerOptions, HiCacheController
+from hicache.cache import HiRadixCache, RequestKV
+from hicache.cache.payoff import PROBE_EVERY
+from hicache.config import HiCacheConfig, PayoffConfig, PrefetchConfig, Section, TransferConfig
+from hicache.controller import HiCacheController
 from hicache.geometry import KVGeometry
 from hicache.keys import RadixKey
 from hicache.radix import POLICIES
@@ -30,8 +32,12 @@ class Setting:
     fault_rate: float  # of storage and workers
     device_fail_rate: float  # per piece of a copy
     events_bytes: int | None  # capacity of the stream of KV events, None for no stream
-    cache: CacheOptions
-    controller: ControllerOptions
+    config: HiCacheConfig
+
+    @property
+    def probe_every(self) -> int:
+        """Few decisions where speeds are given, so that measured ones change what is done."""
+        return PROBE_EVERY if self.config.payoff.host_bandwidth is None else 4
 
     @classmethod
     def draw(cls, numbers: random.Random) -> Setting:
@@ -50,41 +56,55 @@ class Setting:
             fault_rate=numbers.choice([0.0, 0.0, 0.02, 0.1]),
             device_fail_rate=0.02 if numbers.random() < 0.1 else 0.0,
             events_bytes=numbers.choice([None, None, 4_000, 1_000_000]),
-            cache=_draw_cache(numbers, page_size),
-            controller=_draw_controller(numbers),
+            config=_draw_config(numbers, page_size),
         )
 
 
-def _draw_cache(numbers: random.Random, page_size: int) -> CacheOptions:
-    return CacheOptions(
-        eviction_policy=numbers.choice(["lru", *POLICIES]),
-        write_policy=numbers.choice(["write_through", *(policy.value for policy in WritePolicy)]),
-        prefetch_policy=numbers.choice(["timeout", *(policy.value for policy in PrefetchPolicy)]),
-        prefetch_threshold_tokens=page_size * numbers.choice([1, 1, 3]),
-        load_back_threshold_tokens=page_size * numbers.choice([1, 1, 1, 3]),
-        prefetch_timeout_base_s=0.2,
-        prefetch_host_share=numbers.choice([0.5, 0.9]),
-        pin_host_share=numbers.choice([0.3, 0.7]),
-        payoff=numbers.choice(
-            [
-                PayoffOptions(always=True),
-                PayoffOptions(always=True),
-                PayoffOptions(),
-                # A page takes as long to compute as it takes to load, so what is measured decides.
-                PayoffOptions(prefill_tokens_per_s=20_000, host_bytes_per_s=500_000, probe_every=4),
-                PayoffOptions(prefill_tokens_per_s=20_000, host_bytes_per_s=100_000, probe_every=4),
-            ]
+def _draw_config(numbers: random.Random, page_size: int) -> HiCacheConfig:
+    eviction_policy = numbers.choice(["lru", *POLICIES])
+    write_policy = numbers.choice(["write_through", *_choices(HiCacheConfig, "write_policy")])
+    prefetch_policy = numbers.choice(["timeout", *_choices(PrefetchConfig, "policy")])
+    threshold_tokens = page_size * numbers.choice([1, 1, 3])
+    load_back_threshold_tokens = page_size * numbers.choice([1, 1, 1, 3])
+    host_share = numbers.choice([0.5, 0.9])
+    pin_host_share = numbers.choice([0.3, 0.7])
+    payoff = numbers.choice(
+        [
+            PayoffConfig(mode="always"),
+            PayoffConfig(mode="always"),
+            PayoffConfig(),
+            # A page takes as long to compute as it takes to load, so what is measured decides.
+            PayoffConfig(prefill_tokens_per_second=20_000, host_bandwidth=500_000),
+            PayoffConfig(prefill_tokens_per_second=20_000, host_bandwidth=100_000),
+        ]
+    )
+    pages = numbers.choice([6, 12, 40])
+    return HiCacheConfig(
+        eviction_policy=eviction_policy,
+        write_policy=write_policy,
+        load_back_threshold_tokens=load_back_threshold_tokens,
+        pin_host_share=pin_host_share,
+        payoff=payoff,
+        prefetch=PrefetchConfig(
+            policy=prefetch_policy,
+            threshold_tokens=threshold_tokens,
+            timeout_base=0.2,
+            host_share=host_share,
+            operations_max=4,
+        ),
+        transfer=TransferConfig(
+            storage_batch_pages=numbers.choice([1, 2, 4]),
+            write_pages_max=pages,
+            load_pages_max=pages,
+            store_host_share=numbers.choice([0.5, 1.0]),
+            storage_deadline=1.0,
+            backup_workers=numbers.choice([1, 2]),
         ),
     )
 
 
-def _draw_controller(numbers: random.Random) -> ControllerOptions:
-    pages = numbers.choice([6, 12, 40])
-    return ControllerOptions(
-        storage_batch_pages=numbers.choice([1, 2, 4]), write_pages_max=pages, load_pages_max=pages,
-        prefetch_operations_max=4, store_host_share=numbers.choice([0.5, 1.0]),
-        storage_deadline_s=1.0, backup_workers=numbers.choice([1, 2]),
-    )  # fmt: skip
+def _choices(section: type[Section], entry: str) -> tuple[str, ...]:
+    return get_args(section.model_fields[entry].annotation)
 
 
 @dataclass(frozen=True, slots=True)

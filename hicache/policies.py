@@ -7,12 +7,12 @@ first. Ranks are computed from what the tree keeps per node: `last_access` and `
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from ..errors import InvalidInput
-from .node import Node
+from .errors import InvalidInput
 
 # Requests that must have used a run before `slru` protects it from runs that were used once.
 SLRU_PROTECTED_HITS = 2
@@ -21,12 +21,21 @@ SLRU_PROTECTED_HITS = 2
 TICK_BITS = 64
 
 
+class Ranked(Protocol):
+    """What a policy may read of a node (`hicache.radix.Node`)."""
+
+    last_access: int
+    created: int
+    hit_count: int
+    priority: int
+
+
 class EvictionPolicy(Protocol):
     """`falls_on_use` says whether using a node may lower its rank. Only then is a queued node entered again per use."""
 
     falls_on_use: bool
 
-    def rank(self, node: Node) -> Any:
+    def rank(self, node: Any) -> Any:
         """Anything that compares with the policy's other ranks, best an int. Reads the node, changes nothing."""
 
 
@@ -35,7 +44,7 @@ class LRUPolicy:
 
     falls_on_use = False
 
-    def rank(self, node: Node) -> int:
+    def rank(self, node: Ranked) -> int:
         return node.last_access
 
 
@@ -44,7 +53,7 @@ class LFUPolicy:
 
     falls_on_use = False
 
-    def rank(self, node: Node) -> int:
+    def rank(self, node: Ranked) -> int:
         return (node.hit_count << TICK_BITS) + node.last_access
 
 
@@ -53,7 +62,7 @@ class FIFOPolicy:
 
     falls_on_use = False
 
-    def rank(self, node: Node) -> int:
+    def rank(self, node: Ranked) -> int:
         return node.created
 
 
@@ -62,7 +71,7 @@ class FILOPolicy:
 
     falls_on_use = False
 
-    def rank(self, node: Node) -> int:
+    def rank(self, node: Ranked) -> int:
         return -node.created
 
 
@@ -71,7 +80,7 @@ class MRUPolicy:
 
     falls_on_use = True
 
-    def rank(self, node: Node) -> int:
+    def rank(self, node: Ranked) -> int:
         return -node.last_access
 
 
@@ -80,7 +89,7 @@ class PriorityPolicy:
 
     falls_on_use = False
 
-    def rank(self, node: Node) -> int:
+    def rank(self, node: Ranked) -> int:
         return (node.priority << TICK_BITS) + node.last_access
 
 
@@ -97,7 +106,7 @@ class SLRUPolicy:
             raise InvalidInput(f"slru: protected_hits must be at least 1, got {protected_hits}")
         self._protected_hits = protected_hits
 
-    def rank(self, node: Node) -> int:
+    def rank(self, node: Ranked) -> int:
         return ((node.hit_count >= self._protected_hits) << TICK_BITS) + node.last_access
 
 
@@ -119,18 +128,26 @@ def register_policy(name: str, factory: Callable[[], EvictionPolicy]) -> None:
     POLICIES[name] = factory
 
 
+def require_policy(name: str) -> str:
+    """Return `name`. Raises InvalidInput if it is neither the name of a policy nor written as `module:Class`."""
+    if name not in POLICIES and ":" not in name:
+        near = difflib.get_close_matches(name, POLICIES, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(POLICIES)}, or module:Class"
+        raise InvalidInput(f"no eviction policy is called {name!r}; {hint}")
+    return name
+
+
 def make_policy(name: str, *, slru_protected_hits: int = SLRU_PROTECTED_HITS) -> EvictionPolicy:
     """The policy called `name`, or made by `module:Class`.
 
     Raises InvalidInput for an unknown name, and for what cannot be imported or is no policy.
     """
+    require_policy(name)
     if name == "slru":
         return SLRUPolicy(slru_protected_hits)
     if name in POLICIES:
         return POLICIES[name]()
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise InvalidInput(f"eviction policy {name!r}; known: {', '.join(sorted(POLICIES))}, or module:Class")
+    module, _, attribute = name.partition(":")
     try:
         policy = getattr(importlib.import_module(module), attribute)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
