@@ -12,11 +12,12 @@ from ..config import ScheduleConfig
 class EngineOptions:
     """Bounds of the bundled engine. The configuration has none of them, since it serves engines of all kinds.
 
-    More `running_max` shares each weight load among more requests on a GPU and needs more L1. `prefill_tokens_max` bounds the prompt tokens of one step: larger ends prefills sooner, smaller lets running
-    requests get their next token sooner. `waiting_max` bounds the queue; beyond it `submit` refuses. `schedule` is the
-    order in which requests begin; None takes that of the configuration, or `fcfs` without one. `check_when_idle`
-    verifies all invariants after a step that had nothing to compute, at most once per `CHECK_EVERY_S`: a walk over the
-    whole tree, for those who would rather stop than serve from broken books.
+    More `running_max` shares each weight load among more requests on a GPU and needs more L1. `prefill_tokens_max`
+    bounds the prompt tokens of one step: larger ends prefills sooner, smaller lets running requests get their next
+    token sooner. `waiting_max` bounds the queue; beyond it `submit` refuses. `schedule` is the order in which requests
+    begin; None takes that of the configuration, or `fcfs` without one. `check_when_idle` verifies all invariants after
+    a step that had nothing to compute, at most once per `CHECK_EVERY_S`: a walk over the whole tree, for those who
+    would rather stop than serve from broken books.
     """
 
     running_max: int = 8
