@@ -129,12 +129,13 @@ class Envelope(StorageBackend):
 
     def usage(self) -> Usage:
         """See StorageBackend. After `close` the last one, which is not an error."""
-        with self._calls.enter() as is_open:
-            if is_open:
-                try:
-                    self._usage = self.measure()
-                except StoreError as error:
-                    self.count(error.reason)
+        if self._calls.enter():
+            try:
+                self._usage = self.measure()
+            except StoreError as error:
+                self.count(error.reason)
+            finally:
+                self._calls.leave()
         return self._usage
 
     def statistics(self) -> BackendStatistics:
@@ -158,7 +159,8 @@ class Envelope(StorageBackend):
     ) -> T:
         """The answer of `verb`, which `settle` counts. Where it cannot be had: `refused`, and `pages` errors."""
         answer = refused
-        with self._calls.enter() as is_open:
+        is_open = self._calls.enter()
+        try:
             try:
                 if not is_open:
                     raise StoreError(self._calls.refusal)
@@ -169,6 +171,9 @@ class Envelope(StorageBackend):
                 self.count(*[error.reason] * pages)
             finally:
                 settle(answer)
+        finally:
+            if is_open:
+                self._calls.leave()
         return answer
 
 

@@ -149,9 +149,11 @@ class RegisteringMooncakeBackend(MooncakeBackend):
         if not memory.nbytes or not memory.c_contiguous or memory.readonly:
             raise InvalidInput("mooncake store: the memory to register must be contiguous, writable and not empty")
         start = address_of(memory.cast("B"))
-        with self._calls.enter() as is_open:
-            if not is_open:
-                raise BackendUnavailable("mooncake store: is closed, and has no use for memory")
+        if not self._calls.enter():
+            raise BackendUnavailable("mooncake store: is closed, and has no use for memory")
+        try:
             link = self._links.current
             if (start, start + memory.nbytes) not in link.parts.roads.registered:
                 link.register(start, memory.nbytes)
+        finally:
+            self._calls.leave()
