@@ -39,7 +39,7 @@ def check_batch(
         if isinstance(page, PageView):
             _check_view(codec, page)
         elif page.nbytes != size or not _is_writable_bytes(page):
-            raise InvalidInput(f"backend: a frame must be {size} contiguous writable bytes")
+            raise InvalidInput(f"backend: a frame must be {size} contiguous writable bytes; cast it to 'B'")
 
 
 def _check_view(codec: FrameCodec, page: PageView) -> None:
@@ -53,7 +53,8 @@ def _check_view(codec: FrameCodec, page: PageView) -> None:
 
 
 def _is_writable_bytes(buffer: memoryview) -> bool:
-    return buffer.itemsize == 1 and buffer.ndim == 1 and buffer.c_contiguous and not buffer.readonly
+    # Python copies between views of one format only.
+    return buffer.format == "B" and buffer.ndim == 1 and buffer.c_contiguous and not buffer.readonly
 
 
 def parents_of(keys: Sequence[bytes], parent: bytes | None) -> list[bytes | None]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from ..config.guard import InjectConfig
-from ..frame import HEADER_BYTES, PageBuffer, PageView
+from ..frame import HEADER_BYTES, PageBuffer
 from .base import GetOutcome, StorageBackend, Usage
 from .envelope import Wrapper
 from .pages import StoreError
@@ -115,10 +115,8 @@ class FaultyBackend(Wrapper):
 
     def _damage(self, key: bytes, page: PageBuffer, deadline: float) -> GetOutcome:
         """Flip a bit on the way in, as a bad cable does, and then do as a backend does that finds one."""
-        if isinstance(page, PageView):
-            page.parts[0][0] ^= 1
-        else:
-            page[HEADER_BYTES] ^= 1
+        payload = page[HEADER_BYTES:] if isinstance(page, memoryview) else next(filter(len, page.parts))
+        payload[0] ^= 1
         if self.codec.accept(key, page, self.codec.frame_bytes) is None:
             return GetOutcome.HIT  # a codec without a tag believes everything
         self._inner.delete([key], deadline=deadline)

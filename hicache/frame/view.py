@@ -16,7 +16,11 @@ from .header import HEADER_BYTES
 @dataclass(frozen=True, slots=True)
 class PageView:
     """One page in foreign memory: `header`, 256 bytes that the caller keeps beside it, and `parts`, its payload in the
-    order of the frame. All are contiguous writable bytes; the parts together have `codec.payload_bytes`."""
+    order of the frame. All are contiguous writable bytes; the parts together have `codec.payload_bytes`.
+
+    As with a frame, whoever writes the payload unseals the page first: `unseal(header)`.
+    REQUIRES: nothing overlaps, within a page and between the pages of a call.
+    """
 
     header: memoryview
     parts: Sequence[memoryview]
