@@ -30,7 +30,7 @@ INTERNAL = "internal"
 
 class StoreError(Exception):
     """A store cannot go on with a call. Raised by a `PageStore` in its own verbs, where it ends the call: pages that
-    are not settled yet fail. `reason` is the class under which it is counted."""
+    are not settled yet fail. `reason` is the class under which it is counted, also if no page fails with it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -104,7 +104,7 @@ class PageReads(Generic[Found]):
     def take(self, position: int, stored: bytes | memoryview, found: Found) -> bool:
         """Copy the stored bytes of a page to its buffers and accept them, for a store that has them in one piece."""
         if self.fits(len(stored)):
-            fill(self.buffers(position, len(stored)), stored)
+            fill(self.codec.buffers(self._pages[position]), stored)
         return self.accept(position, len(stored), found)
 
     def accept(self, position: int, stored_bytes: int, found: Found, arrived: TagStream | None = None) -> bool:
@@ -143,6 +143,8 @@ class PageReads(Generic[Found]):
         for position, outcome in enumerate(self._outcomes):
             if outcome is None:
                 self.fail(position, reason or (DEADLINE if self.is_late else INTERNAL))
+        if reason and not self.errors:
+            self.errors.append(reason)
         return [outcome or GetOutcome.ERROR for outcome in self._outcomes]
 
 
@@ -245,6 +247,8 @@ class PageWrites:
                 self._outcomes[position] = SetOutcome.REJECTED
             else:
                 self.fail(position, reason or (DEADLINE if self.is_late else INTERNAL))
+        if reason and not self.errors:
+            self.errors.append(reason)
         known = dict(zip(self.keys, self._outcomes, strict=True))
         seen: set[bytes] = set()
         outcomes: list[SetOutcome] = []

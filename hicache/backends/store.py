@@ -15,7 +15,7 @@ from typing import Generic
 from ..frame import PageBuffer
 from .base import GetOutcome, SetOutcome
 from .envelope import Envelope
-from .pages import DEADLINE, Damaged, Found, PageReads, PageWrites, StoreError
+from .pages import DEADLINE, INTERNAL, Damaged, Found, PageReads, PageWrites, StoreError
 
 # Damaged pages are removed even if the deadline has passed: within this time at most.
 SETTLE_S = 0.25
@@ -34,7 +34,8 @@ class PageStore(Envelope, Generic[Found]):
 
     @abstractmethod
     def find(self, keys: Sequence[bytes], deadline: float) -> Iterable[bool]:
-        """Return for each key whether its page is stored. May be a generator: nobody asks on after the first hole.
+        """Return for each key whether its page is stored. May be a generator: who wants a prefix asks no further than
+        the first hole.
 
         A key that cannot be asked for is not stored, and an error. Does not refresh recency. Raises StoreError.
         """
@@ -64,24 +65,30 @@ class PageStore(Envelope, Generic[Found]):
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
         """See Envelope. A store that can search for the end overrides it."""
-        stored = 0
+        stored, reason = 0, INTERNAL
         try:
             for there in self.find(keys, deadline):
                 if not there:
-                    break
+                    return stored
                 stored += 1
         except StoreError as error:
-            self.count(error.reason)
+            reason = error.reason
+        if stored < len(keys):
+            self.count(reason)
         return stored
 
     def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See Envelope."""
         found: list[bool] = []
+        reason = INTERNAL
         try:
             found.extend(self.find(keys, deadline))
         except StoreError as error:
-            self.count(error.reason)
-        return found + [False] * (len(keys) - len(found))
+            reason = error.reason
+        missing = len(keys) - len(found)
+        if missing:
+            self.count(reason)
+        return found + [False] * missing
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
         """See Envelope."""

@@ -1,0 +1,277 @@
+"""What `PageStore` makes of stores that fail in the middle, say too little, or raise what they should not."""
+
+from __future__ import annotations
+
+import array
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from hicache.backends.faults import FaultyBackend
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.pages import Damaged, PageReads, PageWrites, StoreError
+from hicache.backends.testing import (
+    CORRUPT,
+    GET_ERROR,
+    HIT,
+    MISS,
+    NAMESPACE,
+    PAYLOAD_BYTES,
+    PRESENT,
+    SET_ERROR,
+    STORED,
+    empty_frames,
+    full_frames,
+    holds,
+    make_keys,
+    soon,
+)
+from hicache.config.guard import InjectConfig
+from hicache.errors import InvalidInput
+from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageView, unseal
+
+CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
+KEYS = make_keys(4)
+
+
+class _Failing(MemoryBackend):
+    """Does what a test put in place of a function, which gets the function itself and its arguments."""
+
+    def __init__(self, codec: FrameCodec = CODEC, **instead: Callable[..., Any]) -> None:
+        super().__init__(codec)
+        self.instead = instead
+
+    def find(self, keys: Sequence[bytes], deadline: float) -> Any:
+        return self._do("find", super().find, keys, deadline)
+
+    def read(self, pages: PageReads[bytes]) -> None:
+        self._do("read", super().read, pages)
+
+    def write(self, pages: PageWrites) -> None:
+        self._do("write", super().write, pages)
+
+    def remove_damaged(self, damaged: Sequence[Damaged[bytes]], deadline: float) -> None:
+        self._do("remove_damaged", super().remove_damaged, damaged, deadline)
+
+    def keys(self, deadline: float) -> Any:
+        return self._do("keys", super().keys, deadline)
+
+    def _do(self, name: str, own: Callable[..., Any], *arguments: Any) -> Any:
+        return self.instead[name](own, *arguments) if name in self.instead else own(*arguments)
+
+
+def filled(**instead: Callable[..., Any]) -> _Failing:
+    """A store with the pages of KEYS, whose functions are replaced after those were stored."""
+    store = _Failing()
+    assert store.batch_set(KEYS, full_frames(CODEC, KEYS), parent=None, deadline=soon()) == [STORED] * 4
+    store.instead = instead
+    return store
+
+
+def fail(*_: Any) -> Any:
+    raise StoreError("away")
+
+
+def cut_off(own: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+    """The first answer, and no other."""
+    yield next(iter(own(*arguments)))
+
+
+def broken_off(own: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+    yield next(iter(own(*arguments)))
+    raise StoreError("away")
+
+
+@pytest.mark.parametrize(("find", "reason"), [(cut_off, "internal"), (broken_off, "away"), (fail, "away")])
+def test_what_a_lookup_was_not_told_is_not_stored_and_one_error(find: Callable[..., Any], reason: str) -> None:
+    store = filled(find=find)
+    told = 0 if find is fail else 1
+    assert store.batch_has(KEYS, deadline=soon()) == [True] * told + [False] * (4 - told)
+    assert store.statistics().errors == {reason: 1}
+    assert store.batch_exists(KEYS, deadline=soon()) == told
+    assert store.statistics().errors == {reason: 2}
+
+
+def test_a_prefix_asks_no_further_than_the_hole() -> None:
+    asked: list[bool] = []
+
+    def find(own: Callable[..., list[bool]], *arguments: Any) -> Iterator[bool]:
+        for there in own(*arguments):
+            asked.append(there)
+            yield there
+
+    store = filled(find=find)
+    store.delete(KEYS[1:2], deadline=soon())
+    assert store.batch_exists(KEYS, deadline=soon()) == 1
+    assert asked == [True, False]
+    assert store.batch_has(KEYS, deadline=soon()) == [True, False, True, True]
+    assert store.statistics().errors == {}
+
+
+def test_a_call_that_ends_in_the_middle_fails_the_pages_that_are_left() -> None:
+    def read(own: Callable[..., None], pages: PageReads[bytes]) -> None:
+        pages.miss(2)
+        raise StoreError("away")
+
+    def write(own: Callable[..., None], pages: PageWrites) -> None:
+        pages.stored(0)
+        raise StoreError("away")
+
+    store = filled(read=read, write=write)
+    assert store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()) == [GET_ERROR, GET_ERROR, MISS, GET_ERROR]
+    assert store.statistics().errors == {"away": 3}
+    frames = full_frames(CODEC, KEYS)
+    assert store.batch_set(KEYS, frames, parent=None, deadline=soon()) == [STORED] + [SET_ERROR] * 3
+    assert store.statistics().errors == {"away": 6}
+
+
+def test_trouble_after_the_last_page_is_counted_once() -> None:
+    def then_fail(own: Callable[..., None], pages: Any) -> None:
+        own(pages)
+        raise StoreError("away")
+
+    store = filled(read=then_fail, write=then_fail)
+    assert store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()) == [HIT] * 4
+    assert store.statistics().errors == {"away": 1}
+    assert store.batch_set(KEYS, full_frames(CODEC, KEYS), parent=None, deadline=soon()) == [PRESENT] * 4
+    assert store.statistics().errors == {"away": 2}
+
+
+def test_a_page_of_which_nothing_is_said_is_an_internal_error() -> None:
+    store = filled(read=lambda own, pages: None, write=lambda own, pages: None)
+    assert store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()) == [GET_ERROR] * 4
+    assert store.batch_set(KEYS, full_frames(CODEC, KEYS), parent=None, deadline=soon()) == [SET_ERROR] * 4
+    assert store.statistics().errors == {"internal": 8}
+
+
+def test_damage_that_cannot_be_removed_is_damage_and_one_error() -> None:
+    store = filled(remove_damaged=fail)
+    store.poke(KEYS[1], bytes(CODEC.frame_bytes))
+    assert store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()) == [HIT, CORRUPT, HIT, HIT]
+    found = store.statistics()
+    assert (found.errors, found.corrupt) == ({"away": 1}, {"not_a_frame": 1})
+
+
+def test_damage_is_removed_also_at_the_deadline() -> None:
+    """The time for it is its own: a damaged page that is found last would stay for ever."""
+    left_s: list[float] = []
+
+    def read(own: Callable[..., None], pages: PageReads[bytes]) -> None:
+        own(pages)
+        pages.deadline = 0.0  # as if reading had taken all the time
+
+    def remove_damaged(own: Callable[..., None], damaged: Sequence[Damaged[bytes]], deadline: float) -> None:
+        left_s.append(deadline - soon(0.0))
+        own(damaged, deadline)
+
+    store = filled(read=read, remove_damaged=remove_damaged)
+    store.poke(KEYS[1], bytes(CODEC.frame_bytes))
+    store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon(0.05))
+    assert len(left_s) == 1 and 0.1 < left_s[0] < 1.0
+    assert store.peek(KEYS[1]) is None
+
+
+@pytest.mark.parametrize("keys", [fail, broken_off])
+def test_a_listing_that_fails_is_one_error(keys: Callable[..., Any]) -> None:
+    store = filled(keys=keys)
+    assert store.clear(deadline=soon()) == 0
+    assert store.statistics().errors == {"away": 1}
+
+
+@pytest.mark.parametrize("verb", ["find", "read", "write", "remove_damaged", "keys"])
+def test_close_returns_after_a_verb_that_raised(verb: str) -> None:
+    def crash(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    store = filled(**{verb: crash})
+    store.poke(KEYS[0], bytes(CODEC.frame_bytes))
+    calls: dict[str, Callable[[], object]] = {
+        "find": lambda: store.batch_has(KEYS, deadline=soon()),
+        "write": lambda: store.batch_set(KEYS, full_frames(CODEC, KEYS), parent=None, deadline=soon()),
+        "keys": lambda: store.clear(deadline=soon()),
+    }
+    with pytest.raises(ZeroDivisionError):
+        calls.get(verb, lambda: store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon()))()
+    closing = threading.Thread(target=store.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+
+
+def test_close_waits_for_each_verb() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def wait(own: Callable[..., Any], *arguments: Any) -> Any:
+        entered.set()
+        assert go_on.wait(10)
+        return own(*arguments)
+
+    store = filled(read=wait)
+    outcomes: list[object] = []
+    reading = threading.Thread(
+        target=lambda: outcomes.extend(store.batch_get(KEYS, empty_frames(CODEC, 4), deadline=soon())), daemon=True
+    )
+    closing = threading.Thread(target=store.close, daemon=True)
+    reading.start()
+    assert entered.wait(10)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    go_on.set()
+    closing.join(10)
+    reading.join(10)
+    assert not closing.is_alive() and outcomes == [HIT] * 4
+
+
+def in_lengths(lengths: Sequence[int]) -> PageView:
+    return PageView(memoryview(bytearray(HEADER_BYTES)), [memoryview(bytearray(length)) for length in lengths])
+
+
+@pytest.mark.parametrize("compression", [None, Compression()])
+@pytest.mark.parametrize("lengths", [
+    [0, PAYLOAD_BYTES, 0], [1, 0, PAYLOAD_BYTES - 2, 1], [1] * 2000 + [PAYLOAD_BYTES - 2000]
+])  # fmt: skip
+def test_parts_may_be_empty_and_many(lengths: Sequence[int], compression: Compression | None) -> None:
+    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=compression)
+    store = MemoryBackend(codec)
+    store.batch_set(KEYS, full_frames(codec, KEYS), parent=None, deadline=soon())
+    pages = [in_lengths(lengths) for _ in KEYS]
+    assert store.batch_get(KEYS, pages, deadline=soon()) == [HIT] * 4
+    assert all(holds(codec, key, page) for key, page in zip(KEYS, pages, strict=True))
+    store.clear(deadline=soon())
+    assert store.batch_set(KEYS, pages, parent=None, deadline=soon()) == [STORED] * 4
+    frames = empty_frames(codec, 4)
+    assert store.batch_get(KEYS, frames, deadline=soon()) == [HIT] * 4
+    assert all(holds(codec, key, frame) for key, frame in zip(KEYS, frames, strict=True))
+    damaging = FaultyBackend(store, InjectConfig(damage_share=1.0))
+    assert damaging.batch_get(KEYS, pages, deadline=soon()) == [CORRUPT] * 4
+    assert damaging.statistics().corrupt == {"injected": 4}
+    damaging.close()
+
+
+def test_memory_of_signed_bytes_is_refused_before_anything_moves() -> None:
+    store, (key,) = MemoryBackend(CODEC), KEYS[:1]
+    signed = PageView(memoryview(bytearray(HEADER_BYTES)), [memoryview(array.array("b", bytes(PAYLOAD_BYTES)))])
+    for page in (signed, memoryview(array.array("b", bytes(CODEC.frame_bytes)))):
+        with pytest.raises(InvalidInput, match="cast"):
+            store.batch_set([key], [page], parent=None, deadline=soon())
+        with pytest.raises(InvalidInput, match="cast"):
+            store.batch_get([key], [page], deadline=soon())
+
+
+def test_a_header_is_used_again_for_another_payload_once_it_is_unsealed() -> None:
+    store, (key,) = MemoryBackend(CODEC), KEYS[:1]
+    page = in_lengths([PAYLOAD_BYTES])
+    for byte in (b"\1", b"\2"):
+        unseal(page.header)
+        page.parts[0][:] = byte * PAYLOAD_BYTES
+        assert store.batch_set([key], [page], parent=None, deadline=soon()) == [STORED]
+        assert store.batch_get([key], empty_frames(CODEC, 1), deadline=soon()) == [HIT]
+        store.clear(deadline=soon())
+    # A page of another key is sealed anew whatever its header says.
+    other = make_keys(1, "other")
+    page.parts[0][:] = b"\3" * PAYLOAD_BYTES
+    assert store.batch_set(other, [page], parent=None, deadline=soon()) == [STORED]
+    assert store.batch_get(other, empty_frames(CODEC, 1), deadline=soon()) == [HIT]
