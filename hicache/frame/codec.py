@@ -196,10 +196,9 @@ class FrameCodec:
         return self._scratch.take()
 
     def _joined(self, page: PageView) -> memoryview:
-        """A copy of a page in a frame of its own, unsealed."""
+        """A copy of a page in a frame of its own."""
         frame = self._scratch.take()
         self.gather(page, frame)
-        unseal(frame)
         return frame
 
     def _fixed(self, form: Form, key: bytes, parent: bytes | None, stored_bytes: int) -> bytes:

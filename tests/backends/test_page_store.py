@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hicache.backends.base import SetOutcome
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.pages import Damaged, PageReads, PageWrites, StoreError
@@ -34,6 +35,7 @@ from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageView, unsea
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 KEYS = make_keys(4)
+REJECTED = SetOutcome.REJECTED
 
 
 class _Failing(MemoryBackend):
@@ -275,3 +277,46 @@ def test_a_header_is_used_again_for_another_payload_once_it_is_unsealed() -> Non
     page.parts[0][:] = b"\3" * PAYLOAD_BYTES
     assert store.batch_set(other, [page], parent=None, deadline=soon()) == [STORED]
     assert store.batch_get(other, empty_frames(CODEC, 1), deadline=soon()) == [HIT]
+
+
+def test_what_was_read_behind_a_payload_is_never_written() -> None:
+    store, (key,) = MemoryBackend(CODEC), KEYS[:1]
+    page, end = in_lengths([PAYLOAD_BYTES]), HEADER_BYTES + PAYLOAD_BYTES
+    store.batch_set([key], full_frames(CODEC, [key]), parent=None, deadline=soon())
+    store.poke(key, (store.peek(key) or b"")[:end].ljust(CODEC.frame_bytes, b"\xee"))
+    assert store.batch_get([key], [page], deadline=soon()) == [HIT]
+    store.clear(deadline=soon())
+    assert store.batch_set([key], [page], parent=None, deadline=soon()) == [STORED]
+    assert (store.peek(key) or b"")[end:] == bytes(CODEC.frame_bytes - end)
+
+
+def test_no_page_is_started_after_the_deadline() -> None:
+    for pages in (
+        PageReads[bytes](CODEC, KEYS, empty_frames(CODEC, 4), soon()),
+        PageWrites(CODEC, KEYS, full_frames(CODEC, KEYS), None, soon()),
+    ):
+        started = []
+        for position in pages:
+            started.append(position)
+            if position == 1:
+                pages.deadline = 0.0  # as if the page had taken all the time
+        assert started == [0, 1]
+
+
+def test_behind_the_first_page_without_room_all_are_rejected() -> None:
+    pages = PageWrites(CODEC, KEYS, full_frames(CODEC, KEYS), None, soon())
+    pages.stored(0)
+    pages.reject(1, "full")
+    pages.reject(3)
+    assert list(pages) == []
+    assert pages.finish() == [STORED, REJECTED, REJECTED, REJECTED]
+    assert pages.errors == ["full"]
+
+
+def test_a_store_is_shut_once_however_often_it_is_closed() -> None:
+    store = filled()
+    shut: list[int] = []
+    store.shut = lambda: shut.append(1)  # type: ignore[method-assign]
+    store.close()
+    store.close()
+    assert shut == [1]
