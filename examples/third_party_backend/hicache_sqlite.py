@@ -132,7 +132,7 @@ class SqliteBackend(PageStore[int]):
                     new.append(position)
                     db.execute(_INSERT, (self.codec.namespace, key, time.time(), pages.sealed_frame(position)))
         except StoreError as error:
-            if error.reason != "SQLITE_FULL":
+            if error.reason != "SQLITE_FULL" or not new:
                 raise
             pages.reject(new[0])  # the transaction is undone: of the pages behind it none was stored
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -320,3 +321,15 @@ def test_a_store_is_shut_once_however_often_it_is_closed() -> None:
     store.close()
     store.close()
     assert shut == [1]
+
+
+def test_what_is_not_cleared_by_the_deadline_stays_and_is_one_error() -> None:
+    def keys(own: Callable[..., Iterator[bytes]], deadline: float) -> Iterator[bytes]:
+        while soon(0.0) < deadline:
+            time.sleep(0.001)
+        yield from own(deadline)
+
+    store = filled(keys=keys)
+    assert store.clear(deadline=soon(0.05)) == 0
+    assert store.statistics().errors == {"deadline": 1}
+    assert store.batch_has(KEYS, deadline=soon()) == [True] * 4

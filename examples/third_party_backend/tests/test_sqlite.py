@@ -11,6 +11,7 @@ from hicache_sqlite import SqliteBackend, SqliteRawStore
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.limit import LimitedBackend
+from hicache.backends.pages import StoreError
 from hicache.backends.registry import BackendSpec, open_backend, open_raw
 from hicache.backends.testing import (
     MISS,
@@ -98,6 +99,19 @@ def test_a_full_store_turns_pages_away_and_one_that_cannot_be_written_is_in_trou
     assert store.backend.statistics().errors == errors
     assert load(store, keys) == [MISS] * 30
     store.backend.close()
+
+
+def test_a_disk_that_is_full_before_the_first_page_is_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(deadline: float, *, writing: bool = False) -> None:
+        raise StoreError("SQLITE_FULL")
+
+    backend, keys = SqliteBackend(CODEC, tmp_path / "pages.db"), make_keys(2)
+    monkeypatch.setattr(backend, "_locked", full)
+    assert backend.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=soon()) == [SET_ERROR] * 2
+    assert backend.statistics().errors == {"SQLITE_FULL": 2}
+    backend.close()
 
 
 def test_a_removal_that_failed_can_be_tried_again(tmp_path: Path) -> None:
