@@ -156,6 +156,22 @@ def test_a_section_that_a_program_builds_is_refused_as_a_file_is() -> None:
 
 
 @pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"sessions": {"tll": 1}}, r"sessions\.tll: unknown entry; did you mean ttl\?"),
+        ({"storage": {"type": "file", "options": {"path": "/x", "syncc": 1}}}, r"syncc: .* did you mean sync\?"),
+        ({"storage": {"type": "mine:Store", "guard": {"failurs": 1}}}, r"failurs: .* did you mean failures\?"),
+        ({"ranks": {"x": 1}}, r"ranks\.x: unknown entry; there are deadline$"),
+        ({"host": 5}, "host: is a section; give a HostConfig, or its entries as a mapping; got 5"),
+        ({"storage": {"type": "mine:Store", "options": 5}}, "options: is a section; give its entries as a mapping"),
+    ],
+)
+def test_an_error_deep_in_a_section_names_what_there_is_at_that_place(entries: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HiCacheConfig(**entries)
+
+
+@pytest.mark.parametrize(
     ("section", "entry"),
     [(RedisStorageOptions, "url"), (RedisStorageOptions, "password_env"), (S3StorageOptions, "endpoint_url"),
      (S3StorageOptions, "access_key_env"), (IntegrityConfig, "tag"), (IntegrityConfig, "mac_key_env")],

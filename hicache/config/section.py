@@ -57,8 +57,8 @@ class Section(BaseModel):
     """A group of entries. It is checked when it is built, by `load_config` or by a program with keywords, which may
     be text with units too (`capacity="10GiB"`). Immutable.
 
-    Raises ConfigError that names every wrong entry; it quotes no text, which may be a secret,
-    other than sizes and durations.
+    Raises ConfigError that names every wrong entry. It quotes no text that may be a secret: numbers, sizes, durations
+    and names of hosts, policies and parts alone.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
@@ -68,7 +68,7 @@ class Section(BaseModel):
             super().__init__(**entries)
             return
         except ValidationError as refused:
-            problems = problems_of(refused, type(self).model_fields)
+            problems = problems_of(refused, type(self))
         # Outside the handler, so that no chain of exceptions holds the values.
         raise ConfigError(f"{type(self).__name__}: {problems}")
 
@@ -88,5 +88,5 @@ def build(section: type[S], entries: Mapping[str, object], where: str) -> S:
     try:
         return section.model_validate(dict(entries))
     except ValidationError as refused:
-        problems = problems_of(refused, section.model_fields)
+        problems = problems_of(refused, section)
     raise ConfigError(f"{where}: {problems}")

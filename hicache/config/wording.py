@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 # How the names of entries end that name a variable with a secret in it.
 NAMES_VARIABLE = "_env"
@@ -25,6 +25,8 @@ _PLAIN = {
     "less_than_equal": "must be at most {le}",
     "literal_error": "expected {expected}",
     "list_type": "expected a list",
+    "model_type": "is a section; give a {class_name}, or its entries as a mapping",
+    "dict_type": "is a section; give its entries as a mapping",
     "too_short": "expected at least {min_length}, got {actual_length}",
     "too_long": "expected at most {max_length}, got {actual_length}",
 }
@@ -62,21 +64,46 @@ def path_of(error: Any) -> tuple[str, ...]:
     return clean
 
 
-def problems_of(refused: ValidationError, names: Iterable[str]) -> str:
-    """Return what is wrong with a section of the entries `names` that a program has built, for one line of a message.
-    It quotes numbers alone: other values may be secrets."""
+def problems_of(refused: ValidationError, section: type[BaseModel]) -> str:
+    """Return what is wrong with a `section` that a program has built, for one line of a message. It quotes no text that
+    may be a secret."""
     problems = []
     for error in refused.errors():
-        path = ".".join(path_of(error))
+        path = path_of(error)
         got = f"; got {error['input']}" if type(error["input"]) in (int, float) else ""
         what = _plain(error, _message(error)) + got
         if error["type"] == "missing":
             what = "is missing"
         elif error["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(path, names, n=1)
-            what = "unknown entry; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}")
-        problems.append(f"{path}: {what}" if path else what)
+            what = _unknown(path[-1], _entries_at(section, error["loc"][:-1]))
+        problems.append(f"{'.'.join(path)}: {what}" if path else what)
     return "; ".join(problems)
+
+
+def _unknown(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+    return f"unknown entry; {hint}" if names else "unknown entry"
+
+
+def _entries_at(section: type[BaseModel], loc: Sequence[int | str]) -> Sequence[str]:
+    """Return the names of the entries at pydantic's location `loc` in `section`; none where no section can stand."""
+    inside = [section]
+    for name in loc:
+        if len(inside) > 1:  # of the kinds that may stand there, this is the one that does
+            kinds = ((one, get_args(one.model_fields["type"].annotation)) for one in inside)
+            inside = [one for one, names in kinds if name in (names or ("plugin",))]
+        elif inside and isinstance(name, str):
+            field = inside[0].model_fields.get(name)
+            inside = [] if field is None else list(_sections_in(field.annotation))
+    return list(inside[0].model_fields) if len(inside) == 1 else ()
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections_in(part)
 
 
 def _message(error: Any) -> str:
