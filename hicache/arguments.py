@@ -58,6 +58,11 @@ def instance(name: str, value: object, kind: type[T]) -> T:
     return value
 
 
+def instance_or_new(name: str, value: T | None, kind: type[T]) -> T:
+    """Return `value`, an instance of `kind`; None stands for one with all defaults."""
+    return kind() if value is None else instance(name, value, kind)
+
+
 def file_path(name: str, value: object) -> Path:
     """Return `value`, text or an `os.PathLike` of text, as a path. Text must not be empty."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value

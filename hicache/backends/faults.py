@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from ..arguments import instance_or_new
 from ..config.guard import InjectConfig
 from ..frame import HEADER_BYTES, PageBuffer
 from .base import GetOutcome, StorageBackend, Usage
@@ -32,7 +33,7 @@ class FaultyBackend(Wrapper):
 
     def __init__(self, inner: StorageBackend, options: InjectConfig | None = None) -> None:
         super().__init__(inner.codec)
-        self.options = options or InjectConfig()
+        self.options = instance_or_new("options", options, InjectConfig)
         self._inner = inner
         self._state = threading.Condition()
         self._dice = random.Random(self.options.seed)

@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeAlias, TypeVar, cast, get_origin, get_type_hints
+from typing import Any, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ..config.composed_storage import PartConfig, parts_of
 from ..config.guard import GuardConfig
@@ -100,7 +100,7 @@ def part_specs(type_name: str, options: Options) -> list[PartSpec]:
     A part without a name is called like its type, a second one of that type `<type>-2`. Raises ConfigError.
     """
     found: dict[str, PartSpec] = {}
-    for part in parts_of(_checked(type_name, options)):
+    for part in parts_of(_checked(type_name, options)) if type_name in STORAGE_SECTIONS else ():
         name = _part_name(part, found)
         if name in found:
             raise ConfigError(f"backend {type_name}: two of its parts are named {name!r}; rename one of them")
@@ -120,21 +120,27 @@ def _checked(type_name: str, options: Options, factory: Callable[..., object] | 
     Raises ConfigError for options that the section refuses.
     """
     known: Any = STORAGE_SECTIONS.get(type_name)
-    section: Any = _declared_section(factory) if known is None else known.model_fields["options"].annotation
-    if section is None or isinstance(options, section):
+    section: Any = _section_parameter(factory)[1] if known is None else known.model_fields["options"].annotation
+    if section is not None and isinstance(options, section):
         return options
-    checked: Section = build(section, dict(options), f"backend {type_name}")
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"backend {type_name}: takes no {type(options).__name__}; give its options by name")
+    checked: Options = options if section is None else build(section, options, f"backend {type_name}")
     return checked
 
 
-def _declared_section(factory: Callable[..., object] | None) -> type[Section] | None:
-    """The section that a parameter of a plug-in's factory is annotated with, None for keywords."""
+def _section_parameter(factory: Callable[..., object] | None) -> tuple[str, type[Section] | None]:
+    """The parameter of a factory that is annotated with a section, and the section; None for it in one with keywords.
+    """
     try:
         hints = get_type_hints(cast(Any, factory).__init__ if isinstance(factory, type) else factory)
     except (AttributeError, NameError, TypeError):
-        return None  # a name that only type checkers see, say
-    found = (hint for hint in hints.values() if isinstance(hint, type) and issubclass(hint, Section))
-    return next(found, None)
+        hints = {}  # a name that only type checkers see, say
+    for name, hint in hints.items():
+        for kind in (hint, *get_args(hint)):  # the arguments of `Section | None`
+            if name != "return" and isinstance(kind, type) and issubclass(kind, Section):
+                return name, kind
+    return "options", None
 
 
 def open_spec(spec: BackendSpec, codec: FrameCodec) -> StorageBackend:
@@ -158,7 +164,7 @@ def open_backend(type_name: str, codec: FrameCodec, options: Options) -> Storage
     not make a StorageBackend; BackendError as the backend does.
     """
     factory = check_backend(type_name, options)
-    own, capacity_bytes = _split_capacity(type_name, factory, _checked(type_name, options, factory))
+    own, capacity_bytes = _split_capacity(type_name, factory, options)
     backend: object = _call(type_name, factory, own, codec)
     if not isinstance(backend, StorageBackend):
         raise ConfigError(f"backend {type_name}: its factory made a {type(backend).__name__}, not a StorageBackend")
@@ -175,21 +181,39 @@ def open_backend(type_name: str, codec: FrameCodec, options: Options) -> Storage
 def _call(type_name: str, factory: Callable[..., T], options: Options, *arguments: object) -> T:
     """What the factory makes of `arguments` and its options."""
     try:
-        return factory(*arguments, options) if isinstance(options, Section) else factory(*arguments, **options)
+        return factory(*arguments, **_keywords(factory, options))
     except (InvalidInput, TypeError) as error:
         raise ConfigError(f"backend {type_name}: {error}") from error
 
 
+def _keywords(factory: Callable[..., object], options: Options) -> Mapping[str, object]:
+    return {_section_parameter(factory)[0]: options} if isinstance(options, Section) else options
+
+
 def _split_capacity(type_name: str, factory: Factory, options: Options) -> tuple[Options, object]:
-    """The options that the factory takes, and the limit to put around what it makes, None for none."""
-    if isinstance(options, Section):
-        return options, cast(Any, options).capacity if type_name in _LIMITED else None
-    if _CAPACITY not in options or _raw_place(type_name) is None or _takes_capacity(factory):
-        return options, None
-    return {name: value for name, value in options.items() if name != _CAPACITY}, options[_CAPACITY]
+    """The options that the factory takes, and the limit to put around what it makes, None for none.
+
+    Raises ConfigError for options that a section refuses.
+    """
+    if type_name not in STORAGE_SECTIONS and _raw_place(type_name) is not None:
+        own = _without_capacity(factory, options)
+        if own is not options:
+            return _checked(type_name, own, factory), cast(Mapping[str, object], options)[_CAPACITY]
+    checked = _checked(type_name, options, factory)
+    return checked, cast(Any, checked).capacity if type_name in _LIMITED else None
+
+
+def _without_capacity(factory: Callable[..., object], options: Options) -> Options:
+    """A plug-in's options without the limit that is put around it; the same object if there is none."""
+    if not isinstance(options, Mapping) or _CAPACITY not in options or _takes_capacity(factory):
+        return options
+    return {name: value for name, value in options.items() if name != _CAPACITY}
 
 
 def _takes_capacity(factory: Callable[..., object]) -> bool:
+    section = _section_parameter(factory)[1]
+    if section is not None:
+        return _CAPACITY in section.model_fields
     try:
         return _CAPACITY in inspect.signature(factory).parameters
     except (TypeError, ValueError):
@@ -212,9 +236,8 @@ def check_backend(type_name: str, options: Options) -> Factory:
     """
     factory = _factory(type_name)
     _check_result(type_name, factory)
-    checked = _checked(type_name, options, factory)
-    if not isinstance(checked, Section):
-        _check_options(type_name, factory, cast(Mapping[str, object], _split_capacity(type_name, factory, checked)[0]))
+    checked = _split_capacity(type_name, factory, options)[0]
+    _check_options(type_name, factory, _keywords(factory, checked))
     for part in part_specs(type_name, checked):
         try:
             check_backend(part.backend.type, part.backend.options)
@@ -233,10 +256,9 @@ def open_raw(spec: BackendSpec) -> RawStore:
         known = sorted({*_RAW, *(point.name for point in entry_points(group=RAW_ENTRY_POINT_GROUP))})
         raise ConfigError(f"backend {spec.type}: cannot be listed; {', '.join(known)} can")
     factory = cast(Callable[..., RawStore], _load(spec.type, place))
-    options = _checked(spec.type, spec.options, factory)
-    if not isinstance(options, Section) and not _takes_capacity(factory):
-        options = {name: value for name, value in options.items() if name != _CAPACITY}  # a limit that engines keep
-    return _call(spec.type, factory, options)
+    is_built_in = spec.type in STORAGE_SECTIONS
+    own = spec.options if is_built_in else _without_capacity(factory, spec.options)  # a limit that engines keep
+    return _call(spec.type, factory, _checked(spec.type, own, factory))
 
 
 def backend_names() -> list[str]:

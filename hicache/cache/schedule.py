@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from ..arguments import instance_or_new
 from ..config import ScheduleConfig
 from ..keys import RadixKey
 
@@ -57,7 +58,7 @@ def longest_prefix_first(
     whose prefill runs now: those that share their new prefix are deferred too. `measure` is called once per waiting
     request and once per key of `computing`; it must not change what is evicted next, as `TreeCache.peek` does not.
     """
-    options = options or ScheduleConfig()
+    options = instance_or_new("options", options, ScheduleConfig)
     by_arrival = sorted(waiting, key=lambda candidate: candidate.arrival_s)
     if len(waiting) > options.queue_max:
         return Order([candidate.item for candidate in by_arrival], [])

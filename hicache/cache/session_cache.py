@@ -45,7 +45,7 @@ from types import TracebackType
 
 import numpy as np
 
-from ..arguments import instance, number
+from ..arguments import instance, instance_or_new, number
 from ..config import SessionsConfig
 from ..errors import CapacityError, InvalidInput, InvariantError, SessionBusy, UnknownSession
 from ..events import EventStream, Publisher
@@ -96,7 +96,7 @@ class SessionCache:
         self.inner = inner
         self.page_size = inner.page_size
         self.device = inner.device
-        self._options = options or SessionsConfig()
+        self._options = instance_or_new("options", options, SessionsConfig)
         self._clock = clock or inner.controller.time_s
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
         self._turns: dict[str, _Session] = {}  # by request id

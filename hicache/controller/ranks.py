@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from ..arguments import instance_or_new
 from ..config import RanksConfig
 from ..errors import InvariantError, RankError
 from .operations import now
@@ -85,11 +86,11 @@ class TorchRankGroup:
     def __init__(
         self, group: Reducer, options: RanksConfig | None = None, *, device: torch.device | str = "cpu"
     ) -> None:
+        self._deadline_s = instance_or_new("options", options, RanksConfig).deadline
         self.rank = group.rank()
         self.size = group.size()
         device = torch.device(device)
         self._lane: _HostLane | _DeviceLane
-        self._deadline_s = (options or RanksConfig()).deadline
         self._lane = _HostLane(group, self._deadline_s) if device.type == "cpu" else _DeviceLane(group, device)
         self._deadline = 0.0  # of the all-reduce under way
         self._under_way = False

@@ -10,9 +10,12 @@ from pydantic import Field
 from hicache.backends.base import StorageBackend
 from hicache.backends.file import FileBackend
 from hicache.backends.memory import MemoryBackend
+from hicache.backends.mooncake.backend import MooncakeBackend
+from hicache.backends.redis import RedisBackend
 from hicache.backends.registry import backend_names, check_backend, open_backend
-from hicache.config import Section
-from hicache.errors import ConfigError, NotOurs
+from hicache.backends.s3 import S3Backend
+from hicache.config import HiCacheConfig, Section
+from hicache.errors import ConfigError, InvalidInput, NotOurs
 from hicache.frame import FrameCodec
 from hicache.units import Count, Duration
 
@@ -188,3 +191,29 @@ def test_a_backend_of_another_package_may_take_a_section_which_is_checked_before
         check_backend(SHELF, {"shelves": 4})
     with pytest.raises(ConfigError, match="shelfs: unknown entry; did you mean shelves"):
         check_backend(SHELF, {"shelfs": 2})
+    with pytest.raises(ConfigError, match="takes no HiCacheConfig; give its options by name"):
+        check_backend(SHELF, HiCacheConfig())
+
+
+def by_keyword(codec: FrameCodec, name: str = "shelf", *, chosen: ShelfOptions | None = None) -> StorageBackend:
+    """A factory whose section is not its second parameter."""
+    assert name == "shelf" and chosen is not None
+    return Shelf(codec, chosen)
+
+
+def needs_more(codec: FrameCodec, options: ShelfOptions, more: int) -> StorageBackend:
+    """A factory that no configuration can call."""
+    raise NotImplementedError
+
+
+def test_a_section_goes_to_the_parameter_that_is_annotated_with_it() -> None:
+    backend = open_backend("tests.backends.test_registry:by_keyword", CODEC, {"shelves": 2})
+    assert isinstance(backend, Shelf) and backend.options.shelves == 2
+    with pytest.raises(ConfigError, match="missing a required argument: 'more'"):
+        check_backend("tests.backends.test_registry:needs_more", {"shelves": 2})
+
+
+@pytest.mark.parametrize("kind", [FileBackend, RedisBackend, S3Backend, MooncakeBackend])
+def test_a_store_takes_its_own_section_alone(kind: type[StorageBackend]) -> None:
+    with pytest.raises(InvalidInput, match=r"options: a value of type dict is not valid; pass a \w+StorageOptions"):
+        kind(CODEC, {"path": "x"})  # type: ignore[call-arg]

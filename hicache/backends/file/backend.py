@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from ...arguments import instance
 from ...config.storage import FileStorageOptions
 from ...errors import InvalidInput
 from ...frame import FrameCodec, first_bytes
@@ -60,12 +61,12 @@ class FileBackend(PageStore[Identity | None]):
 
     def __init__(self, codec: FrameCodec, options: FileStorageOptions, *, system: System | None = None) -> None:
         super().__init__(codec)
+        self.options = instance("options", options, FileStorageOptions)
         if options.capacity is not None and options.capacity < codec.frame_bytes:
             raise InvalidInput(
                 f"file store: capacity {options.capacity} is below one page of {codec.frame_bytes} bytes;"
                 " raise it, or use smaller pages"
             )
-        self.options = options
         self._state = threading.Lock()
         self._uses: dict[bytes, int] = {}
         self._uses_since = math.inf

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
+from ...arguments import instance_or_new
 from ...background import BackgroundTask
 from ...config.guard import GuardConfig
 from ...errors import BackendError, InvalidInput
@@ -72,7 +73,7 @@ class GuardedBackend(StorageBackend):
     ) -> None:
         super().__init__(inner.codec)
         self.name = name
-        self.options = options or GuardConfig()
+        self.options = instance_or_new("options", options, GuardConfig)
         self._inner = inner
         self._clock = clock
         self._jitter = jitter

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
+from ...arguments import instance
 from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendUnavailable, InvalidInput
 from ...frame import FrameCodec
@@ -47,7 +48,7 @@ class MooncakeBackend(PageStore[None]):
 
     def __init__(self, codec: FrameCodec, options: MooncakeStorageOptions) -> None:
         super().__init__(codec)
-        self.options = options
+        self.options = instance("options", options, MooncakeStorageOptions)
         self._admin = Admin(admin_address(options))
         self._links = Links(lambda: Link(codec, options))
 

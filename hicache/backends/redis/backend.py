@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...arguments import instance
 from ...config.redis_storage import RedisStorageOptions
 from ...errors import InvalidInput
 from ...frame import FrameCodec
@@ -88,7 +89,7 @@ class RedisBackend(PageStore[StoredValue]):
         super().__init__(codec)
         if codec.frame_bytes > PAGE_MAX_BYTES:
             raise InvalidInput(f"redis: a page of {codec.frame_bytes} bytes is longer than a Redis string can be")
-        self.options = options
+        self.options = instance("options", options, RedisStorageOptions)
         self._access = open_access(options)
         connector = Connector(self._access)
         self._pools = Pools(connector, options.connections)

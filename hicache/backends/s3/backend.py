@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ...arguments import instance
 from ...config.s3_storage import S3StorageOptions
 from ...frame import FrameCodec
 from ...supervised import SupervisedPool
@@ -40,7 +41,7 @@ class S3Backend(PageStore[str]):
 
     def __init__(self, codec: FrameCodec, options: S3StorageOptions) -> None:
         super().__init__(codec)
-        self.options = options
+        self.options = instance("options", options, S3StorageOptions)
         self._objects = Objects(options)
         # A page that a bug leaves without an outcome is counted with its call.
         self._pool = SupervisedPool[Any]("s3", options.connections - 1)
