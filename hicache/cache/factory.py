@@ -102,6 +102,8 @@ def create_host_cache(
     _require_page_size(instance("config", config, HiCacheConfig), shape.tokens)
     if config.bigram_keys:
         raise ConfigError("bigram_keys: a HostCache keys pages by tokens or by the engine's hashes; leave it out")
+    if config.sessions.enabled:
+        raise ConfigError("sessions.enabled: a session keeps KV on L1, which this engine has for itself; leave it out")
     if host is None:
         host = _private_host(config, shape)
     elif instance("host", host, HostPool).shape != shape:

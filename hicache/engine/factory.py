@@ -9,7 +9,7 @@ import torch
 
 from ..cache import create_cache
 from ..config import HiCacheConfig
-from ..errors import InvalidInput
+from ..errors import ConfigError, InvalidInput
 from ..keys import Namespace
 from ..tiers import MHATokenToKVPool, RequestToTokenPool
 from .checkpoint import Checkpoint, load_checkpoint
@@ -35,6 +35,8 @@ def create_engine(
     CapacityError and BackendError with what to change, InvalidInput for a `kv_dtype` that nobody knows; nothing is left
     running then.
     """
+    if config.bigram_keys:
+        raise ConfigError("bigram_keys: this engine drafts no tokens and keys pages by single ones; leave it out")
     options = options or EngineOptions()
     options = replace(options, schedule=options.schedule or config.schedule)
     checkpoint = load_checkpoint(model) if isinstance(model, Path) else model

@@ -31,7 +31,7 @@ class ReplayJob:
 
     `processes` and `whole_trace_each` say what the others do, for the report; this one's part is in `options`.
 
-    Raises ConfigError for an unknown device, and for a configuration without the prefix cache.
+    Raises ConfigError for an unknown device, and for a configuration without the prefix cache or with bigram keys.
     """
 
     config: HiCacheConfig
@@ -49,6 +49,8 @@ class ReplayJob:
             raise ConfigError(f"replay: unknown device {self.device[:40]!r}; known: cpu, cuda, cuda:1, ...")
         if not self.config.prefix_cache:
             raise ConfigError("prefix_cache: false reuses no page, so a replay would have none to compare; leave it on")
+        if self.config.bigram_keys:
+            raise ConfigError("bigram_keys: a replay keys pages by single tokens; leave it out")
 
     @property
     def request_count(self) -> int | None:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.cache import HiRadixCache, SessionCache, create_cache, create_host_cache
+from hicache.cache import HiRadixCache, SessionCache, create_cache, create_host_cache, longest_prefix_first
 from hicache.config import HiCacheConfig
+from hicache.controller import TorchRankGroup
 from hicache.errors import CapacityError, ConfigError, InvalidInput, RankError, UnknownSession
 from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, RadixKey
 from tests.cache.world import NAMESPACE
@@ -57,9 +58,19 @@ def test_keys_are_pairs_if_the_configuration_says_so() -> None:
         assert isinstance(cache, HiRadixCache) and cache.tree.position_bytes == TOKEN_BYTES
 
 
-def test_a_cache_that_has_no_pairs_refuses_them() -> None:
-    with pytest.raises(ConfigError, match="bigram_keys"):
-        create_host_cache(configured(bigram_keys=True), NAMESPACE)
+@pytest.mark.parametrize(("entry", "value"), [("bigram_keys", True), ("sessions", {"enabled": True})])
+def test_a_host_cache_refuses_what_it_has_not(entry: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{entry}"):
+        create_host_cache(configured(**{entry: value}), NAMESPACE)
+
+
+def test_options_of_another_type_are_refused_when_they_are_given() -> None:
+    with create_cache(configured(), NAMESPACE) as cache, pytest.raises(InvalidInput, match="pass a SessionsConfig"):
+        SessionCache(cache, {"ttl": 5})  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="pass a ScheduleConfig"):
+        longest_prefix_first([], lambda _key: (0, 0), page_size=4, now_s=0, options=5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="pass a RanksConfig"):
+        TorchRankGroup(None, 5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -11,7 +11,7 @@ from hicache.backends.memory import MemoryBackend
 from hicache.cache import ChunkCache, SessionCache
 from hicache.config import HiCacheConfig, ScheduleConfig
 from hicache.engine import Engine, EngineOptions, FinishReason, RequestRecord, create_engine
-from hicache.errors import InvalidInput, SessionBusy, UnknownSession
+from hicache.errors import ConfigError, InvalidInput, SessionBusy, UnknownSession
 from tests.engine.world import (
     assert_nothing_leaked,
     drive,
@@ -34,6 +34,11 @@ def off_engine(page_size: int = 8, pages: int = 64, options: EngineOptions | Non
         {"page_size": page_size, "device": {"tokens": page_size * pages}, "prefix_cache": False}
     )
     return create_engine(config, CHECKPOINT, options=options)
+
+
+def test_an_engine_that_drafts_nothing_refuses_keys_of_pairs() -> None:
+    with pytest.raises(ConfigError, match="bigram_keys"):
+        create_engine(HiCacheConfig(bigram_keys=True), CHECKPOINT)
 
 
 def serve(engine: Engine, prompts: Sequence[list[int]], new_tokens: int = 10) -> list[RequestRecord]:

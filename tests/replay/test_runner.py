@@ -277,9 +277,11 @@ def test_a_device_that_is_known_makes_a_job(device: str) -> None:
     assert ReplayJob(config=small_config(storage=None), device=device).device == device
 
 
-def test_a_replay_without_the_cache_is_refused_with_the_reason() -> None:
+def test_a_replay_without_the_cache_or_with_other_keys_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="prefix_cache: false reuses no page"):
         ReplayJob(config=small_config(storage=None, prefix_cache="false"))
+    with pytest.raises(ConfigError, match="bigram_keys: a replay keys pages by single tokens"):
+        ReplayJob(config=small_config(storage=None, bigram_keys="true"))
 
 
 @pytest.mark.parametrize("name", ["running_max", "waiting_max", "prefill_tokens_max", "share_of", "speed_up"])
