@@ -17,6 +17,7 @@ from ..units import Unit, exact_duration, exact_size
 from .composed_storage import PartConfig
 from .schema import HiCacheConfig
 from .storage import STORAGE_SECTIONS, FileStorage
+from .wording import sections_in
 
 _BOUND_SHOWN_MAX = 65536
 # Accepts any name; the schema shows the only one it knows the options of.
@@ -74,14 +75,7 @@ def format_value(value: Any, annotation: Any) -> str:
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section class behind an annotation, None for a plain entry."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if typing.get_origin(annotation) is list:
-        return None
-    for part in typing.get_args(annotation):
-        if (found := section_of(part)) is not None:
-            return found
-    return None
+    return None if typing.get_origin(annotation) is list else next(sections_in(annotation), None)
 
 
 def _walk(section: type[BaseModel], prefix: str, storage: type[BaseModel]) -> Iterator[EntryInfo]:

@@ -95,15 +95,16 @@ def _entries_at(section: type[BaseModel], loc: Sequence[int | str]) -> Sequence[
             inside = [one for one, names in kinds if name in (names or ("plugin",))]
         elif inside and isinstance(name, str):
             field = inside[0].model_fields.get(name)
-            inside = [] if field is None else list(_sections_in(field.annotation))
+            inside = [] if field is None else list(sections_in(field.annotation))
     return list(inside[0].model_fields) if len(inside) == 1 else ()
 
 
-def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the section classes in an annotation, also those of the items of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
-        yield from _sections_in(part)
+        yield from sections_in(part)
 
 
 def _message(error: Any) -> str:
