@@ -121,11 +121,11 @@ def _checked(type_name: str, options: Options, factory: Callable[..., object] | 
     """
     known: Any = STORAGE_SECTIONS.get(type_name)
     section: Any = _section_parameter(factory)[1] if known is None else known.model_fields["options"].annotation
-    if section is not None and isinstance(options, section):
-        return options
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"backend {type_name}: takes no {type(options).__name__}; give its options by name")
-    checked: Options = options if section is None else build(section, options, f"backend {type_name}")
+    checked: Options = options
+    if section is None or not isinstance(options, section):
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"backend {type_name}: takes no {type(options).__name__}; give its options by name")
+        checked = options if section is None else build(section, options, f"backend {type_name}")
     return checked
 
 
