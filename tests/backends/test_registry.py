@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,14 @@ from pydantic import Field
 
 from hicache.backends.base import StorageBackend
 from hicache.backends.file import FileBackend
+from hicache.backends.file.raw import FileRaw
+from hicache.backends.limit import LimitedBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.mooncake.backend import MooncakeBackend
 from hicache.backends.redis import RedisBackend
 from hicache.backends.registry import backend_names, check_backend, open_backend
 from hicache.backends.s3 import S3Backend
-from hicache.config import HiCacheConfig, Section
+from hicache.config import FileStorageOptions, HiCacheConfig, Section
 from hicache.errors import ConfigError, InvalidInput, NotOurs
 from hicache.frame import FrameCodec
 from hicache.units import Count, Duration
@@ -211,6 +214,29 @@ def test_a_section_goes_to_the_parameter_that_is_annotated_with_it() -> None:
     assert isinstance(backend, Shelf) and backend.options.shelves == 2
     with pytest.raises(ConfigError, match="missing a required argument: 'more'"):
         check_backend("tests.backends.test_registry:needs_more", {"shelves": 2})
+
+
+def open_shelf_raw(options: ShelfOptions) -> FileRaw:
+    """The store as its operator sees it; any will do."""
+    return FileRaw(FileStorageOptions(path=os.devnull))
+
+
+def test_a_store_with_a_section_is_limited_as_others_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "shelf-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1\n")
+    points = f"[hicache.backends]\nshelf = {SHELF}\n[hicache.raw_stores]\nshelf = {SHELF}_raw\n"
+    (package / "entry_points.txt").write_text(points.replace("Shelf_raw", "open_shelf_raw"))
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"shelves": 2, "capacity_bytes": 4 * PAGE}
+    check_backend("shelf", options)
+    backend = open_backend("shelf", CODEC, options)
+    assert isinstance(backend, LimitedBackend) and backend.usage().capacity_bytes == 4 * PAGE
+    backend.close()
+    with pytest.raises(ConfigError, match="capacity_byts: unknown entry"):
+        check_backend("shelf", {"capacity_byts": 1})
 
 
 @pytest.mark.parametrize("kind", [FileBackend, RedisBackend, S3Backend, MooncakeBackend])
