@@ -11,6 +11,8 @@ from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import Store, run_machine
 from hicache.frame import FrameCodec, PageBuffer
 
+pytestmark = pytest.mark.long
+
 Keys = Sequence[bytes]
 Frames = Sequence[PageBuffer]
 

@@ -302,15 +302,18 @@ def run_child(repository: Path, module: str, *arguments: str, **environ: str) ->
     return result.stdout
 
 
+@pytest.mark.long
 def test_triton_gives_the_same_slots_for_batches_of_extreme_size(repository: Path) -> None:
     assert run_child(repository, "_interpreted_slots", TRITON_INTERPRET="1") == "all equal\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", seeds(4))
 def test_triton_gives_the_same_slots_in_its_interpreter(repository: Path, seed: int) -> None:
     assert run_child(repository, "_interpreted_slots", str(seed), TRITON_INTERPRET="1") == "all equal\n"
 
 
+@pytest.mark.long
 def test_the_triton_kernels_compile_for_a_gpu(repository: Path, tmp_path: Path) -> None:
     printed = run_child(repository, "_compiled_slots", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert printed == "compiled\n"
