@@ -17,6 +17,8 @@ from hicache.errors import ConfigError
 from hicache.metrics import MetricsServer, SnapshotCollector, cache_metrics, serve_metrics
 from hicache.metrics.server import CONNECTIONS_MAX, HEAD_BYTES_MAX, _Handler, _Server, read_head
 
+pytestmark = pytest.mark.long
+
 REQUEST = b"GET /metrics HTTP/1.1\r\nHost: x\r\nX-Slow: "
 
 

@@ -21,6 +21,8 @@ from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
 from hicache.keys import page_keys, token_bytes
 
+pytestmark = pytest.mark.long
+
 PAYLOAD_BYTES = 3000
 MAC_KEY = bytes(range(32))
 NAMESPACE = b"\x11" * 32

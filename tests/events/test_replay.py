@@ -14,6 +14,8 @@ from hicache.tiers import PageAllocator
 from tests.events.world import RecordedMachine, pages_of_index, pages_of_tree
 from tests.seeds import rng, seeds
 
+pytestmark = pytest.mark.long
+
 STEPS = 300
 LARGE_BYTES = 1 << 30
 

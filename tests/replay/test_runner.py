@@ -20,6 +20,8 @@ from hicache.replay.trace import TraceRequest
 from tests.replay.world import go, job, request, rounds, small_config, started, tiers
 from tests.seeds import seeds
 
+pytestmark = pytest.mark.long
+
 ONE_AT_A_TIME = ReplayOptions(running_max=1, waiting_max=1)
 
 

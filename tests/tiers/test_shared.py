@@ -26,6 +26,8 @@ from tests.cache.world import GEOMETRY as CACHE_GEOMETRY
 from tests.cache.world import World, prompt
 from tests.tiers._shared_child import GEOMETRY
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 SHM = Path("/dev/shm")
 WAIT_S = 60.0

@@ -34,6 +34,8 @@ from tests.backends.s3.bucket import Bucket, open_s3, options
 from tests.backends.s3.stub import Answer, Request, StubS3, reply
 from tests.certificates import make_certificates
 
+pytestmark = pytest.mark.long
+
 PARTS = 3000
 # Larger than the pieces in which a page is received.
 LARGE = FrameCodec(NAMESPACE, 3_000_000)
