@@ -27,6 +27,7 @@ from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from .backoff import Backoff
+from .errors import InvariantError
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ class _Call(Generic[Result]):
 
 
 def _no_jobs(job: Any, beat: Beat) -> None:
-    raise NotImplementedError("this pool was made without `handle`, so it takes no jobs")
+    raise InvariantError("a pool was made without `handle`, so it takes no jobs; give it one, or use `run` and `call`")
 
 
 class SupervisedPool(Generic[Job]):

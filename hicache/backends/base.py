@@ -125,7 +125,8 @@ class StorageBackend(ABC):
     def clear(self, *, deadline: float) -> int:
         """Remove all pages of this namespace; how many were there. Blocks: a server lists them first.
 
-        Pages that are stored meanwhile may stay. What it could not remove by the deadline stays, and is an error.
+        A page that is stored at the same time may stay. Pages that are not removed by the deadline stay; that counts as
+        one error.
         """
 
     @abstractmethod

@@ -63,20 +63,24 @@ class TagStream:
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
-        self._header = bytearray()
-        self._left = 0  # bytes of the payload that are still to come
+        self._header = bytearray()  # as much of it as has come, where it comes in pieces
+        self._left: int | None = None  # bytes that are still to come, None before the header is known
 
     def add(self, piece: memoryview) -> None:
         """Take in the next bytes of the page, of any number."""
-        missing = HEADER_BYTES - len(self._header)
-        if missing:
+        # What the header says is compared later; a wrong length hashes other bytes, and never beyond those read.
+        if self._left is None and not self._header and len(piece) >= HEADER_BYTES:
+            # One update for header and payload: each of them lets other threads in, which costs more than small hashes.
+            self._left = HEADER_BYTES - COVERED_FROM + int.from_bytes(piece[STORED], "little")
+            piece = piece[COVERED_FROM:]
+        elif self._left is None:
+            missing = HEADER_BYTES - len(self._header)
             self._header += piece[:missing]
             if len(self._header) < HEADER_BYTES:
                 return
-            piece = piece[missing:]
             self._state.update(memoryview(self._header)[COVERED_FROM:])
-            # What the header says is compared later; a wrong length hashes other bytes, and never beyond those read.
             self._left = int.from_bytes(self._header[STORED], "little")
+            piece = piece[missing:]
         if self._left:
             self._state.update(piece[: self._left])
             self._left -= min(self._left, len(piece))

@@ -226,7 +226,7 @@ class Copier:
     @contextlib.contextmanager
     def forgetting(self, keys: Sequence[bytes] | None, deadline: float) -> Iterator[None]:
         """While this block deletes `keys` from the parts, None for all: no copy of them waits, is written, or comes in
-        later from a verb that has read them before. Waits for the copy under way, up to `deadline`."""
+        later from a verb that has read them before. Waits for the copy in flight, up to `deadline`."""
         with self._state:
             self._deleting += 1
             gone = frozenset(self._keys if keys is None else keys)
