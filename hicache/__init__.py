@@ -56,30 +56,17 @@ if TYPE_CHECKING:
     from .geometry import KVGeometry, KVLayout, PageShape, Piece
     from .keys import Namespace, RadixKey
 
-_HOME = {
-    "ChunkCache": "cache",
-    "EventStream": "events",
-    "HiCacheConfig": "config",
-    "HiCacheController": "controller",
-    "HiCacheError": "errors",
-    "HiRadixCache": "cache",
-    "HostCache": "cache",
-    "KVGeometry": "geometry",
-    "KVLayout": "geometry",
-    "Namespace": "keys",
-    "PageShape": "geometry",
-    "Piece": "geometry",
-    "PrefixIndex": "events",
-    "RadixKey": "keys",
-    "SessionCache": "cache",
-    "TorchRankGroup": "controller",
-    "TreeCache": "cache",
-    "create_cache": "cache",
-    "create_host_cache": "cache",
-    "load_config": "config",
-    "model_fingerprint": "fingerprint",
-    "open_storage": "cache",
+_NAMES = {
+    "cache": "ChunkCache HiRadixCache HostCache SessionCache TreeCache create_cache create_host_cache open_storage",
+    "config": "HiCacheConfig load_config",
+    "controller": "HiCacheController TorchRankGroup",
+    "errors": "HiCacheError",
+    "events": "EventStream PrefixIndex",
+    "fingerprint": "model_fingerprint",
+    "geometry": "KVGeometry KVLayout PageShape Piece",
+    "keys": "Namespace RadixKey",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:

@@ -10,17 +10,17 @@ allocation. The tag covers the header behind it and the payload as stored, so a 
 namespace.
 
     codec         FrameCodec: seals pages into their stored form and proves what comes back
-    header        the 256 bytes, and why a page is refused
-    keyring       the keys of tags and ciphers, two at a time so that they can be changed
+    header        the 256 bytes, the keys that they name, and why a page is refused
     compression   payloads made shorter by zstd
-    scratch       memory for stored forms that are not the frame itself
-    view          pages whose payload is in foreign memory, in parts
+    buffers       frames, pages whose payload is in foreign memory, and memory for encoded pages
 """
 
+from .buffers import PageBuffer, PageView, fill, first_bytes, header_of, without_first
 from .codec import FrameCodec, TagStream, unseal
 from .compression import Compression
 from .header import (
     FRAME_ALIGN,
+    FRAME_KEY_BYTES,
     HEADER_BYTES,
     LABEL_BYTES,
     MAGIC,
@@ -31,8 +31,6 @@ from .header import (
     TagKind,
     frame_bytes,
 )
-from .keyring import FRAME_KEY_BYTES
-from .view import PageBuffer, PageView, fill, first_bytes, header_of, without_first
 
 __all__ = [
     "FRAME_ALIGN",

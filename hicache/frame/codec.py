@@ -3,7 +3,7 @@
 A page is stored as it lies in its frame, unless the codec compresses or encrypts: then its stored form is made in
 another buffer and the frame stays plain. What is read back lies in the frame until it is proved, and is undone there.
 
-Locking design: a codec holds nothing that changes but its buffers, and those are one borrower's each (see `scratch`).
+Locking design: nothing of a codec changes but its pool of buffers, and a buffer has one borrower (see `BufferPool`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from ..errors import InvalidInput
 from ..keys import FORMAT_VERSION, PAGE_KEY_BYTES
+from .buffers import BufferPool, PageBuffer, PageView, header_of
 from .compression import Compression, compress, expand, is_available, join_planes, require_zstandard, split_planes
 from .header import (
     CARD,
@@ -33,6 +34,7 @@ from .header import (
     LENGTH_AND_KEY,
     MAGIC,
     NAMESPACE,
+    NO_KEY_ID,
     NO_NONCE,
     NO_PARENT,
     NONCE,
@@ -47,12 +49,10 @@ from .header import (
     TagKind,
     encode_card,
     frame_bytes,
+    key_table,
     pack_fixed,
     pack_start,
 )
-from .keyring import NO_KEY_ID, key_table
-from .scratch import Scratch
-from .view import PageBuffer, PageView, header_of
 
 _NO_TAG = bytes(16)
 
@@ -135,7 +135,7 @@ class FrameCodec:
         self._card = encode_card(weights_epoch, label)
         self._version_and_kind = struct.pack("<HB", FORMAT_VERSION, self.tag_kind)
         self._length = payload_bytes.to_bytes(8, "little")
-        self._scratch = Scratch(self.frame_bytes)
+        self._buffers = BufferPool(self.frame_bytes)
         # Behind the payload of a page in parts: zeros are written, and what is read is never looked at.
         padding_bytes = self.frame_bytes - HEADER_BYTES - payload_bytes
         self._zeros = memoryview(bytes(padding_bytes))
@@ -183,7 +183,7 @@ class FrameCodec:
         return [page.header, *page.parts, self._zeros]
 
     def buffers(self, page: PageBuffer) -> list[memoryview]:
-        """Where the stored form of a page is read to, in order; `frame_bytes` together. See `view.first_bytes`."""
+        """Where the stored form of a page is read to, in order; `frame_bytes` together. See `first_bytes`."""
         return [page.header, *page.parts, self._ignored] if isinstance(page, PageView) else [page]
 
     def gather(self, page: PageBuffer, frame: memoryview) -> None:
@@ -197,11 +197,11 @@ class FrameCodec:
     def scratch_frame(self) -> memoryview:
         """A frame of any content for a page on its way between a store and `PageView.gather` or `scatter`. It is the
         borrower's until nobody refers to it."""
-        return self._scratch.take()
+        return self._buffers.take()
 
     def _joined(self, page: PageView) -> memoryview:
         """A copy of a page in a frame of its own."""
-        frame = self._scratch.take()
+        frame = self._buffers.take()
         self.gather(page, frame)
         return frame
 
@@ -214,7 +214,7 @@ class FrameCodec:
         form, source = Form.ZSTD, payload
         if compression.byte_planes and not self.payload_bytes % 2:
             form |= Form.BYTE_PLANES
-            source = self._scratch.take()[: self.payload_bytes]
+            source = self._buffers.take()[: self.payload_bytes]
             split_planes(payload, source)
         packed = compress(source, compression.level)
         if frame_bytes(len(packed)) >= self.frame_bytes:
@@ -224,7 +224,7 @@ class FrameCodec:
     def _transformed(self, body: memoryview, fixed: bytes) -> memoryview:
         """The stored form with `body`, encrypted if need be, in a buffer of its own."""
         end = HEADER_BYTES + len(body)
-        stored = self._scratch.take()[: frame_bytes(len(body))]
+        stored = self._buffers.take()[: frame_bytes(len(body))]
         stored[end:] = bytes(len(stored) - end)
         if not self._encrypts:
             stored[HEADER_BYTES:end] = body
@@ -288,7 +288,7 @@ class FrameCodec:
                 return None
             body = self._copied(body)
         else:
-            target = self._scratch.take()[: len(body)] if form else body
+            target = self._buffers.take()[: len(body)] if form else body
             if not self._decrypt(header, body, target):
                 return Damage.TAG
             body = target
@@ -309,7 +309,7 @@ class FrameCodec:
         if not self._encrypts and not header[FORM]:
             is_proved = self._is_proved(header, [page.header[COVERED_FROM:], *page.parts], arrived)
             return None if is_proved else Damage.TAG
-        frame = self._scratch.take()
+        frame = self._buffers.take()
         page.gather(frame)
         damage = self.accept(key, frame, stored_bytes, arrived)
         if damage is None:
@@ -317,14 +317,14 @@ class FrameCodec:
         return damage
 
     def _copied(self, body: memoryview) -> memoryview:
-        copy = self._scratch.take()[: len(body)]
+        copy = self._buffers.take()[: len(body)]
         copy[:] = body
         return copy
 
     def _expand(self, form: Form, body: memoryview, payload: memoryview) -> bool:
         if not form & Form.BYTE_PLANES:
             return expand(body, payload)
-        planes = self._scratch.take()[: self.payload_bytes]
+        planes = self._buffers.take()[: self.payload_bytes]
         if self.payload_bytes % 2 or not expand(body, planes):
             return False
         join_planes(planes, payload)
@@ -349,7 +349,7 @@ class FrameCodec:
             return damage
         body = stored[HEADER_BYTES : HEADER_BYTES + int.from_bytes(header[STORED], "little")]
         if self._encrypts:
-            return None if self._decrypt(header, body, self._scratch.take()[: len(body)]) else Damage.TAG
+            return None if self._decrypt(header, body, self._buffers.take()[: len(body)]) else Damage.TAG
         covered = stored[COVERED_FROM : HEADER_BYTES + len(body)]
         return None if self._is_proved(header, [covered], arrived) else Damage.TAG
 

@@ -1,12 +1,24 @@
-"""The first 256 bytes of a frame, and the reasons for which a reader refuses one."""
+"""The first 256 bytes of a frame, the keys that they name, and the reasons for which a reader refuses a page.
+
+There are two keys at most: the current one, which seals, and while keys are being changed another one, which proves.
+A header names its key by 8 bytes of a hash, so a reader takes the right one at once and never tries both. The key of
+tags and the key of encryption are named apart, and a key serves for one of the two.
+
+Each page takes a nonce of 96 random bits. Under one key, the chance that any two of n pages share one is about
+n**2 / 2**97; NIST SP 800-38D allows n = 2**32 pages a key, at which it is 2**-33. Change the key before that: it is
+32 PiB of 8 MiB pages.
+"""
 
 from __future__ import annotations
 
 import enum
+import hashlib
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ..errors import InvalidInput
 from ..keys import FORMAT_VERSION, PAGE_KEY_BYTES, require_epoch
 
 HEADER_BYTES = 256
@@ -16,6 +28,11 @@ NO_PARENT = bytes(PAGE_KEY_BYTES)
 NONCE_BYTES = 12  # the length for which GCM needs no further hashing
 NO_NONCE = bytes(NONCE_BYTES)
 LABEL_BYTES = 32  # enough for the name of a model
+FRAME_KEY_BYTES = 32
+KEY_ID_BYTES = 8
+NO_KEY_ID = bytes(KEY_ID_BYTES)
+# The current key and one more: a change of keys needs two, and a third would be one nobody remembers to remove.
+KEYS_MAX = 2
 
 # magic, tag | nonce, version, tag kind, form, key id, payload bytes, page key, parent key, namespace, stored payload
 # bytes, weights epoch, label
@@ -147,3 +164,22 @@ def pack_start(kind: TagKind, form: Form, key_id: bytes, payload_bytes: int) -> 
 def pack_fixed(start: bytes, key: bytes, parent: bytes, namespace: bytes, stored_bytes: int, card: bytes) -> bytes:
     """All fields of a header but magic, tag and nonce; `start` is what `pack_start` made."""
     return b"".join((start, key, parent, namespace, struct.pack("<Q", stored_bytes), card))
+
+
+_DOMAINS = {TagKind.AES_256_GMAC: b"hicache.mac_key_id", TagKind.AES_256_GCM: b"hicache.encryption_key_id"}
+
+
+def key_id(kind: TagKind, key: bytes) -> bytes:
+    """The 8 bytes under which a header names `key`, which they do not betray."""
+    return hashlib.sha256(_DOMAINS[kind] + key).digest()[:KEY_ID_BYTES]
+
+
+def key_table(kind: TagKind, keys: Sequence[bytes]) -> Mapping[bytes, bytes]:
+    """The keys by their ids, the one that seals first. Raises InvalidInput for a wrong length or too many keys."""
+    what = "MAC" if kind is TagKind.AES_256_GMAC else "encryption"
+    if len(keys) > KEYS_MAX:
+        raise InvalidInput(f"frame: {len(keys)} {what} keys; at most the current and one more can be in use")
+    for key in keys:
+        if len(key) != FRAME_KEY_BYTES:
+            raise InvalidInput(f"frame: the {what} key must be {FRAME_KEY_BYTES} bytes, got {len(key)}")
+    return {key_id(kind, key): key for key in keys}

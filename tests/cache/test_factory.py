@@ -15,7 +15,7 @@ from hicache.cache import ChunkCache, HiRadixCache, TreeCache, create_cache
 from hicache.config import HiCacheConfig
 from hicache.errors import CapacityError, ConfigError, InvalidInput, NotOurs, RankError
 from hicache.frame import Form, FrameHeader, TagKind
-from hicache.frame.keyring import key_id
+from hicache.frame.header import key_id
 from hicache.geometry import DTYPE_BYTES, KVGeometry
 from hicache.keys import Namespace, RadixKey
 from hicache.tiers import KVPool, create_device_pool

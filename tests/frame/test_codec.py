@@ -36,10 +36,6 @@ def test_a_frame_is_padded_to_whole_blocks() -> None:
     assert frame_bytes(2 << 20) == (2 << 20) + 4096
 
 
-def test_a_sealed_frame_is_believed(codec: FrameCodec) -> None:
-    assert codec.check(KEY, sealed(codec)) is None
-
-
 def test_a_page_is_not_its_own_parent(codec: FrameCodec) -> None:
     with pytest.raises(InvalidInput, match="its own parent"):
         sealed(codec, KEY, parent=KEY)
@@ -53,24 +49,6 @@ def test_an_unsealed_frame_is_not(codec: FrameCodec) -> None:
     frame = sealed(codec)
     unseal(frame)
     assert codec.check(KEY, frame) is Damage.NOT_A_FRAME
-
-
-def test_every_bit_of_header_and_payload_is_covered(codec: FrameCodec) -> None:
-    frame = sealed(codec)
-    for position in range(HEADER_BYTES + PAYLOAD):
-        for bit in range(8) if position < HEADER_BYTES else (position % 8,):
-            frame[position] ^= 1 << bit
-            assert codec.check(KEY, frame) is not None, f"bit {bit} of byte {position}"
-            frame[position] ^= 1 << bit
-    assert codec.check(KEY, frame) is None
-
-
-def test_without_a_tag_a_changed_payload_goes_through() -> None:
-    """Negative control: what the tag is for."""
-    codec = FrameCodec(NAMESPACE, PAYLOAD, tag=TagKind.NONE)
-    frame = sealed(codec)
-    frame[HEADER_BYTES] ^= 1
-    assert codec.check(KEY, frame) is None
 
 
 def test_a_page_is_bound_to_its_key_and_namespace(codec: FrameCodec) -> None:
@@ -106,11 +84,6 @@ def test_a_tag_of_one_key_under_the_name_of_another_is_not_believed() -> None:
     frame = sealed(FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[old]))
     frame[40:48] = sealed(codec)[40:48]
     assert codec.check(KEY, frame) is Damage.TAG
-
-
-def test_two_seals_of_one_page_never_share_a_nonce() -> None:
-    codec = FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[MAC])
-    assert bytes(sealed(codec)[24:36]) != bytes(sealed(codec)[24:36])
 
 
 def test_sealing_a_sealed_frame_changes_nothing(codec: FrameCodec) -> None:

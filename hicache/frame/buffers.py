@@ -1,16 +1,27 @@
-"""A page that does not lie in one frame: its payload is in the memory of others, in parts.
+"""Memory of pages: a frame or a page in parts, and buffers for encoded pages that are not the frame itself.
 
-Everything that moves a page takes a `PageBuffer`: a frame, or a `PageView`. Both are a list of buffers in the order of
-the stored page, which stores that scatter and gather move without a copy.
+Everything that moves a page takes a `PageBuffer`: a frame, or a `PageView` of a payload in the memory of others. Both
+are a list of buffers in the order of the stored page, which stores that scatter and gather move without a copy.
+
+Locking design: the idle buffers of a pool are a deque, whose `append` and `pop` are atomic in CPython. A buffer is in
+the deque or with one borrower, never both.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .header import HEADER_BYTES
+import numpy as np
+import numpy.typing as npt
+
+from .header import FRAME_ALIGN, HEADER_BYTES
+
+# Idle buffers that are kept: as many as threads usually write at once. What is lent is bounded by the callers' batches.
+IDLE_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +91,33 @@ def without_first(buffers: Sequence[memoryview], size: int) -> list[memoryview]:
             return [buffer[size:], *buffers[number + 1 :]] if size else list(buffers[number:])
         size -= buffer.nbytes
     return []
+
+
+class BufferPool:
+    """Buffers of one size, aligned for direct I/O, for compressed and encrypted pages. Thread-safe; never blocks.
+
+    A buffer is lent as a memoryview and comes back by itself when the last view of it is gone, so a backend holds what
+    it writes as long as it needs to, and nothing is written over meanwhile. Fresh memory for each page would cost a
+    page fault per 4 KiB, about as much as encrypting them.
+    """
+
+    def __init__(self, buffer_bytes: int) -> None:
+        self._buffer_bytes = buffer_bytes
+        self._idle: deque[npt.NDArray[np.uint8]] = deque(maxlen=IDLE_MAX)
+
+    def take(self) -> memoryview:
+        """A buffer of any content, the borrower's until nobody refers to the view or a part of it."""
+        try:
+            buffer = self._idle.pop()
+        except IndexError:
+            buffer = _aligned(self._buffer_bytes)
+        # An array of its own over the same memory: what the view keeps alive, and whose end gives the memory back.
+        lent = buffer[:]
+        weakref.finalize(lent, self._idle.append, buffer).atexit = False
+        return memoryview(lent.data)
+
+
+def _aligned(size: int) -> npt.NDArray[np.uint8]:
+    memory = np.empty(size + FRAME_ALIGN, dtype=np.uint8)
+    start = -memory.ctypes.data % FRAME_ALIGN
+    return memory[start : start + size]
