@@ -128,11 +128,7 @@ def _read_cache(path: Path) -> dict[str, tuple[_State, str]]:
 
 def _write_cache(path: Path, entries: dict[str, tuple[_State, str]]) -> None:
     """Replace the cache file in one step. A file that cannot be written is left out."""
-    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(json.dumps(entries).encode())
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent) as file:
+        file.write(json.dumps(entries).encode())
+        file.flush()
+        os.replace(file.name, path)  # the end of the block finds no file to remove, which is an OSError
