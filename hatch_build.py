@@ -1,4 +1,4 @@
-"""Build hook: compiles `native/narrow.c` if the machine can; if not, everything works the same, only slower.
+"""Build hook: compiles `native/pack_token_ids.c` if the machine can; if not, everything works the same, only slower.
 
 A wheel carries the library, an editable install gets it beside the modules. `HICACHE_NATIVE=0` leaves it out.
 """
@@ -19,18 +19,19 @@ try:
 except ImportError:  # the tests import this module too, where the build backend is not installed
     BuildHookInterface = object
 
-LIBRARY = "_narrow.abi3.so"
+LIBRARY = "_native.abi3.so"
 COMPILE_S_MAX = 120.0
 
 
-def compile_narrow(root: Path, library: Path) -> bool:
+def compile_native(root: Path, library: Path) -> bool:
     """Make `library` from the C source under `root`; False, and no file, if that is not possible here."""
     library.unlink(missing_ok=True)  # one of an earlier build would be imported
     if not sys.platform.startswith("linux") or os.environ.get("HICACHE_NATIVE") == "0":
         return False
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     include = sysconfig.get_path("include")
-    command = [*compiler, "-O3", "-shared", "-fPIC", f"-I{include}", str(root / "native/narrow.c"), "-o", str(library)]
+    source = str(root / "native/pack_token_ids.c")
+    command = [*compiler, "-O3", "-shared", "-fPIC", f"-I{include}", source, "-o", str(library)]
     try:
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMPILE_S_MAX)
     except (OSError, subprocess.SubprocessError):
@@ -46,11 +47,11 @@ class NativeHook(BuildHookInterface):  # type: ignore[misc]
         """Called by the build backend before it collects files."""
         root = Path(self.root)
         if version == "editable":
-            compile_narrow(root, root / "hicache" / LIBRARY)
+            compile_native(root, root / "hicache" / LIBRARY)
             return
         self._folder = tempfile.TemporaryDirectory()
         library = Path(self._folder.name) / LIBRARY
-        if compile_narrow(root, library):
+        if compile_native(root, library):
             build_data["pure_python"] = False
             build_data["tag"] = "cp311-abi3-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["force_include"][str(library)] = f"hicache/{LIBRARY}"

@@ -189,9 +189,10 @@ def main() -> None:
     parser.add_argument("--numpy", action="store_true", help="leave our native helper out")
     arguments = parser.parse_args()
     if arguments.numpy:
-        keys.narrow = None
+        keys.pack_token_ids = None
     print("reference:", "SGLang's native core" if arguments.peer else "none (give --peer)")
-    print("ratio = time of ours : time of the reference; native helper:", "no" if keys.narrow is None else "yes")
+    helper = "no" if keys.pack_token_ids is None else "yes"
+    print("ratio = time of ours : time of the reference; native helper:", helper)
     for title, rows in run(arguments.peer):
         print_table(title, rows)
 

@@ -46,11 +46,11 @@ _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.ui
 _SIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.int32), 8: np.dtype(np.int64)}
 
 # The optional native helper: int64 to uint32 bytes in one pass (numpy: three), None if an id is out of range.
-narrow: Callable[[npt.NDArray[Any]], bytes | None] | None = None
+pack_token_ids: Callable[[npt.NDArray[Any]], bytes | None] | None = None
 with contextlib.suppress(ImportError):
-    from . import _narrow
+    from . import _native
 
-    narrow = _narrow.narrow
+    pack_token_ids = _native.pack_token_ids
 
 TokenInput: TypeAlias = "Sequence[int] | array.array[int] | npt.NDArray[Any] | torch.Tensor"
 
@@ -63,8 +63,8 @@ def token_bytes(tokens: TokenInput) -> bytes:
     dtype or shape, and ids outside 0 .. 2**31 - 1.
     """
     unsigned = _as_unsigned(tokens)
-    if narrow is not None and unsigned.itemsize == 8:
-        packed = narrow(unsigned)
+    if pack_token_ids is not None and unsigned.itemsize == 8:
+        packed = pack_token_ids(unsigned)
         if packed is not None:
             return packed
     position = unsigned.argmax()

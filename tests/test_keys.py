@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hatch_build import LIBRARY, compile_narrow
+from hatch_build import LIBRARY, compile_native
 from hicache import keys as keys_module
 from hicache.arguments import NAME_BYTES_MAX
 from hicache.errors import InvalidInput
@@ -39,21 +39,21 @@ TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]
 def native(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The native helper, compiled for these tests."""
     library = tmp_path_factory.mktemp("native") / LIBRARY
-    if not compile_narrow(repository, library):
+    if not compile_native(repository, library):
         pytest.skip("no C compiler here")
-    spec = importlib.util.spec_from_file_location("_narrow", library)
+    spec = importlib.util.spec_from_file_location("_native", library)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.narrow
+    return module.pack_token_ids
 
 
 @pytest.fixture(scope="module", params=["numpy", "native"], autouse=True)
-def _narrow(request: pytest.FixtureRequest) -> Iterator[None]:
+def _native(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test of this module runs without and with the native helper."""
     helper = request.getfixturevalue("native") if request.param == "native" else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keys_module, "narrow", helper)
+        patch.setattr(keys_module, "pack_token_ids", helper)
         yield
 
 

@@ -27,7 +27,7 @@ ROOT_LINKS = ("backends", "controller", "tiers")
 
 
 # The only file that a wheel may have beyond the sources: the helper, where there is a compiler.
-NATIVE = "hicache/_narrow.abi3.so"
+NATIVE = "hicache/_native.abi3.so"
 
 
 def _run(*command: str | Path, cwd: Path, **variables: str) -> str:
@@ -97,7 +97,7 @@ def test_a_build_without_the_helper_leaves_none_of_an_earlier_one(
 ) -> None:
     library = tmp_path / "earlier.so"
     library.touch()
-    code = f"from pathlib import Path; import hatch_build as h; print(h.compile_narrow(Path(), Path({str(library)!r})))"
+    code = f"from pathlib import Path; import hatch_build as h; print(h.compile_native(Path(), Path({str(library)!r})))"
     assert _run(sys.executable, "-c", code, cwd=repository, **variables) == "False\n"
     assert not library.exists()
 

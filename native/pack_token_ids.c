@@ -26,7 +26,7 @@ static uint64_t copy_low_words(const uint64_t *restrict from, uint32_t *restrict
     return seen;
 }
 
-static PyObject *narrow(PyObject *module, PyObject *tokens)
+static PyObject *pack_token_ids(PyObject *module, PyObject *tokens)
 {
     (void)module;
     Py_buffer view;
@@ -47,13 +47,14 @@ static PyObject *narrow(PyObject *module, PyObject *tokens)
 }
 
 static PyMethodDef methods[] = {
-    {"narrow", narrow, METH_O, "uint32 bytes of a buffer of int64, or None if one is outside 0 .. 2**31 - 1."},
+    {"pack_token_ids", pack_token_ids, METH_O,
+     "uint32 bytes of a buffer of int64, or None if one is outside 0 .. 2**31 - 1."},
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_narrow", .m_size = 0, .m_methods = methods};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_native", .m_size = 0, .m_methods = methods};
 
-PyMODINIT_FUNC PyInit__narrow(void)
+PyMODINIT_FUNC PyInit__native(void)
 {
     return PyModuleDef_Init(&definition);
 }
