@@ -19,7 +19,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from hicache.backends.base import Usage
-from hicache.backends.pages import Damaged, PageReads, PageWrites, StoreError
+from hicache.backends.errors import ErrorKind, StoreError
+from hicache.backends.pages import Damaged, PageReads, PageWrites
 from hicache.backends.raw import RawStore, StoredPage
 from hicache.backends.store import PageStore
 from hicache.errors import BackendUnavailable
@@ -68,7 +69,7 @@ class SqliteBackend(PageStore[int]):
         """The connection, which waits for others up to the deadline; `writing` makes the block a transaction."""
         wait_s = min(max(0.0, deadline - time.monotonic()), _WAIT_S_MAX)
         if not self._lock.acquire(timeout=wait_s):
-            raise StoreError("deadline")
+            raise StoreError(ErrorKind.DEADLINE)
         try:
             left_s = min(max(0.0, deadline - time.monotonic()), _WAIT_S_MAX)
             self._db.execute(f"PRAGMA busy_timeout = {math.ceil(left_s * 1000)}")
@@ -132,7 +133,7 @@ class SqliteBackend(PageStore[int]):
                     new.append(position)
                     db.execute(_INSERT, (self.codec.namespace, key, time.time(), pages.sealed_frame(position)))
         except StoreError as error:
-            if error.reason != "SQLITE_FULL" or not new:
+            if error.kind != "SQLITE_FULL" or not new:
                 raise
             pages.reject(new[0])  # the transaction is undone: of the pages behind it none was stored
             return

@@ -10,6 +10,7 @@ from ..errors import InvalidInput
 from ..frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView
 from ..keys import PAGE_KEY_BYTES
 from .base import BackendStatistics, GetOutcome, SetOutcome
+from .errors import ErrorKind
 
 
 def check_keys(keys: Iterable[bytes]) -> None:
@@ -76,7 +77,7 @@ class Calls:
     """The verbs under way in a backend, and what became of them: `close` waits for the ones, `statistics` tells the
     other.
 
-    `refusal` is the class of error of a verb that is not let in.
+    `refusal` is the kind of error of a verb that is not let in.
 
     Locking design: `_lock` guards all fields; it is held for a few instructions, and never while a verb runs. `_left`
     is its condition, for `close`; verbs take the lock itself, which is cheaper.
@@ -88,7 +89,7 @@ class Calls:
         self._left = threading.Condition(self._lock)
         self._calls = 0
         self._closed = False
-        self.refusal = "closed"
+        self.refusal = ErrorKind.CLOSED
         self._gets: Counter[GetOutcome] = Counter()
         self._sets: Counter[SetOutcome] = Counter()
         self._corrupt: Counter[str] = Counter()
@@ -158,4 +159,4 @@ class Calls:
         self._left = threading.Condition(self._lock)
         self._calls = 0
         self._closed = True
-        self.refusal = "forked"
+        self.refusal = ErrorKind.FORKED

@@ -25,7 +25,7 @@ from typing import TypeVar
 from ..frame import FrameCodec, PageBuffer
 from .base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage
 from .calls import Calls, check_batch, check_keys
-from .pages import DEADLINE, StoreError
+from .errors import ErrorKind, StoreError
 
 T = TypeVar("T")
 
@@ -133,7 +133,7 @@ class Envelope(StorageBackend):
             try:
                 self._usage = self.measure()
             except StoreError as error:
-                self.count(error.reason)
+                self.count(error.kind)
             finally:
                 self._calls.leave()
         return self._usage
@@ -165,10 +165,10 @@ class Envelope(StorageBackend):
                 if not is_open:
                     raise StoreError(self._calls.refusal)
                 if time.monotonic() >= deadline:
-                    raise StoreError(DEADLINE)
+                    raise StoreError(ErrorKind.DEADLINE)
                 answer = verb()
             except StoreError as error:
-                self.count(*[error.reason] * pages)
+                self.count(*[error.kind] * pages)
             finally:
                 settle(answer)
         finally:

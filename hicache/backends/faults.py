@@ -19,7 +19,7 @@ from ..config.guard import InjectConfig
 from ..frame import HEADER_BYTES, PageBuffer
 from .base import GetOutcome, StorageBackend, Usage
 from .envelope import Wrapper
-from .pages import StoreError
+from .errors import StoreError
 
 INJECTED = "injected"  # the class of errors that are made here
 

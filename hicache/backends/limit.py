@@ -36,7 +36,7 @@ from .base import GetOutcome, SetOutcome, StorageBackend, Usage
 from .calls import parent_outside, parents_of
 from .chains import Chains, PageId, parent_in, read_header
 from .envelope import Wrapper
-from .pages import StoreError
+from .errors import StoreError
 from .raw import RawStore, StoredPage
 
 _log = logging.getLogger(__name__)

@@ -20,21 +20,9 @@ from typing import Generic, TypeVar
 from ..frame import Damage, FrameCodec, PageBuffer, PageView, TagStream, fill, first_bytes
 from .base import GetOutcome, SetOutcome
 from .calls import parents_of
+from .errors import ErrorKind
 
 Found = TypeVar("Found")
-
-DEADLINE = "deadline"
-# A page that the store said nothing about, before its deadline: a bug, or an exception on one of its threads.
-INTERNAL = "internal"
-
-
-class StoreError(Exception):
-    """A store cannot go on with a call. Raised by a `PageStore` in its own verbs, where it ends the call: pages that
-    are not settled yet fail. `reason` is the class under which it is counted, also if no page fails with it."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +130,7 @@ class PageReads(Generic[Found]):
         """Fail the pages that are not settled, for `reason` or the deadline, and return all outcomes."""
         for position, outcome in enumerate(self._outcomes):
             if outcome is None:
-                self.fail(position, reason or (DEADLINE if self.is_late else INTERNAL))
+                self.fail(position, reason or (ErrorKind.DEADLINE if self.is_late else ErrorKind.INTERNAL))
         if reason and not self.errors:
             self.errors.append(reason)
         return [outcome or GetOutcome.ERROR for outcome in self._outcomes]
@@ -246,7 +234,7 @@ class PageWrites:
             if position > self._rejected_from:
                 self._outcomes[position] = SetOutcome.REJECTED
             else:
-                self.fail(position, reason or (DEADLINE if self.is_late else INTERNAL))
+                self.fail(position, reason or (ErrorKind.DEADLINE if self.is_late else ErrorKind.INTERNAL))
         if reason and not self.errors:
             self.errors.append(reason)
         known = dict(zip(self.keys, self._outcomes, strict=True))

@@ -15,7 +15,8 @@ from typing import Generic
 from ..frame import PageBuffer
 from .base import GetOutcome, SetOutcome
 from .envelope import Envelope
-from .pages import DEADLINE, INTERNAL, Damaged, Found, PageReads, PageWrites, StoreError
+from .errors import ErrorKind, StoreError
+from .pages import Damaged, Found, PageReads, PageWrites
 
 # Damaged pages are removed even if the deadline has passed: within this time at most.
 SETTLE_S = 0.25
@@ -65,61 +66,62 @@ class PageStore(Envelope, Generic[Found]):
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
         """See Envelope. A store that can search for the end overrides it."""
-        stored, reason = 0, INTERNAL
+        stored = 0
+        kind: str = ErrorKind.INTERNAL
         try:
             for there in self.find(keys, deadline):
                 if not there:
                     return stored
                 stored += 1
         except StoreError as error:
-            reason = error.reason
+            kind = error.kind
         if stored < len(keys):
-            self.count(reason)
+            self.count(kind)
         return stored
 
     def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See Envelope."""
         found: list[bool] = []
-        reason = INTERNAL
+        kind: str = ErrorKind.INTERNAL
         try:
             found.extend(self.find(keys, deadline))
         except StoreError as error:
-            reason = error.reason
+            kind = error.kind
         missing = len(keys) - len(found)
         if missing:
-            self.count(reason)
+            self.count(kind)
         return found + [False] * missing
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
         """See Envelope."""
         reads: PageReads[Found] = PageReads(self.codec, keys, pages, deadline)
-        reason = ""
+        kind = ""
         try:
             self.read(reads)
         except StoreError as error:
-            reason = error.reason
+            kind = error.kind
         finally:
-            outcomes = reads.finish(reason)
+            outcomes = reads.finish(kind)
             if reads.errors or reads.corrupt:
                 self._calls.count(errors=reads.errors, corrupt=reads.corrupt)
         if reads.damaged:
             try:
                 self.remove_damaged(reads.damaged, max(deadline, time.monotonic() + SETTLE_S))
             except StoreError as error:
-                self.count(error.reason)
+                self.count(error.kind)
         return outcomes
 
     def put(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See Envelope."""
-        writes, reason = PageWrites(self.codec, keys, pages, parent, deadline), ""
+        writes, kind = PageWrites(self.codec, keys, pages, parent, deadline), ""
         try:
             self.write(writes)
         except StoreError as error:
-            reason = error.reason
+            kind = error.kind
         finally:
-            outcomes = writes.finish(reason)
+            outcomes = writes.finish(kind)
             if writes.errors:
                 self.count(*writes.errors)
         return outcomes
@@ -131,8 +133,8 @@ class PageStore(Envelope, Generic[Found]):
             left = self.keys(deadline)
             while some := list(itertools.islice(left, _CLEARED_AT_ONCE)):
                 if time.monotonic() >= deadline:
-                    raise StoreError(DEADLINE)
+                    raise StoreError(ErrorKind.DEADLINE)
                 removed += self.remove_listed(some, deadline)
         except StoreError as error:
-            self.count(error.reason)
+            self.count(error.kind)
         return removed

@@ -44,7 +44,7 @@ T = TypeVar("T")
 # A daemon that hangs has the library wait for 30 s; a verb with a deadline of half a second does not.
 PROMPT_S = 20.0
 SHORT_S = 0.5
-SLOW_CLASSES = {"connection", "timeout", "transfer", "no_segment", "replica"}
+SLOW_CLASSES = {"connection_lost", "timeout", "transfer", "no_segment", "no_replica"}
 
 
 def promptly(call: Callable[[], T]) -> T:

@@ -405,17 +405,17 @@ def test_a_bug_while_a_new_link_is_made_does_not_end_the_attempts(monkeypatch: p
 
 @pytest.mark.parametrize(
     ("code", "name", "is_slow"),
-    [(-800, "transfer", True), (-900, "connection", True), (-901, "timeout", True), (-706, "leased", False),
-     (-200, "no_room", False), (-99999, "unknown", False)],
+    [(-800, "transfer", True), (-900, "connection_lost", True), (-901, "timeout", True), (-706, "leased", False),
+     (-200, "no_space", False), (-99999, "server_error", False)],
 )  # fmt: skip
 def test_codes_have_classes(code: int, name: str, is_slow: bool) -> None:
-    assert (codes.class_of(code), codes.is_slow(code)) == (name, is_slow)
+    assert (codes.kind_of(code), codes.is_slow(code)) == (name, is_slow)
 
 
 @pytest.mark.parametrize("answer", [None, 3, "ab", [], [0], [0, 0, 0], [0, None], [0, "1"], [0, True], [0, 1.5]])
 def test_an_answer_that_is_not_a_number_for_each_key_is_an_error_of_each(answer: object) -> None:
     found = codes.checked(answer, 2)
-    assert [codes.class_of(code) for code in found] == ["protocol"] * 2
+    assert [codes.kind_of(code) for code in found] == ["protocol"] * 2
     assert codes.checked([0, -704], 2) == [0, -704], "the control"
 
 

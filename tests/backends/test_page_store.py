@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import SetOutcome
+from hicache.backends.errors import StoreError
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.memory import MemoryBackend
-from hicache.backends.pages import Damaged, PageReads, PageWrites, StoreError
+from hicache.backends.pages import Damaged, PageReads, PageWrites
 from hicache.backends.testing import (
     CORRUPT,
     GET_ERROR,

@@ -265,6 +265,6 @@ def test_mooncake_could_not_move_them_unregistered(master: MooncakeMaster) -> No
     backend = exhausted(master, 0)
     frames = [memoryview(bytearray(backend.codec.frame_bytes))]
     assert backend.batch_set([bytes(32)], frames, parent=None, deadline=soon(0.2)) == [SetOutcome.ERROR]
-    assert backend.statistics().errors == {"staging": 1}
+    assert backend.statistics().errors == {"no_buffer": 1}
     release(backend)
     backend.close()

@@ -10,8 +10,8 @@ import pytest
 from hicache_sqlite import SqliteBackend, SqliteRawStore
 
 from hicache.backends.base import SetOutcome
+from hicache.backends.errors import StoreError
 from hicache.backends.limit import LimitedBackend
-from hicache.backends.pages import StoreError
 from hicache.backends.registry import BackendSpec, open_backend, open_raw
 from hicache.backends.testing import (
     MISS,

@@ -19,7 +19,7 @@ from ...errors import BackendError
 from ...frame import FrameCodec
 from ..base import StorageBackend, Usage, register_memory
 from ..envelope import Wrapper
-from ..pages import StoreError
+from ..errors import StoreError
 
 _log = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from ...frame import FrameCodec, first_bytes
 from ...keys import PAGE_KEY_BYTES
 from ...supervised import SupervisedPool
 from ..base import BackendStatistics, EvictionListener, Usage
-from ..pages import DEADLINE, Damaged, PageReads, PageWrites, StoreError
+from ..errors import ErrorKind, StoreError
+from ..pages import Damaged, PageReads, PageWrites
 from ..store import SETTLE_S, PageStore
 from .batches import FileContext, Leftovers, Writes, class_of
 from .index import Index, PageRow
@@ -122,7 +123,7 @@ class FileBackend(PageStore[Identity | None]):
         is_present = self._files.lookup(self._context.namespace_hex)
         for position, key in enumerate(keys):
             if not position % _EXISTS_PAGES_PER_CLOCK and time.monotonic() >= deadline:
-                raise StoreError(DEADLINE)
+                raise StoreError(ErrorKind.DEADLINE)
             there = False
             try:
                 there = is_present(key)

@@ -22,7 +22,8 @@ from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendUnavailable, InvalidInput
 from ...frame import FrameCodec
 from ..base import Usage
-from ..pages import Damaged, PageReads, PageWrites, StoreError
+from ..errors import ErrorKind, StoreError
+from ..pages import Damaged, PageReads, PageWrites
 from ..store import PageStore
 from . import codes
 from .admin import Admin
@@ -62,7 +63,7 @@ class MooncakeBackend(PageStore[None]):
             raise StoreError(found)
         for code in found:
             if code < 0:
-                self.count(codes.class_of(code))
+                self.count(codes.kind_of(code))
             yield code == 1
 
     def read(self, pages: PageReads[None]) -> None:
@@ -79,7 +80,7 @@ class MooncakeBackend(PageStore[None]):
 
     def _look_at(self, errors: list[str], link: Link) -> None:
         """A daemon that refuses transfers has been started anew, and needs to be joined anew."""
-        if self.options.daemon is not None and codes.class_of(codes.BAD_PARAMETER) in errors:
+        if self.options.daemon is not None and codes.kind_of(codes.BAD_PARAMETER) in errors:
             self._links.renew(link)
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
@@ -102,7 +103,7 @@ class MooncakeBackend(PageStore[None]):
             found = parts.ask(lambda: parts.client.remove(names, force=True), deadline)
         if isinstance(found, str):
             raise StoreError(found)
-        self.count(*(codes.class_of(code) for code in found if code < 0 and code not in codes.MISSES))
+        self.count(*(codes.kind_of(code) for code in found if code < 0 and code not in codes.MISSES))
 
     def keys(self, deadline: float) -> Iterator[bytes]:
         """See PageStore. Asks the master's HTTP server for all keys of the store."""
@@ -110,7 +111,7 @@ class MooncakeBackend(PageStore[None]):
         try:
             found = self._admin.all_keys()
         except BackendUnavailable as error:
-            raise StoreError("admin") from error
+            raise StoreError(ErrorKind.ADMIN) from error
         return (key for key in map(names.key_of, found) if key is not None)
 
     def measure(self) -> Usage:
@@ -119,7 +120,7 @@ class MooncakeBackend(PageStore[None]):
         try:
             return self._admin.usage()
         except BackendUnavailable as error:
-            raise StoreError("admin") from error
+            raise StoreError(ErrorKind.ADMIN) from error
 
     def shut(self) -> None:
         """See PageStore. The last one of this process takes its segment out of the store, with the pages in it.

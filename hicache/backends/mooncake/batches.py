@@ -16,6 +16,7 @@ from ...keys import PAGE_KEY_BYTES
 from ...supervised import NoThread, SupervisedPool
 from ...units import MIB
 from ..base import SetOutcome
+from ..errors import ErrorKind
 from ..pages import PageReads, PageWrites
 from . import codes
 from .client import GRACE_S, Client
@@ -64,14 +65,14 @@ class Parts:
     def ask(self, call: Callable[[], list[int]], deadline: float) -> list[int] | str:
         """What a library call that touches no frame says, or the class of error if it says nothing in time."""
         if time.monotonic() >= deadline:
-            return "deadline"
+            return ErrorKind.DEADLINE
         try:
             result = self.pool.call(call, deadline + GRACE_S)
         except NoThread:
-            return "no_thread"
+            return ErrorKind.NO_THREAD
         if result is None or any(map(codes.is_slow, result)):
             self.roads.slow = True
-        return "timeout" if result is None else result
+        return ErrorKind.TIMEOUT if result is None else result
 
     def moved(self, result: list[int] | None) -> list[int] | str:
         """`result` of a call that moves pages, or the class of error if it has none. Frames are copied from a slow
@@ -80,7 +81,7 @@ class Parts:
             self.roads.slow = True
         elif any(code >= 0 for code in result):
             self.roads.slow = False
-        return "timeout" if result is None else result
+        return ErrorKind.TIMEOUT if result is None else result
 
 
 class Reads:
@@ -99,7 +100,7 @@ class Reads:
             with self._parts.roads.lane(buffers, pages.deadline) as lane:
                 if lane is None:
                     for position in range(start, len(pages)):
-                        pages.fail(position, "staging")
+                        pages.fail(position, ErrorKind.NO_BUFFER)
                     return
                 self._read(range(start, start + len(lane)), lane)
                 start += len(lane)
@@ -126,7 +127,7 @@ class Reads:
             elif code == codes.BAD_PARAMETER and self._is_too_long(names[index]):
                 pages.damage(position, Damage.SIZE, None)
             else:
-                pages.fail(position, codes.class_of(code))
+                pages.fail(position, codes.kind_of(code))
 
     def _is_too_long(self, name: str) -> bool:
         """Whether the library has refused a page because it is longer than a frame."""
@@ -173,7 +174,7 @@ class Writes:
             if code == 1:
                 self._pages.present(position)
             elif code < 0:
-                self._pages.fail(position, codes.class_of(code))
+                self._pages.fail(position, codes.kind_of(code))
             else:
                 missing.append(position)
         while missing and not self._pages.is_full and not self._pages.is_late:
@@ -186,7 +187,7 @@ class Writes:
         sealed = [self._pages.sealed(position) for position in positions]
         with self._parts.roads.lane(sealed, self._pages.deadline) as lane:
             if lane is None:
-                self._fail(positions, "staging")
+                self._fail(positions, ErrorKind.NO_BUFFER)
                 return len(positions)
             lane.load()
             self._put(positions[: len(lane)], lane)
@@ -226,7 +227,7 @@ class Writes:
         elif code == codes.PRESENT:
             self._pages.present(position)
         elif code != codes.NO_ROOM:
-            self._pages.fail(position, codes.class_of(code))
+            self._pages.fail(position, codes.kind_of(code))
 
     def _stored(self) -> list[int]:
         """The positions of the pages that can be read, as far as is known."""

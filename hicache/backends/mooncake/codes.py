@@ -1,4 +1,4 @@
-"""What the library's return codes mean: the one table in which its errors become outcomes and classes.
+"""What the library's return codes mean: the one table in which its errors become outcomes and kinds.
 
 A call on a batch returns one number per key: 0 or a size for success, below 0 a code of Mooncake's `types.h`.
 """
@@ -6,6 +6,8 @@ A call on a batch returns one number per key: 0 or a size for success, below 0 a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+
+from ..errors import ErrorKind
 
 OK = 0
 NO_ROOM = -200
@@ -23,29 +25,31 @@ MISSES = frozenset({BEING_WRITTEN, NOT_FOUND, GONE})
 # A page that cannot be removed now, and can be soon: somebody reads it, or copies it to another node.
 BUSY = frozenset({LEASED, -708, -714})
 
-# The class under which trouble is counted; a class says what to look at.
-_CLASSES: Mapping[int, str] = {
-    -1: "connection",  # what a client of the daemon says when the daemon does not answer
-    -101: "no_segment",
-    NO_ROOM: "no_room",
-    BAD_PARAMETER: "parameter",
-    -601: "client_expired",
-    -702: "replica",
-    BEING_WRITTEN: "not_ready",
-    LEASED: "leased",
-    -707: "lease_expired",
-    -708: "leased",
-    -714: "leased",
-    -800: "transfer",
-    CHECKSUM: "checksum",
-    -900: "connection",
-    -901: "timeout",
-    -1010: "not_leader",
-    -1011: "not_leader",
-    UNREADABLE: "protocol",
+# The kind under which an error is counted.
+_KINDS: Mapping[int, ErrorKind] = {
+    -1: ErrorKind.CONNECTION_LOST,  # what a client of the daemon says when the daemon does not answer
+    -101: ErrorKind.NO_SEGMENT,
+    NO_ROOM: ErrorKind.NO_SPACE,
+    BAD_PARAMETER: ErrorKind.BAD_REQUEST,
+    -601: ErrorKind.CLIENT_EXPIRED,
+    -702: ErrorKind.NO_REPLICA,
+    BEING_WRITTEN: ErrorKind.NOT_READY,
+    LEASED: ErrorKind.LEASED,
+    -707: ErrorKind.LEASE_EXPIRED,
+    -708: ErrorKind.LEASED,
+    -714: ErrorKind.LEASED,
+    -800: ErrorKind.TRANSFER,
+    CHECKSUM: ErrorKind.CHECKSUM,
+    -900: ErrorKind.CONNECTION_LOST,
+    -901: ErrorKind.TIMEOUT,
+    -1010: ErrorKind.NOT_LEADER,
+    -1011: ErrorKind.NOT_LEADER,
+    UNREADABLE: ErrorKind.PROTOCOL,
 }
 # After one of these the next call may hang as long as the one that got it did.
-_SLOW = frozenset({"connection", "timeout", "transfer", "no_segment", "replica"})
+_SLOW = frozenset({
+    ErrorKind.CONNECTION_LOST, ErrorKind.TIMEOUT, ErrorKind.TRANSFER, ErrorKind.NO_SEGMENT, ErrorKind.NO_REPLICA,
+})  # fmt: skip
 
 
 def checked(answer: object, count: int) -> list[int]:
@@ -56,11 +60,11 @@ def checked(answer: object, count: int) -> list[int]:
     return found
 
 
-def class_of(code: int) -> str:
-    """The class of error of a code below 0."""
-    return _CLASSES.get(code, "unknown")
+def kind_of(code: int) -> ErrorKind:
+    """Return the kind of error of a code below 0."""
+    return _KINDS.get(code, ErrorKind.SERVER_ERROR)
 
 
 def is_slow(code: int) -> bool:
     """Whether `code` says that the master, the daemon or the owner of a page may be gone or hang."""
-    return code < 0 and class_of(code) in _SLOW
+    return code < 0 and kind_of(code) in _SLOW

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...frame import FRAME_ALIGN
 from ...supervised import NoThread, SupervisedPool
-from ..pages import StoreError
+from ..errors import ErrorKind, StoreError
 from .client import GRACE_S
 from .staging import Staging
 
@@ -80,7 +80,7 @@ class Lane:
         try:
             result = self._pool.call(call, deadline + GRACE_S, late=self._give_back)
         except NoThread:
-            raise StoreError("no_thread") from None
+            raise StoreError(ErrorKind.NO_THREAD) from None
         self._abandoned = result is None
         return result
 

@@ -119,5 +119,5 @@ class MooncakeRawStore(RawStore):
     def _require(self, code: int) -> None:
         if code < 0:
             raise BackendUnavailable(
-                f"mooncake store: a request failed ({codes.class_of(code)}); check the master and the nodes"
+                f"mooncake store: a request failed ({codes.kind_of(code)}); check the master and the nodes"
             )

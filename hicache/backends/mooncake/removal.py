@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from ..errors import ErrorKind
 from . import codes
 
 # A lease ends by itself; a deletion waits for that, but not for ever for readers that renew it. The server's default is
@@ -29,10 +30,10 @@ def remove_unleased(
         if isinstance(found, str):
             return removed, errors + [found] * len(left)
         removed += found.count(codes.OK)
-        errors += [codes.class_of(code) for code in found if code < 0 and code not in codes.MISSES | codes.BUSY]
+        errors += [codes.kind_of(code) for code in found if code < 0 and code not in codes.MISSES | codes.BUSY]
         left = [name for name, code in zip(left, found, strict=True) if code in codes.BUSY]
         if not left:
             return removed, errors
         if time.monotonic() + _LEASE_WAIT_S >= give_up:
-            return removed, errors + ["leased"] * len(left)
+            return removed, errors + [ErrorKind.LEASED] * len(left)
         time.sleep(_LEASE_WAIT_S)

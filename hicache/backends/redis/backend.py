@@ -22,14 +22,15 @@ from ...errors import InvalidInput
 from ...frame import FrameCodec
 from ...supervised import SupervisedPool
 from ..base import Usage
+from ..errors import ErrorKind, StoreError
 from ..pages import Damaged, PageReads, PageWrites
 from ..store import PageStore
 from .batches import Reads, Writes
 from .connect import Connector, check_server
-from .errors import ErrorReply, Fault, Trouble
+from .errors import ErrorReply, unavailable
 from .options import Access, open_access
 from .pool import Pool, Pools, Purpose
-from .questions import YES, Parts, StoredValue, exists, faults, unlink, unlink_same
+from .questions import YES, Parts, StoredValue, exists, failures, unlink, unlink_same
 from .routing import Router
 from .usage import listed, measure
 
@@ -57,21 +58,21 @@ def open_router(access: Access, connector: Connector, pools: Pools) -> Router:
             where = access.shown(primary)
             with pools.of(primary, Purpose.QUESTIONS).lease(deadline) as channel:
                 check_server(channel, access.mode, deadline)
-    except Trouble as trouble:
-        raise trouble.unavailable(where) from trouble
+    except StoreError as failure:
+        raise unavailable(failure, where) from failure
     return router
 
 
 def _check_any(access: Access, pools: Pools, deadline: float) -> None:
-    trouble = Trouble(Fault.CLUSTER_DOWN)
+    failure = StoreError(ErrorKind.CLUSTER_DOWN)
     for address in access.addresses:
         try:
             with pools.of(address, Purpose.QUESTIONS).lease(deadline) as channel:
                 check_server(channel, access.mode, deadline)
             return
-        except Trouble as error:
-            trouble = error
-    raise trouble
+        except StoreError as error:
+            failure = error
+    raise failure
 
 
 class RedisBackend(PageStore[StoredValue]):
@@ -120,14 +121,14 @@ class RedisBackend(PageStore[StoredValue]):
                 with pool.lease(deadline) as channel:
                     reply = channel.call(b"EXISTS", name, deadline=deadline)
                     if isinstance(reply, ErrorReply):
-                        raise reply.trouble
-        except Trouble as trouble:
-            raise trouble.unavailable(where) from trouble
+                        raise reply.failure
+        except StoreError as failure:
+            raise unavailable(failure, where) from failure
 
     def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See PageStore. One round trip per server, on all of them at once."""
         answers = exists(self._parts, self._parts.names(keys), to_read=True, refresh=False, deadline=deadline)
-        self.count(*faults(answers))
+        self.count(*failures(answers))
         return [answer == YES for answer in answers]
 
     def read(self, pages: PageReads[StoredValue]) -> None:
@@ -141,12 +142,12 @@ class RedisBackend(PageStore[StoredValue]):
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
         """See PageStore. One round trip per server; memory is freed by the server's own threads."""
         answers = unlink(self._parts, self._parts.names(keys), deadline)
-        self.count(*faults(answers))
+        self.count(*failures(answers))
         return answers.count(YES)
 
     def remove_damaged(self, damaged: Sequence[Damaged[StoredValue]], deadline: float) -> None:
         """See PageStore. One round trip per server, which compares and removes in one step."""
-        self.count(*faults(unlink_same(self._parts, damaged, deadline)))
+        self.count(*failures(unlink_same(self._parts, damaged, deadline)))
 
     def keys(self, deadline: float) -> Iterator[bytes]:
         """See PageStore. The server's time grows with everything in it: about a millisecond per thousand keys."""
@@ -174,12 +175,12 @@ class RedisBackend(PageStore[StoredValue]):
 
     @contextlib.contextmanager
     def _primaries(self, deadline: float) -> Iterator[list[Pool]]:
-        """Lend connections to look at what each primary holds. Notes trouble with them. Raises Trouble."""
+        """Lend connections to look at what each primary holds. Notes failures of them. Raises StoreError."""
         try:
             shards = self._parts.router.routes(deadline).shards
             yield [self._pools.of(shard.primary, Purpose.INSPECTION) for shard in shards]
-        except Trouble as trouble:
-            self._parts.router.note(trouble.fault, None)
+        except StoreError as failure:
+            self._parts.router.note(failure.kind, None)
             raise
 
     def shut(self) -> None:

@@ -16,12 +16,13 @@ from typing import Generic, TypeVar
 from ...config.addresses import Address
 from ...frame import HEADER_BYTES, Damage
 from ..base import SetOutcome
+from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
 from ..store import SETTLE_S
 from .channel import Channel, Oversize, Part, command
-from .errors import ErrorReply, Fault, Trouble
+from .errors import ErrorReply
 from .pool import Purpose
-from .questions import ASKING, YES, Parts, StoredValue, exists, faults, unlink
+from .questions import ASKING, YES, Parts, StoredValue, exists, failures, unlink
 from .routing import Server
 
 # Pages are asked for again on another connection or server: after MOVED or ASK (once), behind a body that was too long
@@ -29,7 +30,7 @@ from .routing import Server
 # are a server's mischief.
 _VAIN_ROUNDS_MAX = 4
 # Errors that concern one page; after any other one nothing more is asked of that server.
-_OF_ONE_PAGE = frozenset({Fault.WRONG_TYPE, Fault.MOVED, Fault.ASK, Fault.CLUSTER_DOWN})
+_OF_ONE_PAGE = frozenset({ErrorKind.WRONG_TYPE, ErrorKind.MOVED, ErrorKind.ASK, ErrorKind.CLUSTER_DOWN})
 # A batch of less than this is moved sooner by one thread than another one is woken.
 _LANE_BYTES = 256 << 10
 # Pages in flight on one connection: of the shortest pages so many fill the default `pipeline`.
@@ -39,14 +40,14 @@ Pages = TypeVar("Pages", PageReads[StoredValue], PageWrites)
 
 
 class _Group:
-    """Pages of one server that are still to do. `trouble` is why nothing more of them will be done."""
+    """Pages of one server that are still to do. `failure` is why nothing more of them will be done."""
 
     def __init__(self, server: Server, positions: Iterable[int], asking: bool) -> None:
         self.server = server
         self.todo = deque(positions)
         self.asking = asking
         self.stop = False
-        self.trouble: Trouble | None = None
+        self.failure: StoreError | None = None
 
 
 class _Transfer(ABC, Generic[Pages]):
@@ -70,8 +71,8 @@ class _Transfer(ABC, Generic[Pages]):
 
     @abstractmethod
     def _receive(self, channel: Channel, position: int) -> ErrorReply | None:
-        """Read the reply to it and settle the page; the error if it is one that does not settle it. May raise Trouble,
-        and Oversize once the page is settled."""
+        """Read the reply to it and settle the page; the error if it is one that does not settle it. May raise
+        StoreError, and Oversize once the page is settled."""
 
     def move(self, positions: Sequence[int]) -> None:
         """Move the pages and settle them; those from `_end` on may stay untried. Blocks; raises nothing for storage
@@ -88,17 +89,17 @@ class _Transfer(ABC, Generic[Pages]):
             before, left = left, sum(len(group.todo) for group in groups)
             vain += left >= before
         for group in groups:
-            self._fail(group.todo, Trouble(Fault.LOST))
+            self._fail(group.todo, StoreError(ErrorKind.CONNECTION_LOST))
 
     def _grouped(self, positions: Sequence[int]) -> list[_Group]:
         try:
             by_server = self._parts.router.by_server(
                 positions, self._names, to_read=self._to_read, deadline=self._deadline
             )
-        except Trouble as trouble:
-            self._fail(positions, trouble)
+        except StoreError as failure:
+            self._fail(positions, failure)
             return []
-        self._fail(by_server.pop(None, []), Trouble(Fault.CLUSTER_DOWN))
+        self._fail(by_server.pop(None, []), StoreError(ErrorKind.CLUSTER_DOWN))
         return [_Group(server, found, False) for server, found in by_server.items() if server is not None]
 
     def _redirected_groups(self) -> list[_Group]:
@@ -109,7 +110,7 @@ class _Transfer(ABC, Generic[Pages]):
             if target in followable:
                 groups.append(_Group(Server(target), sorted(found), asking))
             else:
-                self._fail(found, Trouble(Fault.FOREIGN))
+                self._fail(found, StoreError(ErrorKind.FOREIGN_ADDRESS))
         return groups
 
     def _run(self, groups: list[_Group]) -> None:
@@ -124,13 +125,13 @@ class _Transfer(ABC, Generic[Pages]):
     def _settle(self, group: _Group) -> None:
         """What no lane has taken: nobody could, or nobody should."""
         left = [position for position in group.todo if position < self._end]
-        if group.trouble is None:
+        if group.failure is None:
             self._again += left
         else:
-            self._fail(left, group.trouble)
+            self._fail(left, group.failure)
 
     def _lane(self, group: _Group, is_first: bool) -> None:
-        if group.trouble is not None or not group.todo:
+        if group.failure is not None or not group.todo:
             return
         server = group.server
         try:
@@ -139,13 +140,13 @@ class _Transfer(ABC, Generic[Pages]):
             with pool.lease(self._deadline) if is_first else pool.lease_nowait(self._deadline) as channel:
                 if channel is not None and not self._pump(channel, group):
                     pool.close_idle()
-        except Trouble as trouble:
-            self._parts.router.note(trouble.fault, server)
-            group.trouble = trouble
+        except StoreError as failure:
+            self._parts.router.note(failure.kind, server)
+            group.failure = failure
 
     def _pump(self, channel: Channel, group: _Group) -> bool:
         """Keep up to `_depth` pages under way until there are no more. False if the server or the network had given up
-        the connection while it was idle, which is no try. Raises Trouble where it fails otherwise.
+        the connection while it was idle, which is no try. Raises StoreError where it fails otherwise.
         """
         pending: deque[int] = deque()
         try:
@@ -163,11 +164,11 @@ class _Transfer(ABC, Generic[Pages]):
             pending.popleft()
             self._again += pending
             return True
-        except Trouble as trouble:
-            if trouble.fault is Fault.LOST and not channel.answered:
+        except StoreError as failure:
+            if failure.kind == ErrorKind.CONNECTION_LOST and not channel.answered:
                 self._again += pending
                 return False
-            self._fail(pending, trouble)
+            self._fail(pending, failure)
             raise
 
     def _send(self, channel: Channel, group: _Group, pending: deque[int]) -> None:
@@ -186,7 +187,7 @@ class _Transfer(ABC, Generic[Pages]):
         if group.stop or not group.todo:
             return None
         if self._pages.is_late:
-            group.stop, group.trouble = True, Trouble(Fault.DEADLINE)
+            group.stop, group.failure = True, StoreError(ErrorKind.DEADLINE)
             return None
         try:
             position = group.todo.popleft()
@@ -198,21 +199,21 @@ class _Transfer(ABC, Generic[Pages]):
         return position
 
     def _refused(self, group: _Group, position: int, error: ErrorReply) -> None:
-        trouble = error.trouble
-        fault = trouble.fault
-        self._parts.router.note(fault, group.server)
+        failure = error.failure
+        kind = failure.kind
+        self._parts.router.note(kind, group.server)
         target = self._parts.router.redirection(error, group.server)
         if target is not None and position not in self._redirected:
             self._redirected.add(position)
-            self._redirects.setdefault((target, fault is Fault.ASK), []).append(position)
+            self._redirects.setdefault((target, kind == ErrorKind.ASK), []).append(position)
             return
-        self._fail([position], trouble)
-        if fault not in _OF_ONE_PAGE:
-            group.stop, group.trouble = True, trouble
+        self._fail([position], failure)
+        if kind not in _OF_ONE_PAGE:
+            group.stop, group.failure = True, failure
 
-    def _fail(self, positions: Iterable[int], trouble: Trouble) -> None:
+    def _fail(self, positions: Iterable[int], failure: StoreError) -> None:
         for position in positions:
-            self._pages.fail(position, trouble.fault)
+            self._pages.fail(position, failure.kind)
 
 
 class Reads(_Transfer[PageReads[StoredValue]]):
@@ -240,7 +241,7 @@ class Reads(_Transfer[PageReads[StoredValue]]):
         elif not isinstance(found, ErrorReply):
             head = bytes(buffers[0][:HEADER_BYTES]) if pages.fits(found) else b""
             pages.accept(position, found, StoredValue(found, head), tag)
-        elif found.fault is Fault.WRONG_TYPE:
+        elif found.kind is ErrorKind.WRONG_TYPE:
             pages.damage(position, "type", StoredValue(-1))
         else:
             return found
@@ -266,7 +267,7 @@ class Writes(_Transfer[PageWrites]):
         for position in behind:
             self._pages.reject(position)
         names = [self._names[position] for position in behind]
-        self._pages.errors += faults(unlink(self._parts, names, max(self._deadline, time.monotonic() + SETTLE_S)))
+        self._pages.errors += failures(unlink(self._parts, names, max(self._deadline, time.monotonic() + SETTLE_S)))
 
     def _absent(self) -> list[int]:
         """Return which pages have to be sent: a question is cheaper than a body. Those that are there count as used."""
@@ -275,7 +276,7 @@ class Writes(_Transfer[PageWrites]):
         for position, answer in enumerate(answers):
             if answer == YES:
                 self._pages.present(position)
-            elif isinstance(answer, Fault):
+            elif isinstance(answer, str):
                 self._pages.fail(position, answer)
             else:
                 absent.append(position)
@@ -295,7 +296,7 @@ class Writes(_Transfer[PageWrites]):
             self._pages.present(position)
         else:
             error = ErrorReply(line.removeprefix(b"-"))
-            if error.fault is not Fault.OUT_OF_MEMORY:
+            if error.kind is not ErrorKind.NO_SPACE:
                 return error
             self._pages.reject(position)
             self._end = min(self._end, position)

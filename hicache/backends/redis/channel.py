@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ...frame import TagStream, first_bytes, without_first
-from .errors import ErrorReply, Fault, Trouble, trouble_of
+from ..errors import ErrorKind, StoreError
+from .errors import ErrorReply, failure_of
 
 Part: TypeAlias = bytes | memoryview
 Reply: TypeAlias = "bytes | int | ErrorReply | list[Reply] | None"
@@ -66,7 +67,7 @@ class Channel:
 
     Invariant: a channel that is not `reusable` is never used again. It is reusable while no request is unanswered and
     nothing has failed on it, so that no reply is ever taken for another request's.
-    Every method that moves bytes raises Trouble, after which the channel is broken.
+    Every method that moves bytes raises StoreError, after which the channel is broken.
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
@@ -116,9 +117,9 @@ class Channel:
                 self._send_gathered(parts, deadline)
             return
         except OSError as error:
-            trouble = self._broken_by(error, deadline)
+            failure = self._broken_by(error, deadline)
         # Outside the handler, so that no chain of exceptions holds the text of the TLS library, which quotes names.
-        raise trouble
+        raise failure
 
     def _send_all(self, part: memoryview, deadline: float) -> None:
         while part:
@@ -148,15 +149,15 @@ class Channel:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
-    def _broken_by(self, error: OSError, deadline: float) -> Trouble:
+    def _broken_by(self, error: OSError, deadline: float) -> StoreError:
         self.close()
         if isinstance(error, (TimeoutError, BlockingIOError)) and time.monotonic() >= deadline:
-            return Trouble(Fault.DEADLINE)
-        return trouble_of(error)
+            return StoreError(ErrorKind.DEADLINE)
+        return failure_of(error)
 
-    def _not_redis(self, what: str) -> Trouble:
+    def _not_redis(self, what: str) -> StoreError:
         self.close()
-        return Trouble(Fault.PROTOCOL, what)
+        return StoreError(ErrorKind.PROTOCOL, what)
 
     def _receive(self, buffers: Sequence[memoryview], deadline: float) -> int:
         """Receive at least one byte into the buffers, in order; return how many. TLS fills the first buffer at most."""
@@ -167,13 +168,13 @@ class Channel:
             else:
                 count = self._sock.recvmsg_into(buffers)[0]
         except OSError as error:
-            trouble = self._broken_by(error, deadline)
+            failure = self._broken_by(error, deadline)
         else:
             if count:
                 return count
             self.close()
-            trouble = Trouble(Fault.LOST, "closed by the server")
-        raise trouble  # outside the handler, as in `send`
+            failure = StoreError(ErrorKind.CONNECTION_LOST, "closed by the server")
+        raise failure  # outside the handler, as in `send`
 
     def _fill(self, ahead_bytes: int, deadline: float) -> None:
         """Receive up to `ahead_bytes` behind what is buffered."""

@@ -23,8 +23,9 @@ from typing import Any
 from ...config.addresses import Address
 from ...errors import ConfigError
 from ...supervised import NoThread, SupervisedPool
+from ..errors import ErrorKind, StoreError
 from .channel import Channel, Reply, command
-from .errors import ErrorReply, Fault, Trouble, trouble_of
+from .errors import ErrorReply, failure_of
 from .options import Access, Endpoint, Login, Mode, Tls, UnixSocket, named_address
 
 # Connection attempts of one backend at a time, hanging ones included.
@@ -33,7 +34,7 @@ _ATTEMPTS_MAX = 32
 NODES_MAX = 1000
 # Servers that do not know or permit one of these are used all the same.
 _OPTIONAL = frozenset({b"HELLO", b"CLIENT"})
-_UNABLE = frozenset({Fault.REPLY, Fault.PERMISSION})
+_UNABLE = frozenset({ErrorKind.SERVER_ERROR, ErrorKind.ACCESS_DENIED})
 _DOWN = frozenset({b"s_down", b"o_down"})
 _VERSION_MIN = (6, 2)
 _VERSION = re.compile(rb"([0-9]{1,4})\.([0-9]{1,4})(?![0-9])")
@@ -50,7 +51,7 @@ class Connector:
 
     def open(self, endpoint: Endpoint, deadline: float, *, read_only: bool, no_touch: bool) -> Channel:
         """A channel to a server, entered. With `read_only` a cluster's replica serves on it; with `no_touch` nothing
-        that is looked at on it counts as used, if the server is one that can do so and lets us. Raises Trouble."""
+        that is looked at on it counts as used, if the server is one that can do so and lets us. Raises StoreError."""
         orders = _login(self._access.login)
         if self._access.db:
             orders.append((b"SELECT", b"%d" % self._access.db))
@@ -63,21 +64,21 @@ class Connector:
         return self._enter(endpoint, orders, deadline)[0]
 
     def find_primary(self, deadline: float) -> Address:
-        """The primary, as a sentinel names it. Raises Trouble."""
+        """The primary, as a sentinel names it. Raises StoreError."""
         found = self._ask_sentinels(b"MASTER", lambda reply: [reply], deadline)
         if not found:
-            raise Trouble(Fault.NO_PRIMARY)
+            raise StoreError(ErrorKind.NO_PRIMARY)
         return found[0]
 
     def find_replicas(self, deadline: float) -> list[Address]:
-        """The replicas that a sentinel thinks alive. Raises Trouble."""
+        """The replicas that a sentinel thinks alive. Raises StoreError."""
         return self._ask_sentinels(b"REPLICAS", lambda reply: reply, deadline)
 
     def _ask_sentinels(self, what: bytes, entries: Callable[[Reply], Reply], deadline: float) -> list[Address]:
         """What the first one says that knows something: each has its time, so that one that hangs does not take all."""
         sentinels, first = self._access.addresses, self._first_sentinel
         question = (b"SENTINEL", what, _encoded(self._access.options.service or ""))
-        troubles: list[Trouble] = []
+        failures: list[StoreError] = []
         for number in (*range(first, len(sentinels)), *range(first)):
             try:
                 # Sentinels have no databases.
@@ -85,21 +86,21 @@ class Connector:
                 channel, reply = self._enter(sentinels[number], orders, deadline)
                 channel.close()
                 found = self._alive(entries(reply))
-            except Trouble as trouble:
-                troubles.append(trouble)
+            except StoreError as failure:
+                failures.append(failure)
                 # Also for the next call, if the time of this one is over.
                 self._first_sentinel = (number + 1) % len(sentinels)
                 continue
             if found:
                 self._first_sentinel = number
                 return found
-        if len(troubles) == len(sentinels):
-            raise troubles[-1]
+        if len(failures) == len(sentinels):
+            raise failures[-1]
         return []
 
     def _alive(self, entries: Reply) -> list[Address]:
         if not isinstance(entries, list) or len(entries) > NODES_MAX:
-            raise Trouble(Fault.PROTOCOL, "SENTINEL has a reply of another form")
+            raise StoreError(ErrorKind.PROTOCOL, "SENTINEL has a reply of another form")
         found = [_facts(entry) for entry in entries]
         return [
             named_node(self._access, _bytes(facts, b"ip"), facts.get(b"port"))
@@ -111,7 +112,7 @@ class Connector:
         """A channel on which a server has taken the orders, and its last reply. All of it takes `timeout_s` at most."""
         timeout_s = self._access.options.timeout
         wait_s = min(deadline - time.monotonic(), timeout_s)
-        late = Trouble(Fault.TIMEOUT if wait_s == timeout_s else Fault.DEADLINE)
+        late = StoreError(ErrorKind.TIMEOUT if wait_s == timeout_s else ErrorKind.DEADLINE)
         by = time.monotonic() + wait_s
         channel = Channel(self._connect(endpoint, by, late), timeout_s)
         reply: Reply = None
@@ -119,28 +120,28 @@ class Connector:
             channel.send([b"".join([command(*order) for order in orders])], len(orders), by)
             for order in orders:
                 reply = channel.read_reply(by)
-                if isinstance(reply, ErrorReply) and not (order[0] in _OPTIONAL and reply.fault in _UNABLE):
+                if isinstance(reply, ErrorReply) and not (order[0] in _OPTIONAL and reply.kind in _UNABLE):
                     # Our own order is not a secret, and it says which option to correct.
-                    detail = reply.trouble.detail or "an error"
-                    raise Trouble(reply.fault, f"{detail} to {order[0].decode()}")
-        except Trouble as trouble:
+                    detail = reply.failure.detail or "an error"
+                    raise StoreError(reply.kind, f"{detail} to {order[0].decode()}")
+        except StoreError as failure:
             channel.close()
-            raise (late if trouble.fault is Fault.DEADLINE else trouble) from None
+            raise (late if failure.kind == ErrorKind.DEADLINE else failure) from None
         return channel, reply
 
-    def _connect(self, endpoint: Endpoint, by: float, late: Trouble) -> socket.socket:
+    def _connect(self, endpoint: Endpoint, by: float, late: StoreError) -> socket.socket:
         """Open a socket in a thread, and raise `late` if that takes until `by`."""
         try:
             sock = self._dials.call(lambda: _dial(endpoint, self._access), by, late=_close)
             if sock is not None:
                 return sock
-            trouble = late
+            failure = late
         except OSError as error:
-            trouble = trouble_of(error)
+            failure = failure_of(error)
         except NoThread:
-            trouble = Trouble(Fault.NO_THREAD)
+            failure = StoreError(ErrorKind.NO_THREAD)
         # Outside the handler, so that no chain of exceptions holds the text of the TLS library, which quotes names.
-        raise trouble
+        raise failure
 
 
 def _login(login: Login) -> list[Sequence[bytes]]:
@@ -191,28 +192,28 @@ def _tls_context(tls: Tls) -> ssl.SSLContext:
 
 
 def named_node(access: Access, host: bytes, port: Reply) -> Address:
-    """The address of a node that a server has named so. Raises Trouble for one that is malformed or not allowed."""
+    """The address of a node that a server has named so. Raises StoreError for one that is malformed or not allowed."""
     address = named_address(host, port)
     if address is None:
-        raise Trouble(Fault.PROTOCOL, "a server names a node whose address is not valid")
+        raise StoreError(ErrorKind.PROTOCOL, "a server names a node whose address is not valid")
     if not access.allows(address):
-        raise Trouble(Fault.FOREIGN)
+        raise StoreError(ErrorKind.FOREIGN_ADDRESS)
     return address
 
 
 def check_server(channel: Channel, mode: Mode, deadline: float) -> None:
-    """Raise Trouble unless a server new enough answers, and ConfigError unless it is one for `mode`."""
+    """Raise StoreError unless a server new enough answers, and ConfigError unless it is one for `mode`."""
     reply = channel.call(b"HELLO", b"2", deadline=deadline)
     if isinstance(reply, ErrorReply):
-        if reply.fault is Fault.REPLY:
-            raise Trouble(Fault.REPLY, "older than Redis 6.2; use Redis 6.2 or later, or Valkey")
-        raise reply.trouble
+        if reply.kind is ErrorKind.SERVER_ERROR:
+            raise StoreError(ErrorKind.SERVER_ERROR, "older than Redis 6.2; use Redis 6.2 or later, or Valkey")
+        raise reply.failure
     facts = _facts(reply)
     match = _VERSION.match(_bytes(facts, b"version"))
     version = (int(match[1]), int(match[2])) if match else (0, 0)
     if version < _VERSION_MIN:
         text = "version {}.{}".format(*version) if match else "no version"
-        raise Trouble(Fault.REPLY, f"{text}; use Redis 6.2 or later, or Valkey")
+        raise StoreError(ErrorKind.SERVER_ERROR, f"{text}; use Redis 6.2 or later, or Valkey")
     found = {b"sentinel": "sentinels", b"cluster": "cluster"}.get(_bytes(facts, b"mode"), "url or unix_socket")
     wanted = "cluster" if mode == "cluster" else "url or unix_socket"
     if found != wanted:
@@ -220,9 +221,9 @@ def check_server(channel: Channel, mode: Mode, deadline: float) -> None:
 
 
 def _facts(reply: Reply) -> dict[bytes, Reply]:
-    """The values of a list of names and values. Raises Trouble for another reply."""
+    """The values of a list of names and values. Raises StoreError for another reply."""
     if not isinstance(reply, list):
-        raise Trouble(Fault.PROTOCOL, "a reply has no list of facts")
+        raise StoreError(ErrorKind.PROTOCOL, "a reply has no list of facts")
     pairs = iter(reply)
     return {name: value for name, value in zip(pairs, pairs, strict=False) if isinstance(name, bytes)}
 

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from ..errors import ErrorKind, StoreError
 from .channel import Channel
 from .connect import Connector
-from .errors import Fault, Trouble
 from .options import Endpoint
 
 Result = TypeVar("Result")
@@ -54,10 +54,10 @@ class Pool:
 
     @contextlib.contextmanager
     def lease(self, deadline: float) -> Iterator[Channel]:
-        """A connection for the duration of the context. Waits for one, or opens one. Raises Trouble."""
+        """A connection for the duration of the context. Waits for one, or opens one. Raises StoreError."""
         channel = self._take(deadline, deadline_wait(deadline))
         if channel is None:
-            raise Trouble(Fault.DEADLINE)
+            raise StoreError(ErrorKind.DEADLINE)
         try:
             yield channel
         finally:
@@ -75,12 +75,12 @@ class Pool:
 
     def run(self, work: Callable[[Channel], Result], deadline: float) -> Result:
         """What `work` makes of a connection, or of a second one if the first was given up while it was idle, which is
-        no try. Raises Trouble."""
+        no try. Raises StoreError."""
         with self.lease(deadline) as channel:
             try:
                 return work(channel)
-            except Trouble as trouble:
-                if trouble.fault is not Fault.LOST or channel.answered:
+            except StoreError as failure:
+                if failure.kind != ErrorKind.CONNECTION_LOST or channel.answered:
                     raise
         self.close_idle()
         with self.lease(deadline) as channel:

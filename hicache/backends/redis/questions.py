@@ -16,17 +16,18 @@ from ...config.addresses import Address
 from ...config.redis_storage import RedisStorageOptions
 from ...frame import FrameCodec
 from ...supervised import SupervisedPool
+from ..errors import ErrorKind, StoreError
 from ..pages import Damaged
 from .channel import Channel, Part, command
-from .errors import ErrorReply, Fault, Trouble
+from .errors import ErrorReply
 from .pool import Pool, Pools, Purpose
 from .routing import Router, Server
 
 # Keys asked about in one go: bounds what a server has to buffer for us, and holds any batch of an engine.
 _KEYS_PER_SEND = 8192
 ASKING = command(b"ASKING")
-# The line that a server sent about a page, or why there is none.
-Answer: TypeAlias = bytes | Fault
+# The line that a server sent about a page, or the kind of error for which there is none.
+Answer: TypeAlias = bytes | str
 YES = b":1"
 
 # Removes a page only if it is still what was read: of another type than a page, or of that length with that beginning.
@@ -93,7 +94,7 @@ class Questions:
         self._deadline = deadline
         self._again: dict[Server, list[int]] = {}
         self._redirects: dict[tuple[Address, bool], list[int]] = {}
-        self._answers: list[Answer] = [Fault.LOST] * len(names)
+        self._answers: list[Answer] = [ErrorKind.CONNECTION_LOST] * len(names)
 
     def ask(self) -> list[Answer]:
         """Ask about all names, and return an answer for each. Blocks; raises nothing for storage reasons."""
@@ -104,14 +105,14 @@ class Questions:
 
     def _ask(self, positions: Sequence[int]) -> None:
         if time.monotonic() >= self._deadline:
-            self._fail(positions, Trouble(Fault.DEADLINE), None)
+            self._fail(positions, StoreError(ErrorKind.DEADLINE), None)
             return
         try:
             groups = self._parts.router.by_server(
                 positions, self._names, to_read=self._to_read, deadline=self._deadline
             )
-        except Trouble as trouble:
-            self._fail(positions, trouble, None)
+        except StoreError as failure:
+            self._fail(positions, failure, None)
             return
         self._round(groups, is_asking=False, is_last=False)
         again, self._again = self._again, {}
@@ -122,7 +123,7 @@ class Questions:
             if target in followable:
                 (asking if is_asking else again).setdefault(Server(target), []).extend(found)
             else:
-                self._fail(found, Trouble(Fault.FOREIGN), None)
+                self._fail(found, StoreError(ErrorKind.FOREIGN_ADDRESS), None)
         self._round(again, is_asking=False, is_last=True)
         self._round(asking, is_asking=True, is_last=True)
 
@@ -132,13 +133,13 @@ class Questions:
         with contextlib.ExitStack() as leases:
             for server, positions in sorted(groups.items(), key=lambda group: str(group[0])):
                 if server is None:
-                    self._fail(positions, Trouble(Fault.CLUSTER_DOWN, "no node has that slot"), None)
+                    self._fail(positions, StoreError(ErrorKind.CLUSTER_DOWN, "no node has that slot"), None)
                     continue
                 try:
                     pool = self._parts.pools.of(server.address, Purpose.QUESTIONS, read_only=server.read_only)
                     channel = leases.enter_context(pool.lease(self._deadline))
-                except Trouble as trouble:
-                    self._fail(positions, trouble, server)
+                except StoreError as failure:
+                    self._fail(positions, failure, server)
                     continue
                 self._send(_Sent(server, pool, channel, positions, is_asking), sent, is_last)
             for job in sent:
@@ -151,8 +152,8 @@ class Questions:
             requests = [part for request in requests for part in (ASKING, request)]
         try:
             job.channel.send([b"".join(requests)], replies * (1 + job.asking), self._deadline)
-        except Trouble as trouble:
-            self._lost(job, trouble, is_last)
+        except StoreError as failure:
+            self._lost(job, failure, is_last)
         else:
             sent.append(job)
 
@@ -160,8 +161,8 @@ class Questions:
         step = 1 + job.asking
         try:
             lines = job.channel.read_lines(len(job.positions) * step, self._deadline)
-        except Trouble as trouble:
-            self._lost(job, trouble, is_last)
+        except StoreError as failure:
+            self._lost(job, failure, is_last)
             return
         for position, line in zip(job.positions, lines[step - 1 :: step], strict=True):
             if line.startswith(b"-"):
@@ -169,30 +170,30 @@ class Questions:
             elif line.startswith(b":"):
                 self._answers[position] = line
             else:
-                self._fail([position], Trouble(Fault.PROTOCOL), job.server)
+                self._fail([position], StoreError(ErrorKind.PROTOCOL), job.server)
 
-    def _lost(self, job: _Sent, trouble: Trouble, is_last: bool) -> None:
+    def _lost(self, job: _Sent, failure: StoreError, is_last: bool) -> None:
         """A connection failed. One that was given up by the server or the network while it was idle was no try."""
-        if trouble.fault is Fault.LOST and not job.channel.answered and not is_last:
+        if failure.kind == ErrorKind.CONNECTION_LOST and not job.channel.answered and not is_last:
             job.pool.close_idle()
             self._again.setdefault(job.server, []).extend(job.positions)
         else:
-            self._fail(job.positions, trouble, job.server)
+            self._fail(job.positions, failure, job.server)
 
     def _refused(self, position: int, error: ErrorReply, server: Server, is_last: bool) -> None:
-        fault = error.fault
+        kind = error.kind
         target = None if is_last else self._parts.router.redirection(error, server)
         if target is None:
-            self._fail([position], error.trouble, server)
+            self._fail([position], error.failure, server)
             return
-        if fault is Fault.MOVED:
-            self._parts.router.note(fault, server)
-        self._redirects.setdefault((target, fault is Fault.ASK), []).append(position)
+        if kind is ErrorKind.MOVED:
+            self._parts.router.note(kind, server)
+        self._redirects.setdefault((target, kind is ErrorKind.ASK), []).append(position)
 
-    def _fail(self, positions: Sequence[int], trouble: Trouble, server: Server | None) -> None:
-        self._parts.router.note(trouble.fault, server)
+    def _fail(self, positions: Sequence[int], failure: StoreError, server: Server | None) -> None:
+        self._parts.router.note(failure.kind, server)
         for position in positions:
-            self._answers[position] = trouble.fault
+            self._answers[position] = failure.kind
 
 
 def exists(parts: Parts, names: Sequence[bytes], *, to_read: bool, refresh: bool, deadline: float) -> list[Answer]:
@@ -221,7 +222,7 @@ def unlink_same(parts: Parts, damaged: Sequence[Damaged[StoredValue]], deadline:
     return Questions(parts, names, request, to_read=False, deadline=deadline).ask()
 
 
-def faults(answers: Iterable[Answer]) -> list[Fault]:
+def failures(answers: Iterable[Answer]) -> list[str]:
     """Return why some of the questions have no answer."""
     return [answer for answer in answers if not isinstance(answer, bytes)]
 

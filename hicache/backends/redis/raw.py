@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from ...config.redis_storage import RedisStorageOptions
-from ...errors import BackendUnavailable
+from ..errors import ErrorKind, StoreError
 from ..raw import RawStore, StoredPage
 from .backend import open_router
 from .channel import Channel, Reply, command
 from .connect import Connector
-from .errors import ErrorReply, Fault, Trouble
+from .errors import ErrorReply, unavailable
 from .options import open_access
 from .pool import Pools, Purpose
 from .routing import Server
@@ -60,7 +60,7 @@ class RedisRawStore(RawStore):
         """See RawStore. What is no string has no bytes. REQUIRES: `bytes_max` is not 0."""
         name = self._name(page)
         size = min(bytes_max, _READ_MAX_BYTES)
-        found = self._call(name, b"GETRANGE", b"0", b"%d" % (size - 1), expected=Fault.WRONG_TYPE, value_max=size)
+        found = self._call(name, b"GETRANGE", b"0", b"%d" % (size - 1), expected=ErrorKind.WRONG_TYPE, value_max=size)
         if isinstance(found, ErrorReply):
             return b""
         # What is not there has an empty range, too.
@@ -71,7 +71,7 @@ class RedisRawStore(RawStore):
         """See RawStore. Redis keeps no chains, so `parent` stays where it is: in the header."""
         name, ttl_s = self._name(page), self._options.ttl
         more = () if ttl_s is None else (b"PX", b"%d" % round(ttl_s * 1000))
-        return self._call(name, b"SET", data, b"NX", *more, expected=Fault.OUT_OF_MEMORY) == b"OK"
+        return self._call(name, b"SET", data, b"NX", *more, expected=ErrorKind.NO_SPACE) == b"OK"
 
     def remove(self, pages: Sequence[StoredPage]) -> int:
         """See RawStore. One round trip per server."""
@@ -85,7 +85,7 @@ class RedisRawStore(RawStore):
                 pool = self._pools.of(self._known(server).address, Purpose.INSPECTION)
                 for line in pool.run(functools.partial(_ask, requests, deadline), deadline):
                     if line.startswith(b"-"):
-                        raise ErrorReply(line[1:]).trouble
+                        raise ErrorReply(line[1:]).failure
                     removed += line == b":1"
         return removed
 
@@ -97,7 +97,7 @@ class RedisRawStore(RawStore):
         return self._prefix + f"{page.namespace.hex()}:{page.key.hex()}".encode()
 
     def _call(
-        self, name: bytes, verb: bytes, *more: bytes, expected: Fault | None = None, value_max: int = 0
+        self, name: bytes, verb: bytes, *more: bytes, expected: ErrorKind | None = None, value_max: int = 0
     ) -> Reply:
         """The reply to one request about the page under `name`, a value of `value_max` bytes at most; of errors only
         the `expected` one."""
@@ -108,24 +108,23 @@ class RedisRawStore(RawStore):
             reply = pool.run(
                 lambda channel: channel.call(verb, name, *more, deadline=deadline, bytes_max=value_max), deadline
             )
-            if isinstance(reply, ErrorReply) and reply.fault is not expected:
-                raise reply.trouble
+            if isinstance(reply, ErrorReply) and reply.kind is not expected:
+                raise reply.failure
         return reply
 
     @staticmethod
     def _known(server: Server | None) -> Server:
         if server is None:
-            raise Trouble(Fault.CLUSTER_DOWN, "no node has that slot")
+            raise StoreError(ErrorKind.CLUSTER_DOWN, "no node has that slot")
         return server
 
     @contextlib.contextmanager
     def _unavailable(self) -> Iterator[None]:
         try:
             yield
-        except Trouble as trouble:
-            self._router.note(trouble.fault, None)
-            unavailable: BackendUnavailable = trouble.unavailable(self._access.where)
-            raise unavailable from trouble
+        except StoreError as failure:
+            self._router.note(failure.kind, None)
+            raise unavailable(failure, self._access.where) from failure
 
 
 def _look(

@@ -20,9 +20,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...config.addresses import Address
+from ..errors import ErrorKind, StoreError
 from .channel import Reply
 from .connect import NODES_MAX, Connector, named_node
-from .errors import ErrorReply, Fault, Trouble
+from .errors import ErrorReply
 from .options import Access, Endpoint, named_address
 from .pool import Pools, Purpose
 
@@ -33,8 +34,9 @@ NOBODY = -1
 _AVOID_S = 5.0
 # After one of these the server may not be the right one any more.
 _STALE = frozenset({
-    Fault.TIMEOUT, Fault.REFUSED, Fault.UNREACHABLE, Fault.DNS, Fault.LOST, Fault.READ_ONLY, Fault.PRIMARY_DOWN,
-    Fault.CLUSTER_DOWN, Fault.MOVED, Fault.NO_PRIMARY, Fault.LOADING,
+    ErrorKind.TIMEOUT, ErrorKind.CONNECTION_REFUSED, ErrorKind.UNREACHABLE, ErrorKind.DNS, ErrorKind.CONNECTION_LOST,
+    ErrorKind.READ_ONLY, ErrorKind.PRIMARY_DOWN, ErrorKind.CLUSTER_DOWN, ErrorKind.MOVED, ErrorKind.NO_PRIMARY,
+    ErrorKind.LOADING,
 })  # fmt: skip
 
 
@@ -73,7 +75,7 @@ class Routes:
 class Router:
     """Finds servers. Thread-safe; blocks where it has to ask sentinels or nodes, until the deadline at most.
 
-    Raises Trouble if nobody can be asked, from the constructor as well.
+    Raises StoreError if nobody can be asked, from the constructor as well.
     """
 
     def __init__(self, access: Access, connector: Connector, pools: Pools, deadline: float) -> None:
@@ -86,23 +88,23 @@ class Router:
         self._routes = Routes(())
         self._learn(deadline)
 
-    def note(self, fault: Fault, server: Server | None) -> None:
+    def note(self, kind: str, server: Server | None) -> None:
         """Learn that `server`, or the search for one, has failed so: the next call asks for the way again, and reads
         go to other replicas for a while."""
-        if fault in _STALE:
+        if kind in _STALE:
             with self._lock:
                 self._stale = True
             if server is not None:
                 self._avoid[server.address] = time.monotonic() + _AVOID_S
 
     def routes(self, deadline: float) -> Routes:
-        """The way as it is known now; asks if it is in doubt. Raises Trouble."""
+        """The way as it is known now; asks if it is in doubt. Raises StoreError."""
         with self._lock:
             ask, self._stale = self._stale, False
         if ask and self._access.mode != "single":
             try:
                 self._learn(deadline)
-            except Trouble:
+            except StoreError:
                 with self._lock:
                     self._stale = True
                 raise
@@ -118,7 +120,7 @@ class Router:
     def redirection(self, error: ErrorReply, server: Server) -> Address | None:
         """The address in `MOVED slot host:port` or `ASK slot host:port`; None for another error, for an address that is
         not valid, and for servers that are not a cluster, which have nowhere to redirect to."""
-        if self._access.mode != "cluster" or error.fault not in (Fault.MOVED, Fault.ASK):
+        if self._access.mode != "cluster" or error.kind not in (ErrorKind.MOVED, ErrorKind.ASK):
             return None
         return redirect(error, server.address)
 
@@ -127,8 +129,8 @@ class Router:
         REQUIRES: the caller holds no connection, since asking needs one."""
         if self._known().issuperset(targets):
             return set(targets)
-        self.note(Fault.MOVED, None)
-        with contextlib.suppress(Trouble):  # then the old way counts
+        self.note(ErrorKind.MOVED, None)
+        with contextlib.suppress(StoreError):  # then the old way counts
             self.routes(deadline)
         known, is_bounded = self._known(), self._access.allowed_nodes is not None
         return {one for one in targets if one in known or (is_bounded and self._access.allows(one))}
@@ -141,7 +143,7 @@ class Router:
     ) -> dict[Server | None, list[int]]:
         """`positions` by the server that has `names[position]`, each list in their order; None: no server has it.
 
-        `to_read`: replicas will do, if the options say so. Raises Trouble.
+        `to_read`: replicas will do, if the options say so. Raises StoreError.
         """
         routes = self.routes(deadline)
         to_replica = to_read and self._access.options.read_from == "replica"
@@ -179,17 +181,17 @@ class Router:
         random.shuffle(known)
         now_s = time.monotonic()
         known.sort(key=lambda address: self._avoid.get(address, 0.0) > now_s)
-        trouble, access = Trouble(Fault.CLUSTER_DOWN), self._access
+        failure, access = StoreError(ErrorKind.CLUSTER_DOWN), self._access
         for address in dict.fromkeys([*known, *access.addresses]):
             try:
                 pool = self._pools.of(address, Purpose.QUESTIONS)
                 reply = pool.run(lambda channel: channel.call(b"CLUSTER", b"SLOTS", deadline=deadline), deadline)
                 if isinstance(reply, ErrorReply):
-                    raise reply.trouble
+                    raise reply.failure
                 return parse_slots(reply, address, access)
-            except Trouble as error:
-                trouble = error
-        raise trouble
+            except StoreError as error:
+                failure = error
+        raise failure
 
 
 def _slot_of(name: bytes) -> int:
@@ -198,7 +200,7 @@ def _slot_of(name: bytes) -> int:
 
 
 def parse_slots(reply: Reply, asked: Endpoint, access: Access) -> Routes:
-    """The routes in the reply to CLUSTER SLOTS. Raises Trouble for one that is malformed, names no node, names more
+    """The routes in the reply to CLUSTER SLOTS. Raises StoreError for one that is malformed, names no node, names more
     than a cluster has, or names one that is not allowed."""
     slots = [NOBODY] * SLOTS
     shards: list[Shard] = []
@@ -215,11 +217,11 @@ def parse_slots(reply: Reply, asked: Endpoint, access: Access) -> Routes:
                     nodes_seen.update(addresses)
                 slots[first : last + 1] = [number] * (last + 1 - first)
             case _:
-                raise Trouble(Fault.PROTOCOL, "CLUSTER SLOTS has a reply of another form")
+                raise StoreError(ErrorKind.PROTOCOL, "CLUSTER SLOTS has a reply of another form")
         if len(nodes_seen) > NODES_MAX:
-            raise Trouble(Fault.PROTOCOL, f"CLUSTER SLOTS names more than {NODES_MAX} nodes")
+            raise StoreError(ErrorKind.PROTOCOL, f"CLUSTER SLOTS names more than {NODES_MAX} nodes")
     if not shards:
-        raise Trouble(Fault.CLUSTER_DOWN, "no slot is assigned")
+        raise StoreError(ErrorKind.CLUSTER_DOWN, "no slot is assigned")
     return Routes(tuple(shards), slots)
 
 
@@ -229,7 +231,7 @@ def _node(node: Reply, asked: Endpoint, access: Access) -> Address:
             return named_node(access, host, port)
         case [bytes() | None, int(port), *_] if isinstance(asked, Address):
             return named_node(access, asked.host.encode(), port)  # it does not know its own name
-    raise Trouble(Fault.PROTOCOL, "CLUSTER SLOTS names a node in another form")
+    raise StoreError(ErrorKind.PROTOCOL, "CLUSTER SLOTS names a node in another form")
 
 
 def redirect(error: ErrorReply, asked: Endpoint) -> Address | None:

@@ -14,8 +14,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..errors import ErrorKind, StoreError
 from .channel import Channel, command
-from .errors import ErrorReply, Fault, Trouble
+from .errors import ErrorReply
 from .pool import Pool
 
 SAMPLE_KEYS = 4096
@@ -32,7 +33,7 @@ _NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
 # A cursor and a count fit into 64 bits.
 _COUNT = re.compile(rb"[0-9]{1,20}")
 # What was listed may be no string, or be on another node by now.
-_NO_LENGTH = frozenset({Fault.WRONG_TYPE, Fault.MOVED, Fault.ASK})
+_NO_LENGTH = frozenset({ErrorKind.WRONG_TYPE, ErrorKind.MOVED, ErrorKind.ASK})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def listed(
     """Return the pages on a server, step by step of SCAN: namespace and key by name. A page may come twice.
 
     Only pages whose namespace digest starts with `namespace` (lower-case hexadecimal). Each step leases a connection,
-    and ends by the `deadline` that is asked for before it. Raises Trouble.
+    and ends by the `deadline` that is asked for before it. Raises StoreError.
     """
     cursor, head = b"0", prefix + namespace.encode()
     for _ in range(_SCANS_MAX):
@@ -63,26 +64,26 @@ def listed(
         }  # fmt: skip
         if cursor == b"0":
             return
-    raise Trouble(Fault.PROTOCOL, "SCAN does not end")
+    raise StoreError(ErrorKind.PROTOCOL, "SCAN does not end")
 
 
 def scan(channel: Channel, cursor: bytes, deadline: float, pattern: bytes = b"*") -> tuple[bytes, list[bytes]]:
-    """One step of SCAN: the next cursor, b"0" at the end, and some keys. Raises Trouble."""
+    """One step of SCAN: the next cursor, b"0" at the end, and some keys. Raises StoreError."""
     match channel.call(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT, deadline=deadline):
         case ErrorReply() as error:
-            raise error.trouble
+            raise error.failure
         case [bytes(following), list(found)] if _COUNT.fullmatch(following):
             return following, [name for name in found if isinstance(name, bytes)]
-    raise Trouble(Fault.PROTOCOL, "SCAN has a reply of another form")
+    raise StoreError(ErrorKind.PROTOCOL, "SCAN has a reply of another form")
 
 
 def measure(channel: Channel, prefix: bytes, deadline: float) -> Held:
-    """Count or estimate the pages whose names start with `prefix`. Raises Trouble."""
+    """Count or estimate the pages whose names start with `prefix`. Raises StoreError."""
     total = channel.call(b"DBSIZE", deadline=deadline)
     if isinstance(total, ErrorReply):
-        raise total.trouble
+        raise total.failure
     if not isinstance(total, int) or total < 0:
-        raise Trouble(Fault.PROTOCOL, "DBSIZE has a reply of another form")
+        raise StoreError(ErrorKind.PROTOCOL, "DBSIZE has a reply of another form")
     # Names of others may have megabytes each, so only their hashes stay, and names of pages, which are all short.
     seen: set[int] = set()
     ours: list[bytes] = []
@@ -111,15 +112,16 @@ def _lengths(channel: Channel, names: Sequence[bytes], deadline: float) -> list[
 
 
 def number(line: bytes) -> int | None:
-    """The reply to STRLEN or EXISTS; None for what is no string, and on a node that has it no more. Raises Trouble."""
+    """Return the reply to STRLEN or EXISTS; None if the value is not a string, and on a node that does not have it any
+    more. Raises StoreError."""
     if line.startswith(b":") and _COUNT.fullmatch(line, 1):
         return int(line[1:])
     if not line.startswith(b"-"):
-        raise Trouble(Fault.PROTOCOL, "a reply is not a count")
+        raise StoreError(ErrorKind.PROTOCOL, "a reply is not a count")
     error = ErrorReply(line.removeprefix(b"-"))
-    if error.fault in _NO_LENGTH:
+    if error.kind in _NO_LENGTH:
         return None
-    raise error.trouble
+    raise error.failure
 
 
 def _limit(channel: Channel, deadline: float) -> int | None:

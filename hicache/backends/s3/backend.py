@@ -20,7 +20,8 @@ from ...config.s3_storage import S3StorageOptions
 from ...frame import FrameCodec
 from ...supervised import SupervisedPool
 from ..base import Usage
-from ..pages import INTERNAL, Damaged, PageReads, PageWrites
+from ..errors import ErrorKind
+from ..pages import Damaged, PageReads, PageWrites
 from ..store import PageStore
 from .http import PIECE_BYTES
 from .objects import Objects
@@ -74,7 +75,7 @@ class S3Backend(PageStore[str]):
                     arrived, deadline=pages.deadline,
                 )  # fmt: skip
             except RequestFailed as error:
-                pages.fail(position, error.reason)
+                pages.fail(position, error.kind)
                 return
             if found is None:
                 pages.miss(position)
@@ -103,7 +104,7 @@ class S3Backend(PageStore[str]):
                 try:
                     is_new = self._objects.put_new(name, pages.sealed(position), deadline=pages.deadline)
                 except RequestFailed as error:
-                    (pages.reject if error.trouble is Trouble.FULL else pages.fail)(position, error.reason)
+                    (pages.reject if error.trouble is Trouble.FULL else pages.fail)(position, error.kind)
                 else:
                     (pages.stored if is_new else pages.present)(position)
 
@@ -147,13 +148,13 @@ class S3Backend(PageStore[str]):
 
     def _do(self, count: int, work: Callable[[int], None]) -> None:
         """Do `work(0) .. work(count - 1)` at the same time, and count those that fail."""
-        errors: list[str] = [INTERNAL] * count
+        errors: list[str] = [ErrorKind.INTERNAL] * count
 
         def do_one(number: int) -> None:
             try:
                 work(number)
             except RequestFailed as error:
-                errors[number] = error.reason
+                errors[number] = error.kind
             else:
                 errors[number] = ""
 

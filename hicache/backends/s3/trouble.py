@@ -7,7 +7,7 @@ import socket
 import ssl
 from collections.abc import Mapping
 
-from ..pages import StoreError
+from ..errors import StoreError
 
 
 class Trouble(enum.StrEnum):
@@ -41,13 +41,8 @@ class RequestFailed(StoreError):
     """A request got no usable answer. `retry_after_s` is the pause that the server asked for, 0 for none."""
 
     def __init__(self, trouble: Trouble, detail: str = "", *, retry_after_s: float = 0.0) -> None:
-        super().__init__(trouble)
+        super().__init__(trouble, detail, retry_after_s)
         self.trouble = trouble
-        self.detail = detail
-        self.retry_after_s = retry_after_s
-
-    def __str__(self) -> str:
-        return f"{self.trouble}: {self.detail}" if self.detail else str(self.trouble)
 
 
 # A server may ask for any time; what is asked for beyond this is not believed.

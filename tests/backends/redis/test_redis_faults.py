@@ -106,12 +106,12 @@ def test_a_killed_server_is_an_error_and_one_that_came_back_empty_is_a_miss() ->
         store_chain(store, keys)
         server.kill()
         all_verbs(store, keys, 10.0)
-        assert errors_of(store) == {"refused": 4 * len(keys) + 1}
+        assert errors_of(store) == {"connection_refused": 4 * len(keys) + 1}
         server.start()
         assert load(store, keys) == [MISS] * 6
         assert store_chain(store, keys) == [STORED] * 6
         assert load(store, keys) == [HIT] * 6
-        assert errors_of(store) == {"refused": 4 * len(keys) + 1}
+        assert errors_of(store) == {"connection_refused": 4 * len(keys) + 1}
 
 
 def test_connections_that_the_server_closed_while_idle_are_opened_again_silently() -> None:
@@ -335,7 +335,7 @@ def test_reads_step_around_a_replica_that_died() -> None:
             group.replica.kill()
             assert load(store, keys) == [GET_ERROR] * 6
             assert load(store, keys) == [HIT] * 6  # from the primary
-            assert errors_of(store) == {"refused": 6}
+            assert errors_of(store) == {"connection_refused": 6}
         finally:
             store.backend.close()
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.redis import RedisBackend
 from hicache.backends.redis.connect import Connector
-from hicache.backends.redis.errors import Fault, Trouble
 from hicache.backends.redis.options import named_address, open_access
 from hicache.backends.redis.pool import Pools, Purpose
 from hicache.backends.redis.raw import RedisRawStore
@@ -431,9 +431,9 @@ def test_connections_open_again_once_threads_can_start() -> None:
         before = threading.stack_size(1 << 46)  # more than a machine has, so no thread starts
         try:
             for _ in range(40):  # more than the attempts at a time
-                with pytest.raises(Trouble) as raised:
+                with pytest.raises(StoreError) as raised:
                     connector.open(where, soon(), read_only=False, no_touch=False)
-                assert raised.value.fault is Fault.NO_THREAD
+                assert raised.value.kind is ErrorKind.NO_THREAD
         finally:
             threading.stack_size(before)
         connector.open(where, soon(), read_only=False, no_touch=False).close()

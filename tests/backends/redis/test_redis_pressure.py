@@ -218,5 +218,5 @@ def test_a_user_who_may_not_write_gets_errors_and_reads() -> None:
         store_chain(store, keys[:2])
         client.execute_command("ACL", "SETUSER", "default", "-set")
         assert store_chain(store, keys) == ["present"] * 2 + [SET_ERROR] * 2
-        assert dict(backend.statistics().errors) == {"no_permission": 2}
+        assert dict(backend.statistics().errors) == {"access_denied": 2}
         assert load(store, keys[:2]) == [HIT] * 2

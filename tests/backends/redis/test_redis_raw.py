@@ -145,10 +145,10 @@ def test_a_user_who_may_not_look_gets_an_error_and_no_empty_list(command: str) -
             assert len(list(raw.pages())) == 3
             before = backend.usage()
             client.execute_command("ACL", "SETUSER", "default", f"-{command}")
-            with pytest.raises(BackendUnavailable, match="no_permission"):
+            with pytest.raises(BackendUnavailable, match="access_denied"):
                 list(raw.pages())
         assert backend.usage() == before
-        assert dict(backend.statistics().errors) == ({"no_permission": 1} if command == "strlen" else {})
+        assert dict(backend.statistics().errors) == ({"access_denied": 1} if command == "strlen" else {})
 
 
 def test_a_server_that_evicts_by_frequency_knows_no_times() -> None:

@@ -9,9 +9,10 @@ import pytest
 import redis
 from redis.crc import key_slot
 
+from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.redis import RedisBackend
 from hicache.backends.redis.channel import Reply
-from hicache.backends.redis.errors import ErrorReply, Fault, Trouble
+from hicache.backends.redis.errors import ErrorReply
 from hicache.backends.redis.options import open_access
 from hicache.backends.redis.routing import SLOTS, Server, parse_slots, redirect
 from hicache.backends.testing import (
@@ -168,7 +169,7 @@ def test_the_way_is_asked_of_nodes_that_have_not_failed_lately(cluster: RedisClu
 
         before = asked()
         for _ in range(20):
-            router.note(Fault.TIMEOUT, Server(Address(LOOPBACK, failed.port)))
+            router.note(ErrorKind.TIMEOUT, Server(Address(LOOPBACK, failed.port)))
             router.routes(soon())
         assert asked() == before
     store.backend.close()
@@ -233,22 +234,22 @@ def test_the_map_of_slots_is_read_in_all_its_forms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "fault"),
+    ("reply", "kind"),
     [
-        ([], Fault.CLUSTER_DOWN),
-        (None, Fault.CLUSTER_DOWN),
-        ([[0, 99]], Fault.PROTOCOL),
-        ([[0, 16384, [b"one", 7001]]], Fault.PROTOCOL),
-        ([[5, 4, [b"one", 7001]]], Fault.PROTOCOL),
-        ([[0, 1, [7001]]], Fault.PROTOCOL),
-        ([[0, 1, b"one"]], Fault.PROTOCOL),
-        ([7], Fault.PROTOCOL),
+        ([], ErrorKind.CLUSTER_DOWN),
+        (None, ErrorKind.CLUSTER_DOWN),
+        ([[0, 99]], ErrorKind.PROTOCOL),
+        ([[0, 16384, [b"one", 7001]]], ErrorKind.PROTOCOL),
+        ([[5, 4, [b"one", 7001]]], ErrorKind.PROTOCOL),
+        ([[0, 1, [7001]]], ErrorKind.PROTOCOL),
+        ([[0, 1, b"one"]], ErrorKind.PROTOCOL),
+        ([7], ErrorKind.PROTOCOL),
     ],
 )
-def test_a_map_of_another_form_is_refused(reply: Reply, fault: Fault) -> None:
-    with pytest.raises(Trouble) as raised:
+def test_a_map_of_another_form_is_refused(reply: Reply, kind: ErrorKind) -> None:
+    with pytest.raises(StoreError) as raised:
         parse_slots(reply, ASKED, ACCESS)
-    assert raised.value.fault is fault
+    assert raised.value.kind is kind
 
 
 @pytest.mark.parametrize(

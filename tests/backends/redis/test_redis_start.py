@@ -36,7 +36,7 @@ def refused(match: str, kind: type[Exception] = BackendUnavailable, codec: Frame
 
 def test_where_nobody_listens() -> None:
     (port,) = free_ports(1)
-    assert f"127.0.0.1:{port}" in refused("refused.*start the server", url=f"redis://127.0.0.1:{port}")
+    assert f"127.0.0.1:{port}" in refused("connection_refused.*start the server", url=f"redis://127.0.0.1:{port}")
 
 
 def test_a_host_that_is_not_known() -> None:
@@ -64,7 +64,7 @@ def test_an_error_names_the_order_that_the_server_refused(
 ) -> None:
     url = f"redis://127.0.0.1:{valkey.port}"
     monkeypatch.setenv("PASSWORD_OF_TESTS", "hush")
-    refused(r"error_reply \(ERR to SELECT\)", url=url, db=99)
+    refused(r"server_error \(ERR to SELECT\)", url=url, db=99)
     refused(r"wrong_credentials \(ERR to AUTH\): .* has no password", url=url, password_env="PASSWORD_OF_TESTS")
 
 
@@ -85,7 +85,7 @@ def test_a_variable_that_is_not_set_and_a_file_that_lets_others_in(tmp_path: Pat
 def test_a_user_without_rights_to_the_keys(login: Callable[[DevService], None]) -> None:
     with ValkeyServer(password="p", user="engine", acl="~other:* +@all") as server:
         login(server)
-        refused("no_permission.*ACL", **server.storage()[1])
+        refused("access_denied.*ACL", **server.storage()[1])
 
 
 def test_tls_to_a_server_without_and_to_one_nobody_vouches_for(valkey: ValkeyServer, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.redis.channel import Channel, Oversize, Reply, command
-from hicache.backends.redis.errors import ErrorReply, Fault, Trouble, trouble_of
+from hicache.backends.redis.errors import ErrorReply, failure_of
 from hicache.backends.testing import NAMESPACE, full_frames, in_parts, make_keys, soon
 from hicache.frame import HEADER_BYTES, FrameCodec, PageView
 
@@ -171,7 +172,7 @@ def test_garbage_ends_in_trouble_or_a_reply_and_never_in_anything_else(data: byt
             channel.send([b"x"], 1, soon())
             theirs.sendall(data)
             theirs.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(Trouble, Oversize):
+            with contextlib.suppress(StoreError, Oversize):
                 if read == "page":
                     channel.read_page([memoryview(bytearray(PAGE))], fits, None, soon())
                 elif read == "lines":
@@ -189,9 +190,9 @@ def test_what_is_no_reply_breaks_the_channel(data: bytes) -> None:
     with peers() as (channel, theirs):
         channel.send([b"x"], 1, soon())
         theirs.sendall(data)
-        with pytest.raises(Trouble) as raised:
+        with pytest.raises(StoreError) as raised:
             channel.read_reply(soon())
-        assert raised.value.fault is Fault.PROTOCOL
+        assert raised.value.kind is ErrorKind.PROTOCOL
         assert not channel.reusable
 
 
@@ -219,22 +220,24 @@ def test_a_channel_with_an_answer_to_come_is_not_used_again() -> None:
         assert (channel.reusable, channel.is_quiet) == (True, False)
 
 
-@pytest.mark.parametrize(("timeout_s", "seconds", "fault"), [(0.01, 60.0, Fault.TIMEOUT), (60.0, 0.01, Fault.DEADLINE)])
-def test_waiting_ends_by_the_timeout_or_the_deadline(timeout_s: float, seconds: float, fault: Fault) -> None:
+@pytest.mark.parametrize(
+    ("timeout_s", "seconds", "kind"), [(0.01, 60.0, ErrorKind.TIMEOUT), (60.0, 0.01, ErrorKind.DEADLINE)]
+)
+def test_waiting_ends_by_the_timeout_or_the_deadline(timeout_s: float, seconds: float, kind: ErrorKind) -> None:
     for start in (b"", b"$600", b"$600\r\nxyz"):
         with peers(timeout_s) as (channel, theirs):
             channel.send([b"x"], 1, soon())
             theirs.sendall(start)
-            with pytest.raises(Trouble) as raised:
+            with pytest.raises(StoreError) as raised:
                 channel.read_page([memoryview(bytearray(PAGE))], fits, None, soon(seconds))
-            assert raised.value.fault is fault and not channel.reusable
+            assert raised.value.kind is kind and not channel.reusable
 
 
 def test_sending_to_a_peer_that_does_not_read_ends_too() -> None:
     body = memoryview(bytearray(32 << 20))
-    with peers(0.01) as (channel, _), pytest.raises(Trouble) as raised:
+    with peers(0.01) as (channel, _), pytest.raises(StoreError) as raised:
         channel.send([b"head", body, b"tail"], 1, soon())
-    assert raised.value.fault is Fault.TIMEOUT and not channel.reusable
+    assert raised.value.kind is ErrorKind.TIMEOUT and not channel.reusable
     assert raised.value.__context__ is None  # texts of a TLS library quote names of hosts
 
 
@@ -271,28 +274,31 @@ def test_a_request_of_more_parts_than_one_call_takes_arrives_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "fault"),
+    ("error", "kind"),
     [
-        (socket.gaierror(-2, "x"), Fault.DNS),
-        (ConnectionRefusedError(), Fault.REFUSED),
-        (ConnectionResetError(), Fault.LOST),
-        (BrokenPipeError(), Fault.LOST),
-        (TimeoutError(), Fault.TIMEOUT),
-        (OSError(113, "no route"), Fault.UNREACHABLE),
+        (socket.gaierror(-2, "x"), ErrorKind.DNS),
+        (ConnectionRefusedError(), ErrorKind.CONNECTION_REFUSED),
+        (ConnectionResetError(), ErrorKind.CONNECTION_LOST),
+        (BrokenPipeError(), ErrorKind.CONNECTION_LOST),
+        (TimeoutError(), ErrorKind.TIMEOUT),
+        (OSError(113, "no route"), ErrorKind.UNREACHABLE),
     ],
 )
-def test_exceptions_have_a_class(error: OSError, fault: Fault) -> None:
-    assert trouble_of(error).fault is fault
+def test_exceptions_have_a_class(error: OSError, kind: ErrorKind) -> None:
+    assert failure_of(error).kind is kind
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    ("text", "kind"),
     [
-        (b"OOM command not allowed", Fault.OUT_OF_MEMORY), (b"MISCONF x", Fault.CANNOT_PERSIST),
-        (b"LOADING x", Fault.LOADING), (b"NOAUTH x", Fault.CREDENTIALS), (b"WRONGPASS x", Fault.CREDENTIALS),
-        (b"BUSY x", Fault.BUSY), (b"MASTERDOWN x", Fault.PRIMARY_DOWN), (b"CLUSTERDOWN x", Fault.CLUSTER_DOWN),
-        (b"TRYAGAIN x", Fault.CLUSTER_DOWN), (b"ERR whatever", Fault.REPLY), (b"", Fault.REPLY),
+        (b"OOM command not allowed", ErrorKind.NO_SPACE), (b"MISCONF x", ErrorKind.CANNOT_PERSIST),
+        (b"LOADING x", ErrorKind.LOADING), (b"NOAUTH x", ErrorKind.WRONG_CREDENTIALS),
+        (b"WRONGPASS x", ErrorKind.WRONG_CREDENTIALS),
+        (b"BUSY x", ErrorKind.BUSY), (b"MASTERDOWN x", ErrorKind.PRIMARY_DOWN),
+        (b"CLUSTERDOWN x", ErrorKind.CLUSTER_DOWN),
+        (b"TRYAGAIN x", ErrorKind.CLUSTER_DOWN), (b"ERR whatever", ErrorKind.SERVER_ERROR),
+        (b"", ErrorKind.SERVER_ERROR),
     ],
 )  # fmt: skip
-def test_error_replies_have_a_class(text: bytes, fault: Fault) -> None:
-    assert ErrorReply(text).fault is fault
+def test_error_replies_have_a_class(text: bytes, kind: ErrorKind) -> None:
+    assert ErrorReply(text).kind is kind
