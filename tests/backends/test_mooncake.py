@@ -8,7 +8,7 @@ import pytest
 
 from hicache.backends.base import MemoryRegistration
 from hicache.backends.mooncake import MooncakeBackend
-from hicache.backends.testing import BackendContract, OpenStore, Store, make_keys
+from hicache.backends.testing import DAMAGES, BackendContract, OpenStore, Store, make_keys
 from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
 from tests.backends._mooncake import LEASE_MS, SideDoor, open_backend
 
@@ -28,9 +28,9 @@ def door(master: MooncakeMaster) -> Iterator[SideDoor]:
 
 class _MooncakeContract(BackendContract):
     # The server refuses an object without bytes, so there is none to be found.
-    @pytest.mark.parametrize("change", ["cut", "one byte less", "one byte more", "doubled", "zeros", "text"])
-    def test_an_object_of_other_bytes_is_corrupt_and_removed(self, store: Store, change: str) -> None:
-        super().test_an_object_of_other_bytes_is_corrupt_and_removed(store, change)
+    @pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage != "empty"])
+    def test_what_is_not_the_page_is_corrupt_and_removed(self, store: Store, damage: str) -> None:
+        super().test_what_is_not_the_page_is_corrupt_and_removed(store, damage)
 
     def test_the_server_takes_no_object_without_bytes(self, store: Store, door: SideDoor) -> None:
         assert isinstance(store.backend, MooncakeBackend)

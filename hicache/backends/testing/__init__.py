@@ -5,8 +5,7 @@ module. The rest is what tests of a backend need besides. `python -m pytest -p h
 which backend passes which test.
 """
 
-from .contract import SoleBackendContract
-from .fixtures import ContractFixtures
+from .contract import DAMAGES, BackendContract, SoleBackendContract
 from .machine import BackendMachine, run_machine
 from .pages import (
     CORRUPT,
@@ -19,9 +18,11 @@ from .pages import (
     PRESENT,
     SET_ERROR,
     STORED,
+    ContractFixtures,
     OpenStore,
     Store,
     churn,
+    delete,
     empty_frames,
     exists,
     forged,
@@ -32,14 +33,15 @@ from .pages import (
     load,
     make_keys,
     payload_of,
+    sealed,
     soon,
     store_chain,
 )
-from .raw import OpenRaw, RawContract, by_key, sealed
-from .sharing import BackendContract
+from .raw import OpenRaw, RawContract, by_key
 
 __all__ = [
     "CORRUPT",
+    "DAMAGES",
     "GET_ERROR",
     "HIT",
     "MISS",
@@ -59,6 +61,7 @@ __all__ = [
     "Store",
     "by_key",
     "churn",
+    "delete",
     "empty_frames",
     "exists",
     "forged",

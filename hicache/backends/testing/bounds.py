@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from ...frame import HEADER_BYTES, FrameCodec
-from .fixtures import ContractFixtures
+from ...frame import FrameCodec
 from .pages import (
     CORRUPT,
     GET_ERROR,
@@ -17,15 +16,16 @@ from .pages import (
     PRESENT,
     SET_ERROR,
     STORED,
+    ContractFixtures,
     OpenStore,
     Store,
+    delete,
     empty_frames,
     exists,
     full_frames,
     holds,
     load,
     make_keys,
-    payload_of,
     soon,
     store_chain,
 )
@@ -53,7 +53,7 @@ class BoundsContract(ContractFixtures):
         assert exists(store, keys) == MANY_PAGES
         assert load(store, keys) == [HIT] * MANY_PAGES
         assert store.backend.usage().pages == MANY_PAGES
-        assert store.backend.delete(keys, deadline=soon()) == MANY_PAGES
+        assert delete(store, keys) == MANY_PAGES
         assert (exists(store, keys), store.backend.usage().pages) == (0, 0)
 
     def test_the_stored_head_of_a_long_batch_is_found_exactly(self, store: Store) -> None:
@@ -62,13 +62,6 @@ class BoundsContract(ContractFixtures):
             assert store_chain(store, keys[done:length], keys[done - 1] if done else None) == [STORED] * (length - done)
             done = length
             assert exists(store, keys) == length
-
-    def test_deleting_twice_counts_once(self, store: Store) -> None:
-        keys = make_keys(3)
-        store_chain(store, keys)
-        assert store.backend.delete([keys[2], keys[2]], deadline=soon()) == 1
-        assert store.backend.delete([keys[2]], deadline=soon()) == 0
-        assert load(store, keys) == [HIT, HIT, MISS]
 
     def test_storing_leaves_the_payloads_as_they_are(self, store: Store) -> None:
         codec, keys = store.backend.codec, make_keys(3)
@@ -83,7 +76,7 @@ class BoundsContract(ContractFixtures):
         store_chain(store, keys)
         frames = empty_frames(codec, 3)
         assert store.backend.batch_get(keys, frames, deadline=soon()) == [HIT] * 3
-        store.backend.delete(keys, deadline=soon())
+        delete(store, keys)
         assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [STORED] * 3
         assert load(store, keys) == [HIT] * 3
 
@@ -136,28 +129,3 @@ class BoundsContract(ContractFixtures):
         assert set(store_chain(store, keys)) <= {STORED, PRESENT}
         assert load(store, keys) == [HIT] * len(keys)
         store.backend.close()
-
-    def test_what_was_not_done_in_time_is_counted_as_trouble(self, store: Store) -> None:
-        keys = make_keys(3)
-        frames = full_frames(store.backend.codec, keys)
-        past = time.monotonic() - 1.0
-        assert store.backend.batch_get(keys, frames, deadline=past) == [GET_ERROR] * 3
-        after_get = sum(store.backend.statistics().errors.values())
-        assert store.backend.batch_set(keys, frames, parent=None, deadline=past) == [SET_ERROR] * 3
-        found = store.backend.statistics()
-        assert 0 < after_get < sum(found.errors.values())
-        assert (found.gets[GET_ERROR], found.sets[SET_ERROR]) == (3, 3)
-
-    def test_a_miss_is_no_trouble(self, store: Store) -> None:
-        """The control of the test above: what is not there is told apart from what could not be asked."""
-        keys = make_keys(3)
-        assert load(store, keys) == [MISS] * 3
-        assert exists(store, keys) == 0
-        assert store.backend.delete(keys, deadline=soon()) == 0
-        assert dict(store.backend.statistics().errors) == {}
-
-    def test_a_payload_is_stored_behind_its_header(self, store: Store) -> None:
-        (key,) = make_keys(1)
-        store_chain(store, [key])
-        raw = store.read(key) or b""
-        assert raw[HEADER_BYTES : HEADER_BYTES + store.backend.codec.payload_bytes] == payload_of(key)

@@ -16,19 +16,18 @@ other.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import threading
-import time
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import pytest
 
 from ...errors import InvalidInput
-from ...frame import HEADER_BYTES, NO_PARENT, FrameCodec, FrameHeader, TagKind
+from ...frame import HEADER_BYTES, NO_PARENT, FrameCodec, FrameHeader, PageBuffer, PageView, TagKind
 from .bounds import BoundsContract
-from .forms import FormsContract
+from .encodings import EncodingsContract
 from .machine import run_machine
 from .pages import (
     CORRUPT,
@@ -45,41 +44,54 @@ from .pages import (
     OpenStore,
     Store,
     churn,
+    delete,
     empty_frames,
     exists,
     forged,
     full_frames,
     holds,
+    in_parts,
     in_threads,
     load,
     make_keys,
+    sealed,
     soon,
     store_chain,
 )
-from .parts import PartsContract
+
+# Where a bit of a page is flipped.
+_FLIPS = {
+    "magic": 0, "tag": 10, "key": 60, "namespace": 125, "payload start": HEADER_BYTES,
+    "payload end": HEADER_BYTES + PAYLOAD_BYTES - 1,
+}  # fmt: skip
+# All that can lie in the place of a page and is not that page.
+DAMAGES = (
+    *_FLIPS, "empty", "cut", "one byte less", "one byte more", "doubled", "zeros", "text", "another key",
+    "another namespace", "its own parent", "without a tag",
+)  # fmt: skip
 
 
-class SoleBackendContract(BoundsContract, FormsContract, PartsContract):
+def damaged(codec: FrameCodec, keys: list[bytes], raw: bytes, damage: str) -> bytes:
+    """Return other bytes for the object `raw` of `keys[1]`; `damage` is one of DAMAGES."""
+    if damage in _FLIPS:
+        flipped = bytearray(raw)
+        flipped[_FLIPS[damage]] ^= 0x10
+        return bytes(flipped)
+    return {
+        "empty": b"", "cut": raw[: HEADER_BYTES + 10], "one byte less": raw[:-1], "one byte more": raw + b"\0",
+        "doubled": raw + raw, "zeros": bytes(len(raw)), "text": b"x" * len(raw),
+        "another key": sealed(codec, keys[2:])[0],
+        "another namespace": sealed(FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES), keys[1:2])[0],
+        "its own parent": forged(codec, keys[1], parent=keys[1]),
+        "without a tag": sealed(FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE), keys[1:2])[0],
+    }[damage]  # fmt: skip
+
+
+class SoleBackendContract(BoundsContract, EncodingsContract):
     """What holds for every backend, also if nobody else can open its store. Subclass `BackendContract` if they can."""
 
     # Walks of the state machine; each takes some forty calls, so a subclass for a slow store may have fewer.
     machine_examples: ClassVar[int] = 20
-
-    def test_a_stored_page_comes_back_byte_for_byte(self, store: Store) -> None:
-        keys = make_keys(5)
-        assert store_chain(store, keys) == [STORED] * 5
-        assert load(store, keys) == [HIT] * 5
-
-    def test_the_stored_object_is_the_sealed_frame(self, store: Store) -> None:
-        keys = make_keys(1)
-        frames = full_frames(store.backend.codec, keys)
-        parent = hashlib.sha256(b"parent").digest()
-        store.backend.batch_set(keys, frames, parent=parent, deadline=soon())
-        raw = store.read(keys[0])
-        assert raw is not None
-        assert raw == frames[0]
-        assert store.backend.codec.check(keys[0], memoryview(raw)) is None
-        assert parent in raw[:HEADER_BYTES]
 
     def test_storing_again_is_present_and_changes_nothing(self, store: Store) -> None:
         keys = make_keys(3)
@@ -91,111 +103,72 @@ class SoleBackendContract(BoundsContract, FormsContract, PartsContract):
     def test_a_batch_of_old_and_new_pages_stores_the_new_ones(self, store: Store) -> None:
         keys = make_keys(6)
         store_chain(store, [keys[1], keys[4]])
+        assert load(store, keys) == [MISS, HIT, MISS, MISS, HIT, MISS]
         assert store_chain(store, keys) == [STORED, PRESENT, STORED, STORED, PRESENT, STORED]
         assert load(store, keys) == [HIT] * 6
 
-    def test_a_key_twice_in_a_batch_is_stored_once(self, store: Store) -> None:
-        (key,) = make_keys(1)
-        assert store_chain(store, [key, key]) == [STORED, PRESENT]
-        assert store.backend.usage().pages == 1
-
-    def test_a_key_that_comes_twice_has_the_parent_of_its_first_place(self, store: Store) -> None:
+    def test_a_key_that_comes_twice_is_stored_once_with_the_parent_of_its_first_place(self, store: Store) -> None:
         one, two, three = make_keys(3)
         assert store_chain(store, [one, one, two, one, three]) == [STORED, PRESENT, STORED, PRESENT, STORED]
         assert load(store, [one, two, three]) == [HIT] * 3
+        assert store.backend.usage().pages == 3
         headers = [FrameHeader.parse(store.read(key) or b"") for key in (one, two, three)]
         assert [header and header.parent_key for header in headers] == [NO_PARENT, one, one]
 
     def test_empty_batches_are_fine(self, store: Store) -> None:
         assert store.backend.batch_set([], [], parent=None, deadline=soon()) == []
         assert store.backend.batch_get([], [], deadline=soon()) == []
-        assert store.backend.batch_exists([], deadline=soon()) == 0
-        assert store.backend.delete([], deadline=soon()) == 0
+        assert store.backend.batch_has([], deadline=soon()) == []
+        assert (exists(store, []), delete(store, [])) == (0, 0)
 
-    @pytest.mark.parametrize("hole", [0, 1, 3, 6, 7])
+    @pytest.mark.parametrize("hole", [0, 1, 3, 6, 7, 8])
     def test_exists_stops_at_the_first_hole(self, store: Store, hole: int) -> None:
         keys = make_keys(8)
+        assert exists(store, keys) == 0
         store_chain(store, keys[:hole] + keys[hole + 1 :])
-        assert store.backend.batch_exists(keys, deadline=soon()) == hole
+        assert exists(store, keys) == hole
 
-    def test_exists_of_all_and_of_none(self, store: Store) -> None:
-        keys = make_keys(8)
-        assert store.backend.batch_exists(keys, deadline=soon()) == 0
-        store_chain(store, keys)
-        assert store.backend.batch_exists(keys, deadline=soon()) == 8
-
-    def test_missing_pages_are_misses_among_hits(self, store: Store) -> None:
+    def test_single_pages_can_be_asked_for(self, store: Store) -> None:
         keys = make_keys(5)
-        store_chain(store, [keys[0], keys[2], keys[4]])
-        assert load(store, keys) == [HIT, MISS, HIT, MISS, HIT]
+        store_chain(store, [keys[0], keys[3]])
+        asked = [keys[4], keys[3], keys[1], keys[0], keys[3]]
+        assert store.backend.batch_has(asked, deadline=soon()) == [False, True, False, True, True]
+        assert store.backend.batch_has(asked, deadline=soon(-1)) == [False] * 5
 
     def test_delete_removes_and_counts_what_was_there(self, store: Store) -> None:
         keys = make_keys(4)
         store_chain(store, keys[:3])
-        assert store.backend.delete(keys[1:], deadline=soon()) == 2
+        assert delete(store, keys[1:]) == 2
         assert load(store, keys) == [HIT, MISS, MISS, MISS]
         assert store.read(keys[1]) is None
+        assert store_chain(store, keys) == [PRESENT, STORED, STORED, STORED]
+        assert load(store, keys) == [HIT] * 4
 
-    def test_a_deleted_page_can_be_stored_again(self, store: Store) -> None:
-        keys = make_keys(2)
-        store_chain(store, keys)
-        store.backend.delete(keys, deadline=soon())
-        assert store_chain(store, keys) == [STORED, STORED]
-        assert load(store, keys) == [HIT, HIT]
-
-    @pytest.mark.parametrize("where", ["magic", "tag", "key", "namespace", "payload start", "payload end"])
-    def test_a_flipped_bit_makes_a_page_corrupt_and_removes_it(self, store: Store, where: str) -> None:
-        offset = {
-            "magic": 0, "tag": 10, "key": 60, "namespace": 125, "payload start": HEADER_BYTES,
-            "payload end": HEADER_BYTES + PAYLOAD_BYTES - 1,
-        }[where]  # fmt: skip
+    def test_deleting_twice_counts_once(self, store: Store) -> None:
         keys = make_keys(3)
         store_chain(store, keys)
-        raw = bytearray(store.read(keys[1]) or b"")
-        raw[offset] ^= 0x10
-        self._refuses(store, keys, bytes(raw))
+        assert delete(store, [keys[2], keys[2]]) == 1
+        assert delete(store, [keys[2]]) == 0
+        assert load(store, keys) == [HIT, HIT, MISS]
 
-    @pytest.mark.parametrize("change", ["empty", "cut", "one byte less", "one byte more", "doubled", "zeros", "text"])
-    def test_an_object_of_other_bytes_is_corrupt_and_removed(self, store: Store, change: str) -> None:
+    def test_clear_removes_all_pages_of_one_namespace(self, open_store: OpenStore, codec: FrameCodec) -> None:
+        ours, theirs = open_store(codec), open_store(FrameCodec(bytes(31) + b"\1", PAYLOAD_BYTES))
+        keys = make_keys(7)
+        store_chain(ours, keys)
+        store_chain(theirs, keys[:4])
+        assert ours.backend.clear(deadline=soon(-1)) == 0
+        assert ours.backend.clear(deadline=soon()) == 7
+        assert (load(ours, keys), load(theirs, keys)) == ([MISS] * 7, [HIT] * 4 + [MISS] * 3)
+        assert ours.backend.clear(deadline=soon()) == 0
+        assert store_chain(ours, keys) == [STORED] * 7
+        ours.backend.close()
+        theirs.backend.close()
+
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_what_is_not_the_page_is_corrupt_and_removed(self, store: Store, damage: str) -> None:
         keys = make_keys(3)
         store_chain(store, keys)
-        raw = store.read(keys[1])
-        assert raw is not None
-        damaged = {
-            "empty": b"", "cut": raw[: HEADER_BYTES + 10], "one byte less": raw[:-1], "one byte more": raw + b"\0",
-            "doubled": raw + raw, "zeros": bytes(len(raw)), "text": b"x" * len(raw),
-        }[change]  # fmt: skip
-        self._refuses(store, keys, damaged)
-
-    def test_the_page_of_another_key_is_corrupt_and_removed(self, store: Store) -> None:
-        keys = make_keys(3)
-        store_chain(store, keys)
-        self._refuses(store, keys, store.read(keys[2]) or b"")
-
-    def test_the_page_of_another_namespace_is_corrupt_and_removed(self, store: Store) -> None:
-        keys = make_keys(3)
-        store_chain(store, keys)
-        other = FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES)
-        (frame,) = full_frames(other, [keys[1]])
-        other.seal(keys[1], frame)
-        self._refuses(store, keys, bytes(frame))
-
-    def test_a_page_that_names_itself_as_its_parent_is_corrupt_and_removed(self, store: Store) -> None:
-        keys = make_keys(3)
-        store_chain(store, keys)
-        self._refuses(store, keys, forged(store.backend.codec, keys[1], parent=keys[1]))
-
-    def test_a_page_without_a_tag_is_not_believed_by_a_reader_that_wants_one(self, store: Store) -> None:
-        keys = make_keys(3)
-        store_chain(store, keys)
-        weak = FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE)
-        (frame,) = full_frames(weak, [keys[1]])
-        weak.seal(keys[1], frame)
-        self._refuses(store, keys, bytes(frame))
-
-    def _refuses(self, store: Store, keys: list[bytes], raw: bytes) -> None:
-        """With `raw` in place of `keys[1]`: that one is corrupt, counted, removed, and can be stored again."""
-        store.write(keys[1], raw)
+        store.write(keys[1], damaged(store.backend.codec, keys, store.read(keys[1]) or b"", damage))
         assert load(store, keys) == [HIT, CORRUPT, HIT]
         assert sum(store.backend.statistics().corrupt.values()) == 1
         assert store.read(keys[1]) is None
@@ -204,7 +177,7 @@ class SoleBackendContract(BoundsContract, FormsContract, PartsContract):
         assert load(store, keys) == [HIT, HIT, HIT]
 
     def test_without_a_tag_a_flipped_payload_goes_through(self, open_store: OpenStore) -> None:
-        """The control of the tests above: it is the tag that finds the damage."""
+        """The control of the test above: it is the tag that finds the damage."""
         codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE)
         store = open_store(codec)
         (key,) = make_keys(1)
@@ -217,30 +190,32 @@ class SoleBackendContract(BoundsContract, FormsContract, PartsContract):
         assert not holds(codec, key, frame)
         store.backend.close()
 
-    def test_a_keyed_reader_believes_only_pages_made_with_its_key(self, open_store: OpenStore) -> None:
-        keyed = open_store(FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[b"k" * 32]))
-        keys = make_keys(3)
-        store_chain(keyed, keys)
-        assert load(keyed, keys) == [HIT] * 3
-        for number, codec in enumerate([
-            FrameCodec(NAMESPACE, PAYLOAD_BYTES), FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[b"x" * 32]),
-        ]):  # fmt: skip
-            (frame,) = full_frames(codec, [keys[number]])
-            codec.seal(keys[number], frame)
-            keyed.write(keys[number], bytes(frame))
-        assert load(keyed, keys) == [CORRUPT, CORRUPT, HIT]
-        keyed.backend.close()
-
-    def test_after_its_deadline_a_verb_does_nothing(self, store: Store) -> None:
+    def test_after_its_deadline_a_verb_does_nothing_and_counts_that(self, store: Store) -> None:
         keys = make_keys(3)
         store_chain(store, keys[:2])
-        past = time.monotonic() - 1.0
-        frames = full_frames(store.backend.codec, keys)
-        assert store.backend.batch_exists(keys, deadline=past) == 0
-        assert store.backend.batch_get(keys, frames, deadline=past) == [GET_ERROR] * 3
-        assert store.backend.batch_set(keys, frames, parent=None, deadline=past) == [SET_ERROR] * 3
-        assert store.backend.delete(keys, deadline=past) == 0
+        past, frames = soon(-1), full_frames(store.backend.codec, keys)
+        errors = [0]
+        calls: list[Callable[[], bool]] = [
+            lambda: store.backend.batch_exists(keys, deadline=past) == 0,
+            lambda: store.backend.batch_get(keys, frames, deadline=past) == [GET_ERROR] * 3,
+            lambda: store.backend.batch_set(keys, frames, parent=None, deadline=past) == [SET_ERROR] * 3,
+            lambda: store.backend.delete(keys, deadline=past) == 0,
+        ]
+        for is_refused in calls:
+            assert is_refused()
+            errors.append(sum(store.backend.statistics().errors.values()))
+        assert errors == sorted(set(errors)), "a call that was refused was not counted"
+        found = store.backend.statistics()
+        assert (found.gets[GET_ERROR], found.sets[SET_ERROR]) == (3, 3)
         assert load(store, keys) == [HIT, HIT, MISS]
+
+    def test_a_miss_is_not_an_error(self, store: Store) -> None:
+        """The control of the test above: a page that is not stored is told apart from one that could not be asked for.
+        """
+        keys = make_keys(3)
+        assert load(store, keys) == [MISS] * 3
+        assert (exists(store, keys), delete(store, keys)) == (0, 0)
+        assert dict(store.backend.statistics().errors) == {}
 
     def test_a_deadline_may_be_infinite(self, store: Store) -> None:
         keys = make_keys(2)
@@ -251,36 +226,32 @@ class SoleBackendContract(BoundsContract, FormsContract, PartsContract):
         assert store.backend.delete(keys, deadline=math.inf) == 2
 
     def test_wrong_arguments_are_refused(self, store: Store) -> None:
-        keys, codec = make_keys(2), store.backend.codec
+        backend, codec, keys = store.backend, store.backend.codec, make_keys(2)
         frames = full_frames(codec, keys)
-        short = memoryview(bytearray(codec.frame_bytes - 1))
-        with pytest.raises(InvalidInput):
-            store.backend.batch_get(keys, frames[:1], deadline=soon())
-        with pytest.raises(InvalidInput):
-            store.backend.batch_set(keys, frames[:1], parent=None, deadline=soon())
-        with pytest.raises(InvalidInput):
-            store.backend.batch_get(keys, [frames[0], short], deadline=soon())
-        with pytest.raises(InvalidInput):
-            store.backend.batch_set([keys[0], b"short"], frames, parent=None, deadline=soon())
-        for number in range(2):  # a page would hang on itself, at once or by way of the batch
+        view = in_parts(codec, frames[1])
+        wrong: list[list[PageBuffer]] = [
+            [frames[0]],
+            [frames[0], memoryview(bytearray(codec.frame_bytes - 1))],
+            [frames[0], PageView(view.header[1:], view.parts)],
+            [frames[0], PageView(view.header, view.parts[1:])],
+            [frames[0], PageView(view.header, [*view.parts, memoryview(bytearray(1))])],
+            [frames[0], PageView(view.header, [memoryview(bytes(PAYLOAD_BYTES))])],
+        ]
+        for bad in wrong:
             with pytest.raises(InvalidInput):
-                store.backend.batch_set(keys, frames, parent=keys[number], deadline=soon())
+                backend.batch_get(keys, bad, deadline=soon())
+            with pytest.raises(InvalidInput):
+                backend.batch_set(keys, bad, parent=None, deadline=soon())
+        for parent in (*keys, b"short"):  # a page would hang on itself, at once or by way of the batch
+            with pytest.raises(InvalidInput):
+                backend.batch_set(keys, frames, parent=parent, deadline=soon())
         with pytest.raises(InvalidInput):
-            store.backend.batch_set(keys, frames, parent=b"short", deadline=soon())
-        with pytest.raises(InvalidInput):
-            store.backend.batch_exists([b"../../etc/passwd"], deadline=soon())
-        with pytest.raises(InvalidInput):
-            store.backend.delete([b""], deadline=soon())
-        assert store.backend.usage().pages == 0
-
-    def test_usage_follows_what_is_stored(self, store: Store) -> None:
-        keys, size = make_keys(4), store.backend.codec.frame_bytes
-        assert (store.backend.usage().pages, store.backend.usage().bytes) == (0, 0)
-        store_chain(store, keys)
-        store_chain(store, keys)
-        assert (store.backend.usage().pages, store.backend.usage().bytes) == (4, 4 * size)
-        store.backend.delete(keys[3:], deadline=soon())
-        assert (store.backend.usage().pages, store.backend.usage().bytes) == (3, 3 * size)
+            backend.batch_set([keys[0], b"short"], frames, parent=None, deadline=soon())
+        for verb in (backend.batch_exists, backend.batch_has, backend.delete):
+            for key in (b"", b"short", b"../../etc/passwd"):
+                with pytest.raises(InvalidInput):
+                    verb([key], deadline=soon())
+        assert backend.usage().pages == 0
 
     def test_statistics_count_outcomes_and_bytes(self, store: Store) -> None:
         keys, size = make_keys(4), store.backend.codec.frame_bytes
@@ -294,24 +265,23 @@ class SoleBackendContract(BoundsContract, FormsContract, PartsContract):
         assert (dict(found.errors), dict(found.corrupt), found.evicted_pages) == ({}, {}, 0)
 
     def test_verbs_after_close_report_errors(self, store: Store) -> None:
-        keys = make_keys(2)
+        backend, keys = store.backend, make_keys(2)
         store_chain(store, keys)
-        store.backend.close()
-        store.backend.close()
-        frames = full_frames(store.backend.codec, keys)
-        closed = self._closed_errors(store)
-        assert store.backend.batch_exists(keys, deadline=soon()) == 0
-        assert closed < (closed := self._closed_errors(store))
-        assert store.backend.batch_get(keys, frames, deadline=soon()) == [GET_ERROR] * 2
-        assert closed < (closed := self._closed_errors(store))
-        assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [SET_ERROR] * 2
-        assert closed < (closed := self._closed_errors(store))
-        for nothing in (
-            store.backend.delete(keys, deadline=soon()), store.backend.clear(deadline=soon()),
-            any(store.backend.batch_has(keys, deadline=soon())),
-        ):  # fmt: skip
-            assert not nothing
-        assert self._closed_errors(store) == closed + 3
+        backend.close()
+        backend.close()
+        frames = full_frames(backend.codec, keys)
+        calls: list[Callable[[], bool]] = [
+            lambda: exists(store, keys) == 0,
+            lambda: backend.batch_has(keys, deadline=soon()) == [False] * 2,
+            lambda: backend.batch_get(keys, frames, deadline=soon()) == [GET_ERROR] * 2,
+            lambda: backend.batch_set(keys, frames, parent=None, deadline=soon()) == [SET_ERROR] * 2,
+            lambda: delete(store, keys) == 0,
+            lambda: backend.clear(deadline=soon()) == 0,
+        ]
+        for is_refused in calls:
+            before = self._closed_errors(store)
+            assert is_refused()
+            assert self._closed_errors(store) > before
 
     @staticmethod
     def _closed_errors(store: Store) -> int:
@@ -322,7 +292,7 @@ class SoleBackendContract(BoundsContract, FormsContract, PartsContract):
     def test_threads_on_the_same_keys_see_whole_pages_or_none(self, store: Store, seed: int) -> None:
         keys = make_keys(12)
         in_threads(6, lambda number: churn(store, keys, random.Random(seed + number), rounds=40))
-        store.backend.delete(keys, deadline=soon())
+        delete(store, keys)
         assert store.backend.usage().pages == 0
 
     def test_a_random_walk_goes_as_in_memory(self, open_store: OpenStore) -> None:
@@ -335,9 +305,9 @@ class SoleBackendContract(BoundsContract, FormsContract, PartsContract):
         keys = make_keys(4)
         assert store_chain(ours, keys) == [STORED] * 4
         assert (exists(theirs, keys), load(theirs, keys)) == (0, [MISS] * 4)
-        assert theirs.backend.delete(keys, deadline=soon()) == 0
+        assert delete(theirs, keys) == 0
         assert store_chain(theirs, keys[:3]) == [STORED] * 3
-        assert ours.backend.delete(keys[1:], deadline=soon()) == 3
+        assert delete(ours, keys[1:]) == 3
         assert (load(ours, keys), load(theirs, keys)) == ([HIT, MISS, MISS, MISS], [HIT, HIT, HIT, MISS])
         ours.backend.close()
         assert load(theirs, keys[:3]) == [HIT] * 3
@@ -359,3 +329,54 @@ class SoleBackendContract(BoundsContract, FormsContract, PartsContract):
 
         in_threads(4, use)
         assert load(store, keys) == [GET_ERROR] * 12
+
+
+class BackendContract(SoleBackendContract):
+    """What holds for a store that several backends have open at once, as engines do, and that outlives them. Subclass
+    it in a test module and give it the fixture `open_store`."""
+
+    @pytest.fixture
+    def second(self, open_store: OpenStore, codec: FrameCodec) -> Iterator[Store]:
+        """The store of the fixture `store`, opened once more."""
+        second = open_store(codec)
+        yield second
+        second.backend.close()
+
+    def test_two_openings_see_each_others_pages(self, store: Store, second: Store) -> None:
+        keys, size = make_keys(4), store.backend.codec.frame_bytes
+        assert store_chain(store, keys[:2]) == [STORED] * 2
+        assert (exists(second, keys), load(second, keys)) == (2, [HIT, HIT, MISS, MISS])
+        assert store_chain(second, keys) == [PRESENT, PRESENT, STORED, STORED]
+        assert load(store, keys) == [HIT] * 4
+        for one in (store, second):
+            assert (one.backend.usage().pages, one.backend.usage().bytes) == (4, 4 * size)
+        assert delete(second, keys[1:]) == 3
+        assert (exists(store, keys), load(store, keys)) == (1, [HIT, MISS, MISS, MISS])
+        assert delete(store, keys) == 1
+
+    def test_closing_one_opening_leaves_the_other(self, store: Store, second: Store) -> None:
+        keys = make_keys(3)
+        store_chain(second, keys)
+        second.backend.close()
+        assert load(second, keys) == [GET_ERROR] * 3
+        assert load(store, keys) == [HIT] * 3
+
+    def test_pages_outlive_the_backend_that_stored_them(self, open_store: OpenStore, codec: FrameCodec) -> None:
+        keys = make_keys(3)
+        first = open_store(codec)
+        store_chain(first, keys)
+        first.backend.close()
+        again = open_store(codec)
+        assert (exists(again, keys), load(again, keys)) == (3, [HIT] * 3)
+        assert again.backend.usage().pages == 3
+        again.backend.close()
+
+    def test_threads_of_two_openings_see_whole_pages_or_none(self, store: Store, second: Store, seed: int) -> None:
+        keys, openings = make_keys(12), (store, second)
+        in_threads(4, lambda number: churn(openings[number % 2], keys, random.Random(seed + number), rounds=25))
+        delete(store, keys)
+        assert (exists(second, keys), second.backend.usage().pages) == (0, 0)
+        assert store.backend.statistics().corrupt == second.backend.statistics().corrupt == {}
+
+    def test_a_random_walk_goes_as_in_memory(self, open_store: OpenStore) -> None:
+        run_machine(open_store, examples=self.machine_examples, reopens=True)

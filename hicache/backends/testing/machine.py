@@ -1,6 +1,5 @@
 """A hypothesis state machine that does the same to a backend and to the memory backend, which is assumed to be perfect,
-and compares every answer. It needs the package hypothesis.
-"""
+and compares every answer."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from ...frame import HEADER_BYTES, FrameCodec
 from ..memory import MemoryBackend
-from .pages import NAMESPACE, PAYLOAD_BYTES, OpenStore, Store, exists, load, make_keys, soon, store_chain
+from .pages import NAMESPACE, PAYLOAD_BYTES, OpenStore, Store, delete, exists, load, make_keys, store_chain
 
 _CHAINS = {name: make_keys(6, name) for name in ("left", "right")}
 _STEPS = 25
@@ -58,8 +57,7 @@ class BackendMachine(RuleBasedStateMachine):
     def delete(self, chain: str, positions: list[int]) -> None:
         """Any pages of a chain, some of them twice."""
         keys = [_CHAINS[chain][position] for position in positions]
-        found = self._store.backend.delete(keys, deadline=soon())
-        assert found == self._model.backend.delete(keys, deadline=soon())
+        assert delete(self._store, keys) == delete(self._model, keys)
 
     @rule(chain=_chains, first=_firsts, offset=st.integers(0, HEADER_BYTES + PAYLOAD_BYTES - 1), bit=st.integers(0, 7))
     def flip_a_bit(self, chain: str, first: int, offset: int, bit: int) -> None:
@@ -100,7 +98,7 @@ class BackendMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Leave an empty store to the next walk."""
         for keys in _CHAINS.values():
-            self._store.backend.delete(keys, deadline=soon())
+            delete(self._store, keys)
         self._store.backend.close()
 
 

@@ -1,15 +1,19 @@
-"""What the tests of stores share: pages whose right bytes follow from their keys, and verbs that check them."""
+"""What the tests of stores share: fixtures, pages whose right bytes follow from their keys, and verbs that check them.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import pytest
 import xxhash
 
 from ...frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView
@@ -34,6 +38,32 @@ class Store:
 
 
 OpenStore: TypeAlias = Callable[[FrameCodec], Store]
+
+
+class ContractFixtures:
+    """What a contract asks of its subclass, `open_store`, and what it makes of that."""
+
+    @pytest.fixture
+    @abstractmethod
+    def open_store(self) -> OpenStore:
+        """Opens the store of this test as a codec's namespace sees it."""
+
+    @pytest.fixture
+    def codec(self) -> FrameCodec:
+        return FrameCodec(NAMESPACE, PAYLOAD_BYTES)
+
+    @pytest.fixture
+    def store(self, open_store: OpenStore, codec: FrameCodec) -> Iterator[Store]:
+        store = open_store(codec)
+        yield store
+        store.backend.close()
+
+    @pytest.fixture
+    def seed(self) -> int:
+        """The seed of a random test: TEST_SEED if that is set, else a new one, which is printed."""
+        seed = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**32)))
+        print(f"TEST_SEED={seed} replays this")
+        return seed
 
 
 def soon(seconds: float = WAIT_S) -> float:
@@ -87,6 +117,12 @@ def holds(codec: FrameCodec, key: bytes, page: PageBuffer) -> bool:
     return page[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes] == payload_of(key, codec.payload_bytes)
 
 
+def sealed(codec: FrameCodec, keys: Sequence[bytes], parent: bytes | None = None) -> list[bytes]:
+    """The stored bytes of a chain."""
+    frames, parents = full_frames(codec, keys), [parent, *keys[:-1]]
+    return [bytes(codec.seal(k, frame, parent=p)) for k, frame, p in zip(keys, frames, parents, strict=True)]
+
+
 def forged(codec: FrameCodec, key: bytes, parent: bytes) -> bytes:
     """The page of `key` as any process can forge it that knows no key: with any parent, and with a right checksum.
 
@@ -119,6 +155,11 @@ def exists(store: Store, keys: Sequence[bytes]) -> int:
     return store.backend.batch_exists(keys, deadline=soon())
 
 
+def delete(store: Store, keys: Sequence[bytes]) -> int:
+    """Remove pages; how many were there."""
+    return store.backend.delete(keys, deadline=soon())
+
+
 def churn(store: Store, keys: Sequence[bytes], dice: random.Random, rounds: int) -> None:
     """Store, read and delete runs of `keys` at random; a hit with wrong bytes fails in `load`."""
     for _ in range(rounds):
@@ -130,7 +171,7 @@ def churn(store: Store, keys: Sequence[bytes], dice: random.Random, rounds: int)
         elif action < 9:
             assert set(load(store, some)) <= {HIT, MISS}
         else:
-            store.backend.delete(some, deadline=soon())
+            delete(store, some)
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import ClassVar, TypeAlias
 
 import pytest
 
 from ...frame import FrameCodec
 from ..raw import RawStore, StoredPage
-from .fixtures import ContractFixtures
 from .pages import (
     HIT,
     MISS,
@@ -19,25 +18,19 @@ from .pages import (
     OTHER_NAMESPACE,
     PAYLOAD_BYTES,
     PRESENT,
+    ContractFixtures,
     OpenStore,
     Store,
     exists,
-    full_frames,
     load,
     make_keys,
+    sealed,
     store_chain,
 )
 
 OpenRaw: TypeAlias = Callable[[], RawStore]
 # How far a store's clock may be from ours, with what it rounds away.
 _CLOCK_S = 120.0
-
-
-def sealed(codec: FrameCodec, keys: Sequence[bytes], parent: bytes | None = None) -> list[bytes]:
-    """The stored forms of a chain."""
-    parents = [parent, *keys[:-1]]
-    frames = full_frames(codec, keys)
-    return [bytes(codec.seal(k, frame, parent=p)) for k, frame, p in zip(keys, frames, parents, strict=True)]
 
 
 def by_key(pages: Iterator[StoredPage]) -> dict[bytes, StoredPage]:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import pytest
 
-from .fixtures import ContractFixtures
+from .pages import ContractFixtures
 
 # The name of a test, and the class that has it.
 Cell: TypeAlias = tuple[str, type]
