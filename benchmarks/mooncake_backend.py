@@ -22,10 +22,10 @@ if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from benchmarks._table import Row, print_table, rate_rows, timed
-from hicache.backends.mooncake import RegisteringMooncakeBackend
-from hicache.backends.mooncake.batches import Names
+from hicache.backends.mooncake import MooncakeBackend
+from hicache.backends.mooncake.buffers import address_of
 from hicache.backends.mooncake.client import join_store, library_pool
-from hicache.backends.mooncake.lanes import address_of
+from hicache.backends.mooncake.session import Names
 from hicache.config import MooncakeStorageOptions
 from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
 from hicache.frame import HEADER_BYTES, FrameCodec, TagKind, unseal
@@ -52,7 +52,7 @@ class _Bench:
             self._whole[start : start + size] = os.urandom(4096) * (size // 4096)
         self.frames = [self._whole[i * size : (i + 1) * size] for i in range(batch)]
         self.keys = [i.to_bytes(4, "big") * 8 for i in range(batch)]
-        self.backend = RegisteringMooncakeBackend(self.codec, options)
+        self.backend = MooncakeBackend(self.codec, options)
         self.backend.register_memory(self._whole)
         self._pool = library_pool("bench")
         self._library = join_store(options, self._pool)

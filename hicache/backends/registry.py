@@ -51,7 +51,7 @@ _BUILT_IN: Mapping[str, str] = {
     "sharded": "hicache.backends.compose:open_sharded",
     "redis": "hicache.backends.redis:RedisBackend",
     "s3": "hicache.backends.s3:S3Backend",
-    "mooncake": "hicache.backends.mooncake:open_mooncake_backend",
+    "mooncake": "hicache.backends.mooncake:MooncakeBackend",
 }
 # Where the RawStore of a built-in store is, which takes the same section.
 _RAW: Mapping[str, str] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
-from hicache.backends.mooncake import MooncakeBackend, open_mooncake_backend
+from hicache.backends.mooncake import MooncakeBackend
 from hicache.backends.mooncake.client import load_library
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
 from hicache.config import MooncakeStorageOptions
@@ -31,7 +31,7 @@ def options_for(master: MooncakeMaster, **changes: Any) -> dict[str, Any]:
 
 def open_backend(master: MooncakeMaster, codec: FrameCodec = CODEC, **changes: Any) -> MooncakeBackend:
     """A backend with `options_for(master, **changes)`."""
-    return open_mooncake_backend(codec, MooncakeStorageOptions(**options_for(master, **changes)))
+    return MooncakeBackend(codec, MooncakeStorageOptions(**options_for(master, **changes)))
 
 
 class SideDoor:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from hicache.backends.base import MemoryRegistration
 from hicache.backends.mooncake import MooncakeBackend
 from hicache.backends.testing import DAMAGES, BackendContract, OpenStore, Store, make_keys
 from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
@@ -77,5 +76,7 @@ class TestMooncakeThroughADaemon(_MooncakeContract):
         yield lambda codec: door.store(open_backend(master, codec, daemon=daemon.address))
         door.clear()
 
-    def test_it_has_nothing_to_register_memory_with(self, store: Store) -> None:
-        assert not isinstance(store.backend, MemoryRegistration)
+    def test_it_registers_no_memory(self, store: Store) -> None:
+        assert isinstance(store.backend, MooncakeBackend)
+        store.backend.register_memory(memoryview(bytearray(4096)))
+        assert store.backend._sessions.current.paths.registered == ()

@@ -18,7 +18,7 @@ from typing import TypeVar
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.mooncake import MooncakeBackend, RegisteringMooncakeBackend, open_mooncake_backend
+from hicache.backends.mooncake import MooncakeBackend
 from hicache.backends.mooncake.raw import MooncakeRawStore
 from hicache.backends.testing import (
     GET_ERROR,
@@ -85,10 +85,9 @@ def owner(master: MooncakeMaster) -> Iterator[MooncakeClientDaemon]:
 
 
 @pytest.fixture
-def backend(master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[RegisteringMooncakeBackend]:
+def backend(master: MooncakeMaster, owner: MooncakeClientDaemon) -> Iterator[MooncakeBackend]:
     """A backend without memory of its own, which moves its pages itself."""
     backend = open_backend(master, segment=0)
-    assert isinstance(backend, RegisteringMooncakeBackend)
     yield backend
     backend.close()
 
@@ -107,7 +106,7 @@ def test_without_a_master_opening_is_refused_with_what_to_do() -> None:
 
 
 def open_backend_at(address: str, daemon: str | None = None) -> None:
-    open_mooncake_backend(CODEC, MooncakeStorageOptions(master=address, daemon=daemon, segment=0, timeout=1.0))
+    MooncakeBackend(CODEC, MooncakeStorageOptions(master=address, daemon=daemon, segment=0, timeout=1.0))
 
 
 def test_a_master_that_hangs_is_refused_at_start(master: MooncakeMaster) -> None:
@@ -129,7 +128,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_with_its_master_dead_every_verb_reports_errors_and_close_returns(
-    master: MooncakeMaster, backend: RegisteringMooncakeBackend
+    master: MooncakeMaster, backend: MooncakeBackend
 ) -> None:
     keys = make_keys(3)
     assert store(backend, keys) == [STORED] * 3
@@ -148,7 +147,7 @@ def test_with_its_master_dead_every_verb_reports_errors_and_close_returns(
 
 
 def test_a_master_that_comes_back_empty_is_used_again(
-    master: MooncakeMaster, backend: RegisteringMooncakeBackend
+    master: MooncakeMaster, backend: MooncakeBackend
 ) -> None:
     keys = make_keys(3)
     store(backend, keys)
@@ -158,7 +157,7 @@ def test_a_master_that_comes_back_empty_is_used_again(
 
 
 def test_a_master_that_hangs_costs_errors_and_heals(
-    master: MooncakeMaster, backend: RegisteringMooncakeBackend
+    master: MooncakeMaster, backend: MooncakeBackend
 ) -> None:
     keys = make_keys(2)
     store(backend, keys)
@@ -172,7 +171,7 @@ def test_a_master_that_hangs_costs_errors_and_heals(
 
 
 def test_pages_of_a_dead_owner_are_errors_or_misses_and_never_hits(
-    owner: MooncakeClientDaemon, backend: RegisteringMooncakeBackend
+    owner: MooncakeClientDaemon, backend: MooncakeBackend
 ) -> None:
     keys = make_keys(3)
     store(backend, keys)
@@ -185,7 +184,7 @@ def test_pages_of_a_dead_owner_are_errors_or_misses_and_never_hits(
 
 
 def test_an_owner_that_hangs_costs_registered_frames_one_wait_and_no_late_write(
-    owner: MooncakeClientDaemon, backend: RegisteringMooncakeBackend
+    owner: MooncakeClientDaemon, backend: MooncakeBackend
 ) -> None:
     keys = make_keys(3)
     memory = Memory(CODEC, 3)

@@ -3,6 +3,7 @@ parts."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.base import MemoryRegistration, SetOutcome, leaves
-from hicache.backends.mooncake import MooncakeBackend, RegisteringMooncakeBackend, codes
-from hicache.backends.mooncake.lanes import address_of
-from hicache.backends.mooncake.link import Link, Links
-from hicache.backends.mooncake.options import admin_address
+from hicache.backends.base import SetOutcome
+from hicache.backends.errors import StoreError
+from hicache.backends.mooncake import MooncakeBackend, codes
+from hicache.backends.mooncake.admin import admin_address
+from hicache.backends.mooncake.buffers import address_of
+from hicache.backends.mooncake.session import ClientSession, SessionManager
 from hicache.backends.registry import open_backend as open_by_name
 from hicache.backends.testing import (
     CORRUPT,
@@ -68,9 +70,8 @@ def here(master: MooncakeMaster) -> Iterator[MooncakeBackend]:
 @pytest.fixture
 def backend(
     master: MooncakeMaster, here: MooncakeBackend, door: SideDoor
-) -> Iterator[RegisteringMooncakeBackend]:
+) -> Iterator[MooncakeBackend]:
     backend = open_backend(master)
-    assert isinstance(backend, RegisteringMooncakeBackend)
     yield backend
     backend.close()
     backend.check()
@@ -81,7 +82,7 @@ def store(backend: MooncakeBackend, keys: list[bytes], parent: bytes | None = No
     return backend.batch_set(keys, full_frames(backend.codec, keys), parent=parent, deadline=soon())
 
 
-def test_registered_frames_are_filled_where_they_lie(backend: RegisteringMooncakeBackend) -> None:
+def test_registered_frames_are_filled_where_they_lie(backend: MooncakeBackend) -> None:
     keys, memory = make_keys(6), Memory(CODEC, 6)
     backend.register_memory(memory.whole)
     for key, frame in zip(keys, memory.frames, strict=True):
@@ -107,13 +108,12 @@ def test_parts_in_registered_memory_are_moved_where_they_are(
     master: MooncakeMaster, here: MooncakeBackend, codec: FrameCodec
 ) -> None:
     backend, keys, memory = open_backend(master, codec, staging=8 * MIB), make_keys(3), Memory(codec, 3)
-    assert isinstance(backend, RegisteringMooncakeBackend)
     backend.register_memory(memory.whole)
     views = views_of(memory, codec)
-    roads = backend._links.current.parts.roads
-    with roads.lane([codec.buffers(view) for view in views], soon()) as lane:
-        assert lane is not None and not lane.is_staged
-        for view, addresses in zip(views, lane.addresses, strict=True):
+    paths = backend._sessions.current.paths
+    with paths.path([codec.buffers(view) for view in views], soon()) as path:
+        assert not path.is_staged
+        for view, addresses in zip(views, path.addresses, strict=True):
             assert set(map(address_of, view.parts)) < set(addresses), "parts are copied"
     for key, view in zip(keys, views, strict=True):
         view.parts[0][:], view.parts[1][:] = payload_of(key, MIB)[:1], payload_of(key, MIB)[1:70_000]
@@ -133,7 +133,7 @@ def test_parts_in_registered_memory_are_moved_where_they_are(
 
 @pytest.mark.parametrize("extra", [1, CODEC.frame_bytes, 5 * MIB])
 def test_a_longer_object_is_corrupt_and_writes_past_no_frame(
-    backend: RegisteringMooncakeBackend, door: SideDoor, extra: int
+    backend: MooncakeBackend, door: SideDoor, extra: int
 ) -> None:
     keys, memory = make_keys(2), Memory(CODEC, 2)
     backend.register_memory(memory.whole)
@@ -146,7 +146,7 @@ def test_a_longer_object_is_corrupt_and_writes_past_no_frame(
     assert backend.batch_get(keys, memory.frames, deadline=soon()) == [HIT, MISS]
 
 
-def test_a_shorter_object_is_corrupt(backend: RegisteringMooncakeBackend, door: SideDoor) -> None:
+def test_a_shorter_object_is_corrupt(backend: MooncakeBackend, door: SideDoor) -> None:
     (key,), memory = make_keys(1), Memory(CODEC, 1)
     backend.register_memory(memory.whole)
     door.store(backend).write(key, bytes(100))
@@ -154,7 +154,7 @@ def test_a_shorter_object_is_corrupt(backend: RegisteringMooncakeBackend, door: 
     assert backend.statistics().corrupt == {"size": 1}
 
 
-def test_memory_may_be_registered_twice_and_is_checked(backend: RegisteringMooncakeBackend) -> None:
+def test_memory_may_be_registered_twice_and_is_checked(backend: MooncakeBackend) -> None:
     memory = Memory(CODEC, 2)
     backend.register_memory(memory.whole)
     backend.register_memory(memory.whole)
@@ -165,11 +165,11 @@ def test_memory_may_be_registered_twice_and_is_checked(backend: RegisteringMoonc
         backend.register_memory(memory.whole[: CODEC.frame_bytes])  # a part of what is registered
 
 
-def test_two_backends_register_the_same_memory(master: MooncakeMaster, backend: RegisteringMooncakeBackend) -> None:
+def test_two_backends_register_the_same_memory(master: MooncakeMaster, backend: MooncakeBackend) -> None:
     """As when new weights open a store anew: the old one's end must not take the memory from the new one."""
     keys, memory = make_keys(2), Memory(CODEC, 2)
     old = open_backend(master, FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
-    assert isinstance(old, RegisteringMooncakeBackend)
+    assert isinstance(old, MooncakeBackend)
     old.register_memory(memory.whole)
     backend.register_memory(memory.whole)
     old.close()
@@ -180,89 +180,82 @@ def test_two_backends_register_the_same_memory(master: MooncakeMaster, backend: 
 def test_a_closed_backend_registers_no_memory(master: MooncakeMaster, here: MooncakeBackend) -> None:
     """The library ends the process that calls a client which has left."""
     backend, memory = open_backend(master), Memory(CODEC, 1)
-    assert isinstance(backend, RegisteringMooncakeBackend)
     backend.close()
     with pytest.raises(BackendUnavailable, match="is closed"):
         backend.register_memory(memory.whole)
 
 
-def test_registration_is_found_behind_the_name(master: MooncakeMaster, here: MooncakeBackend) -> None:
-    backend = open_by_name("mooncake", CODEC, options_for(master))
-    assert [isinstance(leaf, MemoryRegistration) for leaf in leaves(backend)] == [True]
-    backend.close()
-
-
-def test_frames_take_the_direct_lane_only_if_they_are_registered_and_nothing_hangs(master: MooncakeMaster) -> None:
-    link = Link(CODEC, MooncakeStorageOptions(**options_for(master, staging=3 * CODEC.frame_bytes)))
-    roads, memory = link.parts.roads, Memory(CODEC, 5)
+def test_frames_take_the_direct_path_only_if_they_are_registered_and_nothing_hangs(master: MooncakeMaster) -> None:
+    session = ClientSession(CODEC, MooncakeStorageOptions(**options_for(master, staging=3 * CODEC.frame_bytes)))
+    paths, memory = session.paths, Memory(CODEC, 5)
     try:
         pages = [[frame] for frame in memory.frames]
-        with roads.lane(pages, soon()) as lane:
-            assert lane is not None and lane.is_staged and len(lane) == 3
-            with roads.lane(pages, time.monotonic() + 0.05) as no_lane:
-                assert no_lane is None
-        link.staging.check()
-        link.register(address_of(memory.whole), 4 * CODEC.frame_bytes)
-        with roads.lane(pages[:4], soon()) as lane:
-            assert lane is not None and not lane.is_staged and len(lane) == 4
-        with roads.lane(pages, soon()) as lane:
-            assert lane is not None and len(lane) == 5
-            assert [sizes == [CODEC.frame_bytes] for sizes in lane.sizes] == [True] * 5
-            assert lane.addresses[:4] == [[address_of(frame)] for frame in memory.frames[:4]]
-            assert lane.addresses[4] != [address_of(memory.frames[4])]  # not registered: through a slot
-        roads.slow = True
-        with roads.lane(pages[:3], soon()) as lane:
-            assert lane is not None and lane.is_staged
+        with paths.path(pages, soon()) as path:
+            assert path.is_staged and len(path) == 3
+            with pytest.raises(StoreError, match="no_buffer"), paths.path(pages, time.monotonic() + 0.05):
+                pass
+        session.paths.check()
+        session.register(address_of(memory.whole), 4 * CODEC.frame_bytes)
+        with paths.path(pages[:4], soon()) as path:
+            assert not path.is_staged and len(path) == 4
+        with paths.path(pages, soon()) as path:
+            assert len(path) == 5
+            assert [sizes == [CODEC.frame_bytes] for sizes in path.sizes] == [True] * 5
+            assert path.addresses[:4] == [[address_of(frame)] for frame in memory.frames[:4]]
+            assert path.addresses[4] != [address_of(memory.frames[4])]  # not registered: through a bounce buffer
+        paths.slow = True
+        with paths.path(pages[:3], soon()) as path:
+            assert path.is_staged
     finally:
-        link.leave()
+        session.leave()
 
 
 def test_frames_are_copied_from_a_slow_failure_until_pages_have_moved(master: MooncakeMaster) -> None:
-    link = Link(CODEC, MooncakeStorageOptions(**options_for(master)))
-    parts = link.parts
+    session = ClientSession(CODEC, MooncakeStorageOptions(**options_for(master)))
     try:
         for result, is_slow in (
             ([0], False), ([-704], False), ([4096, -800], True), ([-704], True), ([4096], False), (None, True),
             ([0], False), ([-901], True),
         ):  # fmt: skip
-            parts.moved(result)
-            assert parts.roads.slow is is_slow, result
-        assert parts.ask(lambda: [1], soon()) == [1]
-        assert parts.roads.slow  # the master answers; of the owners of pages that says nothing
-        parts.moved([0])
-        assert parts.ask(lambda: [-901], soon()) == [-901]
-        assert parts.roads.slow
+            with contextlib.suppress(StoreError):
+                session.moved(result)
+            assert session.paths.slow is is_slow, result
+        assert session.ask(lambda: [1], soon()) == [1]
+        assert session.paths.slow  # the master answers; of the owners of pages that says nothing
+        session.moved([0])
+        assert session.ask(lambda: [-901], soon()) == [-901]
+        assert session.paths.slow
     finally:
-        link.leave()
+        session.leave()
 
 
-def test_without_staging_memory_in_time_pages_are_errors(master: MooncakeMaster) -> None:
+def test_a_bounce_buffer_is_waited_for_until_the_deadline(master: MooncakeMaster) -> None:
     options = MooncakeStorageOptions(**options_for(master, staging=1))
-    link = Link(CODEC, options)
+    session = ClientSession(CODEC, options)
     try:
-        assert link.staging.take(9, soon()) == [0]
-        waiting = threading.Thread(target=lambda: link.staging.give_back(link.staging.take(1, soon())))
+        assert session.paths.take(9, soon()) == [0]
+        waiting = threading.Thread(target=lambda: session.paths.give_back(session.paths.take(1, soon())))
         waiting.start()
-        assert link.staging.take(1, time.monotonic() + 0.01) == []
-        link.staging.give_back([0])
+        assert session.paths.take(1, time.monotonic() + 0.01) == []
+        session.paths.give_back([0])
         waiting.join()
-        link.staging.check()
+        session.paths.check()
     finally:
-        link.leave()
+        session.leave()
 
 
 @pytest.fixture
-def small() -> Iterator[RegisteringMooncakeBackend]:
+def small() -> Iterator[MooncakeBackend]:
     """A backend with pages of 1 MiB and a store of 16 MiB that is all its own."""
     # Longer than the backend waits for room, as the server's default of 10 s is.
     with MooncakeMaster(lease_ms=2000) as master:
         backend = open_backend(master, LARGE, segment=16 * MIB, staging=8 * MIB)
-        assert isinstance(backend, RegisteringMooncakeBackend)
+        assert isinstance(backend, MooncakeBackend)
         yield backend
         backend.close()
 
 
-def test_a_batch_larger_than_the_store_keeps_its_head_and_has_no_holes(small: RegisteringMooncakeBackend) -> None:
+def test_a_batch_larger_than_the_store_keeps_its_head_and_has_no_holes(small: MooncakeBackend) -> None:
     keys = make_keys(24)
     outcomes = store(small, keys)
     stored = outcomes.count(STORED)
@@ -273,7 +266,7 @@ def test_a_batch_larger_than_the_store_keeps_its_head_and_has_no_holes(small: Re
     assert small.statistics().errors == {}
 
 
-def test_a_full_store_makes_room_for_new_chains(small: RegisteringMooncakeBackend) -> None:
+def test_a_full_store_makes_room_for_new_chains(small: MooncakeBackend) -> None:
     """The server evicts what was not used lately, when it is asked for room that it has not got."""
     for number in range(6):
         keys = make_keys(6, f"chain {number}")
@@ -283,7 +276,7 @@ def test_a_full_store_makes_room_for_new_chains(small: RegisteringMooncakeBacken
     assert small.usage().capacity_bytes == 16 * MIB
 
 
-def test_a_growing_chain_is_not_evicted_for_its_own_tail(small: RegisteringMooncakeBackend) -> None:
+def test_a_growing_chain_is_not_evicted_for_its_own_tail(small: MooncakeBackend) -> None:
     keys = make_keys(24)
     head, tail = keys[:4], keys[4:]
     assert store(small, head) == [STORED] * 4
@@ -294,7 +287,7 @@ def test_a_growing_chain_is_not_evicted_for_its_own_tail(small: RegisteringMoonc
     assert small.batch_exists(keys, deadline=soon()) == 4 + stored
 
 
-def test_deleting_waits_for_the_lease_of_a_page_that_was_read(backend: RegisteringMooncakeBackend) -> None:
+def test_deleting_waits_for_the_lease_of_a_page_that_was_read(backend: MooncakeBackend) -> None:
     keys = make_keys(3)
     store(backend, keys)
     assert backend.batch_exists(keys[:2], deadline=soon()) == 2
@@ -305,7 +298,7 @@ def test_deleting_waits_for_the_lease_of_a_page_that_was_read(backend: Registeri
     assert backend.delete(keys, deadline=soon()) == 2
 
 
-def test_a_damaged_page_is_removed_in_spite_of_its_lease(backend: RegisteringMooncakeBackend, door: SideDoor) -> None:
+def test_a_damaged_page_is_removed_in_spite_of_its_lease(backend: MooncakeBackend, door: SideDoor) -> None:
     (key,), side = make_keys(1), door.store(backend)
     store(backend, [key])
     side.write(key, bytes(CODEC.frame_bytes))
@@ -316,7 +309,7 @@ def test_a_damaged_page_is_removed_in_spite_of_its_lease(backend: RegisteringMoo
 
 
 def test_two_namespaces_share_a_store_and_see_no_page_of_each_other(
-    master: MooncakeMaster, backend: RegisteringMooncakeBackend
+    master: MooncakeMaster, backend: MooncakeBackend
 ) -> None:
     keys = make_keys(3)
     other = open_backend(master, FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
@@ -341,66 +334,67 @@ def test_what_the_last_backend_leaves_takes_its_segment_along() -> None:
         third.close()
 
 
-def test_a_key_again_and_again_in_a_batch_is_stored_once(backend: RegisteringMooncakeBackend) -> None:
+def test_a_key_again_and_again_in_a_batch_is_stored_once(backend: MooncakeBackend) -> None:
     first, second = make_keys(2)
     assert store(backend, [first, second, first, first]) == [STORED, STORED, PRESENT, PRESENT]
     assert backend.usage().pages == 2
 
 
-def test_a_new_link_takes_over_and_the_old_one_is_left_when_unused(
+def test_a_new_session_takes_over_and_the_old_one_is_left_when_unused(
     master: MooncakeMaster, here: MooncakeBackend
 ) -> None:
-    made: list[Link] = []
+    made: list[ClientSession] = []
 
-    def make() -> Link:
-        made.append(Link(CODEC, here.options))
+    def make() -> ClientSession:
+        made.append(ClientSession(CODEC, here.options))
         return made[-1]
 
-    links = Links(make)
-    with links.use() as old:
-        links.renew(old)
-        wait_for(lambda: links.current is not old)
-        assert old.retired and links.current is made[1]
-        links.renew(old)  # done already
-        assert old.parts.client.exist(["nothing"]) == [0]  # still in use
-    with links.use() as new:
-        assert new is made[1] and new.parts.client is not old.parts.client
-    assert links.close(timeout_s=30.0)
+    sessions = SessionManager(make)
+    with sessions.use() as old:
+        sessions.renew(old)
+        wait_for(lambda: sessions.current is not old)
+        assert old.retired and sessions.current is made[1]
+        sessions.renew(old)  # done already
+        assert old.client.exist(["nothing"]) == [0]  # still in use
+    with sessions.use() as new:
+        assert new is made[1] and new.client is not old.client
+    assert sessions.close(timeout_s=30.0)
     assert len(made) == 2
-    names = ("hicache-mooncake-leave", "hicache-mooncake-renew")
-    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith(names)])
+    name = "hicache-mooncake-session"
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith(name)])
 
 
 class Leavable:
-    """A link that counts how often it is left."""
+    """A session that counts how often it is left."""
 
     def __init__(self) -> None:
         self.users = self.left = 0
         self.retired = False
+        self.client = self
 
-    def forget_client(self) -> None:
+    def forget(self) -> None:
         pass
 
     def leave(self) -> None:
         self.left += 1
 
 
-def test_a_bug_while_a_new_link_is_made_does_not_end_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicache.backends.mooncake.link.RENEW_EVERY_S", 0.0)
+def test_a_bug_while_a_new_session_is_made_does_not_end_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.backends.mooncake.session.RENEW_EVERY_S", 0.0)
     first: Any = Leavable()
     second: Any = Leavable()
     to_make = [second, None, first]
 
     def make() -> Any:
-        link = to_make.pop()
-        if link is None:
+        session = to_make.pop()
+        if session is None:
             raise RuntimeError("a bug")
-        return link
+        return session
 
-    links = Links(make)
-    wait_for(lambda: links.current is second, lambda: links.renew(first))
+    sessions = SessionManager(make)
+    wait_for(lambda: sessions.current is second, lambda: sessions.renew(first))
     wait_for(lambda: first.left == 1)
-    assert links.close(timeout_s=30.0) and first.left == second.left == 1
+    assert sessions.close(timeout_s=30.0) and first.left == second.left == 1
 
 
 @pytest.mark.parametrize(

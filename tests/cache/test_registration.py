@@ -14,7 +14,7 @@ from hicache.backends.compose.late import LatePart
 from hicache.backends.guard import GuardedBackend
 from hicache.backends.limit import LimitedBackend
 from hicache.backends.memory import MemoryBackend
-from hicache.backends.mooncake import RegisteringMooncakeBackend
+from hicache.backends.mooncake import MooncakeBackend
 from hicache.backends.testing import soon
 from hicache.config.composed_storage import CopyOptions
 from hicache.config.guard import GuardConfig
@@ -231,19 +231,18 @@ def master() -> Iterator[MooncakeMaster]:
         yield server
 
 
-def exhausted(master: MooncakeMaster, epoch: int) -> RegisteringMooncakeBackend:
+def exhausted(master: MooncakeMaster, epoch: int) -> MooncakeBackend:
     """A backend without staging memory to spare: frames go as they lie, or not at all."""
     backend = open_backend(master, codec(epoch), staging=codec(epoch).frame_bytes)
-    assert isinstance(backend, RegisteringMooncakeBackend)
-    assert len(backend._links.current.staging.take(1, 0.0)) == 1
+    assert len(backend._sessions.current.paths.take(1, 0.0)) == 1
     return backend
 
 
 def release(backend: StorageBackend | None) -> None:
     assert backend is not None
     (leaf,) = leaves(backend)
-    assert isinstance(leaf, RegisteringMooncakeBackend)
-    leaf._links.current.staging.give_back([0])
+    assert isinstance(leaf, MooncakeBackend)
+    leaf._sessions.current.paths.give_back([0])
 
 
 def test_mooncake_moves_the_pages_of_the_host_pool_as_they_lie(master: MooncakeMaster) -> None:

@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterator, Sequence
 from urllib.parse import quote
 
+from ...config.addresses import Address, split_address
+from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendUnavailable
 from ..base import Usage
 
@@ -16,13 +18,22 @@ TIMEOUT_S = 10.0
 # Keys of one question, which stand in its URL: of some 140 bytes each.
 _KEYS_PER_QUESTION = 50
 _ANSWER_BYTES_MAX = 1 << 30
+# Of the master's HTTP server, as Mooncake has it.
+_ADMIN_PORT = 9003
+
+
+def admin_address(options: MooncakeStorageOptions) -> Address:
+    """Host and port of the master's HTTP server."""
+    if options.admin is not None:
+        return split_address(options.admin)
+    return Address(split_address(options.master).host, _ADMIN_PORT)
 
 
 class Admin:
     """Questions to the master, each on a connection of its own. All methods block for at most about `TIMEOUT_S` without
     an answer, and raise BackendUnavailable."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address: Address) -> None:
         self._address = address
 
     def usage(self) -> Usage:

@@ -10,6 +10,7 @@ once, but a call on a closed one ends the process: whoever leaves must have no c
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -22,7 +23,6 @@ from ...errors import BackendError, BackendUnavailable, ConfigError
 from ...supervised import LINGER_S, NoThread, SupervisedPool
 from ..system_libraries import MOONCAKE_LIBRARIES, preload
 from . import codes
-from .options import environment
 
 # One attempt to find the master: four tries to connect a second apart, or one request that is not answered.
 _SETUP_S = 30.0
@@ -63,7 +63,7 @@ def load_library(options: MooncakeStorageOptions) -> Any:
     """The module `mooncake.store`, loaded under the time limits of `options`. Raises ConfigError if it, or a system
     library that it needs, is missing."""
     preload(MOONCAKE_LIBRARIES)
-    for name, value in environment(options).items():
+    for name, value in _environment(options).items():
         os.environ.setdefault(name, value)
     try:
         from mooncake import store  # noqa: PLC0415  an optional dependency, and it reads the environment when it loads
@@ -73,6 +73,23 @@ def load_library(options: MooncakeStorageOptions) -> Any:
             "\"hicache[mooncake-cpu]\" on a machine without CUDA"
         ) from error
     return store
+
+
+def _environment(options: MooncakeStorageOptions) -> dict[str, str]:
+    """What the library wants to find in the environment before it is loaded. What is set there already stays."""
+    whole_s = math.ceil(options.timeout)
+    timeout_ms = str(math.ceil(options.timeout * 1000))
+    return {
+        "MC_RPC_TIMEOUT_MS": timeout_ms,
+        "MC_RPC_CONNECT_TIMEOUT_MS": timeout_ms,
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(whole_s),
+        "MC_TCP_STATUS_TIMEOUT_SEC": str(whole_s),
+        # Longer than the two above: the connection of a slow transfer is closed before the transfer is given up,
+        # so nothing is written into a frame after that.
+        "MC_SLICE_TIMEOUT": str(whole_s + 1),
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+        "MC_LOG_LEVEL": "ERROR",
+    }
 
 
 class Client:

@@ -12,12 +12,11 @@ from ...errors import BackendError, BackendUnavailable, ConfigError
 from ...units import MIB
 from ..raw import RawStore, StoredPage
 from . import codes
-from .admin import Admin
+from .admin import Admin, admin_address
 from .batches import FULL_TRIES, FULL_WAIT_S
+from .buffers import RegisteredMemory
 from .client import join_store, library_pool
-from .options import admin_address
-from .removal import remove_unleased
-from .staging import RegisteredRoom
+from .session import remove_unleased
 
 # How many pages are removed in one request.
 _REMOVE_PAGES = 1000
@@ -39,7 +38,7 @@ class MooncakeRawStore(RawStore):
         except (BackendError, ConfigError):
             self._pool.close(timeout_s=1.0)
             raise
-        self._room: RegisteredRoom | None = None  # made and enlarged as it is needed
+        self._room: RegisteredMemory | None = None  # made and enlarged as it is needed
         self._closed = False
 
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
@@ -107,13 +106,13 @@ class MooncakeRawStore(RawStore):
     def _name_of(self, page: StoredPage) -> str:
         return f"{self._prefix}{page.namespace.hex()}/{page.key.hex()}"
 
-    def _reserve(self, size: int) -> RegisteredRoom:
+    def _reserve(self, size: int) -> RegisteredMemory:
         """Memory of at least `size` bytes, the same as before if that is large enough."""
         if self._room is None or size > self._room.size:
             if self._room is not None:
                 self._room.free()
                 self._room = None
-            self._room = RegisteredRoom(self._client, -(-size // MIB) * MIB)
+            self._room = RegisteredMemory(self._client, -(-size // MIB) * MIB)
         return self._room
 
     def _require(self, code: int) -> None:

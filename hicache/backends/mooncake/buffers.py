@@ -1,0 +1,243 @@
+"""The way of pages between frames and the network: as they are, where their memory is registered, or through bounce
+buffers.
+
+A path belongs to one thread and is used once. `run` makes a library call with its addresses. A call that touches
+registered frames cannot be left: the thread waits for the library, whose own time limits bound it. A call on bounce
+buffers alone can: its slots come back when it has ended.
+
+Locking design: `PathSelector._state` guards `_free`. The bytes of a slot belong to the path that took it, until it
+gives them back. `registered` only grows, and is replaced as a whole; `slow` is one reference. Both are read without a
+lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import BackendError, InvariantError
+from ...frame import FRAME_ALIGN
+from ...supervised import NoThread, SupervisedPool
+from ..errors import ErrorKind, StoreError
+from .client import GRACE_S, Client
+
+# A header of 256 bytes and the padding behind a payload, which are copied for a page whose parts are registered.
+_LOOSE_BYTES_MAX = 2 * FRAME_ALIGN
+
+
+class RegisteredMemory:
+    """`size` bytes of memory that pages can be moved from and to, by a daemon too. Belongs to the caller. Raises
+    BackendError if there is no such memory."""
+
+    def __init__(self, client: Client, size: int) -> None:
+        self._client = client
+        self._allocator: Any = client.allocator()
+        self.size = size
+        self.address = int(self._allocator.alloc(size))
+        if not self.address:
+            raise BackendError(f"mooncake store: the system has no {size} bytes of shared memory for staging")
+        try:
+            client.register(self.address, size)
+        except BackendError:
+            self._allocator.free(self.address)
+            raise
+        self.memory = memoryview((ctypes.c_char * size).from_address(self.address)).cast("B")
+
+    def free(self) -> None:
+        """Give it back to the system. REQUIRES: no call uses it, and no view of it is used."""
+        self._client.unregister(self.address, self.size)
+        self.memory.release()
+        self._allocator.free(self.address)
+
+
+class PathSelector:
+    """Chooses the path of pages. It has as many bounce buffers (slots) of `slot_bytes` as fit into `capacity_bytes`, at
+    least one.
+
+    `slow` is set from a failure that has cost time, or may cost it next time, until pages have been moved again: then
+    registered pages are copied too, so that a verb can leave a call that hangs. `registered` has the start and the end
+    of each registered memory.
+    Invariant: each slot is either free or taken by one path. Raises BackendError if there is no memory for them.
+    """
+
+    def __init__(self, client: Client, pool: SupervisedPool[Any], slot_bytes: int, capacity_bytes: int) -> None:
+        self.slow = False
+        self.registered: tuple[tuple[int, int], ...] = ()
+        self.pool = pool
+        self._slot_bytes = slot_bytes
+        self._slots = max(1, capacity_bytes // slot_bytes)
+        self._state = threading.Condition()
+        self._free = list(range(self._slots))
+        self._memory = RegisteredMemory(client, self._slots * slot_bytes)
+
+    def add(self, start: int, end: int) -> None:
+        """Let buffers between these addresses go as they are."""
+        self.registered = (*self.registered, (start, end))
+
+    @contextlib.contextmanager
+    def path(self, pages: Sequence[Sequence[memoryview]], deadline: float) -> Iterator[BufferPath]:
+        """Choose the path of the first of `pages`, at least one. Blocks while all bounce buffers are taken, and raises
+        StoreError if none is free by the deadline."""
+        addresses = [self._addresses(page) for page in pages]
+        staged = [position for position, places in enumerate(addresses) if None in places]
+        slots: list[int] = []
+        count = len(pages)
+        if staged:
+            slots = self.take(len(staged), deadline)
+            if not slots:
+                raise StoreError(ErrorKind.NO_BUFFER)
+            if len(slots) < len(staged):
+                count = staged[len(slots)]
+        path = BufferPath(pages[:count], addresses[:count], slots, self)
+        try:
+            yield path
+        finally:
+            path.leave()
+
+    def _addresses(self, page: Sequence[memoryview]) -> list[int | None]:
+        """Return where the library may use the buffers of a page as they are: nowhere, unless it may use nearly all.
+        """
+        if self.slow or not self.registered:
+            return [None] * len(page)
+        places: list[int | None] = []
+        loose = 0  # bytes that have to be copied
+        for buffer in page:
+            address = address_of(buffer) if buffer.nbytes else 0
+            if not self._is_registered(address, buffer):
+                loose += buffer.nbytes
+                places.append(None)
+            else:
+                places.append(address)
+        return places if loose < _LOOSE_BYTES_MAX else [None] * len(page)
+
+    def _is_registered(self, address: int, buffer: memoryview) -> bool:
+        for start, end in self.registered:  # noqa: SIM110  twice as fast as `any`, and once for each buffer
+            if start <= address and address + buffer.nbytes <= end:
+                return True
+        return False
+
+    def take(self, count_max: int, deadline: float) -> list[int]:
+        """Take one to `count_max` slots; none if none is free by the deadline. Blocks only while all are taken."""
+        with self._state:
+            wait_s = max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
+            self._state.wait_for(lambda: self._free, wait_s)
+            taken, self._free = self._free[:count_max], self._free[count_max:]
+            return taken
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        """Free slots that were taken."""
+        with self._state:
+            self._free += slots
+            self._state.notify_all()
+
+    def slot(self, number: int) -> tuple[int, memoryview]:
+        """Return the address of a slot, and its bytes."""
+        start = number * self._slot_bytes
+        return self._memory.address + start, self._memory.memory[start : start + self._slot_bytes]
+
+    def free(self) -> None:
+        """Give the memory back to the system. REQUIRES: all slots are free, no view is used."""
+        self._memory.free()
+
+    def check(self) -> None:
+        """Raise InvariantError unless all slots are free, each once. REQUIRES: no call is in flight."""
+        with self._state:
+            if sorted(self._free) != list(range(self._slots)):
+                raise InvariantError("mooncake store: bounce buffers are lost or free twice")
+
+
+class BufferPath:
+    """The path of pages, each a list of buffers: where the library reads or writes each of them.
+
+    `addresses` and `sizes` are lists per page, of one piece for a page that goes through a slot, and of one per buffer
+    for a page in registered memory, of which only small buffers (a header) go through the slot. `is_staged` if all
+    pages go through slots. The slots were taken for this path, which gives them back.
+    """
+
+    def __init__(
+        self, pages: Sequence[Sequence[memoryview]], addresses: Sequence[Sequence[int | None]], slots: list[int],
+        selector: PathSelector,
+    ) -> None:  # fmt: skip
+        self.addresses: list[list[int]] = []
+        self.sizes: list[list[int]] = []
+        self._slots = slots
+        self._selector = selector
+        self._abandoned = False
+        self.is_staged = all(one is None for page in addresses for one in page)
+        # By page: its buffers that are copied, each with its place in a bounce buffer.
+        self._copies: list[list[tuple[memoryview, memoryview]]] = []
+        free = iter(slots)
+        for buffers, places in zip(pages, addresses, strict=True):
+            self._add(buffers, places, selector.slot(next(free)) if None in places else (0, memoryview(b"")))
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def _add(
+        self, buffers: Sequence[memoryview], places: Sequence[int | None], slot: tuple[int, memoryview]
+    ) -> None:
+        start, view = slot
+        copied = end = 0
+        copies: list[tuple[memoryview, memoryview]] = []
+        pieces: list[tuple[int, int]] = []
+        for buffer, place in zip(buffers, places, strict=True):
+            size = buffer.nbytes
+            end += size
+            if place is None:
+                copies.append((buffer, view[copied : copied + size]))
+                pieces.append((start + copied, size))
+                copied += size
+            else:
+                pieces.append((place, size))
+        if copied == end:  # all of the page is in the slot, in one piece
+            pieces = [(start, end)]
+        self._copies.append(copies)
+        self.addresses.append([address for address, size in pieces if size])
+        self.sizes.append([size for _, size in pieces if size])
+
+    def run(self, call: Callable[[], list[int]], deadline: float) -> list[int] | None:
+        """Return the result of a library call, None if it has none in time: then this path is spent. Blocks until the
+        library returns, also past the deadline, unless all pages are in bounce buffers. Raises StoreError."""
+        if not self.is_staged:
+            return call()
+        try:
+            result = self._selector.pool.call(call, deadline + GRACE_S, late=self._give_back)
+        except NoThread:
+            raise StoreError(ErrorKind.NO_THREAD) from None
+        self._abandoned = result is None
+        return result
+
+    def load(self) -> None:
+        """Copy the bytes of the buffers to where the library finds them."""
+        for buffer, staged in itertools.chain.from_iterable(self._copies):
+            staged[:] = buffer
+
+    def fetch(self, index: int, size: int) -> None:
+        """Copy the `size` bytes that the library has read for a page to its buffers."""
+        in_one_piece = len(self.sizes[index]) == 1  # such a page may be shorter than its buffers
+        for buffer, staged in self._copies[index]:
+            count = max(0, min(size, buffer.nbytes)) if in_one_piece else buffer.nbytes
+            buffer[:count] = staged[:count]
+            size -= count
+
+    def leave(self) -> None:
+        """Give back the slots, unless a call that was left still uses them."""
+        if not self._abandoned:
+            self._give_back()
+
+    def _give_back(self, result: object = None) -> None:
+        self._selector.give_back(self._slots)
+
+
+def address_of(memory: memoryview) -> int:
+    """Return where `memory` begins."""
+    if memory.readonly:
+        return int(np.frombuffer(memory, np.uint8).ctypes.data)
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # a fifth of the time
