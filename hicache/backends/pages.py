@@ -23,6 +23,7 @@ from .calls import parents_of
 from .errors import ErrorKind
 
 Found = TypeVar("Found")
+Outcome = TypeVar("Outcome", GetOutcome, SetOutcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,37 @@ class Damaged(Generic[Found]):
     found: Found
 
 
-class PageReads(Generic[Found]):
+class _Pages(Generic[Outcome]):
+    """What the pages of a read and of a store have in common: an outcome per key, or why there is none yet."""
+
+    def __init__(self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> None:
+        self.codec = codec
+        self.keys = keys
+        self.deadline = deadline
+        self.errors: list[str] = []
+        self._pages = pages
+        self._outcomes: list[Outcome | None] = [None] * len(keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def is_late(self) -> bool:
+        """True once the deadline has passed: no new page is started then."""
+        return time.monotonic() >= self.deadline
+
+    def _fail_open(self, kind: str, error: Outcome) -> list[Outcome]:
+        """Fail the pages that have no outcome, for `kind` or the deadline, and return all outcomes."""
+        unsettled = self._outcomes.count(None)
+        if unsettled:
+            why = kind or (ErrorKind.DEADLINE if self.is_late else ErrorKind.INTERNAL)
+            self.errors += [why] * unsettled
+        elif kind and not self.errors:
+            self.errors.append(kind)
+        return [error if outcome is None else outcome for outcome in self._outcomes]
+
+
+class PageReads(_Pages[GetOutcome], Generic[Found]):
     """The pages of a `batch_get`. `keys` may repeat. See the module's docstring.
 
     Iterating gives the positions, head first, until the deadline has passed: the pages that remain fail with it.
@@ -44,29 +75,16 @@ class PageReads(Generic[Found]):
     def __init__(
         self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float
     ) -> None:
-        self.codec = codec
-        self.keys = keys
-        self.deadline = deadline
-        self.errors: list[str] = []
+        super().__init__(codec, keys, pages, deadline)
         self.corrupt: list[str] = []
         self.damaged: list[Damaged[Found]] = []
-        self._pages = pages
         self._frames: dict[int, memoryview] = {}
-        self._outcomes: list[GetOutcome | None] = [None] * len(keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
 
     def __iter__(self) -> Iterator[int]:
         for position in range(len(self.keys)):
             if self.is_late:
                 return
             yield position
-
-    @property
-    def is_late(self) -> bool:
-        """True once the deadline has passed: no new page is started then."""
-        return time.monotonic() >= self.deadline
 
     def fits(self, stored_bytes: int) -> bool:
         """True if an object of so many bytes may be a page. One that does not fit is damaged, and is not read."""
@@ -121,22 +139,17 @@ class PageReads(Generic[Found]):
         """A page is not stored."""
         self._outcomes[position] = GetOutcome.MISS
 
-    def fail(self, position: int, reason: str) -> None:
+    def fail(self, position: int, kind: str) -> None:
         """A page could not be read."""
         self._outcomes[position] = GetOutcome.ERROR
-        self.errors.append(reason)
+        self.errors.append(kind)
 
-    def finish(self, reason: str = "") -> list[GetOutcome]:
-        """Fail the pages that are not settled, for `reason` or the deadline, and return all outcomes."""
-        for position, outcome in enumerate(self._outcomes):
-            if outcome is None:
-                self.fail(position, reason or (ErrorKind.DEADLINE if self.is_late else ErrorKind.INTERNAL))
-        if reason and not self.errors:
-            self.errors.append(reason)
-        return [outcome or GetOutcome.ERROR for outcome in self._outcomes]
+    def finish(self, kind: str = "") -> list[GetOutcome]:
+        """Fail the pages that are not settled, for `kind` or the deadline, and return all outcomes."""
+        return self._fail_open(kind, GetOutcome.ERROR)
 
 
-class PageWrites:
+class PageWrites(_Pages[SetOutcome]):
     """The pages of a `batch_set`, each key once: `keys` and `parents`, head first. See the module's docstring.
 
     Iterating gives the positions until the deadline has passed or a page was rejected: behind a page without room no
@@ -155,29 +168,16 @@ class PageWrites:
         for place, key in enumerate(keys):
             first_of.setdefault(key, place)
         parents = parents_of(keys, parent)
-        self.codec = codec
-        self.keys = list(first_of)
+        super().__init__(codec, list(first_of), [pages[place] for place in first_of.values()], deadline)
         self.parents = [parents[place] for place in first_of.values()]
-        self.deadline = deadline
-        self.errors: list[str] = []
         self._all_keys = keys
-        self._pages = [pages[place] for place in first_of.values()]
-        self._outcomes: list[SetOutcome | None] = [None] * len(self.keys)
         self._rejected_from = len(self.keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
 
     def __iter__(self) -> Iterator[int]:
         for position in range(len(self.keys)):
             if self.is_late or self.is_full:
                 return
             yield position
-
-    @property
-    def is_late(self) -> bool:
-        """True once the deadline has passed: no new page is started then."""
-        return time.monotonic() >= self.deadline
 
     @property
     def is_full(self) -> bool:
@@ -214,34 +214,26 @@ class PageWrites:
         """A page was there already."""
         self._outcomes[position] = SetOutcome.PRESENT
 
-    def reject(self, position: int, reason: str = "") -> None:
-        """A page has no room; `reason` is counted as an error if there is one. Takes `stored` back."""
+    def reject(self, position: int, kind: str = "") -> None:
+        """A page has no room; `kind` is counted as an error if there is one. Takes `stored` back."""
         self._outcomes[position] = SetOutcome.REJECTED
         self._rejected_from = min(self._rejected_from, position)
-        if reason:
-            self.errors.append(reason)
+        if kind:
+            self.errors.append(kind)
 
-    def fail(self, position: int, reason: str) -> None:
+    def fail(self, position: int, kind: str) -> None:
         """A page could not be written, and nothing of it is visible. Takes `stored` back."""
         self._outcomes[position] = SetOutcome.ERROR
-        self.errors.append(reason)
+        self.errors.append(kind)
 
-    def finish(self, reason: str = "") -> list[SetOutcome]:
+    def finish(self, kind: str = "") -> list[SetOutcome]:
         """Settle the pages that are not settled and return the outcomes of all keys of the call, repeated ones too."""
-        for position, outcome in enumerate(self._outcomes):
-            if outcome is not None:
-                continue
-            if position > self._rejected_from:
-                self._outcomes[position] = SetOutcome.REJECTED
-            else:
-                self.fail(position, reason or (ErrorKind.DEADLINE if self.is_late else ErrorKind.INTERNAL))
-        if reason and not self.errors:
-            self.errors.append(reason)
-        known = dict(zip(self.keys, self._outcomes, strict=True))
-        seen: set[bytes] = set()
+        for position in range(self._rejected_from, len(self.keys)):
+            self._outcomes[position] = self._outcomes[position] or SetOutcome.REJECTED
+        known = dict(zip(self.keys, self._fail_open(kind, SetOutcome.ERROR), strict=True))
         outcomes: list[SetOutcome] = []
         for key in self._all_keys:
-            outcome = known[key] or SetOutcome.ERROR
-            outcomes.append(SetOutcome.PRESENT if key in seen and outcome.is_stored else outcome)
-            seen.add(key)
+            outcomes.append(known[key])
+            if known[key].is_stored:
+                known[key] = SetOutcome.PRESENT  # for the next place of the same key
         return outcomes

@@ -160,11 +160,10 @@ def open_spec(spec: BackendSpec, codec: FrameCodec) -> StorageBackend:
 def open_backend(type_name: str, codec: FrameCodec, options: Options) -> StorageBackend:
     """Open the backend `type_name` with `options`. Blocks as its constructor does.
 
-    Raises ConfigError for a name nobody knows, options the backend does not take or refuses, and a factory that does
-    not make a StorageBackend; BackendError as the backend does.
+    Raises ConfigError for an unknown name, options the backend does not take or refuses, and a factory that does not
+    make a StorageBackend; BackendError as the backend does.
     """
-    factory = check_backend(type_name, options)
-    own, capacity_bytes = _split_capacity(type_name, factory, options)
+    factory, own, capacity_bytes = _resolve(type_name, options)
     backend: object = _call(type_name, factory, own, codec)
     if not isinstance(backend, StorageBackend):
         raise ConfigError(f"backend {type_name}: its factory made a {type(backend).__name__}, not a StorageBackend")
@@ -178,8 +177,46 @@ def open_backend(type_name: str, codec: FrameCodec, options: Options) -> Storage
         raise ConfigError(f"backend {type_name}: {error}") from error
 
 
+def check_backend(type_name: str, options: Options) -> None:
+    """Check that the factory of `type_name` makes backends and takes `options`. Imports it, and opens nothing.
+
+    Raises ConfigError for an unknown name, for a factory that makes no StorageBackend, and for options it does not
+    take; in all this, parts of a composition are looked at as well.
+    """
+    _resolve(type_name, options)
+
+
+def _resolve(type_name: str, options: Options) -> tuple[Factory, Options, object]:
+    """Return the factory, the options that it takes, and the limit to put around the backend, None for none. Checks the
+    parts of a composition too. Raises ConfigError."""
+    factory = _factory(type_name)
+    _check_result(type_name, factory)
+    own = options
+    if type_name not in STORAGE_SECTIONS and _raw_place(type_name) is not None:
+        own = _without_capacity(factory, options)
+    checked = _checked(type_name, own, factory)
+    capacity_bytes: object = None
+    if own is not options:
+        capacity_bytes = cast(Mapping[str, object], options)[_CAPACITY]
+    elif type_name in _LIMITED:
+        capacity_bytes = cast(Any, checked).capacity
+    try:
+        inspect.signature(factory).bind(None, **_keywords(factory, checked))
+    except ValueError:
+        pass  # an extension type without a signature says itself which options it does not take
+    except TypeError as error:
+        names = [name for name in inspect.signature(factory).parameters if name not in ("codec", "self")]
+        raise ConfigError(f"backend {type_name}: {error}; it takes {', '.join(names) or 'none'}") from error
+    for part in part_specs(type_name, checked):
+        try:
+            check_backend(part.backend.type, part.backend.options)
+        except ConfigError as error:
+            raise ConfigError(f"backend {type_name}, part {part.name}: {error}") from error
+    return factory, checked, capacity_bytes
+
+
 def _call(type_name: str, factory: Callable[..., T], options: Options, *arguments: object) -> T:
-    """What the factory makes of `arguments` and its options."""
+    """Return what the factory makes of `arguments` and its options."""
     try:
         return factory(*arguments, **_keywords(factory, options))
     except (InvalidInput, TypeError) as error:
@@ -190,34 +227,16 @@ def _keywords(factory: Callable[..., object], options: Options) -> Mapping[str, 
     return {_section_parameter(factory)[0]: options} if isinstance(options, Section) else options
 
 
-def _split_capacity(type_name: str, factory: Factory, options: Options) -> tuple[Options, object]:
-    """The options that the factory takes, and the limit to put around what it makes, None for none.
-
-    Raises ConfigError for options that a section refuses.
-    """
-    if type_name not in STORAGE_SECTIONS and _raw_place(type_name) is not None:
-        own = _without_capacity(factory, options)
-        if own is not options:
-            return _checked(type_name, own, factory), cast(Mapping[str, object], options)[_CAPACITY]
-    checked = _checked(type_name, options, factory)
-    return checked, cast(Any, checked).capacity if type_name in _LIMITED else None
-
-
 def _without_capacity(factory: Callable[..., object], options: Options) -> Options:
-    """A plug-in's options without the limit that is put around it; the same object if there is none."""
-    if not isinstance(options, Mapping) or _CAPACITY not in options or _takes_capacity(factory):
+    """Return a plug-in's options without the limit that is put around it; the same object if there is none."""
+    if not isinstance(options, Mapping) or _CAPACITY not in options:
         return options
-    return {name: value for name, value in options.items() if name != _CAPACITY}
-
-
-def _takes_capacity(factory: Callable[..., object]) -> bool:
     section = _section_parameter(factory)[1]
-    if section is not None:
-        return _CAPACITY in section.model_fields
     try:
-        return _CAPACITY in inspect.signature(factory).parameters
+        taken = inspect.signature(factory).parameters if section is None else section.model_fields
     except (TypeError, ValueError):
-        return True  # an extension type without a signature; it says so itself if it does not
+        return options  # an extension type without a signature
+    return options if _CAPACITY in taken else {name: value for name, value in options.items() if name != _CAPACITY}
 
 
 def _raw_place(type_name: str) -> EntryPoint | None:
@@ -226,24 +245,6 @@ def _raw_place(type_name: str) -> EntryPoint | None:
     if built_in is not None:
         return EntryPoint(type_name, built_in, RAW_ENTRY_POINT_GROUP)
     return next(iter(entry_points(group=RAW_ENTRY_POINT_GROUP, name=type_name)), None)
-
-
-def check_backend(type_name: str, options: Options) -> Factory:
-    """The factory of `type_name`, found to be one and to take `options`. Imports it, and opens nothing.
-
-    Raises ConfigError for a name nobody knows, for what makes no StorageBackend, and for options it does not take; in
-    all this, parts of a composition are looked at as well.
-    """
-    factory = _factory(type_name)
-    _check_result(type_name, factory)
-    checked = _split_capacity(type_name, factory, options)[0]
-    _check_options(type_name, factory, _keywords(factory, checked))
-    for part in part_specs(type_name, checked):
-        try:
-            check_backend(part.backend.type, part.backend.options)
-        except ConfigError as error:
-            raise ConfigError(f"backend {type_name}, part {part.name}: {error}") from error
-    return factory
 
 
 def open_raw(spec: BackendSpec) -> RawStore:
@@ -267,21 +268,18 @@ def backend_names() -> list[str]:
 
 
 def _factory(type_name: str) -> Factory:
-    built_in = _BUILT_IN.get(type_name)
-    if built_in is not None:
-        return _load(type_name, EntryPoint(type_name, built_in, ENTRY_POINT_GROUP))
-    points = entry_points(group=ENTRY_POINT_GROUP, name=type_name)
-    if points:
-        return _load(type_name, next(iter(points)))
-    if ":" in type_name:
-        return _load(type_name, EntryPoint(type_name, type_name, ENTRY_POINT_GROUP))
+    place = _BUILT_IN.get(type_name)
+    points = [] if place else list(entry_points(group=ENTRY_POINT_GROUP, name=type_name))
+    if place or points or ":" in type_name:
+        point = points[0] if points else EntryPoint(type_name, place or type_name, ENTRY_POINT_GROUP)
+        return cast(Factory, _load(type_name, point))
     known = backend_names()
     near = difflib.get_close_matches(type_name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}, or module:Class"
     raise ConfigError(f"backend {type_name!r} is not known; {hint}")
 
 
-def _load(type_name: str, point: EntryPoint) -> Factory:
+def _load(type_name: str, point: EntryPoint) -> Callable[..., object]:
     module, _, attribute = point.value.partition(":")
     try:
         found: object = importlib.import_module(module.strip())
@@ -290,8 +288,8 @@ def _load(type_name: str, point: EntryPoint) -> Factory:
     except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise ConfigError(f"backend {type_name}: {point.value} cannot be loaded: {error}") from error
     if not callable(found):
-        raise ConfigError(f"backend {type_name}: {point.value} is no class or function")
-    return cast(Factory, found)
+        raise ConfigError(f"backend {type_name}: {point.value} is not a class or a function")
+    return found
 
 
 def _check_result(type_name: str, factory: Factory) -> None:
@@ -308,23 +306,3 @@ def _check_result(type_name: str, factory: Factory) -> None:
             f"backend {type_name}: is not a StorageBackend; name a class derived from "
             "hicache.backends.base.StorageBackend, or a function annotated to return one"
         )
-
-
-def _check_options(type_name: str, factory: Factory, options: Mapping[str, object]) -> None:
-    """Refuse unknown and missing options by name, before anything is opened."""
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):
-        return  # an extension type without a signature says so itself
-    parameters = list(signature.parameters.values())[1:]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        names = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        for name in options:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names) or 'none'}"
-                raise ConfigError(f"backend {type_name}: unknown option {name!r}; {hint}")
-    try:
-        signature.bind(None, **options)
-    except TypeError as error:
-        raise ConfigError(f"backend {type_name}: {error}") from error

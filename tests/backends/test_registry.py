@@ -61,7 +61,7 @@ def test_built_in_names_are_listed() -> None:
         ("hicache.backends.memory:Nothing", "cannot be loaded"),
         (":", "cannot be loaded"),
         (".relative:Class", "cannot be loaded"),
-        ("hicache.backends.registry:ENTRY_POINT_GROUP", "no class or function"),
+        ("hicache.backends.registry:ENTRY_POINT_GROUP", "not a class or a function"),
     ],
 )
 def test_a_wrong_name_is_refused_with_a_hint(name: str, message: str) -> None:
