@@ -29,8 +29,8 @@ from .batches import Reads, Writes
 from .connect import Connector, check_server
 from .errors import ErrorReply, unavailable
 from .options import Access, open_access
+from .pipeline import YES, RedisContext, StoredValue, exists, failures, unlink, unlink_same
 from .pool import Pool, Pools, Purpose
-from .questions import YES, Parts, StoredValue, exists, failures, unlink, unlink_same
 from .routing import Router
 from .usage import listed, measure
 
@@ -56,7 +56,7 @@ def open_router(access: Access, connector: Connector, pools: Pools) -> Router:
         if access.mode != "cluster":
             primary = router.routes(deadline).shards[0].primary
             where = access.shown(primary)
-            with pools.of(primary, Purpose.QUESTIONS).lease(deadline) as channel:
+            with pools.of(primary, Purpose.KEYS).lease(deadline) as channel:
                 check_server(channel, access.mode, deadline)
     except StoreError as failure:
         raise unavailable(failure, where) from failure
@@ -67,7 +67,7 @@ def _check_any(access: Access, pools: Pools, deadline: float) -> None:
     failure = StoreError(ErrorKind.CLUSTER_DOWN)
     for address in access.addresses:
         try:
-            with pools.of(address, Purpose.QUESTIONS).lease(deadline) as channel:
+            with pools.of(address, Purpose.KEYS).lease(deadline) as channel:
                 check_server(channel, access.mode, deadline)
             return
         except StoreError as error:
@@ -105,7 +105,7 @@ class RedisBackend(PageStore[StoredValue]):
         workers = SupervisedPool[Any](
             "redis", min(options.connections * shards, max(options.connections, _THREADS_MAX)) - 1
         )
-        self._parts = Parts(codec, options, head, router, self._pools, workers)
+        self._context = RedisContext(codec, options, head, router, self._pools, workers)
 
     def _probe(self, router: Router, head: bytes) -> None:
         """Ask for a page, as every call will: credentials, ACL and replicas are seen now rather than by no hit ever."""
@@ -117,7 +117,7 @@ class RedisBackend(PageStore[StoredValue]):
                 if server is None:
                     continue
                 where = self._access.shown(server.address)
-                pool = self._pools.of(server.address, Purpose.QUESTIONS, read_only=server.read_only)
+                pool = self._pools.of(server.address, Purpose.KEYS, read_only=server.read_only)
                 with pool.lease(deadline) as channel:
                     reply = channel.call(b"EXISTS", name, deadline=deadline)
                     if isinstance(reply, ErrorReply):
@@ -127,27 +127,27 @@ class RedisBackend(PageStore[StoredValue]):
 
     def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See PageStore. One round trip per server, on all of them at once."""
-        answers = exists(self._parts, self._parts.names(keys), to_read=True, refresh=False, deadline=deadline)
+        answers = exists(self._context, self._context.names(keys), to_read=True, refresh=False, deadline=deadline)
         self.count(*failures(answers))
         return [answer == YES for answer in answers]
 
     def read(self, pages: PageReads[StoredValue]) -> None:
         """See PageStore."""
-        Reads(self._parts, pages).move(range(len(pages)))
+        Reads(self._context, pages).move(range(len(pages)))
 
     def write(self, pages: PageWrites) -> None:
         """See PageStore. A page whose answer was lost may have been stored: ERROR then says that nobody knows."""
-        Writes(self._parts, pages).run()
+        Writes(self._context, pages).run()
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
         """See PageStore. One round trip per server; memory is freed by the server's own threads."""
-        answers = unlink(self._parts, self._parts.names(keys), deadline)
+        answers = unlink(self._context, self._context.names(keys), deadline)
         self.count(*failures(answers))
         return answers.count(YES)
 
     def remove_damaged(self, damaged: Sequence[Damaged[StoredValue]], deadline: float) -> None:
         """See PageStore. One round trip per server, which compares and removes in one step."""
-        self.count(*failures(unlink_same(self._parts, damaged, deadline)))
+        self.count(*failures(unlink_same(self._context, damaged, deadline)))
 
     def keys(self, deadline: float) -> Iterator[bytes]:
         """See PageStore. The server's time grows with everything in it: about a millisecond per thousand keys."""
@@ -177,13 +177,13 @@ class RedisBackend(PageStore[StoredValue]):
     def _primaries(self, deadline: float) -> Iterator[list[Pool]]:
         """Lend connections to look at what each primary holds. Notes failures of them. Raises StoreError."""
         try:
-            shards = self._parts.router.routes(deadline).shards
+            shards = self._context.router.routes(deadline).shards
             yield [self._pools.of(shard.primary, Purpose.INSPECTION) for shard in shards]
         except StoreError as failure:
-            self._parts.router.note(failure.kind, None)
+            self._context.router.note(failure.kind, None)
             raise
 
     def shut(self) -> None:
         """See PageStore."""
-        self._parts.workers.close()
+        self._context.workers.close()
         self._pools.close()

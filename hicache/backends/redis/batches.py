@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
-from ...config.addresses import Address
 from ...frame import HEADER_BYTES, Damage
 from ..base import SetOutcome
 from ..errors import ErrorKind, StoreError
@@ -21,9 +20,9 @@ from ..pages import PageReads, PageWrites
 from ..store import SETTLE_S
 from .channel import Channel, Oversize, Part, command
 from .errors import ErrorReply
+from .pipeline import ASKING, YES, RedisContext, StoredValue, exists, failures, unlink
 from .pool import Purpose
-from .questions import ASKING, YES, Parts, StoredValue, exists, failures, unlink
-from .routing import Server
+from .routing import Redirects, Server
 
 # Pages are asked for again on another connection or server: after MOVED or ASK (once), behind a body that was too long
 # to be read away, or where a pooled connection turned out to be closed. More rounds than that in which no page was done
@@ -53,15 +52,15 @@ class _Group:
 class _Transfer(ABC, Generic[Pages]):
     """Moves the bodies of pages."""
 
-    def __init__(self, parts: Parts, pages: Pages, *, to_read: bool) -> None:
-        self._parts = parts
+    def __init__(self, context: RedisContext, pages: Pages, *, to_read: bool) -> None:
+        self._context = context
         self._pages: Pages = pages
         self._deadline = pages.deadline
         self._to_read = to_read
-        self._names = parts.names(pages.keys)
-        self._depth = min(_DEPTH_MAX, max(2, parts.options.pipeline // parts.codec.frame_bytes))
+        self._names = context.names(pages.keys)
+        self._depth = min(_DEPTH_MAX, max(2, context.options.pipeline // context.codec.frame_bytes))
         self._again: list[int] = []
-        self._redirects: dict[tuple[Address, bool], list[int]] = {}
+        self._redirects: Redirects = {}
         self._redirected: set[int] = set()
         self._end = len(pages)  # pages from here on are not tried any more
 
@@ -93,7 +92,7 @@ class _Transfer(ABC, Generic[Pages]):
 
     def _grouped(self, positions: Sequence[int]) -> list[_Group]:
         try:
-            by_server = self._parts.router.by_server(
+            by_server = self._context.router.by_server(
                 positions, self._names, to_read=self._to_read, deadline=self._deadline
             )
         except StoreError as failure:
@@ -103,24 +102,19 @@ class _Transfer(ABC, Generic[Pages]):
         return [_Group(server, found, False) for server, found in by_server.items() if server is not None]
 
     def _redirected_groups(self) -> list[_Group]:
-        redirects, self._redirects = self._redirects, {}
-        followable = self._parts.router.followable([target for target, _ in redirects], self._deadline)
-        groups = []
-        for (target, asking), found in redirects.items():
-            if target in followable:
-                groups.append(_Group(Server(target), sorted(found), asking))
-            else:
-                self._fail(found, StoreError(ErrorKind.FOREIGN_ADDRESS))
-        return groups
+        followed, refused = self._context.router.follow(self._redirects, self._deadline)
+        self._redirects = {}
+        self._fail(refused, StoreError(ErrorKind.FOREIGN_ADDRESS))
+        return [_Group(server, sorted(found), asking) for (server, asking), found in followed.items()]
 
     def _run(self, groups: list[_Group]) -> None:
-        width = self._parts.options.connections
-        pages_per_lane = max(1, _LANE_BYTES // self._parts.codec.frame_bytes)
+        width = self._context.options.connections
+        pages_per_lane = max(1, _LANE_BYTES // self._context.codec.frame_bytes)
         # First lanes first: a server that hangs must not keep the threads from the others.
         lanes = [
             (group, lane == 0) for lane in range(width) for group in groups if lane * pages_per_lane < len(group.todo)
         ]
-        self._parts.workers.run(len(lanes), lambda number: self._lane(*lanes[number]))
+        self._context.workers.run(len(lanes), lambda number: self._lane(*lanes[number]))
 
     def _settle(self, group: _Group) -> None:
         """What no lane has taken: nobody could, or nobody should."""
@@ -136,12 +130,12 @@ class _Transfer(ABC, Generic[Pages]):
         server = group.server
         try:
             # The first lane waits for a connection if other calls have them all; for the others there is no need.
-            pool = self._parts.pools.of(server.address, Purpose.BODIES, read_only=server.read_only)
+            pool = self._context.pools.of(server.address, Purpose.BODIES, read_only=server.read_only)
             with pool.lease(self._deadline) if is_first else pool.lease_nowait(self._deadline) as channel:
                 if channel is not None and not self._pump(channel, group):
                     pool.close_idle()
         except StoreError as failure:
-            self._parts.router.note(failure.kind, server)
+            self._context.router.note(failure.kind, server)
             group.failure = failure
 
     def _pump(self, channel: Channel, group: _Group) -> bool:
@@ -201,8 +195,8 @@ class _Transfer(ABC, Generic[Pages]):
     def _refused(self, group: _Group, position: int, error: ErrorReply) -> None:
         failure = error.failure
         kind = failure.kind
-        self._parts.router.note(kind, group.server)
-        target = self._parts.router.redirection(error, group.server)
+        self._context.router.note(kind, group.server)
+        target = self._context.router.redirection(error, group.server)
         if target is not None and position not in self._redirected:
             self._redirected.add(position)
             self._redirects.setdefault((target, kind == ErrorKind.ASK), []).append(position)
@@ -219,9 +213,9 @@ class _Transfer(ABC, Generic[Pages]):
 class Reads(_Transfer[PageReads[StoredValue]]):
     """Reads the pages of one `batch_get`."""
 
-    def __init__(self, parts: Parts, pages: PageReads[StoredValue]) -> None:
-        super().__init__(parts, pages, to_read=True)
-        ttl_s = parts.options.ttl if parts.options.read_from == "primary" else None
+    def __init__(self, context: RedisContext, pages: PageReads[StoredValue]) -> None:
+        super().__init__(context, pages, to_read=True)
+        ttl_s = context.options.ttl if context.options.read_from == "primary" else None
         self._more = () if ttl_s is None else (b"PX", b"%d" % round(ttl_s * 1000))
         self._verb = b"GET" if ttl_s is None else b"GETEX"
 
@@ -251,9 +245,9 @@ class Reads(_Transfer[PageReads[StoredValue]]):
 class Writes(_Transfer[PageWrites]):
     """Stores the pages of one `batch_set`."""
 
-    def __init__(self, parts: Parts, pages: PageWrites) -> None:
-        super().__init__(parts, pages, to_read=False)
-        ttl_s = parts.options.ttl
+    def __init__(self, context: RedisContext, pages: PageWrites) -> None:
+        super().__init__(context, pages, to_read=False)
+        ttl_s = context.options.ttl
         more = (b"NX",) if ttl_s is None else (b"NX", b"PX", b"%d" % round(ttl_s * 1000))
         self._arguments = 3 + len(more)
         self._tail = b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in more])
@@ -266,13 +260,13 @@ class Writes(_Transfer[PageWrites]):
         behind = [one for one in absent if one > self._end and self._pages.outcome(one) is SetOutcome.STORED]
         for position in behind:
             self._pages.reject(position)
-        names = [self._names[position] for position in behind]
-        self._pages.errors += failures(unlink(self._parts, names, max(self._deadline, time.monotonic() + SETTLE_S)))
+        names, deadline = [self._names[one] for one in behind], max(self._deadline, time.monotonic() + SETTLE_S)
+        self._pages.errors += failures(unlink(self._context, names, deadline))
 
     def _absent(self) -> list[int]:
         """Return which pages have to be sent: a question is cheaper than a body. Those that are there count as used."""
         absent = []
-        answers = exists(self._parts, self._names, to_read=False, refresh=True, deadline=self._deadline)
+        answers = exists(self._context, self._names, to_read=False, refresh=True, deadline=self._deadline)
         for position, answer in enumerate(answers):
             if answer == YES:
                 self._pages.present(position)

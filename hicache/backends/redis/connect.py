@@ -26,7 +26,7 @@ from ...supervised import NoThread, SupervisedPool
 from ..errors import ErrorKind, StoreError
 from .channel import Channel, Reply, command
 from .errors import ErrorReply, failure_of
-from .options import Access, Endpoint, Login, Mode, Tls, UnixSocket, named_address
+from .options import Access, Endpoint, Mode, UnixSocket, named_address
 
 # Connection attempts of one backend at a time, hanging ones included.
 _ATTEMPTS_MAX = 32
@@ -77,7 +77,7 @@ class Connector:
     def _ask_sentinels(self, what: bytes, entries: Callable[[Reply], Reply], deadline: float) -> list[Address]:
         """What the first one says that knows something: each has its time, so that one that hangs does not take all."""
         sentinels, first = self._access.addresses, self._first_sentinel
-        question = (b"SENTINEL", what, _encoded(self._access.options.service or ""))
+        question = (b"SENTINEL", what, (self._access.options.service or "").encode(errors="surrogateescape"))
         failures: list[StoreError] = []
         for number in (*range(first, len(sentinels)), *range(first)):
             try:
@@ -144,15 +144,9 @@ class Connector:
         raise failure
 
 
-def _login(login: Login) -> list[Sequence[bytes]]:
-    """The order that enters a server."""
-    words = [_encoded(word) for word in (login.username, login.password) if word is not None]
+def _login(words: Sequence[bytes]) -> list[Sequence[bytes]]:
+    """Return the order that enters a server."""
     return [(b"AUTH", *words)] if words else []
-
-
-def _encoded(text: str) -> bytes:
-    """Bytes that are not UTF-8 come back as they were read."""
-    return text.encode(errors="surrogateescape")
 
 
 def _dial(endpoint: Endpoint, access: Access) -> socket.socket:
@@ -169,9 +163,15 @@ def _dial(endpoint: Endpoint, access: Access) -> socket.socket:
             sock.connect(endpoint.path)
             return sock
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if access.tls is None:
+        if not access.tls:
             return sock
-        return _tls_context(access.tls).wrap_socket(sock, server_hostname=endpoint.host)
+        # A context for each connection: certificates may be renewed while engines run.
+        options = access.options
+        context = ssl.create_default_context(cafile=options.tls_ca_file)
+        context.check_hostname = options.tls_check_hostname
+        if options.tls_cert_file is not None:
+            context.load_cert_chain(options.tls_cert_file, options.tls_key_file)
+        return context.wrap_socket(sock, server_hostname=endpoint.host)
     except BaseException:
         sock.close()
         raise
@@ -180,15 +180,6 @@ def _dial(endpoint: Endpoint, access: Access) -> socket.socket:
 def _close(sock: socket.socket | None) -> None:
     if sock is not None:
         sock.close()
-
-
-def _tls_context(tls: Tls) -> ssl.SSLContext:
-    """Made for each connection: certificates may be renewed while engines run."""
-    context = ssl.create_default_context(cafile=tls.ca_file)
-    context.check_hostname = tls.check_hostname
-    if tls.cert_file is not None:
-        context.load_cert_chain(tls.cert_file, tls.key_file)
-    return context
 
 
 def named_node(access: Access, host: bytes, port: Reply) -> Address:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -43,32 +43,12 @@ Endpoint: TypeAlias = Address | UnixSocket
 
 
 @dataclass(frozen=True, slots=True)
-class Login:
-    """Who we are to a server. `repr` shows no secret."""
-
-    username: str | None = None
-    password: str | None = None
-
-    def __repr__(self) -> str:
-        return f"Login(username={self.username!r}, password={'set' if self.password else None})"
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """How a server proves itself, and we to it. Paths of PEM files; None takes the system's authorities."""
-
-    ca_file: Path | None = None
-    cert_file: Path | None = None
-    key_file: Path | None = None
-    check_hostname: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Access:
-    """What `open_access` finds out for `options`.
+    """What `open_access` finds out for `options`. `repr` shows no secret.
 
     `addresses` of the server, of some nodes of the cluster, or of the sentinels; `replicas` of a single server;
-    `allowed_nodes` bounds the addresses that servers name, None allows all of them; `tls` None for none.
+    `allowed_nodes` bounds the addresses that servers name, None allows all of them; `login` are the words of AUTH, none
+    if servers are entered without.
     """
 
     options: RedisStorageOptions
@@ -77,9 +57,9 @@ class Access:
     replicas: tuple[Address, ...]
     allowed_nodes: tuple[Network | str, ...] | None
     db: int
-    tls: Tls | None
-    login: Login
-    sentinel_login: Login
+    tls: bool
+    login: tuple[bytes, ...] = field(repr=False)
+    sentinel_login: tuple[bytes, ...] = field(repr=False)
 
     @property
     def where(self) -> str:
@@ -129,10 +109,10 @@ def open_access(options: RedisStorageOptions) -> Access:
         mode, addresses = "cluster", tuple(split_address(text, PORT) for text in options.cluster)
     else:
         mode, addresses = "sentinel", tuple(split_address(text, SENTINEL_PORT) for text in options.sentinels or ())
-    files = (options.tls_ca_file, options.tls_cert_file, options.tls_key_file)
-    for name, file in zip(("ca", "cert", "key"), files, strict=True):
+    for name in ("tls_ca_file", "tls_cert_file", "tls_key_file"):
+        file: Path | None = getattr(options, name)
         if file is not None:
-            require_readable(file, f"backend redis: tls_{name}_file")
+            require_readable(file, f"backend redis: {name}")
     return Access(
         options,
         mode,
@@ -140,7 +120,7 @@ def open_access(options: RedisStorageOptions) -> Access:
         tuple(split_address(text, PORT) for text in options.replicas),
         None if options.allowed_nodes is None else tuple(allowed_node(text) for text in options.allowed_nodes),
         db,
-        Tls(*files, options.tls_check_hostname) if is_tls else None,
+        is_tls,
         _login("password", options.username, options.password_env, options.password_file),
         _login(
             "sentinel_password", options.sentinel_username, options.sentinel_password_env,
@@ -149,8 +129,9 @@ def open_access(options: RedisStorageOptions) -> Access:
     )
 
 
-def _login(what: str, username: str | None, variable: str | None, path: Path | None) -> Login:
+def _login(what: str, username: str | None, variable: str | None, path: Path | None) -> tuple[bytes, ...]:
     password = read_secret(f"redis {what}", variable, path, os.environ)
     if username is not None and password is None:
         raise ConfigError(f"backend redis: a user name goes with {what}_env or {what}_file")
-    return Login(username, password)
+    # Bytes that are not UTF-8 come back as they were read.
+    return tuple(word.encode(errors="surrogateescape") for word in (username, password) if word is not None)

@@ -28,7 +28,7 @@ class Purpose(enum.Enum):
     """What a connection carries. Short questions have connections of their own: they need not wait behind bodies."""
 
     BODIES = "bodies"
-    QUESTIONS = "questions"
+    KEYS = "keys"
     INSPECTION = "inspection"  # what is looked at here does not count as used, where the server can tell (7.2)
 
 

@@ -16,8 +16,9 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ...config.addresses import Address
 from ..errors import ErrorKind, StoreError
@@ -27,6 +28,8 @@ from .errors import ErrorReply
 from .options import Access, Endpoint, named_address
 from .pool import Pools, Purpose
 
+# The positions of pages that were redirected: to this address, by ASK or else by MOVED.
+Redirects: TypeAlias = dict[tuple[Address, bool], list[int]]
 SLOTS = 16384
 NOBODY = -1
 # A replica that has failed is left alone for so long, and then tried again with a share of the reads; a node of a
@@ -124,16 +127,23 @@ class Router:
             return None
         return redirect(error, server.address)
 
-    def followable(self, targets: Collection[Address], deadline: float) -> set[Address]:
-        """Those of the targets of redirections that may be followed. Asks for the way if one of them is not on it.
+    def follow(self, redirects: Redirects, deadline: float) -> tuple[dict[tuple[Server, bool], list[int]], list[int]]:
+        """Return the redirected positions by server, with ASKING ahead or not, and those of redirections that may not
+        be followed. Asks for the way if a target is not on it.
         REQUIRES: the caller holds no connection, since asking needs one."""
-        if self._known().issuperset(targets):
-            return set(targets)
-        self.note(ErrorKind.MOVED, None)
-        with contextlib.suppress(StoreError):  # then the old way counts
-            self.routes(deadline)
+        if not self._known().issuperset(target for target, _ in redirects):
+            self.note(ErrorKind.MOVED, None)
+            with contextlib.suppress(StoreError):  # then the old way counts
+                self.routes(deadline)
         known, is_bounded = self._known(), self._access.allowed_nodes is not None
-        return {one for one in targets if one in known or (is_bounded and self._access.allows(one))}
+        followed: dict[tuple[Server, bool], list[int]] = {}
+        refused: list[int] = []
+        for (target, asking), positions in redirects.items():
+            if target in known or (is_bounded and self._access.allows(target)):
+                followed[Server(target), asking] = positions
+            else:
+                refused += positions
+        return followed, refused
 
     def _known(self) -> set[Endpoint]:
         return self._routes.addresses() | set(self._access.addresses)
@@ -184,7 +194,7 @@ class Router:
         failure, access = StoreError(ErrorKind.CLUSTER_DOWN), self._access
         for address in dict.fromkeys([*known, *access.addresses]):
             try:
-                pool = self._pools.of(address, Purpose.QUESTIONS)
+                pool = self._pools.of(address, Purpose.KEYS)
                 reply = pool.run(lambda channel: channel.call(b"CLUSTER", b"SLOTS", deadline=deadline), deadline)
                 if isinstance(reply, ErrorReply):
                     raise reply.failure

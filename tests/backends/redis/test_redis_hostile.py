@@ -245,7 +245,7 @@ def test_pools_of_unknown_servers_are_bounded() -> None:
     pools.keep(set(known))
     for port in range(1, 401):
         pools.of(Address("stranger", port), Purpose.BODIES)
-        pools.of(Address("stranger", port), Purpose.QUESTIONS)
+        pools.of(Address("stranger", port), Purpose.KEYS)
     kept = {address for address, _, _ in pools._pools}
     assert known <= kept and len(kept - known) <= 8
     pools.close()

@@ -9,7 +9,7 @@ from redis.exceptions import MovedError
 
 from hicache.backends.base import SetOutcome, Usage
 from hicache.backends.pages import Damaged
-from hicache.backends.redis.questions import StoredValue
+from hicache.backends.redis.pipeline import StoredValue
 from hicache.backends.registry import open_backend
 from hicache.backends.testing import (
     CORRUPT,

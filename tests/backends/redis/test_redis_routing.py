@@ -161,7 +161,7 @@ def test_the_way_is_asked_of_nodes_that_have_not_failed_lately(cluster: RedisClu
     """One that hangs would cost a timeout each time."""
     store = open_on(None, cluster.storage(key_prefix=fresh_prefix())[1])
     assert isinstance(store.backend, RedisBackend)
-    router, failed = store.backend._parts.router, cluster.nodes[1]
+    router, failed = store.backend._context.router, cluster.nodes[1]
     with failed.client() as client:
 
         def asked() -> int:

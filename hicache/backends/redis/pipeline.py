@@ -1,6 +1,6 @@
 """Short requests about many pages at once: one send and one wait per server, however many keys.
 
-Locking design: a `Questions` belongs to one call. It holds connections to several servers at a time and takes them in
+Locking design: a `KeyPipeline` belongs to one call. It holds connections to several servers at a time and takes them in
 the order of the servers' addresses, so that two calls never wait for each other.
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ...config.addresses import Address
 from ...config.redis_storage import RedisStorageOptions
 from ...frame import FrameCodec
 from ...supervised import SupervisedPool
@@ -21,7 +20,7 @@ from ..pages import Damaged
 from .channel import Channel, Part, command
 from .errors import ErrorReply
 from .pool import Pool, Pools, Purpose
-from .routing import Router, Server
+from .routing import Redirects, Router, Server
 
 # Keys asked about in one go: bounds what a server has to buffer for us, and holds any batch of an engine.
 _KEYS_PER_SEND = 8192
@@ -50,7 +49,7 @@ class StoredValue:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RedisContext:
     """What the calls of one backend share. `head` is the beginning of each of its keys."""
 
     codec: FrameCodec
@@ -75,25 +74,25 @@ class _Sent:
     asking: bool
 
 
-class Questions:
+class KeyPipeline:
     """One request with a one-line reply for each of some keys."""
 
     def __init__(
         self,
-        parts: Parts,
+        context: RedisContext,
         names: Sequence[bytes],
         request: Callable[[int], bytes],
         *,
         to_read: bool,
         deadline: float,
     ) -> None:
-        self._parts = parts
+        self._context = context
         self._names = names
         self._request = request
         self._to_read = to_read
         self._deadline = deadline
         self._again: dict[Server, list[int]] = {}
-        self._redirects: dict[tuple[Address, bool], list[int]] = {}
+        self._redirects: Redirects = {}
         self._answers: list[Answer] = [ErrorKind.CONNECTION_LOST] * len(names)
 
     def ask(self) -> list[Answer]:
@@ -108,7 +107,7 @@ class Questions:
             self._fail(positions, StoreError(ErrorKind.DEADLINE), None)
             return
         try:
-            groups = self._parts.router.by_server(
+            groups = self._context.router.by_server(
                 positions, self._names, to_read=self._to_read, deadline=self._deadline
             )
         except StoreError as failure:
@@ -116,14 +115,12 @@ class Questions:
             return
         self._round(groups, is_asking=False, is_last=False)
         again, self._again = self._again, {}
-        redirects, self._redirects = self._redirects, {}
-        followable = self._parts.router.followable([target for target, _ in redirects], self._deadline)
+        followed, refused = self._context.router.follow(self._redirects, self._deadline)
+        self._redirects = {}
+        self._fail(refused, StoreError(ErrorKind.FOREIGN_ADDRESS), None)
         asking: dict[Server, list[int]] = {}
-        for (target, is_asking), found in redirects.items():
-            if target in followable:
-                (asking if is_asking else again).setdefault(Server(target), []).extend(found)
-            else:
-                self._fail(found, StoreError(ErrorKind.FOREIGN_ADDRESS), None)
+        for (server, is_asking), found in followed.items():
+            (asking if is_asking else again).setdefault(server, []).extend(found)
         self._round(again, is_asking=False, is_last=True)
         self._round(asking, is_asking=True, is_last=True)
 
@@ -136,7 +133,7 @@ class Questions:
                     self._fail(positions, StoreError(ErrorKind.CLUSTER_DOWN, "no node has that slot"), None)
                     continue
                 try:
-                    pool = self._parts.pools.of(server.address, Purpose.QUESTIONS, read_only=server.read_only)
+                    pool = self._context.pools.of(server.address, Purpose.KEYS, read_only=server.read_only)
                     channel = leases.enter_context(pool.lease(self._deadline))
                 except StoreError as failure:
                     self._fail(positions, failure, server)
@@ -182,44 +179,47 @@ class Questions:
 
     def _refused(self, position: int, error: ErrorReply, server: Server, is_last: bool) -> None:
         kind = error.kind
-        target = None if is_last else self._parts.router.redirection(error, server)
+        target = None if is_last else self._context.router.redirection(error, server)
         if target is None:
             self._fail([position], error.failure, server)
             return
         if kind is ErrorKind.MOVED:
-            self._parts.router.note(kind, server)
+            self._context.router.note(kind, server)
         self._redirects.setdefault((target, kind is ErrorKind.ASK), []).append(position)
 
     def _fail(self, positions: Sequence[int], failure: StoreError, server: Server | None) -> None:
-        self._parts.router.note(failure.kind, server)
+        if positions:
+            self._context.router.note(failure.kind, server)
         for position in positions:
             self._answers[position] = failure.kind
 
 
-def exists(parts: Parts, names: Sequence[bytes], *, to_read: bool, refresh: bool, deadline: float) -> list[Answer]:
+def exists(
+    context: RedisContext, names: Sequence[bytes], *, to_read: bool, refresh: bool, deadline: float
+) -> list[Answer]:
     """Ask which of the names are stored: YES for each. `refresh` makes it a use, which a mere lookup is not."""
-    ttl_s = parts.options.ttl if refresh else None
+    ttl_s = context.options.ttl if refresh else None
     if ttl_s is None:
         request = _template(b"TOUCH" if refresh else b"EXISTS", names)
     else:
         request = _template(b"PEXPIRE", names, b"%d" % round(ttl_s * 1000))
-    return Questions(parts, names, request, to_read=to_read, deadline=deadline).ask()
+    return KeyPipeline(context, names, request, to_read=to_read, deadline=deadline).ask()
 
 
-def unlink(parts: Parts, names: Sequence[bytes], deadline: float) -> list[Answer]:
+def unlink(context: RedisContext, names: Sequence[bytes], deadline: float) -> list[Answer]:
     """Remove what is stored under the names: YES for each that was there."""
-    return Questions(parts, names, _template(b"UNLINK", names), to_read=False, deadline=deadline).ask()
+    return KeyPipeline(context, names, _template(b"UNLINK", names), to_read=False, deadline=deadline).ask()
 
 
-def unlink_same(parts: Parts, damaged: Sequence[Damaged[StoredValue]], deadline: float) -> list[Answer]:
+def unlink_same(context: RedisContext, damaged: Sequence[Damaged[StoredValue]], deadline: float) -> list[Answer]:
     """Remove the values that are still those that were found: YES for each."""
-    names = parts.names([one.key for one in damaged])
+    names = context.names([one.key for one in damaged])
 
     def request(position: int) -> bytes:
         found = damaged[position].found
         return command(b"EVAL", _REMOVE, b"1", names[position], b"%d" % found.length, found.head)
 
-    return Questions(parts, names, request, to_read=False, deadline=deadline).ask()
+    return KeyPipeline(context, names, request, to_read=False, deadline=deadline).ask()
 
 
 def failures(answers: Iterable[Answer]) -> list[str]:
