@@ -17,7 +17,6 @@ from hicache.backends.mooncake import MooncakeBackend, codes
 from hicache.backends.mooncake.admin import admin_address
 from hicache.backends.mooncake.buffers import address_of
 from hicache.backends.mooncake.session import ClientSession, SessionManager
-from hicache.backends.registry import open_backend as open_by_name
 from hicache.backends.testing import (
     CORRUPT,
     HIT,
@@ -25,7 +24,6 @@ from hicache.backends.testing import (
     NAMESPACE,
     OTHER_NAMESPACE,
     PAYLOAD_BYTES,
-    PRESENT,
     STORED,
     empty_frames,
     full_frames,
@@ -144,14 +142,6 @@ def test_a_longer_object_is_corrupt_and_writes_past_no_frame(
     assert set(memory.frames[1]) == set(memory.guard) == {0xEE}
     assert backend.statistics().corrupt == {"size": 1}
     assert backend.batch_get(keys, memory.frames, deadline=soon()) == [HIT, MISS]
-
-
-def test_a_shorter_object_is_corrupt(backend: MooncakeBackend, door: SideDoor) -> None:
-    (key,), memory = make_keys(1), Memory(CODEC, 1)
-    backend.register_memory(memory.whole)
-    door.store(backend).write(key, bytes(100))
-    assert backend.batch_get([key], memory.frames, deadline=soon()) == [CORRUPT]
-    assert backend.statistics().corrupt == {"size": 1}
 
 
 def test_memory_may_be_registered_twice_and_is_checked(backend: MooncakeBackend) -> None:
@@ -308,19 +298,6 @@ def test_a_damaged_page_is_removed_in_spite_of_its_lease(backend: MooncakeBacken
     assert backend.statistics().errors == {}
 
 
-def test_two_namespaces_share_a_store_and_see_no_page_of_each_other(
-    master: MooncakeMaster, backend: MooncakeBackend
-) -> None:
-    keys = make_keys(3)
-    other = open_backend(master, FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
-    store(backend, keys)
-    assert other.batch_exists(keys, deadline=soon()) == 0
-    assert store(other, keys) == [STORED] * 3
-    assert other.delete(keys[:1], deadline=soon()) == 1
-    other.close()
-    assert backend.batch_get(keys, empty_frames(CODEC, 3), deadline=soon()) == [HIT] * 3
-
-
 def test_what_the_last_backend_leaves_takes_its_segment_along() -> None:
     with MooncakeMaster(lease_ms=LEASE_MS) as master:
         first, second = open_backend(master), open_backend(master)
@@ -332,12 +309,6 @@ def test_what_the_last_backend_leaves_takes_its_segment_along() -> None:
         third = open_backend(master)
         assert third.batch_get(keys, empty_frames(CODEC, 2), deadline=soon()) == [MISS] * 2
         third.close()
-
-
-def test_a_key_again_and_again_in_a_batch_is_stored_once(backend: MooncakeBackend) -> None:
-    first, second = make_keys(2)
-    assert store(backend, [first, second, first, first]) == [STORED, STORED, PRESENT, PRESENT]
-    assert backend.usage().pages == 2
 
 
 def test_a_new_session_takes_over_and_the_old_one_is_left_when_unused(
@@ -425,11 +396,6 @@ def test_impossible_options_are_refused(option: str, value: object) -> None:
         MooncakeStorageOptions(**{option: value})
 
 
-def test_an_unknown_option_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean master"):
-        open_by_name("mooncake", CODEC, {"mastr": "127.0.0.1:1"})
-
-
 def test_the_configuration_hands_options_over_in_the_backends_terms() -> None:
     config = load_config(
         None,
@@ -445,12 +411,3 @@ def test_the_configuration_hands_options_over_in_the_backends_terms() -> None:
     options = config.storage.options
     assert (options.master, options.segment, options.timeout) == ("kv-master:50051", 2048 * MIB, 0.5)
     assert admin_address(options) == ("kv-master", 9003)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("master", "nowhere"), ("prefix", "a b"), ("timeout", "0s"), ("protocol", "pigeon"), ("segmnt", "1GiB")],
-)
-def test_the_configuration_refuses_what_cannot_work(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"storage.options.{name}"):
-        load_config(None, environ={}, overrides={"storage.type": "mooncake", f"storage.options.{name}": value})

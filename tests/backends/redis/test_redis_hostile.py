@@ -514,13 +514,6 @@ def test_an_address_is_on_the_network(host: str, port: Any) -> None:
     assert named_address(host.encode(), port) is None
 
 
-def test_a_unix_socket_has_no_tls_and_no_cluster() -> None:
-    with pytest.raises(ConfigError, match="no TLS"):
-        RedisStorageOptions(unix_socket="/run/socket", tls=True)
-    with pytest.raises(ConfigError, match="exactly one of"):
-        RedisStorageOptions(unix_socket="/run/socket", cluster=["h"])
-
-
 def test_allowed_nodes_are_networks_addresses_names_and_domains() -> None:
     access = open_access(RedisStorageOptions(
         cluster=["configured:1"], allowed_nodes=["10.0.0.0/8", "fd00::/8", "one.example", ".cache.example"],

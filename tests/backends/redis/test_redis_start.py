@@ -197,39 +197,6 @@ def test_a_sentinel_that_hangs_is_passed_over(redis_sentinel: RedisSentinel, rea
         store.backend.close()
 
 
-@pytest.mark.parametrize(
-    ("match", "options"),
-    [
-        ("exactly one of", {}),
-        ("exactly one of", {"url": "redis://h", "unix_socket": "/s"}),
-        ("must look like", {"url": "http://h"}),
-        ("must look like", {"url": "redis://h/0?x=1"}),
-        ("hold no credentials", {"url": "redis://:hush@h"}),
-        ("hold no credentials", {"url": "redis://me:hu/sh@h"}),
-        ("without credentials", {"cluster": ["h:1", "me:hush@h"]}),
-        ("must look like", {"url": "redis://[::1"}),
-        ("the port is not", {"url": "redis://h:99999"}),
-        ("number of a database", {"url": "redis://h/65536"}),
-        ("must look like", {"cluster": ["h:1:2"]}),
-        ("cluster: expected at least 1", {"cluster": []}),
-        ("a cluster has database 0", {"cluster": ["h:1"], "db": 1}),
-        ("sentinels and service together", {"url": "redis://h", "service": "s"}),
-        ("sentinels and service together", {"sentinels": ["h"]}),
-        ("replicas and read_from", {"url": "redis://h", "read_from": "replica"}),
-        ("read_from: expected", {"url": "redis://h", "read_from": "nowhere"}),
-        ("tls: true", {"url": "redis://h", "tls_ca_file": "x"}),
-        ("key_prefix: ", {"url": "redis://h", "key_prefix": "a*"}),
-        ("key_prefix: ", {"url": "redis://h", "key_prefix": "{tag}"}),
-        ("connections: must be", {"url": "redis://h", "connections": 0}),
-        ("timeout: must be", {"url": "redis://h", "timeout": 0.0}),
-        ("ttl: a duration", {"url": "redis://h", "ttl": -1.0}),
-        ("db: must be", {"url": "redis://h", "db": -1}),
-    ],
-)
-def test_options_that_cannot_work(match: str, options: dict[str, Any]) -> None:
-    assert "hush" not in refused(match, ConfigError, **options)
-
-
 def test_pages_longer_than_a_string_can_be() -> None:
     refused("longer than a Redis string", InvalidInput, FrameCodec(b"n" * 32, 600 << 20), url="redis://127.0.0.1:1")
 
