@@ -66,31 +66,25 @@ class PageStore(Envelope, Generic[Found]):
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
         """See Envelope. A store that can search for the end overrides it."""
-        stored = 0
-        kind: str = ErrorKind.INTERNAL
-        try:
-            for there in self.find(keys, deadline):
-                if not there:
-                    return stored
-                stored += 1
-        except StoreError as error:
-            kind = error.kind
-        if stored < len(keys):
-            self.count(kind)
-        return stored
+        return sum(1 for _ in itertools.takewhile(bool, self._found(keys, deadline)))
 
     def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See Envelope."""
-        found: list[bool] = []
+        found = list(self._found(keys, deadline))
+        return found + [False] * (len(keys) - len(found))
+
+    def _found(self, keys: Sequence[bytes], deadline: float) -> Iterator[bool]:
+        """As `find`, but a failure is counted and ends it."""
+        told = 0
         kind: str = ErrorKind.INTERNAL
         try:
-            found.extend(self.find(keys, deadline))
+            for there in self.find(keys, deadline):
+                told += 1
+                yield there
         except StoreError as error:
             kind = error.kind
-        missing = len(keys) - len(found)
-        if missing:
+        if told < len(keys):
             self.count(kind)
-        return found + [False] * missing
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
         """See Envelope."""

@@ -166,7 +166,7 @@ class RedisBackend(PageStore[StoredValue]):
         deadline = time.monotonic() + _PATIENCE_TIMEOUTS * self.options.timeout
         with self._primaries(deadline) as pools:
             held = [pool.run(lambda channel: measure(channel, prefix, deadline), deadline) for pool in pools]
-        limits = [one.limit_bytes for one in held]
+        limits = [one.capacity_bytes for one in held]
         return Usage(
             sum(one.pages for one in held),
             sum(one.bytes for one in held),

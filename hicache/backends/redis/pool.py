@@ -54,8 +54,9 @@ class Pool:
 
     @contextlib.contextmanager
     def lease(self, deadline: float) -> Iterator[Channel]:
-        """A connection for the duration of the context. Waits for one, or opens one. Raises StoreError."""
-        channel = self._take(deadline, deadline_wait(deadline))
+        """Lend a connection for the duration of the context. Waits for one, or opens one. Raises StoreError."""
+        left_s = deadline - time.monotonic()
+        channel = self._take(deadline, None if left_s > threading.TIMEOUT_MAX else max(left_s, 0.0))
         if channel is None:
             raise StoreError(ErrorKind.DEADLINE)
         try:
@@ -87,41 +88,35 @@ class Pool:
             return work(channel)
 
     def _take(self, deadline: float, wait_s: float | None) -> Channel | None:
-        dead: list[Channel] = []
         with self._state:
             if not self._state.wait_for(lambda: self._out < self._limit, wait_s):
                 return None
             self._out += 1
-            channel = None
-            while self._idle and channel is None:
-                # What a server has closed, or has said unasked, since it was used last: not a connection any more.
-                candidate = self._idle.pop()
-                if candidate.is_quiet:
-                    channel = candidate
-                else:
-                    dead.append(candidate)
-        for candidate in dead:
-            candidate.close()
-        if channel is not None:
-            channel.answered = False
-            return channel
         try:
+            while (channel := self._pop_idle()) is not None:
+                # A connection is not usable if the server has closed it, or has sent anything, since its last use.
+                if channel.is_quiet:
+                    channel.answered = False
+                    return channel
+                channel.close()
             channel = self._connector.open(
                 self._address, deadline, read_only=self._read_only, no_touch=self._no_touch
             )
         except BaseException:
             self._free()
             raise
-        channel.answered = True  # fresh: what fails on it is no matter of an idle connection
+        channel.answered = True  # fresh: a failure on it is not that of an idle connection
         return channel
 
+    def _pop_idle(self) -> Channel | None:
+        with self._state:
+            return self._idle.pop() if self._idle else None
+
     def _give(self, channel: Channel) -> None:
-        keep = False
-        if channel.reusable:
-            with self._state:
-                keep = not self._closed
-                if keep:
-                    self._idle.append(channel)
+        with self._state:
+            keep = channel.reusable and not self._closed
+            if keep:
+                self._idle.append(channel)
         if not keep:
             channel.close()
         self._free()
@@ -187,9 +182,3 @@ class Pools:
     def close(self) -> None:
         """Close all pools."""
         self.keep(set())
-
-
-def deadline_wait(deadline: float) -> float | None:
-    """Seconds that a lock may be waited for until `deadline`; None for ever."""
-    left_s = deadline - time.monotonic()
-    return None if left_s > threading.TIMEOUT_MAX else max(left_s, 0.0)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
+from ..base import Usage
 from ..errors import ErrorKind, StoreError
 from .channel import Channel, command
 from .errors import ErrorReply
@@ -34,15 +34,6 @@ _NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
 _COUNT = re.compile(rb"[0-9]{1,20}")
 # What was listed may be no string, or be on another node by now.
 _NO_LENGTH = frozenset({ErrorKind.WRONG_TYPE, ErrorKind.MOVED, ErrorKind.ASK})
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What one server holds of a store. `limit_bytes` is its maxmemory, None if there is none or it does not say."""
-
-    pages: int
-    bytes: int
-    limit_bytes: int | None
 
 
 def listed(
@@ -77,8 +68,9 @@ def scan(channel: Channel, cursor: bytes, deadline: float, pattern: bytes = b"*"
     raise StoreError(ErrorKind.PROTOCOL, "SCAN has a reply of another form")
 
 
-def measure(channel: Channel, prefix: bytes, deadline: float) -> Held:
-    """Count or estimate the pages whose names start with `prefix`. Raises StoreError."""
+def measure(channel: Channel, prefix: bytes, deadline: float) -> Usage:
+    """Count or estimate the pages on a server whose names start with `prefix`. `capacity_bytes` is its maxmemory, None
+    if there is none or the server does not say. Raises StoreError."""
     total = channel.call(b"DBSIZE", deadline=deadline)
     if isinstance(total, ErrorReply):
         raise total.failure
@@ -100,7 +92,7 @@ def measure(channel: Channel, prefix: bytes, deadline: float) -> Held:
     pages = len(ours) if cursor == b"0" else round(len(ours) * max(1.0, total / max(1, len(seen))))
     lengths = _lengths(channel, ours[:_LENGTHS_MAX], deadline)
     mean_bytes = sum(lengths) / len(lengths) if lengths else 0.0
-    return Held(pages, round(pages * mean_bytes), _limit(channel, deadline))
+    return Usage(pages, round(pages * mean_bytes), _limit(channel, deadline))
 
 
 def _lengths(channel: Channel, names: Sequence[bytes], deadline: float) -> list[int]:

@@ -23,7 +23,6 @@ from hicache.backends.testing import (
     SET_ERROR,
     STORED,
     Store,
-    empty_frames,
     full_frames,
     load,
     make_keys,
@@ -82,22 +81,6 @@ def test_a_stopped_server_is_left_in_time(limit: str) -> None:
             assert backend.batch_exists(keys, deadline=soon()) in (0, 12)  # the stopped server has our delete, or not
             assert store_chain(store, keys) in ([STORED] * 12, [PRESENT] * 12)
             assert load(store, keys) == [HIT] * 12
-
-
-def test_a_frame_is_left_alone_after_its_call() -> None:
-    keys = make_keys(4)
-    with ValkeyServer() as server, opened(server, timeout=TIMEOUT_S) as (backend, store):
-        store_chain(store, keys)
-        frames = empty_frames(CODEC, 4)
-        server.pause()
-        try:
-            assert backend.batch_get(keys, frames, deadline=soon()) == [GET_ERROR] * 4
-        finally:
-            server.resume()
-        for frame in frames:
-            frame[:] = b"\xee" * PAGE
-        assert load(store, keys) == [HIT] * 4
-        assert all(frame == b"\xee" * PAGE for frame in frames)
 
 
 def test_a_killed_server_is_an_error_and_one_that_came_back_empty_is_a_miss() -> None:
@@ -240,31 +223,6 @@ def test_a_reply_that_is_cut_is_an_error_and_its_connection_is_not_used_again(
     assert load(store, keys) == [HIT] * 6
 
 
-@pytest.mark.parametrize("after", [0, 100, PAGE, 2 * PAGE + 50])
-def test_a_store_that_is_cut_leaves_whole_pages_or_none(proxied: tuple[Store, Proxy], after: int) -> None:
-    store, proxy = proxied
-    keys = make_keys(6)
-    proxy.set(Faults(cut_after_bytes=after, direction=Direction.UP))
-    outcomes = store_chain(store, keys)
-    proxy.heal()
-    assert set(outcomes) <= {STORED, SET_ERROR} and SET_ERROR in outcomes
-    found = load(store, keys)
-    assert set(found) <= {HIT, MISS}
-    assert all(one is HIT for one, outcome in zip(found, outcomes, strict=True) if outcome is STORED)
-    assert set(store_chain(store, keys)) <= {STORED, PRESENT}
-    assert load(store, keys) == [HIT] * 6
-
-
-def test_replies_in_small_pieces_are_put_together(proxied: tuple[Store, Proxy]) -> None:
-    store, proxy = proxied
-    keys = make_keys(3)
-    proxy.set(Faults(slice_bytes=7))
-    assert store_chain(store, keys) == [STORED] * 3
-    assert store.backend.batch_exists(keys, deadline=soon()) == 3
-    assert load(store, keys) == [HIT] * 3
-    assert errors_of(store) == {}
-
-
 @_impatient
 def test_a_slow_network_that_moves_is_waited_for(proxied: tuple[Store, Proxy]) -> None:
     """All of it takes twice as long as `timeout_s`, but no single wait does."""
@@ -366,7 +324,7 @@ def test_many_threads_on_a_dying_server_all_come_back() -> None:
             assert not thread.is_alive()
 
 
-def test_a_bug_in_a_lane_is_one_error_for_each_of_its_pages(
+def test_a_bug_on_one_connection_is_one_error_for_each_of_its_pages(
     valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codec = FrameCodec(NAMESPACE, MIB)
