@@ -36,8 +36,8 @@ import botocore.session
 
 from benchmarks._table import Row, print_table
 from hicache.backends.s3 import S3Backend
-from hicache.backends.s3.names import object_name
-from hicache.backends.s3.probing import stored_prefix
+from hicache.backends.s3.backend import stored_prefix
+from hicache.backends.s3.objects import object_name
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.devservers import SeaweedServer
 from hicache.devservers.seaweed import ACCESS_KEY_ENV, SECRET_KEY_ENV

@@ -23,7 +23,7 @@ from typing import TypeVar
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.raw import StoredPage
 from hicache.backends.s3 import S3Backend, S3RawStore
-from hicache.backends.s3.names import object_name
+from hicache.backends.s3.objects import object_name
 from hicache.backends.testing import HIT, NAMESPACE, empty_frames, full_frames, holds, make_keys
 from hicache.errors import BackendUnavailable
 from tests.backends.s3.bucket import CODEC, PAGE, options

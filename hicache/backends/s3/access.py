@@ -6,21 +6,16 @@ import configparser
 import contextlib
 import functools
 import os
-import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
 
 from ...config.addresses import HTTP_PORTS, split_url
 from ...config.files import require_readable
 from ...config.s3_storage import S3StorageOptions, check_region
 from ...config.secret import read_private_file
 from ...errors import ConfigError
-from .client import Client
-from .direct import DirectClient, Payload, Place
-from .http import Server
 from .refreshed import Refreshed
 from .signing import Credentials
 from .trouble import RequestFailed, Trouble
@@ -38,7 +33,7 @@ CredentialsSource: TypeAlias = Callable[[float], Credentials]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What both clients need to know. `endpoint` is an URL without the bucket; `fixed` are the credentials that the
+    """What a client needs to know. `endpoint` is an URL without the bucket; `fixed` are the credentials that the
     options give, None if `session`, of botocore, finds them and renews them."""
 
     options: S3StorageOptions
@@ -77,40 +72,6 @@ def open_access(options: S3StorageOptions) -> Access:
     return Access(options, endpoint, region, path_style, source, fixed, session)
 
 
-def open_client(options: S3StorageOptions) -> Client:
-    """The client that `options` ask for. Blocks and raises as `open_access`."""
-    access = open_access(options)
-    if options.client == "boto3":
-        from .boto import BotoClient  # noqa: PLC0415 - the one who asks for it pays for it
-
-        with _typed("boto3 cannot make a client"):
-            return BotoClient(access)
-    payload = Payload(checksum=options.checksum == "when_supported", sign=options.sign_payload)
-    return DirectClient(*where(access), payload, access.credentials)
-
-
-def where(access: Access) -> tuple[Server, Place]:
-    """What to connect to, and what to ask for there. Raises ConfigError as `tls_context`."""
-    options, url = access.options, urlsplit(access.endpoint)
-    host, path, name = url.netloc, url.path.rstrip("/"), url.hostname or ""
-    if access.path_style:
-        path = f"{path}/{options.bucket}"
-    else:
-        host, name = f"{options.bucket}.{host}", f"{options.bucket}.{name}"
-    ca_file = options.ca_file or access.session.get_config_variable("ca_bundle")
-    tls = tls_context(ca_file) if url.scheme == "https" else None
-    port = url.port or (80 if tls is None else 443)
-    return Server(name, port, tls, options.connect_timeout, options.timeout), Place(host, path, access.region)
-
-
-def tls_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
-    """Certificates are always checked, against `ca_file` or what the system trusts. Raises ConfigError."""
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"s3 store: ca_file {os.fspath(ca_file or '')!r} holds no readable certificates") from error
-
-
 def _session(options: S3StorageOptions) -> Any:
     try:
         import botocore.exceptions  # noqa: PLC0415 - an optional dependency
@@ -138,13 +99,13 @@ def _data_loader() -> Any:
 
 def _usual_endpoint(session: Any, region: str) -> str:
     """What AWS has for the region, or boto3 is configured for."""
-    with _typed("boto3 has no endpoint for the region"):
+    with config_errors("boto3 has no endpoint for the region"):
         client = session.create_client("s3", region_name=region, aws_access_key_id="-", aws_secret_access_key="-")
     return str(client.meta.endpoint_url)
 
 
 @contextlib.contextmanager
-def _typed(what: str) -> Iterator[None]:
+def config_errors(what: str) -> Iterator[None]:
     """Turn what botocore raises for values and sources that do not work into ConfigError, without its text: that may
     quote the answer of a source of credentials."""
     import botocore.exceptions  # noqa: PLC0415
@@ -212,7 +173,7 @@ def _from_boto(session: Any) -> CredentialsSource:
             raise RequestFailed(Trouble.CREDENTIALS, f"they hold characters that {_NO_KEY}")
         return loaded
 
-    with _typed("boto3 cannot get credentials"):
+    with config_errors("boto3 cannot get credentials"):
         found = session.get_credentials()
         fixed = None if found is None or isinstance(found, RefreshableCredentials) else load()
     if found is None:

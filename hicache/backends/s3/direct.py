@@ -9,17 +9,22 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import os
+import ssl
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import urlsplit
 from xml.sax.saxutils import escape
 
+from ...errors import ConfigError
 from ...frame import TagStream
+from .access import Access, CredentialsSource
 from .client import Listing, ObjectInfo, Target
 from .http import Connection, ConnectionPool, Head, Server, StaleConnection, request_head
 from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, error_code, read_listing, read_removals
-from .signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, Credentials, Signer, query_string
+from .signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, Signer, query_string
 from .trouble import RequestFailed, Trouble, failed_reply, trouble_of_exception
 
 T = TypeVar("T")
@@ -53,11 +58,40 @@ class _Request:
     sha256: str = EMPTY_SHA256
 
 
+def open_direct(access: Access) -> DirectClient:
+    """Return a client for what `access` says. Raises ConfigError as `tls_context`."""
+    options = access.options
+    payload = Payload(checksum=options.checksum == "when_supported", sign=options.sign_payload)
+    return DirectClient(*where(access), payload, access.credentials)
+
+
+def where(access: Access) -> tuple[Server, Place]:
+    """What to connect to, and what to ask for there. Raises ConfigError as `tls_context`."""
+    options, url = access.options, urlsplit(access.endpoint)
+    host, path, name = url.netloc, url.path.rstrip("/"), url.hostname or ""
+    if access.path_style:
+        path = f"{path}/{options.bucket}"
+    else:
+        host, name = f"{options.bucket}.{host}", f"{options.bucket}.{name}"
+    ca_file = options.ca_file or access.session.get_config_variable("ca_bundle")
+    tls = tls_context(ca_file) if url.scheme == "https" else None
+    port = url.port or (80 if tls is None else 443)
+    return Server(name, port, tls, options.connect_timeout, options.timeout), Place(host, path, access.region)
+
+
+def tls_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
+    """Certificates are always checked, against `ca_file` or what the system trusts. Raises ConfigError."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"s3 store: ca_file {os.fspath(ca_file or '')!r} holds no readable certificates") from error
+
+
 class DirectClient:
     """A Client (see there). `credentials` is asked before each request, so that they may change."""
 
     def __init__(
-        self, server: Server, place: Place, payload: Payload, credentials: Callable[[float], Credentials]
+        self, server: Server, place: Place, payload: Payload, credentials: CredentialsSource
     ) -> None:
         self._pool = ConnectionPool(server)
         self._place = place

@@ -1,4 +1,9 @@
-"""Objects of one bucket behind a throttle: what the backend and the raw store share."""
+"""Objects of one bucket behind a throttle: what the backend and the raw store share.
+
+Names of objects are `<prefix><namespace>/<first two digits of the key>/<key>`, digests in lower-case hexadecimal. Keys
+are hashes, so pages spread evenly over the 256 prefixes of a namespace, by which stores divide their load; a namespace
+is one prefix, so that it can be listed, purged and expired by itself.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,13 @@ from ...config.s3_storage import S3StorageOptions
 from ...errors import BackendUnavailable
 from ...frame import TagStream
 from ..raw import StoredPage
-from .access import open_client
+from .access import config_errors, open_access
 from .client import LISTED_MAX, Client, Listed, ObjectInfo, Target
-from .names import object_name, parse_name
+from .direct import open_direct
 from .throttle import Throttle
 from .trouble import RequestFailed, Trouble
 
+_NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})")
 # RFC 9110, 8.8.3, without the bytes beyond ASCII that it allows in a tag.
 _ENTITY_TAG = re.compile(r'(?:W/)?"[!#-~]*"')
 # What to do about the troubles that a person can do something about.
@@ -32,6 +38,29 @@ _ADVICE = {
     Trouble.CLOCK_SKEW: "set the clock of this machine",
     Trouble.WRONG_REGION: "set region to that of the bucket",
 }
+
+
+def object_name(prefix: str, namespace: bytes, key: bytes) -> str:
+    """Return the name of a page's object."""
+    digits = key.hex()
+    return f"{prefix}{namespace.hex()}/{digits[:2]}/{digits}"
+
+
+def parse_name(prefix: str, name: str) -> tuple[bytes, bytes] | None:
+    """Return namespace and key of the page of that name, None if it is not the name of a page."""
+    match = _NAME.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
+    return None if match is None else (bytes.fromhex(match[1]), bytes.fromhex(match[3]))
+
+
+def open_client(options: S3StorageOptions) -> Client:
+    """Return the client that `options` ask for. Blocks and raises as `open_access`."""
+    access = open_access(options)
+    if options.client == "direct":
+        return open_direct(access)
+    from .boto import BotoClient  # noqa: PLC0415 - an optional dependency
+
+    with config_errors("boto3 cannot make a client"):
+        return BotoClient(access)
 
 
 class Objects:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hicache.backends.s3 import S3Backend
-from hicache.backends.s3.names import object_name
+from hicache.backends.s3.objects import object_name
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.frame import FrameCodec

@@ -19,7 +19,7 @@ import pytest
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.raw import StoredPage
 from hicache.backends.s3 import S3Backend, S3RawStore
-from hicache.backends.s3.names import object_name
+from hicache.backends.s3.objects import object_name
 from hicache.backends.testing import (
     CORRUPT,
     GET_ERROR,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends.s3 import S3Backend
-from hicache.backends.s3.names import object_name
-from hicache.backends.s3.probing import EXACT_KEYS_MAX, stored_prefix
+from hicache.backends.s3.backend import EXACT_KEYS_MAX, stored_prefix
+from hicache.backends.s3.objects import object_name
 from hicache.backends.s3.throttle import Throttle
 from hicache.backends.s3.trouble import RequestFailed, Trouble
 from hicache.backends.testing import GET_ERROR, HIT, Store, load, make_keys, soon, store_chain

@@ -12,7 +12,7 @@ import pytest
 from hicache.backends.raw import RawStore, StoredPage
 from hicache.backends.registry import BackendSpec, open_raw
 from hicache.backends.s3 import S3RawStore
-from hicache.backends.s3.names import object_name, parse_name
+from hicache.backends.s3.objects import object_name, parse_name
 from hicache.backends.testing import (
     NAMESPACE,
     OTHER_NAMESPACE,

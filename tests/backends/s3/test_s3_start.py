@@ -16,7 +16,8 @@ import pytest
 
 from hicache.backends.registry import open_backend
 from hicache.backends.s3 import S3Backend
-from hicache.backends.s3.access import open_access, where
+from hicache.backends.s3.access import open_access
+from hicache.backends.s3.direct import where
 from hicache.backends.testing import HIT, STORED, load, make_keys, store_chain
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
