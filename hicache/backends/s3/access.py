@@ -16,9 +16,9 @@ from ...config.files import require_readable
 from ...config.s3_storage import S3StorageOptions, check_region
 from ...config.secret import read_private_file
 from ...errors import ConfigError
+from ..errors import ErrorKind, StoreError
 from .refreshed import Refreshed
 from .signing import Credentials
-from .trouble import RequestFailed, Trouble
 
 # boto3 begins to ask for new credentials 15 minutes before the old ones end; a look per minute is early enough.
 _CREDENTIALS_AGE_MAX_S = 60.0
@@ -27,7 +27,7 @@ _REGION = "us-east-1"  # what stores without regions expect in a signature
 
 _NO_KEY = "no key has: remove line ends, spaces and the like"
 
-# Gives credentials until a deadline, or raises RequestFailed.
+# Gives credentials until a deadline, or raises StoreError.
 CredentialsSource: TypeAlias = Callable[[float], Credentials]
 
 
@@ -112,8 +112,8 @@ def config_errors(what: str) -> Iterator[None]:
 
     try:
         yield
-    except (botocore.exceptions.BotoCoreError, LookupError, TypeError, ValueError, RequestFailed) as error:
-        reason = str(error) if isinstance(error, RequestFailed) else type(error).__name__
+    except (botocore.exceptions.BotoCoreError, LookupError, TypeError, ValueError, StoreError) as error:
+        reason = str(error) if isinstance(error, StoreError) else type(error).__name__
         raise ConfigError(f"s3 store: {what} ({reason}); check the variables, files and role that it uses") from None
 
 
@@ -168,9 +168,9 @@ def _from_boto(session: Any) -> CredentialsSource:
             loaded = Credentials(frozen.access_key, frozen.secret_key, frozen.token)
             is_usable = loaded.is_usable
         except (BotoCoreError, LookupError, TypeError, ValueError) as error:
-            raise RequestFailed(Trouble.CREDENTIALS, type(error).__name__) from None
+            raise StoreError(ErrorKind.WRONG_CREDENTIALS, type(error).__name__) from None
         if not is_usable:
-            raise RequestFailed(Trouble.CREDENTIALS, f"they hold characters that {_NO_KEY}")
+            raise StoreError(ErrorKind.WRONG_CREDENTIALS, f"they hold characters that {_NO_KEY}")
         return loaded
 
     with config_errors("boto3 cannot get credentials"):

@@ -20,12 +20,11 @@ from ...config.s3_storage import S3StorageOptions
 from ...frame import FrameCodec
 from ...supervised import SupervisedPool
 from ..base import Usage
-from ..errors import ErrorKind
+from ..errors import ErrorKind, StoreError
 from ..pages import Damaged, PageReads, PageWrites
 from ..store import PageStore
 from .http import PIECE_BYTES
 from .objects import Objects
-from .trouble import RequestFailed, Trouble
 
 # `prefix` asks key by key up to so many keys, all at once, and the answer is exact.
 EXACT_KEYS_MAX = 16
@@ -39,7 +38,7 @@ _USAGE_S = 60.0
 
 class S3Backend(PageStore[str]):
     """Pages in a bucket, which are told from their successors by their entity tags. See the module's docstring;
-    `StorageBackend` says what each verb does. Errors are counted by the classes of `Trouble`.
+    `StorageBackend` says what each verb does. Errors are counted by `ErrorKind`.
 
     Raises BackendUnavailable from the constructor if the bucket cannot be listed, ConfigError if there are no
     credentials or no boto3; it blocks for one request. Open it after a fork and not before.
@@ -79,7 +78,7 @@ class S3Backend(PageStore[str]):
                     lambda size: pages.buffers(position, size) if pages.fits(size) else [],
                     arrived, deadline=pages.deadline,
                 )  # fmt: skip
-            except RequestFailed as error:
+            except StoreError as error:
                 pages.fail(position, error.kind)
                 return
             if found is None:
@@ -108,8 +107,8 @@ class S3Backend(PageStore[str]):
                 name = self._name(pages.keys[position])
                 try:
                     is_new = self._objects.put_new(name, pages.sealed(position), deadline=pages.deadline)
-                except RequestFailed as error:
-                    (pages.reject if error.trouble is Trouble.FULL else pages.fail)(position, error.kind)
+                except StoreError as error:
+                    (pages.reject if error.kind is ErrorKind.NO_SPACE else pages.fail)(position, error.kind)
                 else:
                     (pages.stored if is_new else pages.present)(position)
 
@@ -122,9 +121,9 @@ class S3Backend(PageStore[str]):
 
     def remove_listed(self, keys: Sequence[bytes], deadline: float) -> int:
         """See PageStore. One request per thousand pages."""
-        troubles = self._objects.remove_many([self._name(key) for key in keys], deadline=deadline)
-        self.count(*troubles)
-        return len(keys) - len(troubles)
+        kinds = self._objects.remove_many([self._name(key) for key in keys], deadline=deadline)
+        self.count(*kinds)
+        return len(keys) - len(kinds)
 
     def keys(self, deadline: float) -> Iterator[bytes]:
         """See PageStore. One request per thousand pages, made when the first of them is asked for."""
@@ -158,7 +157,7 @@ class S3Backend(PageStore[str]):
         def do_one(number: int) -> None:
             try:
                 work(number)
-            except RequestFailed as error:
+            except StoreError as error:
                 errors[number] = error.kind
             else:
                 errors[number] = ""

@@ -31,11 +31,11 @@ import botocore.parsers
 import urllib3.exceptions
 
 from ...frame import TagStream, fill
+from ..errors import ErrorKind, StoreError
 from .access import Access
 from .client import Listed, Listing, ObjectInfo, Target
 from .http import HEADER_VALUE, content_length, read_chunks
-from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, error_code, expect_root, usable_token
-from .trouble import RequestFailed, Trouble, failed_reply
+from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, error_code, expect_root, failed_reply, usable_token
 
 # About as much as a socket holds.
 _PIECE_BYTES = 256 << 10
@@ -49,35 +49,35 @@ _ROOTS = {
     "ListObjectsV2": "ListBucketResult", "DeleteObjects": "DeleteResult", "CreateSession": "CreateSessionResult",
 }  # fmt: skip
 # botocore's exceptions have no common field that says what happened. The first that fits, from the narrow to the wide.
-_BY_EXCEPTION: tuple[tuple[type[Exception], Trouble], ...] = (
-    (botocore.exceptions.SSLError, Trouble.TLS),
-    (botocore.exceptions.ConnectTimeoutError, Trouble.TIMEOUT),
-    (botocore.exceptions.ReadTimeoutError, Trouble.TIMEOUT),
-    (botocore.exceptions.EndpointConnectionError, Trouble.REFUSED),
-    (botocore.exceptions.ProxyConnectionError, Trouble.NETWORK),
-    (botocore.exceptions.ConnectionClosedError, Trouble.LOST),
-    (botocore.exceptions.IncompleteReadError, Trouble.SHORT_BODY),
-    (botocore.exceptions.NoCredentialsError, Trouble.CREDENTIALS),
-    (botocore.exceptions.CredentialRetrievalError, Trouble.CREDENTIALS),
-    (botocore.exceptions.ResponseStreamingError, Trouble.SHORT_BODY),
-    (botocore.exceptions.HTTPClientError, Trouble.LOST),
-    (botocore.exceptions.BotoCoreError, Trouble.PROTOCOL),
-    (urllib3.exceptions.TimeoutError, Trouble.TIMEOUT),
-    (urllib3.exceptions.HTTPError, Trouble.SHORT_BODY),
-    (TimeoutError, Trouble.TIMEOUT),
-    (OSError, Trouble.NETWORK),
+_BY_EXCEPTION: tuple[tuple[type[Exception], ErrorKind], ...] = (
+    (botocore.exceptions.SSLError, ErrorKind.TLS),
+    (botocore.exceptions.ConnectTimeoutError, ErrorKind.TIMEOUT),
+    (botocore.exceptions.ReadTimeoutError, ErrorKind.TIMEOUT),
+    (botocore.exceptions.EndpointConnectionError, ErrorKind.CONNECTION_REFUSED),
+    (botocore.exceptions.ProxyConnectionError, ErrorKind.UNREACHABLE),
+    (botocore.exceptions.ConnectionClosedError, ErrorKind.CONNECTION_LOST),
+    (botocore.exceptions.IncompleteReadError, ErrorKind.SHORT_BODY),
+    (botocore.exceptions.NoCredentialsError, ErrorKind.WRONG_CREDENTIALS),
+    (botocore.exceptions.CredentialRetrievalError, ErrorKind.WRONG_CREDENTIALS),
+    (botocore.exceptions.ResponseStreamingError, ErrorKind.SHORT_BODY),
+    (botocore.exceptions.HTTPClientError, ErrorKind.CONNECTION_LOST),
+    (botocore.exceptions.BotoCoreError, ErrorKind.PROTOCOL),
+    (urllib3.exceptions.TimeoutError, ErrorKind.TIMEOUT),
+    (urllib3.exceptions.HTTPError, ErrorKind.SHORT_BODY),
+    (TimeoutError, ErrorKind.TIMEOUT),
+    (OSError, ErrorKind.UNREACHABLE),
     # What botocore's parsers and http.client make of replies that are not those of S3: numbers that are none, dates
     # out of range, elements in other places.
-    (botocore.parsers.ResponseParserError, Trouble.PROTOCOL),
-    (http.client.HTTPException, Trouble.PROTOCOL),
-    (ValueError, Trouble.PROTOCOL),
-    (TypeError, Trouble.PROTOCOL),
-    (LookupError, Trouble.PROTOCOL),
-    (AttributeError, Trouble.PROTOCOL),
-    (ArithmeticError, Trouble.PROTOCOL),
-    (RuntimeError, Trouble.PROTOCOL),
+    (botocore.parsers.ResponseParserError, ErrorKind.PROTOCOL),
+    (http.client.HTTPException, ErrorKind.PROTOCOL),
+    (ValueError, ErrorKind.PROTOCOL),
+    (TypeError, ErrorKind.PROTOCOL),
+    (LookupError, ErrorKind.PROTOCOL),
+    (AttributeError, ErrorKind.PROTOCOL),
+    (ArithmeticError, ErrorKind.PROTOCOL),
+    (RuntimeError, ErrorKind.PROTOCOL),
 )
-_KNOWN = tuple(kind for kind, _ in _BY_EXCEPTION)
+_KNOWN = tuple(cls for cls, _ in _BY_EXCEPTION)
 _this_thread = threading.local()
 
 
@@ -199,7 +199,7 @@ class BotoClient:
         self._threads = concurrent.futures.ThreadPoolExecutor(options.connections, "hicache-s3-boto")
 
     def _call(self, method: Callable[..., Any], deadline: float, **parameters: Any) -> Mapping[str, Any]:
-        """The reply of one request. Raises RequestFailed, of the kind _Refused for replies that are errors."""
+        """The reply of one request. Raises StoreError, of the kind _Refused for replies that are errors."""
         call = _Call()
         future = self._threads.submit(_made, call, method, {"Bucket": self._bucket, **parameters})
         try:
@@ -209,12 +209,12 @@ class BotoClient:
             future.cancel()  # if it has not begun: nobody knows what it would meet by then
             future.add_done_callback(_drop)
             call.end()
-            raise RequestFailed(Trouble.TIMEOUT) from None
+            raise StoreError(ErrorKind.TIMEOUT) from None
         finally:
             del future  # it holds the exception, which holds this call and with it the views of its callers
 
     def _send(self, request: Any, event_name: str, **_: Any) -> Any:
-        """Send a request for botocore, and read its reply unless that is a page. Raises RequestFailed and what urllib3
+        """Send a request for botocore, and read its reply unless that is a page. Raises StoreError and what urllib3
         raises."""
         # A body is sent without being asked to. It costs a round trip less, and botocore reads for ever where a
         # connection ends within the reply that asks for the body.
@@ -225,7 +225,7 @@ class BotoClient:
         if is_page and 200 <= status < 300:
             return response
         if status < 200 or status == 300:  # botocore takes these for a success
-            raise RequestFailed(Trouble.PROTOCOL, f"a reply of status {status}")
+            raise StoreError(ErrorKind.PROTOCOL, f"a reply of status {status}")
         has_body = request.method != "HEAD" and status not in (204, 304)
         body = _read_small(response.raw, LISTING_BYTES_MAX if root else ERROR_BYTES_MAX) if has_body else b""
         response.raw._fp.close()  # it is read to its end, so the connection can be used again
@@ -275,11 +275,11 @@ class BotoClient:
             while done < size:
                 left = min(self._timeout_s, deadline - time.monotonic())
                 if left <= 0:
-                    raise RequestFailed(Trouble.TIMEOUT)
+                    raise StoreError(ErrorKind.TIMEOUT)
                 body.set_socket_timeout(left)
                 piece = memoryview(stream.read1(min(size - done, _PIECE_BYTES)))
                 if not piece:
-                    raise RequestFailed(Trouble.SHORT_BODY, f"{done} of {size} bytes came")
+                    raise StoreError(ErrorKind.SHORT_BODY, f"{done} of {size} bytes came")
                 if arrived is not None:
                     arrived.add(piece)
                 target = fill(target, piece)
@@ -325,11 +325,11 @@ class BotoClient:
         except _Refused as refused:
             refused.unless(404, 409, 412)
 
-    def remove_many(self, names: Sequence[str], *, deadline: float) -> list[Trouble]:
+    def remove_many(self, names: Sequence[str], *, deadline: float) -> list[str]:
         """See Client."""
         chosen = {"Objects": [{"Key": name} for name in names], "Quiet": True}
         reply = self._call(self._client.delete_objects, deadline, Delete=chosen)
-        return [failed_reply(400, error.get("Code", "")).trouble for error in reply.get("Errors", ())]
+        return [failed_reply(400, error.get("Code", "")).kind for error in reply.get("Errors", ())]
 
     def list(self, prefix: str, token: str | None, keys_max: int, *, deadline: float) -> Listing:
         """See Client."""
@@ -345,7 +345,7 @@ class BotoClient:
         self._client.close()
 
 
-class _Refused(RequestFailed):
+class _Refused(StoreError):
     """A reply that is an error."""
 
     def __init__(self, error: botocore.exceptions.ClientError) -> None:
@@ -353,7 +353,7 @@ class _Refused(RequestFailed):
         self.status: int = about.get("HTTPStatusCode", 0)
         self.code: str = code
         known = failed_reply(self.status, code, about.get("HTTPHeaders", {}).get("retry-after", ""))
-        super().__init__(known.trouble, str(known), retry_after_s=known.retry_after_s)
+        super().__init__(known.kind, str(known), retry_after_s=known.retry_after_s)
 
     def unless(self, *statuses: int) -> None:
         """Raise it, unless it has one of these statuses and is about the object."""
@@ -362,21 +362,21 @@ class _Refused(RequestFailed):
 
 
 def _require(reply: Mapping[str, Any], entry: str) -> None:
-    """Raise RequestFailed unless the reply has what every reply of its kind has: botocore takes one that was cut off
+    """Raise StoreError unless the reply has what every reply of its kind has: botocore takes one that was cut off
     behind its first line for a good one."""
     if entry not in reply:
-        raise RequestFailed(Trouble.PROTOCOL, f"the reply has no {entry}")
+        raise StoreError(ErrorKind.PROTOCOL, f"the reply has no {entry}")
 
 
 def _made(call: _Call, method: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
-    """The reply of one request. Raises RequestFailed alone, without what botocore has raised: that quotes the reply."""
+    """The reply of one request. Raises StoreError alone, without what botocore has raised: that quotes the reply."""
     _this_thread.call = call
     try:
         call.check()
         return method(**parameters)
     except botocore.exceptions.ClientError as error:
-        failed: RequestFailed = _Refused(error)
-    except RequestFailed as error:
+        failed: StoreError = _Refused(error)
+    except StoreError as error:
         failed = error.with_traceback(None)
     except _KNOWN as error:
         failed = _failed(error)
@@ -388,7 +388,7 @@ def _made(call: _Call, method: Callable[..., Any], parameters: Mapping[str, Any]
 
 
 def _read_small(raw: Any, bytes_max: int) -> bytes:
-    """The body of a reply that is no page. Raises RequestFailed if it is longer than `bytes_max` or in malformed
+    """The body of a reply that is no page. Raises StoreError if it is longer than `bytes_max` or in malformed
     chunks, and what urllib3 raises."""
     if "transfer-encoding" in raw.headers:
         return _read_chunked(raw, bytes_max)
@@ -396,7 +396,7 @@ def _read_small(raw: Any, bytes_max: int) -> bytes:
     while piece := raw.read(min(_PIECE_BYTES, bytes_max + 1 - len(body)), decode_content=False):
         body += piece
         if len(body) > bytes_max:
-            raise RequestFailed(Trouble.PROTOCOL, f"a reply of more than {bytes_max} bytes")
+            raise StoreError(ErrorKind.PROTOCOL, f"a reply of more than {bytes_max} bytes")
     return bytes(body)
 
 
@@ -407,24 +407,24 @@ def _read_chunked(raw: Any, bytes_max: int) -> bytes:
     def read(size: int) -> bytes:
         data: bytes = stream.read(size)
         if len(data) < size:
-            raise RequestFailed(Trouble.PROTOCOL, "the connection ended within the chunks")
+            raise StoreError(ErrorKind.PROTOCOL, "the connection ended within the chunks")
         return data
 
     return read_chunks(lambda: stream.readline(_LINE_BYTES_MAX), read, bytes_max)
 
 
 def _length(reply: Mapping[str, Any]) -> int:
-    """Bytes of the body of `reply`. Raises RequestFailed if it does not say."""
+    """Bytes of the body of `reply`. Raises StoreError if it does not say."""
     headers = reply["ResponseMetadata"]["HTTPHeaders"]
     if "content-length" not in headers or "transfer-encoding" in headers:
-        raise RequestFailed(Trouble.PROTOCOL, "the reply does not say how long the object is")
+        raise StoreError(ErrorKind.PROTOCOL, "the reply does not say how long the object is")
     return content_length(headers["content-length"])
 
 
 def _listed(entry: Mapping[str, Any]) -> Listed:
     size: int = entry.get("Size", 0)
     if size < 0:
-        raise RequestFailed(Trouble.PROTOCOL, "a size in the listing is below zero")
+        raise StoreError(ErrorKind.PROTOCOL, "a size in the listing is below zero")
     try:
         modified_s = entry["LastModified"].timestamp() if "LastModified" in entry else None
     except (ValueError, OverflowError):  # a year that no clock of this machine has
@@ -443,10 +443,10 @@ def _drop(future: concurrent.futures.Future[Any]) -> None:
         future.result()["Body"].close()
 
 
-def _failed(error: Exception) -> RequestFailed:
+def _failed(error: Exception) -> StoreError:
     if isinstance(error, botocore.exceptions.EndpointConnectionError) and isinstance(
         error.kwargs.get("error"), urllib3.exceptions.NameResolutionError
     ):
-        return RequestFailed(Trouble.DNS, "the host has no address")
-    trouble = next(trouble for kind, trouble in _BY_EXCEPTION if isinstance(error, kind))
-    return RequestFailed(trouble, type(error).__name__)
+        return StoreError(ErrorKind.DNS, "the host has no address")
+    kind = next(kind for cls, kind in _BY_EXCEPTION if isinstance(error, cls))
+    return StoreError(kind, type(error).__name__)

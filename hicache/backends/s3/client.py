@@ -1,6 +1,6 @@
 """What the backend asks of an S3 client: six requests, each tried once, with a deadline.
 
-A client raises RequestFailed if it gets no answer; that an object is missing, or is there already, is an answer. Bodies
+A client raises StoreError if it gets no answer; that an object is missing, or is there already, is an answer. Bodies
 are lists of buffers, of any number and any sizes. Clients are used by any threads at once and never touch a buffer
 after a call has returned.
 """
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from ...frame import TagStream
-from .trouble import Trouble
 
 # The buffers for an object of a size, of so many bytes together; none, and the object is not read.
 Target: TypeAlias = Callable[[int], Sequence[memoryview]]
@@ -64,7 +63,7 @@ class Client(Protocol):
     def remove(self, name: str, etag: str, *, deadline: float) -> None:
         """Remove an object if it still has `etag` (whatever it has, if that is empty). A missing one is no error."""
 
-    def remove_many(self, names: Sequence[str], *, deadline: float) -> list[Trouble]:
+    def remove_many(self, names: Sequence[str], *, deadline: float) -> list[str]:
         """Remove up to LISTED_MAX objects; what went wrong with each that could not be. Missing ones are no error."""
 
     def list(self, prefix: str, token: str | None, keys_max: int, *, deadline: float) -> Listing:

@@ -20,12 +20,12 @@ from xml.sax.saxutils import escape
 
 from ...errors import ConfigError
 from ...frame import TagStream
+from ..errors import ErrorKind, StoreError, kind_of_exception
 from .access import Access, CredentialsSource
 from .client import Listing, ObjectInfo, Target
 from .http import Connection, ConnectionPool, Head, Server, StaleConnection, request_head
-from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, error_code, read_listing, read_removals
+from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, error_code, failed_reply, read_listing, read_removals
 from .signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, Signer, query_string
-from .trouble import RequestFailed, Trouble, failed_reply, trouble_of_exception
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ class DirectClient:
                 return None
             size = head.length
             if size is None or head.is_chunked:
-                raise RequestFailed(Trouble.PROTOCOL, "the reply does not say how long the object is")
+                raise StoreError(ErrorKind.PROTOCOL, "the reply does not say how long the object is")
             buffers = target(size)
             if buffers:
                 connection.read_into(buffers, deadline, arrived)
@@ -144,7 +144,7 @@ class DirectClient:
                 return None
             length = head.length
             if length is None or head.is_chunked:
-                raise RequestFailed(Trouble.PROTOCOL, "the reply does not say how long the object is")
+                raise StoreError(ErrorKind.PROTOCOL, "the reply does not say how long the object is")
             data = connection.read_exactly(min(length, bytes_max), deadline)
             if length == len(data):
                 connection.finish()
@@ -183,7 +183,7 @@ class DirectClient:
         headers = {"if-match": etag} if etag else None
         self._exchange(_Request("DELETE", name, headers=headers), read, deadline)
 
-    def remove_many(self, names: Sequence[str], *, deadline: float) -> list[Trouble]:
+    def remove_many(self, names: Sequence[str], *, deadline: float) -> list[str]:
         """See Client."""
         objects = "".join(f"<Object><Key>{escape(name)}</Key></Object>" for name in names)
         body = f'<Delete xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Quiet>true</Quiet>{objects}</Delete>'.encode()
@@ -193,7 +193,7 @@ class DirectClient:
             "content-md5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode(),
         }
 
-        def read(connection: Connection, head: Head) -> list[Trouble]:
+        def read(connection: Connection, head: Head) -> list[str]:
             reply = _read_small(connection, head, deadline, LISTING_BYTES_MAX)
             if head.status != 200:
                 raise _failure(head, reply)
@@ -233,7 +233,7 @@ class DirectClient:
         try:
             return self._try(self._pool.connect(deadline), head, request.body, read, deadline)
         except StaleConnection as error:
-            raise RequestFailed(Trouble.LOST, "the server closed the connection without a reply") from error
+            raise StoreError(ErrorKind.CONNECTION_LOST, "the server closed the connection without a reply") from error
 
     def _try(
         self,
@@ -251,7 +251,7 @@ class DirectClient:
                 reply = _early_reply(connection, deadline, error)
             return read(connection, reply)
         except OSError as error:
-            raise RequestFailed(trouble_of_exception(error), type(error).__name__) from error
+            raise StoreError(kind_of_exception(error), type(error).__name__) from error
         finally:
             self._pool.give(connection)
 
@@ -302,11 +302,11 @@ def _read_small(connection: Connection, head: Head, deadline: float, bytes_max: 
 
 
 def _missing(connection: Connection, head: Head, deadline: float) -> None:
-    """Return if the reply says that the object is not there. Raises RequestFailed for all else."""
+    """Return if the reply says that the object is not there. Raises StoreError for all else."""
     reply = _read_small(connection, head, deadline)
     if head.status != 404 or error_code(reply) == "NoSuchBucket":
         raise _failure(head, reply)
 
 
-def _failure(head: Head, reply: bytes) -> RequestFailed:
+def _failure(head: Head, reply: bytes) -> StoreError:
     return failed_reply(head.status, error_code(reply), head.headers.get("retry-after", ""))

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...frame import TagStream, fill, first_bytes, without_first
+from ..errors import ErrorKind, StoreError, kind_of_exception
 from .refreshed import Refreshed
-from .trouble import RequestFailed, Trouble, trouble_of_exception
 
 Address: TypeAlias = tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]
 
@@ -81,15 +81,15 @@ class Head:
 
     @property
     def length(self) -> int | None:
-        """Bytes of the body, None if the reply does not say. Raises RequestFailed for what is no length."""
+        """Bytes of the body, None if the reply does not say. Raises StoreError for what is no length."""
         text = self.headers.get("content-length")
         return None if text is None else content_length(text)
 
 
 def content_length(text: str) -> int:
-    """The number in a header `content-length`. Raises RequestFailed for what is no length."""
+    """The number in a header `content-length`. Raises StoreError for what is no length."""
     if not _LENGTH.fullmatch(text):
-        raise RequestFailed(Trouble.PROTOCOL, "content-length is not a number")
+        raise StoreError(ErrorKind.PROTOCOL, "content-length is not a number")
     return int(text)
 
 
@@ -98,21 +98,21 @@ class StaleConnection(Exception):
 
 
 def parse_head(data: bytes) -> Head:
-    """The head in `data`, which ends with its empty line. Raises RequestFailed if it is none."""
+    """The head in `data`, which ends with its empty line. Raises StoreError if it is none."""
     first, *lines = data[:-4].split(b"\r\n")
     status = _STATUS_LINE.fullmatch(first)
     if status is None:
-        raise RequestFailed(Trouble.PROTOCOL, "the reply is not HTTP/1.1")
+        raise StoreError(ErrorKind.PROTOCOL, "the reply is not HTTP/1.1")
     if len(lines) > _HEADERS_MAX:
-        raise RequestFailed(Trouble.PROTOCOL, f"the reply has more than {_HEADERS_MAX} headers")
+        raise StoreError(ErrorKind.PROTOCOL, f"the reply has more than {_HEADERS_MAX} headers")
     headers = {} if status[1] == b"1" else {"connection": "close"}
     for line in lines:
         found = _HEADER.fullmatch(line)
         if found is None:
-            raise RequestFailed(Trouble.PROTOCOL, "a line of the reply's head is not a header")
+            raise StoreError(ErrorKind.PROTOCOL, "a line of the reply's head is not a header")
         name, value = found[1].decode().lower(), found[2].decode("latin-1").strip(" \t")
         if name == "content-length" and headers.get(name, value) != value:
-            raise RequestFailed(Trouble.PROTOCOL, "the reply has two lengths")
+            raise StoreError(ErrorKind.PROTOCOL, "the reply has two lengths")
         headers[name] = value
     return Head(int(status[2]), headers)
 
@@ -120,13 +120,13 @@ def parse_head(data: bytes) -> Head:
 def request_head(method: str, target: str, headers: Mapping[str, str]) -> bytes:
     """The head of a request. Names of headers are lower-case.
 
-    Raises RequestFailed for a target or header with a character that would end it or that HTTP does not allow,
+    Raises StoreError for a target or header with a character that would end it or that HTTP does not allow,
     wherever it comes from: it could make another header or request of the rest.
     """
     fields = [f"{name}: {value}" for name, value in headers.items()]
     if not _TARGET.fullmatch(target) or not all(map(_FIELD.fullmatch, fields)):
         wrong = next((name for name, field in zip(headers, fields, strict=True) if not _FIELD.fullmatch(field)), "path")
-        raise RequestFailed(Trouble.REFUSED_REQUEST, f"not sent: {wrong!r} would hold a character that HTTP forbids")
+        raise StoreError(ErrorKind.BAD_REQUEST, f"not sent: {wrong!r} would hold a character that HTTP forbids")
     return "\r\n".join([f"{method} {target} HTTP/1.1", *fields, "", ""]).encode("ascii")
 
 
@@ -134,7 +134,7 @@ def read_chunks(readline: Callable[[], bytes], read: Callable[[int], bytes], byt
     """A body in chunks (RFC 9112, 7.1), of at most `bytes_max` bytes and a sixteenth of that around the chunks.
 
     `readline` gives a line with its end, cut where it is too long; `read` gives exactly so many bytes or raises. Raises
-    what these raise, and RequestFailed.
+    what these raise, and StoreError.
     """
     body = bytearray()
     framing_left = bytes_max // 16 + _HEAD_BYTES_MAX
@@ -151,13 +151,13 @@ def read_chunks(readline: Callable[[], bytes], read: Callable[[int], bytes], byt
         found = _CHUNK_SIZE.fullmatch(line)
         size = int(found[1], 16) if found else -1
         if not 0 <= size <= bytes_max - len(body):
-            raise RequestFailed(Trouble.PROTOCOL, "a chunk of the reply has no proper size")
+            raise StoreError(ErrorKind.PROTOCOL, "a chunk of the reply has no proper size")
         is_trailer = not size
         if size:
             body += read(size)
             if read(2) != b"\r\n":
                 break
-    raise RequestFailed(Trouble.PROTOCOL, "the chunks of the reply make no sense")
+    raise StoreError(ErrorKind.PROTOCOL, "the chunks of the reply make no sense")
 
 
 class Connection:
@@ -209,24 +209,24 @@ class Connection:
     def read_head(self, deadline: float) -> Head:
         """The head of the reply, interim ones skipped.
 
-        Raises StaleConnection if the server closed before it sent a byte, OSError, and RequestFailed for what is none.
+        Raises StaleConnection if the server closed before it sent a byte, OSError, and StoreError for what is none.
         """
         for _ in range(_INTERIM_MAX):
             head = parse_head(self._read_to(b"\r\n\r\n", _HEAD_BYTES_MAX, deadline))
             if head.status >= 200:
                 self._has_closing_reply = head.headers.get("connection", "").lower() == "close"
                 return head
-        raise RequestFailed(Trouble.PROTOCOL, "too many interim replies")
+        raise StoreError(ErrorKind.PROTOCOL, "too many interim replies")
 
     def _read_to(self, mark: bytes, bytes_max: int, deadline: float) -> bytes:
         while (end := self._ahead.find(mark)) < 0:
             if len(self._ahead) > bytes_max:
-                raise RequestFailed(Trouble.PROTOCOL, "a part of the reply is too long")
+                raise StoreError(ErrorKind.PROTOCOL, "a part of the reply is too long")
             self._limit(deadline)
             data = self._sock.recv(_RECEIVED_AT_ONCE)
             if not data:
                 if self._ahead:
-                    raise RequestFailed(Trouble.PROTOCOL, "the connection ended within a head")
+                    raise StoreError(ErrorKind.PROTOCOL, "the connection ended within a head")
                 raise StaleConnection
             self._ahead += data
         found = bytes(self._ahead[: end + len(mark)])
@@ -237,14 +237,14 @@ class Connection:
         self, target: Sequence[memoryview], deadline: float, arrived: TagStream | None = None
     ) -> None:
         """Receive exactly the bytes of `target`; `arrived` takes them in piece by piece, while they are in the cache of
-        the processor. Raises OSError, and RequestFailed if the connection ends before that."""
+        the processor. Raises OSError, and StoreError if the connection ends before that."""
         size = sum(buffer.nbytes for buffer in target)
         done, left = 0, [buffer for buffer in target if buffer.nbytes]
         while done < size:
             piece = first_bytes(left[: 1 if self._is_tls else _BUFFERS_AT_ONCE], PIECE_BYTES)
             count = self._take_ahead(piece) or self._receive(piece, deadline)
             if not count:
-                raise RequestFailed(Trouble.SHORT_BODY, f"{done} of {size} bytes came")
+                raise StoreError(ErrorKind.SHORT_BODY, f"{done} of {size} bytes came")
             if arrived is not None:
                 for buffer in first_bytes(piece, count):
                     arrived.add(buffer)
@@ -265,14 +265,14 @@ class Connection:
         return self._sock.recvmsg_into(target, 0, socket.MSG_WAITALL)[0]
 
     def read_body(self, head: Head, bytes_max: int, deadline: float) -> bytes:
-        """The body of a small reply. Raises OSError, and RequestFailed if it is longer than `bytes_max` or cut."""
+        """The body of a small reply. Raises OSError, and StoreError if it is longer than `bytes_max` or cut."""
         if head.is_chunked:
             return self._read_chunks(bytes_max, deadline)
         length = head.length
         if length is None:
             return self._read_to_end(bytes_max, deadline)
         if length > bytes_max:
-            raise RequestFailed(Trouble.PROTOCOL, f"a reply of {length} bytes, where {bytes_max} are plenty")
+            raise StoreError(ErrorKind.PROTOCOL, f"a reply of {length} bytes, where {bytes_max} are plenty")
         return self.read_exactly(length, deadline)
 
     def read_exactly(self, size: int, deadline: float) -> bytes:
@@ -292,13 +292,13 @@ class Connection:
                 bytes_max,
             )
         except StaleConnection as error:
-            raise RequestFailed(Trouble.PROTOCOL, "the connection ended within the chunks") from error
+            raise StoreError(ErrorKind.PROTOCOL, "the connection ended within the chunks") from error
 
     def _read_to_end(self, bytes_max: int, deadline: float) -> bytes:
         self._has_closing_reply = True
         while True:
             if len(self._ahead) > bytes_max:
-                raise RequestFailed(Trouble.PROTOCOL, f"a reply of more than {bytes_max} bytes")
+                raise StoreError(ErrorKind.PROTOCOL, f"a reply of more than {bytes_max} bytes")
             self._limit(deadline)
             data = self._sock.recv(_RECEIVED_AT_ONCE)
             if not data:
@@ -317,11 +317,11 @@ class Connection:
 
 
 def resolve(server: Server) -> Sequence[Address]:
-    """The addresses of the server's name. Blocks for as long as the resolver likes. Raises RequestFailed."""
+    """The addresses of the server's name. Blocks for as long as the resolver likes. Raises StoreError."""
     try:
         found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise RequestFailed(Trouble.DNS, f"{server.host} has no address") from error
+        raise StoreError(ErrorKind.DNS, f"{server.host} has no address") from error
     return [(socket.AddressFamily(family), address) for family, _, _, _, address in found]
 
 
@@ -346,15 +346,15 @@ class ConnectionPool:
             connection.close()
 
     def connect(self, deadline: float) -> Connection:
-        """A new connection. Raises RequestFailed."""
-        failure: RequestFailed | None = None
+        """A new connection. Raises StoreError."""
+        failure: StoreError | None = None
         for family, address in self._addresses.get(deadline=deadline):
             try:
                 return self._open(family, address, deadline)
             except OSError as error:
-                failure = RequestFailed(trouble_of_exception(error), str(error))
+                failure = StoreError(kind_of_exception(error), str(error))
         self._addresses.expire()
-        raise failure or RequestFailed(Trouble.DNS, f"{self._server.host} has no address")
+        raise failure or StoreError(ErrorKind.DNS, f"{self._server.host} has no address")
 
     def _open(
         self, family: socket.AddressFamily, address: tuple[str | int | bytes, ...], deadline: float

@@ -15,28 +15,28 @@ from collections.abc import Iterator, Sequence
 from ...config.s3_storage import S3StorageOptions
 from ...errors import BackendUnavailable
 from ...frame import TagStream
+from ..errors import ErrorKind, StoreError
 from ..raw import StoredPage
 from .access import config_errors, open_access
 from .client import LISTED_MAX, Client, Listed, ObjectInfo, Target
 from .direct import open_direct
 from .throttle import Throttle
-from .trouble import RequestFailed, Trouble
 
 _NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})")
 # RFC 9110, 8.8.3, without the bytes beyond ASCII that it allows in a tag.
 _ENTITY_TAG = re.compile(r'(?:W/)?"[!#-~]*"')
-# What to do about the troubles that a person can do something about.
-_ADVICE = {
-    Trouble.DNS: "check endpoint_url: its host has no address",
-    Trouble.REFUSED: "check endpoint_url: nothing listens there",
-    Trouble.TIMEOUT: "check endpoint_url and the network: nothing answers",
-    Trouble.TLS: "check endpoint_url and ca_file: the TLS connection was not accepted",
-    Trouble.PROTOCOL: "check endpoint_url: what answers there is no S3 store",
-    Trouble.NO_BUCKET: "create the bucket, or correct its name",
-    Trouble.CREDENTIALS: "check the credentials: they are wrong, unknown or expired",
-    Trouble.ACCESS_DENIED: "allow s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject",
-    Trouble.CLOCK_SKEW: "set the clock of this machine",
-    Trouble.WRONG_REGION: "set region to that of the bucket",
+# What to do about the errors that an operator can mend.
+_ADVICE: dict[str, str] = {
+    ErrorKind.DNS: "check endpoint_url: its host has no address",
+    ErrorKind.CONNECTION_REFUSED: "check endpoint_url: nothing listens there",
+    ErrorKind.TIMEOUT: "check endpoint_url and the network: nothing answers",
+    ErrorKind.TLS: "check endpoint_url and ca_file: the TLS connection was not accepted",
+    ErrorKind.PROTOCOL: "check endpoint_url: what answers there is no S3 store",
+    ErrorKind.NO_BUCKET: "create the bucket, or correct its name",
+    ErrorKind.WRONG_CREDENTIALS: "check the credentials: they are wrong, unknown or expired",
+    ErrorKind.ACCESS_DENIED: "allow s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject",
+    ErrorKind.CLOCK_SKEW: "set the clock of this machine",
+    ErrorKind.WRONG_REGION: "set region to that of the bucket",
 }
 
 
@@ -64,7 +64,7 @@ def open_client(options: S3StorageOptions) -> Client:
 
 
 class Objects:
-    """See the module's docstring. Thread-safe. All but `close` block up to the deadline and raise RequestFailed.
+    """See the module's docstring. Thread-safe. All but `close` block up to the deadline and raise StoreError.
 
     Opening asks the store for one name, and raises BackendUnavailable if that fails and ConfigError as `open_client`.
     """
@@ -78,10 +78,10 @@ class Objects:
             self._client.list(
                 options.prefix, None, 1, deadline=time.monotonic() + options.connect_timeout + options.timeout
             )
-        except RequestFailed as error:
+        except StoreError as error:
             self._client.close()
             where = f"s3 store: bucket {options.bucket!r} at {options.endpoint_url or 'AWS'}"
-            advice = _ADVICE.get(error.trouble, "try again when the store is well")
+            advice = _ADVICE.get(error.kind, "try again when the store is well")
             raise BackendUnavailable(f"{where}: {error}; {advice}") from error
 
     @contextlib.contextmanager
@@ -90,7 +90,7 @@ class Objects:
         failure = None
         try:
             yield
-        except RequestFailed as error:
+        except StoreError as error:
             failure = error
             raise
         finally:
@@ -120,8 +120,8 @@ class Objects:
             try:
                 with self._turn(deadline):
                     return self._client.put(name, body, if_absent=True, deadline=deadline)
-            except RequestFailed as error:
-                if error.trouble not in (Trouble.UNSUPPORTED, Trouble.REFUSED_REQUEST):
+            except StoreError as error:
+                if error.kind not in (ErrorKind.UNSUPPORTED, ErrorKind.BAD_REQUEST):
                     raise
         if self.head(name, deadline=deadline) is not None:
             return False
@@ -138,25 +138,25 @@ class Objects:
             if not etag or _ENTITY_TAG.fullmatch(etag):
                 with self._turn(deadline):
                     return self._client.remove(name, etag, deadline=deadline)
-        except RequestFailed as error:
-            if error.trouble not in (Trouble.UNSUPPORTED, Trouble.REFUSED_REQUEST):
+        except StoreError as error:
+            if error.kind not in (ErrorKind.UNSUPPORTED, ErrorKind.BAD_REQUEST):
                 raise
         found = self.head(name, deadline=deadline)
         if found is not None and found.etag == etag:
             with self._turn(deadline):
                 self._client.remove(name, "", deadline=deadline)
 
-    def remove_many(self, names: Sequence[str], *, deadline: float) -> list[Trouble]:
+    def remove_many(self, names: Sequence[str], *, deadline: float) -> list[str]:
         """Remove any number of objects; what went wrong with each that could not be."""
-        troubles: list[Trouble] = []
+        kinds: list[str] = []
         for first in range(0, len(names), LISTED_MAX):
             with self._turn(deadline):
                 some = names[first : first + LISTED_MAX]
                 found = self._client.remove_many(some, deadline=deadline)
                 if len(found) > len(some):
-                    raise RequestFailed(Trouble.PROTOCOL, f"{len(found)} of {len(some)} objects were not removed")
-                troubles += found
-        return troubles
+                    raise StoreError(ErrorKind.PROTOCOL, f"{len(found)} of {len(some)} objects were not removed")
+                kinds += found
+        return kinds
 
     def name(self, namespace: bytes, key: bytes) -> str:
         """Return the name of a page's object."""
@@ -186,7 +186,7 @@ class Objects:
             if token is None:
                 return
             if token == mark:
-                raise RequestFailed(Trouble.PROTOCOL, "the listing comes back to a place where it was")
+                raise StoreError(ErrorKind.PROTOCOL, "the listing comes back to a place where it was")
             steps += 1
             if steps == steps_max:
                 mark, steps, steps_max = token, 0, 2 * steps_max

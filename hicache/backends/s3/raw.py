@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from ...config.s3_storage import S3StorageOptions
 from ...errors import BackendUnavailable
+from ..errors import ErrorKind, StoreError
 from ..raw import RawStore, StoredPage
 from .objects import Objects
-from .trouble import RequestFailed, Trouble
 
 # For one page, or one request about many. Nobody's engine waits.
 _REQUEST_S = 60.0
@@ -28,22 +28,22 @@ class S3RawStore(RawStore):
         """See RawStore. One request per thousand pages."""
         try:
             yield from self._objects.pages(namespace, deadline=time.monotonic() + _LISTING_S)
-        except RequestFailed as error:
+        except StoreError as error:
             raise _unavailable(error) from error
 
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
         """See RawStore."""
         try:
             return self._objects.get_start(self._name(page), bytes_max, deadline=time.monotonic() + _REQUEST_S)
-        except RequestFailed as error:
+        except StoreError as error:
             raise _unavailable(error) from error
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
         """See RawStore. A bucket knows no chains, the header in `data` does."""
         try:
             return self._objects.put_new(self._name(page), [memoryview(data)], deadline=time.monotonic() + _REQUEST_S)
-        except RequestFailed as error:
-            if error.trouble is Trouble.FULL:
+        except StoreError as error:
+            if error.kind is ErrorKind.NO_SPACE:
                 return False
             raise _unavailable(error) from error
 
@@ -51,11 +51,11 @@ class S3RawStore(RawStore):
         """See RawStore. One request per thousand pages."""
         names = [self._name(page) for page in pages]
         try:
-            troubles = self._objects.remove_many(names, deadline=time.monotonic() + _REQUEST_S)
-        except RequestFailed as error:
+            kinds = self._objects.remove_many(names, deadline=time.monotonic() + _REQUEST_S)
+        except StoreError as error:
             raise _unavailable(error) from error
-        if troubles:
-            raise BackendUnavailable(f"s3 store: {len(troubles)} of {len(names)} pages stay: {troubles[0]}; try again")
+        if kinds:
+            raise BackendUnavailable(f"s3 store: {len(kinds)} of {len(names)} pages stay: {kinds[0]}; try again")
         return len(names)
 
     def close(self) -> None:
@@ -66,5 +66,5 @@ class S3RawStore(RawStore):
         return self._objects.name(page.namespace, page.key)
 
 
-def _unavailable(error: RequestFailed) -> BackendUnavailable:
+def _unavailable(error: StoreError) -> BackendUnavailable:
     return BackendUnavailable(f"s3 store: {error}; try again when the store is well")

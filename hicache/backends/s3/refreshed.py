@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from ...background import BackgroundTask
-from .trouble import RequestFailed, Trouble
+from ..errors import ErrorKind, StoreError
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Refreshed(Generic[T]):
     """The last value of `load`, loaded again when it is older than `age_max_s`.
 
-    `load` raises RequestFailed where it has no value. A failed refresh keeps the value that there is.
+    `load` raises StoreError where it has no value. A failed refresh keeps the value that there is.
 
     Locking design: `_state` guards all fields and is not held while `load` runs. It is taken before the lock of the
     task, never after.
@@ -37,12 +37,12 @@ class Refreshed(Generic[T]):
         self._age_max_s = age_max_s
         self._state = threading.Condition()
         self._value: T | None = None
-        self._failure: RequestFailed | None = None
+        self._failure: StoreError | None = None
         self._loaded_s = 0.0
         self._loading = False
 
     def get(self, *, deadline: float) -> T:
-        """The value. Blocks up to `deadline` while there is none yet. Raises RequestFailed."""
+        """The value. Blocks up to `deadline` while there is none yet. Raises StoreError."""
         with self._state:
             if self._value is None or time.monotonic() - self._loaded_s > self._age_max_s:
                 if self._loading:
@@ -56,9 +56,9 @@ class Refreshed(Generic[T]):
             if self._value is not None:
                 return self._value
             if self._loading or self._failure is None:
-                raise RequestFailed(Trouble.TIMEOUT, f"{self._name} takes too long")
+                raise StoreError(ErrorKind.TIMEOUT, f"{self._name} takes too long")
             failure = self._failure
-            raise RequestFailed(failure.trouble, str(failure))
+            raise StoreError(failure.kind, str(failure))
 
     def expire(self) -> None:
         """Have the value loaded again when it is asked for next; it stays in use until then."""
@@ -69,10 +69,10 @@ class Refreshed(Generic[T]):
         value, failure = None, None
         try:
             value = self._load()
-        except RequestFailed as error:
+        except StoreError as error:
             failure = error
         except Exception as error:  # a loader's bug must not leave the others waiting
-            failure = RequestFailed(Trouble.NETWORK, type(error).__name__)
+            failure = StoreError(ErrorKind.UNREACHABLE, type(error).__name__)
             _log.exception("loading %s failed unexpectedly", self._name)
         with self._state:
             if value is not None:

@@ -1,4 +1,4 @@
-"""The XML of replies: the few fields that the clients ask for.
+"""What replies say: the kind of an error by its status and code, and the few fields of documents that are asked for.
 
 A hostile store may send any bytes. Documents are read as UTF-8, with no entities of their own, and with bounds on tags,
 elements and depth, so that reading takes a small multiple of the bytes of a body, which the clients bound.
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from xml.etree import ElementTree
 
+from ..errors import ErrorKind, StoreError
 from .client import LISTED_MAX, Listed, Listing
-from .trouble import RequestFailed, Trouble, failed_reply
 
 # Bodies of errors, and of what is not asked for.
 ERROR_BYTES_MAX = 64 << 10
@@ -32,6 +32,73 @@ _TOKEN_LENGTH_MAX = 4096
 _SIZE = re.compile("[0-9]{1,15}")
 
 
+# A server may ask for any time; what is asked for beyond this is not believed.
+_RETRY_AFTER_MAX_S = 60.0
+# Codes in the body of an error say more than its status. From the list of error codes in the S3 API reference, and
+# what servers other than AWS use. Messages name these codes only: a server can send what it was sent in place of one.
+_BY_CODE: Mapping[str, ErrorKind] = {
+    "SlowDown": ErrorKind.THROTTLED,
+    "Throttling": ErrorKind.THROTTLED,
+    "ThrottlingException": ErrorKind.THROTTLED,
+    "RequestLimitExceeded": ErrorKind.THROTTLED,
+    "TooManyRequests": ErrorKind.THROTTLED,
+    "ServiceUnavailable": ErrorKind.UNAVAILABLE,
+    "InternalError": ErrorKind.SERVER_ERROR,
+    "RequestTimeout": ErrorKind.TIMEOUT,
+    "AccessDenied": ErrorKind.ACCESS_DENIED,
+    "InvalidAccessKeyId": ErrorKind.WRONG_CREDENTIALS,
+    "SignatureDoesNotMatch": ErrorKind.WRONG_CREDENTIALS,
+    "ExpiredToken": ErrorKind.WRONG_CREDENTIALS,
+    "InvalidToken": ErrorKind.WRONG_CREDENTIALS,
+    "TokenRefreshRequired": ErrorKind.WRONG_CREDENTIALS,
+    "RequestTimeTooSkewed": ErrorKind.CLOCK_SKEW,
+    "NoSuchBucket": ErrorKind.NO_BUCKET,
+    "PermanentRedirect": ErrorKind.WRONG_REGION,
+    "TemporaryRedirect": ErrorKind.WRONG_REGION,
+    "AuthorizationHeaderMalformed": ErrorKind.WRONG_REGION,
+    "BadDigest": ErrorKind.CHECKSUM,
+    "XAmzContentSHA256Mismatch": ErrorKind.CHECKSUM,
+    "XAmzContentChecksumMismatch": ErrorKind.CHECKSUM,
+    "ConditionalRequestConflict": ErrorKind.CONFLICT,
+    "OperationAborted": ErrorKind.CONFLICT,
+    "QuotaExceeded": ErrorKind.NO_SPACE,
+    "InsufficientStorage": ErrorKind.NO_SPACE,
+    "XMinioStorageFull": ErrorKind.NO_SPACE,
+    "NotImplemented": ErrorKind.UNSUPPORTED,
+    "InvalidArgument": ErrorKind.BAD_REQUEST,
+    "InvalidBucketName": ErrorKind.BAD_REQUEST,
+    "InvalidRequest": ErrorKind.BAD_REQUEST,
+    "MalformedXML": ErrorKind.BAD_REQUEST,
+    "MethodNotAllowed": ErrorKind.BAD_REQUEST,
+    "MissingContentLength": ErrorKind.BAD_REQUEST,
+}
+_BY_STATUS: Mapping[int, ErrorKind] = {
+    301: ErrorKind.WRONG_REGION,
+    307: ErrorKind.WRONG_REGION,
+    401: ErrorKind.WRONG_CREDENTIALS,
+    403: ErrorKind.ACCESS_DENIED,
+    408: ErrorKind.TIMEOUT,
+    409: ErrorKind.CONFLICT,
+    429: ErrorKind.THROTTLED,
+    500: ErrorKind.SERVER_ERROR,
+    501: ErrorKind.UNSUPPORTED,
+    502: ErrorKind.UNAVAILABLE,
+    503: ErrorKind.UNAVAILABLE,
+    504: ErrorKind.UNAVAILABLE,
+    507: ErrorKind.NO_SPACE,
+}
+
+
+def failed_reply(status: int, code: str, retry_after: str = "") -> StoreError:
+    """Return what an error reply means; `retry_after` is its header of that name. Dates in it are not understood."""
+    kind = _BY_CODE.get(code) or _BY_STATUS.get(status)
+    if kind is None:
+        kind = ErrorKind.BAD_REQUEST if 400 <= status < 500 else ErrorKind.PROTOCOL
+        kind = ErrorKind.SERVER_ERROR if status >= 500 else kind
+    seconds = min(float(retry_after), _RETRY_AFTER_MAX_S) if retry_after.isascii() and retry_after.isdigit() else 0.0
+    return StoreError(kind, f"status {status} {code if code in _BY_CODE else ''}".rstrip(), seconds)
+
+
 class Document:
     """A parser's target: the name of the root, the fields in it, and the fields of each of its entries."""
 
@@ -48,7 +115,7 @@ class Document:
         self._depth += 1
         self._elements += 1
         if self._depth > _DEPTH_MAX or self._elements > _ELEMENTS_MAX:
-            raise RequestFailed(Trouble.PROTOCOL, "the reply is deeper or longer than a document of S3")
+            raise StoreError(ErrorKind.PROTOCOL, "the reply is deeper or longer than a document of S3")
         name = tag.rpartition("}")[2]
         if self._depth == 1:
             self.root = name
@@ -56,7 +123,7 @@ class Document:
             self._entry = {}
             self.entries.append(self._entry)
             if len(self.entries) > LISTED_MAX:
-                raise RequestFailed(Trouble.PROTOCOL, f"the reply has more than {LISTED_MAX} entries")
+                raise StoreError(ErrorKind.PROTOCOL, f"the reply has more than {LISTED_MAX} entries")
         elif name in _FIELDS and self._depth <= 3:
             self._text = []
 
@@ -78,9 +145,9 @@ class Document:
 
 
 def read_document(reply: bytes) -> Document:
-    """Parse `reply`. Raises RequestFailed if it is not such a document."""
+    """Parse `reply`. Raises StoreError if it is not such a document."""
     if _SUSPECT.search(reply):
-        raise RequestFailed(Trouble.PROTOCOL, "the reply is not a document of S3")
+        raise StoreError(ErrorKind.PROTOCOL, "the reply is not a document of S3")
     document = Document()
     # The encoding is given, because one that the document names would be looked up among all of Python's.
     parser = ElementTree.XMLParser(target=document, encoding="utf-8")
@@ -89,18 +156,18 @@ def read_document(reply: bytes) -> Document:
             parser.feed(reply[start : start + _PIECE_BYTES])
         parser.close()
     except ElementTree.ParseError as error:
-        raise RequestFailed(Trouble.PROTOCOL, "the reply is not XML") from error
+        raise StoreError(ErrorKind.PROTOCOL, "the reply is not XML") from error
     return document
 
 
 def expect_root(reply: bytes, root: str) -> Document:
-    """The document in `reply`. Raises RequestFailed for one with another root; an error that comes with the status of
+    """The document in `reply`. Raises StoreError for one with another root; an error that comes with the status of
     a success is one too."""
     document = read_document(reply)
     if document.root == "Error":
         raise failed_reply(500, document.fields.get("Code", ""))
     if document.root != root:
-        raise RequestFailed(Trouble.PROTOCOL, f"the reply is not a {root}")
+        raise StoreError(ErrorKind.PROTOCOL, f"the reply is not a {root}")
     return document
 
 
@@ -108,21 +175,21 @@ def error_code(reply: bytes) -> str:
     """The code in the body of an error reply, empty if there is none."""
     try:
         return read_document(reply).fields.get("Code", "")
-    except RequestFailed:
+    except StoreError:
         return ""
 
 
-def read_removals(reply: bytes) -> list[Trouble]:
-    """What went wrong with each object that could not be removed. Raises RequestFailed."""
+def read_removals(reply: bytes) -> list[str]:
+    """What went wrong with each object that could not be removed. Raises StoreError."""
     entries = expect_root(reply, "DeleteResult").entries
-    return [failed_reply(400, entry.get("Code", "")).trouble for entry in entries]
+    return [failed_reply(400, entry.get("Code", "")).kind for entry in entries]
 
 
 def read_listing(reply: bytes) -> Listing:
-    """One page of a listing. Raises RequestFailed."""
+    """One page of a listing. Raises StoreError."""
     document = expect_root(reply, "ListBucketResult")
     if "IsTruncated" not in document.fields:
-        raise RequestFailed(Trouble.PROTOCOL, "the listing does not say whether it is the whole")
+        raise StoreError(ErrorKind.PROTOCOL, "the listing does not say whether it is the whole")
     objects = [_listed(entry) for entry in document.entries]
     if document.fields["IsTruncated"] != "true":
         return Listing(objects, None)
@@ -130,16 +197,16 @@ def read_listing(reply: bytes) -> Listing:
 
 
 def usable_token(token: str) -> str:
-    """Return `token`, with which a listing goes on. Raises RequestFailed if it is empty or too long to be sent."""
+    """Return `token`, with which a listing goes on. Raises StoreError if it is empty or too long to be sent."""
     if not 0 < len(token) <= _TOKEN_LENGTH_MAX:
-        raise RequestFailed(Trouble.PROTOCOL, f"the listing goes on, and its token has {len(token)} characters")
+        raise StoreError(ErrorKind.PROTOCOL, f"the listing goes on, and its token has {len(token)} characters")
     return token
 
 
 def _listed(entry: Mapping[str, str]) -> Listed:
     size = entry.get("Size", "0")
     if not _SIZE.fullmatch(size):
-        raise RequestFailed(Trouble.PROTOCOL, "a size in the listing is not a number")
+        raise StoreError(ErrorKind.PROTOCOL, "a size in the listing is not a number")
     return Listed(entry.get("Key", ""), int(size), _unix_time(entry.get("LastModified", "")))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 
-from .trouble import RequestFailed, Trouble
+from ..errors import ErrorKind, StoreError
 
 # Replies of requests that were in flight when the limit was cut say nothing new about it.
 _CUT_INTERVAL_S = 0.5
@@ -36,28 +36,28 @@ class Throttle:
             return int(self._limit)
 
     def enter(self, deadline: float) -> None:
-        """Wait for a turn. Raises RequestFailed if there is none until `deadline`, or the server wants none yet."""
+        """Wait for a turn. Raises StoreError if there is none until `deadline`, or the server wants none yet."""
         with self._state:
             while True:
                 now = time.monotonic()
                 left = min(deadline - now, threading.TIMEOUT_MAX)
                 if left <= 0:
-                    raise RequestFailed(Trouble.DEADLINE)
+                    raise StoreError(ErrorKind.DEADLINE)
                 if now < self._closed_until_s:
-                    raise RequestFailed(Trouble.SLOW_DOWN, "the server asked for a pause")
+                    raise StoreError(ErrorKind.THROTTLED, "the server asked for a pause")
                 if self._running < int(self._limit):
                     self._running += 1
                     return
                 self._state.wait(left)
 
-    def leave(self, failure: RequestFailed | None) -> None:
+    def leave(self, failure: StoreError | None) -> None:
         """End a turn with what came of it."""
         with self._state:
             self._running -= 1
             now = time.monotonic()
             if failure is None:
                 self._limit = min(self._limit + 1 / self._limit, float(self._requests_max))
-            elif failure.trouble in (Trouble.SLOW_DOWN, Trouble.UNAVAILABLE):
+            elif failure.kind in (ErrorKind.THROTTLED, ErrorKind.UNAVAILABLE):
                 self._closed_until_s = max(self._closed_until_s, now + failure.retry_after_s)
                 if now - self._cut_s >= _CUT_INTERVAL_S:
                     self._limit = max(1.0, self._limit / 2)

@@ -79,15 +79,15 @@ def always(answer: Answer) -> Fault:
 
 # For each fault what it is counted as by a GET or PUT, and by a HEAD, whose reply has no body that says more.
 ANSWERED = {
-    "SlowDown": (error(503, "SlowDown"), "slow_down", "unavailable"),
+    "SlowDown": (error(503, "SlowDown"), "throttled", "unavailable"),
     "503 without a body": (reply(503), "unavailable", "unavailable"),
-    "429": (reply(429), "slow_down", "slow_down"),
+    "429": (reply(429), "throttled", "throttled"),
     "InternalError": (error(500, "InternalError"), "server_error", "server_error"),
     "502 of a proxy": (reply(502, b"<html>bad gateway</html>"), "unavailable", "unavailable"),
     "AccessDenied": (error(403, "AccessDenied"), "access_denied", "access_denied"),
-    "ExpiredToken": (error(400, "ExpiredToken"), "credentials", "bad_request"),
-    "InvalidAccessKeyId": (error(403, "InvalidAccessKeyId"), "credentials", "access_denied"),
-    "SignatureDoesNotMatch": (error(403, "SignatureDoesNotMatch"), "credentials", "access_denied"),
+    "ExpiredToken": (error(400, "ExpiredToken"), "wrong_credentials", "bad_request"),
+    "InvalidAccessKeyId": (error(403, "InvalidAccessKeyId"), "wrong_credentials", "access_denied"),
+    "SignatureDoesNotMatch": (error(403, "SignatureDoesNotMatch"), "wrong_credentials", "access_denied"),
     "RequestTimeTooSkewed": (error(403, "RequestTimeTooSkewed"), "clock_skew", "access_denied"),
     "conflict": (error(409, "ConditionalRequestConflict"), "conflict", "conflict"),
     "BadDigest": (error(400, "BadDigest"), "checksum", "bad_request"),
@@ -302,7 +302,7 @@ def test_a_full_store_turns_away_the_page_and_its_tail(stub: StubS3, client: str
     stub.fault = lambda request: error(507, "InsufficientStorage") if request.name == full_from else None
     assert store_chain(store, keys) == [STORED] * 2 + [SetOutcome.REJECTED] * 3
     assert len(stub.objects) == 2
-    assert errors(store) == {"full": 1}
+    assert errors(store) == {"no_space": 1}
     store.backend.close()
 
 
@@ -312,7 +312,7 @@ def test_pages_that_several_threads_store_are_rejected_behind_one_without_room(s
     stub.fault = lambda request: error(507, "InsufficientStorage") if request.name != name(keys[0]) else None
     outcomes = store_chain(store, keys)
     assert outcomes[0] in (STORED, SetOutcome.REJECTED) and outcomes[1:] == [SetOutcome.REJECTED] * 59
-    assert set(errors(store)) == {"full"} and errors(store)["full"] <= 8
+    assert set(errors(store)) == {"no_space"} and errors(store)["no_space"] <= 8
     store.backend.close()
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.raw import StoredPage
 from hicache.backends.s3 import S3Backend, S3RawStore
 from hicache.backends.s3.http import request_head
-from hicache.backends.s3.replies import LISTING_BYTES_MAX, read_document, read_listing
-from hicache.backends.s3.trouble import RequestFailed, Trouble, failed_reply
+from hicache.backends.s3.replies import LISTING_BYTES_MAX, failed_reply, read_document, read_listing
 from hicache.backends.testing import CORRUPT, GET_ERROR, NAMESPACE, load, make_keys, soon, store_chain
 from hicache.errors import BackendUnavailable, ConfigError
 from tests.backends.s3.bucket import CODEC, PAGE, options
@@ -68,9 +68,9 @@ def test_an_etag_is_sent_only_if_it_is_an_entity_tag(stub: StubS3, client: str, 
      ("/a", {"if-match": "a\r"}), ("/a", {"x": "\x00"}), ("/a", {"x": "\ud800"}), ("/a", {"x y": "z"})],
 )  # fmt: skip
 def test_a_request_that_would_hold_a_forbidden_character_is_not_sent(target: str, headers: dict[str, str]) -> None:
-    with pytest.raises(RequestFailed) as caught:
+    with pytest.raises(StoreError) as caught:
         request_head("GET", target, headers)
-    assert caught.value.trouble is Trouble.REFUSED_REQUEST
+    assert caught.value.kind is ErrorKind.BAD_REQUEST
     assert request_head("GET", "/a", {"x": "y z"}) == b"GET /a HTTP/1.1\r\nx: y z\r\n\r\n", "the control"
 
 
@@ -182,7 +182,7 @@ def test_no_document_takes_more_than_a_small_multiple_of_its_bytes() -> None:
         "<x " + " ".join(f"a{n}=''" for n in range(100_000)) + "/>", "<x>" + "<y/>" * (LISTING_BYTES_MAX // 4) + "</x>",
         "<x>" * (LISTING_BYTES_MAX // 3), "<x>" + "".join(f"<e{n}/>" for n in range(500_000)) + "</x>",
     ):  # fmt: skip
-        with pytest.raises(RequestFailed):
+        with pytest.raises(StoreError):
             read_document(body.encode())
     entry = "<Contents><Key>k</Key><Size>1</Size><Owner><ID>x</ID><DisplayName>y</DisplayName></Owner></Contents>"
     root = "ListBucketResult xmlns='http://s3.amazonaws.com/doc/2006-03-01/'"
@@ -205,7 +205,7 @@ def test_a_code_of_another_form_is_the_class_of_the_status(stub: StubS3, client:
     store = open_on(stub, client=client)
     stub.fault = lambda request: error(403, code)
     load(store, KEYS)
-    assert set(errors(store)) <= {"access_denied", "slow_down"} and sum(errors(store).values()) == 2
+    assert set(errors(store)) <= {"access_denied", "throttled"} and sum(errors(store).values()) == 2
     store.backend.close()
 
 

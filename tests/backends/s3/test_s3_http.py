@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.s3.http import Connection, parse_head
 from hicache.backends.s3.refreshed import Refreshed
-from hicache.backends.s3.trouble import RequestFailed, Trouble, failed_reply, trouble_of_exception
+from hicache.backends.s3.replies import failed_reply
 from hicache.backends.testing import soon
 from tests.backends.s3.bucket import Bucket
 from tests.waiting import wait_for
@@ -67,12 +68,12 @@ def test_interim_replies_are_skipped(pair: tuple[Connection, socket.socket]) -> 
      "\r\n" + "x" * 2000, "a b\r\n\r\n"],
 )  # fmt: skip
 def test_a_small_body_that_is_cut_or_too_long_is_refused(pair: tuple[Connection, socket.socket], body: str) -> None:
-    with pytest.raises(RequestFailed):
+    with pytest.raises(StoreError):
         received(pair, f"HTTP/1.1 200 OK\r\n{body}".encode())
 
 
 def test_interim_replies_without_end_are_refused(pair: tuple[Connection, socket.socket]) -> None:
-    with pytest.raises(RequestFailed, match="interim"):
+    with pytest.raises(StoreError, match="interim"):
         received(pair, b"HTTP/1.1 100 Continue\r\n\r\n" * 100)
 
 
@@ -80,8 +81,8 @@ def test_interim_replies_without_end_are_refused(pair: tuple[Connection, socket.
 def test_whatever_comes_as_a_head_is_a_head_or_refused(noise: bytes, starts_well: bool) -> None:
     try:
         head = parse_head((b"HTTP/1.1 200 OK\r\n" if starts_well else b"") + noise + b"\r\n\r\n")
-    except RequestFailed as error:
-        assert error.trouble is Trouble.PROTOCOL
+    except StoreError as error:
+        assert error.kind is ErrorKind.PROTOCOL
     else:
         assert 0 <= head.status <= 999
 
@@ -111,9 +112,9 @@ def test_an_old_value_serves_while_a_new_one_is_loaded() -> None:
 def test_who_needs_the_first_value_waits_no_longer_than_the_deadline() -> None:
     gate = threading.Event()
     value = Refreshed("test", lambda: gate.wait(30), 3600.0)
-    with pytest.raises(RequestFailed) as caught:
+    with pytest.raises(StoreError) as caught:
         value.get(deadline=soon(0.05))
-    assert caught.value.trouble is Trouble.TIMEOUT
+    assert caught.value.kind is ErrorKind.TIMEOUT
     gate.set()
     assert value.get(deadline=soon()) is True
 
@@ -124,31 +125,21 @@ def test_a_failure_is_told_and_the_next_one_who_asks_tries_again() -> None:
     def load() -> str:
         answer = next(answers)
         if answer == "fails":
-            raise RequestFailed(Trouble.DNS, "no address")
+            raise StoreError(ErrorKind.DNS, "no address")
         return answer
 
     value = Refreshed("test", load, 3600.0)
     for _ in range(2):
-        with pytest.raises(RequestFailed, match="no address") as caught:
+        with pytest.raises(StoreError, match="no address") as caught:
             value.get(deadline=soon())
-        assert caught.value.trouble is Trouble.DNS
+        assert caught.value.kind is ErrorKind.DNS
     assert value.get(deadline=soon()) == "works"
 
 
 def test_a_bug_in_a_loader_is_a_failure_and_nobody_waits_for_ever() -> None:
     value = Refreshed("test", lambda: 1 // 0, 3600.0)
-    with pytest.raises(RequestFailed, match="ZeroDivisionError"):
+    with pytest.raises(StoreError, match="ZeroDivisionError"):
         value.get(deadline=soon())
-
-
-@pytest.mark.parametrize(
-    ("error", "trouble"),
-    [(socket.gaierror(), Trouble.DNS), (ConnectionRefusedError(), Trouble.REFUSED),
-     (BlockingIOError(), Trouble.TIMEOUT), (TimeoutError(), Trouble.TIMEOUT),
-     (ConnectionResetError(), Trouble.LOST), (BrokenPipeError(), Trouble.LOST), (OSError(), Trouble.NETWORK)],
-)  # fmt: skip
-def test_exceptions_have_classes(error: Exception, trouble: Trouble) -> None:
-    assert trouble_of_exception(error) is trouble
 
 
 @pytest.mark.parametrize(("asked", "seconds"), [("5", 5.0), ("9" * 30, 60.0), ("-5", 0.0), ("1.5", 0.0), ("", 0.0)])
@@ -181,8 +172,10 @@ def test_the_lifecycle_rule_of_the_page_is_taken_by_a_real_server(
     assert "hicache-pages" in ran.stdout
 
 
-def test_the_page_names_every_class(repository: Path) -> None:
+def test_the_page_names_every_kind_of_error_of_the_package(repository: Path) -> None:
+    source = "".join(path.read_text() for path in (repository / "hicache/backends/s3").glob("*.py"))
+    used = {ErrorKind[name].value for name in re.findall(r"\bErrorKind\.([A-Z_]+)", source)} - {"internal"}
     page = (repository / "docs/backends/s3.md").read_text()
-    table = page.partition("| class |")[2].partition("\n\n")[0]
+    table = page.partition("| kind |")[2].partition("\n\n")[0]
     named = {name for row in table.splitlines()[2:] for name in re.findall(r"`([a-z_]+)`", row.split("|")[1])}
-    assert named == set(Trouble)
+    assert named == used | {"deadline"}

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.s3 import S3Backend
 from hicache.backends.s3.backend import EXACT_KEYS_MAX, stored_prefix
 from hicache.backends.s3.objects import object_name
 from hicache.backends.s3.throttle import Throttle
-from hicache.backends.s3.trouble import RequestFailed, Trouble
 from hicache.backends.testing import GET_ERROR, HIT, Store, load, make_keys, soon, store_chain
 from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
 from tests.backends.s3.test_s3_faults import errors, name, open_on
@@ -98,7 +98,7 @@ def test_pages_that_the_server_does_not_remove_are_errors(stub: StubS3, client: 
     assert errors(store) == {"access_denied": 1}
     stub.fault = lambda request: error(503, "SlowDown") if request.method == "POST" else None
     assert remove() == 0
-    assert errors(store) == {"access_denied": 1, "slow_down": 1}
+    assert errors(store) == {"access_denied": 1, "throttled": 1}
     stub.fault = lambda request: None
     assert remove() == 3
     store.backend.close()
@@ -168,7 +168,7 @@ def test_a_server_that_asks_for_a_pause_is_left_alone(stub: StubS3, client: str,
     assert load(store, keys) == [GET_ERROR]
     assert load(store, keys) == [GET_ERROR]
     assert len(stub.requests) == sent
-    assert errors(store) == {"slow_down": 2}
+    assert errors(store) == {"throttled": 2}
     store.backend.close()
 
 
@@ -177,15 +177,15 @@ def test_a_limit_never_falls_below_one_and_replies_to_old_requests_do_not_cut_it
     for _ in range(5):
         throttle.enter(soon())
     for _ in range(5):
-        throttle.leave(RequestFailed(Trouble.SLOW_DOWN))
+        throttle.leave(StoreError(ErrorKind.THROTTLED))
     assert throttle.limit == 4
 
 
 def test_who_waits_for_a_turn_goes_at_the_deadline() -> None:
     throttle = Throttle(1)
     throttle.enter(soon())
-    with pytest.raises(RequestFailed) as caught:
+    with pytest.raises(StoreError) as caught:
         throttle.enter(soon(0.05))
-    assert caught.value.trouble is Trouble.DEADLINE
+    assert caught.value.kind is ErrorKind.DEADLINE
     throttle.leave(None)
     throttle.enter(soon())

@@ -137,7 +137,7 @@ def test_trouble_is_an_error_for_an_operator(stub: StubS3, client: str, verb: st
         "pages": lambda: list(store.pages()), "read": lambda: store.read(page, 1),
         "write": lambda: store.write(page, b"x", None), "remove": lambda: store.remove([page]),
     }  # fmt: skip
-    with pytest.raises(BackendUnavailable, match="slow_down"):
+    with pytest.raises(BackendUnavailable, match="throttled"):
         verbs[verb]()
     store.close()
 
