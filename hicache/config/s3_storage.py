@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from ..units import Count, PositiveDuration, PositiveSize
-from .addresses import HTTP_PORTS, split_url
+from .addresses import HTTP_PORTS, PROXY_PORTS, split_url
 from .guard import GuardConfig
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
@@ -100,20 +100,15 @@ class S3StorageOptions(Section):
         description="Checksums of what is stored, as boto3 calls the choice. `when_supported` sends a CRC32 with each "
         "page, for buckets that insist; it costs 0.15 s of processor time per GiB. Pages carry a tag anyway.",
     )
-    sign_payload: bool = Field(
-        default=False,
-        description="Put a SHA-256 of each page under the signature of its request, at 0.5 s of processor time per GiB "
-        "stored. Over plain `http` it keeps others from changing pages on their way; a MAC key does so at a tenth.",
-    )
     conditional_put: bool = Field(
         default=True,
         description="Have the server refuse pages that are there already. Off, each page is asked for before it is "
         "stored: one request more, for stores that take the condition and do not heed it.",
     )
-    client: Literal["direct", "boto3"] = Field(
-        default="direct",
-        description="Who talks to the store. `direct` copies no page and takes about a quarter of the processor time. "
-        "`boto3` knows proxies and all endpoints of AWS.",
+    proxy: str | None = Field(
+        default=None,
+        description="URL of an HTTP proxy, like `http://proxy.example:3128`, through which the store is reached. Not "
+        "set: none, whatever the environment says.",
     )
     connections: Count = Field(
         default=8, ge=1, le=256,
@@ -132,11 +127,14 @@ class S3StorageOptions(Section):
 
     @model_validator(mode="after")
     def _check(self) -> S3StorageOptions:
-        if self.endpoint_url is not None:
+        for name, url, ports in (
+            ("endpoint_url", self.endpoint_url, HTTP_PORTS), ("proxy", self.proxy, PROXY_PORTS),
+        ):  # fmt: skip
             try:
-                split_url(self.endpoint_url, HTTP_PORTS)
+                if url is not None:
+                    split_url(url, ports)
             except ValueError as error:
-                raise ValueError(f"endpoint_url: {error}") from error
+                raise ValueError(f"{name}: {error}") from error
         variables = (self.access_key_env, self.secret_key_env, self.session_token_env)
         if not all(_VARIABLE.fullmatch(name) for name in variables if name is not None):
             raise ValueError("access_key_env and the like must be names of environment variables, not what they hold")

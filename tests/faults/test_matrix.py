@@ -18,7 +18,7 @@ from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
 from hicache.backends.guard import Direction as Way
 from hicache.backends.guard import GuardedBackend, Override
 from hicache.backends.testing import empty_frames, full_frames, holds, make_keys, soon
-from hicache.devservers import DevService, SeaweedServer
+from hicache.devservers import DevService
 from tests.faults.stores import CODEC, KINDS, PATIENCE_S, QUICK, TIMEOUT_S, Hurt, Kind
 from tests.proxy import Direction, Faults, Proxy
 from tests.waiting import wait_for
@@ -86,25 +86,13 @@ ROWS = (
     Row("stopped", Faults(), to_server=_pause, heals_server=_resume),
     Row("killed", Faults(), to_server=_kill, heals_server=_restart, ends_server=True),
 )
-PAIRS = [(kind, row) for kind in KINDS for row in ROWS if kind.rows is None or row.name in kind.rows]
-
-
-@pytest.fixture(scope="module")
-def private_seaweed() -> Iterator[SeaweedServer]:
-    """One S3 server for both of its clients: it takes many seconds to start."""
-    with SeaweedServer() as server:
-        yield server
+PAIRS = [(kind, row) for kind in KINDS for row in ROWS]
 
 
 @pytest.fixture(scope="module")
 def hurt(request: pytest.FixtureRequest) -> Iterator[Hurt]:
     """The server of one kind, to be hurt by the tests of this module."""
     kind: Kind = request.param
-    if kind.server is SeaweedServer:
-        server = request.getfixturevalue("private_seaweed")
-        with Proxy(server.port) as proxy:
-            yield Hurt(kind, server, proxy)
-        return
     with kind.server() as server, Proxy(server.port) as proxy:
         yield Hurt(kind, server, proxy)
 

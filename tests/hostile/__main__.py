@@ -2,7 +2,7 @@
 
     python -m tests.hostile --minutes 10 --seed 1
 
-Rounds against the hostile Redis server and the hostile S3 server (with both of its clients) take turns, each with a
+Rounds against the hostile Redis server and the hostile S3 server take turns, each with a
 seed of its own. A round opens stores, runs every verb on them and closes them; it fails for an untyped error, a secret
 in a text, or a connection to another address. The first fifth of the time is the warm-up. After it, resident memory
 at the end of a round stays within `GROWTH_MAX` of the most that the warm-up saw, as does the memory of Python,

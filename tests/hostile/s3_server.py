@@ -1,4 +1,4 @@
-"""A hostile S3 server: replies that no store sends, drawn from a seed, against every verb of both clients.
+"""A hostile S3 server: replies that no store sends, drawn from a seed, against every verb.
 
 `run_round(seed)` opens a backend and a raw store on such a server, runs verbs, and checks that each gives an outcome or
 a typed error, that a HIT has the right bytes, and that no text holds a key or token. It returns what happened, counted.
@@ -32,7 +32,6 @@ from tests.waiting import wait_for
 
 T = TypeVar("T")
 
-CLIENTS = ("direct", "boto3")
 # The server is told the first two with each request, and may send them back.
 _SECRETS = {
     "HOSTILE_S3_ID": "HOSTILEACCESSKEYID", "HOSTILE_S3_TOKEN": "HostileSessionToken", "HOSTILE_S3_KEY": "Secret0000key",
@@ -270,11 +269,11 @@ def _opened(attempt: Callable[[], T]) -> T:
 
 
 class _Verbs:
-    """The verbs of one client. Each checks what it gives, and raises BackendUnavailable at most."""
+    """The verbs of one backend and one raw store. Each checks what it gives, and raises BackendUnavailable at most."""
 
-    def __init__(self, url: str, client: str) -> None:
+    def __init__(self, url: str) -> None:
         self._options = options(
-            url, client=client, connections=3, timeout=_TIMEOUT_S, connect_timeout=1.0,
+            url, connections=3, timeout=_TIMEOUT_S, connect_timeout=1.0,
             access_key_env="HOSTILE_S3_ID", secret_key_env="HOSTILE_S3_KEY", session_token_env="HOSTILE_S3_TOKEN",
         )  # fmt: skip
         self._frames = full_frames(CODEC, _KEYS)
@@ -355,8 +354,8 @@ def _run_verb(verbs: _Verbs, name: str, kind: str, counts: Counter[str]) -> None
         counts.update(f"{name}: {outcome}" for outcome in outcomes)
 
 
-def run_round(seed: int, client: str | None = None) -> Counter[str]:
-    """Run one round, with the client that `seed` or `client` says. Returns the replies by kind and verbs by result.
+def run_round(seed: int) -> Counter[str]:
+    """Run one round. Returns the replies by kind and verbs by result.
 
     Blocks for one to three seconds. Raises AssertionError, or what a verb has raised. Leaves no thread or descriptor.
     """
@@ -364,7 +363,7 @@ def run_round(seed: int, client: str | None = None) -> Counter[str]:
     counts: Counter[str] = Counter()
     with _secrets() as lines, socket.create_server(("127.0.0.1", 0)) as trap, StubS3("pages") as stub:
         server = HostileS3(stub, dice, trap.getsockname()[1])
-        verbs = _Verbs(stub.url, client or CLIENTS[seed % len(CLIENTS)])
+        verbs = _Verbs(stub.url)
         for _ in range(_STEPS):
             stub.objects = dict(verbs.pages)
             server.kind = dice.choice(server.kinds)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import configparser
 import contextlib
-import functools
 import os
+import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ...config.addresses import HTTP_PORTS, split_url
+from ...config.addresses import HTTP_PORTS, PROXY_PORTS, Address, split_url
 from ...config.files import require_readable
 from ...config.s3_storage import S3StorageOptions, check_region
 from ...config.secret import read_private_file
 from ...errors import ConfigError
 from ..errors import ErrorKind, StoreError
+from .http import Server
 from .refreshed import Refreshed
 from .signing import Credentials
 
@@ -33,16 +34,16 @@ CredentialsSource: TypeAlias = Callable[[float], Credentials]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a client needs to know. `endpoint` is an URL without the bucket; `fixed` are the credentials that the
-    options give, None if `session`, of botocore, finds them and renews them."""
+    """Where the store is and who we are. Requests name `host` and begin with `path`; a proxy wants `origin` before it.
+    """
 
     options: S3StorageOptions
-    endpoint: str
+    server: Server
+    host: str
+    path: str
+    origin: str
     region: str
-    path_style: bool
     credentials: CredentialsSource
-    fixed: Credentials | None
-    session: Any
 
 
 def open_access(options: S3StorageOptions) -> Access:
@@ -60,16 +61,42 @@ def open_access(options: S3StorageOptions) -> Access:
         raise ConfigError(f"s3 store: region {str(region)[:70]!r}: {error}") from None
     endpoint = options.endpoint_url or _usual_endpoint(session, region)
     try:
-        split_url(endpoint, HTTP_PORTS)
+        url = split_url(endpoint, HTTP_PORTS)
     except ValueError as error:
         raise ConfigError(f"s3 store: the endpoint that boto3 is configured for is not valid: {error}") from None
+    tls = None
+    if url.scheme == "https":
+        tls = _tls_context(options.ca_file or session.get_config_variable("ca_bundle"))
+    name, host, path = url.host, endpoint.split("/")[2], url.path.rstrip("/")
     path_style = options.path_style
     if path_style is None:
         # TLS certificates of AWS cover one label in front of the endpoint, which a bucket with a dot in it is not.
         path_style = ".amazonaws." not in endpoint or "." in options.bucket
+    if path_style:
+        path = f"{path}/{options.bucket}"
+    else:
+        name, host = f"{options.bucket}.{name}", f"{options.bucket}.{host}"
+    origin = tunnel = ""
+    reached = Address(name, url.port)
+    if options.proxy is not None:
+        proxy = split_url(options.proxy, PROXY_PORTS)
+        reached = Address(proxy.host, proxy.port)
+        if tls is None:
+            origin = f"http://{host}"
+        else:
+            tunnel = host if host.endswith(f":{url.port}") else f"{host}:{url.port}"
+    server = Server(*reached, tls, name, tunnel, options.connect_timeout, options.timeout)
     fixed = _fixed_credentials(options)
     source = _from_boto(session) if fixed is None else lambda deadline: fixed
-    return Access(options, endpoint, region, path_style, source, fixed, session)
+    return Access(options, server, host, path, origin, region, source)
+
+
+def _tls_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
+    """Certificates are always checked, against `ca_file` or what the system trusts. Raises ConfigError."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"s3 store: ca_file {os.fspath(ca_file or '')!r} holds no readable certificates") from error
 
 
 def _session(options: S3StorageOptions) -> Any:
@@ -82,30 +109,21 @@ def _session(options: S3StorageOptions) -> Any:
     profile = None if options.credentials_file else options.profile
     try:
         session = botocore.session.Session(profile=profile)
-        session.register_component("data_loader", _data_loader())
         session.get_scoped_config()
         return session
     except botocore.exceptions.BotoCoreError as error:
         raise ConfigError(f"s3 store: {error}") from error
 
 
-@functools.cache
-def _data_loader() -> Any:
-    """botocore's description of the API, which takes a third of a second to read, once per process."""
-    import botocore.loaders  # noqa: PLC0415 - an optional dependency
-
-    return botocore.loaders.create_loader()
-
-
 def _usual_endpoint(session: Any, region: str) -> str:
     """What AWS has for the region, or boto3 is configured for."""
-    with config_errors("boto3 has no endpoint for the region"):
+    with _config_errors("boto3 has no endpoint for the region"):
         client = session.create_client("s3", region_name=region, aws_access_key_id="-", aws_secret_access_key="-")
     return str(client.meta.endpoint_url)
 
 
 @contextlib.contextmanager
-def config_errors(what: str) -> Iterator[None]:
+def _config_errors(what: str) -> Iterator[None]:
     """Turn what botocore raises for values and sources that do not work into ConfigError, without its text: that may
     quote the answer of a source of credentials."""
     import botocore.exceptions  # noqa: PLC0415
@@ -173,7 +191,7 @@ def _from_boto(session: Any) -> CredentialsSource:
             raise StoreError(ErrorKind.WRONG_CREDENTIALS, f"they hold characters that {_NO_KEY}")
         return loaded
 
-    with config_errors("boto3 cannot get credentials"):
+    with _config_errors("boto3 cannot get credentials"):
         found = session.get_credentials()
         fixed = None if found is None or isinstance(found, RefreshableCredentials) else load()
     if found is None:

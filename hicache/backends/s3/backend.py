@@ -60,7 +60,7 @@ class S3Backend(PageStore[str]):
         found = [False] * len(keys)
 
         def ask(position: int) -> None:
-            found[position] = self._objects.head(self._name(keys[position]), deadline=deadline) is not None
+            found[position] = self._objects.client.head(self._name(keys[position]), deadline=deadline) is not None
 
         self._do(len(keys), ask)
         return found
@@ -73,7 +73,7 @@ class S3Backend(PageStore[str]):
         def read_one(position: int) -> None:
             arrived = pages.stream() if is_hashed_in_pieces else None
             try:
-                found = self._objects.get(
+                found = self._objects.client.get(
                     self._name(pages.keys[position]),
                     lambda size: pages.buffers(position, size) if pages.fits(size) else [],
                     arrived, deadline=pages.deadline,
@@ -140,7 +140,7 @@ class S3Backend(PageStore[str]):
     @property
     def requests_max(self) -> int:
         """Requests that may be in flight now: fewer than `connections` after the server asked to slow down."""
-        return self._objects.throttle.limit
+        return self._objects.client.throttle.limit
 
     def shut(self) -> None:
         """See PageStore."""

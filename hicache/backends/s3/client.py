@@ -1,73 +1,269 @@
-"""What the backend asks of an S3 client: six requests, each tried once, with a deadline.
+"""The requests that a store of pages makes of S3: signed, over our own connections, no byte of a page copied here.
 
-A client raises StoreError if it gets no answer; that an object is missing, or is there already, is an answer. Bodies
-are lists of buffers, of any number and any sizes. Clients are used by any threads at once and never touch a buffer
+Each is tried once and ends by its deadline. A request that gets no answer raises StoreError; that an object is missing,
+or is there already, is an answer. Bodies are lists of buffers, of any number and any sizes, and no buffer is touched
 after a call has returned.
+
+Locking design: the pool, the throttle and the signer are safe for threads; everything else here is fixed. Each request
+has its connection to itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import base64
+import functools
+import hashlib
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias, TypeVar
+from xml.sax.saxutils import escape
 
 from ...frame import TagStream
+from ..errors import ErrorKind, StoreError, kind_of_exception
+from .access import Access
+from .http import Connection, ConnectionPool, Head, StaleConnection, request_head
+from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, Listing, error_code, failed_reply, read_listing, read_removals
+from .signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, Signer, query_string
+from .throttle import Throttle
 
+T = TypeVar("T")
 # The buffers for an object of a size, of so many bytes together; none, and the object is not read.
 Target: TypeAlias = Callable[[int], Sequence[memoryview]]
-LISTED_MAX = 1000  # keys per page of a listing and per DeleteObjects: the API's own limit
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """An object that is there. `etag` is what the server calls its content, empty if it does not say."""
+    """A stored object. `etag` is what the server calls its content, empty if it does not say."""
 
     size_bytes: int
     etag: str
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """One object of a listing; `modified_s` is Unix time, None if the server does not say."""
-
-    name: str
-    size_bytes: int
-    modified_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """One page of a listing; `next_token` is None on the last one."""
-
-    objects: Sequence[Listed]
-    next_token: str | None
+class _Request:
+    method: str
+    name: str = ""
+    query: str = ""
+    headers: Mapping[str, str] | None = None
+    body: Sequence[memoryview] = ()
+    sha256: str = EMPTY_SHA256
 
 
-class Client(Protocol):
-    """See the module's docstring."""
+class S3Client:
+    """See the module's docstring. Credentials are asked for before each request, so that they may change. `throttle`
+    bounds the requests in flight."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._pool = ConnectionPool(access.server)
+        self._signer = Signer(access.region)
+        self.throttle = Throttle(access.options.connections)
 
     def head(self, name: str, *, deadline: float) -> ObjectInfo | None:
-        """Whether an object is there. A bucket that is not there looks like a missing object: HEAD has no body."""
+        """Return what an object is, None if it is not there. A missing bucket looks like a missing object: HEAD has no
+        body."""
+
+        def read(connection: Connection, head: Head) -> ObjectInfo | None:
+            connection.finish()  # whatever it says of a length: replies to HEAD have no body
+            if head.status == 200:
+                return ObjectInfo(head.length or 0, head.headers.get("etag", ""))
+            if head.status == 404:
+                return None
+            raise _failure(head, b"")
+
+        return self._exchange(_Request("HEAD", name), read, deadline)
 
     def get(
         self, name: str, target: Target, arrived: TagStream | None = None, *, deadline: float
     ) -> ObjectInfo | None:
         """Read an object into `target(its size)`; None if it is not there. `arrived` takes in each piece that comes."""
 
+        def read(connection: Connection, head: Head) -> ObjectInfo | None:
+            if head.status != 200:
+                _missing(connection, head, deadline)
+                return None
+            size = _object_length(head)
+            buffers = target(size)
+            if buffers:
+                connection.read_into(buffers, deadline, arrived)
+                connection.finish()
+            return ObjectInfo(size, head.headers.get("etag", ""))
+
+        return self._exchange(_Request("GET", name), read, deadline)
+
     def get_start(self, name: str, bytes_max: int, *, deadline: float) -> bytes | None:
-        """The first `bytes_max` bytes of an object, None if it is not there."""
+        """Return the first `bytes_max` bytes of an object, None if it is not there."""
+
+        def read(connection: Connection, head: Head) -> bytes | None:
+            if head.status == 416:  # an empty object has no first byte
+                _read_small(connection, head, deadline)
+                return b""
+            if head.status not in (200, 206):
+                _missing(connection, head, deadline)
+                return None
+            length = _object_length(head)
+            data = connection.read_exactly(min(length, bytes_max), deadline)
+            if length == len(data):
+                connection.finish()
+            return data
+
+        return self._exchange(_Request("GET", name, headers={"range": f"bytes=0-{bytes_max - 1}"}), read, deadline)
 
     def put(self, name: str, body: Sequence[memoryview], *, if_absent: bool, deadline: float) -> bool:
         """Store an object; False if `if_absent` and there is one already."""
+        # Without a type, SeaweedFS stores an empty object when the connection ends before the body's first byte.
+        headers = {"content-type": "application/octet-stream"}
+        if if_absent:
+            headers["if-none-match"] = "*"
+        if self._access.options.checksum == "when_supported":
+            crc32 = functools.reduce(lambda crc, part: zlib.crc32(part, crc), body, 0)
+            headers["x-amz-checksum-crc32"] = base64.b64encode(crc32.to_bytes(4, "big")).decode()
+
+        def read(connection: Connection, head: Head) -> bool:
+            reply = _read_small(connection, head, deadline)
+            if head.status in (200, 201, 204):
+                return True
+            if head.status == 412 and if_absent:
+                return False
+            raise _failure(head, reply)
+
+        request = _Request("PUT", name, headers=headers, body=body, sha256=UNSIGNED_PAYLOAD)
+        return self._exchange(request, read, deadline)
 
     def remove(self, name: str, etag: str, *, deadline: float) -> None:
-        """Remove an object if it still has `etag` (whatever it has, if that is empty). A missing one is no error."""
+        """Remove an object if it still has `etag` (whatever it has, if that is empty). A missing one is not an error.
+        """
+
+        def read(connection: Connection, head: Head) -> None:
+            reply = _read_small(connection, head, deadline)
+            # 412 and 409: it is another object by now, which is not ours to remove.
+            if head.status not in (200, 202, 204, 404, 409, 412) or error_code(reply) == "NoSuchBucket":
+                raise _failure(head, reply)
+
+        headers = {"if-match": etag} if etag else None
+        self._exchange(_Request("DELETE", name, headers=headers), read, deadline)
 
     def remove_many(self, names: Sequence[str], *, deadline: float) -> list[str]:
-        """Remove up to LISTED_MAX objects; what went wrong with each that could not be. Missing ones are no error."""
+        """Remove up to LISTED_MAX objects; return the kind of error of each that stays. Missing ones are not errors."""
+        objects = "".join(f"<Object><Key>{escape(name)}</Key></Object>" for name in names)
+        body = f'<Delete xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Quiet>true</Quiet>{objects}</Delete>'.encode()
+        headers = {
+            "content-type": "application/xml",
+            # Asked for by the API as an alternative to newer checksums; every server knows this one.
+            "content-md5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode(),
+        }
+
+        def read(connection: Connection, head: Head) -> list[str]:
+            reply = _read_small(connection, head, deadline, LISTING_BYTES_MAX)
+            if head.status != 200:
+                raise _failure(head, reply)
+            return read_removals(reply)
+
+        sha256 = hashlib.sha256(body).hexdigest()
+        request = _Request("POST", query="delete=", headers=headers, body=[memoryview(body)], sha256=sha256)
+        return self._exchange(request, read, deadline)
 
     def list(self, prefix: str, token: str | None, keys_max: int, *, deadline: float) -> Listing:
-        """One page of the objects whose names start with `prefix`."""
+        """Return one page of the objects whose names start with `prefix`."""
+        parameters = {"list-type": "2", "max-keys": str(keys_max), "prefix": prefix}
+        if token is not None:
+            parameters["continuation-token"] = token
+
+        def read(connection: Connection, head: Head) -> Listing:
+            reply = _read_small(connection, head, deadline, LISTING_BYTES_MAX)
+            if head.status != 200:
+                raise _failure(head, reply)
+            return read_listing(reply)
+
+        return self._exchange(_Request("GET", query=query_string(parameters)), read, deadline)
 
     def close(self) -> None:
-        """Close the connections. REQUIRES: no request is under way."""
+        """Close the connections. REQUIRES: no request is in flight."""
+        self._pool.close()
+
+    def _exchange(self, request: _Request, read: Callable[[Connection, Head], T], deadline: float) -> T:
+        """Send `request` and `read` its reply; on another connection if an idle one turns out to be closed."""
+        with self.throttle.turn(deadline):
+            head = self._sign(request, deadline)
+            connection = self._pool.take_idle()
+            if connection is not None:
+                try:
+                    return self._try(connection, head, request.body, read, deadline)
+                except StaleConnection:
+                    pass  # closed while it was idle: replacing it does not count as a retry
+            try:
+                return self._try(self._pool.connect(deadline), head, request.body, read, deadline)
+            except StaleConnection as error:
+                raise StoreError(
+                    ErrorKind.CONNECTION_LOST, "the server closed the connection without a reply"
+                ) from error
+
+    def _try(
+        self,
+        connection: Connection,
+        head: bytes,
+        body: Sequence[memoryview],
+        read: Callable[[Connection, Head], T],
+        deadline: float,
+    ) -> T:
+        try:
+            try:
+                connection.send(head, body, deadline)
+                reply = connection.read_head(deadline)
+            except (ConnectionResetError, BrokenPipeError) as error:
+                reply = _early_reply(connection, deadline, error)
+            return read(connection, reply)
+        except OSError as error:
+            raise StoreError(kind_of_exception(error), type(error).__name__) from error
+        finally:
+            self._pool.give(connection)
+
+    def _sign(self, request: _Request, deadline: float) -> bytes:
+        """The head of `request` as it goes over the network."""
+        access = self._access
+        path = f"{access.path}/{request.name}"
+        headers = self._signer.headers(
+            access.credentials(deadline),
+            request.method,
+            path,
+            request.query,
+            {"host": access.host, **(request.headers or {})},
+            request.sha256,
+        )
+        if request.method in ("PUT", "POST"):
+            headers["content-length"] = str(sum(part.nbytes for part in request.body))
+        target = f"{path}?{request.query}" if request.query else path
+        return request_head(request.method, target, {**headers, "accept-encoding": "identity"}, access.origin)
+
+
+def _early_reply(connection: Connection, deadline: float, error: OSError) -> Head:
+    """A server that refuses a body may answer and close before it has read it: what it said, if it can be had."""
+    try:
+        return connection.read_head(deadline)
+    except ConnectionError:
+        raise StaleConnection from error
+
+
+def _object_length(head: Head) -> int:
+    """The length of the object in a reply. Raises StoreError if the reply does not say it."""
+    if head.length is None or head.is_chunked:
+        raise StoreError(ErrorKind.PROTOCOL, "the reply does not say how long the object is")
+    return head.length
+
+
+def _read_small(connection: Connection, head: Head, deadline: float, bytes_max: int = ERROR_BYTES_MAX) -> bytes:
+    body = b"" if head.status == 204 else connection.read_body(head, bytes_max, deadline)
+    connection.finish()
+    return body
+
+
+def _missing(connection: Connection, head: Head, deadline: float) -> None:
+    """Return if the reply says that the object is not there. Raises StoreError for all else."""
+    reply = _read_small(connection, head, deadline)
+    if head.status != 404 or error_code(reply) == "NoSuchBucket":
+        raise _failure(head, reply)
+
+
+def _failure(head: Head, reply: bytes) -> StoreError:
+    return failed_reply(head.status, error_code(reply), head.headers.get("retry-after", ""))

@@ -19,7 +19,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -48,7 +48,6 @@ _HEADERS_MAX = 200
 # ends within a line, and digits are those of ASCII. Some servers leave out the space before an empty reason.
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t -~\x80-\xff]*)?")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
-HEADER_VALUE = re.compile("[\t -~\x80-\xff]*")
 _LENGTH = re.compile("[0-9]{1,15}")
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[\t -~\x80-\xff]*)?\r\n")
 # What is sent is narrower still: visible ASCII, with spaces and tabs in values of headers.
@@ -58,11 +57,14 @@ _FIELD = re.compile("[0-9a-z-]+: [\t -~]*")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where the store is. `tls` None means plain HTTP. Times are seconds."""
+    """Where connections go: to the store, or to a proxy, which connects those with TLS to `tunnel`. `tls` None means
+    plain HTTP; `name` is the one in the store's certificate. Times are seconds."""
 
     host: str
     port: int
     tls: ssl.SSLContext | None
+    name: str
+    tunnel: str
     connect_timeout_s: float
     timeout_s: float
 
@@ -83,14 +85,9 @@ class Head:
     def length(self) -> int | None:
         """Bytes of the body, None if the reply does not say. Raises StoreError for what is no length."""
         text = self.headers.get("content-length")
-        return None if text is None else content_length(text)
-
-
-def content_length(text: str) -> int:
-    """The number in a header `content-length`. Raises StoreError for what is no length."""
-    if not _LENGTH.fullmatch(text):
-        raise StoreError(ErrorKind.PROTOCOL, "content-length is not a number")
-    return int(text)
+        if text is not None and not _LENGTH.fullmatch(text):
+            raise StoreError(ErrorKind.PROTOCOL, "content-length is not a number")
+        return None if text is None else int(text)
 
 
 class StaleConnection(Exception):
@@ -117,8 +114,8 @@ def parse_head(data: bytes) -> Head:
     return Head(int(status[2]), headers)
 
 
-def request_head(method: str, target: str, headers: Mapping[str, str]) -> bytes:
-    """The head of a request. Names of headers are lower-case.
+def request_head(method: str, target: str, headers: Mapping[str, str], origin: str = "") -> bytes:
+    """The head of a request. Names of headers are lower-case; a proxy wants the `origin` of the target.
 
     Raises StoreError for a target or header with a character that would end it or that HTTP does not allow,
     wherever it comes from: it could make another header or request of the rest.
@@ -127,37 +124,7 @@ def request_head(method: str, target: str, headers: Mapping[str, str]) -> bytes:
     if not _TARGET.fullmatch(target) or not all(map(_FIELD.fullmatch, fields)):
         wrong = next((name for name, field in zip(headers, fields, strict=True) if not _FIELD.fullmatch(field)), "path")
         raise StoreError(ErrorKind.BAD_REQUEST, f"not sent: {wrong!r} would hold a character that HTTP forbids")
-    return "\r\n".join([f"{method} {target} HTTP/1.1", *fields, "", ""]).encode("ascii")
-
-
-def read_chunks(readline: Callable[[], bytes], read: Callable[[int], bytes], bytes_max: int) -> bytes:
-    """A body in chunks (RFC 9112, 7.1), of at most `bytes_max` bytes and a sixteenth of that around the chunks.
-
-    `readline` gives a line with its end, cut where it is too long; `read` gives exactly so many bytes or raises. Raises
-    what these raise, and StoreError.
-    """
-    body = bytearray()
-    framing_left = bytes_max // 16 + _HEAD_BYTES_MAX
-    is_trailer = False
-    while framing_left > 0:
-        line = readline()
-        framing_left -= len(line)
-        if is_trailer:
-            if line == b"\r\n":
-                return bytes(body)
-            if not line.endswith(b"\n"):
-                break
-            continue
-        found = _CHUNK_SIZE.fullmatch(line)
-        size = int(found[1], 16) if found else -1
-        if not 0 <= size <= bytes_max - len(body):
-            raise StoreError(ErrorKind.PROTOCOL, "a chunk of the reply has no proper size")
-        is_trailer = not size
-        if size:
-            body += read(size)
-            if read(2) != b"\r\n":
-                break
-    raise StoreError(ErrorKind.PROTOCOL, "the chunks of the reply make no sense")
+    return "\r\n".join([f"{method} {origin}{target} HTTP/1.1", *fields, "", ""]).encode("ascii")
 
 
 class Connection:
@@ -285,14 +252,30 @@ class Connection:
         return bytes(data)
 
     def _read_chunks(self, bytes_max: int, deadline: float) -> bytes:
-        try:
-            return read_chunks(
-                lambda: self._read_to(b"\r\n", _HEAD_BYTES_MAX, deadline),
-                lambda size: self.read_exactly(size, deadline),
-                bytes_max,
-            )
-        except StaleConnection as error:
-            raise StoreError(ErrorKind.PROTOCOL, "the connection ended within the chunks") from error
+        """A body in chunks (RFC 9112, 7.1), of at most `bytes_max` bytes and a sixteenth of that around the chunks."""
+        body = bytearray()
+        framing_left = bytes_max // 16 + _HEAD_BYTES_MAX
+        is_trailer = False
+        while framing_left > 0:
+            try:
+                line = self._read_to(b"\r\n", _HEAD_BYTES_MAX, deadline)
+            except StaleConnection as error:
+                raise StoreError(ErrorKind.PROTOCOL, "the connection ended within the chunks") from error
+            framing_left -= len(line)
+            if is_trailer:
+                if line == b"\r\n":
+                    return bytes(body)
+                continue
+            found = _CHUNK_SIZE.fullmatch(line)
+            size = int(found[1], 16) if found else -1
+            if not 0 <= size <= bytes_max - len(body):
+                raise StoreError(ErrorKind.PROTOCOL, "a chunk of the reply has no proper size")
+            is_trailer = not size
+            if size:
+                body += self.read_exactly(size, deadline)
+                if self.read_exactly(2, deadline) != b"\r\n":
+                    break
+        raise StoreError(ErrorKind.PROTOCOL, "the chunks of the reply make no sense")
 
     def _read_to_end(self, bytes_max: int, deadline: float) -> bytes:
         self._has_closing_reply = True
@@ -368,12 +351,26 @@ class ConnectionPool:
             sock.settimeout(left)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.connect(address)
+            if server.tunnel:
+                self._ask_proxy(sock, deadline)
+                sock.settimeout(left)
             if server.tls is not None:
-                sock = server.tls.wrap_socket(sock, server_hostname=server.host)
+                sock = server.tls.wrap_socket(sock, server_hostname=server.name)
             return Connection(sock, server.timeout_s)
         except BaseException:
             sock.close()
             raise
+
+    def _ask_proxy(self, sock: socket.socket, deadline: float) -> None:
+        """Have the proxy at the other end connect us to the store (RFC 9110, 9.3.6). Raises OSError and StoreError."""
+        tunnel, connection = self._server.tunnel, Connection(sock, self._server.connect_timeout_s)
+        connection.send(f"CONNECT {tunnel} HTTP/1.1\r\nhost: {tunnel}\r\n\r\n".encode("ascii"), (), deadline)
+        try:
+            status = connection.read_head(deadline).status
+        except StaleConnection as error:
+            raise StoreError(ErrorKind.UNREACHABLE, "the proxy closed the connection") from error
+        if status != 200 or connection._ahead:
+            raise StoreError(ErrorKind.UNREACHABLE, f"the proxy answered with status {status}")
 
     def give(self, connection: Connection) -> None:
         """Take a connection back: it is kept if its reply was read to the end, else closed."""

@@ -1,4 +1,4 @@
-"""Objects of one bucket behind a throttle: what the backend and the raw store share.
+"""Objects of one bucket: what the backend and the raw store share.
 
 Names of objects are `<prefix><namespace>/<first two digits of the key>/<key>`, digests in lower-case hexadecimal. Keys
 are hashes, so pages spread evenly over the 256 prefixes of a namespace, by which stores divide their load; a namespace
@@ -7,20 +7,17 @@ is one prefix, so that it can be listed, purged and expired by itself.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections.abc import Iterator, Sequence
 
 from ...config.s3_storage import S3StorageOptions
 from ...errors import BackendUnavailable
-from ...frame import TagStream
 from ..errors import ErrorKind, StoreError
 from ..raw import StoredPage
-from .access import config_errors, open_access
-from .client import LISTED_MAX, Client, Listed, ObjectInfo, Target
-from .direct import open_direct
-from .throttle import Throttle
+from .access import open_access
+from .client import S3Client
+from .replies import LISTED_MAX, Listed
 
 _NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})")
 # RFC 9110, 8.8.3, without the bytes beyond ASCII that it allows in a tag.
@@ -30,6 +27,7 @@ _ADVICE: dict[str, str] = {
     ErrorKind.DNS: "check endpoint_url: its host has no address",
     ErrorKind.CONNECTION_REFUSED: "check endpoint_url: nothing listens there",
     ErrorKind.TIMEOUT: "check endpoint_url and the network: nothing answers",
+    ErrorKind.UNREACHABLE: "check endpoint_url, proxy and the network",
     ErrorKind.TLS: "check endpoint_url and ca_file: the TLS connection was not accepted",
     ErrorKind.PROTOCOL: "check endpoint_url: what answers there is no S3 store",
     ErrorKind.NO_BUCKET: "create the bucket, or correct its name",
@@ -52,81 +50,38 @@ def parse_name(prefix: str, name: str) -> tuple[bytes, bytes] | None:
     return None if match is None else (bytes.fromhex(match[1]), bytes.fromhex(match[3]))
 
 
-def open_client(options: S3StorageOptions) -> Client:
-    """Return the client that `options` ask for. Blocks and raises as `open_access`."""
-    access = open_access(options)
-    if options.client == "direct":
-        return open_direct(access)
-    from .boto import BotoClient  # noqa: PLC0415 - an optional dependency
-
-    with config_errors("boto3 cannot make a client"):
-        return BotoClient(access)
-
-
 class Objects:
-    """See the module's docstring. Thread-safe. All but `close` block up to the deadline and raise StoreError.
+    """See the module's docstring. Thread-safe. All verbs block up to the deadline and raise StoreError. `client` makes
+    the plain requests, and is closed by `close`.
 
-    Opening asks the store for one name, and raises BackendUnavailable if that fails and ConfigError as `open_client`.
+    Opening asks the store for one name, and raises BackendUnavailable if that fails and ConfigError as `open_access`.
     """
 
     def __init__(self, options: S3StorageOptions) -> None:
-        self._client: Client = open_client(options)
-        self.throttle = Throttle(options.connections)
+        self.client = S3Client(open_access(options))
         self._prefix = options.prefix
         self._is_conditional = options.conditional_put
         try:
-            self._client.list(
-                options.prefix, None, 1, deadline=time.monotonic() + options.connect_timeout + options.timeout
-            )
+            deadline = time.monotonic() + options.connect_timeout + options.timeout
+            self.client.list(options.prefix, None, 1, deadline=deadline)
         except StoreError as error:
-            self._client.close()
+            self.client.close()
             where = f"s3 store: bucket {options.bucket!r} at {options.endpoint_url or 'AWS'}"
             advice = _ADVICE.get(error.kind, "try again when the store is well")
             raise BackendUnavailable(f"{where}: {error}; {advice}") from error
-
-    @contextlib.contextmanager
-    def _turn(self, deadline: float) -> Iterator[None]:
-        self.throttle.enter(deadline)
-        failure = None
-        try:
-            yield
-        except StoreError as error:
-            failure = error
-            raise
-        finally:
-            self.throttle.leave(failure)
-
-    def head(self, name: str, *, deadline: float) -> ObjectInfo | None:
-        """See Client."""
-        with self._turn(deadline):
-            return self._client.head(name, deadline=deadline)
-
-    def get(
-        self, name: str, target: Target, arrived: TagStream | None = None, *, deadline: float
-    ) -> ObjectInfo | None:
-        """See Client."""
-        with self._turn(deadline):
-            return self._client.get(name, target, arrived, deadline=deadline)
-
-    def get_start(self, name: str, bytes_max: int, *, deadline: float) -> bytes | None:
-        """See Client."""
-        with self._turn(deadline):
-            return self._client.get_start(name, bytes_max, deadline=deadline)
 
     def put_new(self, name: str, body: Sequence[memoryview], *, deadline: float) -> bool:
         """Store an object unless there is one; False if there is. Where the server knows no conditions, by asking
         first, so that two writers at the same moment may both store theirs."""
         if self._is_conditional:
             try:
-                with self._turn(deadline):
-                    return self._client.put(name, body, if_absent=True, deadline=deadline)
+                return self.client.put(name, body, if_absent=True, deadline=deadline)
             except StoreError as error:
                 if error.kind not in (ErrorKind.UNSUPPORTED, ErrorKind.BAD_REQUEST):
                     raise
-        if self.head(name, deadline=deadline) is not None:
+        if self.client.head(name, deadline=deadline) is not None:
             return False
-        with self._turn(deadline):
-            self._client.put(name, body, if_absent=False, deadline=deadline)
+        self.client.put(name, body, if_absent=False, deadline=deadline)
         # It was the condition that the server refused: the same page without one went through.
         self._is_conditional = False
         return True
@@ -136,26 +91,23 @@ class Objects:
         compared with the present one, and not sent."""
         try:
             if not etag or _ENTITY_TAG.fullmatch(etag):
-                with self._turn(deadline):
-                    return self._client.remove(name, etag, deadline=deadline)
+                return self.client.remove(name, etag, deadline=deadline)
         except StoreError as error:
             if error.kind not in (ErrorKind.UNSUPPORTED, ErrorKind.BAD_REQUEST):
                 raise
-        found = self.head(name, deadline=deadline)
+        found = self.client.head(name, deadline=deadline)
         if found is not None and found.etag == etag:
-            with self._turn(deadline):
-                self._client.remove(name, "", deadline=deadline)
+            self.client.remove(name, "", deadline=deadline)
 
     def remove_many(self, names: Sequence[str], *, deadline: float) -> list[str]:
         """Remove any number of objects; what went wrong with each that could not be."""
         kinds: list[str] = []
         for first in range(0, len(names), LISTED_MAX):
-            with self._turn(deadline):
-                some = names[first : first + LISTED_MAX]
-                found = self._client.remove_many(some, deadline=deadline)
-                if len(found) > len(some):
-                    raise StoreError(ErrorKind.PROTOCOL, f"{len(found)} of {len(some)} objects were not removed")
-                kinds += found
+            some = names[first : first + LISTED_MAX]
+            found = self.client.remove_many(some, deadline=deadline)
+            if len(found) > len(some):
+                raise StoreError(ErrorKind.PROTOCOL, f"{len(found)} of {len(some)} objects were not removed")
+            kinds += found
         return kinds
 
     def name(self, namespace: bytes, key: bytes) -> str:
@@ -179,8 +131,7 @@ class Objects:
         mark: str | None = None
         steps, steps_max = 0, 1
         while True:
-            with self._turn(deadline):
-                listing = self._client.list(prefix, token, LISTED_MAX, deadline=deadline)
+            listing = self.client.list(prefix, token, LISTED_MAX, deadline=deadline)
             yield from listing.objects
             token = listing.next_token
             if token is None:
@@ -193,4 +144,4 @@ class Objects:
 
     def close(self) -> None:
         """Close the connections. REQUIRES: no call is under way."""
-        self._client.close()
+        self.client.close()

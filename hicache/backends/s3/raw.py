@@ -34,7 +34,7 @@ class S3RawStore(RawStore):
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
         """See RawStore."""
         try:
-            return self._objects.get_start(self._name(page), bytes_max, deadline=time.monotonic() + _REQUEST_S)
+            return self._objects.client.get_start(self._name(page), bytes_max, deadline=time.monotonic() + _REQUEST_S)
         except StoreError as error:
             raise _unavailable(error) from error
 

@@ -6,7 +6,6 @@ deadline: a BackgroundTask makes them, and the others use the last value until i
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -16,8 +15,6 @@ from typing import Generic, TypeVar
 from ...background import BackgroundTask
 from ..errors import ErrorKind, StoreError
 
-_log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 
@@ -26,12 +23,12 @@ class Refreshed(Generic[T]):
 
     `load` raises StoreError where it has no value. A failed refresh keeps the value that there is.
 
-    Locking design: `_state` guards all fields and is not held while `load` runs. It is taken before the lock of the
-    task, never after.
+    Locking design: `_state` guards all fields and is not held while `load` runs or while the task is asked to run
+    it. It is taken after the lock of the task, never before.
     """
 
     def __init__(self, name: str, load: Callable[[], T], age_max_s: float) -> None:
-        self._task = BackgroundTask(f"s3-{name}", self._run, linger_s=0.0)
+        self._task = BackgroundTask(f"s3-{name}", self._run, linger_s=0.0, on_error=self._fail)
         self._name = name
         self._load = load
         self._age_max_s = age_max_s
@@ -44,12 +41,12 @@ class Refreshed(Generic[T]):
     def get(self, *, deadline: float) -> T:
         """The value. Blocks up to `deadline` while there is none yet. Raises StoreError."""
         with self._state:
-            if self._value is None or time.monotonic() - self._loaded_s > self._age_max_s:
-                if self._loading:
-                    self._task.tend()
-                else:
-                    self._loading = True
-                    self._task.wake()
+            if self._value is not None and time.monotonic() - self._loaded_s <= self._age_max_s:
+                return self._value
+            advance = self._task.tend if self._loading else self._task.wake
+            self._loading = True
+        advance()
+        with self._state:
             if self._value is None:
                 left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
                 self._state.wait_for(lambda: not self._loading, max(left, 0.0))
@@ -66,14 +63,17 @@ class Refreshed(Generic[T]):
             self._loaded_s = -self._age_max_s
 
     def _run(self) -> float:
-        value, failure = None, None
         try:
-            value = self._load()
+            self._settle(self._load(), None)
         except StoreError as error:
-            failure = error
-        except Exception as error:  # a loader's bug must not leave the others waiting
-            failure = StoreError(ErrorKind.UNREACHABLE, type(error).__name__)
-            _log.exception("loading %s failed unexpectedly", self._name)
+            self._settle(None, error)
+        return math.inf
+
+    def _fail(self) -> None:
+        """Tell the waiting callers that `load` raised something else, which the task has counted and logged."""
+        self._settle(None, StoreError(ErrorKind.INTERNAL, f"{self._name} cannot be loaded"))
+
+    def _settle(self, value: T | None, failure: StoreError | None) -> None:
         with self._state:
             if value is not None:
                 self._value = value
@@ -81,4 +81,3 @@ class Refreshed(Generic[T]):
             self._loaded_s = time.monotonic()
             self._loading = False
             self._state.notify_all()
-        return math.inf

@@ -1,19 +1,20 @@
 """What replies say: the kind of an error by its status and code, and the few fields of documents that are asked for.
 
 A hostile store may send any bytes. Documents are read as UTF-8, with no entities of their own, and with bounds on tags,
-elements and depth, so that reading takes a small multiple of the bytes of a body, which the clients bound.
+elements and depth, so that reading takes a small multiple of the bytes of a body, which the client bounds.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from xml.etree import ElementTree
 
 from ..errors import ErrorKind, StoreError
-from .client import LISTED_MAX, Listed, Listing
 
+LISTED_MAX = 1000  # keys per page of a listing and per DeleteObjects: the API's own limit
 # Bodies of errors, and of what is not asked for.
 ERROR_BYTES_MAX = 64 << 10
 # A thousand keys of the greatest length the API allows, with what stands around each.
@@ -99,6 +100,23 @@ def failed_reply(status: int, code: str, retry_after: str = "") -> StoreError:
     return StoreError(kind, f"status {status} {code if code in _BY_CODE else ''}".rstrip(), seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One object of a listing; `modified_s` is Unix time, None if the server does not say."""
+
+    name: str
+    size_bytes: int
+    modified_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """One page of a listing; `next_token` is None on the last one."""
+
+    objects: Sequence[Listed]
+    next_token: str | None
+
+
 class Document:
     """A parser's target: the name of the root, the fields in it, and the fields of each of its entries."""
 
@@ -160,7 +178,7 @@ def read_document(reply: bytes) -> Document:
     return document
 
 
-def expect_root(reply: bytes, root: str) -> Document:
+def _expect_root(reply: bytes, root: str) -> Document:
     """The document in `reply`. Raises StoreError for one with another root; an error that comes with the status of
     a success is one too."""
     document = read_document(reply)
@@ -181,26 +199,22 @@ def error_code(reply: bytes) -> str:
 
 def read_removals(reply: bytes) -> list[str]:
     """What went wrong with each object that could not be removed. Raises StoreError."""
-    entries = expect_root(reply, "DeleteResult").entries
+    entries = _expect_root(reply, "DeleteResult").entries
     return [failed_reply(400, entry.get("Code", "")).kind for entry in entries]
 
 
 def read_listing(reply: bytes) -> Listing:
     """One page of a listing. Raises StoreError."""
-    document = expect_root(reply, "ListBucketResult")
+    document = _expect_root(reply, "ListBucketResult")
     if "IsTruncated" not in document.fields:
         raise StoreError(ErrorKind.PROTOCOL, "the listing does not say whether it is the whole")
     objects = [_listed(entry) for entry in document.entries]
     if document.fields["IsTruncated"] != "true":
         return Listing(objects, None)
-    return Listing(objects, usable_token(document.fields.get("NextContinuationToken", "")))
-
-
-def usable_token(token: str) -> str:
-    """Return `token`, with which a listing goes on. Raises StoreError if it is empty or too long to be sent."""
+    token = document.fields.get("NextContinuationToken", "")
     if not 0 < len(token) <= _TOKEN_LENGTH_MAX:
         raise StoreError(ErrorKind.PROTOCOL, f"the listing goes on, and its token has {len(token)} characters")
-    return token
+    return Listing(objects, token)
 
 
 def _listed(entry: Mapping[str, str]) -> Listed:

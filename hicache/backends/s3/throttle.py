@@ -6,8 +6,10 @@ round of answered requests adds one to it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 
 from ..errors import ErrorKind, StoreError
 
@@ -49,6 +51,19 @@ class Throttle:
                     self._running += 1
                     return
                 self._state.wait(left)
+
+    @contextlib.contextmanager
+    def turn(self, deadline: float) -> Iterator[None]:
+        """A turn for one request, whose StoreError says how it ended. Raises as `enter`."""
+        self.enter(deadline)
+        failure = None
+        try:
+            yield
+        except StoreError as error:
+            failure = error
+            raise
+        finally:
+            self.leave(failure)
 
     def leave(self, failure: StoreError | None) -> None:
         """End a turn with what came of it."""

@@ -33,9 +33,3 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubS3]:
     monkeypatch.setenv("S3_SECRET_KEY", "a-secret-key")
     with StubS3("pages") as server:
         yield server
-
-
-@pytest.fixture(params=["direct", "boto3"])
-def client(request: pytest.FixtureRequest) -> str:
-    """Each client by name."""
-    return str(request.param)

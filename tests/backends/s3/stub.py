@@ -74,6 +74,7 @@ class StubS3:
 
     def __init__(self, bucket: str, tls: ssl.SSLContext | None = None) -> None:
         self.bucket = bucket
+        self.origin = ""  # of the store that it is a proxy for
         self.objects: dict[str, bytes] = {}
         self.fault: Callable[[Request], Answer | None] = lambda request: None
         self.released = threading.Event()  # those who hang go on
@@ -207,7 +208,7 @@ class StubS3:
             while (line := readline().decode("latin-1").rstrip("\r\n")):
                 name, _, value = line.partition(":")
                 headers[name.lower()] = value.strip()
-            path, _, query = target.partition("?")
+            path, _, query = target.removeprefix(self.origin).partition("?")
             name = unquote(path).removeprefix(f"/{self.bucket}").removeprefix("/")
             yield Request(
                 method, name, parse_qs(query, keep_blank_values=True), headers,

@@ -31,7 +31,7 @@ def test_everything_can_be_given(tmp_path: Path) -> None:
         tmp_path,
         "bucket: pages, prefix: kv/, capacity: 2TiB, endpoint_url: 'http://127.0.0.1:8333', region: eu-west-1, "
         "path_style: true, credentials_file: /etc/s3, profile: p, ca_file: /etc/ca, checksum: when_supported, "
-        "sign_payload: true, conditional_put: false, client: boto3, connections: 3, timeout: 250ms, "
+        "conditional_put: false, proxy: 'http://proxy:3128', connections: 3, timeout: 250ms, "
         "connect_timeout: 1s",
     ).storage
     assert isinstance(config, S3Storage)
@@ -39,7 +39,7 @@ def test_everything_can_be_given(tmp_path: Path) -> None:
         "bucket": "pages", "prefix": "kv/", "capacity": 2 << 40, "endpoint_url": "http://127.0.0.1:8333",
         "region": "eu-west-1", "path_style": True, "access_key_env": None, "secret_key_env": None,
         "session_token_env": None, "credentials_file": Path("/etc/s3"), "profile": "p", "ca_file": Path("/etc/ca"),
-        "checksum": "when_supported", "sign_payload": True, "conditional_put": False, "client": "boto3",
+        "checksum": "when_supported", "conditional_put": False, "proxy": "http://proxy:3128",
         "connections": 3, "timeout": 0.25, "connect_timeout": 1.0,
     }  # fmt: skip
 
@@ -54,7 +54,7 @@ def test_a_prefix_ends_with_a_slash_whoever_writes_it() -> None:
     [("bucket: a/b", "bucket"), ("prefix: x", "bucket"), ("bucket: pages, prefix: 'a b'", "prefix"),
      ("bucket: pages, endpoint_url: 'host:80'", "endpoint_url"), ("bucket: pages, timeout: 0s", "timeout"),
      ("bucket: pages, endpoint_url: 'http://me:s3cr3t@host'", "endpoint_url"),
-     ("bucket: pages, access_key_env: KEY", "secret_key_env"), ("bucket: pages, client: curl", "client"),
+     ("bucket: pages, access_key_env: KEY", "secret_key_env"), ("bucket: pages, proxy: 'https://p:1'", "proxy"),
      ("bucket: pages, access_key_env: s3cr3t/x, secret_key_env: B", "access_key_env"),
      ("bucket: pages, access_key_env: A, secret_key_env: B, credentials_file: /x", "not both"),
      ("bucket: pages, connections: 0", "connections"), ("bucket: pages, capacity: 0", "capacity"),

@@ -1,6 +1,6 @@
 """What the S3 backend makes of a server that misbehaves: an outcome and a counted class, never an exception or a wait.
 
-Each fault hits every verb, with both clients. That the same verb succeeds once the fault is gone is the control.
+Each fault hits every verb. That the same verb succeeds once the fault is gone is the control.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ UNANSWERED = {
 
 
 @pytest.mark.parametrize("fault", [*ANSWERED, *UNANSWERED])
-def test_a_fault_of_the_server_is_an_outcome_of_every_verb(stub: StubS3, client: str, fault: str) -> None:
+def test_a_fault_of_the_server_is_an_outcome_of_every_verb(stub: StubS3, fault: str) -> None:
     is_silent = fault.startswith("silence")
-    store, keys = open_on(stub, client=client, timeout=_TIMEOUT_S if is_silent else _PATIENCE_S), make_keys(3)
+    store, keys = open_on(stub, timeout=_TIMEOUT_S if is_silent else _PATIENCE_S), make_keys(3)
     _fill(stub, keys[:2])
     answer = UNANSWERED[fault] if fault in UNANSWERED else ANSWERED[fault][0]
     stub.fault = always(answer)
@@ -142,8 +142,8 @@ def _fill(stub: StubS3, keys: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("fault", ANSWERED)
-def test_an_error_reply_is_counted_by_its_code(stub: StubS3, client: str, fault: str) -> None:
-    store, keys = open_on(stub, client=client), make_keys(2)
+def test_an_error_reply_is_counted_by_its_code(stub: StubS3, fault: str) -> None:
+    store, keys = open_on(stub), make_keys(2)
     answer, by_body, by_status = ANSWERED[fault]
     stub.fault = always(answer)
     load(store, keys)
@@ -187,15 +187,15 @@ BODIES: dict[str, tuple[str, Callable[[bytes], bytes], str, str | None]] = {
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_body_that_does_not_arrive_is_an_error_and_the_object_stays(stub: StubS3, client: str, body: str) -> None:
+def test_a_body_that_does_not_arrive_is_an_error_and_the_object_stays(stub: StubS3, body: str) -> None:
     head, change, then, expected = BODIES[body]
-    store = open_on(stub, client=client, timeout=1.0 if then == "hang" else _PATIENCE_S)
+    store = open_on(stub, timeout=1.0 if then == "hang" else _PATIENCE_S)
     key, data = _page(store, stub)
     sent = f"HTTP/1.1 200 OK\r\n{head.format(size=len(data))}\r\n\r\n".encode() + change(data)
     stub.fault = lambda request: Answer(sent, then) if request.method == "GET" else None
     assert load(store, [key]) == [GET_ERROR]
     assert sum(errors(store).values()) == 1
-    if client == "direct" and expected is not None:
+    if expected is not None:
         assert errors(store) == {expected: 1}
     assert name(key) in stub.objects
     stub.fault = lambda request: None
@@ -209,7 +209,6 @@ def test_a_body_that_does_not_arrive_is_an_error_and_the_object_stays(stub: Stub
     "no header at all",
 ])  # fmt: skip
 def test_a_length_that_makes_no_sense_is_no_reply(stub: StubS3, header: str) -> None:
-    """With our client. botocore takes the first for a fault of the program."""
     store = open_on(stub)
     key, data = _page(store, stub)
     stub.fault = always(Answer(f"HTTP/1.1 200 OK\r\n{header}\r\n\r\n".encode() + data, "close"))
@@ -219,8 +218,8 @@ def test_a_length_that_makes_no_sense_is_no_reply(stub: StubS3, header: str) -> 
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE + 1, PAGE * 2, 10**12])
-def test_a_length_that_no_page_has_is_damage_and_leaves_the_frame_alone(stub: StubS3, client: str, size: int) -> None:
-    store = open_on(stub, client=client)
+def test_a_length_that_no_page_has_is_damage_and_leaves_the_frame_alone(stub: StubS3, size: int) -> None:
+    store = open_on(stub)
     key, data = _page(store, stub)
     head = f"HTTP/1.1 200 OK\r\ncontent-length: {size}\r\netag: {etag_of(data)}\r\n\r\n".encode()
     stub.fault = lambda request: Answer(head + b"x" * min(size, PAGE), "close") if request.method == "GET" else None
@@ -235,9 +234,9 @@ def test_a_length_that_no_page_has_is_damage_and_leaves_the_frame_alone(stub: St
 @pytest.mark.parametrize("head", [
     "content-length: 1", "etag: \"x\"\r\ncontent-length: 12", "content-length: 12\r\netag: \"", "content-le", "",
 ])  # fmt: skip
-def test_a_head_that_is_cut_costs_no_stored_page(stub: StubS3, client: str, head: str) -> None:
+def test_a_head_that_is_cut_costs_no_stored_page(stub: StubS3, head: str) -> None:
     """A length that lost its last digits is no page's, which would be damage."""
-    store, raw = open_on(stub, client=client), S3RawStore(options(stub.url, client=client))
+    store, raw = open_on(stub), S3RawStore(options(stub.url))
     key, data = _page(store, stub)
     stub.fault = lambda request: (
         Answer(f"HTTP/1.1 200 OK\r\n{head}".encode(), "close") if request.method == "GET" else None
@@ -250,8 +249,8 @@ def test_a_head_that_is_cut_costs_no_stored_page(stub: StubS3, client: str, head
     store.backend.close()
 
 
-def test_a_damaged_page_that_was_replaced_meanwhile_stays(stub: StubS3, client: str) -> None:
-    store = open_on(stub, client=client)
+def test_a_damaged_page_that_was_replaced_meanwhile_stays(stub: StubS3) -> None:
+    store = open_on(stub)
     key, data = _page(store, stub)
     stub.fault = lambda request: reply(200, b"x" * PAGE, etag='"old"') if request.method == "GET" else None
     assert load(store, [key]) == [CORRUPT]
@@ -277,8 +276,8 @@ def test_a_damaged_page_is_removed_where_conditions_are_unknown(stub: StubS3) ->
     store.backend.close()
 
 
-def test_a_page_that_vanishes_after_exists_is_a_miss(stub: StubS3, client: str) -> None:
-    store, keys = open_on(stub, client=client), make_keys(4)
+def test_a_page_that_vanishes_after_exists_is_a_miss(stub: StubS3) -> None:
+    store, keys = open_on(stub), make_keys(4)
     store_chain(store, keys)
     assert store.backend.batch_exists(keys, deadline=soon()) == 4
     del stub.objects[name(keys[2])]
@@ -287,8 +286,8 @@ def test_a_page_that_vanishes_after_exists_is_a_miss(stub: StubS3, client: str) 
     store.backend.close()
 
 
-def test_a_bucket_that_vanishes_is_an_error_and_no_miss(stub: StubS3, client: str) -> None:
-    store, keys = open_on(stub, client=client), make_keys(2)
+def test_a_bucket_that_vanishes_is_an_error_and_no_miss(stub: StubS3) -> None:
+    store, keys = open_on(stub), make_keys(2)
     stub.fault = always(error(404, "NoSuchBucket"))
     assert load(store, keys) == [GET_ERROR] * 2
     assert store_chain(store, keys) == [SET_ERROR] * 2
@@ -296,8 +295,8 @@ def test_a_bucket_that_vanishes_is_an_error_and_no_miss(stub: StubS3, client: st
     store.backend.close()
 
 
-def test_a_full_store_turns_away_the_page_and_its_tail(stub: StubS3, client: str) -> None:
-    store, keys = open_on(stub, client=client, connections=1), make_keys(5)
+def test_a_full_store_turns_away_the_page_and_its_tail(stub: StubS3) -> None:
+    store, keys = open_on(stub, connections=1), make_keys(5)
     full_from = name(keys[2])
     stub.fault = lambda request: error(507, "InsufficientStorage") if request.name == full_from else None
     assert store_chain(store, keys) == [STORED] * 2 + [SetOutcome.REJECTED] * 3
@@ -306,9 +305,9 @@ def test_a_full_store_turns_away_the_page_and_its_tail(stub: StubS3, client: str
     store.backend.close()
 
 
-def test_pages_that_several_threads_store_are_rejected_behind_one_without_room(stub: StubS3, client: str) -> None:
+def test_pages_that_several_threads_store_are_rejected_behind_one_without_room(stub: StubS3) -> None:
     """Also those that come before it and are not sent any more: without them its successors are out of reach."""
-    store, keys = open_on(stub, client=client, connections=8), make_keys(60)
+    store, keys = open_on(stub, connections=8), make_keys(60)
     stub.fault = lambda request: error(507, "InsufficientStorage") if request.name != name(keys[0]) else None
     outcomes = store_chain(store, keys)
     assert outcomes[0] in (STORED, SetOutcome.REJECTED) and outcomes[1:] == [SetOutcome.REJECTED] * 59
@@ -317,8 +316,8 @@ def test_pages_that_several_threads_store_are_rejected_behind_one_without_room(s
 
 
 @pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (400, "InvalidRequest")])
-def test_a_server_without_conditions_is_found_out_once(stub: StubS3, client: str, refusal: tuple[int, str]) -> None:
-    store, keys = open_on(stub, client=client, connections=1), make_keys(3)
+def test_a_server_without_conditions_is_found_out_once(stub: StubS3, refusal: tuple[int, str]) -> None:
+    store, keys = open_on(stub, connections=1), make_keys(3)
     stub.fault = lambda request: error(*refusal) if "if-none-match" in request.headers else None
     assert store_chain(store, keys) == [STORED] * 3
     assert stub.methods() == ["PUT", "HEAD", "PUT", "HEAD", "PUT", "HEAD", "PUT"]
@@ -327,8 +326,8 @@ def test_a_server_without_conditions_is_found_out_once(stub: StubS3, client: str
     store.backend.close()
 
 
-def test_each_page_is_asked_for_once_however_the_server_answers(stub: StubS3, client: str) -> None:
-    store, keys = open_on(stub, client=client), make_keys(20)
+def test_each_page_is_asked_for_once_however_the_server_answers(stub: StubS3) -> None:
+    store, keys = open_on(stub), make_keys(20)
     stub.fault = always(error(503, "SlowDown"))
     load(store, keys)
     store_chain(store, keys)
@@ -336,14 +335,14 @@ def test_each_page_is_asked_for_once_however_the_server_answers(stub: StubS3, cl
     store.backend.close()
 
 
-def test_an_idle_connection_that_the_server_closed_costs_no_page(stub: StubS3, client: str) -> None:
-    store, keys = open_on(stub, client=client, connections=1), make_keys(3)
+def test_an_idle_connection_that_the_server_closed_costs_no_page(stub: StubS3) -> None:
+    store, keys = open_on(stub, connections=1), make_keys(3)
     store_chain(store, keys)
     data = {name(key): stub.objects[name(key)] for key in keys}
     stub.fault = lambda request: Answer(reply(200, data[request.name]).data, "close")
     for key in keys:
         assert load(store, [key]) == [HIT]
-        wait_for(lambda: stub.open_connections == 0)  # a client of urllib3 cannot see it while the server closes
+        wait_for(lambda: stub.open_connections == 0)
     assert errors(store) == {}
     assert stub.connections >= 3
     store.backend.close()
@@ -363,9 +362,9 @@ def test_a_connection_that_closes_under_a_request_is_replaced_once_if_it_was_idl
     store.backend.close()
 
 
-def test_connections_are_used_again(stub: StubS3, client: str) -> None:
+def test_connections_are_used_again(stub: StubS3) -> None:
     """The control of the test above."""
-    store, keys = open_on(stub, client=client, connections=1), make_keys(10)
+    store, keys = open_on(stub, connections=1), make_keys(10)
     store_chain(store, keys)
     load(store, keys + make_keys(3, "missing"))
     store.backend.batch_exists(keys, deadline=soon())
@@ -417,10 +416,10 @@ def test_random_bytes_in_place_of_a_reply_are_errors_and_nothing_else(stub: Stub
 
 
 @pytest.mark.parametrize("verb", ["get", "set", "exists", "delete"])
-def test_a_verb_ends_by_its_deadline_while_the_server_is_silent(stub: StubS3, client: str, verb: str) -> None:
+def test_a_verb_ends_by_its_deadline_while_the_server_is_silent(stub: StubS3, verb: str) -> None:
     """The timeout for a byte is an hour here: without the deadline the test would not end, and `close` would not if a
     request outlived the verb that made it."""
-    store, keys = open_on(stub, timeout=3600, client=client), make_keys(6)
+    store, keys = open_on(stub, timeout=3600), make_keys(6)
     stub.fault = always(Answer(b"", "hang"))
     frames = full_frames(CODEC, keys)
     deadline = time.monotonic() + 0.2
@@ -437,8 +436,8 @@ def test_a_verb_ends_by_its_deadline_while_the_server_is_silent(stub: StubS3, cl
     stub.released.set()
 
 
-def test_a_frame_is_left_alone_once_the_verb_has_returned(stub: StubS3, client: str) -> None:
-    store = open_on(stub, client=client)
+def test_a_frame_is_left_alone_once_the_verb_has_returned(stub: StubS3) -> None:
+    store = open_on(stub)
     key, data = _page(store, stub)
     head = f"HTTP/1.1 200 OK\r\ncontent-length: {PAGE}\r\n\r\n".encode()
     late = threading.Event()
@@ -459,10 +458,10 @@ def test_a_frame_is_left_alone_once_the_verb_has_returned(stub: StubS3, client: 
     assert bytes(frame) == b"\xee" * PAGE
 
 
-def test_a_page_is_sent_with_its_type_and_without_waiting_to_be_asked(stub: StubS3, client: str) -> None:
+def test_a_page_is_sent_with_its_type_and_without_waiting_to_be_asked(stub: StubS3) -> None:
     """Some server stores an empty object if a body without a type is cut at its start; and botocore, where it waits to
     be asked for a body, never ends if the connection does so meanwhile."""
-    store = open_on(stub, client=client)
+    store = open_on(stub)
     _page(store, stub)
     (request,) = stub.requests
     assert request.headers["content-type"] == "application/octet-stream"
@@ -470,10 +469,10 @@ def test_a_page_is_sent_with_its_type_and_without_waiting_to_be_asked(stub: Stub
     store.backend.close()
 
 
-def test_what_was_not_sent_by_its_deadline_never_is(stub: StubS3, client: str) -> None:
+def test_what_was_not_sent_by_its_deadline_never_is(stub: StubS3) -> None:
     """The only connection is with a request that hangs when the page comes. That an earlier page is there is the
     control."""
-    store, keys = open_on(stub, client=client, connections=1, timeout=30.0), make_keys(2)
+    store, keys = open_on(stub, connections=1, timeout=30.0), make_keys(2)
     assert store_chain(store, keys[:1]) == [STORED]
     stub.fault = lambda request: Answer(b"", "hang") if request.method == "GET" else None
     frames = full_frames(CODEC, keys)
@@ -488,9 +487,9 @@ def test_what_was_not_sent_by_its_deadline_never_is(stub: StubS3, client: str) -
 
 
 @pytest.mark.parametrize("body", ["short", "stalled", "no reply"])
-def test_nothing_holds_a_frame_once_the_verb_has_returned(stub: StubS3, client: str, body: str) -> None:
+def test_nothing_holds_a_frame_once_the_verb_has_returned(stub: StubS3, body: str) -> None:
     """Not even an exception that waits for the garbage collector: memory with a view of it cannot be given back."""
-    store = open_on(stub, client=client, timeout=_TIMEOUT_S if body == "stalled" else _PATIENCE_S)
+    store = open_on(stub, timeout=_TIMEOUT_S if body == "stalled" else _PATIENCE_S)
     answer = Answer(f"HTTP/1.1 200 OK\r\ncontent-length: {PAGE}\r\n\r\nx".encode(), "close")
     answers = {"short": answer, "stalled": Answer(answer.data, "hang"), "no reply": Answer(b"", "close")}
     stub.fault = always(answers[body])
@@ -510,8 +509,8 @@ def test_nothing_holds_a_frame_once_the_verb_has_returned(stub: StubS3, client: 
     store.backend.close()
 
 
-def test_an_infinite_deadline_still_has_the_timeout(stub: StubS3, client: str) -> None:
-    store, keys = open_on(stub, client=client, timeout=_TIMEOUT_S), make_keys(2)
+def test_an_infinite_deadline_still_has_the_timeout(stub: StubS3) -> None:
+    store, keys = open_on(stub, timeout=_TIMEOUT_S), make_keys(2)
     stub.fault = always(Answer(b"", "hang"))
     assert store.backend.batch_get(keys, empty_frames(CODEC, 2), deadline=math.inf) == [GetOutcome.ERROR] * 2
     assert errors(store) == {"timeout": 2}

@@ -34,8 +34,8 @@ def damaged(etag: str) -> Callable[[Request], Answer | None]:
 
 
 @pytest.mark.parametrize("split", ["\n", "\r", "\x00", "\x0b", "\x7f", "\n "])
-def test_a_control_character_in_an_etag_reaches_no_request(stub: StubS3, client: str, split: str) -> None:
-    store = open_on(stub, client=client)
+def test_a_control_character_in_an_etag_reaches_no_request(stub: StubS3, split: str) -> None:
+    store = open_on(stub)
     store_chain(store, KEYS[:1])
     stub.forget_requests()
     stub.fault = damaged(f'"a{split}x-injected: 1"')
@@ -50,9 +50,9 @@ def test_a_control_character_in_an_etag_reaches_no_request(stub: StubS3, client:
     ("etag", "sent"),
     [('"abc"', True), ('W/"abc"', True), ("abc", False), ('"a"b"', False), ('"\xe9"', False)],
 )  # fmt: skip
-def test_an_etag_is_sent_only_if_it_is_an_entity_tag(stub: StubS3, client: str, etag: str, sent: bool) -> None:
+def test_an_etag_is_sent_only_if_it_is_an_entity_tag(stub: StubS3, etag: str, sent: bool) -> None:
     """Another one is compared with the present one, so that a page that was stored in between stays."""
-    store = open_on(stub, client=client)
+    store = open_on(stub)
     store_chain(store, KEYS[:1])
     stub.forget_requests()
     stub.fault = damaged(etag)
@@ -101,8 +101,8 @@ def test_names_that_cannot_be_part_of_a_request_are_refused(changes: dict[str, A
     "HTTP/1.1 \u0662\u0660\u0660 OK", "HTTP/1.1 2\u00b20 OK", "HTTP/1.1 20 OK", "HTTP/1.1 2000 OK", "HTTP/1.1 -20 OK",
 ])  # fmt: skip
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
-def test_a_status_of_other_digits_is_an_error(stub: StubS3, client: str, line: str, encoding: str) -> None:
-    store = open_on(stub, client=client)
+def test_a_status_of_other_digits_is_an_error(stub: StubS3, line: str, encoding: str) -> None:
+    store = open_on(stub)
     head = f"{line}\r\ncontent-length: 0\r\n\r\n".encode(encoding, "replace")
     stub.fault = lambda request: Answer(head, "close")
     assert load(store, KEYS) == [GET_ERROR] * 2
@@ -131,8 +131,8 @@ LISTINGS = {
 
 
 @pytest.mark.parametrize("listing", LISTINGS)
-def test_a_listing_that_is_not_one_is_an_error(stub: StubS3, client: str, listing: str) -> None:
-    store, raw = open_on(stub, client=client), S3RawStore(options(stub.url, client=client))
+def test_a_listing_that_is_not_one_is_an_error(stub: StubS3, listing: str) -> None:
+    store, raw = open_on(stub), S3RawStore(options(stub.url))
     stub.fault = _listing(LISTINGS[listing])
     with pytest.raises(BackendUnavailable, match="protocol"):
         list(raw.pages())
@@ -142,8 +142,8 @@ def test_a_listing_that_is_not_one_is_an_error(stub: StubS3, client: str, listin
     store.backend.close()
 
 
-def test_a_listing_that_goes_round_in_a_circle_is_an_error(stub: StubS3, client: str) -> None:
-    raw, tokens = S3RawStore(options(stub.url, client=client)), itertools.cycle("abcde")
+def test_a_listing_that_goes_round_in_a_circle_is_an_error(stub: StubS3) -> None:
+    raw, tokens = S3RawStore(options(stub.url)), itertools.cycle("abcde")
     stub.fault = lambda request: reply(
         200, f"<ListBucketResult>{PART}<NextContinuationToken>{next(tokens)}</NextContinuationToken></ListBucketResult>"
         .encode())  # fmt: skip
@@ -153,20 +153,20 @@ def test_a_listing_that_goes_round_in_a_circle_is_an_error(stub: StubS3, client:
 
 
 @pytest.mark.parametrize("date", ["99999-01-01T00:00:00Z", "0001-01-01T00:00:00", "yesterday", "9" * 5000])
-def test_a_date_out_of_range_is_unknown_or_an_error(stub: StubS3, client: str, date: str) -> None:
-    raw = S3RawStore(options(stub.url, client=client))
+def test_a_date_out_of_range_is_unknown_or_an_error(stub: StubS3, date: str) -> None:
+    raw = S3RawStore(options(stub.url))
     stub.fault = _listing(f"{WHOLE}<Contents><Key>{name(KEYS[0])}</Key><LastModified>{date}</LastModified></Contents>")
     try:
         assert [page.key for page in raw.pages()] == [KEYS[0]]
     except BackendUnavailable as failed:
-        assert "protocol" in str(failed) and client == "boto3"
+        raise AssertionError from failed
     raw.close()
 
 
 @pytest.mark.parametrize("encoding", ["no-such", "idna", "hex", "utf-16", "unicode_escape", "punycode", "big5", ""])
 @pytest.mark.parametrize("status", [200, 400])
-def test_no_encoding_that_a_document_names_is_looked_up(stub: StubS3, client: str, encoding: str, status: int) -> None:
-    store = open_on(stub, client=client)
+def test_no_encoding_that_a_document_names_is_looked_up(stub: StubS3, encoding: str, status: int) -> None:
+    store = open_on(stub)
     body = f'<?xml version="1.0" encoding="{encoding}"?><Error><Code>a\u00fc</Code></Error>'.encode()
     stub.fault = lambda request: reply(status, body)
     store_chain(store, KEYS)
@@ -190,8 +190,8 @@ def test_no_document_takes_more_than_a_small_multiple_of_its_bytes() -> None:
     assert len(read_listing(whole.encode()).objects) == 1000, "the control"
 
 
-def test_a_server_cannot_have_more_errors_than_objects_to_remove(stub: StubS3, client: str) -> None:
-    store = open_on(stub, client=client)
+def test_a_server_cannot_have_more_errors_than_objects_to_remove(stub: StubS3) -> None:
+    store = open_on(stub)
     store_chain(store, KEYS)
     body = b"<DeleteResult>" + b"<Error><Code>AccessDenied</Code></Error>" * 5 + b"</DeleteResult>"
     stub.fault = lambda request: reply(200, body) if request.method == "POST" else None
@@ -201,27 +201,27 @@ def test_a_server_cannot_have_more_errors_than_objects_to_remove(stub: StubS3, c
 
 
 @pytest.mark.parametrize("code", ["<b>x</b>", "", "<Code>a</Code>", "SlowDown</Code><Code>b", "\u00fc"])
-def test_a_code_of_another_form_is_the_class_of_the_status(stub: StubS3, client: str, code: str) -> None:
-    store = open_on(stub, client=client)
+def test_a_code_of_another_form_is_the_class_of_the_status(stub: StubS3, code: str) -> None:
+    store = open_on(stub)
     stub.fault = lambda request: error(403, code)
     load(store, KEYS)
     assert set(errors(store)) <= {"access_denied", "throttled"} and sum(errors(store).values()) == 2
     store.backend.close()
 
 
-def test_a_server_that_echoes_what_it_was_told_puts_it_into_no_message(stub: StubS3, client: str) -> None:
+def test_a_server_that_echoes_what_it_was_told_puts_it_into_no_message(stub: StubS3) -> None:
     told = "AnAccessKey"
     assert told not in str(failed_reply(403, told)) and "AccessDenied" in str(failed_reply(403, "AccessDenied"))
     stub.fault = lambda request: error(403, told)
     with pytest.raises(BackendUnavailable) as caught:
-        S3Backend(CODEC, options(stub.url, client=client))
+        S3Backend(CODEC, options(stub.url))
     assert told not in str(caught.value)
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308, 400])
-def test_no_redirection_is_followed_and_no_region_is_asked_for(stub: StubS3, client: str, status: int) -> None:
+def test_no_redirection_is_followed_and_no_region_is_asked_for(stub: StubS3, status: int) -> None:
     with StubS3("pages") as elsewhere:
-        store = open_on(stub, client=client)
+        store = open_on(stub)
         stub.forget_requests()
         stub.fault = lambda request: reply(
             status, b"<Error><Code>PermanentRedirect</Code><Region>eu-west-1</Region></Error>",
@@ -233,8 +233,8 @@ def test_no_redirection_is_followed_and_no_region_is_asked_for(stub: StubS3, cli
         store.backend.close()
 
 
-def test_memory_is_taken_for_what_has_come_and_not_for_what_was_announced(stub: StubS3, client: str) -> None:
-    raw = S3RawStore(options(stub.url, client=client))
+def test_memory_is_taken_for_what_has_come_and_not_for_what_was_announced(stub: StubS3) -> None:
+    raw = S3RawStore(options(stub.url))
     head = b'HTTP/1.1 200 OK\r\ncontent-length: 99999999999999\r\netag: "x"\r\n\r\n'
     stub.fault = lambda request: Answer(head + b"x", "close")
     with pytest.raises(BackendUnavailable):
@@ -253,9 +253,9 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_a_reply_without_end_is_left_after_some_bytes(stub: StubS3, client: str, what: str) -> None:
+def test_a_reply_without_end_is_left_after_some_bytes(stub: StubS3, what: str) -> None:
     """No deadline and no silence ends it: a server that sends for ever is the control."""
-    store = open_on(stub, client=client)
+    store = open_on(stub)
     start, piece = ENDLESS[what]
     sent = itertools.count()
 

@@ -20,8 +20,8 @@ from tests.backends.s3.test_s3_faults import errors, name, open_on
 from tests.waiting import wait_for
 
 
-def test_exists_of_500_keys_takes_at_most_12_requests_when_all_or_none_are_there(stub: StubS3, client: str) -> None:
-    store, keys = open_on(stub, client=client), make_keys(500)
+def test_exists_of_500_keys_takes_at_most_12_requests_when_all_or_none_are_there(stub: StubS3) -> None:
+    store, keys = open_on(stub), make_keys(500)
     assert store.backend.batch_exists(keys, deadline=soon()) == 0
     assert 0 < len(stub.requests) <= 12
     stub.objects.update({name(key): b"x" for key in keys})
@@ -70,9 +70,9 @@ def test_with_holes_the_search_ends_at_one_and_never_behind_what_it_saw_missing(
         assert found == next((position for position, is_there in enumerate(there) if not is_there), len(there))
 
 
-def test_clear_takes_one_listing_and_one_removal_per_thousand_pages(stub: StubS3, client: str) -> None:
+def test_clear_takes_one_listing_and_one_removal_per_thousand_pages(stub: StubS3) -> None:
     """No page is asked for, and what is not a page of this namespace stays."""
-    store, keys = open_on(stub, client=client), make_keys(2500)
+    store, keys = open_on(stub), make_keys(2500)
     others = {"test/notes.txt", object_name("test/", bytes(31) + b"\1", keys[0]), name(keys[0]) + ".old"}
     stub.objects.update(dict.fromkeys([*others, *map(name, keys)], b"x"))
     stub.forget_requests()
@@ -84,8 +84,8 @@ def test_clear_takes_one_listing_and_one_removal_per_thousand_pages(stub: StubS3
 
 
 @pytest.mark.parametrize("verb", ["delete", "clear"])
-def test_pages_that_the_server_does_not_remove_are_errors(stub: StubS3, client: str, verb: str) -> None:
-    store, keys = open_on(stub, client=client), make_keys(3)
+def test_pages_that_the_server_does_not_remove_are_errors(stub: StubS3, verb: str) -> None:
+    store, keys = open_on(stub), make_keys(3)
     store_chain(store, keys)
     verbs: dict[str, Callable[[], int]] = {
         "delete": lambda: store.backend.delete(keys, deadline=soon()),
@@ -112,9 +112,9 @@ def _in_threads(work: list[Callable[[], object]]) -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("connections", [1, 3, 8])
-def test_no_more_requests_are_in_flight_than_allowed(stub: StubS3, client: str, connections: int) -> None:
+def test_no_more_requests_are_in_flight_than_allowed(stub: StubS3, connections: int) -> None:
     """That 8 are reached where 8 are allowed is the control of 1 and 3."""
-    store, keys = open_on(stub, client=client, connections=connections, timeout=30), make_keys(24)
+    store, keys = open_on(stub, connections=connections, timeout=30), make_keys(24)
     store_chain(store, keys)
     stub.forget_requests()
     gate = threading.Event()
@@ -162,8 +162,8 @@ def test_another_error_leaves_what_is_in_flight_as_it_is(stub: StubS3) -> None:
 
 
 @pytest.mark.parametrize(("asked", "sent"), [("30", 1), ("0", 2), ("soon", 2)])
-def test_a_server_that_asks_for_a_pause_is_left_alone(stub: StubS3, client: str, asked: str, sent: int) -> None:
-    store, keys = open_on(stub, client=client), make_keys(1)
+def test_a_server_that_asks_for_a_pause_is_left_alone(stub: StubS3, asked: str, sent: int) -> None:
+    store, keys = open_on(stub), make_keys(1)
     stub.fault = lambda request: error(503, "SlowDown", retry_after=asked)
     assert load(store, keys) == [GET_ERROR]
     assert load(store, keys) == [GET_ERROR]

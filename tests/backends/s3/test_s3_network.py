@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,10 +60,10 @@ def through(bucket: Bucket, url: str) -> Bucket:
 
 
 def test_pages_move_over_tls(
-    bucket: Bucket, unique_prefix: str, client: str, tls_proxy: Proxy, certificates: Certificates
+    bucket: Bucket, unique_prefix: str, tls_proxy: Proxy, certificates: Certificates
 ) -> None:
     url = f"https://127.0.0.1:{tls_proxy.port}"
-    store = open_s3(through(bucket, url), unique_prefix, client=client, ca_file=certificates.ca_file)
+    store = open_s3(through(bucket, url), unique_prefix, ca_file=certificates.ca_file)
     assert store_chain(store, KEYS) == [STORED] * 6
     assert load(store, KEYS) == [HIT] * 6
     assert store.backend.batch_exists(KEYS, deadline=soon()) == 6
@@ -70,21 +73,21 @@ def test_pages_move_over_tls(
 
 @pytest.mark.parametrize("ca", ["none", "another"])
 def test_a_certificate_that_is_not_trusted_is_said_at_start(
-    bucket: Bucket, client: str, tls_proxy: Proxy, tmp_path: Path, ca: str
+    bucket: Bucket, tls_proxy: Proxy, tmp_path: Path, ca: str
 ) -> None:
     """The control of the test above, besides."""
     ca_file = None if ca == "none" else make_certificates(tmp_path).ca_file
     url = f"https://127.0.0.1:{tls_proxy.port}"
     with pytest.raises(BackendUnavailable, match=r"tls: .*ca_file"):
-        S3Backend(CODEC, options(url, bucket=bucket.name, client=client, ca_file=ca_file))
+        S3Backend(CODEC, options(url, bucket=bucket.name, ca_file=ca_file))
 
 
 def test_the_name_in_a_certificate_must_be_the_one_that_was_asked_for(
-    bucket: Bucket, client: str, tls_proxy: Proxy, certificates: Certificates
+    bucket: Bucket, tls_proxy: Proxy, certificates: Certificates
 ) -> None:
     url = f"https://127.0.0.2:{tls_proxy.port}"
     with pytest.raises(BackendUnavailable, match=r"tls|refused"):
-        S3Backend(CODEC, options(url, bucket=bucket.name, client=client, ca_file=certificates.ca_file))
+        S3Backend(CODEC, options(url, bucket=bucket.name, ca_file=certificates.ca_file))
 
 
 def test_a_file_without_certificates_is_refused(bucket: Bucket, tmp_path: Path) -> None:
@@ -101,15 +104,15 @@ def proxy(seaweed: SeaweedServer) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def behind(bucket: Bucket, proxy: Proxy, unique_prefix: str, client: str) -> Iterator[Store]:
+def behind(bucket: Bucket, proxy: Proxy, unique_prefix: str) -> Iterator[Store]:
     """A store behind the proxy, with some pages in it. It waits for as long as a busy machine takes."""
-    yield from _open_behind(bucket, proxy, unique_prefix, client=client, timeout=30.0)
+    yield from _open_behind(bucket, proxy, unique_prefix, timeout=30.0)
 
 
 @pytest.fixture
-def hasty(bucket: Bucket, proxy: Proxy, unique_prefix: str, client: str) -> Iterator[Store]:
+def hasty(bucket: Bucket, proxy: Proxy, unique_prefix: str) -> Iterator[Store]:
     """The same, for faults that take away the answer."""
-    yield from _open_behind(bucket, proxy, unique_prefix, client=client, timeout=0.5)
+    yield from _open_behind(bucket, proxy, unique_prefix, timeout=0.5)
 
 
 def _open_behind(bucket: Bucket, proxy: Proxy, prefix: str, **changes: Any) -> Iterator[Store]:
@@ -178,13 +181,13 @@ def test_a_page_cut_off_while_it_is_stored_is_not_there(behind: Store, proxy: Pr
 
 
 def test_a_page_that_trickles_costs_no_more_than_the_deadline(
-    bucket: Bucket, proxy: Proxy, unique_prefix: str, client: str
+    bucket: Bucket, proxy: Proxy, unique_prefix: str
 ) -> None:
     """Bytes keep coming, and all of them would have come after six seconds. That they do at full speed is the control.
     """
     codec = FrameCodec(NAMESPACE, 600_000)
     place = through(bucket, f"http://127.0.0.1:{proxy.port}")
-    store = open_s3(place, unique_prefix, codec, client=client, timeout=30.0)
+    store = open_s3(place, unique_prefix, codec, timeout=30.0)
     key, frames = make_keys(1), empty_frames(codec, 1)
     assert store.backend.batch_set(key, full_frames(codec, key), parent=None, deadline=soon()) == [STORED]
     proxy.set(Faults(bytes_per_s=100_000, slice_bytes=1000, direction=Direction.DOWN))
@@ -233,12 +236,90 @@ def test_a_server_that_dies_is_an_error_of_every_verb(login: Callable[[DevServic
         place.close()
 
 
-def test_a_stub_behind_tls_serves_a_session(stub: StubS3, certificates: Certificates, client: str) -> None:
+def test_a_stub_behind_tls_serves_a_session(stub: StubS3, certificates: Certificates) -> None:
     """Connections over TLS are used again, and one that the server closed is noticed."""
     with StubS3("pages", certificates.server_context()) as server:
-        store = S3Backend(CODEC, options(server.url, client=client, ca_file=certificates.ca_file, connections=1))
+        store = S3Backend(CODEC, options(server.url, ca_file=certificates.ca_file, connections=1))
         for _ in range(5):
             assert store.batch_exists(KEYS, deadline=soon()) == 0
         assert server.connections <= 2
         assert dict(store.statistics().errors) == {}
         store.close()
+
+
+@contextlib.contextmanager
+def tunnels(answer: bytes) -> Iterator[tuple[int, list[bytes]]]:
+    """A proxy that gives `answer` to each CONNECT, whose first lines it notes, and then carries bytes to that port."""
+    asked: list[bytes] = []
+
+    def carry(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    head += near.recv(1)
+                asked.append(head.partition(b"\r\n")[0])
+                near.sendall(answer)
+                port = int(head.split()[1].rpartition(b":")[2])
+                far = socket.create_connection(("127.0.0.1", port))
+                sockets.extend((near, far))
+                threads.extend(threading.Thread(target=carry, args=pair) for pair in ((near, far), (far, near)))
+                for thread in threads[-2:]:
+                    thread.start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sockets: list[socket.socket] = []
+        threads = [threading.Thread(target=serve)]
+        threads[0].start()
+        yield listener.getsockname()[1], asked
+        listener.shutdown(socket.SHUT_RDWR)
+        threads[0].join()
+        for one in sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in threads[1:]:
+            thread.join()
+        for one in sockets:
+            one.close()
+
+
+def test_a_proxy_carries_tls_that_it_cannot_read(stub: StubS3, certificates: Certificates) -> None:
+    with StubS3("pages", certificates.server_context()) as server, tunnels(b"HTTP/1.0 200 x\r\n\r\n") as (port, asked):
+        chosen = options(server.url, proxy=f"http://127.0.0.1:{port}", ca_file=certificates.ca_file, connections=1)
+        store = Store(S3Backend(CODEC, chosen), lambda key: None, lambda key, data: None)
+        assert store_chain(store, KEYS) == [STORED] * 6
+        assert load(store, KEYS) == [HIT] * 6
+        assert asked == [f"CONNECT 127.0.0.1:{server.port} HTTP/1.1".encode()]
+        store.backend.close()
+
+
+@pytest.mark.parametrize("answer", [
+    b"HTTP/1.1 407 x\r\n\r\n", b"HTTP/1.1 200 x\r\n\r\nand more",
+    b"HTTP/1.1 302 x\r\nlocation: http://h/\r\n\r\n", b"garbage\r\n\r\n",
+])  # fmt: skip
+def test_a_proxy_that_does_not_connect_is_said_at_start(
+    stub: StubS3, certificates: Certificates, answer: bytes
+) -> None:
+    with StubS3("pages", certificates.server_context()) as server, tunnels(answer) as (port, _):
+        chosen = options(server.url, proxy=f"http://127.0.0.1:{port}", ca_file=certificates.ca_file)
+        with pytest.raises(BackendUnavailable, match=r"unreachable: the proxy answered|protocol"):
+            S3Backend(CODEC, chosen)
+
+
+def test_a_proxy_resolves_the_name_of_the_store_itself(stub: StubS3) -> None:
+    """Of a store without TLS it gets whole URLs. That the name has no address here is the control."""
+    stub.origin = "http://store.invalid:9000"
+    store = Store(S3Backend(CODEC, options(stub.origin, proxy=stub.url)), lambda key: None, lambda key, data: None)
+    assert store_chain(store, KEYS) == [STORED] * 6
+    assert load(store, KEYS) == [HIT] * 6
+    assert {request.headers["host"] for request in stub.requests} == {"store.invalid:9000"}
+    store.backend.close()
+    with pytest.raises(BackendUnavailable, match="dns"):
+        S3Backend(CODEC, options(stub.origin))

@@ -32,7 +32,7 @@ KEYS = make_keys(5)
 
 
 class TestRawStore(RawContract):
-    """Against the contract, with each client."""
+    """Against the contract."""
 
     counts_removals = False
 
@@ -41,8 +41,8 @@ class TestRawStore(RawContract):
         return lambda codec: open_s3(bucket, unique_prefix, codec)
 
     @pytest.fixture
-    def open_raw(self, bucket: Bucket, unique_prefix: str, client: str) -> OpenRaw:
-        return lambda: open_it(bucket, unique_prefix, client=client)
+    def open_raw(self, bucket: Bucket, unique_prefix: str) -> OpenRaw:
+        return lambda: open_it(bucket, unique_prefix)
 
 
 def open_it(bucket: Bucket, prefix: str, **changes: Any) -> S3RawStore:
@@ -63,9 +63,9 @@ def seen(store: RawStore, namespace: str = "") -> set[tuple[bytes, bytes]]:
     return {(page.namespace, page.key) for page in store.pages(namespace)}
 
 
-def test_all_pages_are_listed_and_nothing_else(bucket: Bucket, unique_prefix: str, client: str) -> None:
+def test_all_pages_are_listed_and_nothing_else(bucket: Bucket, unique_prefix: str) -> None:
     fill(bucket, unique_prefix)
-    store = open_it(bucket, unique_prefix, client=client)
+    store = open_it(bucket, unique_prefix)
     pages = list(store.pages())
     assert {(page.namespace, page.key) for page in pages} == {
         *((NAMESPACE, key) for key in KEYS[:3]), *((OTHER_NAMESPACE, key) for key in KEYS[3:]),
@@ -77,8 +77,8 @@ def test_all_pages_are_listed_and_nothing_else(bucket: Bucket, unique_prefix: st
     store.close()
 
 
-def test_an_empty_object_and_a_missing_one_are_told_apart(bucket: Bucket, unique_prefix: str, client: str) -> None:
-    store = open_it(bucket, unique_prefix, client=client)
+def test_an_empty_object_and_a_missing_one_are_told_apart(bucket: Bucket, unique_prefix: str) -> None:
+    store = open_it(bucket, unique_prefix)
     page = StoredPage(NAMESPACE, KEYS[0], 0, None)
     assert store.read(page, 10) is None
     bucket.write(object_name(unique_prefix, NAMESPACE, KEYS[0]), b"")
@@ -86,19 +86,19 @@ def test_an_empty_object_and_a_missing_one_are_told_apart(bucket: Bucket, unique
     store.close()
 
 
-def test_pages_of_one_namespace_are_removed_and_no_others(bucket: Bucket, unique_prefix: str, client: str) -> None:
+def test_pages_of_one_namespace_are_removed_and_no_others(bucket: Bucket, unique_prefix: str) -> None:
     fill(bucket, unique_prefix)
-    store = open_it(bucket, unique_prefix, client=client)
+    store = open_it(bucket, unique_prefix)
     assert store.remove(list(store.pages(NAMESPACE.hex()))) == 3
     assert seen(store) == {(OTHER_NAMESPACE, key) for key in KEYS[3:]}
     assert f"{unique_prefix}notes.txt" in bucket.names(unique_prefix)
     store.close()
 
 
-def test_a_listing_of_several_parts_is_read_to_its_end(stub: StubS3, client: str) -> None:
+def test_a_listing_of_several_parts_is_read_to_its_end(stub: StubS3) -> None:
     keys = make_keys(2500)
     stub.objects.update({object_name("test/", NAMESPACE, key): b"x" for key in keys})
-    store = S3RawStore(options(stub.url, client=client))
+    store = S3RawStore(options(stub.url))
     pages = list(store.pages())
     assert sorted(page.key for page in pages) == sorted(keys)
     stub.forget_requests()
@@ -108,17 +108,17 @@ def test_a_listing_of_several_parts_is_read_to_its_end(stub: StubS3, client: str
     store.close()
 
 
-def test_a_listing_that_tells_little_is_taken_as_it_is(stub: StubS3, client: str) -> None:
+def test_a_listing_that_tells_little_is_taken_as_it_is(stub: StubS3) -> None:
     names = f"<Contents><Key>{object_name('test/', NAMESPACE, KEYS[0])}</Key></Contents><Contents/>"
     listing = f"<ListBucketResult><IsTruncated>false</IsTruncated>{names}</ListBucketResult>".encode()
     stub.fault = lambda request: reply(200, listing) if request.is_list else None
-    store = S3RawStore(options(stub.url, client=client))
+    store = S3RawStore(options(stub.url))
     assert list(store.pages()) == [StoredPage(NAMESPACE, KEYS[0], 0, None)]
     store.close()
 
 
-def test_pages_that_cannot_be_removed_are_an_error(stub: StubS3, client: str) -> None:
-    store = S3RawStore(options(stub.url, client=client))
+def test_pages_that_cannot_be_removed_are_an_error(stub: StubS3) -> None:
+    store = S3RawStore(options(stub.url))
     pages = [StoredPage(NAMESPACE, key, 1, None) for key in KEYS[:2]]
     stub.fault = lambda request: reply(
         200, b"<DeleteResult><Error><Key>x</Key><Code>AccessDenied</Code></Error></DeleteResult>"
@@ -129,8 +129,8 @@ def test_pages_that_cannot_be_removed_are_an_error(stub: StubS3, client: str) ->
 
 
 @pytest.mark.parametrize("verb", ["pages", "read", "write", "remove"])
-def test_trouble_is_an_error_for_an_operator(stub: StubS3, client: str, verb: str) -> None:
-    store = S3RawStore(options(stub.url, client=client))
+def test_trouble_is_an_error_for_an_operator(stub: StubS3, verb: str) -> None:
+    store = S3RawStore(options(stub.url))
     page = StoredPage(NAMESPACE, KEYS[0], 1, None)
     stub.fault = lambda request: error(503, "SlowDown")
     verbs: dict[str, Callable[[], object]] = {

@@ -17,8 +17,7 @@ import pytest
 from hicache.backends.registry import open_backend
 from hicache.backends.s3 import S3Backend
 from hicache.backends.s3.access import open_access
-from hicache.backends.s3.direct import where
-from hicache.backends.testing import HIT, STORED, load, make_keys, store_chain
+from hicache.backends.testing import load, make_keys, store_chain
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
@@ -36,30 +35,30 @@ def refused(kind: type[Exception], chosen: S3StorageOptions) -> str:
     return str(caught.value)
 
 
-def test_a_bucket_that_is_not_there_is_said_at_start(bucket: Bucket, client: str) -> None:
-    message = refused(BackendUnavailable, options(bucket.url, bucket="no-such-bucket", client=client))
+def test_a_bucket_that_is_not_there_is_said_at_start(bucket: Bucket) -> None:
+    message = refused(BackendUnavailable, options(bucket.url, bucket="no-such-bucket"))
     assert "no_bucket" in message and "create the bucket" in message
 
 
 @pytest.mark.parametrize("variable", ["S3_ACCESS_KEY", "S3_SECRET_KEY"])
 def test_wrong_credentials_are_said_at_start(
-    bucket: Bucket, client: str, variable: str, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, "another-secret")
-    message = refused(BackendUnavailable, options(bucket.url, bucket=bucket.name, client=client))
+    message = refused(BackendUnavailable, options(bucket.url, bucket=bucket.name))
     assert "credentials" in message
 
 
-def test_a_host_without_an_address_is_said_at_start(stub: StubS3, client: str) -> None:
-    message = refused(BackendUnavailable, options("http://no-such-host.invalid:9", client=client))
+def test_a_host_without_an_address_is_said_at_start(stub: StubS3) -> None:
+    message = refused(BackendUnavailable, options("http://no-such-host.invalid:9"))
     assert "dns" in message and "endpoint_url" in message
 
 
-def test_a_port_where_nobody_listens_is_said_at_start(stub: StubS3, client: str) -> None:
+def test_a_port_where_nobody_listens_is_said_at_start(stub: StubS3) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-        message = refused(BackendUnavailable, options(f"http://127.0.0.1:{port}", client=client))
+        message = refused(BackendUnavailable, options(f"http://127.0.0.1:{port}"))
     assert "connection_refused" in message and "nothing listens" in message
 
 
@@ -68,15 +67,15 @@ def test_a_server_that_speaks_something_else_is_said_at_start(stub: StubS3) -> N
     assert "no S3 store" in refused(BackendUnavailable, options(stub.url))
 
 
-def test_a_server_that_is_silent_is_said_at_start(stub: StubS3, client: str) -> None:
+def test_a_server_that_is_silent_is_said_at_start(stub: StubS3) -> None:
     stub.fault = lambda request: Answer(b"", "hang")
-    chosen = options(stub.url, client=client, timeout=0.1, connect_timeout=0.1)
+    chosen = options(stub.url, timeout=0.1, connect_timeout=0.1)
     assert "timeout" in refused(BackendUnavailable, chosen)
 
 
-def test_a_store_that_is_ill_later_than_at_start_costs_no_exception(stub: StubS3, client: str) -> None:
+def test_a_store_that_is_ill_later_than_at_start_costs_no_exception(stub: StubS3) -> None:
     """The control of the errors above: the same faults are outcomes once the store is open."""
-    store = open_on(stub, client=client)
+    store = open_on(stub)
     stub.fault = lambda request: error(403, "InvalidAccessKeyId")
     assert set(load(store, make_keys(2))) == {"error"}
     store.backend.close()
@@ -89,7 +88,7 @@ def test_a_store_that_is_ill_later_than_at_start_costs_no_exception(stub: StubS3
      ({"endpoint_url": "127.0.0.1:80"}, "endpoint_url"), ({"endpoint_url": "http://me:secret@host"}, "endpoint_url"),
      ({"connections": 0}, "connections"),
      ({"connections": True}, "connections"), ({"timeout": 0}, "timeout"), ({"timeout": "soon"}, "timeout"),
-     ({"client": "curl"}, "client"), ({"checksum": "md5"}, "checksum"), ({"sign_payload": 2}, "sign_payload"),
+     ({"proxy": "http://me:secret@p"}, "proxy"), ({"checksum": "md5"}, "checksum"),
      ({"access_key_env": "AKIA/xyz"}, "access_key_env"), ({"secret_key_env": None}, "secret_key_env"),
      ({"credentials_file": "x"}, "credentials_file")],
 )  # fmt: skip
@@ -126,11 +125,11 @@ def _file_options(stub: StubS3, path: Path, **changes: Any) -> S3StorageOptions:
     return options(stub.url, access_key_env=None, secret_key_env=None, credentials_file=path, **changes)
 
 
-def test_a_private_file_gives_credentials(stub: StubS3, client: str, tmp_path: Path) -> None:
+def test_a_private_file_gives_credentials(stub: StubS3, tmp_path: Path) -> None:
     path = _file(tmp_path, "[other]\naws_access_key_id = from-a-file\naws_secret_access_key = another-secret\n"
                            "aws_session_token = a-token\n")  # fmt: skip
     seen = _watch(stub)
-    S3Backend(CODEC, _file_options(stub, path, profile="other", client=client)).close()
+    S3Backend(CODEC, _file_options(stub, path, profile="other")).close()
     assert "Credential=from-a-file/" in seen[0].headers["authorization"]
     assert seen[0].headers["x-amz-security-token"] == "a-token"
 
@@ -185,12 +184,12 @@ def test_a_profile_that_is_not_there_is_said(stub: StubS3) -> None:
 
 
 @pytest.mark.usefixtures("bare_environment")
-def test_what_boto3_finds_is_used(stub: StubS3, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_boto3_finds_is_used(stub: StubS3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-key")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "a-token")
     seen = _watch(stub)
-    S3Backend(CODEC, options(stub.url, access_key_env=None, secret_key_env=None, client=client)).close()
+    S3Backend(CODEC, options(stub.url, access_key_env=None, secret_key_env=None)).close()
     assert "Credential=from-the-environment/" in seen[0].headers["authorization"]
     assert seen[0].headers["x-amz-security-token"] == "a-token"
 
@@ -226,12 +225,12 @@ def machine_role() -> Iterator[tuple[str, list[str]]]:
 
 @pytest.mark.usefixtures("bare_environment")
 def test_the_role_of_a_machine_gives_credentials_and_renews_them(
-    stub: StubS3, client: str, machine_role: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
+    stub: StubS3, machine_role: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, names = machine_role
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", url)
     seen = _watch(stub)
-    S3Backend(CODEC, options(stub.url, access_key_env=None, secret_key_env=None, client=client)).close()
+    S3Backend(CODEC, options(stub.url, access_key_env=None, secret_key_env=None)).close()
     # What ends within 15 minutes is renewed at once, so the first ones are never used.
     assert "Credential=second/" in seen[0].headers["authorization"]
     assert names == ["second"]
@@ -255,10 +254,10 @@ def test_requests_go_where_the_options_or_boto3_say(
 ) -> None:
     for name, value in {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "a-secret-key", **environment}.items():
         monkeypatch.setenv(name, value)
-    server, place = where(open_access(S3StorageOptions(**{"bucket": "pages", **changes})))
-    assert (place.host, place.path) == (host, path)
-    assert server.host == urlsplit(f"//{host}").hostname
-    assert (server.tls is None) is (environment.get("AWS_ENDPOINT_URL") is not None)
+    access = open_access(S3StorageOptions(**{"bucket": "pages", **changes}))
+    assert (access.host, access.path, access.origin) == (host, path, "")
+    assert access.server.host == access.server.name == urlsplit(f"//{host}").hostname
+    assert (access.server.tls is None) is (environment.get("AWS_ENDPOINT_URL") is not None)
 
 
 def test_nothing_shows_a_secret(bucket: Bucket, unique_prefix: str) -> None:
@@ -271,21 +270,9 @@ def test_nothing_shows_a_secret(bucket: Bucket, unique_prefix: str) -> None:
     store.backend.close()
 
 
-@pytest.mark.parametrize("changes", [
-    {"checksum": "when_supported"}, {"sign_payload": True}, {"checksum": "when_supported", "sign_payload": True},
-])  # fmt: skip
-def test_bodies_may_be_checked_by_the_server_as_well(
-    bucket: Bucket, unique_prefix: str, client: str, changes: dict[str, Any]
-) -> None:
-    store, keys = open_s3(bucket, unique_prefix, client=client, **changes), make_keys(2)
-    assert store_chain(store, keys) == [STORED] * 2
-    assert load(store, keys) == [HIT] * 2
-    store.backend.close()
-
-
 @pytest.mark.parametrize(("checksum", "sent"), [("when_required", False), ("when_supported", True)])
-def test_a_checksum_is_sent_when_it_is_asked_for(stub: StubS3, client: str, checksum: str, sent: bool) -> None:
-    store = open_on(stub, client=client, checksum=checksum)
+def test_a_checksum_is_sent_when_it_is_asked_for(stub: StubS3, checksum: str, sent: bool) -> None:
+    store = open_on(stub, checksum=checksum)
     store_chain(store, make_keys(1))
     headers = stub.requests[0].headers
     assert any(name.startswith("x-amz-checksum") or name == "x-amz-trailer" for name in headers) is sent
