@@ -100,11 +100,6 @@ class S3StorageOptions(Section):
         description="Checksums of what is stored, as boto3 calls the choice. `when_supported` sends a CRC32 with each "
         "page, for buckets that insist; it costs 0.15 s of processor time per GiB. Pages carry a tag anyway.",
     )
-    conditional_put: bool = Field(
-        default=True,
-        description="Have the server refuse pages that are there already. Off, each page is asked for before it is "
-        "stored: one request more, for stores that take the condition and do not heed it.",
-    )
     proxy: str | None = Field(
         default=None,
         description="URL of an HTTP proxy, like `http://proxy.example:3128`, through which the store is reached. Not "

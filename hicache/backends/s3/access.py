@@ -26,8 +26,6 @@ _CREDENTIALS_AGE_MAX_S = 60.0
 _CREDENTIALS_FILE_BYTES_MAX = 64 << 10
 _REGION = "us-east-1"  # what stores without regions expect in a signature
 
-_NO_KEY = "no key has: remove line ends, spaces and the like"
-
 # Gives credentials until a deadline, or raises StoreError.
 CredentialsSource: TypeAlias = Callable[[float], Credentials]
 
@@ -150,30 +148,27 @@ def _from_environment(options: S3StorageOptions) -> Credentials:
         if name and not value:
             raise ConfigError(f"s3 store: the environment variable {name} is not set; it should hold a credential")
         values.append(value)
-    found = Credentials(values[0] or "", values[1] or "", values[2])
-    if not found.is_usable:
-        raise ConfigError(f"s3 store: {options.access_key_env} and the like hold characters that {_NO_KEY}")
-    return found
+    try:
+        return Credentials(values[0] or "", values[1] or "", values[2])
+    except ValueError as error:
+        raise ConfigError(f"s3 store: {options.access_key_env} and the like {error}") from None
 
 
 def _from_file(path: Path, section: str) -> Credentials:
     data = read_private_file(path, "S3 credentials file", _CREDENTIALS_FILE_BYTES_MAX)
     parser = configparser.RawConfigParser()
+    # Errors are raised without their causes, which quote lines of the file.
     try:
         parser.read_string(data.decode())
-        values = parser[section]
-        found = Credentials(
-            values["aws_access_key_id"], values["aws_secret_access_key"], values.get("aws_session_token") or None
-        )
+        keys = parser[section]
+        found = keys["aws_access_key_id"], keys["aws_secret_access_key"], keys.get("aws_session_token") or None
     except (configparser.Error, KeyError, UnicodeError):
-        # Without the cause: it quotes lines of the file.
-        raise ConfigError(
-            f"S3 credentials file {os.fspath(path)!r}: has no section [{section}] with aws_access_key_id and "
-            "aws_secret_access_key"
-        ) from None
-    if not found.is_usable:
-        raise ConfigError(f"S3 credentials file {os.fspath(path)!r}: [{section}] holds characters that {_NO_KEY}")
-    return found
+        wrong = f"has no section [{section}] with aws_access_key_id and aws_secret_access_key"
+        raise ConfigError(f"S3 credentials file {os.fspath(path)!r}: {wrong}") from None
+    try:
+        return Credentials(*found)
+    except ValueError as error:
+        raise ConfigError(f"S3 credentials file {os.fspath(path)!r}: the keys of [{section}] {error}") from None
 
 
 def _from_boto(session: Any) -> CredentialsSource:
@@ -183,13 +178,9 @@ def _from_boto(session: Any) -> CredentialsSource:
     def load() -> Credentials:
         try:
             frozen = found.get_frozen_credentials()
-            loaded = Credentials(frozen.access_key, frozen.secret_key, frozen.token)
-            is_usable = loaded.is_usable
+            return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
         except (BotoCoreError, LookupError, TypeError, ValueError) as error:
             raise StoreError(ErrorKind.WRONG_CREDENTIALS, type(error).__name__) from None
-        if not is_usable:
-            raise StoreError(ErrorKind.WRONG_CREDENTIALS, f"they hold characters that {_NO_KEY}")
-        return loaded
 
     with _config_errors("boto3 cannot get credentials"):
         found = session.get_credentials()

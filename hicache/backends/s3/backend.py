@@ -137,11 +137,6 @@ class S3Backend(PageStore[str]):
             size_bytes += page.bytes
         return Usage(pages, size_bytes, None)
 
-    @property
-    def requests_max(self) -> int:
-        """Requests that may be in flight now: fewer than `connections` after the server asked to slow down."""
-        return self._objects.client.throttle.limit
-
     def shut(self) -> None:
         """See PageStore."""
         self._pool.close()

@@ -60,7 +60,7 @@ class Objects:
     def __init__(self, options: S3StorageOptions) -> None:
         self.client = S3Client(open_access(options))
         self._prefix = options.prefix
-        self._is_conditional = options.conditional_put
+        self._is_conditional = True
         try:
             deadline = time.monotonic() + options.connect_timeout + options.timeout
             self.client.list(options.prefix, None, 1, deadline=deadline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 
@@ -26,34 +27,32 @@ class S3RawStore(RawStore):
 
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
         """See RawStore. One request per thousand pages."""
-        try:
+        with _for_an_operator():
             yield from self._objects.pages(namespace, deadline=time.monotonic() + _LISTING_S)
-        except StoreError as error:
-            raise _unavailable(error) from error
 
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
         """See RawStore."""
-        try:
-            return self._objects.client.get_start(self._name(page), bytes_max, deadline=time.monotonic() + _REQUEST_S)
-        except StoreError as error:
-            raise _unavailable(error) from error
+        with _for_an_operator():
+            deadline = time.monotonic() + _REQUEST_S
+            return self._objects.client.get_start(self._name(page), bytes_max, deadline=deadline)
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
         """See RawStore. A bucket knows no chains, the header in `data` does."""
-        try:
-            return self._objects.put_new(self._name(page), [memoryview(data)], deadline=time.monotonic() + _REQUEST_S)
-        except StoreError as error:
-            if error.kind is ErrorKind.NO_SPACE:
+        with _for_an_operator():
+            try:
+                return self._objects.put_new(
+                    self._name(page), [memoryview(data)], deadline=time.monotonic() + _REQUEST_S
+                )
+            except StoreError as error:
+                if error.kind is not ErrorKind.NO_SPACE:
+                    raise
                 return False
-            raise _unavailable(error) from error
 
     def remove(self, pages: Sequence[StoredPage]) -> int:
         """See RawStore. One request per thousand pages."""
         names = [self._name(page) for page in pages]
-        try:
+        with _for_an_operator():
             kinds = self._objects.remove_many(names, deadline=time.monotonic() + _REQUEST_S)
-        except StoreError as error:
-            raise _unavailable(error) from error
         if kinds:
             raise BackendUnavailable(f"s3 store: {len(kinds)} of {len(names)} pages stay: {kinds[0]}; try again")
         return len(names)
@@ -66,5 +65,10 @@ class S3RawStore(RawStore):
         return self._objects.name(page.namespace, page.key)
 
 
-def _unavailable(error: StoreError) -> BackendUnavailable:
-    return BackendUnavailable(f"s3 store: {error}; try again when the store is well")
+@contextlib.contextmanager
+def _for_an_operator() -> Iterator[None]:
+    """Raise BackendUnavailable in place of StoreError."""
+    try:
+        yield
+    except StoreError as error:
+        raise BackendUnavailable(f"s3 store: {error}; try again when the store is well") from error

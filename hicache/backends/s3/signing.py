@@ -21,18 +21,17 @@ EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Keys of one identity. Only the identifier is shown."""
+    """Keys of one identity. Only the identifier is shown. Raises ValueError for keys that cannot be part of a request:
+    those that are not visible ASCII, and a secret key that cannot be printed."""
 
     access_key: str
     secret_key: str = field(repr=False)
     session_token: str | None = field(default=None, repr=False)
 
-    @property
-    def is_usable(self) -> bool:
-        """True if the keys can be part of a request: visible ASCII, of the secret key any printable characters.
-        Raises TypeError for what is not text."""
+    def __post_init__(self) -> None:
         sent = (self.access_key, "-" if self.session_token is None else self.session_token)
-        return all(map(_VISIBLE.fullmatch, sent)) and str.isprintable(self.secret_key)
+        if not all(map(_VISIBLE.fullmatch, sent)) or not str.isprintable(self.secret_key):
+            raise ValueError("hold characters that no key has: remove line ends, spaces and the like")
 
 
 def query_string(parameters: Mapping[str, str]) -> str:

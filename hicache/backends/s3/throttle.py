@@ -37,8 +37,21 @@ class Throttle:
         with self._state:
             return int(self._limit)
 
-    def enter(self, deadline: float) -> None:
-        """Wait for a turn. Raises StoreError if there is none until `deadline`, or the server wants none yet."""
+    @contextlib.contextmanager
+    def turn(self, deadline: float) -> Iterator[None]:
+        """Wait for the turn of a request, whose StoreError says how it ended. Raises StoreError if there is no turn
+        until `deadline`, or if the server wants no request yet."""
+        self._enter(deadline)
+        failure = None
+        try:
+            yield
+        except StoreError as error:
+            failure = error
+            raise
+        finally:
+            self._leave(failure)
+
+    def _enter(self, deadline: float) -> None:
         with self._state:
             while True:
                 now = time.monotonic()
@@ -52,21 +65,7 @@ class Throttle:
                     return
                 self._state.wait(left)
 
-    @contextlib.contextmanager
-    def turn(self, deadline: float) -> Iterator[None]:
-        """A turn for one request, whose StoreError says how it ended. Raises as `enter`."""
-        self.enter(deadline)
-        failure = None
-        try:
-            yield
-        except StoreError as error:
-            failure = error
-            raise
-        finally:
-            self.leave(failure)
-
-    def leave(self, failure: StoreError | None) -> None:
-        """End a turn with what came of it."""
+    def _leave(self, failure: StoreError | None) -> None:
         with self._state:
             self._running -= 1
             now = time.monotonic()

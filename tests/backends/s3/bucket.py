@@ -1,4 +1,4 @@
-"""The side door to a bucket: boto3, which shares no code with the client that is tested."""
+"""The side door to a bucket: boto3, which shares no code with the client that is tested; and stores on a stub."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from hicache.backends.s3.objects import object_name
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.frame import FrameCodec
+from tests.backends.s3.stub import StubS3
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 PAGE = CODEC.frame_bytes
+# For servers that answer, if on a busy machine not at once.
+PATIENCE_S = 30.0
 
 
 class Bucket:
@@ -59,3 +62,21 @@ def open_s3(bucket: Bucket, prefix: str, codec: FrameCodec = CODEC, **changes: A
         lambda key: bucket.read(name(key)),
         lambda key, data: bucket.write(name(key), data),
     )
+
+
+def open_on(stub: StubS3, **changes: Any) -> Store:
+    """A store on the stub, with its dictionary as the side door."""
+    backend = S3Backend(CODEC, options(stub.url, **{"timeout": PATIENCE_S, "connections": 4, **changes}))
+
+    def write(key: bytes, data: bytes) -> None:
+        stub.objects[name(key)] = data
+
+    return Store(backend, lambda key: stub.objects.get(name(key)), write)
+
+
+def name(key: bytes) -> str:
+    return object_name("test/", NAMESPACE, key)
+
+
+def errors(store: Store) -> dict[str, int]:
+    return dict(store.backend.statistics().errors)

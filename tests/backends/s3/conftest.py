@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from hicache.backends.s3 import S3RawStore
+from hicache.backends.testing import Store
 from hicache.devservers import DevService, SeaweedServer
-from tests.backends.s3.bucket import Bucket
+from tests.backends.s3.bucket import Bucket, open_on, options
 from tests.backends.s3.stub import StubS3
 
 
@@ -33,3 +35,19 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubS3]:
     monkeypatch.setenv("S3_SECRET_KEY", "a-secret-key")
     with StubS3("pages") as server:
         yield server
+
+
+@pytest.fixture
+def store(stub: StubS3) -> Iterator[Store]:
+    """A backend on the stub, with its dictionary as the side door."""
+    found = open_on(stub)
+    yield found
+    found.backend.close()
+
+
+@pytest.fixture
+def raw(stub: StubS3) -> Iterator[S3RawStore]:
+    """The raw store of the stub's bucket."""
+    found = S3RawStore(options(stub.url))
+    yield found
+    found.close()

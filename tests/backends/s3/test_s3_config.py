@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def test_everything_can_be_given(tmp_path: Path) -> None:
         tmp_path,
         "bucket: pages, prefix: kv/, capacity: 2TiB, endpoint_url: 'http://127.0.0.1:8333', region: eu-west-1, "
         "path_style: true, credentials_file: /etc/s3, profile: p, ca_file: /etc/ca, checksum: when_supported, "
-        "conditional_put: false, proxy: 'http://proxy:3128', connections: 3, timeout: 250ms, "
+        "proxy: 'http://proxy:3128', connections: 3, timeout: 250ms, "
         "connect_timeout: 1s",
     ).storage
     assert isinstance(config, S3Storage)
@@ -39,7 +40,7 @@ def test_everything_can_be_given(tmp_path: Path) -> None:
         "bucket": "pages", "prefix": "kv/", "capacity": 2 << 40, "endpoint_url": "http://127.0.0.1:8333",
         "region": "eu-west-1", "path_style": True, "access_key_env": None, "secret_key_env": None,
         "session_token_env": None, "credentials_file": Path("/etc/s3"), "profile": "p", "ca_file": Path("/etc/ca"),
-        "checksum": "when_supported", "conditional_put": False, "proxy": "http://proxy:3128",
+        "checksum": "when_supported", "proxy": "http://proxy:3128",
         "connections": 3, "timeout": 0.25, "connect_timeout": 1.0,
     }  # fmt: skip
 
@@ -50,19 +51,25 @@ def test_a_prefix_ends_with_a_slash_whoever_writes_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "word"),
-    [("bucket: a/b", "bucket"), ("prefix: x", "bucket"), ("bucket: pages, prefix: 'a b'", "prefix"),
-     ("bucket: pages, endpoint_url: 'host:80'", "endpoint_url"), ("bucket: pages, timeout: 0s", "timeout"),
-     ("bucket: pages, endpoint_url: 'http://me:s3cr3t@host'", "endpoint_url"),
-     ("bucket: pages, access_key_env: KEY", "secret_key_env"), ("bucket: pages, proxy: 'https://p:1'", "proxy"),
-     ("bucket: pages, access_key_env: s3cr3t/x, secret_key_env: B", "access_key_env"),
-     ("bucket: pages, access_key_env: A, secret_key_env: B, credentials_file: /x", "not both"),
-     ("bucket: pages, connections: 0", "connections"), ("bucket: pages, capacity: 0", "capacity"),
-     ("bucket: pages, secret_key: s3cr3t", "secret_key")],
+    ("changes", "word"),
+    [({"bucket": None}, "bucket"), ({"bucket": ""}, "bucket"), ({"bucket": "a/b"}, "bucket"),
+     ({"prefix": "a b"}, "prefix"), ({"prefix": "../x"}, "prefix"), ({"prefix": "/x"}, "prefix"),
+     ({"endpoint_url": "127.0.0.1:80"}, "endpoint_url"), ({"endpoint_url": "http://me:s3cr3t@host"}, "endpoint_url"),
+     ({"endpoint_url": "http://127.0.0.1:99999"}, "endpoint_url"), ({"endpoint_url": "http://[::1"}, "endpoint_url"),
+     ({"endpoint_url": "http://h/\r\nx: y"}, "endpoint_url"), ({"endpoint_url": "http://h\n"}, "endpoint_url"),
+     ({"proxy": "https://p:1"}, "proxy"), ({"proxy": "http://me:s3cr3t@p:1"}, "proxy"),
+     ({"region": "a\nb"}, "region"), ({"region": "us-east-1\n"}, "region"), ({"region": ""}, "region"),
+     ({"connections": 0}, "connections"), ({"connections": True}, "connections"), ({"capacity": 0}, "capacity"),
+     ({"timeout": 0}, "timeout"), ({"timeout": "soon"}, "timeout"), ({"checksum": "md5"}, "checksum"),
+     ({"access_key_env": "KEY"}, "secret_key_env"), ({"secret_key": "s3cr3t"}, "secret_key"),
+     ({"access_key_env": "s3cr3t/x", "secret_key_env": "B"}, "access_key_env"),
+     ({"access_key_env": "A", "secret_key_env": "B", "credentials_file": "/x"}, "not both")],
 )  # fmt: skip
-def test_what_cannot_work_is_refused_by_name_and_without_a_secret(tmp_path: Path, options: str, word: str) -> None:
+def test_what_cannot_work_is_refused_by_name_and_without_a_secret(
+    tmp_path: Path, changes: dict[str, Any], word: str
+) -> None:
     with pytest.raises(ConfigError, match=word) as caught:
-        load(tmp_path, options)
+        load(tmp_path, json.dumps({"bucket": "pages", **changes})[1:-1])
     assert "s3cr3t" not in str(caught.value)
 
 

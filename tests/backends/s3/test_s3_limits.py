@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -10,34 +11,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends.errors import ErrorKind, StoreError
-from hicache.backends.s3 import S3Backend
 from hicache.backends.s3.backend import EXACT_KEYS_MAX, stored_prefix
 from hicache.backends.s3.objects import object_name
 from hicache.backends.s3.throttle import Throttle
 from hicache.backends.testing import GET_ERROR, HIT, Store, load, make_keys, soon, store_chain
+from tests.backends.s3.bucket import errors, name, open_on
 from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
-from tests.backends.s3.test_s3_faults import errors, name, open_on
 from tests.waiting import wait_for
 
 
-def test_exists_of_500_keys_takes_at_most_12_requests_when_all_or_none_are_there(stub: StubS3) -> None:
-    store, keys = open_on(stub), make_keys(500)
+def test_exists_of_500_keys_takes_at_most_12_requests_when_all_or_none_are_there(store: Store, stub: StubS3) -> None:
+    keys = make_keys(500)
     assert store.backend.batch_exists(keys, deadline=soon()) == 0
     assert 0 < len(stub.requests) <= 12
     stub.objects.update({name(key): b"x" for key in keys})
     stub.forget_requests()
     assert store.backend.batch_exists(keys, deadline=soon()) == 500
     assert 0 < len(stub.requests) <= 12
-    store.backend.close()
 
 
 @pytest.mark.parametrize("stored", [1, 7, 250, 498, 499])
-def test_exists_finds_the_end_of_a_long_prefix_in_few_requests(stub: StubS3, stored: int) -> None:
-    store, keys = open_on(stub), make_keys(500)
+def test_exists_finds_the_end_of_a_long_prefix_in_few_requests(store: Store, stub: StubS3, stored: int) -> None:
+    keys = make_keys(500)
     stub.objects.update({name(key): b"x" for key in keys[:stored]})
     assert store.backend.batch_exists(keys, deadline=soon()) == stored
     assert len(stub.requests) <= 20
-    store.backend.close()
 
 
 def test_exists_of_a_short_batch_is_exact_whatever_is_missing(stub: StubS3) -> None:
@@ -70,9 +68,9 @@ def test_with_holes_the_search_ends_at_one_and_never_behind_what_it_saw_missing(
         assert found == next((position for position, is_there in enumerate(there) if not is_there), len(there))
 
 
-def test_clear_takes_one_listing_and_one_removal_per_thousand_pages(stub: StubS3) -> None:
+def test_clear_takes_one_listing_and_one_removal_per_thousand_pages(store: Store, stub: StubS3) -> None:
     """No page is asked for, and what is not a page of this namespace stays."""
-    store, keys = open_on(stub), make_keys(2500)
+    keys = make_keys(2500)
     others = {"test/notes.txt", object_name("test/", bytes(31) + b"\1", keys[0]), name(keys[0]) + ".old"}
     stub.objects.update(dict.fromkeys([*others, *map(name, keys)], b"x"))
     stub.forget_requests()
@@ -80,12 +78,11 @@ def test_clear_takes_one_listing_and_one_removal_per_thousand_pages(stub: StubS3
     assert (stub.listings, stub.methods()) == (3, ["POST"] * 3)
     assert set(stub.objects) == others
     assert errors(store) == {}
-    store.backend.close()
 
 
 @pytest.mark.parametrize("verb", ["delete", "clear"])
-def test_pages_that_the_server_does_not_remove_are_errors(stub: StubS3, verb: str) -> None:
-    store, keys = open_on(stub), make_keys(3)
+def test_pages_that_the_server_does_not_remove_are_errors(store: Store, stub: StubS3, verb: str) -> None:
+    keys = make_keys(3)
     store_chain(store, keys)
     verbs: dict[str, Callable[[], int]] = {
         "delete": lambda: store.backend.delete(keys, deadline=soon()),
@@ -101,7 +98,6 @@ def test_pages_that_the_server_does_not_remove_are_errors(stub: StubS3, verb: st
     assert errors(store) == {"access_denied": 1, "throttled": 1}
     stub.fault = lambda request: None
     assert remove() == 3
-    store.backend.close()
 
 
 def _in_threads(work: list[Callable[[], object]]) -> list[threading.Thread]:
@@ -135,57 +131,37 @@ def test_no_more_requests_are_in_flight_than_allowed(stub: StubS3, connections: 
     store.backend.close()
 
 
-def requests_max(store: Store) -> int:
-    assert isinstance(store.backend, S3Backend)
-    return store.backend.requests_max
-
-
-def test_slow_down_halves_what_is_in_flight_and_success_brings_it_back(stub: StubS3) -> None:
-    store, keys = open_on(stub, connections=8), make_keys(1)
-    store_chain(store, keys)
-    stub.fault = lambda request: error(503, "SlowDown")
-    assert load(store, keys) == [GET_ERROR]
-    assert requests_max(store) == 4
-    stub.fault = lambda request: None
-    while requests_max(store) < 8:
-        assert load(store, keys) == [HIT]
-    store.backend.close()
-
-
-def test_another_error_leaves_what_is_in_flight_as_it_is(stub: StubS3) -> None:
-    """The control of the test above."""
-    store = open_on(stub, connections=8)
-    stub.fault = lambda request: error(403, "AccessDenied")
-    load(store, make_keys(4))
-    assert requests_max(store) == 8
-    store.backend.close()
-
-
 @pytest.mark.parametrize(("asked", "sent"), [("30", 1), ("0", 2), ("soon", 2)])
-def test_a_server_that_asks_for_a_pause_is_left_alone(stub: StubS3, asked: str, sent: int) -> None:
-    store, keys = open_on(stub), make_keys(1)
+def test_a_server_that_asks_for_a_pause_is_left_alone(store: Store, stub: StubS3, asked: str, sent: int) -> None:
+    keys = make_keys(1)
     stub.fault = lambda request: error(503, "SlowDown", retry_after=asked)
     assert load(store, keys) == [GET_ERROR]
     assert load(store, keys) == [GET_ERROR]
     assert len(stub.requests) == sent
     assert errors(store) == {"throttled": 2}
-    store.backend.close()
 
 
-def test_a_limit_never_falls_below_one_and_replies_to_old_requests_do_not_cut_it_again() -> None:
+def ended(throttle: Throttle, kind: str | None) -> int:
+    """The limit after a request of `throttle` that ended with an error of `kind`, None for an answer."""
+    with contextlib.suppress(StoreError), throttle.turn(soon()):
+        if kind is not None:
+            raise StoreError(kind)
+    return throttle.limit
+
+
+def test_slow_down_halves_what_may_be_in_flight_and_answers_bring_it_back() -> None:
     throttle = Throttle(8)
-    for _ in range(5):
-        throttle.enter(soon())
-    for _ in range(5):
-        throttle.leave(StoreError(ErrorKind.THROTTLED))
-    assert throttle.limit == 4
+    assert ended(throttle, ErrorKind.ACCESS_DENIED) == 8, "the control"
+    assert ended(throttle, ErrorKind.THROTTLED) == 4
+    assert ended(throttle, ErrorKind.THROTTLED) == 4, "that reply is about what was in flight before"
+    limits = [ended(throttle, None) for _ in range(40)]
+    assert limits == sorted(limits) and limits[0] == 4 and limits[-1] == 8
 
 
-def test_who_waits_for_a_turn_goes_at_the_deadline() -> None:
+def test_a_request_that_waits_for_a_turn_ends_at_the_deadline() -> None:
     throttle = Throttle(1)
-    throttle.enter(soon())
-    with pytest.raises(StoreError) as caught:
-        throttle.enter(soon(0.05))
+    with throttle.turn(soon()), pytest.raises(StoreError) as caught, throttle.turn(soon(0.05)):
+        pass
     assert caught.value.kind is ErrorKind.DEADLINE
-    throttle.leave(None)
-    throttle.enter(soon())
+    with throttle.turn(soon()):
+        pass

@@ -5,21 +5,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hicache.backends.s3 import S3Backend
 from hicache.backends.testing import (
-    CORRUPT,
     GET_ERROR,
     HIT,
     NAMESPACE,
-    PRESENT,
-    SET_ERROR,
     STORED,
     Store,
     empty_frames,
@@ -29,15 +24,13 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.devservers import DevService, SeaweedServer
+from hicache.devservers import SeaweedServer
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
-from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
+from tests.backends.s3.bucket import CODEC, Bucket, errors, open_s3, options
 from tests.backends.s3.stub import StubS3
-from tests.backends.s3.test_s3_faults import errors
 from tests.certificates import Certificates, make_certificates
 from tests.proxy import Direction, Faults, Proxy
-from tests.waiting import wait_for
 
 KEYS = make_keys(6)
 
@@ -103,81 +96,13 @@ def proxy(seaweed: SeaweedServer) -> Iterator[Proxy]:
         yield proxy
 
 
-@pytest.fixture
-def behind(bucket: Bucket, proxy: Proxy, unique_prefix: str) -> Iterator[Store]:
-    """A store behind the proxy, with some pages in it. It waits for as long as a busy machine takes."""
-    yield from _open_behind(bucket, proxy, unique_prefix, timeout=30.0)
-
-
-@pytest.fixture
-def hasty(bucket: Bucket, proxy: Proxy, unique_prefix: str) -> Iterator[Store]:
-    """The same, for faults that take away the answer."""
-    yield from _open_behind(bucket, proxy, unique_prefix, timeout=0.5)
-
-
-def _open_behind(bucket: Bucket, proxy: Proxy, prefix: str, **changes: Any) -> Iterator[Store]:
-    near = open_s3(bucket, prefix)
-    assert store_chain(near, KEYS[:3]) == [STORED] * 3
-    near.backend.close()
-    store = open_s3(through(bucket, f"http://127.0.0.1:{proxy.port}"), prefix, **changes)
-    yield store
-    store.backend.close()
-
-
-SLOW = {
-    "latency": Faults(latency_s=0.01),
-    "slices": Faults(slice_bytes=700),
-    "a narrow line": Faults(bytes_per_s=2_000_000),
-}
-BROKEN = {
-    "stalled requests": Faults(stall=Direction.UP),
-    "stalled replies": Faults(stall=Direction.DOWN),
-    "cut within a head": Faults(cut_after_bytes=40, direction=Direction.DOWN),
-    "cut within a body": Faults(cut_after_bytes=3000, direction=Direction.DOWN),
-    "reset within a body": Faults(cut_after_bytes=3000, direction=Direction.DOWN, reset=True),
-    "cut within a request": Faults(cut_after_bytes=300, direction=Direction.UP),
-    "nobody there": Faults(refuse=True),
-}
-
-
-@pytest.mark.parametrize("fault", SLOW)
-def test_a_slow_network_costs_time_only(behind: Store, proxy: Proxy, fault: str) -> None:
-    proxy.set(SLOW[fault])
-    assert store_chain(behind, KEYS) == [PRESENT] * 3 + [STORED] * 3
-    assert load(behind, KEYS) == [HIT] * 6
-    assert errors(behind) == {}
-
-
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_network_costs_pages_and_heals(hasty: Store, proxy: Proxy, fault: str) -> None:
-    proxy.set(BROKEN[fault])
-    outcomes = load(hasty, KEYS[:3])
-    assert GET_ERROR in outcomes and CORRUPT not in outcomes
-    stored = store_chain(hasty, KEYS)
-    there = [key for key, outcome in zip(KEYS, stored, strict=True) if outcome.is_stored]
-    assert all(hasty.read(key) is not None for key in there), "what is said to be stored is not there"
-    # A reply to a PUT is short, so that it gets through where a page does not.
-    assert SET_ERROR in stored or fault in ("cut within a body", "reset within a body")
-    hasty.backend.batch_exists(KEYS, deadline=soon())
-    assert sum(errors(hasty).values()) >= outcomes.count(GET_ERROR) + stored.count(SET_ERROR)
-    proxy.heal()
-    wait_for(lambda: load(hasty, KEYS) == [HIT] * 6, lambda: store_chain(hasty, KEYS))
-
-
-def test_pooled_connections_that_died_cost_no_page(behind: Store, proxy: Proxy) -> None:
-    load(behind, KEYS[:3])
+def test_pooled_connections_that_died_cost_no_page(bucket: Bucket, proxy: Proxy, unique_prefix: str) -> None:
+    store = open_s3(through(bucket, f"http://127.0.0.1:{proxy.port}"), unique_prefix, timeout=30.0)
+    assert store_chain(store, KEYS) == [STORED] * 6
     proxy.drop()
-    assert load(behind, KEYS[:3]) == [HIT] * 3
-    assert errors(behind) == {}
-
-
-def test_a_page_cut_off_while_it_is_stored_is_not_there(behind: Store, proxy: Proxy) -> None:
-    key = make_keys(1, "cut")[0]
-    proxy.set(Faults(cut_after_bytes=4000, direction=Direction.UP))
-    assert store_chain(behind, [key]) == [SET_ERROR]
-    proxy.heal()
-    assert behind.read(key) is None
-    assert store_chain(behind, [key]) == [STORED]
+    assert load(store, KEYS) == [HIT] * 6
+    assert errors(store) == {}
+    store.backend.close()
 
 
 def test_a_page_that_trickles_costs_no_more_than_the_deadline(
@@ -196,44 +121,6 @@ def test_a_page_that_trickles_costs_no_more_than_the_deadline(
     proxy.heal()
     assert store.backend.batch_get(key, frames, deadline=soon()) == [HIT]
     store.backend.close()
-
-
-def test_a_server_that_is_stopped_costs_no_more_than_the_deadline(
-    bucket: Bucket, seaweed: SeaweedServer, unique_prefix: str
-) -> None:
-    """The timeout is an hour: were it not for the deadline, this would not end. Frames are the caller's again then."""
-    store = open_s3(bucket, unique_prefix, timeout=3600)
-    assert store_chain(store, KEYS) == [STORED] * 6
-    frames = empty_frames(CODEC, 6)
-    seaweed.pause()
-    try:
-        deadline = time.monotonic() + 0.3
-        assert store.backend.batch_get(KEYS, frames, deadline=deadline) == [GET_ERROR] * 6
-        outcomes = store.backend.batch_set(KEYS, full_frames(CODEC, KEYS), parent=None, deadline=time.monotonic() + 0.3)
-        assert outcomes == [SET_ERROR] * 6
-        assert store.backend.batch_exists(KEYS, deadline=time.monotonic() + 0.3) == 0
-        for frame in frames:
-            frame[:] = b"\xee" * len(frame)
-    finally:
-        seaweed.resume()
-    assert load(store, KEYS) == [HIT] * 6
-    assert all(frame == b"\xee" * len(frame) for frame in frames)
-    store.backend.close()
-
-
-def test_a_server_that_dies_is_an_error_of_every_verb(login: Callable[[DevService], None]) -> None:
-    with SeaweedServer() as server:
-        login(server)
-        place = Bucket(server.endpoint_url, server.bucket, server.client())
-        store = open_s3(place, "test/")
-        assert store_chain(store, KEYS) == [STORED] * 6
-        server.kill()
-        assert load(store, KEYS) == [GET_ERROR] * 6
-        assert store_chain(store, KEYS) == [SET_ERROR] * 6
-        assert store.backend.batch_exists(KEYS, deadline=soon()) == 0
-        assert set(errors(store)) <= {"connection_refused", "connection_lost"}
-        store.backend.close()
-        place.close()
 
 
 def test_a_stub_behind_tls_serves_a_session(stub: StubS3, certificates: Certificates) -> None:

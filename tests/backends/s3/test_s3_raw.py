@@ -86,67 +86,48 @@ def test_an_empty_object_and_a_missing_one_are_told_apart(bucket: Bucket, unique
     store.close()
 
 
-def test_pages_of_one_namespace_are_removed_and_no_others(bucket: Bucket, unique_prefix: str) -> None:
-    fill(bucket, unique_prefix)
-    store = open_it(bucket, unique_prefix)
-    assert store.remove(list(store.pages(NAMESPACE.hex()))) == 3
-    assert seen(store) == {(OTHER_NAMESPACE, key) for key in KEYS[3:]}
-    assert f"{unique_prefix}notes.txt" in bucket.names(unique_prefix)
-    store.close()
-
-
-def test_a_listing_of_several_parts_is_read_to_its_end(stub: StubS3) -> None:
+def test_a_listing_of_several_parts_is_read_to_its_end(raw: S3RawStore, stub: StubS3) -> None:
     keys = make_keys(2500)
     stub.objects.update({object_name("test/", NAMESPACE, key): b"x" for key in keys})
-    store = S3RawStore(options(stub.url))
-    pages = list(store.pages())
+    pages = list(raw.pages())
     assert sorted(page.key for page in pages) == sorted(keys)
     stub.forget_requests()
-    assert store.remove(pages) == 2500
+    assert raw.remove(pages) == 2500
     assert stub.methods() == ["POST"] * 3
     assert stub.objects == {}
-    store.close()
 
 
-def test_a_listing_that_tells_little_is_taken_as_it_is(stub: StubS3) -> None:
+def test_a_listing_that_tells_little_is_taken_as_it_is(raw: S3RawStore, stub: StubS3) -> None:
     names = f"<Contents><Key>{object_name('test/', NAMESPACE, KEYS[0])}</Key></Contents><Contents/>"
     listing = f"<ListBucketResult><IsTruncated>false</IsTruncated>{names}</ListBucketResult>".encode()
     stub.fault = lambda request: reply(200, listing) if request.is_list else None
-    store = S3RawStore(options(stub.url))
-    assert list(store.pages()) == [StoredPage(NAMESPACE, KEYS[0], 0, None)]
-    store.close()
+    assert list(raw.pages()) == [StoredPage(NAMESPACE, KEYS[0], 0, None)]
 
 
-def test_pages_that_cannot_be_removed_are_an_error(stub: StubS3) -> None:
-    store = S3RawStore(options(stub.url))
+def test_pages_that_cannot_be_removed_are_an_error(raw: S3RawStore, stub: StubS3) -> None:
     pages = [StoredPage(NAMESPACE, key, 1, None) for key in KEYS[:2]]
     stub.fault = lambda request: reply(
         200, b"<DeleteResult><Error><Key>x</Key><Code>AccessDenied</Code></Error></DeleteResult>"
     )
     with pytest.raises(BackendUnavailable, match="1 of 2 pages"):
-        store.remove(pages)
-    store.close()
+        raw.remove(pages)
 
 
 @pytest.mark.parametrize("verb", ["pages", "read", "write", "remove"])
-def test_trouble_is_an_error_for_an_operator(stub: StubS3, verb: str) -> None:
-    store = S3RawStore(options(stub.url))
+def test_a_failure_is_an_error_for_an_operator(raw: S3RawStore, stub: StubS3, verb: str) -> None:
     page = StoredPage(NAMESPACE, KEYS[0], 1, None)
     stub.fault = lambda request: error(503, "SlowDown")
     verbs: dict[str, Callable[[], object]] = {
-        "pages": lambda: list(store.pages()), "read": lambda: store.read(page, 1),
-        "write": lambda: store.write(page, b"x", None), "remove": lambda: store.remove([page]),
+        "pages": lambda: list(raw.pages()), "read": lambda: raw.read(page, 1),
+        "write": lambda: raw.write(page, b"x", None), "remove": lambda: raw.remove([page]),
     }  # fmt: skip
     with pytest.raises(BackendUnavailable, match="throttled"):
         verbs[verb]()
-    store.close()
 
 
-def test_a_full_store_has_no_room_for_a_page(stub: StubS3) -> None:
-    store = S3RawStore(options(stub.url))
+def test_a_full_store_has_no_room_for_a_page(raw: S3RawStore, stub: StubS3) -> None:
     stub.fault = lambda request: error(507, "InsufficientStorage")
-    assert not store.write(StoredPage(NAMESPACE, KEYS[0], 1, None), b"x", None)
-    store.close()
+    assert not raw.write(StoredPage(NAMESPACE, KEYS[0], 1, None), b"x", None)
 
 
 def test_the_registry_opens_it(bucket: Bucket, unique_prefix: str) -> None:

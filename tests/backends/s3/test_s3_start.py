@@ -17,12 +17,11 @@ import pytest
 from hicache.backends.registry import open_backend
 from hicache.backends.s3 import S3Backend
 from hicache.backends.s3.access import open_access
-from hicache.backends.testing import load, make_keys, store_chain
+from hicache.backends.testing import Store, load, make_keys, store_chain
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
-from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
+from tests.backends.s3.bucket import CODEC, Bucket, open_on, open_s3, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error
-from tests.backends.s3.test_s3_faults import open_on
 
 SECRETS = ("a-secret-key", "another-secret")
 
@@ -73,28 +72,10 @@ def test_a_server_that_is_silent_is_said_at_start(stub: StubS3) -> None:
     assert "timeout" in refused(BackendUnavailable, chosen)
 
 
-def test_a_store_that_is_ill_later_than_at_start_costs_no_exception(stub: StubS3) -> None:
+def test_a_store_that_is_ill_later_than_at_start_costs_no_exception(store: Store, stub: StubS3) -> None:
     """The control of the errors above: the same faults are outcomes once the store is open."""
-    store = open_on(stub)
     stub.fault = lambda request: error(403, "InvalidAccessKeyId")
     assert set(load(store, make_keys(2))) == {"error"}
-    store.backend.close()
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [({"bucket": ""}, "bucket"), ({"bucket": "a/b"}, "bucket"), ({"bucket": None}, "bucket"),
-     ({"prefix": "a b"}, "prefix"), ({"prefix": "../x"}, "prefix"), ({"prefix": "/x"}, "prefix"),
-     ({"endpoint_url": "127.0.0.1:80"}, "endpoint_url"), ({"endpoint_url": "http://me:secret@host"}, "endpoint_url"),
-     ({"connections": 0}, "connections"),
-     ({"connections": True}, "connections"), ({"timeout": 0}, "timeout"), ({"timeout": "soon"}, "timeout"),
-     ({"proxy": "http://me:secret@p"}, "proxy"), ({"checksum": "md5"}, "checksum"),
-     ({"access_key_env": "AKIA/xyz"}, "access_key_env"), ({"secret_key_env": None}, "secret_key_env"),
-     ({"credentials_file": "x"}, "credentials_file")],
-)  # fmt: skip
-def test_options_that_cannot_work_are_refused(changes: dict[str, Any], word: str) -> None:
-    with pytest.raises(ConfigError, match=word):
-        options("http://127.0.0.1:9", **changes)
 
 
 def test_the_registry_knows_it_by_name(bucket: Bucket, unique_prefix: str) -> None:
