@@ -13,6 +13,7 @@
     |   `-- SessionBusy                            has a turn already
     `-- BackendError          (also OSError)       storage
         |-- BackendUnavailable                     the store cannot be opened or used now
+        |   `-- PageUnreadable                     one page cannot be read now; the others may be
         `-- NotOurs                                the store exists but belongs to somebody or something else
 
 A miss is never an exception: lookups and reads return values. Messages say what to do next and carry no tokens, salts,
@@ -78,6 +79,10 @@ class BackendError(HiCacheError, OSError):
 
 class BackendUnavailable(BackendError):
     """The store cannot be reached, opened or written. Check address, permissions and free space, then retry."""
+
+
+class PageUnreadable(BackendUnavailable):
+    """One stored page cannot be read now. The store goes on: other pages may be sound."""
 
 
 class NotOurs(BackendError):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..errors import InvariantError
+from ..errors import InvariantError, PageUnreadable
 from ..frame import HEADER_BYTES, NO_PARENT, FrameHeader
 from .raw import RawStore, StoredPage
 
@@ -25,8 +25,12 @@ class _Link:
 
 
 def read_header(raw: RawStore, page: StoredPage) -> FrameHeader | None:
-    """What a page says of itself; None if it is gone or its header is not that of this page. Blocks as `raw.read`."""
-    data = raw.read(page, HEADER_BYTES)
+    """What a page says of itself; None if it is gone, or has no header that can be read and is that of this page.
+    Blocks and raises as `raw.read`."""
+    try:
+        data = raw.read(page, HEADER_BYTES)
+    except PageUnreadable:
+        return None
     header = None if data is None else FrameHeader.parse(data)
     if header is None or header.page_key != page.key or header.namespace != page.namespace:
         return None
@@ -197,3 +201,14 @@ class Chains:
 
 def _used(page: StoredPage) -> float:
     return page.used_s or 0.0
+
+
+def read_chains(raw: RawStore, namespace: str) -> Iterator[Chains]:
+    """List a store and read all headers; the same `Chains`, at first empty, after each page. A page without a sound
+    header begins a chain."""
+    chains = Chains()
+    yield chains
+    for page in raw.pages(namespace):
+        header = read_header(raw, page)
+        chains.add(page, None if header is None else parent_in(header))
+        yield chains

@@ -22,7 +22,7 @@ from ..errors import HiCacheError, InvariantError
 # name: where the command is, and its line in --help. Kept here, so that --help imports none of them.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "config": ("hicache.cli.config:config", "Check a configuration, or list what can be configured."),
-    "copy": ("hicache.cli.storage_move:copy", "Copy stored pages into another store."),
+    "copy": ("hicache.cli.storage_copy:copy", "Copy stored pages into another store."),
     "demo": ("hicache.cli.demo:demo", "Serve a small model with and without the cache, and compare."),
     "dev-up": ("hicache.cli.dev_up:dev_up", "Run a real storage server for development until Ctrl-C."),
     "inspect": ("hicache.cli.storage:inspect", "Show the header of one stored page."),
@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "replay": ("hicache.cli.replay:replay", "Replay a request trace through the cache and check every byte."),
     "stat": ("hicache.cli.storage_view:stat", "Sum up a store: pages, bytes, ages, chains."),
     "trace": ("hicache.cli.replay:trace", "Make up a request trace, or say what is in one."),
-    "trim": ("hicache.cli.storage_move:trim", "Shrink a store to a size, tails of old chains first."),
+    "trim": ("hicache.cli.storage:trim", "Shrink a store to a size, tails of old chains first."),
     "verify": ("hicache.cli.storage:verify", "Read every page of a store and report damage."),
 }
 # The extra that brings what a command needs beyond the package's own dependencies.

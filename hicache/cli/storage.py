@@ -1,4 +1,4 @@
-"""`hicache inspect`, `verify` and `purge`: tools for stores, for people and for cron.
+"""`hicache inspect`, `verify`, `purge` and `trim`: tools for stores, for people and for cron.
 
 Exit codes: 0 for sound, 1 for damage found or an answer of "no", 2 for whatever stopped the command.
 """
@@ -6,18 +6,19 @@ Exit codes: 0 for sound, 1 for damage found or an answer of "no", 2 for whatever
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 
 from ..backends.file.pages import NOT_REGULAR
-from ..backends.file.tools import PageKeys, PageReport, ScrubProgress, inspect_page, purge_store, verify_store
-from ..backends.tools.removal import RemovalProgress, purge_raw
-from ..backends.tools.scrub import verify_raw
+from ..backends.file.raw import inspect_page
+from ..backends.tools.removal import RemovalProgress, purge_raw, trim_raw
+from ..backends.tools.report import PageKeys, PageReport, form_name, tag_name
+from ..backends.tools.scrub import ScrubProgress, verify_raw
 from ..backends.tools.survey import survey
 from ..errors import InvalidInput
-from ..frame import Damage
+from ..frame import NO_PARENT, Damage
 from ..units import counted, format_size
 from .arguments import DURATION, PATH, SIZE
 from .progress import Told, follow
@@ -36,7 +37,7 @@ from .stores import (
 )
 
 # Found with a key, and nothing against the pages themselves: other engines may use them.
-_MISFITS = {
+_UNSUPPORTED = {
     "mac_key": "sealed with another MAC key than those given",
     "encryption_key": "encrypted with another key than those given",
     "tag_kind": "sealed by other means than the given keys are for, so those prove nothing",
@@ -57,7 +58,7 @@ def inspect(path: Path, mac_key_files: tuple[Path, ...], encryption_key_files: t
     report = inspect_page(path, keys=page_keys(mac_key_files, encryption_key_files))
     for name, value in _report_lines(report):
         click.echo(f"{name + ':':<12} {value}")
-    if report.damage is not None or report.misfit is not None:
+    if report.damage is not None or report.unsupported is not None:
         raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
 
 
@@ -90,16 +91,12 @@ def verify(
         if len(parts) > 1:
             click.echo(f"{one.name}:")
         click.echo(_verdict(last))
-        bad = bad or bool(last.damaged or last.misfits)
+        bad = bad or bool(last.damaged or last.unsupported)
     if bad:
         raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
 
 
 def _verified(part: StorePart, keys: PageKeys, rate: int | None, remove: bool) -> ScrubProgress:
-    # The file store's own scrub sees what is no page at all, and removes only what it has read.
-    if part.directory is not None:
-        steps = verify_store(part.directory, keys=keys, rate_bytes_per_s=rate, remove=remove)
-        return follow(steps, "checking", _tell_scrub)
     with part.opened() as raw:
         return follow(verify_raw(raw, keys=keys, rate_bytes_per_s=rate, remove=remove), "checking", _tell_scrub)
 
@@ -134,17 +131,24 @@ def purge(
     STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Engines
     may use it meanwhile; what is removed is a miss for them.
     """
-    require_consent(dry_run, yes)
+    _require_consent(dry_run, yes)
     chosen = [(one, prefix) for one in parts_of(store, part) for prefix in _prefixes(one, namespace, epoch)]
-    if dry_run or not yes:
-        found = [_purged(one, prefix, older_than, dry_run=True) for one, prefix in chosen]
-        click.echo(f"to remove: {_sum(found)}")
-        if dry_run or not sum(pages for pages, _ in found):
-            return
-        if not agreed("Remove them? [y/N]: "):
-            click.echo("nothing removed")
-            raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
-    click.echo(f"removed {_sum([_purged(one, prefix, older_than, dry_run=False) for one, prefix in chosen])}")
+
+    def remove(dry_run: bool) -> list[RemovalProgress]:
+        done = []
+        for one, prefix in chosen:
+            with one.opened() as raw:
+                steps = purge_raw(raw, namespace=prefix, older_than_s=older_than, dry_run=dry_run)
+                done.append(follow(steps, "looking" if dry_run else "removing", _tell_purge))
+        return done
+
+    done = _removed(remove, dry_run, yes)
+    if done is not None:
+        click.echo(f"removed {_total(done)}")
+
+
+def _tell_purge(step: RemovalProgress) -> Told:
+    return Told(step.seen, step.total, amount(step.pages, step.bytes))
 
 
 def _prefixes(part: StorePart, namespace: str, epoch: int | None) -> list[str]:
@@ -157,36 +161,65 @@ def _prefixes(part: StorePart, namespace: str, epoch: int | None) -> list[str]:
     return [digest.hex() for digest, sample in samples.items() if sample is not None and sample.weights_epoch == epoch]
 
 
-def _purged(part: StorePart, prefix: str, older_than: float | None, *, dry_run: bool) -> tuple[int, int]:
-    """Pages and bytes that were removed, or would be."""
-    # The file store's own purge sees damaged files too, and takes the index's word for what is old page by page.
-    if part.directory is not None:
-        done = purge_store(part.directory, namespace=prefix or None, older_than_s=older_than, dry_run=dry_run)
-        return done.pages, done.bytes
-    with part.opened() as raw:
-        steps = purge_raw(raw, namespace=prefix, older_than_s=older_than, dry_run=dry_run)
-        last = follow(steps, "looking" if dry_run else "removing", _tell_removal)
-    return last.pages, last.bytes
+@click.command()
+@STORE
+@PART
+@click.option("--to", "target_bytes", type=SIZE, required=True, help="What to leave, such as 100GiB, in each part.")
+@NAMESPACE
+@DRY_RUN
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def trim(
+    store: Path, part: str | None, target_bytes: int, namespace: str, dry_run: bool, yes: bool
+) -> None:
+    """Remove pages from STORE until it is no larger than a size: the tails of the chains unused for longest go first.
+
+    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Engines
+    may use it meanwhile; what is removed is a miss for them.
+    """
+    _require_consent(dry_run, yes)
+    parts = parts_of(store, part)
+
+    def remove(dry_run: bool) -> list[RemovalProgress]:
+        done = []
+        for one in parts:
+            with one.opened() as raw:
+                steps = trim_raw(raw, target_bytes, namespace=namespace, dry_run=dry_run)
+                done.append(follow(steps, "looking" if dry_run else "trimming", _tell_trim))
+        return done
+
+    done = _removed(remove, dry_run, yes)
+    if done is not None:
+        click.echo(f"removed {_total(done)}; {format_size(sum(one.left_bytes for one in done))} left")
 
 
-def _tell_removal(step: RemovalProgress) -> Told:
-    return Told(step.seen, step.total, amount(step.pages, step.bytes))
+def _total(found: list[RemovalProgress]) -> str:
+    return amount(sum(one.pages for one in found), sum(one.bytes for one in found))
 
 
-def _sum(found: list[tuple[int, int]]) -> str:
-    return amount(sum(pages for pages, _ in found), sum(size for _, size in found))
+def _tell_trim(step: RemovalProgress) -> Told:
+    return Told(step.pages if step.total is not None else step.seen, None, f"{format_size(step.left_bytes)} left")
 
 
-def require_consent(dry_run: bool, yes: bool) -> None:
-    """Raise UsageError if nobody could be asked and nobody has said yes."""
+def _require_consent(dry_run: bool, yes: bool) -> None:
+    """Raise UsageError if there is nobody to ask and the command line does not say yes."""
     if not (dry_run or yes or sys.stdin.isatty()):
         raise click.UsageError("there is no terminal to ask on; pass --yes to remove pages without being asked")
 
 
-def agreed(question: str) -> bool:
-    """Ask on the terminal; what is not a clear yes is a no."""
-    click.echo(question, nl=False, err=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+def _removed(
+    remove: Callable[[bool], list[RemovalProgress]], dry_run: bool, yes: bool
+) -> list[RemovalProgress] | None:
+    """Run `remove`, after a dry run and a question if the command line does not say yes; None if it did not run."""
+    if not yes or dry_run:
+        found = remove(True)
+        click.echo(f"to remove: {_total(found)}")
+        if dry_run or not sum(one.pages for one in found):
+            return None
+        click.echo("Remove them? [y/N]: ", nl=False, err=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # what is not a clear yes is a no
+            click.echo("nothing removed")
+            raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
+    return remove(False)
 
 
 def _state(report: PageReport) -> str:
@@ -194,33 +227,35 @@ def _state(report: PageReport) -> str:
         return f"not a HiCache page: {report.damage}"
     if report.damage is not None:
         return f"damaged: {report.damage}"
-    if report.misfit is not None:
+    if report.unsupported is not None:
         return f"not proved: {report.note}"
-    return "sound" if report.verified else "sound as far as checked"
+    return "sound" if report.is_proved else "sound as far as checked"
 
 
 def _report_lines(report: PageReport) -> Iterator[tuple[str, str]]:
     yield "page", _state(report)
-    if report.note is not None and report.misfit is None:
+    if report.note is not None and report.unsupported is None:
         yield "note", report.note
     yield "file", f"{format_size(report.size_bytes)} ({report.size_bytes} bytes)"
-    if report.version is None or report.payload_bytes is None:
+    header = report.header
+    if header is None:
         return
-    yield "version", str(report.version)
-    yield "tag", str(report.tag_kind)
-    stored = "" if report.form == "plain" else f", stored as {report.form} in {report.stored_bytes}"
-    yield "payload", f"{report.payload_bytes} bytes{stored}"
-    yield "key", str(report.page_key)
-    yield "parent", report.parent_key or "none: the first page of a chain"
-    yield "namespace", str(report.namespace)
-    yield "model", f"{report.label or 'not named'}, weights epoch {report.weights_epoch}"
+    yield "version", str(header.version)
+    yield "tag", tag_name(header)
+    form = form_name(header)
+    stored = "" if form == "plain" else f", stored as {form} in {header.stored_bytes}"
+    yield "payload", f"{header.payload_bytes} bytes{stored}"
+    yield "key", header.page_key.hex()
+    yield "parent", "none: the first page of a chain" if header.parent_key == NO_PARENT else header.parent_key.hex()
+    yield "namespace", header.namespace.hex()
+    yield "model", f"{header.label or 'not named'}, weights epoch {header.weights_epoch}"
 
 
 def _verdict(last: ScrubProgress) -> str:
     lines = [f"checked {amount(last.pages, last.bytes)}: {sum(last.damaged.values()) or 'none'} damaged"]
     lines += [f"  {reason}: {count}" for reason, count in sorted(last.damaged.items())]
-    for reason, count in sorted(last.misfits.items()):
-        lines.append(f"{counted(count, 'page')} {'is' if count == 1 else 'are'} {_MISFITS[reason]}")
+    for reason, count in sorted(last.unsupported.items()):
+        lines.append(f"{counted(count, 'page')} {'is' if count == 1 else 'are'} {_UNSUPPORTED[reason]}")
     if last.removed:
         lines.append(f"removed {last.removed}")
     if last.unverifiable:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
-from ..backends.file.tools import PageKeys
 from ..backends.raw import RawStore
 from ..backends.registry import BackendSpec, open_raw, part_specs
+from ..backends.tools.report import PageKeys
 from ..config import entry_of_variable, load_config, read_key_file
 from ..config.entries import entry_names, names_below
 from ..config.storage import FileStorageOptions

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from hicache.backends.file import FileBackend
-from hicache.backends.file.tools import purge_store
 from hicache.backends.testing import NAMESPACE, STORED, full_frames, load, make_keys, soon
 from hicache.backends.testing.pages import in_parts
 
-from ._files import FORMS, PAGE, Faulty, open_file
+from ._files import FORMS, PAGE, Faulty, open_file, purge
 
 CAPACITY_PAGES = 8
 # A time of last use that no page has, and pages enough for an index of many blocks.
@@ -83,7 +82,7 @@ def scenario(name: str, root: Path, killer: _Killer, form: str, acknowledge: Any
         store.backend.delete(make_keys(2, "old"), deadline=soon())
         store.backend.clear(deadline=soon())
         store.backend.close()
-        purge_store(root)
+        purge(root)
     elif name == "half a transaction":
         store = _open(root, killer, form)
         with store.backend._store.transaction(soon()) as index:

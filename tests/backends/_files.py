@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import sqlite3
@@ -14,6 +15,9 @@ from hicache.backends.file import FileBackend
 from hicache.backends.file.pages import System, is_hex
 from hicache.backends.file.raw import FileRaw
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store, soon
+from hicache.backends.tools.removal import RemovalProgress, purge_raw
+from hicache.backends.tools.report import NO_KEYS, PageKeys
+from hicache.backends.tools.scrub import ScrubProgress, verify_raw
 from hicache.config import FileStorageOptions
 from hicache.frame import Compression, FrameCodec
 
@@ -52,6 +56,20 @@ def file_options(path: Path, **options: Any) -> FileStorageOptions:
 def open_raw(path: Path, **options: Any) -> FileRaw:
     """The file store at `path` as its operator sees it."""
     return FileRaw(file_options(path, **options))
+
+
+def verify(root: Path, *, keys: PageKeys = NO_KEYS, **options: Any) -> ScrubProgress:
+    """What a whole `verify` of a store finds."""
+    with contextlib.closing(open_raw(root)) as raw:
+        *_, last = verify_raw(raw, keys=keys, **options)
+    return last
+
+
+def purge(root: Path, **options: Any) -> RemovalProgress:
+    """What a whole `purge` of a store does."""
+    with contextlib.closing(open_raw(root)) as raw:
+        *_, last = purge_raw(raw, **options)
+    return last
 
 
 def page_path(root: Path, codec: FrameCodec, key: bytes) -> Path:

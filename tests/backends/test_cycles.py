@@ -14,7 +14,6 @@ from hicache.backends.base import SetOutcome
 from hicache.backends.compose import LevelsBackend, MirrorBackend, ShardCodec, ShardedBackend
 from hicache.backends.compose.copier import parents_read
 from hicache.backends.file.raw import make_store
-from hicache.backends.file.report import NO_KEYS
 from hicache.backends.limit import LimitedBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.raw import RawStore, StoredPage
@@ -35,6 +34,7 @@ from hicache.backends.testing import (
 )
 from hicache.backends.tools.copying import copy_raw
 from hicache.backends.tools.removal import trim_raw
+from hicache.backends.tools.report import NO_KEYS
 from hicache.backends.tools.survey import survey
 from hicache.config.composed_storage import CopyOptions
 from tests.waiting import wait_for

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -17,7 +19,6 @@ from typing import Any
 import pytest
 
 from hicache.backends.file import FileBackend
-from hicache.backends.file.view import View
 from hicache.backends.testing import (
     CORRUPT,
     HIT,
@@ -33,7 +34,19 @@ from hicache.backends.testing import (
 from tests.seeds import rng, seeds
 
 from ._crash_child import CAPACITY_PAGES, HALF_PAGES, MARK_US
-from ._files import CODEC, FORMS, PAGE, bytes_on_disk, disk_usage, open_file, page_path, reserved_bytes, temporary_files
+from ._files import (
+    CODEC,
+    FORMS,
+    PAGE,
+    bytes_on_disk,
+    disk_usage,
+    open_file,
+    open_raw,
+    page_files,
+    page_path,
+    reserved_bytes,
+    temporary_files,
+)
 
 pytestmark = pytest.mark.long
 
@@ -231,9 +244,10 @@ def test_a_transaction_that_was_killed_half_way_is_undone_by(killing: Killing, t
         assert isinstance(store.backend, FileBackend)
         store.backend.check()
         assert store.backend.usage().pages == HALF_PAGES + 2
-    view = View(root)
-    rows = view.index_rows().values()
-    assert len(rows) >= HALF_PAGES and all(row.last_use < MARK_US for row in rows)
-    view.close()
+    for page in page_files(root):
+        os.utime(page, (1e9, 1e9))
+    with contextlib.closing(open_raw(root)) as raw:
+        uses = [page.used_s or 0.0 for page in raw.pages()]
+    assert len(uses) >= HALF_PAGES and all(1.1e9 < used_s < MARK_US / 1e6 for used_s in uses), "they are of the index"
     assert list(root.glob("index-*.sqlite")) == [path]
     store.backend.close()

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.file import FileBackend
-from hicache.backends.file.view import View
+from hicache.backends.file.raw import FileRaw
 from hicache.backends.testing import HIT, STORED, full_frames, load, make_keys, soon, store_chain
 
-from ._files import CODEC, PAGE, Faulty, check, open_file, temporary_files
+from ._files import CODEC, PAGE, Faulty, check, file_options, open_file, temporary_files
 
 pytestmark = pytest.mark.long
 
@@ -141,9 +141,9 @@ def test_a_child_that_was_forked_while_a_tool_looks_holds_no_lock(tmp_path: Path
                 os._exit(0)
 
     alive, held = os.pipe()
-    view = View(root, system=Faulty(before))
-    assert len(view.index_rows()) == 2
-    view.close()
+    raw = FileRaw(file_options(root), system=Faulty(before))
+    assert len(list(raw.pages())) == 2
+    raw.close()
     try:
         frames = full_frames(CODEC, keys := make_keys(2, "new"))
         assert store.backend.batch_set(keys, frames, parent=None, deadline=soon()) == [STORED] * 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.file.tools import PageKeys, inspect_page, purge_store, verify_store
+from hicache.backends.file.raw import inspect_page
 from hicache.backends.testing import (
     CORRUPT,
     HIT,
@@ -23,6 +23,7 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
+from hicache.backends.tools.report import PageKeys, form_name, tag_name
 from hicache.frame import FrameCodec
 
 from . import _files
@@ -37,7 +38,9 @@ from ._files import (
     open_file,
     page_files,
     page_path,
+    purge,
     reserved_bytes,
+    verify,
 )
 
 REJECTED = SetOutcome.REJECTED
@@ -203,14 +206,16 @@ def test_inspect_tells_the_form_and_the_card_of_a_page(tmp_path: Path) -> None:
     store_chain(store, [key])
     path = page_path(root, codec, key)
     report = inspect_page(path)
-    assert (report.tag_kind, report.form, report.label, report.weights_epoch) == (
+    header = report.header
+    assert header is not None
+    assert (tag_name(header), form_name(header), header.label, header.weights_epoch) == (
         "AES_256_GCM", "zstd+byte_planes", "llama", 7,
     )  # fmt: skip
-    assert (report.verified, report.damage, report.note) == (False, None, "unverifiable: encryption key needed")
-    assert inspect_page(path, keys=PageKeys(encryption=(CIPHER_KEY,))).verified
-    assert inspect_page(path, keys=PageKeys(encryption=(b"x" * 32, CIPHER_KEY))).verified
-    assert inspect_page(path, keys=PageKeys(encryption=(b"x" * 32,))).misfit == "encryption_key"
-    assert inspect_page(path, keys=PageKeys(mac=(CIPHER_KEY,))).misfit == "tag_kind"
+    assert (report.is_proved, report.damage, report.note) == (False, None, "unverifiable: encryption key needed")
+    assert inspect_page(path, keys=PageKeys(encryption=(CIPHER_KEY,))).is_proved
+    assert inspect_page(path, keys=PageKeys(encryption=(b"x" * 32, CIPHER_KEY))).is_proved
+    assert inspect_page(path, keys=PageKeys(encryption=(b"x" * 32,))).unsupported == "encryption_key"
+    assert inspect_page(path, keys=PageKeys(mac=(CIPHER_KEY,))).unsupported == "tag_kind"
     raw = bytearray(path.read_bytes())
     raw[300] ^= 1
     path.write_bytes(raw)
@@ -229,12 +234,12 @@ def test_a_scrub_proves_all_forms_and_removes_only_what_is_damaged(tmp_path: Pat
         store.backend.close()
     path = page_path(root, CODEC, make_keys(3, "zstd")[1])
     path.write_bytes(path.read_bytes()[:600].ljust(SHORT, b"\0"))
-    *_, last = verify_store(root)
+    last = verify(root)
     assert (last.pages, last.damaged, last.unverifiable) == (12, {"tag": 1}, 6)
-    *_, last = verify_store(root, keys=PageKeys(encryption=(CIPHER_KEY,)), remove=True)
-    assert (last.damaged, last.misfits, last.unverifiable, last.removed) == ({"tag": 1}, {"tag_kind": 5}, 0, 1)
+    last = verify(root, keys=PageKeys(encryption=(CIPHER_KEY,)), remove=True)
+    assert (last.damaged, last.unsupported, last.unverifiable, last.removed) == ({"tag": 1}, {"tag_kind": 5}, 0, 1)
     assert disk_usage(root)[0] == 11
-    assert purge_store(root).bytes == 6 * PAGE + 5 * SHORT
+    assert purge(root).bytes == 6 * PAGE + 5 * SHORT
 
 
 def test_a_really_full_disk_keeps_the_head_of_a_batch_of_short_pages(small_disk: Path) -> None:

@@ -13,12 +13,11 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.file import FileBackend
-from hicache.backends.file.tools import purge_store, verify_store
 from hicache.backends.testing import CORRUPT, HIT, STORED, Store, load, make_keys, soon, store_chain
-from hicache.backends.tools.removal import purge_raw, trim_raw
+from hicache.backends.tools.removal import trim_raw
 from tests.waiting import wait_for
 
-from ._files import PAGE, check, disk_usage, open_file, open_raw, page_files
+from ._files import PAGE, check, disk_usage, open_file, open_raw, page_files, purge, verify
 
 REJECTED = SetOutcome.REJECTED
 PAGES = 60
@@ -69,16 +68,9 @@ def trim(root: Path) -> None:
     raw.close()
 
 
-def purge_like_others(root: Path) -> None:
-    raw = open_raw(path=root)
-    *_, last = purge_raw(raw)
-    assert last.pages == PAGES
-    raw.close()
-
-
-def purge(root: Path) -> None:
-    assert purge_store(root, dry_run=True).pages == PAGES
-    assert purge_store(root).pages == PAGES
+def purge_all(root: Path) -> None:
+    assert purge(root, dry_run=True).pages == PAGES
+    assert purge(root).pages == PAGES
 
 
 def delete(root: Path) -> None:
@@ -98,7 +90,7 @@ def lose_index(root: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [lambda root: None, break_index, lose_index], ids=["sound", "damaged", "lost"])
-@pytest.mark.parametrize("make_room", [purge, purge_like_others, trim, delete, clear], ids=lambda value: value.__name__)
+@pytest.mark.parametrize("make_room", [purge_all, trim, delete, clear], ids=lambda value: value.__name__)
 def test_on_a_disk_that_others_filled_pages_are_read_and_removed(
     small_disk: Path, make_room: Callable[[Path], None], spoil: Callable[[Path], None]
 ) -> None:
@@ -114,7 +106,7 @@ def test_on_a_disk_that_others_filled_pages_are_read_and_removed(
     assert load(engine, keys) == [HIT] * PAGES
     assert set(store_chain(engine, make_keys(3, "no room"))) == {REJECTED}
     assert sum(engine.backend.statistics().errors.values()) >= 1
-    *_, last = verify_store(root)
+    last = verify(root)
     assert (last.pages, dict(last.damaged)) == (PAGES, {})
     make_room(root)
     assert disk_usage(root) == (0, 0)

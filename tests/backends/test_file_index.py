@@ -17,7 +17,6 @@ import pytest
 from hicache.backends.base import SetOutcome
 from hicache.backends.file import FileBackend
 from hicache.backends.file.index import JOURNAL, JOURNAL_BYTES, Index
-from hicache.backends.file.tools import purge_store, verify_store
 from hicache.backends.testing import (
     HIT,
     NAMESPACE,
@@ -33,7 +32,7 @@ from hicache.backends.tools.removal import trim_raw
 from hicache.errors import BackendUnavailable
 from tests.seeds import rng, seeds
 
-from ._files import CODEC, PAGE, Faulty, check, open_file, open_raw, page_path
+from ._files import CODEC, PAGE, Faulty, check, open_file, open_raw, page_path, purge, verify
 from .test_file_crash import Killing
 
 pytestmark = pytest.mark.long
@@ -70,13 +69,13 @@ def assert_tools_work(root: Path, pages: int) -> None:
     raw = open_raw(path=root)
     assert len(list(raw.pages())) == pages
     # The one flaw that nothing contradicts is another time of last use, of one page on which others hang.
-    assert purge_store(root, older_than_s=3600, dry_run=True).pages <= 1
-    *_, scrubbed = verify_store(root)
+    assert purge(root, older_than_s=3600, dry_run=True).pages <= 1
+    scrubbed = verify(root)
     assert (scrubbed.pages, dict(scrubbed.damaged)) == (pages, {})
     *_, trimmed = trim_raw(raw, 5 * PAGE)
     assert trimmed.left_bytes == 5 * PAGE
     raw.close()
-    assert purge_store(root).pages == 5
+    assert purge(root).pages == 5
 
 
 def assert_sound(store: Store, root: Path) -> None:
@@ -237,7 +236,7 @@ def test_a_failure_while_leftovers_are_swept_is_counted_and_raises_nothing(tmp_p
     fill(root)
     store = open_file(root)
     assert isinstance(store.backend, FileBackend)
-    store.backend._context.leftovers.writers.add(f"{'0' * 16}.1")
+    store.backend._store.leftovers.add(f"{'0' * 16}.1")
     db = sqlite3.connect(index_path(root))
     db.execute("DROP TABLE pages")
     db.close()

@@ -10,7 +10,6 @@ import pytest
 from hicache.backends.base import SetOutcome
 from hicache.backends.file.pages import System
 from hicache.backends.file.root import open_root
-from hicache.backends.file.tools import purge_store
 from hicache.backends.testing import (
     CORRUPT,
     HIT,
@@ -32,6 +31,7 @@ from ._files import (
     exists,
     open_file,
     page_path,
+    purge,
 )  # fmt: skip
 
 
@@ -304,4 +304,4 @@ def test_the_directory_above_a_store_is_answered_with_the_store(tmp_path: Path) 
     open_file(tmp_path / "data" / "pages").backend.close()
     (tmp_path / "data" / "notes").write_text("mine")
     with pytest.raises(NotOurs, match=f"did you mean {tmp_path / 'data' / 'pages'}\\?"):
-        purge_store(tmp_path / "data", dry_run=True)
+        purge(tmp_path / "data", dry_run=True)

@@ -11,11 +11,11 @@ from typing import TypeVar
 import pytest
 
 from hicache.backends.file.raw import FileRaw, make_store
-from hicache.backends.file.report import NO_KEYS, PageKeys
 from hicache.backends.raw import StoredPage
 from hicache.backends.testing import NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, by_key, make_keys, sealed
 from hicache.backends.tools.copying import copy_raw
 from hicache.backends.tools.removal import purge_raw, trim_raw
+from hicache.backends.tools.report import NO_KEYS, PageKeys
 from hicache.backends.tools.scrub import verify_raw
 from hicache.backends.tools.survey import survey
 from hicache.errors import InvalidInput
@@ -99,7 +99,7 @@ def test_a_keyed_page_is_proved_by_its_key_and_never_removed_for_want_of_it(raws
     fill(raw, keys, used_s=time.time(), codec=FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[MAC_KEY]))
     right, wrong, none = PageKeys(mac=(MAC_KEY,)), PageKeys(mac=(bytes(32),)), NO_KEYS
     found = [last(verify_raw(raw, keys=given, remove=True)) for given in (right, wrong, none)]
-    assert [(one.damaged, one.misfits, one.unverifiable, one.removed) for one in found] == [
+    assert [(one.damaged, one.unsupported, one.unverifiable, one.removed) for one in found] == [
         ({}, {}, 0, 0), ({}, {"mac_key": 2}, 0, 0), ({}, {}, 2, 0),
     ]  # fmt: skip
 

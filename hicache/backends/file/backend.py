@@ -7,7 +7,7 @@ kill may lose the recency of the last second. The format of the store is in docs
 
 Locking design: pages are read and written by the threads of a SupervisedPool and by the caller, each page by one of
 them (see `PageReads`). `_state` guards `_uses` and is held for a few instructions only; `_flush_after` is a hint,
-written by any thread. Transactions are taken with `_state` free. `room` changes in transactions only.
+written by any thread. Transactions are taken with `_state` free. `_capacity` changes in transactions only.
 """
 
 from __future__ import annotations
@@ -26,16 +26,24 @@ from ...errors import InvalidInput
 from ...frame import FrameCodec, first_bytes
 from ...keys import PAGE_KEY_BYTES
 from ...supervised import SupervisedPool
-from ..base import BackendStatistics, EvictionListener, Usage
+from ..base import BackendStatistics, Usage
 from ..errors import ErrorKind, StoreError
 from ..pages import Damaged, PageReads, PageWrites
 from ..store import SETTLE_S, PageStore
-from .batches import FileContext, Leftovers, Writes, class_of
-from .index import Index, PageRow
-from .pages import EvictedFile, Identity, NotThePage, PageFiles, System, error_name, remove_damaged, remove_page
-from .room import Room
+from .index import Index
+from .pages import (
+    Identity,
+    NotThePage,
+    PageFiles,
+    System,
+    error_name,
+    page_name,
+    remove_damaged,
+    remove_page,
+    stored_ids,
+)
 from .store import Removal, Store, now_us
-from .view import places
+from .writes import CapacityManager, Writes, class_of
 
 T = TypeVar("T")
 
@@ -83,20 +91,18 @@ class FileBackend(PageStore[Identity | None]):
         )
         # An exception on one of its threads costs one page, which `PageReads` and `PageWrites` count.
         self._pool = SupervisedPool[Any]("file", options.io_threads - 1)
-        self._room = Room(options.capacity, options.free_space_floor)
-        self._context = FileContext(
-            codec, self._store, self._files, self._room, self._pool, Leftovers(), codec.namespace.hex()
-        )
+        self._capacity = CapacityManager(self._store, options.capacity, options.free_space_floor)
+        self._namespace_hex = codec.namespace.hex()
         self._store.at_fork = self._after_fork
         errors: list[str] = []
-        self._settled(time.monotonic() + _CLOSE_S, lambda index: self._room.fit(self._store, index, errors), 0)
+        self._settled(time.monotonic() + _CLOSE_S, lambda index: self._capacity.fit(index, errors), 0)
         self.count(*errors)
 
     def _settled(self, deadline: float, work: Callable[[Index], T], otherwise: T) -> T:
         """What `work` gives in a transaction. A failure is counted instead of raised, and gives `otherwise`."""
         try:
             with self._store.transaction(deadline) as index:
-                self._context.leftovers.sweep(self._store, index)
+                self._store.sweep(index)
                 return work(index)
         except (OSError, sqlite3.Error) as error:
             self.count(class_of(error))
@@ -107,20 +113,9 @@ class FileBackend(PageStore[Identity | None]):
         self._calls.after_fork()
         self._close_lock = threading.Lock()
 
-    def on_eviction(self, listener: EvictionListener) -> None:
-        """See EvictionSource. Pages of other namespaces, which are evicted as well, are not told of."""
-        namespace, context, store = self.codec.namespace, self._context, self._store
-
-        def evicting(page: PageRow) -> None:
-            if page.namespace == namespace:
-                name = context.name_of(page.key)
-                listener(page.key, lambda: EvictedFile(store.system, store.root_fd, name))
-
-        self._room.evicting = evicting
-
     def find(self, keys: Sequence[bytes], deadline: float) -> Iterator[bool]:
         """See PageStore. One stat per key; the file system alone decides."""
-        is_present = self._files.lookup(self._context.namespace_hex)
+        is_present = self._files.lookup(self._namespace_hex)
         for position, key in enumerate(keys):
             if not position % _EXISTS_PAGES_PER_CLOCK and time.monotonic() >= deadline:
                 raise StoreError(ErrorKind.DEADLINE)
@@ -153,7 +148,7 @@ class FileBackend(PageStore[Identity | None]):
 
         stream = pages.stream()
         try:
-            found = self._files.read(self._context.name_of(pages.keys[position]), buffers, stream)
+            found = self._files.read(page_name(self._namespace_hex, pages.keys[position]), buffers, stream)
         except FileNotFoundError:
             pages.miss(position)
         except NotThePage as other:
@@ -198,7 +193,7 @@ class FileBackend(PageStore[Identity | None]):
 
     def write(self, pages: PageWrites) -> None:
         """See PageStore. Two transactions per batch; pages appear together at its end, head first."""
-        writes = Writes(self._context, pages)
+        writes = Writes(self._store, self._files, self._capacity, self._pool, pages)
         writes.run(self._write_uses)
         self._note_uses(writes.present)
 
@@ -225,7 +220,7 @@ class FileBackend(PageStore[Identity | None]):
 
     def _remove(self, removal: Removal, key: bytes, damaged: Damaged[Identity | None] | None = None) -> bool:
         """Remove a page's file; of a damaged page the file that was read, and no other one in its place."""
-        name, there = self._context.name_of(key), False
+        name, there = page_name(self._namespace_hex, key), False
         try:
             if damaged is not None:
                 remove_damaged(self._store.system, self._store.root_fd, name, damaged.found)
@@ -242,14 +237,13 @@ class FileBackend(PageStore[Identity | None]):
     def keys(self, deadline: float) -> Iterator[bytes]:
         """See PageStore. From the files; then from the rows that are left without one. Holds the keys of all rows
         until the files are listed: some 200 bytes a page."""
-        namespace, namespace_hex = self.codec.namespace, self._context.namespace_hex
         rows: dict[bytes, int] = {}
-        rows = self._settled(deadline, lambda index: index.stored(namespace, _FIRST_KEY, _LAST_KEY), rows)
+        rows = self._settled(deadline, lambda index: index.stored(self.codec.namespace, _FIRST_KEY, _LAST_KEY), rows)
         try:
-            for place in places(self._store.system, self._store.root_fd, namespace_hex):
-                if place.key is not None:
-                    rows.pop(place.key, None)
-                    yield place.key
+            for _, key in stored_ids(self._store.system, self._store.root_fd, self._namespace_hex):
+                if len(key) == PAGE_KEY_BYTES:
+                    rows.pop(key, None)
+                    yield key
         except OSError as error:
             raise StoreError(class_of(error)) from error
         yield from rows
@@ -269,7 +263,7 @@ class FileBackend(PageStore[Identity | None]):
         errors = dict(found.errors)
         if self._files.direct_refused:
             errors["direct_io_refused"] = self._files.direct_refused
-        return replace(found, errors=errors, evicted_pages=self._room.evicted_pages)
+        return replace(found, errors=errors, evicted_pages=self._capacity.evicted_pages)
 
     def shut(self) -> None:
         """See PageStore. Also writes the recency that waits in memory."""

@@ -54,7 +54,8 @@ NOT_REGULAR = "not_regular"
 SIZE = Damage.SIZE.value
 
 Identity: TypeAlias = tuple[int, int, int]
-
+# Namespace and key.
+PageId: TypeAlias = tuple[bytes, bytes]
 
 _T = TypeVar("_T")
 
@@ -154,9 +155,43 @@ def is_hex(name: str, digits: int) -> bool:
 
 
 def page_name(namespace_hex: str, key: bytes) -> str:
-    """Where a page lies, relative to the root."""
+    """The name of a page's file, relative to the root; for the first byte of a key alone that of its directory."""
     text = key.hex()
-    return f"{namespace_hex}/{text[:2]}/{text}"
+    return f"{namespace_hex}/{text[:2]}/{text}" if len(key) > 1 else f"{namespace_hex}/{text}"
+
+
+def stored_ids(system: System, root_fd: int, prefix: str = "") -> Iterator[PageId]:
+    """Return namespace and key of everything in a page's place, namespace by namespace, of the namespaces whose digest
+    begins with `prefix` in hexadecimal. Where something else is in place of a directory of pages, the key is the first
+    byte of theirs. Follows no link. Raises OSError.
+
+    Names that are not a store's are left out. Holds the names of one directory of pages at a time.
+    """
+    for namespace in sorted(name for name in system.listdir(root_fd) if is_hex(name, 64) and name.startswith(prefix)):
+        digest = bytes.fromhex(namespace)
+        for fan in sorted(name for name in _listed(system, root_fd, namespace) or () if is_hex(name, 2)):
+            names = _listed(system, root_fd, f"{namespace}/{fan}")
+            if names is None:
+                yield digest, bytes.fromhex(fan)
+            for name in sorted(names or ()):
+                if is_hex(name, 64) and name.startswith(fan):
+                    yield digest, bytes.fromhex(name)
+
+
+def _listed(system: System, root_fd: int, folder: str) -> list[str] | None:
+    """The names in a directory: none if it is gone, None if it is a file or a link."""
+    try:
+        fd = system.open(folder, LIST_FLAGS, dir_fd=root_fd)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        return None
+    try:
+        return system.listdir(fd)
+    finally:
+        system.close(fd)
 
 
 def identity(found: os.stat_result) -> Identity:
@@ -456,37 +491,3 @@ def remove_damaged(system: System, root_fd: int, name: str, found: Identity | No
         return True  # somebody has stored the page again meanwhile
     remove_page(system, root_fd, name)
     return True
-
-
-class EvictedFile:
-    """An EvictedPage: a page that is being evicted, held by one descriptor. An open file outlives its name, so it can
-    be read after the transaction that removes it; its blocks on the disk are freed when it is closed.
-
-    Raises OSError from the constructor, also if the file is not a regular one.
-    """
-
-    def __init__(self, system: System, root_fd: int, name: str) -> None:
-        self._system = system
-        self._fd = system.open(name, READ_FLAGS, dir_fd=root_fd)
-        try:
-            found = system.fstat(self._fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise OSError(errno.EINVAL, "the file at the name of the page is not a regular file")
-        except OSError:
-            self.close()
-            raise
-        self._bytes = found.st_size
-
-    @property
-    def stored_bytes(self) -> int:
-        """See EvictedPage."""
-        return self._bytes
-
-    def read(self, frame: memoryview) -> None:
-        """See EvictedPage."""
-        if read_head(self._system, self._fd, frame[: self._bytes]) < self._bytes:
-            raise OSError(errno.EIO, "the evicted page was cut short meanwhile")
-
-    def close(self) -> None:
-        """See EvictedPage."""
-        self._system.close(self._fd)

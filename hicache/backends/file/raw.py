@@ -1,50 +1,117 @@
 """A file store as its operator sees it: pages of every namespace, read without changing anything, written like an
 engine does.
 
-Looking takes a `View`. The first write or removal opens the store as an engine does, which brings files and index
-together, but leaves damaged files where they are: they are for `verify` to count.
+Looking makes, changes and removes nothing, not even a lock file, so it works on a read-only mount and shows damaged
+files too. The first write or removal opens the store as an engine does, which brings files and index together, but
+leaves damaged files where they are: they are for `verify` to count.
 
-Locking design: belongs to one thread; the store's lock orders it with engines and tools.
+Locking design: belongs to one thread. Page files are looked at without the store's lock: they appear and go in one step
+each. The index is copied under the lock, shared, so no transaction falls into the copy. Writes and removals take the
+lock as engines do.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import fcntl
+import logging
+import os
 import sqlite3
+import stat
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 
 from ...config.storage import FileStorageOptions
-from ...errors import BackendError, BackendUnavailable
+from ...errors import BackendError, BackendUnavailable, PageUnreadable
+from ...frame import HEADER_BYTES, FrameCodec
+from ...keys import PAGE_KEY_BYTES
+from ...supervised import SupervisedPool
+from ..base import SetOutcome
+from ..pages import PageWrites
 from ..raw import RawStore, StoredPage
+from ..tools.report import NO_KEYS, PageKeys, PageReport, read_page
+from .index import JOURNAL, Index, IndexDamaged, PageRow
 from .pages import (
     FULL_ERRNOS,
+    NOT_REGULAR,
     READ_FLAGS,
-    TMP_DIR,
-    LeftBehind,
     PageFiles,
+    PageId,
     System,
+    identity,
     look,
-    look_for_file,
     page_name,
     read_head,
-    remove_page,
+    remove_damaged,
+    stored_ids,
 )
-from .reconcile import past_us
-from .room import Room
-from .store import Store, now_us
-from .view import View, places
+from .root import open_root
+from .store import LOCK_FILE, Store, now_us, usable_index, wait_for_flock
+from .writes import CapacityManager, Writes
+
+_log = logging.getLogger(__name__)
 
 _WAIT_S = 30.0
 # Pages removed in one transaction: engines wait for the store no longer than that takes.
 _REMOVE_CHUNK = 256
+_COPY_BYTES = 1 << 20
+_FILE_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 def make_store(path: str | PathLike[str]) -> None:
     """Make an empty store at `path`, unless one is there. Raises NotOurs and BackendUnavailable."""
     Store(path, create=True, keep_damaged=True).close()
+
+
+def inspect_page(path: str | PathLike[str], *, keys: PageKeys = NO_KEYS) -> PageReport:
+    """Read one page file and check it, including that its name and its namespace directory agree with its header.
+
+    Blocks for one read. Never follows a link. Raises BackendUnavailable if the file cannot be read.
+    """
+    where, system = os.path.abspath(os.fspath(path)), System()
+    folder, name = os.path.split(where)
+    try:
+        found = system.lstat(where)
+        if not stat.S_ISREG(found.st_mode):
+            kind = _FILE_KINDS.get(stat.S_IFMT(found.st_mode), "not a regular file")
+            return PageReport(found.st_size, damage=NOT_REGULAR, note=f"it is {kind}")
+        names = (os.path.basename(os.path.dirname(folder)), name)
+        page = read_page(found.st_size, lambda bytes_max: _read(system, where, None, bytes_max), names, keys)
+        assert page is not None
+    except OSError as error:
+        raise BackendUnavailable(f"page {where}: {error.strerror}; check the path and its permissions") from error
+    return page[1]
+
+
+def _read(system: System, name: str, dir_fd: int | None, bytes_max: int) -> bytes:
+    fd = system.open(name, READ_FLAGS, dir_fd=dir_fd)
+    try:
+        data = memoryview(bytearray(min(bytes_max, system.fstat(fd).st_size)))
+        return bytes(data[: read_head(system, fd, data)])
+    finally:
+        system.close(fd)
+
+
+class _SealedPage(PageWrites):
+    """A page that is sealed already, on its way into a store."""
+
+    def __init__(self, page: StoredPage, data: bytes, parent: bytes | None) -> None:
+        codec = FrameCodec(page.namespace, max(1, len(data) - HEADER_BYTES))
+        super().__init__(codec, [page.key], [memoryview(data)], parent, time.monotonic() + _WAIT_S)
+        self._data = data
+
+    def sealed(self, position: int) -> list[memoryview]:
+        """See PageWrites."""
+        return [memoryview(self._data)]
 
 
 class FileRaw(RawStore):
@@ -55,146 +122,183 @@ class FileRaw(RawStore):
 
     def __init__(self, options: FileStorageOptions, *, system: System | None = None) -> None:
         self._options = options
-        self._room = Room(options.capacity, options.free_space_floor)
-        self._serial = 0
-        self._store: Store | None = None
-        self._view: View | None = View(options.path, system=system)
+        self._system = System() if system is None else system
+        self._path, self._root_fd = open_root(options.path, create=False, read_only=True, system=self._system)
+        self._closed = False
+        self._writing: tuple[Store, PageFiles, CapacityManager] | None = None
+        self._pool = SupervisedPool[None]("file-raw", 0)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
         try:
+            if self._closed:
+                raise BackendUnavailable(f"file store {self._path}: is closed; open it again")
             yield
         except BackendError:
             raise
-        except LeftBehind as left:
-            # The temporary file goes when the next engine or tool opens the store after this one has closed it.
-            raise self._unavailable(left.cause) from left
         except (OSError, sqlite3.Error) as error:
-            raise self._unavailable(error) from error
+            reason = getattr(error, "strerror", None) or str(error)
+            raise BackendUnavailable(f"file store {self._path}: {reason}; check disk and permissions") from error
 
-    def _unavailable(self, error: Exception) -> BackendUnavailable:
-        reason = getattr(error, "strerror", None) or str(error)
-        return BackendUnavailable(f"file store {self._options.path}: {reason}; check disk and permissions")
-
-    def _looking(self) -> View:
-        if self._view is None:
-            raise BackendUnavailable(f"file store {self._options.path}: is closed; open it again")
-        return self._view
-
-    def _writing(self) -> Store:
-        view = self._looking()
-        if self._store is None:
-            self._store = Store(view.path, create=False, keep_damaged=True, system=view.system)
-        return self._store
+    def _to_write(self) -> tuple[Store, PageFiles, CapacityManager]:
+        if self._writing is None:
+            options = self._options
+            store = Store(self._path, create=False, keep_damaged=True, system=self._system)
+            files = PageFiles(
+                store.root_fd, lambda length: True, system=store.system, direct_io=options.direct_io, sync=options.sync
+            )
+            self._writing = store, files, CapacityManager(store, options.capacity, options.free_space_floor)
+        return self._writing
 
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
-        """See RawStore. Holds the rows of the index meanwhile: some 300 bytes a page."""
+        """See RawStore. Holds the rows of the index meanwhile: some 300 bytes a page. Follows no link; a link in place
+        of a directory of pages is listed under the first byte of their keys."""
         with self._translated():
-            view = self._looking()
-            rows = view.index_rows()
-            for place in places(view.system, view.root_fd, namespace):
-                if place.key is None:
-                    continue
-                found = look_for_file(view.system, view.root_fd, place.name)
-                if found is None:
-                    continue
-                row = rows.get((place.namespace, place.key))
-                # A row that does not fit its file is stale; the file's own time counts then.
-                used_us = row.last_use if row is not None and row.size == found.st_size else found.st_mtime_ns // 1000
-                yield StoredPage(place.namespace, place.key, found.st_size, used_us / 1e6)
+            rows = self._rows()
+            for page_id in stored_ids(self._system, self._root_fd, namespace):
+                space, key = page_id
+                found = look(self._system, self._root_fd, page_name(space.hex(), key))
+                if found is None or (len(key) < PAGE_KEY_BYTES and stat.S_ISDIR(found.st_mode)):
+                    continue  # gone, or a directory of pages again
+                regular = stat.S_ISREG(found.st_mode) and len(key) == PAGE_KEY_BYTES
+                used_us: int | None = None
+                if rows is not None:
+                    row = rows.get(page_id)
+                    # A row that does not fit its file is stale; the file's own time counts then.
+                    fits = row is not None and row.size == found.st_size
+                    used_us = row.last_use if row is not None and fits else found.st_mtime_ns // 1000
+                yield StoredPage(
+                    space,
+                    key,
+                    found.st_size if regular else 0,
+                    None if used_us is None else used_us / 1e6,
+                    identity(found),
+                    None if regular else NOT_REGULAR,
+                )
+
+    def _rows(self) -> Mapping[PageId, PageRow] | None:
+        """The stored pages that the index knows; none if there is no sound index that can be read.
+
+        Copies the index into a temporary directory and reads the copy, because SQLite writes beside whatever it opens.
+        Blocks up to half a minute for the store's lock. None, and a warning, if that time is not enough, or there is no
+        room for the copy: then the last uses are not known.
+        """
+        try:
+            with tempfile.TemporaryDirectory(prefix="hicache-index-") as folder:
+                with self._locked():
+                    copy = self._copy_index(folder)
+                return {} if copy is None else _rows_in(copy)
+        except OSError as error:
+            if error.errno not in FULL_ERRNOS and not isinstance(error, TimeoutError):
+                raise
+            _log.warning("file store %s: the last use of its pages is not known: %s", self._path, error)
+            return None
+
+    def _copy_index(self, folder: str) -> str | None:
+        try:
+            name = usable_index(self._system, self._root_fd)
+            if name is None:
+                return None
+            # With the journal, from which the changes are undone that a killed process has left half done.
+            with contextlib.suppress(FileNotFoundError):
+                self._copy(name + JOURNAL, os.path.join(folder, name + JOURNAL))
+            self._copy(name, os.path.join(folder, name))
+        except IndexDamaged:
+            return None
+        except OSError as error:
+            if error.errno in FULL_ERRNOS:
+                raise
+            return None
+        return os.path.join(folder, name)
+
+    def _copy(self, name: str, target: str) -> None:
+        fd = self._system.open(name, READ_FLAGS, dir_fd=self._root_fd)
+        with open(fd, "rb") as source, open(target, "wb") as copy:
+            while data := source.read(_COPY_BYTES):
+                copy.write(data)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The store's lock, shared; none if nobody has opened this copy of a store yet."""
+        try:
+            fd = self._system.open(LOCK_FILE, READ_FLAGS, dir_fd=self._root_fd)
+        except FileNotFoundError:
+            yield
+            return
+        try:
+            wait_for_flock(self._system, fd, fcntl.LOCK_SH, time.monotonic() + _WAIT_S)
+            yield
+        finally:
+            # Closing is not enough: a child that was forked in this block has the descriptor too.
+            self._system.flock(fd, fcntl.LOCK_UN)
+            self._system.close(fd)
 
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
         """See RawStore. Follows no link."""
+        name = page_name(page.namespace.hex(), page.key)
         with self._translated():
-            view = self._looking()
-            name = page_name(page.namespace.hex(), page.key)
-            if look_for_file(view.system, view.root_fd, name) is None:
-                return None
             try:
-                fd = view.system.open(name, READ_FLAGS, dir_fd=view.root_fd)
+                found = look(self._system, self._root_fd, name)
+                if found is None:
+                    return None
+                return _read(self._system, name, self._root_fd, bytes_max) if stat.S_ISREG(found.st_mode) else b""
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            try:
-                size = min(bytes_max, view.system.fstat(fd).st_size)
-                data = memoryview(bytearray(size))
-                return bytes(data[: read_head(view.system, fd, data)])
-            finally:
-                view.system.close(fd)
+            except OSError as error:
+                raise PageUnreadable(f"file store {self._path}: page {name}: {error}; check the disk") from error
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
         """See RawStore. Evicts as an engine would, and for a page over the capacity nothing; the page keeps its
         `used_s`."""
-        if self._room.capacity_bytes is not None and len(data) > self._room.capacity_bytes:
-            return False
         with self._translated():
-            store = self._writing()
-            name = page_name(page.namespace.hex(), page.key)
-            if look(store.system, store.root_fd, name) is not None:
+            store, files, capacity = self._to_write()
+            if look(store.system, store.root_fd, page_name(page.namespace.hex(), page.key)) is not None:
                 return False
-            self._serial += 1
-            writer = f"{store.owner}.{self._serial}"
-            used_us = now_us() if page.used_s is None else past_us(int(page.used_s * 1e6))
-            with store.transaction(time.monotonic() + _WAIT_S) as index:
-                index.reserve(page.namespace, [page.key], [parent], writer, len(data), used_us)
-                if self._room.fit(store, index, []):
-                    index.release_all(writer)
-                    return False
-            try:
-                return self._write_reserved(store, name, data, writer)
-            except BaseException:
-                with store.transaction(time.monotonic() + _WAIT_S) as index:
-                    index.release_all(writer)
-                raise
-
-    def _write_reserved(self, store: Store, name: str, data: bytes, writer: str) -> bool:
-        options = self._options
-        files = PageFiles(
-            store.root_fd,
-            lambda length: length == len(data),
-            system=store.system,
-            direct_io=options.direct_io,
-            sync=options.sync,
-        )
-        temporary = f"{TMP_DIR}/{writer}"
-        try:
-            files.write(temporary, [memoryview(data)])
-        except OSError as error:
-            if error.errno not in FULL_ERRNOS:
-                raise
-            with store.transaction(time.monotonic() + _WAIT_S) as index:
-                index.release_all(writer)
-            return False
-        with store.transaction(time.monotonic() + _WAIT_S) as index:
-            if look(store.system, store.root_fd, name) is not None:
-                remove_page(store.system, store.root_fd, temporary)
-                index.release_all(writer)
-                return False
-            files.publish(temporary, name)
-            if index.publish(writer) != 1:
-                remove_page(store.system, store.root_fd, name)
-                raise OSError(errno.ESTALE, "the index was made again while the page was written")
-        return True
+            pages = _SealedPage(page, data, parent)
+            used_us = now_us() if page.used_s is None else min(int(page.used_s * 1e6), now_us())
+            Writes(store, files, capacity, self._pool, pages).run(used_us=used_us)
+            (outcome,) = pages.finish()
+        if outcome is SetOutcome.ERROR:
+            raise BackendUnavailable(f"file store {self._path}: {pages.errors[0]}; check disk and permissions")
+        return outcome is SetOutcome.STORED
 
     def remove(self, pages: Sequence[StoredPage]) -> int:
-        """See RawStore. Holds the lock for some hundred pages, so that engines may go on. Works on a full disk."""
+        """See RawStore. Holds the lock for some hundred pages, so that engines may go on. Works on a full disk. A
+        directory goes if it is empty."""
         removed = 0
         with self._translated():
-            store = self._writing()
+            store, _, _ = self._to_write()
             for first in range(0, len(pages), _REMOVE_CHUNK):
                 with store.removing(time.monotonic() + _WAIT_S) as removal:
                     for page in pages[first : first + _REMOVE_CHUNK]:
                         name = page_name(page.namespace.hex(), page.key)
-                        if look(store.system, store.root_fd, name) is not None:
-                            remove_page(store.system, store.root_fd, name)
+                        found = look(store.system, store.root_fd, name)
+                        if found is not None:
+                            is_same = page.identity in (None, identity(found))
+                            if not is_same or not remove_damaged(store.system, store.root_fd, name, identity(found)):
+                                continue
                             removed += 1
-                        removal.pages.append((page.namespace, page.key))
+                        if len(page.key) == PAGE_KEY_BYTES:
+                            removal.pages.append((page.namespace, page.key))
         return removed
 
     def close(self) -> None:
         """See RawStore."""
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-        if self._view is not None:
-            self._view.close()
-            self._view = None
+        if self._closed:
+            return
+        self._closed = True
+        self._pool.close()
+        if self._writing is not None:
+            self._writing[0].close()
+        self._system.close(self._root_fd)
+
+
+def _rows_in(path: str) -> Mapping[PageId, PageRow]:
+    try:
+        index = Index(path)
+        try:
+            return {(row.namespace, row.key): row for row in index.all_stored()}
+        finally:
+            index.close()
+    except sqlite3.Error:
+        return {}

@@ -36,6 +36,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import logging
 import math
 import os
@@ -47,12 +48,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from ...backoff import Backoff
 from ...errors import BackendUnavailable
 from .index import JOURNAL, JOURNAL_BYTES, Index, IndexDamaged, blames_file, index_files, index_names
-from .pages import FULL_ERRNOS, TMP_DIR, System, look, look_for_file, make_folder
+from .pages import FULL_ERRNOS, TMP_DIR, PageId, System, look, look_for_file, make_folder, remove_page
 from .reconcile import OWNER_HEX_DIGITS, OWNER_SUFFIX, reap, reconcile
 from .root import open_root
 
@@ -71,8 +71,6 @@ _PATH_BYTES_MAX = 480
 _COSTLY_S = 0.25
 _PAUSE_FACTOR = 10.0
 _PAUSE_S_MAX = 10.0
-
-PageId: TypeAlias = tuple[bytes, bytes]
 
 
 def now_us() -> int:
@@ -122,8 +120,9 @@ class Store:
     """An open file store. Thread-safe. Made by `FileBackend` and by tools that remove pages, of any namespace.
 
     With `keep_damaged` no file is removed for being damaged, only its row is dropped: for a tool that counts what it
-    removes. Tools that only look take a `View`. `owner` names this opening in `tmp`. `at_fork` is called in the child
-    of a fork, where all that needs the lock fails. Raises NotOurs and BackendUnavailable from the constructor, which
+    removes. `owner` names this opening in `tmp`. `leftovers` are the writers (see `new_writer`) whose reservations and
+    temporary files a failure could not give back at once; `sweep` tries again. `at_fork` is called in the child of a
+    fork, where all that needs the lock fails. Raises NotOurs and BackendUnavailable from the constructor, which
     blocks up to OPEN_TIMEOUT_S; a disk that is full or read-only is no reason for that.
     """
 
@@ -137,7 +136,9 @@ class Store:
     ) -> None:
         self.system = System() if system is None else system
         self.owner = secrets.token_hex(OWNER_HEX_DIGITS // 2)
+        self.leftovers: set[str] = set()
         self.at_fork: Callable[[], None] = lambda: None
+        self._serial = itertools.count(1)
         self._keep_damaged = keep_damaged
         self._thread_lock = threading.Lock()
         self._lock_fd: int | None = None
@@ -180,6 +181,19 @@ class Store:
             if isinstance(error, OSError) and error.errno not in FULL_ERRNOS:
                 raise
             _log.warning("file store %s: open without an index, so it stores nothing: %s", self.path, error)
+
+    def new_writer(self) -> str:
+        """A new name for a reservation, or for a temporary file in `tmp`. From any thread."""
+        return f"{self.owner}.{next(self._serial)}"
+
+    def sweep(self, index: Index) -> None:
+        """Give back what `leftovers` hold, as far as that is possible now. REQUIRES: a transaction of this store.
+        Raises sqlite3.Error."""
+        for writer in list(self.leftovers):
+            index.release_all(writer)
+            with contextlib.suppress(OSError):  # counted when it failed first
+                remove_page(self.system, self.root_fd, f"{TMP_DIR}/{writer}")
+                self.leftovers.discard(writer)
 
     @contextlib.contextmanager
     def transaction(self, deadline: float) -> Iterator[Index]:

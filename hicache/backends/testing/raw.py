@@ -152,6 +152,18 @@ class RawContract(ContractFixtures):
         assert (page.key, raw.read(page, page.bytes)) == (key, data)
         assert raw.remove([page]) == 1
 
+    def test_an_object_that_took_the_place_of_a_listed_one_stays_where_the_store_can_tell(
+        self, store: Store, raw: RawStore
+    ) -> None:
+        (key,) = make_keys(1)
+        store_chain(store, [key])
+        (page,) = raw.pages()
+        store.write(key, b"another object")
+        raw.remove([page])
+        assert store.read(key) == (None if page.identity is None else b"another object")
+        raw.remove(list(raw.pages()))
+        assert list(raw.pages()) == []
+
     def test_closing_twice_is_fine(self, raw: RawStore) -> None:
         raw.close()
         raw.close()

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ..chains import Chains, PageId, parent_in, read_header
-from ..file.report import PAGE_BYTES_MAX, PageKeys
+from ...errors import PageUnreadable
+from ..chains import read_chains
 from ..raw import RawStore, StoredPage
 from .removal import check_prefix
-from .scrub import check_rate, pause_for, report_bytes
+from .report import PageKeys, read_page
+from .scrub import Pace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CopyProgress:
     """How far a copy has come: `seen` of `total` pages (None while the source is being listed).
 
     Each page is counted once: `copied`, `present` in the target already, `damaged` in the source, `refused` by the
-    target (no room, or somebody else stored it just now), `behind` a page that is missing in the target, `gone` from
+    target (no room, or another process stored it just now), `behind` a page that is missing in the target, `gone` from
     the source meanwhile. `unproved` of the copied ones have a tag that no given key checks.
     """
 
@@ -48,7 +49,8 @@ def copy_raw(
     rate_bytes_per_s: float | None = None,
     dry_run: bool = False,
 ) -> Iterator[CopyProgress]:
-    """Store the pages of `source`, of the namespaces whose digest starts with `namespace`, in `target` too.
+    """Store the pages of `source`, of the namespaces whose digest starts with `namespace`, in `target` too; the same
+    progress after each page.
 
     A page comes after the page before it, the chains used last at first: whenever this stops, `target` has whole
     prefixes, and the next run goes on from there. A page that is damaged, or finds no room, is left out with all that
@@ -56,60 +58,60 @@ def copy_raw(
     Holds some 700 bytes a page. Raises InvalidInput for a wrong prefix or rate.
     """
     check_prefix(namespace)
-    check_rate(rate_bytes_per_s)
-    assert target is not None or dry_run
-    chains = Chains()
-    for page in source.pages(namespace):
-        header = read_header(source, page)
-        chains.add(page, None if header is None else parent_in(header))
-        yield CopyProgress(seen=len(chains))
+    pace = Pace(rate_bytes_per_s)
+    progress = CopyProgress()
+    for chains in read_chains(source, namespace):
+        progress.seen = len(chains)
+        yield progress
     there = set() if target is None else {(page.namespace, page.key) for page in target.pages(namespace)}
-    copy = _Copy(source, target, keys, dry_run, chains, there)
-    started_s = time.monotonic()
-    progress = CopyProgress(total=len(chains))
+    progress.seen, progress.total = 0, len(chains)
     yield progress
     for page, parent in chains.heads_first():
-        progress = copy.take(replace(progress, seen=progress.seen + 1), page, parent)
-        yield progress
-        if not dry_run:
-            pause_for(rate_bytes_per_s, started_s, progress.bytes)
-
-
-@dataclass(slots=True)
-class _Copy:
-    """One copy under way. `there` are the pages of the target."""
-
-    source: RawStore
-    target: RawStore | None
-    keys: PageKeys
-    dry_run: bool
-    chains: Chains
-    there: set[PageId]
-
-    def take(self, progress: CopyProgress, page: StoredPage, parent: bytes | None) -> CopyProgress:
-        """The next page, counted."""
+        progress.seen += 1
         where = (page.namespace, page.key)
-        if where in self.there:
-            return replace(progress, present=progress.present + 1)
         # An orphan's parent is in neither store: engines may store it again, and then the orphan is of use.
         above = None if parent is None else (page.namespace, parent)
-        if above is not None and above in self.chains and above not in self.there:
-            return replace(progress, behind=progress.behind + 1)
-        if self.dry_run or self.target is None:
-            self.there.add(where)
-            return replace(progress, copied=progress.copied + 1, bytes=progress.bytes + page.bytes)
-        data = self.source.read(page, PAGE_BYTES_MAX)
-        if data is None:
-            return replace(progress, gone=progress.gone + 1)
-        report = report_bytes(page, data, self.keys)
-        if report.damage is not None:
-            return replace(progress, damaged=progress.damaged + 1)
-        if not self.target.write(page, data, parent):
-            return replace(progress, refused=progress.refused + 1)
-        self.there.add(where)
-        return replace(
-            progress,
-            copied=progress.copied + 1,
-            bytes=progress.bytes + len(data),
-            unproved=progress.unproved + (not report.verified),
-        )
+        if where in there:
+            progress.present += 1
+        elif above is not None and above in chains and above not in there:
+            progress.behind += 1
+        elif dry_run or target is None:
+            there.add(where)
+            progress.copied += 1
+            progress.bytes += page.bytes
+        elif _copy(progress, source, target, page, parent, keys):
+            there.add(where)
+        yield progress
+        if not dry_run:
+            pace.wait(progress.bytes)
+
+
+def _copy(
+    progress: CopyProgress,
+    source: RawStore,
+    target: RawStore,
+    page: StoredPage,
+    parent: bytes | None,
+    keys: PageKeys,
+) -> bool:
+    """Copy one page, and count what becomes of it; True if it was copied."""
+    name = (page.namespace.hex(), page.key.hex())
+    try:
+        found = read_page(page.bytes, functools.partial(source.read, page), name, keys)
+    except PageUnreadable:
+        progress.damaged += 1
+        return False
+    if found is None:
+        progress.gone += 1
+        return False
+    data, report = found
+    if report.damage is not None:
+        progress.damaged += 1
+        return False
+    if not target.write(page, data, parent):
+        progress.refused += 1
+        return False
+    progress.copied += 1
+    progress.bytes += len(data)
+    progress.unproved += not report.is_proved
+    return True

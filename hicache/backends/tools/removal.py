@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...errors import InvalidInput
-from ..chains import Chains, parent_in, read_header
-from ..file.pages import is_hex
+from ..chains import read_chains
 from ..raw import RawStore, StoredPage
 
 # Pages in one call of the store: as many as S3 deletes at once, and the most that is lost when a tool is stopped.
 REMOVE_CHUNK = 1000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RemovalProgress:
     """Pages and bytes that were removed, or would be, of those that were `seen` (and are still to be seen: `total`,
     None while that is not known). `left_bytes` is what a trimmed store holds now, in the namespaces looked at."""
@@ -29,7 +28,7 @@ class RemovalProgress:
 
 def check_prefix(namespace: str) -> None:
     """Raise InvalidInput unless `namespace` can be the beginning of a digest; empty stands for all."""
-    if len(namespace) > 64 or not is_hex(namespace, len(namespace)):
+    if len(namespace) > 64 or namespace.strip("0123456789abcdef"):
         raise InvalidInput("the namespace must be 1 to 64 lower-case hexadecimal digits")
 
 
@@ -37,9 +36,10 @@ def purge_raw(
     raw: RawStore, *, namespace: str = "", older_than_s: float | None = None, dry_run: bool = False
 ) -> Iterator[RemovalProgress]:
     """Remove the pages of the namespaces whose digest starts with `namespace`, or those of them that were not used for
-    `older_than_s` seconds. A page whose last use nobody knows is never old. With `dry_run` nothing is changed.
+    `older_than_s` seconds, damaged ones too; the same progress after each page. A page whose last use the store does
+    not know is never old. With `dry_run` nothing is changed.
 
-    Raises InvalidInput for a prefix that is no hexadecimal or an age that is negative.
+    Raises InvalidInput for a prefix that is not hexadecimal or an age that is negative.
     """
     check_prefix(namespace)
     if older_than_s is not None and not older_than_s >= 0:
@@ -49,20 +49,21 @@ def purge_raw(
     progress = RemovalProgress()
     yield progress
     for page in raw.pages(namespace):
-        progress = replace(progress, seen=progress.seen + 1)
+        progress.seen += 1
         if before_s is None or (page.used_s is not None and page.used_s < before_s):
             chunk.append(page)
         if len(chunk) == REMOVE_CHUNK:
-            progress = _remove(raw, chunk, progress, dry_run)
+            _remove(raw, chunk, progress, dry_run)
             chunk = []
         yield progress
-    yield _remove(raw, chunk, progress, dry_run)
+    _remove(raw, chunk, progress, dry_run)
+    yield progress
 
 
-def _remove(raw: RawStore, chunk: Sequence[StoredPage], progress: RemovalProgress, dry_run: bool) -> RemovalProgress:
+def _remove(raw: RawStore, chunk: Sequence[StoredPage], progress: RemovalProgress, dry_run: bool) -> None:
     removed = len(chunk) if dry_run else raw.remove(chunk)
-    size = sum(page.bytes for page in chunk) if removed else 0
-    return replace(progress, pages=progress.pages + removed, bytes=progress.bytes + size)
+    progress.pages += removed
+    progress.bytes += sum(page.bytes for page in chunk) if removed else 0
 
 
 def trim_raw(
@@ -76,21 +77,20 @@ def trim_raw(
     check_prefix(namespace)
     if target_bytes < 0:
         raise InvalidInput(f"the size to trim to must not be negative, got {target_bytes}")
-    chains = Chains()
-    for page in raw.pages(namespace):
-        header = read_header(raw, page)
-        chains.add(page, None if header is None else parent_in(header))
-        yield RemovalProgress(seen=len(chains), left_bytes=chains.bytes)
-    progress = RemovalProgress(len(chains), len(chains), left_bytes=chains.bytes)
+    progress = RemovalProgress()
+    for chains in read_chains(raw, namespace):
+        progress.seen, progress.left_bytes = len(chains), chains.bytes
+        yield progress
+    progress.total = progress.seen
     chunk: list[StoredPage] = []
-    left = chains.bytes
     for page in chains.tails_first():
-        if left <= target_bytes:
+        if progress.left_bytes <= target_bytes:
             break
-        left -= page.bytes
+        progress.left_bytes -= page.bytes
         chunk.append(page)
         if len(chunk) == REMOVE_CHUNK:
-            progress = replace(_remove(raw, chunk, progress, dry_run), left_bytes=left)
+            _remove(raw, chunk, progress, dry_run)
             chunk = []
             yield progress
-    yield replace(_remove(raw, chunk, progress, dry_run), left_bytes=left)
+    _remove(raw, chunk, progress, dry_run)
+    yield progress

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from ...frame import FrameHeader
 from ..chains import Chains, parent_in, read_header
-from ..file.report import form_name, tag_name
 from ..raw import RawStore, StoredPage
+from .report import form_name, tag_name
 
 # Pages of a namespace whose headers are read to say what it is: all have the same model, but tags and forms may change.
 SAMPLES = 8

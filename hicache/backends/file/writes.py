@@ -1,28 +1,33 @@
-"""One `batch_set` of a file store, from the first look to the last outcome.
+"""How pages get into a file store: room for them, and one `batch_set` from the first look to the last outcome.
 
-Locking design: an object of these classes belongs to one call. `_write` runs in several threads, each with a position
-of its own; they write their own slots of dictionaries and append to lists, both atomic in CPython.
+Locking design: a `CapacityManager` changes in transactions only. A `Writes` belongs to one call; its `_write` runs in
+several threads, each with a position of its own; they write their own slots of dictionaries and append to lists, both
+atomic in CPython.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from ...frame import FrameCodec
 from ...supervised import SupervisedPool
 from ..pages import PageWrites
 from ..store import SETTLE_S
 from .index import Index
 from .pages import FULL_ERRNOS, TMP_DIR, LeftBehind, PageFiles, error_name, page_name, remove_page
-from .room import Room
+from .reconcile import reap
 from .store import Store, now_us
 
+# The index itself and new directories grow while pages are written: by less than this from one look at the free space
+# to the next one.
+_FLOOR_SLACK_BYTES = 1 << 20
+# A page that is removed while a process reads it frees its blocks later. Look again, but do not empty the store for it.
+_ROUNDS_MAX = 2
+# One file that cannot be removed must not keep all others from being evicted; a sick disk must not be asked forever.
+_FAILURES_MAX = 3
 # By this much the index may grow in one transaction.
 _INDEX_GROWTH_BYTES = 256 << 10
 _INDEX_GROWTH_BYTES_PER_ROW = 1 << 10
@@ -30,73 +35,106 @@ _INDEX_GROWTH_BYTES_PER_ROW = 1 << 10
 _GIVEN_UP_PAGES = 2
 
 
-@dataclass(slots=True)
-class Leftovers:
-    """What a failure could not put back at once: temporary files, and reservations by writer. `sweep` tries again."""
+class CapacityManager:
+    """Keeps a store below its capacity and above its free-space floor; None and 0 stand for no limit.
 
-    temporaries: set[str] = field(default_factory=set)
-    writers: set[str] = field(default_factory=set)
+    What counts is bytes of stored pages plus bytes reserved for pages being written, over all namespaces and processes.
+    Room is made by removing the least recently used page that no other page hangs on (tails before heads), again and
+    again. A page's file goes before its row is committed away, so the index never says that less is used than there is.
+    """
 
-    def sweep(self, store: Store, index: Index) -> None:
-        """Give back what can be given back now. REQUIRES: a transaction of the store. Raises sqlite3.Error."""
-        for temporary in list(self.temporaries):
+    def __init__(self, store: Store, capacity_bytes: int | None, free_space_floor_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.evicted_pages = 0
+        self._floor_bytes = free_space_floor_bytes
+        self._store = store
+
+    def fit(self, index: Index, errors: list[str]) -> int:
+        """Evict until both limits hold; bytes by which they still do not, 0 on success. REQUIRES: a transaction.
+
+        Appends the class of each error that kept a page from being removed. Raises OSError if the file system cannot
+        say how much is free, sqlite3.Error.
+        """
+        if self._over(index) <= 0:
+            return 0
+        # What dead processes hold goes before anything that somebody could still read.
+        reap(index, self._store.system, self._store.root_fd, self._store.owner)
+        for _ in range(_ROUNDS_MAX):
+            over = self._over(index)
+            if over <= 0:
+                return 0
+            self._evict(index, over, errors)
+        return max(self._over(index), 0)
+
+    def _over(self, index: Index) -> int:
+        totals = index.totals()
+        over = 0
+        if self.capacity_bytes is not None:
+            over = totals.bytes + totals.reserved - self.capacity_bytes
+        if self._floor_bytes:
+            space = self._store.system.statvfs(self._store.root_fd)
+            # Part of what is reserved may be on the disk already and then counts twice: on the safe side.
+            free = space.f_bavail * space.f_frsize - totals.reserved
+            over = max(over, self._floor_bytes + _FLOOR_SLACK_BYTES - free)
+        return over
+
+    def _evict(self, index: Index, need: int, errors: list[str]) -> None:
+        failures = 0
+        while need > 0 and failures < _FAILURES_MAX:
+            page = index.oldest_leaf()
+            if page is None:
+                return
             try:
-                remove_page(store.system, store.root_fd, temporary)
-            except OSError:
-                continue  # counted when it failed first
-            self.temporaries.discard(temporary)
-        for writer in list(self.writers):
-            index.release_all(writer)
-            self.writers.discard(writer)
-
-
-@dataclass(frozen=True, slots=True)
-class FileContext:
-    """What the calls of one backend share."""
-
-    codec: FrameCodec
-    store: Store
-    files: PageFiles
-    room: Room
-    pool: SupervisedPool[Any]
-    leftovers: Leftovers
-    namespace_hex: str
-    serial: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
-
-    def name_of(self, key: bytes) -> str:
-        """Return the name of a page's file, relative to the root."""
-        return page_name(self.namespace_hex, key)
+                remove_page(self._store.system, self._store.root_fd, page_name(page.namespace.hex(), page.key))
+            except IsADirectoryError:
+                pass  # a directory in place of a page: not ours to clear, and not a page of ours either
+            except OSError as error:
+                errors.append(error_name(error))
+                failures += 1
+                index.postpone(page.row, now_us())
+                continue
+            index.drop_row(page.row)
+            self.evicted_pages += 1
+            need -= page.size
 
 
 class Writes:
     """The way of the pages of one `batch_set` into the store. `run` settles all of them but those that the deadline
     kept from being started. `present` are the keys of the pages that were there already."""
 
-    def __init__(self, context: FileContext, pages: PageWrites) -> None:
-        self._context = context
+    def __init__(
+        self, store: Store, files: PageFiles, capacity: CapacityManager, pool: SupervisedPool[Any], pages: PageWrites
+    ) -> None:
+        self._store = store
+        self._files = files
+        self._capacity = capacity
+        self._pool = pool
         self._pages = pages
-        self._writer = f"{context.store.owner}.{context.serial()}"
+        self._namespace = pages.codec.namespace
+        self._namespace_hex = self._namespace.hex()
+        self._writer = store.new_writer()
         self._todo: list[int] = []
         self._temporaries: dict[int, str] = {}
         self._lengths: dict[int, int] = {}
         self._full = False
         self.present: list[bytes] = []
 
-    def run(self, before_reserving: Callable[[Index], None]) -> None:
-        """Store the pages. `before_reserving` may bring the index up to date before pages are chosen for eviction.
+    def run(self, before_reserving: Callable[[Index], None] | None = None, used_us: int | None = None) -> None:
+        """Store the pages, last used at `used_us`, or now. `before_reserving` may bring the index up to date before
+        pages are chosen for eviction.
 
         Blocks; raises nothing for storage reasons.
         """
         self._look()
-        if self._todo and self._reserve(before_reserving):
+        if self._todo and self._reserve(before_reserving, now_us() if used_us is None else used_us):
             try:
-                self._context.pool.run(len(self._todo), self._write)
+                self._pool.run(len(self._todo), self._write)
             finally:
                 self._publish()
 
     def _look(self) -> None:
         """Settle the pages that are there already, and note what is to do."""
-        is_present = self._context.files.lookup(self._context.namespace_hex)
+        is_present = self._files.lookup(self._namespace_hex)
         for position, key in enumerate(self._pages.keys):
             try:
                 if is_present(key):
@@ -107,26 +145,26 @@ class Writes:
             except OSError as error:
                 self._pages.fail(position, error_name(error))
 
-    def _reserve(self, before_reserving: Callable[[Index], None]) -> bool:
+    def _reserve(self, before_reserving: Callable[[Index], None] | None, used_us: int) -> bool:
         """Take room for as much of the head as fits, in one transaction; the rest is rejected.
 
         A page takes room for its whole frame until it is stored: how short it gets is known only then.
         """
-        context, pages, size = self._context, self._pages, self._context.codec.frame_bytes
-        capacity_bytes = context.room.capacity_bytes
+        pages, size, capacity_bytes = self._pages, self._pages.codec.frame_bytes, self._capacity.capacity_bytes
         head = self._todo if capacity_bytes is None else self._todo[: capacity_bytes // size]
         try:
-            with context.store.transaction(pages.deadline) as index:
-                context.leftovers.sweep(context.store, index)
-                before_reserving(index)
+            with self._store.transaction(pages.deadline) as index:
+                self._store.sweep(index)
+                if before_reserving is not None:
+                    before_reserving(index)
                 keys, parents = [pages.keys[p] for p in head], [pages.parents[p] for p in head]
-                index.reserve(context.codec.namespace, keys, parents, self._writer, size, now_us())
-                over = context.room.fit(context.store, index, pages.errors)
+                index.reserve(self._namespace, keys, parents, self._writer, size, used_us)
+                over = self._capacity.fit(index, pages.errors)
                 if over:
                     head = head[: max(0, len(head) + -over // size)]
-                    index.release(context.codec.namespace, keys[len(head) :], self._writer)
+                    index.release(self._namespace, keys[len(head) :], self._writer)
         except (OSError, sqlite3.Error) as error:
-            context.leftovers.writers.add(self._writer)
+            self._store.leftovers.add(self._writer)
             self._refuse(self._todo, error)
             return False
         for position in self._todo[len(head) :]:
@@ -153,14 +191,13 @@ class Writes:
             return
         if self._pages.is_late:
             return
-        context = self._context
-        temporary = f"{TMP_DIR}/{context.store.owner}.{context.serial()}"
+        temporary = f"{TMP_DIR}/{self._store.new_writer()}"
         # Direct I/O moves aligned memory only: see `PageFiles`.
-        stored = [self._pages.sealed_frame(position)] if context.files.direct_io else self._pages.sealed(position)
+        stored = [self._pages.sealed_frame(position)] if self._files.direct_io else self._pages.sealed(position)
         try:
-            context.files.write(temporary, stored)
+            self._files.write(temporary, stored)
         except LeftBehind as left:
-            context.leftovers.temporaries.add(temporary)
+            self._store.leftovers.add(_writer_of(temporary))
             self._refuse([position], left.cause)
             self._full |= _says_full(left.cause)
         except OSError as error:
@@ -173,16 +210,16 @@ class Writes:
 
     def _publish(self) -> None:
         """Give the written pages their names and rows in one transaction, head first, and free what was not used."""
-        context, pages = self._context, self._pages
+        pages = self._pages
         named: list[int] = []
         if self._full:
             self._make_room_for_the_index()
         unnamed = set(self._temporaries)
         try:
-            with context.store.transaction(max(pages.deadline, time.monotonic() + SETTLE_S)) as index:
+            with self._store.transaction(max(pages.deadline, time.monotonic() + SETTLE_S)) as index:
                 for position, temporary in sorted(self._temporaries.items()):
                     try:
-                        context.files.publish(temporary, context.name_of(pages.keys[position]))
+                        self._files.publish(temporary, page_name(self._namespace_hex, pages.keys[position]))
                         named.append(position)
                     except OSError as error:
                         unnamed.discard(position)
@@ -192,18 +229,18 @@ class Writes:
                 published = set(named)
                 failed = [pages.keys[position] for position in self._todo if position not in published]
                 if failed:
-                    index.release(context.codec.namespace, failed, self._writer)
-                shorter = [position for position in named if self._lengths[position] != context.codec.frame_bytes]
+                    index.release(self._namespace, failed, self._writer)
+                shorter = [position for position in named if self._lengths[position] != pages.codec.frame_bytes]
                 if shorter:
                     lengths = {pages.keys[position]: self._lengths[position] for position in shorter}
-                    index.resize(context.codec.namespace, lengths, self._writer)
+                    index.resize(self._namespace, lengths, self._writer)
                 if index.publish(self._writer) != len(named):
                     raise OSError(errno.ESTALE, "the index was made again while the pages were written")
         except (OSError, sqlite3.Error) as error:
             # The names are given but not accounted for: take them back, so that ERROR means that nothing is visible.
-            context.leftovers.writers.add(self._writer)
+            self._store.leftovers.add(self._writer)
             for position in named:
-                self._discard(context.name_of(pages.keys[position]))
+                self._discard(page_name(self._namespace_hex, pages.keys[position]))
             self._refuse(sorted(unnamed), error)
         else:
             for position in named:
@@ -236,11 +273,15 @@ class Writes:
 
     def _discard(self, name: str) -> None:
         try:
-            remove_page(self._context.store.system, self._context.store.root_fd, name)
+            remove_page(self._store.system, self._store.root_fd, name)
         except OSError as error:
             self._pages.errors.append(error_name(error))
             if name.startswith(TMP_DIR):
-                self._context.leftovers.temporaries.add(name)
+                self._store.leftovers.add(_writer_of(name))
+
+
+def _writer_of(temporary: str) -> str:
+    return temporary.removeprefix(f"{TMP_DIR}/")
 
 
 def class_of(error: OSError | sqlite3.Error) -> str:

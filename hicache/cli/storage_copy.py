@@ -1,4 +1,4 @@
-"""`hicache copy` and `trim`: pages into another store, and a store down to a size."""
+"""`hicache copy`: pages into another store."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ import click
 from ..backends.file.raw import make_store
 from ..backends.raw import RawStore
 from ..backends.tools.copying import CopyProgress, copy_raw
-from ..backends.tools.removal import RemovalProgress, trim_raw
-from ..units import counted, format_size
+from ..units import counted
 from .arguments import PATH, SIZE
 from .progress import Told, follow
-from .storage import agreed, require_consent
 from .stores import (
     DAMAGE_EXIT_CODE,
     DRY_RUN,
     ENCRYPTION_KEYS,
     MAC_KEYS,
     NAMESPACE,
-    PART,
-    STORE,
     StorePart,
     amount,
     only_part,
@@ -110,43 +106,3 @@ def _copy_lines(last: CopyProgress, dry_run: bool) -> list[str]:
         if number:
             lines.append(f"  {counted(number, 'page')} {what}")
     return lines
-
-
-@click.command()
-@STORE
-@PART
-@click.option("--to", "target_bytes", type=SIZE, required=True, help="What to leave, such as 100GiB, in each part.")
-@NAMESPACE
-@DRY_RUN
-@click.option("--yes", is_flag=True, help="Do not ask.")
-def trim(
-    store: Path, part: str | None, target_bytes: int, namespace: str, dry_run: bool, yes: bool
-) -> None:
-    """Remove pages from STORE until it is no larger than a size: the tails of the chains unused for longest go first.
-
-    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Engines
-    may use it meanwhile; what is removed is a miss for them.
-    """
-    require_consent(dry_run, yes)
-    parts = parts_of(store, part)
-    with contextlib.ExitStack() as stack:
-        opened = [(one, stack.enter_context(one.opened())) for one in parts]
-        if dry_run or not yes:
-            found = [follow(trim_raw(raw, target_bytes, namespace=namespace, dry_run=True), "looking", _tell_trim)
-                     for _, raw in opened]  # fmt: skip
-            click.echo(f"to remove: {_total(found)}")
-            if dry_run or not sum(one.pages for one in found):
-                return
-            if not agreed("Remove them? [y/N]: "):
-                click.echo("nothing removed")
-                raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
-        done = [follow(trim_raw(raw, target_bytes, namespace=namespace), "trimming", _tell_trim) for _, raw in opened]
-    click.echo(f"removed {_total(done)}; {format_size(sum(one.left_bytes for one in done))} left")
-
-
-def _total(found: list[RemovalProgress]) -> str:
-    return amount(sum(one.pages for one in found), sum(one.bytes for one in found))
-
-
-def _tell_trim(step: RemovalProgress) -> Told:
-    return Told(step.pages if step.total is not None else step.seen, None, f"{format_size(step.left_bytes)} left")
