@@ -73,32 +73,6 @@ def test_inspect_of_a_keyed_page_needs_the_key(tmp_path: Path) -> None:
     store.backend.close()
 
 
-def test_a_scrub_with_the_wrong_key_removes_nothing(tmp_path: Path) -> None:
-    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[b"k" * 32])
-    store = open_file(tmp_path / "s", codec)
-    store_chain(store, make_keys(3))
-    last = verify(tmp_path / "s", keys=PageKeys(mac=(b"x" * 32,)), remove=True)
-    assert (last.pages, last.unverifiable, last.removed) == (3, 0, 0)
-    assert (last.damaged, last.unsupported) == ({}, {"mac_key": 3})
-    last = verify(tmp_path / "s", keys=PageKeys(mac=(b"k" * 32,)))
-    assert (last.pages, last.unverifiable) == (3, 0)
-    store.backend.close()
-
-
-def test_with_a_key_a_page_with_a_mere_checksum_is_no_proof_and_stays(tmp_path: Path) -> None:
-    root = tmp_path / "s"
-    store = open_file(root)
-    keys = make_keys(3)
-    store_chain(store, keys)
-    report = inspect_page(page_path(root, CODEC, keys[0]), keys=PageKeys(mac=(b"k" * 32,)))
-    assert (report.damage, report.is_proved, report.unsupported) == (None, False, "tag_kind")
-    path = page_path(root, CODEC, keys[1])
-    path.write_bytes(path.read_bytes()[:1000] + b"\xff" + path.read_bytes()[1001:])
-    last = verify(root, keys=PageKeys(mac=(b"k" * 32,)), remove=True)
-    assert (last.damaged, last.unsupported, last.removed, disk_usage(root)[0]) == ({"tag": 1}, {"tag_kind": 2}, 1, 2)
-    store.backend.close()
-
-
 def test_a_page_under_a_wrong_name_is_checked_all_the_same(tmp_path: Path) -> None:
     root = tmp_path / "s"
     store = open_file(root)
@@ -141,37 +115,6 @@ def test_inspect_names_what_is_wrong(tmp_path: Path) -> None:
     store.backend.close()
 
 
-def test_a_scrub_counts_by_reason_and_removes_when_told(tmp_path: Path) -> None:
-    root = tmp_path / "s"
-    store = open_file(root)
-    keys = make_keys(8)
-    store_chain(store, keys)
-    raw = store.read(keys[0]) or b""
-    store.write(keys[0], raw[:-1] + b"\x01")  # padding is not covered by the tag, and not part of the page
-    store.write(keys[2], raw)
-    store.write(keys[5], (store.read(keys[5]) or b"")[:300] + bytes(PAGE - 300))
-    last = verify(root)
-    assert (last.pages, last.pages_total, last.bytes) == (8, 8, 8 * PAGE)
-    assert (last.damaged, last.unverifiable, last.removed) == ({"page_key": 1, "tag": 1}, 0, 0)
-    last = verify(root, remove=True, rate_bytes_per_s=1e9)
-    assert last.removed == 2
-    last = verify(root)
-    assert (last.pages, last.damaged) == (6, {})
-    check(store, root)
-    store.backend.close()
-
-
-def test_a_scrub_without_the_key_says_what_it_could_not_verify(tmp_path: Path) -> None:
-    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[b"k" * 32])
-    store = open_file(tmp_path / "s", codec)
-    store_chain(store, make_keys(3))
-    last = verify(tmp_path / "s")
-    assert (last.unverifiable, last.damaged) == (3, {})
-    last = verify(tmp_path / "s", keys=PageKeys(mac=(b"k" * 32,)))
-    assert (last.unverifiable, last.damaged) == (0, {})
-    store.backend.close()
-
-
 def test_purge_takes_namespaces_by_prefix_and_leaves_other_files(tmp_path: Path) -> None:
     root = tmp_path / "s"
     other = FrameCodec(b"o" * 32, PAYLOAD_BYTES, tag=TagKind.NONE)
@@ -191,22 +134,6 @@ def test_purge_takes_namespaces_by_prefix_and_leaves_other_files(tmp_path: Path)
     check(store, root)
     store.backend.close()
     second.backend.close()
-
-
-def test_purge_by_age_leaves_what_was_used_lately(tmp_path: Path) -> None:
-    root = tmp_path / "s"
-    store = open_file(root)
-    keys = make_keys(4)
-    store_chain(store, keys)
-    store.backend.close()
-    for path in _files.index_files(root):
-        path.unlink()
-    for key in keys[2:]:
-        os.utime(page_path(root, CODEC, key), (1e9, 1e9))
-    assert purge(root, older_than_s=3600).pages == 2
-    store = open_file(root)
-    assert load(store, keys) == [HIT, HIT, MISS, MISS]
-    store.backend.close()
 
 
 def test_tools_refuse_what_is_no_store(tmp_path: Path) -> None:
@@ -265,31 +192,29 @@ def test_a_scrub_reports_what_an_opening_would_drop_and_changes_nothing(tmp_path
     store.backend.close()
 
 
-def test_opening_for_engines_does_drop_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", ["in use", "closed", "lost"])
+def test_what_a_scrub_removes_is_counted_though_opening_the_store_would_drop_it(tmp_path: Path, index: str) -> None:
+    root = tmp_path / "s"
+    store, keys = make_damaged(root)
+    if index != "in use":
+        store.backend.close()
+    for path in _files.index_files(root) if index == "lost" else ():
+        path.unlink()
+    last = verify(root, remove=True)
+    assert (last.damaged, last.removed, disk_usage(root)[0]) == (DAMAGE, 6, 2)
+    if index == "in use":
+        assert load(store, keys) == [MISS] * 6 + [HIT] * 2
+        check(store, root)
+        store.backend.close()
+
+
+def test_opening_for_engines_drops_damage_that_a_scrub_reports(tmp_path: Path) -> None:
+    """The control: what the tests above count would be gone."""
     root = tmp_path / "s"
     make_damaged(root)[0].backend.close()
     open_file(root).backend.close()
     last = verify(root)
     assert (last.pages, last.damaged) == (3, {"tag": 1})
-
-
-def test_what_a_scrub_removes_is_counted_whoever_would_have_dropped_it(tmp_path: Path) -> None:
-    root = tmp_path / "s"
-    store, keys = make_damaged(root)
-    last = verify(root, remove=True)
-    assert (last.damaged, last.removed) == (DAMAGE, 6)
-    assert load(store, keys) == [MISS] * 6 + [HIT] * 2
-    check(store, root)
-    store.backend.close()
-
-
-def test_a_scrub_that_removes_counts_right_without_an_index(tmp_path: Path) -> None:
-    root = tmp_path / "s"
-    make_damaged(root)[0].backend.close()
-    for path in _files.index_files(root):
-        path.unlink()
-    last = verify(root, remove=True)
-    assert (last.damaged, last.removed, disk_usage(root)[0]) == (DAMAGE, 6, 2)
 
 
 def test_a_scrub_removes_only_when_it_comes_by_and_not_when_it_opens(tmp_path: Path) -> None:

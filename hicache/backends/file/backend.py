@@ -40,8 +40,8 @@ from .pages import (
     page_name,
     remove_damaged,
     remove_page,
-    stored_ids,
 )
+from .reconcile import stored_ids
 from .store import Removal, Store, now_us
 from .writes import CapacityManager, Writes, class_of
 

@@ -160,40 +160,6 @@ def page_name(namespace_hex: str, key: bytes) -> str:
     return f"{namespace_hex}/{text[:2]}/{text}" if len(key) > 1 else f"{namespace_hex}/{text}"
 
 
-def stored_ids(system: System, root_fd: int, prefix: str = "") -> Iterator[PageId]:
-    """Return namespace and key of everything in a page's place, namespace by namespace, of the namespaces whose digest
-    begins with `prefix` in hexadecimal. Where something else is in place of a directory of pages, the key is the first
-    byte of theirs. Follows no link. Raises OSError.
-
-    Names that are not a store's are left out. Holds the names of one directory of pages at a time.
-    """
-    for namespace in sorted(name for name in system.listdir(root_fd) if is_hex(name, 64) and name.startswith(prefix)):
-        digest = bytes.fromhex(namespace)
-        for fan in sorted(name for name in _listed(system, root_fd, namespace) or () if is_hex(name, 2)):
-            names = _listed(system, root_fd, f"{namespace}/{fan}")
-            if names is None:
-                yield digest, bytes.fromhex(fan)
-            for name in sorted(names or ()):
-                if is_hex(name, 64) and name.startswith(fan):
-                    yield digest, bytes.fromhex(name)
-
-
-def _listed(system: System, root_fd: int, folder: str) -> list[str] | None:
-    """The names in a directory: none if it is gone, None if it is a file or a link."""
-    try:
-        fd = system.open(folder, LIST_FLAGS, dir_fd=root_fd)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-            raise
-        return None
-    try:
-        return system.listdir(fd)
-    finally:
-        system.close(fd)
-
-
 def identity(found: os.stat_result) -> Identity:
     """Tells one file at a name from another one that took its place."""
     return (found.st_ino, found.st_mtime_ns, found.st_size)
@@ -211,6 +177,16 @@ def read_head(system: System, fd: int, target: memoryview) -> int:
     while done < target.nbytes and (count := system.preadv(fd, [target[done:]], done)):
         done += count
     return done
+
+
+def read_start(system: System, root_fd: int | None, name: str, bytes_max: int) -> bytes:
+    """Return the first bytes of a file, as many as it has up to `bytes_max`. Raises OSError."""
+    fd = system.open(name, READ_FLAGS, dir_fd=root_fd)
+    try:
+        data = memoryview(bytearray(min(bytes_max, system.fstat(fd).st_size)))
+        return bytes(data[: read_head(system, fd, data)])
+    finally:
+        system.close(fd)
 
 
 def _pieces(buffers: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:

@@ -43,10 +43,10 @@ from .pages import (
     identity,
     look,
     page_name,
-    read_head,
+    read_start,
     remove_damaged,
-    stored_ids,
 )
+from .reconcile import stored_ids
 from .root import open_root
 from .store import LOCK_FILE, Store, now_us, usable_index, wait_for_flock
 from .writes import CapacityManager, Writes
@@ -85,20 +85,11 @@ def inspect_page(path: str | PathLike[str], *, keys: PageKeys = NO_KEYS) -> Page
             kind = _FILE_KINDS.get(stat.S_IFMT(found.st_mode), "not a regular file")
             return PageReport(found.st_size, damage=NOT_REGULAR, note=f"it is {kind}")
         names = (os.path.basename(os.path.dirname(folder)), name)
-        page = read_page(found.st_size, lambda bytes_max: _read(system, where, None, bytes_max), names, keys)
+        page = read_page(found.st_size, lambda bytes_max: read_start(system, None, where, bytes_max), names, keys)
         assert page is not None
     except OSError as error:
         raise BackendUnavailable(f"page {where}: {error.strerror}; check the path and its permissions") from error
     return page[1]
-
-
-def _read(system: System, name: str, dir_fd: int | None, bytes_max: int) -> bytes:
-    fd = system.open(name, READ_FLAGS, dir_fd=dir_fd)
-    try:
-        data = memoryview(bytearray(min(bytes_max, system.fstat(fd).st_size)))
-        return bytes(data[: read_head(system, fd, data)])
-    finally:
-        system.close(fd)
 
 
 class _SealedPage(PageWrites):
@@ -241,7 +232,7 @@ class FileRaw(RawStore):
                 found = look(self._system, self._root_fd, name)
                 if found is None:
                     return None
-                return _read(self._system, name, self._root_fd, bytes_max) if stat.S_ISREG(found.st_mode) else b""
+                return read_start(self._system, self._root_fd, name, bytes_max) if stat.S_ISREG(found.st_mode) else b""
             except (FileNotFoundError, NotADirectoryError):
                 return None
             except OSError as error:

@@ -1,6 +1,7 @@
-"""Making the index agree with the files again, and removing what dead processes left.
+"""What the directories of a store hold: listing it, making the index agree with it again, and removing what dead
+processes left.
 
-REQUIRES for all of it: the store's lock and a transaction. Memory is bounded by the pages of one fan-out directory.
+REQUIRES but for listing: the store's lock and a transaction. Memory is bounded by the pages of one fan-out directory.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from .index import Index
 from .pages import (
     LIST_FLAGS,
     NOT_A_FILE_ERRNOS,
-    READ_FLAGS,
     TMP_DIR,
+    PageId,
     System,
     identity,
     is_hex,
     look_for_file,
     page_name,
-    read_head,
+    read_start,
     remove_damaged,
     remove_page,
 )
@@ -36,6 +37,40 @@ OWNER_HEX_DIGITS = 16
 _FANS = 256
 # What a device says of one page that it cannot read. The other pages are as good as before.
 _SICK_ERRNOS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
+
+
+def stored_ids(system: System, root_fd: int, prefix: str = "") -> Iterator[PageId]:
+    """Return namespace and key of everything in a page's place, namespace by namespace, of the namespaces whose digest
+    begins with `prefix` in hexadecimal. Where something else is in place of a directory of pages, the key is the first
+    byte of theirs. Follows no link. Raises OSError.
+
+    Names that are not a store's are left out. Holds the names of one directory of pages at a time.
+    """
+    for namespace in sorted(name for name in system.listdir(root_fd) if is_hex(name, 64) and name.startswith(prefix)):
+        digest = bytes.fromhex(namespace)
+        for fan in sorted(name for name in listed(system, root_fd, namespace) or () if is_hex(name, 2)):
+            names = listed(system, root_fd, f"{namespace}/{fan}")
+            if names is None:
+                yield digest, bytes.fromhex(fan)
+            for name in sorted(names or ()):
+                if is_hex(name, 64) and name.startswith(fan):
+                    yield digest, bytes.fromhex(name)
+
+
+def listed(system: System, root_fd: int, folder: str) -> list[str] | None:
+    """The names in a directory: none if it is gone, None if it is a file or a link."""
+    try:
+        fd = system.open(folder, LIST_FLAGS, dir_fd=root_fd)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        return None
+    try:
+        return system.listdir(fd)
+    finally:
+        system.close(fd)
 
 
 def owner_of(name: str) -> str | None:
@@ -108,7 +143,7 @@ def reconcile(index: Index, system: System, root_fd: int, *, keep_damaged: bool 
     """
     on_disk = {bytes.fromhex(name) for name in system.listdir(root_fd) if is_hex(name, 64)}
     for namespace in sorted(on_disk | set(index.namespaces())):
-        fans = set(_names(system, root_fd, namespace.hex()))
+        fans = set(listed(system, root_fd, namespace.hex()) or ())
         kept = sum(
             _reconcile_fan(index, system, root_fd, namespace, fan, f"{fan:02x}" in fans, keep_damaged=keep_damaged)
             for fan in range(_FANS)
@@ -123,101 +158,60 @@ def _reconcile_fan(
 ) -> int:
     first = bytes([fan])
     rows = index.stored(namespace, first.ljust(PAGE_KEY_BYTES, b"\x00"), first.ljust(PAGE_KEY_BYTES, b"\xff"))
-    folder = f"{namespace.hex()}/{fan:02x}"
+    folder = page_name(namespace.hex(), first)
+    names = listed(system, root_fd, folder) if there else []
+    if names is None and not keep_damaged:
+        remove_page(system, root_fd, folder)
     kept = 0
-    with _opened(system, root_fd, folder if there else None, keep_damaged) as fan_fd:
-        if fan_fd is not None:
-            for name in system.listdir(fan_fd):
-                if not is_hex(name, 64) or not name.startswith(folder[-2:]):
-                    continue
-                key = bytes.fromhex(name)
-                row_bytes = rows.get(key)
-                try:
-                    kept += _reconcile_page(index, system, fan_fd, namespace, key, row_bytes, keep_damaged=keep_damaged)
-                except FileNotFoundError:
-                    continue  # removed by hand just now; its row goes with those below
-                except OSError as error:
-                    if error.errno not in _SICK_ERRNOS:
-                        raise
-                    kept += 1  # the device cannot read this page: the file stays, without a row
-                rows.pop(key, None)
+    for name in names or ():
+        if not is_hex(name, 64) or not name.startswith(folder[-2:]):
+            continue
+        key = bytes.fromhex(name)
+        try:
+            kept += _reconcile_page(index, system, root_fd, namespace, key, rows.get(key), keep_damaged=keep_damaged)
+        except FileNotFoundError:
+            continue  # removed by hand just now; its row goes with those below
+        except OSError as error:
+            if error.errno not in _SICK_ERRNOS:
+                raise
+            kept += 1  # the device cannot read this page: the file stays, without a row
+        rows.pop(key, None)
     for key in rows:
         index.drop(namespace, key)
     return kept
 
 
-@contextlib.contextmanager
-def _opened(system: System, root_fd: int, folder: str | None, keep_damaged: bool = True) -> Iterator[int | None]:
-    """Open a directory below the root, if there is one. Remove a link or a file in place of a directory of pages."""
-    fd = None
-    try:
-        if folder is not None:
-            fd = system.open(folder, LIST_FLAGS, dir_fd=root_fd)
-    except FileNotFoundError:
-        pass
-    except NotADirectoryError:
-        if not keep_damaged and folder is not None and "/" in folder:
-            remove_page(system, root_fd, folder)
-    try:
-        yield fd
-    finally:
-        if fd is not None:
-            system.close(fd)
-
-
-def _names(system: System, root_fd: int, folder: str) -> list[str]:
-    with _opened(system, root_fd, folder) as fd:
-        return [] if fd is None else system.listdir(fd)
-
-
 def _reconcile_page(
-    index: Index, system: System, fan_fd: int, namespace: bytes, key: bytes, row_bytes: int | None, *,
+    index: Index, system: System, root_fd: int, namespace: bytes, key: bytes, row_bytes: int | None, *,
     keep_damaged: bool,
 ) -> bool:
     """True if the page stays."""
-    name = key.hex()
-    found = system.lstat(name, dir_fd=fan_fd)
+    name = page_name(namespace.hex(), key)
+    found = system.lstat_listed(name, dir_fd=root_fd)
     regular = stat.S_ISREG(found.st_mode)
     if row_bytes is not None:
         if regular and found.st_size == row_bytes:
             return True
         index.drop(namespace, key)
-    header = _header(system, fan_fd, name) if regular else None
+    header = FrameHeader.parse(read_start(system, root_fd, name, HEADER_BYTES)) if regular else None
     if (
         header is None
         or header.page_key != key
         or header.namespace != namespace
-        or not _is_whole(header, found.st_size)
+        # Of another version only the alignment is known.
+        or (found.st_size != header.object_bytes if header.version == FORMAT_VERSION else found.st_size % FRAME_ALIGN)
     ):
-        return keep_damaged or not remove_damaged(system, fan_fd, name, identity(found))
+        return keep_damaged or not remove_damaged(system, root_fd, name, identity(found))
     parent = None if header.parent_key == NO_PARENT else header.parent_key
-    index.add(namespace, key, parent, found.st_size, past_us(found.st_mtime_ns // 1000))
+    # A time of use in the future would keep the page from being evicted in its turn.
+    index.add(namespace, key, parent, found.st_size, min(found.st_mtime_ns, time.time_ns()) // 1000)
     return True
-
-
-def past_us(time_us: int) -> int:
-    """Return a time of use that is not in the future, where a page would never be evicted in its turn."""
-    return min(time_us, time.time_ns() // 1000)
-
-
-def _is_whole(header: FrameHeader, size: int) -> bool:
-    """Whether a file of so many bytes may be all of its page; of another version only the alignment is known."""
-    return size == header.object_bytes if header.version == FORMAT_VERSION else not size % FRAME_ALIGN
-
-
-def _header(system: System, fan_fd: int, name: str) -> FrameHeader | None:
-    fd = system.open(name, READ_FLAGS, dir_fd=fan_fd)
-    try:
-        buffer = memoryview(bytearray(HEADER_BYTES))
-        return FrameHeader.parse(buffer[: read_head(system, fd, buffer)])
-    finally:
-        system.close(fd)
 
 
 def _remove_empty(system: System, root_fd: int, namespace_hex: str) -> None:
     """Remove the directories of a namespace that has no page left; an old epoch leaves nothing behind."""
     with contextlib.suppress(OSError):
-        for name in _names(system, root_fd, namespace_hex):
+        for name in listed(system, root_fd, namespace_hex) or ():
             if is_hex(name, 2):
                 with contextlib.suppress(OSError):
                     system.rmdir(f"{namespace_hex}/{name}", dir_fd=root_fd)
