@@ -286,7 +286,14 @@ class PageFiles:
         Raises FileNotFoundError, NotThePage, or OSError. REQUIRES: the buffers have that length together.
         """
         system = self._system
-        fd = self._open_to_read(name, self.direct_io)
+        try:
+            fd = self._open(name, READ_FLAGS)
+        except OSError as error:
+            if error.errno in NOT_A_FILE_ERRNOS:
+                raise NotThePage(NOT_REGULAR, None) from error
+            if error.errno == errno.ENOTDIR:
+                raise FileNotFoundError(errno.ENOENT, "a directory of the store is missing") from error
+            raise
         try:
             found = system.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
@@ -297,33 +304,49 @@ class PageFiles:
                 raise NotThePage(SIZE, identity(found))
             # Through the page cache in pieces that are hashed while warm; the device itself likes large reads.
             piece_bytes = size if self.direct_io or stream is None else _PIECE_BYTES
-            done = 0
-            for piece in _pieces(buffers_of(size), piece_bytes):
-                left: Sequence[memoryview] = piece
-                while left:
-                    count = self._move(system.preadv, fd, left, done)
-                    if count == 0:
-                        raise NotThePage(SIZE, identity(found))
-                    left, done = without_first(left, count), done + count
-                if stream is not None:
-                    for buffer in piece:
-                        stream.add(buffer)
+            if not self._transfer(system.preadv, fd, buffers_of(size), piece_bytes, stream):
+                raise NotThePage(SIZE, identity(found))
         finally:
             system.close(fd)
         return identity(found)
 
-    def _open_to_read(self, name: str, direct: bool) -> int:
-        try:
-            return self._system.open(name, READ_FLAGS | (os.O_DIRECT if direct else 0), dir_fd=self._root_fd)
-        except OSError as error:
-            if error.errno in NOT_A_FILE_ERRNOS:
-                raise NotThePage(NOT_REGULAR, None) from error
-            if error.errno == errno.ENOTDIR:
-                raise FileNotFoundError(errno.ENOENT, "a directory of the store is missing") from error
-            if error.errno != errno.EINVAL or not direct:
-                raise
-        self._refuse_direct()
-        return self._open_to_read(name, False)
+    def _open(self, name: str, flags: int) -> int:
+        """Open a file with direct I/O, unless the store does without it or the file system refuses it."""
+        if self.direct_io:
+            try:
+                return self._system.open(name, flags | os.O_DIRECT, dir_fd=self._root_fd)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            self.direct_io = False
+            self.direct_refused += 1
+            if flags & os.O_CREAT:
+                # Linux creates the file before it refuses O_DIRECT, so the name may be taken by our own empty file.
+                with contextlib.suppress(FileNotFoundError):
+                    self._system.unlink(name, dir_fd=self._root_fd)
+        return self._system.open(name, flags, dir_fd=self._root_fd)
+
+    def _transfer(
+        self,
+        call: Callable[[int, Sequence[memoryview], int], int],
+        fd: int,
+        buffers: Sequence[memoryview],
+        piece_bytes: int,
+        stream: TagStream | None,
+    ) -> bool:
+        """Read or write a whole page piece by piece, and give each piece to `stream`; False if no more can be moved."""
+        done = 0
+        for piece in _pieces(buffers, piece_bytes):
+            left: Sequence[memoryview] = piece
+            while left:
+                count = self._move(call, fd, left, done)
+                if count == 0:
+                    return False
+                left, done = without_first(left, count), done + count
+            if stream is not None:
+                for buffer in piece:
+                    stream.add(buffer)
+        return True
 
     def _move(
         self, transfer: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview],
@@ -344,49 +367,16 @@ class PageFiles:
     def write(self, temporary: str, stored: Sequence[memoryview]) -> None:
         """Write the buffers `stored` to the new file `temporary`, and to the device if the store is synchronous.
 
-        On any OSError that is raised the file is gone again, or `LeftBehind` is raised with the error inside.
+        Raises OSError; then the file may be there, whole or in part.
         """
-        system = self._system
-        fd = self._create(temporary, self.direct_io)
+        fd = self._open(temporary, CREATE_FLAGS)
         try:
-            try:
-                self._write_all(fd, stored)
-                if self._sync:
-                    system.fdatasync(fd)
-            finally:
-                system.close(fd)
-        except OSError as error:
-            try:
-                system.unlink(temporary, dir_fd=self._root_fd)
-            except OSError as second:
-                raise LeftBehind(temporary, error) from second
-            raise
-
-    def _create(self, temporary: str, direct: bool) -> int:
-        try:
-            return self._system.open(temporary, CREATE_FLAGS | (os.O_DIRECT if direct else 0), dir_fd=self._root_fd)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not direct:
-                raise
-        self._refuse_direct()
-        # Linux creates the file before it refuses O_DIRECT, so the name may be taken by our own empty file.
-        with contextlib.suppress(FileNotFoundError):
-            self._system.unlink(temporary, dir_fd=self._root_fd)
-        return self._create(temporary, False)
-
-    def _write_all(self, fd: int, stored: Sequence[memoryview]) -> None:
-        done = 0
-        for piece in _pieces(stored, sum(buffer.nbytes for buffer in stored)):
-            left: Sequence[memoryview] = piece
-            while left:
-                count = self._move(self._system.pwritev, fd, left, done)
-                if count == 0:
-                    raise OSError(errno.EIO, "the file system accepted no more bytes and gave no reason")
-                left, done = without_first(left, count), done + count
-
-    def _refuse_direct(self) -> None:
-        self.direct_io = False
-        self.direct_refused += 1
+            if not self._transfer(self._system.pwritev, fd, stored, sum(buffer.nbytes for buffer in stored), None):
+                raise OSError(errno.EIO, "the file system accepted no more bytes and gave no reason")
+            if self._sync:
+                self._system.fdatasync(fd)
+        finally:
+            self._system.close(fd)
 
     def publish(self, temporary: str, name: str) -> None:
         """Give a written file its name, in one step and over whatever was there. Raises OSError.
@@ -403,15 +393,6 @@ class PageFiles:
         except (IsADirectoryError, FileExistsError):
             system.rmdir(name, dir_fd=root_fd)
         return system.rename(temporary, name, dir_fd=root_fd)
-
-
-class LeftBehind(Exception):
-    """A failed page left its temporary file behind because that could not be removed either."""
-
-    def __init__(self, temporary: str, cause: OSError) -> None:
-        super().__init__(temporary)
-        self.temporary = temporary
-        self.cause = cause
 
 
 def make_folder(system: System, root_fd: int, name: str) -> None:

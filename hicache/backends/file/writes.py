@@ -17,7 +17,7 @@ from ...supervised import SupervisedPool
 from ..pages import PageWrites
 from ..store import SETTLE_S
 from .index import Index
-from .pages import FULL_ERRNOS, TMP_DIR, LeftBehind, PageFiles, error_name, page_name, remove_page
+from .pages import FULL_ERRNOS, TMP_DIR, PageFiles, error_name, page_name, remove_page
 from .reconcile import reap
 from .store import Store, now_us
 
@@ -196,11 +196,8 @@ class Writes:
         stored = [self._pages.sealed_frame(position)] if self._files.direct_io else self._pages.sealed(position)
         try:
             self._files.write(temporary, stored)
-        except LeftBehind as left:
-            self._store.leftovers.add(_writer_of(temporary))
-            self._refuse([position], left.cause)
-            self._full |= _says_full(left.cause)
         except OSError as error:
+            self._discard(temporary)
             self._refuse([position], error)
             # Where one page found no room the pages after it find none either, or leave a hole before them.
             self._full |= _says_full(error)
@@ -277,11 +274,7 @@ class Writes:
         except OSError as error:
             self._pages.errors.append(error_name(error))
             if name.startswith(TMP_DIR):
-                self._store.leftovers.add(_writer_of(name))
-
-
-def _writer_of(temporary: str) -> str:
-    return temporary.removeprefix(f"{TMP_DIR}/")
+                self._store.leftovers.add(name.removeprefix(f"{TMP_DIR}/"))
 
 
 def class_of(error: OSError | sqlite3.Error) -> str:
