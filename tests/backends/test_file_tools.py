@@ -21,9 +21,9 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
-from hicache.backends.tools.report import NO_KEYS, PageKeys, tag_name
+from hicache.backends.tools.report import NO_KEYS, tag_name
 from hicache.backends.tools.scrub import verify_raw
-from hicache.errors import BackendUnavailable, InvalidInput, NotOurs
+from hicache.errors import BackendUnavailable, NotOurs
 from hicache.frame import HEADER_BYTES, FrameCodec, TagKind
 
 from . import _files
@@ -35,7 +35,6 @@ from ._files import (
     disk_usage,
     file_options,
     open_file,
-    open_raw,
     page_files,
     page_path,
     purge,
@@ -53,23 +52,6 @@ def test_inspect_reads_a_page_from_its_file_alone(tmp_path: Path) -> None:
     assert header is not None and (report.damage, report.is_proved, tag_name(header)) == (None, True, "XXH3_128")
     assert (header.page_key, header.parent_key) == (keys[1], keys[0])
     assert (header.namespace, header.payload_bytes) == (NAMESPACE, PAYLOAD_BYTES)
-    store.backend.close()
-
-
-def test_inspect_of_a_keyed_page_needs_the_key(tmp_path: Path) -> None:
-    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[b"k" * 32])
-    store = open_file(tmp_path / "s", codec)
-    (key,) = make_keys(1)
-    store_chain(store, [key])
-    path = page_path(tmp_path / "s", codec, key)
-    assert inspect_page(path).note == "unverifiable: MAC key needed"
-    assert not inspect_page(path).is_proved
-    assert inspect_page(path, keys=PageKeys(mac=(b"k" * 32,))).is_proved
-    other = inspect_page(path, keys=PageKeys(mac=(b"x" * 32,)))
-    assert (other.damage, other.is_proved, other.unsupported) == (None, False, "mac_key")
-    assert other.note == "sealed with another key than those given"
-    with pytest.raises(InvalidInput):
-        inspect_page(path, keys=PageKeys(mac=(b"short",)))
     store.backend.close()
 
 
@@ -215,16 +197,6 @@ def test_opening_for_engines_drops_damage_that_a_scrub_reports(tmp_path: Path) -
     open_file(root).backend.close()
     last = verify(root)
     assert (last.pages, last.damaged) == (3, {"tag": 1})
-
-
-def test_a_scrub_removes_only_when_it_comes_by_and_not_when_it_opens(tmp_path: Path) -> None:
-    root = tmp_path / "s"
-    make_damaged(root)[0].backend.close()
-    raw = open_raw(root)
-    steps = verify_raw(raw, keys=NO_KEYS, remove=True)
-    assert (next(steps).pages_total, len(list(root.glob("*/*/*")))) == (8, 8)
-    raw.close()
-    assert len(list(root.glob("*/*/*"))) == 8
 
 
 def test_a_page_that_the_disk_cannot_read_is_reported_and_stays(tmp_path: Path) -> None:
