@@ -28,7 +28,6 @@ from hicache.backends.compose import LevelsBackend, Part
 from hicache.backends.file import FileBackend
 from hicache.backends.registry import open_backend
 from hicache.config import FileStorageOptions
-from hicache.config.composed_storage import CopyOptions
 from hicache.devservers import SeaweedServer, Storage
 from hicache.frame import HEADER_BYTES, FrameCodec
 
@@ -39,14 +38,13 @@ _GOAL = 1.05
 _BATCH_BYTES = 128 << 20
 _LOOKUP_KEYS = 500
 # What levels may keep in memory on the way to the second level: all of a batch.
-_COPIES = CopyOptions(cascade_bytes_max=2 * _BATCH_BYTES)
-_SELECTIVE = CopyOptions(write="selective", selective_hits=1 << 20)
+_COPY_BYTES = 2 * _BATCH_BYTES
 
 
 class _Bench:
     """One page size: a batch of frames, a file store, and that store with a level of memory below it."""
 
-    def __init__(self, folder: str, page_kib: int, options: CopyOptions, below: Storage) -> None:
+    def __init__(self, folder: str, page_kib: int, below: Storage) -> None:
         self.codec = FrameCodec(b"b" * 32, page_kib * _KIB - HEADER_BYTES)
         size = self.codec.frame_bytes
         self.pages = max(8, min(128, _BATCH_BYTES // size))
@@ -58,7 +56,9 @@ class _Bench:
         self.keys = [i.to_bytes(4, "big") * 8 for i in range(self.pages)]
         self.file = FileBackend(self.codec, FileStorageOptions(path=os.path.join(folder, "store"), io_threads=2))
         lower = open_backend(below[0], self.codec, below[1])
-        self.levels = LevelsBackend(self.codec, [Part("file", self.file), Part("below", lower)], options)
+        self.levels = LevelsBackend(
+            self.codec, [Part("file", self.file), Part("below", lower)], cascade_bytes_max=_COPY_BYTES
+        )
 
     def store(self, backend: StorageBackend) -> Callable[[], object]:
         return lambda: backend.batch_set(self.keys, self.frames, parent=None, deadline=_soon())
@@ -70,30 +70,23 @@ class _Bench:
 
         return read
 
-    def remove(self) -> None:
-        self.file.delete(self.keys, deadline=_soon())
-
 
 def _soon() -> float:
     return time.monotonic() + _FOREVER_S
 
 
-def _read_rows(folder: str, page_kib: int, runs: int, below: Storage) -> list[Row]:
-    rows = []
-    for label, options in (("", _COPIES), (", selective", _SELECTIVE)):
-        bench = _Bench(folder, page_kib, options, below)
-        try:
-            bench.store(bench.file)()
-            what = f"read {bench.pages} x {page_kib} KiB, all in the first level{label}"
-            rows.append(row(what, alternate(runs, [bench.read(bench.levels), bench.read(bench.file)]), _GOAL))
-            bench.remove()
-        finally:
-            bench.levels.close()
-    return rows
+def _read_row(folder: str, page_kib: int, runs: int, below: Storage) -> Row:
+    bench = _Bench(folder, page_kib, below)
+    try:
+        bench.store(bench.file)()
+        what = f"read {bench.pages} x {page_kib} KiB, all in the first level"
+        return row(what, alternate(runs, [bench.read(bench.levels), bench.read(bench.file)]), _GOAL)
+    finally:
+        bench.levels.close()
 
 
 def _store_row(folder: str, page_kib: int, runs: int, below: Storage) -> Row:
-    bench = _Bench(folder, page_kib, _COPIES, below)
+    bench = _Bench(folder, page_kib, below)
     try:
         # Each side stores pages that are new to the file, and those of levels to memory as well: an upper bound.
         def fresh() -> None:
@@ -109,7 +102,7 @@ def _store_row(folder: str, page_kib: int, runs: int, below: Storage) -> Row:
 
 
 def _lookup_row(folder: str, runs: int, below: Storage) -> Row:
-    bench = _Bench(folder, 4, _COPIES, below)
+    bench = _Bench(folder, 4, below)
     try:
         keys = [i.to_bytes(4, "big") * 8 for i in range(_LOOKUP_KEYS)]
         frames = [bench.frames[0]] * _LOOKUP_KEYS
@@ -132,7 +125,7 @@ def run(
     rows: list[Row] = []
     for size in page_kib:
         with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as folder:
-            rows += _read_rows(folder, size, runs, below)
+            rows.append(_read_row(folder, size, runs, below))
     for size in page_kib:
         with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as folder:
             rows.append(_store_row(folder, size, max(3, runs // 6), below))

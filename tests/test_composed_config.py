@@ -13,10 +13,18 @@ import yaml
 from hicache.backends.registry import check_backend, part_specs
 from hicache.cli.config import check_surroundings, effective_yaml
 from hicache.config import HiCacheConfig, load_config
-from hicache.config.composed_storage import PARTS_ENTRY, PARTS_MAX, LevelsStorage, MirrorStorage, ShardedStorage
 from hicache.config.entries import all_entries, part_entries
 from hicache.config.guard import GuardConfig
-from hicache.config.storage import STORAGE_SECTIONS, FileStorage, FileStorageOptions, PluginStorage
+from hicache.config.storage import (
+    PARTS_ENTRY,
+    PARTS_MAX,
+    STORAGE_SECTIONS,
+    FileStorage,
+    FileStorageOptions,
+    LevelsStorage,
+    PluginStorage,
+    ShardedStorage,
+)
 from hicache.errors import ConfigError
 
 Load: TypeAlias = Callable[[str], HiCacheConfig]
@@ -29,14 +37,10 @@ storage:
       - {type: file, options: {path: /fast, capacity: 5GiB}}
       - type: sharded
         name: remote
-        optional: true
         options:
           parts:
             - {type: memory, name: a, guard: {failures: 5, backoff_min: 250ms}}
-            - {type: mirror, name: b, options: {parts: [{type: memory}, {type: memory}], write_quorum: 2}}
-    promote: false
-    write: selective
-    selective_hits: 3
+            - {type: levels, name: b, options: {levels: [{type: memory}, {type: memory}], promote: false}}
     cascade_bytes_max: 1GiB
 """
 
@@ -55,16 +59,16 @@ def storage(kind: str, parts: str, more: str = "") -> str:
     return f"storage: {{type: {kind}, options: {{{entry}: [{parts}]{more}}}}}"
 
 
-def test_parts_are_storage_sections_with_two_entries_more(load: Load) -> None:
+def test_parts_are_storage_sections_with_a_name(load: Load) -> None:
     found = load(NESTED).storage
     assert isinstance(found, LevelsStorage)
     first, second = found.options.levels
     assert isinstance(first.storage, FileStorage) and isinstance(second.storage, ShardedStorage)
-    assert (first.name, first.optional, second.name, second.optional) == (None, False, "remote", True)
+    assert (first.name, second.name) == (None, "remote")
     a, b = second.storage.options.parts
-    assert isinstance(a.storage, PluginStorage) and isinstance(b.storage, MirrorStorage)
+    assert isinstance(a.storage, PluginStorage) and isinstance(b.storage, LevelsStorage)
     assert (a.storage.guard.failures, a.storage.guard.backoff_min) == (5, 0.25)
-    assert b.storage.options.write_quorum == 2
+    assert found.options.promote and not b.storage.options.promote
 
 
 def test_the_backend_takes_what_the_section_gives(load: Load) -> None:
@@ -73,10 +77,10 @@ def test_the_backend_takes_what_the_section_gives(load: Load) -> None:
     check_backend(found.type, found.options)
     file, remote = part_specs("levels", found.options)
     assert file.backend.options == FileStorageOptions(path=Path("/fast"), capacity=5 << 30)
-    assert (file.name, file.optional, remote.name, remote.optional) == ("file", False, "remote", True)
+    assert (file.name, remote.name) == ("file", "remote")
     a, b = part_specs("sharded", remote.backend.options)
     assert a.backend.guard is not None and a.backend.guard.failures == 5
-    assert [part.name for part in part_specs("mirror", b.backend.options)] == ["memory", "memory-2"]
+    assert [part.name for part in part_specs("levels", b.backend.options)] == ["memory", "memory-2"]
 
 
 def test_the_effective_configuration_loads_to_an_equal_one(load: Load) -> None:
@@ -113,27 +117,22 @@ MEMORY_2 = "{type: memory}, {type: memory}"
          "storage.options.levels.1.options.capacity: 'lots' is no size"),
         (storage("levels", "{type: memory}, {type: file, options: {path: /x, io_threads: 0}}"),
          "storage.options.levels.1.options.io_threads: must be at least 1; got 0"),
-        (storage("mirror", "{type: memory}, {type: sharded, options: {parts: [{type: file, name: x}, 5]}}"),
-         "storage.options.parts.1.options.parts.0.options: is missing"),
-        (storage("mirror", "{type: memory}, {type: sharded, options: {parts: [{type: file, name: x}, 5]}}"),
-         "storage.options.parts.1.options.parts.1: is a section: give its entries (name, optional, type, "),
+        (storage("levels", "{type: memory}, {type: sharded, options: {parts: [{type: file, name: x}, 5]}}"),
+         "storage.options.levels.1.options.parts.0.options: is missing"),
+        (storage("levels", "{type: memory}, {type: sharded, options: {parts: [{type: file, name: x}, 5]}}"),
+         "storage.options.levels.1.options.parts.1: is a section: give its entries (name, type, "),
         (storage("levels", "{options: {}}, {type: memory}"), "storage.options.levels.0.type: is missing"),
-        (storage("levels", "{type: memory}, {type: memory, optional: perhaps}"),
-         "storage.options.levels.1.optional: expected true or false; got perhaps"),
+        (storage("levels", "{type: memory}, {type: memory}", ", promote: perhaps"),
+         "storage.options.promote: expected true or false; got perhaps"),
         (storage("levels", "{type: memory}"), "storage.options.levels: expected at least 2, got 1"),
-        (storage("mirror", ", ".join(["{type: memory}"] * (PARTS_MAX + 1))),
+        (storage("sharded", ", ".join(["{type: memory}"] * (PARTS_MAX + 1))),
          f"storage.options.parts: expected at most {PARTS_MAX}, got {PARTS_MAX + 1}"),
-        ("storage: {type: mirror, options: {parts: {type: memory}}}", "storage.options.parts: expected a list"),
-        ("storage: {type: mirror}", "storage.options: is missing"),
-        (storage("levels", MEMORY_2, ", write: back"), "storage.options.write: expected 'through', 'on_eviction' or"),
+        ("storage: {type: sharded, options: {parts: {type: memory}}}", "storage.options.parts: expected a list"),
+        ("storage: {type: sharded}", "storage.options: is missing"),
         (storage("levels", "{type: memory, name: x}, {type: memory, name: x}"),
          "storage.options: two parts are named 'x'"),
-        (storage("levels", "{type: memory, optional: true}, {type: memory}", ", write: on_eviction"),
-         "storage.options: with write: on_eviction only the last level may be optional"),
         (storage("sharded", MEMORY_2), "storage.options: every part of a sharded set needs a name"),
         (storage("sharded", "{type: memory, name: x}, {type: memory, name: x}"), "two parts are named 'x'"),
-        (storage("mirror", MEMORY_2, ", write_quorum: 3"),
-         "storage.options: write_quorum 3 can never be reached with 2 parts"),
         (storage("levels", "{type: memory}, {storage: {type: memory}}"), "storage.options.levels.1.type: is missing"),
     ],
 )  # fmt: skip
@@ -167,7 +166,7 @@ def test_the_entries_of_every_kind_of_storage_are_described() -> None:
     for kind in STORAGE_SECTIONS:
         entries = [entry for entry in all_entries(kind) if entry.name.startswith("storage.options.")]
         assert entries and all(len(entry.description) > 20 for entry in entries)
-    assert [entry.name for entry in part_entries()] == ["name", "optional"]
+    assert [entry.name for entry in part_entries()] == ["name"]
 
 
 def test_the_example_of_the_document_loads(load: Load) -> None:

@@ -443,7 +443,7 @@ LONG_NAME = "A_NAME_THAT_IS_TOO_LONG_TO_BE_SHOWN_" + "X" * 60
      "storage: {type: redis, options: {url: 'redis://h', password_env: HICACHE_%s}}",
      "storage: {type: s3, options: {bucket: pages, access_key_env: A, secret_key_env: HICACHE_%s}}",
      "storage: {type: 'mine:Store', options: {login: {token_env: HICACHE_%s}}}",
-     "storage: {type: levels, options: {levels: [{type: memory}, {type: mirror, options: {parts: "
+     "storage: {type: levels, options: {levels: [{type: memory}, {type: levels, options: {levels: "
      "[{type: memory}, {type: redis, options: {url: 'redis://h', password_env: HICACHE_%s}}]}}]}}"],
 )  # fmt: skip
 def test_a_variable_that_the_configuration_names_for_a_secret_is_no_typo(

@@ -89,7 +89,7 @@ def test_the_one_with_a_disk_above_a_bucket(
 
     def move(options: dict[str, Any]) -> None:
         upper, lower = options["levels"]
-        assert (upper["type"], lower["type"], lower["optional"]) == ("file", "s3", True)
+        assert (upper["type"], lower["type"]) == ("file", "s3")
         upper["options"] |= {"path": str(tmp_path / "pages"), "capacity": "1GiB", "free_space_floor": "0"}
         lower["options"] |= {"endpoint_url": seaweed.endpoint_url, "bucket": seaweed.bucket}
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import InvalidInput
 from ..frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView
@@ -71,6 +72,14 @@ def parent_outside(keys: Sequence[bytes], parent: bytes | None) -> bytes | None:
     """Return `parent` for a batch of `keys`, or None if it is one of them. For a part of a batch: where a key of the
     batch comes twice, the page before the part can be in it."""
     return None if parent in keys else parent
+
+
+def runs(positions: Sequence[int]) -> Iterator[slice]:
+    """Cut ascending positions of a batch into runs without a gap: pages of one call follow each other in their chain.
+    """
+    for _, run in itertools.groupby(enumerate(positions), key=lambda pair: pair[1] - pair[0]):
+        found = [position for _, position in run]
+        yield slice(found[0], found[-1] + 1)
 
 
 class Calls:

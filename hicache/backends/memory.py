@@ -5,14 +5,13 @@ Locking design: one lock around every verb's work on a page, which is sealed, co
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidInput, InvariantError
 from ..frame import FrameCodec
-from .base import EvictionListener, Usage
+from .base import Usage
 from .pages import Damaged, PageReads, PageWrites
 from .store import PageStore
 
@@ -22,25 +21,6 @@ class _Page:
     stored: bytes
     parent: bytes | None
     last_use: int  # a count of uses, not a time: larger is later
-
-
-@dataclass(frozen=True, slots=True)
-class _EvictedBytes:
-    """An EvictedPage whose bytes simply live on."""
-
-    stored: bytes
-
-    @property
-    def stored_bytes(self) -> int:
-        """See EvictedPage."""
-        return len(self.stored)
-
-    def read(self, frame: memoryview) -> None:
-        """See EvictedPage."""
-        frame[: len(self.stored)] = self.stored
-
-    def close(self) -> None:
-        """See EvictedPage. The last reference frees the bytes."""
 
 
 class MemoryBackend(PageStore[bytes]):
@@ -60,11 +40,6 @@ class MemoryBackend(PageStore[bytes]):
         self._children: dict[bytes, set[bytes]] = {}
         self._bytes = 0
         self._clock = 0
-        self._listener: EvictionListener | None = None
-
-    def on_eviction(self, listener: EvictionListener) -> None:
-        """See EvictionSource."""
-        self._listener = listener
 
     def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See PageStore."""
@@ -135,8 +110,6 @@ class MemoryBackend(PageStore[bytes]):
             if not leaves:
                 return False
             oldest = min(leaves, key=lambda key: self._pages[key].last_use)
-            if self._listener is not None:
-                self._listener(oldest, functools.partial(_EvictedBytes, self._pages[oldest].stored))
             self._drop(oldest)
             self._calls.count(evicted_pages=1)
         return True

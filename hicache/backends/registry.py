@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from ..config.composed_storage import PartConfig, parts_of
 from ..config.guard import GuardConfig
 from ..config.section import Section, build
-from ..config.storage import STORAGE_SECTIONS, StorageConfig
+from ..config.storage import STORAGE_SECTIONS, PartConfig, StorageConfig, parts_of
 from ..errors import ConfigError, InvalidInput
 from ..frame import FrameCodec
 from .base import Composite, StorageBackend
@@ -47,7 +46,6 @@ _BUILT_IN: Mapping[str, str] = {
     "memory": "hicache.backends.memory:MemoryBackend",
     "file": "hicache.backends.file:FileBackend",
     "levels": "hicache.backends.compose:open_levels",
-    "mirror": "hicache.backends.compose:open_mirror",
     "sharded": "hicache.backends.compose:open_sharded",
     "redis": "hicache.backends.redis:RedisBackend",
     "s3": "hicache.backends.s3:S3Backend",
@@ -86,12 +84,10 @@ class BackendSpec:
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
-    """One part of a composition. `optional`: the composition opens without it, and takes it in when it can be opened.
-    """
+    """One part of a composition."""
 
     name: str
     backend: BackendSpec
-    optional: bool = False
 
 
 def part_specs(type_name: str, options: Options) -> list[PartSpec]:
@@ -104,7 +100,7 @@ def part_specs(type_name: str, options: Options) -> list[PartSpec]:
         name = _part_name(part, found)
         if name in found:
             raise ConfigError(f"backend {type_name}: two of its parts are named {name!r}; rename one of them")
-        found[name] = PartSpec(name, BackendSpec.of(part.storage, name), part.optional)
+        found[name] = PartSpec(name, BackendSpec.of(part.storage, name))
     return list(found.values())
 
 

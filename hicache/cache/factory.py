@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -15,9 +16,10 @@ from ..arguments import instance, whole
 from ..backends.base import StorageBackend
 from ..backends.registry import BackendSpec, open_spec
 from ..config import HiCacheConfig
+from ..config.storage import parts_of
 from ..controller import HiCacheController, RankGroup
 from ..controller.ranks import require_equal
-from ..errors import ConfigError, HiCacheError, InvalidInput, RankError
+from ..errors import BackendUnavailable, ConfigError, HiCacheError, InvalidInput, RankError
 from ..events import EventStream
 from ..events.factory import create_publisher
 from ..frame import Compression, FrameCodec, TagKind
@@ -34,6 +36,8 @@ from .payoff import Figures, Payoff
 from .radix_cache import HiRadixCache
 from .session_cache import SessionCache
 from .tiered import TieredCache
+
+logger = logging.getLogger(__name__)
 
 Cache = TypeVar("Cache")
 # The sections in which ranks may differ; by all others they decide, and must decide alike.
@@ -113,7 +117,7 @@ def create_host_cache(
         )
     opener = _storage_opener(config, namespace, os.environ if environ is None else environ)
     with ExitStack() as undo:
-        backend = None if opener is None else opener(namespace.weights_epoch)
+        backend = _open_now_or_later(config, opener, namespace.weights_epoch)
         if backend is not None:
             undo.callback(backend.close)
         try:
@@ -133,6 +137,8 @@ def create_host_cache(
             raise ConfigError(str(error)) from error
         undo.pop_all()
         undo.callback(cache.close)
+        if opener is not None and backend is None:
+            cache.storage.attach()
         _publish_events(config, cache)
         undo.pop_all()
         return cache
@@ -156,6 +162,8 @@ def _all_or_none(ranks: RankGroup | None, build: Callable[[ExitStack], Cache]) -
     with ExitStack() as undo:
         try:
             cache = build(undo)
+        except RankError:  # all ranks know, or cannot be told
+            raise
         except HiCacheError:
             if ranks is not None:
                 with suppress(RankError):  # the error of this rank says more
@@ -214,7 +222,7 @@ def _build_tiered_cache(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRa
     l1 = _create_l1(config, parts.geometry, device, bounds.l1_pages, parts.device_blocks)
     l2 = HostPool(parts.geometry, bounds.l2_pages, pin=_pin(config.host.pin, device))
     opener = _storage_opener(config, namespace, parts.environ)
-    backend = None if opener is None else opener(namespace.weights_epoch)
+    backend = _open_now_or_later(config, opener, namespace.weights_epoch, parts.ranks)
     if backend is not None:
         undo.callback(backend.close)
     try:
@@ -242,6 +250,8 @@ def _build_tiered_cache(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRa
         raise ConfigError(str(error)) from error
     undo.pop_all()
     undo.callback(cache.close)
+    if opener is not None and backend is None:
+        cache.storage.attach()
     _publish_events(parts.config, cache, parts.ranks)
     return cache
 
@@ -365,6 +375,37 @@ def _storage_opener(
         return open_spec(spec, codec)
 
     return opener
+
+
+def _open_now_or_later(
+    config: HiCacheConfig,
+    opener: Callable[[int], StorageBackend] | None,
+    epoch: int,
+    ranks: RankGroup | None = None,
+) -> StorageBackend | None:
+    """Return the open storage; None without storage, and for a composition of which a part is unavailable, on any rank:
+    the cache starts without it then, and opens it later.
+
+    All ranks call it. Raises what `opener` raises, and RankError if another rank raises.
+    """
+    if opener is None or config.storage is None:
+        return None
+    backend = None
+    try:
+        backend = opener(epoch)
+    except BackendUnavailable as error:
+        if not parts_of(config.storage.options):
+            raise
+        logger.warning("storage is not open yet; the cache starts without it and tries again: %s", error)
+    if ranks is not None:
+        # 0 is the word of a rank that cannot start.
+        agreed = ranks.agree(np.array([1 if backend is None else 2], dtype=np.int64))[0]
+        if agreed < 2 and backend is not None:
+            backend.close()
+            backend = None
+        if not agreed:
+            raise RankError("another rank could not start; its own error says why")
+    return backend
 
 
 def _compression(config: HiCacheConfig, geometry: KVGeometry | PageShape) -> Compression | None:

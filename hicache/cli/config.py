@@ -14,9 +14,8 @@ from pydantic import BaseModel
 
 from ..backends.registry import check_backend
 from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config, read_key
-from ..config.composed_storage import PartConfig
 from ..config.entries import EntryInfo, all_entries, format_value, part_entries
-from ..config.storage import STORAGE_SECTIONS
+from ..config.storage import STORAGE_SECTIONS, PartConfig
 from ..errors import ConfigError
 from ..events.factory import check_events
 from ..units import counted
@@ -48,7 +47,7 @@ _TABLE_HEAD = """\
 """
 _MARKDOWN_TAIL = """
 The entries `storage.options.*` are those of the `file` backend; other backends have their own, see below. What is
-required there is required if there is a `storage` section at all. Compositions (`levels`, `mirror`, `sharded`) have no
+required there is required if there is a `storage` section at all. Compositions (`levels`, `sharded`) have no
 guard of their own: each of their parts has one. What is inside a list, as parts are, can be given in a file alone.
 """
 
@@ -150,7 +149,7 @@ def effective_yaml(loaded: HiCacheConfig) -> str:
 
 def _plain(section: BaseModel) -> dict[str, Any]:
     if isinstance(section, PartConfig):
-        return {"name": section.name, "optional": section.optional, **_plain(section.storage)}
+        return {"name": section.name, **_plain(section.storage)}
     plain: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)

@@ -14,9 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ..units import Unit, exact_duration, exact_size
-from .composed_storage import PartConfig
 from .schema import HiCacheConfig
-from .storage import STORAGE_SECTIONS, FileStorage
+from .storage import STORAGE_SECTIONS, FileStorage, PartConfig
 from .wording import sections_in
 
 _BOUND_SHOWN_MAX = 65536

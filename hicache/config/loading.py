@@ -24,11 +24,11 @@ from pydantic import ValidationError
 from ..arguments import file_path, instance
 from ..errors import ConfigError
 from ..units import counted
-from .composed_storage import PARTS_ENTRY
 from .entries import entry_names, names_below, part_entries
 from .files import open_regular
 from .schema import HiCacheConfig
 from .section import ALTERNATIVES
+from .storage import PARTS_ENTRY
 from .wording import NAMES_VARIABLE, path_of, printable, shown, what_is_wrong
 
 ENVIRON_PREFIX = "HICACHE_"

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.compose import LevelsBackend, MirrorBackend, ShardCodec, ShardedBackend
-from hicache.backends.compose.copier import parents_read
+from hicache.backends.compose import LevelsBackend, ShardCodec, ShardedBackend
 from hicache.backends.file.raw import make_store
 from hicache.backends.limit import LimitedBackend
 from hicache.backends.memory import MemoryBackend
@@ -26,7 +25,6 @@ from hicache.backends.testing import (
     Store,
     exists,
     forged,
-    full_frames,
     load,
     make_keys,
     soon,
@@ -36,7 +34,6 @@ from hicache.backends.tools.copying import copy_raw
 from hicache.backends.tools.removal import trim_raw
 from hicache.backends.tools.report import NO_KEYS
 from hicache.backends.tools.survey import survey
-from hicache.config.composed_storage import CopyOptions
 from tests.waiting import wait_for
 
 from ._files import CODEC, PAGE, open_file, open_raw
@@ -57,7 +54,7 @@ def levels_over_forged(local: Store) -> tuple[Store, LevelsBackend]:
     below = MemoryBackend(CODEC)
     for key, data in FORGED.items():
         below.poke(key, data)
-    backend = LevelsBackend(CODEC, named(local.backend, below), CopyOptions(cascade_bytes_max=COPIES))
+    backend = LevelsBackend(CODEC, named(local.backend, below), cascade_bytes_max=COPIES)
     return Store(backend, local.read, local.write), backend
 
 
@@ -88,43 +85,22 @@ def test_reading_forged_pages_does_not_wedge_the_local_level(tmp_path: Path, kin
     backend.close()
 
 
-def test_a_header_that_the_order_of_a_batch_contradicts_is_not_believed() -> None:
-    one, two, three, other = make_keys(4)
-    parents = {one: two, two: one, three: other, other: three}
-    frames = full_frames(CODEC, list(parents))
-    for frame, (key, parent) in zip(frames, parents.items(), strict=True):
-        CODEC.seal(key, frame, parent=parent)
-    assert parents_read([one, two], frames[:2], [0, 1]) == [None, one]
-    assert parents_read([three], frames[2:3], [0]) == [other], "the batch does not say"
-    assert parents_read([three, other], frames[2:], [0]) == [None], "also if only one page is copied"
-
-
-def test_copies_that_wait_are_not_written_behind_one_of_their_own() -> None:
-    """Each page is read by itself, so no batch contradicts a header. The copies are written as one batch."""
-    local, (busy,) = Switched(), make_keys(1, "busy")
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_header_that_the_order_of_a_batch_contradicts_is_not_believed(first: int) -> None:
+    local, keys = Switched(), CYCLE[first:] + CYCLE[:first]
     store, backend = levels_over_forged(Store(local, local.peek, local.poke))
-    store_chain(Store(backend.parts[1], local.peek, local.poke), [busy])
-    local.gate.clear()
-    assert load(store, [busy]) == [HIT]
-    wait_for(lambda: local.at_gate == 1)  # the thread is in the first copy until the others are queued
-    for key in CYCLE:
-        assert load(store, [key]) == [HIT]
-    local.gate.set()
+    assert load(store, keys) == [HIT] * 2
     settle(backend)
-    assert [call for call in local.calls if call[0] == "set"][1:] == [("set", tuple(CYCLE), None)]
+    assert [call for call in local.calls if call[0] == "set"] == [("set", tuple(keys), None)]
     backend.close()
 
 
-def test_a_mirror_repairs_a_part_with_what_the_batch_says() -> None:
-    whole, repaired = memory(), memory()
-    for key in CYCLE:
-        whole.write(key, FORGED[key])
-    backend = MirrorBackend(CODEC, named(repaired.backend, whole.backend), write_quorum=1, copy_bytes_max=COPIES)
-    assert load(Store(backend, whole.read, whole.write), CYCLE) == [HIT] * 2
+def test_the_header_of_the_first_page_of_a_batch_says_what_the_batch_does_not() -> None:
+    local, (key, _) = Switched(), CYCLE
+    store, backend = levels_over_forged(Store(local, local.peek, local.poke))
+    assert load(store, [key]) == [HIT]
     settle(backend)
-    assert isinstance(repaired.backend, MemoryBackend)
-    assert exists(repaired, CYCLE) == 2
-    assert [repaired.backend._pages[key].parent for key in CYCLE] == [None, CYCLE[0]]
+    assert [call for call in local.calls if call[0] == "set"] == [("set", (key,), CYCLE[1])]
     backend.close()
 
 

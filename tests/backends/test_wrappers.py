@@ -11,8 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from hicache.backends.base import StorageBackend
-from hicache.backends.compose import LevelsBackend, MirrorBackend, Part, ShardCodec, ShardedBackend
-from hicache.backends.compose.late import LatePart
+from hicache.backends.compose import LevelsBackend, Part, ShardCodec, ShardedBackend
 from hicache.backends.envelope import Envelope
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import GuardedBackend
@@ -29,11 +28,10 @@ from hicache.backends.testing import (
     make_keys,
     soon,
 )
-from hicache.config.composed_storage import CopyOptions
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 
-WRAPPERS: list[type[StorageBackend]] = [FaultyBackend, GuardedBackend, LatePart, LimitedBackend]
+WRAPPERS: list[type[StorageBackend]] = [FaultyBackend, GuardedBackend, LimitedBackend]
 VERBS = sorted(StorageBackend.__abstractmethods__)
 CODEC = ShardCodec(FrameCodec(NAMESPACE, PAYLOAD_BYTES))
 COPIES = 64 * CODEC.frame_bytes
@@ -47,19 +45,12 @@ def no_raw() -> RawStore:
     raise BackendUnavailable("not to be listed")
 
 
-def unopened() -> StorageBackend:
-    raise BackendUnavailable("not to be opened")
-
-
 OPENERS: dict[str, Callable[[], StorageBackend]] = {
     "memory": lambda: MemoryBackend(CODEC),
     "faulty": lambda: FaultyBackend(MemoryBackend(CODEC)),
     "guarded": lambda: GuardedBackend(MemoryBackend(CODEC)),
-    "late": lambda: LatePart(CODEC, "part", lambda: MemoryBackend(CODEC)),
-    "never open": lambda: LatePart(CODEC, "part", unopened),
     "limited": lambda: LimitedBackend(MemoryBackend(CODEC), no_raw, capacity_bytes=1 << 20),
-    "levels": lambda: LevelsBackend(CODEC, two(), CopyOptions(cascade_bytes_max=COPIES)),
-    "mirror": lambda: MirrorBackend(CODEC, two(), write_quorum=1, copy_bytes_max=COPIES),
+    "levels": lambda: LevelsBackend(CODEC, two(), cascade_bytes_max=COPIES),
     "sharded": lambda: ShardedBackend(CODEC, two()),
 }
 

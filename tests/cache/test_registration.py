@@ -10,20 +10,17 @@ import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend, leaves
 from hicache.backends.compose import LevelsBackend, Part
-from hicache.backends.compose.late import LatePart
 from hicache.backends.guard import GuardedBackend
 from hicache.backends.limit import LimitedBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.mooncake import MooncakeBackend
 from hicache.backends.testing import soon
-from hicache.config.composed_storage import CopyOptions
 from hicache.config.guard import GuardConfig
 from hicache.devservers import MooncakeMaster
-from hicache.errors import BackendError, BackendUnavailable
+from hicache.errors import BackendError
 from hicache.frame import PageBuffer
 from tests.backends._mooncake import open_backend
 from tests.cache.world import LastingBackend, World, codec, prompt
-from tests.waiting import wait_for
 
 KEY = prompt(1, 2, 3)
 
@@ -134,62 +131,14 @@ def behind_a_limit(store: StorageBackend) -> StorageBackend:
         lambda store: LevelsBackend(
             store.codec,
             [Part("top", MemoryBackend(store.codec)), Part("low", GuardedBackend(store))],
-            CopyOptions(),
         ),
-        lambda store: LatePart(store.codec, "late", lambda: store),
     ],
-    ids=["limit", "guard and limit", "levels", "late part that is in time"],
+    ids=["limit", "guard and limit", "levels"],
 )
 def test_a_store_knows_it_through_whatever_is_around_it(wrap: Callable[[Registering], StorageBackend]) -> None:
     store = Registering()
     world = World(backend=wrap(store))
     assert_knows(store, world)
-    world.close()
-
-
-def test_a_part_that_comes_late_knows_it_before_its_first_verb() -> None:
-    store, may_open = Registering(), threading.Event()
-
-    def open_part() -> StorageBackend:
-        if not may_open.is_set():
-            raise BackendUnavailable("this server is not up yet")
-        return store
-
-    late = LatePart(store.codec, "late", open_part)
-    world = World(backend=late)
-    world.serve("before", prompt(7))
-    may_open.set()
-    wait_for(lambda: late.parts == [store], world.step)
-    assert store_and_load(world) > 0
-    assert_knows(store, world)
-    world.close()
-
-
-def test_a_late_part_that_nobody_wants_any_more_is_closed_and_keeps_no_memory() -> None:
-    world, store = World(), Registering()
-    opening, go_on = threading.Event(), threading.Event()
-
-    class Slow(Registering):
-        def register_memory(self, memory: memoryview) -> None:
-            opening.set()
-            assert go_on.wait(30.0)
-            super().register_memory(memory)
-
-    slow, is_down = Slow(), [True]
-
-    def open_part() -> StorageBackend:
-        if is_down:
-            raise BackendUnavailable("this server is not up yet")
-        return slow
-
-    late = LatePart(store.codec, "late", open_part)
-    late.register_memory(world.host.memory)
-    is_down.clear()
-    assert opening.wait(30.0)
-    late.close()
-    go_on.set()
-    wait_for(lambda: slow.closes == 1)
-    assert late.parts == []
     world.close()
 
 

@@ -10,10 +10,10 @@ A lookup asks each part for its own keys of the prefix, in order. Each answers w
 and the first hole of the whole is the smallest of their positions: exact, in one call of each part.
 
 Parts that evict drop tails before heads if they know which page comes before which. The page before is mostly on
-another part, so each part is told the last page before it that is its own, while the header of what is stored names
-the page that comes before in the chain: see ShardCodec. For the first page of a batch the part's own last page is known
-if the batch before it was stored through this object, and not too many others since; otherwise the parent is passed on
-as it is, and counts as none.
+another part, so each part is told the last page before it on that part, while the header of the stored page names the
+page that comes before in the chain: see ShardCodec. For the first page of a batch the part's last page is known if the
+batch before it was stored through this object, and not too many others since; otherwise the parent is passed on as it
+is, and counts as none.
 
 A part that is down makes its pages ERROR and the prefix end before the first of them; the others go on.
 
@@ -23,10 +23,9 @@ on pages that are that part's alone, and fill in the answers of their own positi
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import xxhash
@@ -42,6 +41,8 @@ Answer = TypeVar("Answer")
 
 # Chains whose last pages are remembered. At some 100 bytes and 8 for each part they take a few MiB.
 TAILS_MAX = 16_384
+# Pages whose parents are known while they are stored, at some 200 bytes each: more than can be in flight at once.
+PARENTS_MAX = 65_536
 
 
 class Placement:
@@ -67,37 +68,29 @@ class ShardCodec(FrameCodec):
     """The codec of all parts of a sharded set: as `codec`, but the parent that it seals is the page before in the chain
     and not the one before on that part, which is what the part gives it.
 
-    Locking design: one lock for the pages that are being stored, held for a batch's keys.
+    A key names the whole prefix of its page, so calls that store a page at once agree on its parent.
+
+    Locking design: a lock is held for the keys of a batch that is noted; a lookup in `_parents` is atomic.
     """
 
     def __init__(self, codec: FrameCodec) -> None:
         vars(self).update(vars(codec))  # one namespace, one set of keys and buffers: this is the same codec
         self._codec = codec
         self._lock = threading.Lock()
-        self._parents: dict[bytes, tuple[bytes | None, int]] = {}  # the page before, and how many calls store it now
+        self._parents: dict[bytes, bytes | None] = {}  # the latest last
 
-    @contextlib.contextmanager
-    def storing(self, keys: Sequence[bytes], parent: bytes | None) -> Iterator[None]:
-        """While this block stores `keys`, the page before the first of them is `parent`."""
+    def note(self, keys: Sequence[bytes], parent: bytes | None) -> None:
+        """The page before the first of `keys`, which are about to be stored, is `parent`."""
         with self._lock:
-            for before, key in zip(parents_of(keys, parent), keys, strict=True):
-                self._parents[key] = before, self._parents.get(key, (None, 0))[1] + 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                for key in keys:
-                    before, calls = self._parents.pop(key)
-                    if calls > 1:
-                        self._parents[key] = before, calls - 1
-
-    def seal(self, key: bytes, frame: memoryview, *, parent: bytes | None = None) -> memoryview:
-        """See FrameCodec. Of a page that is not being stored through the set, such as a probe, `parent` counts."""
-        return self._codec.seal(key, frame, parent=self._parents.get(key, (parent,))[0])
+            for key, before in zip(keys, parents_of(keys, parent), strict=True):
+                self._parents.pop(key, None)
+                self._parents[key] = before
+            while len(self._parents) > PARENTS_MAX:
+                del self._parents[next(iter(self._parents))]
 
     def seal_buffers(self, key: bytes, page: PageBuffer, *, parent: bytes | None = None) -> list[memoryview]:
-        """See FrameCodec, and `seal`."""
-        return self._codec.seal_buffers(key, page, parent=self._parents.get(key, (parent,))[0])
+        """See FrameCodec. Of a page that is not stored through the set, such as a probe, `parent` counts."""
+        return self._codec.seal_buffers(key, page, parent=self._parents.get(key, parent))
 
     def accept(
         self, key: bytes, page: PageBuffer, stored_bytes: int, arrived: TagStream | None = None
@@ -190,8 +183,8 @@ class ShardedBackend(ComposedBackend):
             lasts[part] = its[-1]
             return answers
 
-        with self._shard_codec.storing(keys, parent):
-            outcomes = self._ask_parts(keys, SetOutcome.ERROR, store)
+        self._shard_codec.note(keys, parent)
+        outcomes = self._ask_parts(keys, SetOutcome.ERROR, store)
         self._tails.note(keys[-1], {**before, **lasts})
         return outcomes
 

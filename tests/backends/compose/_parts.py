@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
-from hicache.backends.compose import ComposedBackend, CopyingBackend, Part
+from hicache.backends.compose import ComposedBackend, LevelsBackend, Part
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store
 from hicache.errors import BackendError
@@ -92,13 +92,13 @@ def named(*backends: StorageBackend) -> list[Part]:
     return [Part(f"part-{number}", backend) for number, backend in enumerate(backends)]
 
 
-def settle(composed: CopyingBackend) -> None:
+def settle(composed: LevelsBackend) -> None:
     """Until nothing waits to be copied."""
     wait_for(lambda: not any(copies.waiting for copies in composed.copies().values()))
     composed.check()
 
 
-def side_door(composed: ComposedBackend, stores: list[Store]) -> Store:
+def side_door(composed: ComposedBackend, stores: Sequence[Store]) -> Store:
     """What is stored is what the first part has that has something; what is written is written to all that have it.
 
     Pages on their way in the background arrive first, or a copy would come after the damage.
@@ -108,7 +108,7 @@ def side_door(composed: ComposedBackend, stores: list[Store]) -> Store:
         return next((raw for store in stores if (raw := store.read(key)) is not None), None)
 
     def write(key: bytes, data: bytes) -> None:
-        if isinstance(composed, CopyingBackend):
+        if isinstance(composed, LevelsBackend):
             settle(composed)
         for store in stores:
             if store.read(key) is not None:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from hicache.backends.compose import (
-    LevelsBackend,
-    MirrorBackend,
-    Part,
-    ShardCodec,
-    ShardedBackend,
-)
+from hicache.backends.compose import LevelsBackend, Part, ShardCodec, ShardedBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import BackendContract, OpenStore, SoleBackendContract, Store
-from hicache.config.composed_storage import CopyOptions
 from hicache.frame import FrameCodec
 
 from .._files import open_file
@@ -35,18 +28,12 @@ def memory(codec: FrameCodec) -> Store:
     return Store(backend, backend.peek, backend.poke)
 
 
-def parts(stores: list[Store]) -> list[Part]:
+def parts(stores: Sequence[Store]) -> list[Part]:
     return [Part(f"part-{number}", store.backend) for number, store in enumerate(stores)]
 
 
-def levels(codec: FrameCodec, stores: list[Store], options: CopyOptions) -> Store:
-    return side_door(LevelsBackend(codec, parts(stores), options), stores)
-
-
-def mirror(codec: FrameCodec, stores: list[Store], write_quorum: int = 1) -> Store:
-    return side_door(
-        MirrorBackend(codec, parts(stores), write_quorum=write_quorum, copy_bytes_max=ROOM), stores
-    )
+def levels(codec: FrameCodec, *stores: Store) -> Store:
+    return side_door(LevelsBackend(codec, parts(stores), cascade_bytes_max=ROOM), stores)
 
 
 def sharded(codec: FrameCodec, open_part: Callable[[FrameCodec, int], Store], count: int) -> Store:
@@ -56,10 +43,9 @@ def sharded(codec: FrameCodec, open_part: Callable[[FrameCodec, int], Store], co
 
 
 class TestMemoryLevels(SoleBackendContract):
-    @pytest.fixture(params=["through", "on_eviction", "selective"])
-    def open_store(self, request: pytest.FixtureRequest) -> OpenStore:
-        options = CopyOptions(write=request.param, cascade_bytes_max=ROOM, selective_hits=1)
-        return lambda codec: levels(codec, [memory(codec), memory(codec)], options)
+    @pytest.fixture
+    def open_store(self) -> OpenStore:
+        return lambda codec: levels(codec, memory(codec), memory(codec))
 
 
 class TestFileOverMemory(SoleBackendContract):
@@ -67,8 +53,7 @@ class TestFileOverMemory(SoleBackendContract):
 
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
-        options = CopyOptions(cascade_bytes_max=ROOM)
-        return lambda codec: levels(codec, [open_file(tmp_path / "s", codec), memory(codec)], options)
+        return lambda codec: levels(codec, open_file(tmp_path / "s", codec), memory(codec))
 
 
 class TestThreeLevels(SoleBackendContract):
@@ -76,30 +61,7 @@ class TestThreeLevels(SoleBackendContract):
 
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
-        options = CopyOptions(cascade_bytes_max=ROOM)
-        return lambda codec: levels(codec, [memory(codec), open_file(tmp_path / "s", codec), memory(codec)], options)
-
-
-class TestMemoryMirror(SoleBackendContract):
-    @pytest.fixture(params=[1, 2])
-    def open_store(self, request: pytest.FixtureRequest) -> OpenStore:
-        return lambda codec: mirror(codec, [memory(codec), memory(codec)], request.param)
-
-
-class TestFileMirror(BackendContract):
-    machine_examples = FILE_WALKS
-
-    @pytest.fixture
-    def open_store(self, tmp_path: Path) -> OpenStore:
-        return lambda codec: mirror(codec, [open_file(tmp_path / str(part), codec) for part in range(2)])
-
-
-class TestFileBesideMemory(SoleBackendContract):
-    machine_examples = FILE_WALKS
-
-    @pytest.fixture
-    def open_store(self, tmp_path: Path) -> OpenStore:
-        return lambda codec: mirror(codec, [open_file(tmp_path / "s", codec), memory(codec)])
+        return lambda codec: levels(codec, memory(codec), open_file(tmp_path / "s", codec), memory(codec))
 
 
 class TestMemoryShards(SoleBackendContract):
@@ -116,17 +78,16 @@ class TestFileShards(BackendContract):
         return lambda codec: sharded(codec, lambda codec, number: open_file(tmp_path / str(number), codec), 2)
 
 
-class TestShardsOfMirrorsUnderMemory(SoleBackendContract):
+class TestShardsUnderMemory(SoleBackendContract):
     @pytest.fixture
     def open_store(self) -> OpenStore:
-        def open_it(codec: FrameCodec) -> Store:
-            low = sharded(codec, lambda codec, _: mirror(codec, [memory(codec), memory(codec)]), 2)
-            return levels(codec, [memory(codec), low], CopyOptions(cascade_bytes_max=ROOM))
-
-        return open_it
+        return lambda codec: levels(codec, memory(codec), sharded(codec, lambda codec, _: memory(codec), 2))
 
 
-class TestMirrorOfShards(SoleBackendContract):
+class TestShardsOfShards(SoleBackendContract):
     @pytest.fixture
     def open_store(self) -> OpenStore:
-        return lambda codec: mirror(codec, [sharded(codec, lambda codec, _: memory(codec), 2) for _ in range(2)])
+        def inner(codec: FrameCodec, _: int) -> Store:
+            return sharded(codec, lambda codec, _: memory(codec), 2)
+
+        return lambda codec: sharded(codec, inner, 2)

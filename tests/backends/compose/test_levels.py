@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from pathlib import Path
 
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome, Usage
-from hicache.backends.compose import LevelsBackend, MirrorBackend
-from hicache.backends.compose.levels import Uses
-from hicache.backends.compose.merge import LOOKUPS_MAX
-from hicache.backends.file import FileBackend
+from hicache.backends.compose import LevelsBackend
+from hicache.backends.compose.levels import LOOKUPS_MAX
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import (
     HIT,
@@ -28,29 +25,24 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.config.composed_storage import CopyOptions
-from hicache.errors import ConfigError, InvalidInput
+from hicache.errors import InvalidInput
 from hicache.frame import FrameHeader
 from tests.waiting import wait_for
 
-from .._files import open_file
 from ._parts import CODEC, COPIES, PAGE, Switched, named, settle
 
 REJECTED = SetOutcome.REJECTED
-THROUGH, ON_EVICTION, SELECTIVE = "through", "on_eviction", "selective"
 
 
 class World:
     """Levels of memory, the first of them small if `first_pages` says so."""
 
     def __init__(
-        self, levels: int = 2, *, first_pages: int | None = None, cascade: str = THROUGH,
-        promote: bool = True, hits: int = 2, copies: int = COPIES,
-    ) -> None:  # fmt: skip
+        self, levels: int = 2, *, first_pages: int | None = None, promote: bool = True, copies: int = COPIES
+    ) -> None:
         capacity = None if first_pages is None else first_pages * PAGE
         self.levels = [Switched(capacity_bytes=capacity), *(Switched() for _ in range(levels - 1))]
-        options = CopyOptions(promote=promote, write=cascade, selective_hits=hits, cascade_bytes_max=copies)
-        self.backend = LevelsBackend(CODEC, named(*self.levels), options)
+        self.backend = LevelsBackend(CODEC, named(*self.levels), promote=promote, cascade_bytes_max=copies)
         self.store = Store(self.backend, self.levels[0].peek, self.levels[0].poke)
 
     def settle(self) -> None:
@@ -260,14 +252,16 @@ def test_a_copy_does_not_use_the_frames_of_the_call() -> None:
 
 
 def test_a_deleted_page_does_not_come_back_from_the_queue() -> None:
-    world, keys = World(), make_keys(4)
+    world, keys, others = World(), make_keys(4), make_keys(2, "other")
     world.levels[1].gate.clear()
-    store_chain(world.store, make_keys(1, "under way"))
-    store_chain(world.store, keys)
+    for chain in (make_keys(1, "in flight"), keys, others):
+        store_chain(world.store, chain)
     assert world.backend.delete(keys[1:], deadline=soon()) == 3
     world.levels[1].gate.set()
     world.settle()
-    assert world.on(0, keys) == world.on(1, keys) == [True, False, False, False]
+    assert world.on(0, keys) == [True, False, False, False]
+    assert world.on(1, keys) == [False] * 4, "the copy of a run is dropped as a whole"
+    assert world.on(1, others) == [True] * 2
     world.backend.close()
 
 
@@ -309,74 +303,6 @@ def test_usage_is_that_of_the_fullest_level() -> None:
     world.backend.close()
 
 
-def test_on_eviction_a_page_goes_down_when_it_leaves_the_first_level() -> None:
-    world = World(first_pages=4, cascade=ON_EVICTION)
-    old, new = make_keys(4, "old"), make_keys(3, "new")
-    store_chain(world.store, old)
-    world.settle()
-    assert world.on(1, old) == [False] * 4, "nothing was evicted yet"
-    store_chain(world.store, new)
-    world.settle()
-    assert world.on(0, old) == [True, False, False, False]
-    assert world.on(1, old) == [False, True, True, True]
-    assert world.backend.batch_exists(old, deadline=soon()) == 4
-    assert load(world.store, old) == [HIT] * 4
-    for before, key in itertools.pairwise(old):
-        header = FrameHeader.parse(world.levels[1].peek(key) or b"")
-        assert header is not None and header.parent_key == before
-    world.backend.close()
-
-
-def test_on_eviction_a_file_level_sends_its_pages_down(tmp_path: Path) -> None:
-    file = open_file(tmp_path / "s", capacity=4 * PAGE).backend
-    assert isinstance(file, FileBackend)
-    below = MemoryBackend(CODEC)
-    backend = LevelsBackend(
-        CODEC, named(file, below), CopyOptions(write=ON_EVICTION, cascade_bytes_max=COPIES)
-    )
-    store = Store(backend, below.peek, below.poke)
-    old, new = make_keys(4, "old"), make_keys(3, "new")
-    store_chain(store, old)
-    store_chain(store, new)
-    settle(backend)
-    assert [below.peek(key) is not None for key in old] == [False, True, True, True]
-    assert load(store, old) == [HIT] * 4
-    backend.close()
-
-
-def test_on_eviction_levels_in_levels_hand_each_page_on_from_one_to_the_next() -> None:
-    top, middle, low = Switched(capacity_bytes=4 * PAGE), Switched(capacity_bytes=4 * PAGE), Switched()
-    options = CopyOptions(promote=False, write=ON_EVICTION, cascade_bytes_max=COPIES)
-    inner = LevelsBackend(CODEC, named(top, middle), options)
-    outer = LevelsBackend(CODEC, named(inner, low), options)
-    store, chains = Store(outer, low.peek, low.poke), [make_keys(4, name) for name in ("old", "older", "new")]
-    for keys in chains:
-        assert store_chain(store, keys) == [STORED] * 4
-        for _ in range(2):  # what arrives in the middle evicts there
-            settle(inner)
-            settle(outer)
-    for level, keys in zip((low, middle, top), chains, strict=True):
-        assert [level.peek(key) is not None for key in keys] == [True] * 4
-        assert level.usage().pages == 4, "each page is on one level"
-    outer.close()
-
-
-@pytest.mark.parametrize("hits", [1, 3])
-def test_selective_copies_a_page_once_it_was_read_often_enough(hits: int) -> None:
-    world, keys = World(3, cascade=SELECTIVE, hits=hits), make_keys(3)
-    store_chain(world.store, keys)
-    for _ in range(hits):
-        world.settle()
-        assert world.on(1, keys) == world.on(2, keys) == [False] * 3
-        load(world.store, keys[:2])
-    world.settle()
-    assert world.on(1, keys) == world.on(2, keys) == [True, True, False]
-    load(world.store, keys[:2])
-    world.settle()
-    assert world.backend.copies()["part-1"].copied == 2, "copied once"
-    world.backend.close()
-
-
 def test_a_copy_that_raises_is_counted_and_the_next_one_is_made() -> None:
     class Raising(Switched):
         raises = True
@@ -387,7 +313,7 @@ def test_a_copy_that_raises_is_counted_and_the_next_one_is_made() -> None:
             return super().batch_set(*args, **kwargs)  # type: ignore[arg-type]
 
     first, below, keys = Switched(), Raising(), make_keys(2)
-    backend = LevelsBackend(CODEC, named(first, below), CopyOptions(cascade_bytes_max=COPIES))
+    backend = LevelsBackend(CODEC, named(first, below), cascade_bytes_max=COPIES)
     store = Store(backend, first.peek, first.poke)
     assert store_chain(store, keys[:1]) == [STORED]
     settle(backend)
@@ -398,14 +324,6 @@ def test_a_copy_that_raises_is_counted_and_the_next_one_is_made() -> None:
     copies = backend.copies()["part-1"]
     assert (copies.failed, copies.copied) == (1, 1)
     backend.close()
-
-
-def test_reads_are_counted_for_a_bounded_number_of_pages() -> None:
-    uses = Uses(due=2, keys_max=3)
-    keys = make_keys(5)
-    assert uses.count([(key, position) for position, key in enumerate(keys)]) == []
-    assert uses.count([(keys[0], 0)]) == [], "forgotten meanwhile"
-    assert uses.count([(keys[4], 4), (keys[4], 5)]) == [4], "told once"
 
 
 def test_closing_writes_what_waits_and_then_closes_each_level_once() -> None:
@@ -432,27 +350,8 @@ def test_closing_gives_up_on_a_level_that_hangs_and_counts_what_is_left() -> Non
     assert copies.copied == 0 and copies.failed + copies.dropped == 3 and copies.waiting == 0
 
 
-@pytest.mark.parametrize("options", [
-    {"promote": 2}, {"selective_hits": 0}, {"selective_hits": True}, {"cascade_bytes_max": 0},
-    {"cascade_bytes_max": "much"}, {"write": "back"},
-])  # fmt: skip
-def test_options_that_cannot_work_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        CopyOptions(**options)
-
-
 def test_a_bound_below_one_page_and_a_single_level_are_refused() -> None:
     with pytest.raises(InvalidInput, match="cascade_bytes_max"):
         World(copies=PAGE - 1)
     with pytest.raises(InvalidInput, match="two or more"):
-        LevelsBackend(CODEC, named(MemoryBackend(CODEC)), CopyOptions())
-
-
-def test_on_eviction_needs_a_first_level_that_evicts() -> None:
-    class Silent(Switched):
-        on_eviction = None  # type: ignore[assignment]
-
-    first = MirrorBackend(CODEC, named(Silent(), Silent()), write_quorum=1, copy_bytes_max=COPIES)
-    with pytest.raises(InvalidInput, match="does not tell what it evicts"):
-        LevelsBackend(CODEC, named(first, Switched()), CopyOptions(write=ON_EVICTION, cascade_bytes_max=COPIES))
-    first.close()
+        LevelsBackend(CODEC, named(MemoryBackend(CODEC)))

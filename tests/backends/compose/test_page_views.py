@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from hicache.backends.base import StorageBackend
-from hicache.backends.compose import (
-    LevelsBackend,
-    MirrorBackend,
-    ShardCodec,
-    ShardedBackend,
-)
+from hicache.backends.compose import LevelsBackend, ShardCodec, ShardedBackend
 from hicache.backends.testing import (
     HIT,
     MISS,
@@ -26,7 +20,6 @@ from hicache.backends.testing import (
     make_keys,
     soon,
 )
-from hicache.config.composed_storage import CopyOptions
 from hicache.frame import PageBuffer
 from tests.waiting import wait_for
 
@@ -45,8 +38,8 @@ def put(backend: StorageBackend, keys: list[bytes], pages: Sequence[PageBuffer])
     return backend.batch_set(keys, pages, parent=None, deadline=soon())
 
 
-def levels(*parts: Switched, **options: Any) -> LevelsBackend:
-    return LevelsBackend(CODEC, named(*parts), CopyOptions(cascade_bytes_max=COPIES, **options))
+def levels(*parts: Switched) -> LevelsBackend:
+    return LevelsBackend(CODEC, named(*parts), cascade_bytes_max=COPIES)
 
 
 def test_a_cascade_and_a_promotion_of_a_page_in_parts_are_the_page_itself() -> None:
@@ -68,7 +61,7 @@ def test_a_cascade_and_a_promotion_of_a_page_in_parts_are_the_page_itself() -> N
 def test_a_staged_page_in_parts_keeps_nothing_of_the_page_before_it() -> None:
     """The copier's frame is used again: what lay in the padding must not be stored under another key."""
     fast, slow = Switched(), Switched()
-    backend = LevelsBackend(CODEC, named(fast, slow), CopyOptions(cascade_bytes_max=CODEC.frame_bytes))
+    backend = LevelsBackend(CODEC, named(fast, slow), cascade_bytes_max=CODEC.frame_bytes)
     one, two = make_keys(2)
     (frame,) = full_frames(CODEC, [one])
     frame[-16:] = b"\xff" * 16
@@ -77,18 +70,6 @@ def test_a_staged_page_in_parts_keeps_nothing_of_the_page_before_it() -> None:
     put(backend, [two], views([two]))
     settle(backend)
     assert (slow.peek(one) or b"")[-16:] == b"\xff" * 16 and (slow.peek(two) or b"\1")[-16:] == bytes(16)
-    backend.close()
-
-
-def test_a_mirror_repairs_a_part_from_a_page_that_was_read_into_parts() -> None:
-    parts, keys = [Switched(), Switched()], make_keys(4)
-    backend = MirrorBackend(CODEC, named(*parts), write_quorum=2, copy_bytes_max=COPIES)
-    assert put(backend, keys, views(keys)) == [STORED] * 4
-    stored = [parts[0].peek(key) for key in keys]
-    parts[0].clear(deadline=soon())
-    assert backend.batch_get(keys, no_views(4), deadline=soon()) == [HIT] * 4
-    settle(backend)
-    assert [[part.peek(key) for key in keys] for part in parts] == [stored] * 2
     backend.close()
 
 
@@ -101,21 +82,17 @@ def test_a_page_in_parts_on_a_shard_names_the_page_before_it_in_the_chain() -> N
         assert [one.peek(key) for key in keys] == [other.peek(key) for key in keys]
 
 
-def test_a_page_is_there_if_any_level_or_part_has_it_and_each_is_asked_for_the_rest_alone() -> None:
-    for make in (
-        lambda one, two: levels(one, two, write="on_eviction"),
-        lambda one, two: MirrorBackend(CODEC, named(one, two), write_quorum=1, copy_bytes_max=COPIES),
-    ):
-        one, two, keys = Switched(), Switched(), make_keys(6)
-        put(one, [keys[1]], full_frames(CODEC, [keys[1]]))
-        put(two, [keys[4], keys[1]], full_frames(CODEC, [keys[4], keys[1]]))
-        backend: StorageBackend = make(one, two)
-        assert backend.batch_has(keys, deadline=soon()) == [False, True, False, False, True, False]
-        assert one.called("has") == [tuple(keys)]
-        assert two.called("has") == [tuple(key for key in keys if key != keys[1])]
-        one.down = True
-        assert backend.batch_has(keys, deadline=soon()) == [False, True, False, False, True, False]
-        backend.close()
+def test_a_page_is_there_if_any_level_has_it_and_each_is_asked_for_the_rest_alone() -> None:
+    one, two, keys = Switched(), Switched(), make_keys(6)
+    put(one, [keys[1]], full_frames(CODEC, [keys[1]]))
+    put(two, [keys[4], keys[1]], full_frames(CODEC, [keys[4], keys[1]]))
+    backend = levels(one, two)
+    assert backend.batch_has(keys, deadline=soon()) == [False, True, False, False, True, False]
+    assert one.called("has") == [tuple(keys)]
+    assert two.called("has") == [tuple(key for key in keys if key != keys[1])]
+    one.down = True
+    assert backend.batch_has(keys, deadline=soon()) == [False, True, False, False, True, False]
+    backend.close()
 
 
 def test_a_shard_is_asked_for_its_own_pages_in_one_call() -> None:
@@ -141,11 +118,9 @@ def test_clearing_levels_clears_all_of_them_and_no_copy_comes_later() -> None:
     slow.gate.clear()
     put(backend, keys, full_frames(CODEC, keys))
     wait_for(lambda: slow.at_gate == 1)
-    epochs = [copier.epoch for copier in backend._copiers]
     assert backend.clear(deadline=soon(0.02)) in (0, 6)  # the copy under way is waited for until the deadline
     slow.gate.set()
     settle(backend)
-    assert [copier.epoch for copier in backend._copiers] == [epoch + 1 for epoch in epochs]
     assert backend.clear(deadline=soon()) <= 6
     assert backend.batch_has(keys, deadline=soon()) == [False] * 6
     assert backend.batch_get(keys, empty_frames(CODEC, 6), deadline=soon()) == [MISS] * 6
@@ -165,7 +140,7 @@ def test_copies_that_wait_are_forgotten_when_all_is_cleared(waiting: bool) -> No
     put(backend, keys[:1], full_frames(CODEC, keys[:1]))
     wait_for(lambda: slow.at_gate == 1)
     put(backend, keys[2:], full_frames(CODEC, keys[2:]))  # another chain, which waits for the first
-    with backend._forgetting(None if waiting else [], soon(0.01)):
+    with backend._without_copies(None if waiting else [], soon(0.01)):
         slow.gate.set()
     settle(backend)
     assert [slow.peek(key) is not None for key in keys] == [True, False, not waiting, not waiting]

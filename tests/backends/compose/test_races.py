@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.compose import CopyingBackend, LevelsBackend, MirrorBackend
+from hicache.backends.compose import LevelsBackend
 from hicache.backends.testing import empty_frames, full_frames, holds, in_threads, make_keys, soon
-from hicache.config.composed_storage import CopyOptions
 from tests.seeds import rng, seeds
 
 from ._parts import CODEC, PAGE, Switched, named, settle
@@ -19,20 +17,7 @@ CHAINS = [make_keys(12, f"chain {number}") for number in range(4)]
 ROUNDS = 120
 
 
-def levels(cascade: str, parts: list[Switched]) -> CopyingBackend:
-    options = CopyOptions(write=cascade, selective_hits=2, cascade_bytes_max=9 * PAGE)
-    return LevelsBackend(CODEC, named(*parts), options)
-
-
-MAKERS: dict[str, Callable[[list[Switched]], CopyingBackend]] = {
-    "through": lambda parts: levels("through", parts),
-    "on_eviction": lambda parts: levels("on_eviction", parts),
-    "selective": lambda parts: levels("selective", parts),
-    "mirror": lambda parts: MirrorBackend(CODEC, named(*parts), write_quorum=1, copy_bytes_max=9 * PAGE),
-}
-
-
-def use(backend: CopyingBackend, parts: list[Switched], dice: random.Random) -> None:
+def use(backend: LevelsBackend, parts: list[Switched], dice: random.Random) -> None:
     """Random verbs; each frame is overwritten at once when its call has returned. Now and then a part hurts a page or
     is down for a moment."""
     for _ in range(ROUNDS):
@@ -71,10 +56,9 @@ def use(backend: CopyingBackend, parts: list[Switched], dice: random.Random) -> 
 
 @pytest.mark.usefixtures("threads_switch_often")
 @pytest.mark.parametrize("seed", seeds(3))
-@pytest.mark.parametrize("kind", MAKERS)
-def test_random_use_by_many_threads_serves_no_wrong_page_and_forgets_what_is_deleted(kind: str, seed: int) -> None:
-    parts = [Switched(capacity_bytes=15 * PAGE if kind != "mirror" else None), Switched()]
-    backend = MAKERS[kind](parts)
+def test_random_use_by_many_threads_serves_no_wrong_page_and_forgets_what_is_deleted(seed: int) -> None:
+    parts = [Switched(capacity_bytes=15 * PAGE), Switched()]
+    backend = LevelsBackend(CODEC, named(*parts), cascade_bytes_max=9 * PAGE)
     in_threads(4, lambda number: use(backend, parts, rng(10 * seed + number)))
     for part in parts:
         part.down = False

@@ -25,7 +25,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.config.composed_storage import CopyOptions
 from hicache.devservers import DevService, SeaweedServer, ValkeyServer
 from hicache.frame import FrameCodec
 from tests.backends.redis.store import open_on
@@ -48,7 +47,7 @@ class TestFileOverValkey(SoleBackendContract):
                 server = open_on(client, valkey.storage(key_prefix=unique_prefix)[1], codec)
                 stores = [open_file(tmp_path / "s", codec), server]
                 parts = [Part("file", stores[0].backend), Part("valkey", stores[1].backend)]
-                return side_door(LevelsBackend(codec, parts, CopyOptions(cascade_bytes_max=ROOM)), stores)
+                return side_door(LevelsBackend(codec, parts, cascade_bytes_max=ROOM), stores)
 
             yield open_it
 
@@ -132,25 +131,6 @@ def test_a_first_level_that_is_killed_is_stepped_over_and_filled_again_when_it_c
             return backend.parts[0].batch_exists(keys, deadline=soon()) == 6
 
         wait_for(is_filled)
-        backend.close()
-
-
-def test_an_optional_server_that_starts_late_is_taken_in(tmp_path: Path) -> None:
-    keys = make_keys(3)
-    with ValkeyServer() as server:
-        kind, options = server.storage(timeout=0.2)
-        server.kill()
-        backend, store = open_levels(file_part(tmp_path / "s"), part((kind, options), optional=True))
-        assert store_chain(store, keys) == [STORED] * 3
-        server.restart()
-
-        def arrives() -> bool:
-            backend.delete(keys, deadline=soon())
-            store_chain(store, keys)
-            settle(backend)
-            return backend.parts[1].batch_exists(keys, deadline=soon()) == 3
-
-        wait_for(arrives)
         backend.close()
 
 
