@@ -24,7 +24,7 @@ from hicache.cache.recorder import EventRecorder
 from hicache.config import EventsConfig
 from hicache.events import EventStream, Medium, PrefixIndex, Removed, Stored
 from hicache.events.publisher import EventPublisher
-from hicache.events.wire import BatchEncoder, decode_batch
+from hicache.events.wire import decode_batch, encode_batch
 from hicache.keys import RadixKey, page_keys, token_bytes
 from hicache.policies import LRUPolicy
 from hicache.radix import Node, RadixTree
@@ -183,14 +183,13 @@ def publish(pages: int) -> Row:
 def follow(pages: int) -> Row:
     """Reading batches and keeping an index, by page; the reference is MessagePack alone."""
     made = events(pages)
-    encoder = BatchEncoder("array")
-    payloads = [encoder.encode(made[start : start + PER_BATCH], 0.0) for start in range(0, len(made), PER_BATCH)]
+    payloads = [encode_batch(made[start : start + PER_BATCH], 0.0) for start in range(0, len(made), PER_BATCH)]
     ours, reference = [], []
     for _ in range(RUNS):
         index = PrefixIndex()
         begin = time.perf_counter()
         for payload in payloads:
-            index.apply_events(decode_batch(payload).events)
+            index.apply(decode_batch(payload))
         middle = time.perf_counter()
         for payload in payloads:
             msgspec.msgpack.decode(payload)

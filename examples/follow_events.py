@@ -23,7 +23,7 @@ def describe(index: PrefixIndex) -> str:
     """One line: how many pages are where."""
     if not index.in_sync:
         return "out of sync: waiting for a snapshot"
-    pages = index.statistics().pages
+    pages = index.pages()
     return f"{pages[Medium.DEVICE]} pages on the device, {pages[Medium.HOST]} on the host, " \
            f"{pages[Medium.STORAGE]} of them in storage"  # fmt: skip
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hicache.config import EventsConfig, HiCacheConfig, MooncakeStorageOptions
-from hicache.config.addresses import HTTP_PORTS, check_host, check_port, split_address, split_url
-from hicache.config.publishing import split_endpoint
+from hicache.config.addresses import HTTP_PORTS, check_host, check_port, split_address, split_endpoint, split_url
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.devservers import KINDS, make_service
 from hicache.errors import ConfigError, InvalidInput

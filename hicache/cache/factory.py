@@ -327,7 +327,7 @@ def _publish_events(config: HiCacheConfig, cache: TreeCache | TieredCache, ranks
     if config.events.endpoint is None or (ranks is not None and ranks.rank):
         return
     stream = EventStream(config.events.buffer)
-    publisher = create_publisher(config, stream)
+    publisher = create_publisher(config.events, stream)
     cache.record_events(stream, publisher)
 
 

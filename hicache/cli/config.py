@@ -17,7 +17,7 @@ from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config, read_key
 from ..config.entries import EntryInfo, all_entries, format_value, part_entries
 from ..config.storage import STORAGE_SECTIONS, PartConfig
 from ..errors import ConfigError
-from ..events.factory import check_events
+from ..events.security import check_events
 from ..units import counted
 from .arguments import PATH
 
@@ -124,7 +124,7 @@ def check_surroundings(loaded: HiCacheConfig) -> None:
             except ConfigError as error:
                 problems.append(f"{entry}: {error}")
     try:
-        check_events(loaded)
+        check_events(loaded.events)
     except ConfigError as error:
         problems.append(f"events: {str(error).removeprefix('events: ')}")
     if problems:

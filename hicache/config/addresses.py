@@ -7,8 +7,10 @@ that was asked for. Nothing here resolves a name. Messages quote no value: a URL
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 PORT_MAX = 65535
@@ -21,6 +23,10 @@ _LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _IPV6 = re.compile(r"[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9_.-]{1,15})?")
 _ADDRESS = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::([^:\[\]]*))?")
 _URL = re.compile(r"([a-z0-9]+)://([^/?#]*)((?:/[!-~]*)?)")
+_TCP = "tcp://"
+_IPC = "ipc://"
+# The name of a Unix socket, with its closing zero, has 108 bytes on Linux.
+_IPC_PATH_BYTES_MAX = 107
 
 
 class Address(NamedTuple):
@@ -100,3 +106,33 @@ def split_url(url: str, default_ports: Mapping[str, int]) -> Url:
         raise ValueError(f"a URL must look like {like}, without user, password, query or fragment")
     host, port = split_address(match[2], default_ports[match[1]])
     return Url(match[1], host, port, match[3])
+
+
+def split_endpoint(endpoint: str, *, listens: bool) -> Address | Path:
+    """Split a ZeroMQ endpoint: the address of `tcp://host:port`, or the socket of `ipc:///path`.
+
+    With `listens` the host may be `*`, for all interfaces, and the port `*` or 0, for a free one; either port becomes
+    0. Raises ValueError that names no part of the endpoint if it is not valid. ZeroMQ itself would take any port modulo
+    65536.
+    """
+    if endpoint.startswith(_IPC):
+        path = Path(endpoint.removeprefix(_IPC))
+        if not path.is_absolute() or "\0" in str(path) or len(os.fsencode(path)) > _IPC_PATH_BYTES_MAX:
+            raise ValueError(f"ipc:// needs an absolute path of at most {_IPC_PATH_BYTES_MAX} bytes")
+        return path
+    if not endpoint.startswith(_TCP):
+        raise ValueError("the endpoint is not valid; write tcp://127.0.0.1:5557 or ipc:///run/hicache/kv")
+    host, _, port = endpoint.removeprefix(_TCP).rpartition(":")
+    if not listens:
+        return split_address(f"{host}:{port}")
+    if host == "*":
+        return Address(host, 0 if port == "*" else check_port(port, lowest=0))
+    return split_address(f"{host}:{'0' if port == '*' else port}", lowest=0)
+
+
+def is_loopback(host: str) -> bool:
+    """True if `host` names this machine alone. Resolves no name: any name but `localhost` counts as remote."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -2,43 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
-import os
-from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..units import MIB, Count, PositiveDuration, PositiveSize
-from .addresses import PORT_MAX, Address, check_host, check_port, split_address
+from .addresses import PORT_MAX, check_host, check_port, is_loopback, split_endpoint
 from .section import FileSystemPath, Section
-
-_TCP = "tcp://"
-_IPC = "ipc://"
-# The name of a Unix socket, with its closing zero, has 108 bytes on Linux.
-_IPC_PATH_BYTES_MAX = 107
-
-
-def split_endpoint(endpoint: str, *, listens: bool) -> Address | Path:
-    """Split a ZeroMQ endpoint: the address of `tcp://host:port`, or the socket of `ipc:///path`.
-
-    With `listens` the host may be `*`, for all interfaces, and the port `*` or 0, for a free one; either port becomes
-    0. Raises ValueError that names no part of the endpoint if it is not valid. ZeroMQ itself would take any port modulo
-    65536.
-    """
-    if endpoint.startswith(_IPC):
-        path = Path(endpoint.removeprefix(_IPC))
-        if not path.is_absolute() or "\0" in str(path) or len(os.fsencode(path)) > _IPC_PATH_BYTES_MAX:
-            raise ValueError(f"ipc:// needs an absolute path of at most {_IPC_PATH_BYTES_MAX} bytes")
-        return path
-    if not endpoint.startswith(_TCP):
-        raise ValueError("the endpoint is not valid; write tcp://127.0.0.1:5557 or ipc:///run/hicache/kv")
-    host, _, port = endpoint.removeprefix(_TCP).rpartition(":")
-    if not listens:
-        return split_address(f"{host}:{port}")
-    if host == "*":
-        return Address(host, 0 if port == "*" else check_port(port, lowest=0))
-    return split_address(f"{host}:{'0' if port == '*' else port}", lowest=0)
 
 
 def _check_port(port: object) -> int:
@@ -50,7 +20,6 @@ def _check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
-Dialect: TypeAlias = Literal["array", "map", "sglang"]
 Endpoint: TypeAlias = Annotated[str, Field(max_length=255), AfterValidator(_check_endpoint)]
 
 
@@ -78,14 +47,6 @@ class MetricsConfig(Section):
         return self
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host` names this machine alone. Resolves no name: any name but `localhost` counts as remote."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class EventsConfig(Section):
     """KV events: what appeared on and left which tier, published for routers and monitors over ZeroMQ."""
 
@@ -101,11 +62,6 @@ class EventsConfig(Section):
     topic: str = Field(
         default="kv-events", max_length=255,
         description="Topic of the published messages.",
-    )
-    dialect: Dialect = Field(
-        default="array",
-        description="How an event is written. `array`: positional, as most consumers read it; `map`: with names, as "
-        "vLLM does since 2026; `sglang`: positional with 64-bit hashes, as SGLang does.",
     )
     token_ids: bool = Field(
         default=True,

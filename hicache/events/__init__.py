@@ -4,24 +4,20 @@ The cache makes events (`hicache.cache.recorder`), `EventStream` carries them, `
 and `subscriber` take them over a network in the form of docs/formats/kv_events.md; they need the extra `events`.
 """
 
-from .index import IndexStatistics, PrefixIndex
+from .index import PrefixIndex
 from .stream import EventReader, EventStream, StreamStatistics
-from .types import Batch, Cleared, Event, Gap, Medium, Publisher, PublisherStatistics, Removed, Snapshot, Stored
+from .types import Cleared, Event, Medium, Publisher, PublisherStatistics, Removed, Stored
 
 __all__ = [
-    "Batch",
     "Cleared",
     "Event",
     "EventReader",
     "EventStream",
-    "Gap",
-    "IndexStatistics",
     "Medium",
     "PrefixIndex",
     "Publisher",
     "PublisherStatistics",
     "Removed",
-    "Snapshot",
     "Stored",
     "StreamStatistics",
 ]

@@ -12,17 +12,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ..errors import InvariantError
-from .types import Batch, Cleared, Event, Gap, Medium, Removed, Snapshot, Stored
-
-
-@dataclass(frozen=True, slots=True)
-class IndexStatistics:
-    """`pages` by medium."""
-
-    pages: dict[Medium, int]
+from .types import Cleared, Event, Medium, Removed, Stored
 
 
 class _Page:
@@ -45,16 +37,7 @@ class PrefixIndex:
 
     # Following
 
-    def apply(self, entry: Batch | Gap | Snapshot) -> None:
-        """Follow what a reader of a stream returned."""
-        if isinstance(entry, Gap):
-            self.lose()
-        elif isinstance(entry, Snapshot):
-            self.apply_events((Cleared(), *entry.events))
-        else:
-            self.apply_events(entry.events)
-
-    def apply_events(self, events: Iterable[Event]) -> None:
+    def apply(self, events: Iterable[Event]) -> None:
         """Follow events in their order. While the index is out of sync, all before a `Cleared` are ignored."""
         for event in events:
             if isinstance(event, Cleared):
@@ -68,7 +51,7 @@ class PrefixIndex:
                 self._remove(event)
 
     def lose(self) -> None:
-        """Forget everything, because events were missed; a snapshot or a `Cleared` starts it over."""
+        """Forget everything, because events were missed; a `Cleared` starts it over, and with it each snapshot."""
         self._pages.clear()
         self._in_sync = False
 
@@ -139,10 +122,9 @@ class PrefixIndex:
         """The tokens of a page as in `Stored`, empty if withheld. Raises KeyError for an unknown page."""
         return self._pages[key].tokens
 
-    def statistics(self) -> IndexStatistics:
-        """What the index holds, counted over all pages."""
-        counts = Counter(medium for page in self._pages.values() for medium in page.media)
-        return IndexStatistics({medium: counts[medium] for medium in Medium})
+    def pages(self) -> Counter[Medium]:
+        """How many pages are on each medium, counted over all pages."""
+        return Counter(medium for page in self._pages.values() for medium in page.media)
 
     def check(self) -> None:
         """Raises InvariantError if an invariant of the module does not hold."""

@@ -1,12 +1,14 @@
 """Publishes an event stream over ZeroMQ, in the form of docs/formats/kv_events.md.
 
-A PUB socket sends batches with consecutive sequence numbers; a ROUTER socket sends the newest of them again to whoever
-missed some. A subscriber that missed more than is kept makes the publisher ask for a snapshot of the tree, which is
-then published to all as `AllBlocksCleared` and what is stored. Needs pyzmq and msgspec (extra `events`).
+A PUB socket sends batches with consecutive sequence numbers; a ROUTER socket sends the newest of them again to a
+subscriber that missed some. A subscriber that missed more than is kept makes the publisher ask for a snapshot of the
+tree, which is then published to all as `AllBlocksCleared` and what is stored. With CURVE keys, pyzmq's authenticator
+admits the listed subscribers. Needs pyzmq and msgspec (extra `events`).
 
 Locking design: one thread owns the sockets, the replay buffer and the sequence; it is the only user of the stream's
 reader. The constructor makes and binds the sockets before the thread starts. `_closing` is an event that `close` sets;
-the counters are written by the thread and read by `statistics`, each is a single reference. The producer is never in
+the counters are written by the thread and read by `statistics`, each is a single reference. The authenticator has a
+thread and sockets of its own; on it runs `_ListedKeys`, whose counter no other thread writes. The producer is never in
 here: it puts events into the stream and the thread comes for them.
 """
 
@@ -16,18 +18,18 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 import zmq
-import zmq.utils.z85
+from zmq.auth.thread import ThreadAuthenticator
 
 from ..config import EventsConfig
 from ..errors import ConfigError
 from .security import CurveKeys, require_private
 from .stream import EventStream
-from .types import Batch, Cleared, Event, Gap, PublisherStatistics
-from .wire import BatchEncoder
+from .types import Cleared, Event, PublisherStatistics
+from .wire import encode_batch
 
 logger = logging.getLogger(__name__)
 
@@ -51,28 +53,35 @@ REQUESTS_PER_STEP_MAX = 16
 REQUEST_BYTES_MAX = 1024
 # How long the thread rests after an unexpected error, so that a persistent one costs no core.
 ERROR_BACKOFF_S = 0.5
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-_ZAP_VERSION = b"1.0"
+_ZAP_DOMAIN = "hicache"
+
+
+class _ListedKeys:
+    """The public keys that may connect, as pyzmq's authenticator asks for them. Counts the keys that it refuses."""
+
+    def __init__(self, keys: frozenset[str]) -> None:
+        self._keys = keys
+        self.refused = 0
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """True if the key, in Z85, is listed. Compares public keys, which are not secret."""
+        is_listed = key.decode() in self._keys
+        self.refused += not is_listed
+        return is_listed
 
 
 class EventPublisher:
     """See the module's docstring. Starts a thread; a context manager that closes.
 
-    `rank` is the data-parallel rank that the batches name; `config` has none. Raises ConfigError without an endpoint,
-    and for one that is open to strangers or cannot be bound.
+    Raises ConfigError without an endpoint, and for one that is open to strangers or cannot be bound.
     """
 
-    def __init__(
-        self, stream: EventStream, config: EventsConfig, curve: CurveKeys | None = None, *, rank: int | None = None
-    ) -> None:
+    def __init__(self, stream: EventStream, config: EventsConfig, curve: CurveKeys | None = None) -> None:
         if config.endpoint is None:
             raise ConfigError("events.endpoint: there is none; say where to publish, such as tcp://127.0.0.1:5557")
-        for endpoint in filter(None, (config.endpoint, config.replay_endpoint)):
-            require_private(endpoint, curve)
+        require_private(config, curve)
         self._config = config
-        self._curve = curve
         self._topic = config.topic.encode()
-        self._encoder = BatchEncoder(config.dialect, token_ids=config.token_ids, rank=rank)
         self._kept: deque[bytes] = deque()  # the payloads of the batches up to number `_sequence` - 1
         self._kept_bytes = 0
         # Microseconds since 1970, so that the numbers of a later publisher at this address are larger: a subscriber
@@ -84,12 +93,18 @@ class EventPublisher:
         self._errors: Counter[str] = Counter()
         self._closing = threading.Event()
         self._close_deadline_s = 0.0
+        self._listed = _ListedKeys(curve.clients if curve else frozenset())
         with ExitStack() as undo:
             self._context = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
-            self._zap = self._bind_zap() if curve else None
-            self._pub = self._bind(zmq.PUB, config.endpoint)
-            self._router = self._bind(zmq.ROUTER, config.replay_endpoint) if config.replay_endpoint else None
+            # ZeroMQ asks it whether a key may connect (ZAP, RFC 27), so it is there before the first connection.
+            self._authenticator = ThreadAuthenticator(self._context)
+            if curve is not None:
+                self._authenticator.configure_curve_callback(_ZAP_DOMAIN, self._listed)
+                undo.callback(self._authenticator.stop)
+                self._authenticator.start()
+            self._pub = self._bind(zmq.PUB, config.endpoint, curve)
+            self._router = self._bind(zmq.ROUTER, config.replay_endpoint, curve) if config.replay_endpoint else None
             # Where subscribers connect to, with the port that was taken.
             self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
             self.replay_endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT) if self._router else None
@@ -104,9 +119,8 @@ class EventPublisher:
         counts = self._counts
         return PublisherStatistics(
             alive=self._thread.is_alive(), batches=self._sequence - self._origin, events=counts["events"],
-            bytes=counts["bytes"], slow=counts["slow"], gaps=counts["gaps"], snapshots=counts["snapshots"],
-            replays=counts["replays"], refused=counts["refused"], replay_batches=len(self._kept),
-            replay_bytes=self._kept_bytes, errors=dict(self._errors),
+            slow=counts["slow"], gaps=self._reader.gaps, replays=counts["replays"],
+            refused=counts["malformed"] + self._listed.refused, errors=dict(self._errors),
         )  # fmt: skip
 
     def close(self, timeout_s: float = 5.0) -> bool:
@@ -126,15 +140,7 @@ class EventPublisher:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # Sockets, on the constructor's thread
-
-    def _bind_zap(self) -> zmq.Socket[bytes]:
-        """Where ZeroMQ asks whether a key may connect (ZAP, RFC 27). It must be there before the first connection."""
-        zap = self._context.socket(zmq.REP)
-        zap.bind(_ZAP_ENDPOINT)
-        return zap
-
-    def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    def _bind(self, kind: int, endpoint: str, curve: CurveKeys | None) -> zmq.Socket[bytes]:
         bound = self._context.socket(kind)
         replay_max = REPLAYS_QUEUED_MAX * (REPLAY_BATCHES_MAX + 1)
         bound.set_hwm(self._config.queued_batches_max if kind == zmq.PUB else replay_max)
@@ -142,10 +148,10 @@ class EventPublisher:
         bound.setsockopt(zmq.IPV6, int("[" in endpoint))
         if kind == zmq.PUB:
             bound.setsockopt(zmq.XPUB_NODROP, 1)
-        if self._curve is not None and not endpoint.startswith("ipc://"):
+        if curve is not None and not endpoint.startswith("ipc://"):
             bound.setsockopt(zmq.CURVE_SERVER, 1)
-            bound.setsockopt(zmq.CURVE_SECRETKEY, self._curve.secret.encode())
-            bound.setsockopt(zmq.ZAP_DOMAIN, b"hicache")
+            bound.setsockopt(zmq.CURVE_SECRETKEY, curve.secret.encode())
+            bound.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN.encode())
         try:
             bound.bind(endpoint)
         except zmq.ZMQError as error:
@@ -156,76 +162,62 @@ class EventPublisher:
 
     def _run(self) -> None:
         try:
-            # Subscribers may remember an earlier publisher at this address, whose tree is gone.
-            self._send([Cleared()])
             while not self._closing.is_set():
-                self._guarded_step()
-            while time.monotonic() < self._close_deadline_s and self._publish_some():
-                pass
-        except Exception as error:
-            self._failed(error)
+                self._guarded(self._step)
+            self._guarded(self._drain)
         finally:
             self._reader.close()
+            self._authenticator.stop()
             linger_s = max(0.0, self._close_deadline_s - time.monotonic())
             self._context.destroy(linger=int(1000 * linger_s))
 
-    def _guarded_step(self) -> None:
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Run a step. An error is counted, logged once per kind, and healed by a snapshot."""
         try:
-            self._step()
+            step()
         except Exception as error:
-            self._failed(error)
+            kind = type(error).__name__
+            self._errors[kind] += 1
+            if self._errors[kind] == 1:
+                logger.exception("event publisher: unexpected %s; counted from now on", kind)
             # What was being sent is lost, so what subscribers know may be wrong.
             self._reader.request_snapshot()
             self._closing.wait(ERROR_BACKOFF_S)
 
-    def _failed(self, error: Exception) -> None:
-        kind = type(error).__name__
-        self._errors[kind] += 1
-        if self._errors[kind] == 1:
-            logger.exception("event publisher: unexpected %s; counted from now on", kind)
-
     def _step(self) -> None:
-        """Answer who asks, for as long as an event may wait, then publish all there is."""
+        """Serve requests for as long as an event may wait, then publish all there is."""
         self._answer(POLL_INTERVAL_S)
         self._request_snapshot()
         while self._publish_some() and not self._closing.is_set():
             self._answer(0)
 
+    def _drain(self) -> None:
+        while time.monotonic() < self._close_deadline_s and self._publish_some():
+            pass
+
     def _answer(self, timeout_s: float) -> None:
-        poller = zmq.Poller()
-        for asked in filter(None, (self._zap, self._router)):
-            poller.register(asked, zmq.POLLIN)
-        if not poller.sockets:
+        """Answer requests for replays; wait up to `timeout_s` for the first."""
+        if self._router is None:
             self._closing.wait(timeout_s)
+            return
         for _ in range(REQUESTS_PER_STEP_MAX):
-            ready = dict(poller.poll(int(1000 * timeout_s))) if poller.sockets else {}
-            if self._zap is not None and self._zap in ready:
-                self._admit(self._zap)
-            if self._router is not None and self._router in ready:
-                self._replay(self._router)
-            if not ready:
-                break
+            if not self._router.poll(int(1000 * timeout_s)):
+                return
+            self._replay(self._router)
             timeout_s = 0
 
     def _publish_some(self) -> bool:
         """Publish what one look into the stream brings; False if that was nothing."""
-        entry = self._reader.drain(DRAIN_EVENTS_MAX)
-        if isinstance(entry, Gap):
-            # Until the snapshot comes, knowing nothing is better than knowing what is wrong.
-            self._counts["gaps"] += 1
+        if self._sequence == self._origin:
+            # Subscribers may remember an earlier publisher at this address, whose tree is gone.
             self._send([Cleared()])
-            return True
-        if isinstance(entry, Batch):
-            for part in _parts(entry.events):
-                self._send(part)
-            return bool(entry.events)
-        self._counts["snapshots"] += 1
-        for part in _parts((Cleared(), *entry.events)):
+        events = self._reader.drain(DRAIN_EVENTS_MAX)
+        for part in _parts(events):
             self._send(part)
-        return True
+        return bool(events)
 
     def _send(self, events: Sequence[Event]) -> None:
-        payload = self._encoder.encode(events, time.time())
+        payload = encode_batch(events, time.time(), token_ids=self._config.token_ids)
         frames = (self._topic, _number(self._sequence), payload)
         if self._router is not None:
             self._kept.append(payload)
@@ -234,11 +226,10 @@ class EventPublisher:
             self._kept_bytes -= len(self._kept.popleft())
         self._sequence += 1
         self._counts["events"] += len(events)
-        self._counts["bytes"] += len(payload)
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            # Somebody's queue is full. Only a socket that may not drop says so; one that may sends to all the others.
+            # A subscriber's queue is full. Only a socket that may not drop says so; one that may sends to the others.
             self._counts["slow"] += 1
             self._pub.setsockopt(zmq.XPUB_NODROP, 0)
             self._pub.send_multipart(frames, zmq.NOBLOCK, copy=False)
@@ -248,7 +239,7 @@ class EventPublisher:
         """Answer one request: the kept batches from the number in it on, then the end marker."""
         frames = router.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != SEQUENCE_BYTES:
-            self._counts["refused"] += 1
+            self._counts["malformed"] += 1
             return
         client, start = frames[0], int.from_bytes(frames[2], "big")
         first = self._sequence - len(self._kept)
@@ -266,17 +257,6 @@ class EventPublisher:
             self._snapshot_asked = False
             self._snapshot_due_s = now_s + self._config.snapshot_interval
             self._reader.request_snapshot()
-
-    def _admit(self, zap: zmq.Socket[bytes]) -> None:
-        """Answer ZeroMQ whether a client's key is on the list. Compares 32-byte public keys, which are no secret."""
-        frames = zap.recv_multipart()
-        allowed = False
-        if self._curve is not None and len(frames) >= 7 and frames[5] == b"CURVE":
-            allowed = zmq.utils.z85.encode(frames[6]).decode() in self._curve.clients
-        if not allowed:
-            self._counts["refused"] += 1
-        status = (b"200", b"OK") if allowed else (b"400", b"this key is not on the list")
-        zap.send_multipart((_ZAP_VERSION, frames[1] if len(frames) > 1 else b"", *status, b"", b""))
 
 
 def _number(sequence: int) -> bytes:

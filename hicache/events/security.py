@@ -12,15 +12,19 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..config.publishing import is_loopback, split_endpoint
+from ..config import EventsConfig
+from ..config.addresses import is_loopback, split_endpoint
+from ..config.secret import read_private_file
 from ..errors import ConfigError
 
 _KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # 32 bytes in Z85 (ZeroMQ RFC 32)
+# Some 1500 keys.
+_KEY_FILE_BYTES_MAX = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """The server's secret key and the public keys of who may subscribe, each 40 characters of Z85.
+    """The server's secret key and the public keys of the subscribers that may connect, each 40 characters of Z85.
 
     Raises ConfigError for a malformed key and for an empty list.
     """
@@ -32,31 +36,49 @@ class CurveKeys:
         if not _KEY.fullmatch(self.secret):
             raise ConfigError("events: the CURVE secret key is not 40 characters of Z85")
         if not self.clients:
-            raise ConfigError("events: the list of CURVE client keys is empty, so nobody could subscribe")
+            raise ConfigError("events: the list of CURVE client keys is empty, so no subscriber could connect")
         if not all(_KEY.fullmatch(key) for key in self.clients):
             raise ConfigError("events: a CURVE client key is not 40 characters of Z85")
 
 
-def require_private(endpoint: str, curve: CurveKeys | None) -> None:
-    """Raises ConfigError if `endpoint` could be reached by others than this machine's user and has no keys.
+def check_events(section: EventsConfig) -> CurveKeys | None:
+    """Return the keys in the files that the section names, None if it names no files. Binds nothing; needs no extra.
+
+    Raises ConfigError if a key cannot be read or is malformed, or if an endpoint is open to strangers.
+    """
+    curve = None
+    if section.curve_secret_key_file is not None and section.curve_client_keys_file is not None:
+        secret = _lines(section.curve_secret_key_file, "CURVE secret key file")
+        curve = CurveKeys("".join(secret), frozenset(_lines(section.curve_client_keys_file, "CURVE client keys file")))
+    require_private(section, curve)
+    return curve
+
+
+def _lines(path: Path, what: str) -> list[str]:
+    """The lines of a key file that are not empty."""
+    text = read_private_file(path, what, _KEY_FILE_BYTES_MAX).decode("ascii", errors="replace")
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def require_private(section: EventsConfig, curve: CurveKeys | None) -> None:
+    """Raise ConfigError if an endpoint could be reached by others than this machine's user and there are no keys.
 
     A loopback address counts as private, though other users of the machine can connect to it; a socket in a directory
     does not have that weakness. Resolves no name.
     """
-    try:
+    for endpoint in filter(None, (section.endpoint, section.replay_endpoint)):
         place = split_endpoint(endpoint, listens=True)
-    except ValueError as error:
-        raise ConfigError(f"events: endpoint {endpoint[:80]!r}: {error}") from error
-    if isinstance(place, Path):
-        _require_private_directory(place)
-    elif curve is None and not is_loopback(place.host):
-        raise ConfigError(
-            f"events: endpoint {endpoint[:80]!r} is open to others; use 127.0.0.1 or ipc://, or configure CURVE keys"
-        )
+        if isinstance(place, Path):
+            _require_private_directory(place)
+        elif curve is None and not is_loopback(place.host):
+            raise ConfigError(
+                f"events: endpoint {endpoint[:80]!r} is open to others; use 127.0.0.1 or ipc://, "
+                "or configure CURVE keys"
+            )
 
 
 def _require_private_directory(path: Path) -> None:
-    """A socket has no keys of its own worth trusting: whoever may enter its directory may connect."""
+    """CURVE does not apply to a socket file: every user who may enter its directory may connect."""
     where = f"events: the directory of {str(path)[:80]!r}"
     try:
         state = path.parent.stat()

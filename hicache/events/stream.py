@@ -1,13 +1,13 @@
-"""The bounded stream between the scheduler, which makes events, and those who follow them.
+"""The bounded stream between the scheduler, which makes events, and their readers.
 
 Invariant: the stream holds the events with the numbers `oldest` to `next - 1`, without a hole, and they weigh no more
-than the capacity unless it is a single one. Events are kept after they were read, so each reader goes at its own pace,
-and one that falls further behind than the capacity meets a `Gap`; after it only a `Snapshot` helps, which the reader
-asks for and the scheduler provides.
+than the capacity unless it is a single one. Events are kept after they were read, so each reader goes at its own pace.
+A reader that falls further behind than the capacity has a gap: it forgets everything, and a snapshot of the tree, which
+it asks for and the scheduler provides, puts it right.
 
 Locking design: the scheduler alone writes the events and the counters; it takes no lock and waits for nobody. A reader
 belongs to one thread at a time. It finds events by number in a dictionary, whose single operations are atomic: an
-event that is missing below `next` was dropped, which is all that a race can look like. `_wanted` and `_delivered` of a
+event that is missing below `next` was dropped, which is all that a race can look like. `_wanted` and `_snapshot` of a
 reader are single references, set by one side and cleared by the other. `_lock` guards the list of readers and is taken
 where one comes or goes, never by the scheduler.
 """
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import InvalidInput, InvariantError
-from .types import Batch, Event, Gap, Snapshot, Stored
+from .types import Cleared, Event, Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +57,23 @@ class EventStream:
         self._events[number] = event
         self._next = number + 1  # after the event is there: a reader takes a missing one for dropped
         self._held_bytes += event.size_bytes
-        if self._held_bytes > self._capacity_bytes:
-            self._drop()
+        while self._held_bytes > self._capacity_bytes and self._oldest < number:
+            # Counted before it is gone: a reader that misses it finds it in the count.
+            oldest, self._oldest = self._oldest, self._oldest + 1
+            self._held_bytes -= self._events.pop(oldest).size_bytes
 
     def put_snapshot(self, events: Iterable[Stored]) -> None:
         """Hand a description of the whole tree to the readers that wait for one. Scheduler thread; never blocks."""
         self.snapshot_wanted = False  # before the readers are looked at: one that asks from now on sets it again
-        snapshot = Snapshot(self._next, tuple(events))
+        snapshot: tuple[int, tuple[Event, ...]] = (self._next, (Cleared(), *events))
         self._snapshots += 1
         for reader in self._readers:
             if reader._wanted:
                 reader._wanted = False
-                reader._delivered = snapshot
+                reader._snapshot = snapshot
 
     def subscribe(self) -> EventReader:
-        """A reader that begins with the first event ever, so with a `Gap` if that is gone. Any thread."""
+        """Return a reader that begins with the first event ever, so with a gap if that is gone. Any thread."""
         reader = EventReader(self)
         with self._lock:
             self._readers = (*self._readers, reader)
@@ -93,53 +95,49 @@ class EventStream:
         if self._held_bytes > self._capacity_bytes and len(self._events) > 1:
             raise InvariantError("event stream: holds more than its capacity")
 
-    def _drop(self) -> None:
-        while self._held_bytes > self._capacity_bytes and self._oldest < self._next - 1:
-            # Counted before it is gone: whoever misses it finds it in the count.
-            number, self._oldest = self._oldest, self._oldest + 1
-            self._held_bytes -= self._events.pop(number).size_bytes
-
-    def _forget(self, reader: EventReader) -> None:
-        with self._lock:
-            self._readers = tuple(other for other in self._readers if other is not reader)
-
 
 class EventReader:
-    """One follower's place in a stream. Made by `EventStream.subscribe`; used by one thread at a time."""
+    """One follower's place in a stream. Made by `EventStream.subscribe`; used by one thread at a time.
+
+    `gaps` counts how often events were dropped before they were read. `in_sync` is False from a gap to the snapshot
+    after it: what has come since is less than there is.
+    """
 
     def __init__(self, stream: EventStream) -> None:
+        self.gaps = 0
+        self.in_sync = True
         self._stream = stream
         self._cursor = 0
-        self._blind = False  # has met a gap, and no snapshot since
         self._wanted = False
-        self._delivered: Snapshot | None = None
+        self._snapshot: tuple[int, tuple[Event, ...]] | None = None
 
-    def drain(self, events_max: int) -> Batch | Gap | Snapshot:
-        """What comes next: up to `events_max` events, or a gap, or the snapshot that was asked for. Never blocks.
+    def drain(self, events_max: int) -> tuple[Event, ...]:
+        """Return the next events, `events_max` at most; none if nothing has happened. Never blocks.
 
-        A gap is reported once and asks for a snapshot; the batches that follow are empty until that arrives, because
-        what happens to an unknown tree says nothing.
+        A gap comes as `Cleared`, once, and asks for a snapshot. Nothing follows until that arrives, because what
+        happens to an unknown tree says nothing. A snapshot comes as `Cleared` and a `Stored` for everything, parents
+        first, however many these are.
         """
-        snapshot = self._delivered
+        snapshot = self._snapshot
         if snapshot is not None:
-            self._delivered = None
-            self._blind = False
+            self._snapshot = None
+            self.in_sync = True
             # The events before it are part of it. Some after it may have been read already; they come again.
-            self._cursor = snapshot.first
-            return snapshot
-        first = self._cursor
-        if self._blind:
-            return Batch(first, ())
+            self._cursor, events = snapshot
+            return events
+        if not self.in_sync:
+            return ()
         kept = self._stream._events
-        end = min(self._stream._next, first + events_max)
-        found = [kept.get(number) for number in range(first, end)]
+        end = min(self._stream._next, self._cursor + events_max)
+        found = [kept.get(number) for number in range(self._cursor, end)]
         events = tuple(event for event in found if event is not None)
         if len(events) < len(found):
-            self._blind = True
+            self.in_sync = False
+            self.gaps += 1
             self.request_snapshot()
-            return Gap(first, self._stream._oldest - first)
+            return (Cleared(),)
         self._cursor = end
-        return Batch(first, events)
+        return events
 
     def request_snapshot(self) -> None:
         """Ask the scheduler for a description of the whole tree; `drain` returns it some steps later."""
@@ -148,4 +146,5 @@ class EventReader:
 
     def close(self) -> None:
         """Leave the stream. Any thread; may be called twice."""
-        self._stream._forget(self)
+        with self._stream._lock:
+            self._stream._readers = tuple(other for other in self._stream._readers if other is not self)

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from ..config.publishing import split_endpoint
+from ..config.addresses import split_endpoint
 from ..errors import ConfigError, InvalidInput
 from .index import PrefixIndex
 from .publisher import END_OF_REPLAY, SEQUENCE_BYTES
-from .wire import WireBatch, decode_batch
+from .types import Event
+from .wire import decode_batch
 
 # A batch is some 256 KiB and at most a node of the tree more; a peer that sends larger messages is cut off.
 MESSAGE_BYTES_MAX = 64 << 20
@@ -136,8 +137,8 @@ class EventFollower:
             self._refused += 1
             return
         sequence = int.from_bytes(frames[1], "big")
-        batch = self._decode(frames[2])
-        if batch is None:
+        events = self._decode(frames[2])
+        if events is None:
             return
         if sequence <= self._newest:
             # One publisher's numbers rise. This is another, started under a clock that was set back.
@@ -147,12 +148,13 @@ class EventFollower:
         if sequence > self._expected:
             self._catch_up(sequence)
         if sequence >= self._expected:  # below it, the replay has brought it already
-            self._apply(sequence, batch)
+            self._apply(sequence, events)
 
     def _catch_up(self, until: int) -> None:
         """Ask for the batches from the expected one on. If some below `until` stay missing, the index starts over."""
         self._replays += 1
-        self._drop_old_replies()
+        while self._dealer.poll(0):  # what a replay that ran out of time has left
+            self._dealer.recv_multipart()
         try:
             self._dealer.send_multipart((b"", self._expected.to_bytes(SEQUENCE_BYTES, "big")), zmq.NOBLOCK)
         except zmq.Again:
@@ -171,15 +173,10 @@ class EventFollower:
             if frames[1] == END_OF_REPLAY:
                 return
             sequence = int.from_bytes(frames[1], "big")
-            batch = self._decode(frames[2])
-            if batch is not None and sequence >= self._expected:
+            events = self._decode(frames[2])
+            if events is not None and sequence >= self._expected:
                 self._skip_to(sequence)
-                self._apply(sequence, batch)
-
-    def _drop_old_replies(self) -> None:
-        """Read away what a replay that ran out of time has left."""
-        while self._dealer.poll(0):
-            self._dealer.recv_multipart()
+                self._apply(sequence, events)
 
     def _skip_to(self, sequence: int) -> None:
         """Give up what lies before `sequence`."""
@@ -188,13 +185,13 @@ class EventFollower:
             self._expected = sequence
             self.index.lose()
 
-    def _apply(self, sequence: int, batch: WireBatch) -> None:
-        self.index.apply_events(batch.events)
+    def _apply(self, sequence: int, events: tuple[Event, ...]) -> None:
+        self.index.apply(events)
         self._expected = sequence + 1
         self._batches += 1
 
-    def _decode(self, payload: bytes) -> WireBatch | None:
-        """None, counted, for what is no batch; its number then stays missing."""
+    def _decode(self, payload: bytes) -> tuple[Event, ...] | None:
+        """None, counted, for a payload that is not a batch; its number then stays missing."""
         try:
             return decode_batch(payload)
         except InvalidInput:

@@ -1,8 +1,7 @@
 """What happens to cached pages, as values.
 
-`Stored` and `Removed` name pages by their page keys (`hicache.keys`). `Batch`, `Gap` and `Snapshot` are what a reader
-of an `EventStream` gets. The events are named tuples and not data classes: a scheduler makes one per change of its
-tree, and a tuple costs a third.
+`Stored` and `Removed` name pages by their page keys (`hicache.keys`). They are named tuples and not data classes: a
+scheduler makes one per change of its tree, and a tuple costs a third.
 """
 
 from __future__ import annotations
@@ -49,11 +48,6 @@ class Stored(NamedTuple):
         return f"Stored({self.medium.value}, {len(self.keys)} pages of {self.page_size}, {tokens})"
 
     @property
-    def prior(self) -> bytes:
-        """What the first key is chained from; `page_keys(tokens, ..., prior)` gives `keys` again."""
-        return self.seed if self.parent is None else self.parent
-
-    @property
     def position_bytes(self) -> int:
         """4, or 8 for bigrams; 0 without tokens."""
         return len(self.tokens) // (len(self.keys) * self.page_size)
@@ -78,7 +72,7 @@ class Removed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """All pages are gone, from every medium."""
+    """All pages are gone, from every medium, or where they are is unknown."""
 
     @property
     def size_bytes(self) -> int:
@@ -90,52 +84,23 @@ Event: TypeAlias = Stored | Removed | Cleared
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Consecutive events; `first` is the sequence number of the first. Empty if nothing has happened."""
-
-    first: int
-    events: tuple[Event, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """The `count` events from number `first` on were dropped before they were read: what they changed is unknown."""
-
-    first: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The whole tree as it was after all events below number `first`, parents before children."""
-
-    first: int
-    events: tuple[Stored, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class PublisherStatistics:
-    """Counters since the start, and the replay buffer now. `slow` counts batches that some subscriber did not get,
-    `gaps` how often events were dropped before they were published, `refused` keys that are not on the list and
-    requests that are none.
+    """Counters since the start. `slow` counts batches that some subscriber did not get, `gaps` how often events were
+    dropped before they were published, `refused` keys that are not on the list and malformed requests.
     """
 
     alive: bool
     batches: int
     events: int
-    bytes: int
     slow: int
     gaps: int
-    snapshots: int
     replays: int
     refused: int
-    replay_batches: int
-    replay_bytes: int
     errors: dict[str, int]
 
 
 class Publisher(Protocol):
-    """Who takes a stream elsewhere, as the owner of the stream sees it; `hicache.events.publisher` has one."""
+    """Publishes a stream, as the owner of the stream sees it; `hicache.events.publisher` has one."""
 
     def close(self, timeout_s: float) -> object:
         """Publish what is in the stream and end. Blocks for up to `timeout_s`."""

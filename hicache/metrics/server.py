@@ -26,8 +26,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from ..cache.statistics import CacheStatistics
 from ..config import HiCacheConfig
-from ..config.addresses import check_host, check_port
-from ..config.publishing import is_loopback
+from ..config.addresses import check_host, check_port, is_loopback
 from ..errors import ConfigError
 from .families import SnapshotCollector, cache_metrics
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
-from pydantic import ValidationError
 
-from hicache.config import HiCacheConfig
+from hicache.config import EventsConfig
 from hicache.errors import ConfigError
 from hicache.events import EventStream
-from hicache.events.factory import check_events, create_publisher
+from hicache.events.factory import create_publisher
+from hicache.events.security import check_events
 
 
-def config(**section: object) -> HiCacheConfig:
-    return HiCacheConfig.model_validate({"events": section})
+def config(**section: Any) -> EventsConfig:
+    return EventsConfig(**section)
 
 
 def private_file(path: Path, text: str) -> str:
@@ -27,12 +28,12 @@ def private_file(path: Path, text: str) -> str:
 
 
 def test_without_an_endpoint_nothing_is_published() -> None:
-    assert create_publisher(HiCacheConfig(), EventStream(1)) is None
+    assert create_publisher(EventsConfig(), EventStream(1)) is None
 
 
 def test_the_section_becomes_a_publisher() -> None:
     loopback = "tcp://127.0.0.1:*"
-    section = config(endpoint=loopback, replay_endpoint=loopback, dialect="map", token_ids=False)
+    section = config(endpoint=loopback, replay_endpoint=loopback, token_ids=False)
     publisher = create_publisher(section, EventStream(1))
     assert publisher is not None and publisher.replay_endpoint is not None
     with publisher:
@@ -82,20 +83,20 @@ def test_the_check_refuses_what_the_start_refuses(section: dict[str, object], me
      ({"endpoint": "udp://x"}, "the endpoint is not valid"),
      ({"endpoint": "tcp://127.0.0.1:99999"}, "port is not a number from 0 to 65535"),
      ({"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://127.0.0.1:65536"}, "port is not a number"),
-     ({"curve_secret_key_file": "x"}, "need each other"), ({"dialect": "json"}, "dialect"), ({"buffer": 0}, "buffer")],
+     ({"curve_secret_key_file": "x"}, "need each other"), ({"buffer": 0}, "buffer")],
 )  # fmt: skip
 def test_an_impossible_section_is_refused(section: dict[str, object], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ConfigError, match=message):
         config(**section)
 
 
 def test_without_the_extra_the_error_names_it() -> None:
     code = (
         "import sys; sys.modules['zmq'] = None\n"
-        "from hicache.config import HiCacheConfig\n"
+        "from hicache.config import EventsConfig\n"
         "from hicache.events import EventStream\n"
         "from hicache.events.factory import create_publisher\n"
-        "create_publisher(HiCacheConfig(events={'endpoint': 'tcp://127.0.0.1:1'}), EventStream(1))\n"
+        "create_publisher(EventsConfig(endpoint='tcp://127.0.0.1:1'), EventStream(1))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert 'ConfigError: events need the package zmq: pip install "hicache[events]"' in result.stderr
@@ -105,8 +106,8 @@ def test_recording_and_checking_need_no_extra() -> None:
     code = (
         "import sys; sys.modules['zmq'] = sys.modules['msgspec'] = None\n"
         "import hicache.events, hicache.cache.recorder\n"
-        "from hicache.config import HiCacheConfig\n"
-        "from hicache.events.factory import check_events\n"
-        "check_events(HiCacheConfig(events={'endpoint': 'tcp://127.0.0.1:1'}))\n"
+        "from hicache.config import EventsConfig\n"
+        "from hicache.events.security import check_events\n"
+        "check_events(EventsConfig(endpoint='tcp://127.0.0.1:1'))\n"
     )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

@@ -6,7 +6,7 @@ import pytest
 
 from hicache.cache.recorder import EventRecorder, snapshot
 from hicache.errors import InvariantError
-from hicache.events import Batch, Cleared, Event, EventStream, Gap, Medium, PrefixIndex, Removed, Snapshot, Stored
+from hicache.events import Cleared, Event, EventStream, Medium, PrefixIndex, Removed, Stored
 from hicache.keys import RadixKey, page_keys, token_bytes
 from hicache.policies import LRUPolicy
 from hicache.radix import RadixTree
@@ -40,21 +40,18 @@ def test_a_reader_that_falls_behind_meets_a_gap_and_equals_the_tree_again_after_
     stream = EventStream(8 << 10)
     machine = RecordedMachine(4, random_numbers, stream)
     reader, index = stream.subscribe(), PrefixIndex()
-    gaps = resynced = 0
     for _ in range(STEPS):
         machine.step()
         machine.recorder.poll(machine.tree)
         stream.check()
         if random_numbers.random() < 0.8:
             continue
-        while (entry := reader.drain(7)) != Batch(stream.statistics().events, ()):
-            index.apply(entry)
-            gaps += isinstance(entry, Gap)
-            resynced += isinstance(entry, Snapshot)
+        while events := reader.drain(7):
+            index.apply(events)
             machine.recorder.poll(machine.tree)
         index.check()
-        assert index.in_sync and pages_of_index(index) == pages_of_tree(machine.tree)
-    assert gaps == resynced > 0
+        assert reader.in_sync and pages_of_index(index) == pages_of_tree(machine.tree)
+    assert reader.gaps == stream.statistics().snapshots > 0
 
 
 @pytest.mark.parametrize("seed", seeds(15))
@@ -64,20 +61,18 @@ def test_a_snapshot_alone_makes_an_empty_index_equal_to_the_tree(seed: int) -> N
         machine.step()
     index = PrefixIndex()
     index.lose()
-    index.apply(Snapshot(0, tuple(snapshot(machine.tree))))
+    index.apply([Cleared(), *snapshot(machine.tree)])
     index.check()
     assert pages_of_index(index) == pages_of_tree(machine.tree)
 
 
 def everything(stream: EventStream) -> tuple[Event, ...]:
-    batch = stream.subscribe().drain(1 << 30)
-    assert isinstance(batch, Batch)
-    return batch.events
+    return stream.subscribe().drain(1 << 30)
 
 
 def followed(*events: Event) -> PrefixIndex:
     index = PrefixIndex()
-    index.apply_events(events)
+    index.apply(events)
     return index
 
 
@@ -136,16 +131,16 @@ def test_prefixes_are_found_per_medium() -> None:
     assert [index.prefix_pages(keys, medium) for medium in Medium] == [4, 2, 0]
     assert index.prefix_pages(keys[:3], Medium.DEVICE) == 3
     assert index.media(keys[0]) == {Medium.DEVICE, Medium.HOST} and index.media(keys[4]) == frozenset()
-    assert index.statistics().pages == {Medium.DEVICE: 4, Medium.HOST: 2, Medium.STORAGE: 0}
+    assert index.pages() == {Medium.DEVICE: 4, Medium.HOST: 2}
 
 
 def test_an_index_out_of_sync_is_empty_and_ignores_events_until_it_is_started_over() -> None:
     first, *_ = chain(4)
     index = followed(first)
-    index.apply(Gap(1, 5))
-    index.apply(Batch(6, (first,)))
+    index.lose()
+    index.apply([first])
     assert len(index) == 0 and not index.in_sync
-    index.apply(Batch(7, (Cleared(), first)))
+    index.apply([Cleared(), first])
     assert len(index) == 1 and index.in_sync
 
 
@@ -170,7 +165,7 @@ def test_a_stored_event_lets_its_keys_be_computed_again() -> None:
     stream, tree, key = filled_tree()
     (event,) = everything(stream)
     assert isinstance(event, Stored)
-    assert event.keys == tuple(page_keys(event.tokens, tree.page_size, event.prior))
+    assert event.keys == tuple(page_keys(event.tokens, tree.page_size, event.seed))
     assert (event.medium, event.parent, event.seed, event.position_bytes) == (Medium.DEVICE, None, key.seed, 4)
 
 
@@ -182,7 +177,7 @@ def test_a_run_behind_another_names_its_parent_and_no_seed() -> None:
     first, second = everything(stream)
     assert isinstance(first, Stored) and isinstance(second, Stored)
     assert (second.parent, second.seed) == (first.keys[-1], b"")
-    assert second.keys == tuple(page_keys(second.tokens, 16, second.prior))
+    assert second.keys == tuple(page_keys(second.tokens, 16, first.keys[-1]))
 
 
 def test_a_split_is_no_event() -> None:

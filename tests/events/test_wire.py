@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.config.publishing import Dialect
 from hicache.errors import InvalidInput
 from hicache.events import Cleared, Event, Medium, Removed, Stored
-from hicache.events.wire import BatchEncoder, decode_batch
+from hicache.events.wire import decode_batch, encode_batch
 from hicache.keys import page_keys, token_bytes
 
 TOKENS = token_bytes(range(1, 9))
@@ -28,7 +27,6 @@ EVENTS: tuple[Event, ...] = (
     Removed(Medium.HOST, KEYS),
     Cleared(),
 )
-READABLE: list[Dialect] = ["array", "map"]
 
 
 class ArrayEvent(msgspec.Struct, array_like=True, tag=True):
@@ -65,59 +63,41 @@ class ArrayBatch(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
-@pytest.mark.parametrize("dialect", READABLE)
-def test_what_was_written_is_read_back(dialect: Dialect) -> None:
-    batch = decode_batch(BatchEncoder(dialect, rank=3).encode(EVENTS, 12.5))
-    assert (batch.events, batch.timestamp_s, batch.rank) == (EVENTS, 12.5, 3)
+def test_what_was_written_is_read_back() -> None:
+    assert decode_batch(encode_batch(EVENTS, 12.5)) == EVENTS
 
 
-def test_consumers_of_positional_events_read_the_array_dialect() -> None:
-    batch = msgspec.msgpack.decode(BatchEncoder("array").encode(EVENTS, 1.0), type=ArrayBatch)
+def test_other_consumers_read_the_batch() -> None:
+    batch = msgspec.msgpack.decode(encode_batch(EVENTS, 1.0), type=ArrayBatch)
+    assert (batch.ts, batch.data_parallel_rank) == (1.0, None)
     first, second, third, bigrams, removed, cleared = batch.events
     assert first == BlockStored(list(KEYS), None, list(range(1, 9)), 4, None, "GPU")
     assert second == BlockStored([KEYS[1]], KEYS[0], [5, 6, 7, 8], 4, None, "CPU")
     assert isinstance(third, BlockStored) and (third.parent_block_hash, third.medium) == (None, "STORAGE")
+    assert msgspec.msgpack.decode(encode_batch(EVENTS, 1.0))[1][2][-2:] == [None, [[SEED], None]]
     assert isinstance(bigrams, BlockStored) and bigrams.token_ids == [[1, 2], [3, 4], [5, 6], [7, 8]]
     assert removed == BlockRemoved(list(KEYS), "CPU")
     assert cleared == AllBlocksCleared()
 
 
-def test_the_map_dialect_names_each_field() -> None:
-    _, events, _ = msgspec.msgpack.decode(BatchEncoder("map").encode(EVENTS, 1.0))
-    assert events[1] == {
-        "type": "BlockStored", "block_hashes": [KEYS[1]], "parent_block_hash": KEYS[0], "token_ids": [5, 6, 7, 8],
-        "block_size": 4, "lora_id": None, "medium": "CPU", "lora_name": None, "extra_keys": None,
-    }  # fmt: skip
-    assert events[2]["extra_keys"] == [[SEED], None]
-    assert events[4] == {"type": "BlockRemoved", "block_hashes": list(KEYS), "medium": "CPU"}
-    assert events[5] == {"type": "AllBlocksCleared"}
-
-
-def test_the_sglang_dialect_has_signed_hashes_of_eight_bytes_and_ends_with_the_medium() -> None:
-    _, events, _ = msgspec.msgpack.decode(BatchEncoder("sglang").encode(EVENTS, 1.0))
-    short = [int.from_bytes(key[:8], "big", signed=True) for key in KEYS]
-    assert events[1] == ["BlockStored", [short[1]], short[0], [5, 6, 7, 8], 4, None, "CPU"]
-    assert all(-(2**63) <= number < 2**63 for number in short)
-
-
 def test_without_token_ids_neither_tokens_nor_seeds_are_written() -> None:
-    payload = BatchEncoder("array", token_ids=False).encode(EVENTS, 1.0)
+    payload = encode_batch(EVENTS, 1.0, token_ids=False)
     assert SEED not in payload
-    events = decode_batch(payload).events
+    events = decode_batch(payload)
     assert events[2] == Stored(Medium.STORAGE, tuple(page_keys(TOKENS, 4, SEED)), None, b"", b"", 4)
-    assert SEED in BatchEncoder("array").encode(EVENTS, 1.0)  # negative control
+    assert SEED in encode_batch(EVENTS, 1.0)  # negative control
 
 
-def stored(**changes: object) -> dict[str, object]:
+def stored(**changes: object) -> list[object]:
     fields: dict[str, object] = {
         "type": "BlockStored", "block_hashes": [KEYS[0]], "parent_block_hash": None, "token_ids": [1, 2, 3, 4],
-        "block_size": 4, "medium": "GPU",
+        "block_size": 4, "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": None,
     }  # fmt: skip
-    return fields | changes
+    return list((fields | changes).values())
 
 
 def decoded(*events: object) -> tuple[Event, ...]:
-    return decode_batch(msgspec.msgpack.encode((1.0, events, None))).events
+    return decode_batch(msgspec.msgpack.encode((1.0, events, None)))
 
 
 def test_fields_from_the_future_are_skipped() -> None:
@@ -139,7 +119,7 @@ def test_an_event_without_a_medium_is_of_the_device() -> None:
         stored(token_ids=[-1, 2, 3, 4]), stored(token_ids=[2**32, 2, 3, 4]), stored(token_ids=[[1, 2, 3]] * 4),
         stored(medium="TAPE"), stored(extra_keys=[["salt"]]), stored(extra_keys=[[b"short"]]), stored(type="Other"),
         *(stored(extra_keys=[[seed]]) for seed in (None, 0, "", False)),
-        ["BlockStored"], ["BlockRemoved", 5], [], {}, 5, None,
+        {"type": "AllBlocksCleared"}, ["BlockStored"], ["BlockRemoved", 5], [], {}, 5, None,
     ],
 )  # fmt: skip
 def test_what_is_no_event_is_refused(event: object) -> None:
@@ -155,7 +135,7 @@ def test_what_is_no_batch_is_refused(payload: bytes) -> None:
 
 @given(st.data())
 def test_damaged_batches_raise_nothing_but_the_typed_error(data: st.DataObject) -> None:
-    whole = BatchEncoder(data.draw(st.sampled_from(READABLE))).encode(EVENTS, 1.0)
+    whole = encode_batch(EVENTS, 1.0)
     damaged = bytearray(whole[: data.draw(st.integers(0, len(whole)))])
     for _ in range(data.draw(st.integers(0, 4))):
         if damaged:
@@ -166,7 +146,7 @@ def test_damaged_batches_raise_nothing_but_the_typed_error(data: st.DataObject) 
         pass
 
 
-@pytest.mark.parametrize("start", ["", "93cb" + "00" * 8 + "91", "93cb" + "00" * 8 + "9181a178"])
+@pytest.mark.parametrize("start", ["", "93cb" + "00" * 8 + "91", "93cb" + "00" * 8 + "91" + "99a178"])
 def test_a_batch_that_nests_deeply_is_the_typed_error(start: str) -> None:
     """As the whole, as an event, and as a field that is skipped."""
     with pytest.raises(InvalidInput, match="not a batch of events"):
@@ -181,9 +161,8 @@ def test_any_bytes_are_a_batch_or_the_typed_error(noise: bytes, start: bytes) ->
         pass
 
 
-@pytest.mark.parametrize("dialect", READABLE)
-def test_text_that_is_no_utf_8_is_the_typed_error(dialect: Dialect) -> None:
-    whole = BatchEncoder(dialect).encode([Removed(Medium.DEVICE, (bytes(32),))], 1.0)
+def test_text_that_is_no_utf_8_is_the_typed_error() -> None:
+    whole = encode_batch([Removed(Medium.DEVICE, (bytes(32),))], 1.0)
     with pytest.raises(InvalidInput, match="not a batch of events"):
         decode_batch(whole.replace(b"GPU", b"G\x80U"))
 
@@ -193,7 +172,7 @@ def test_the_worked_example_of_the_format_page_is_true(repository: Path) -> None
     event = Stored(
         Medium.DEVICE, tuple(page_keys(token_bytes([1, 2, 3, 4]), 4)), None, b"", token_bytes([1, 2, 3, 4]), 4
     )
-    payload = BatchEncoder("array").encode([event], 1.5)
+    payload = encode_batch([event], 1.5)
     shown = re.findall(r"```hex\n(.*?)```", page, flags=re.DOTALL)
     assert bytes.fromhex("".join(shown)) == payload
     assert f"{len(payload)} bytes" in page

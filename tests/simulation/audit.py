@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hicache.cache import HiRadixCache, Pin
-from hicache.events import Batch, EventReader, Medium, PrefixIndex
+from hicache.events import EventReader, Medium, PrefixIndex
 from hicache.keys import TOKEN_BYTES, RadixKey, page_keys
 from hicache.radix import Node, RadixTree
 from tests.simulation.memory import Finding, SimulatedDevicePool, SimulatedHostPool
@@ -132,9 +132,9 @@ class Follower:
 
     def compare(self) -> bool:
         """Read all events; then the index says what the tree says. False if it waits for a snapshot after a gap."""
-        while not (isinstance(entry := self._reader.drain(EVENTS_PER_READ), Batch) and not entry.events):
-            self._index.apply(entry)
-        if not self._index.in_sync:
+        while events := self._reader.drain(EVENTS_PER_READ):
+            self._index.apply(events)
+        if not self._reader.in_sync:
             return False
         self._index.check()
         tree = self._cache.tree
