@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-import socket
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+from prometheus_client.core import Metric
+from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector, CollectorRegistry
 
 from hicache.backends.base import BackendStatistics, GetOutcome, SetOutcome, Usage
 from hicache.backends.compose import LevelsBackend, Part
@@ -21,42 +25,32 @@ from hicache.backends.guard import (
     LatencyStatistics,
     LeafStatistics,
     Override,
+    Verb,
     leaf_statistics,
 )
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_keys, soon
 from hicache.cache import Decision, Figures, Payoff, Route
-from hicache.config import EventsConfig
+from hicache.cache.statistics import CacheStatistics
+from hicache.config import EventsConfig, HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream, PublisherStatistics
 from hicache.events.publisher import EventPublisher
 from hicache.frame import FrameCodec
 from hicache.metrics import (
-    HistogramSpec,
-    MetricKind,
+    CACHE_METRICS,
+    LABELS,
+    STORE_METRICS,
+    CacheCollector,
     MetricSpec,
-    SnapshotCollector,
-    backend_metrics,
-    cache_metrics,
-    serve_metrics,
+    MetricsServer,
+    serve_configured,
+    store_families,
 )
 from tests.cache.world import World, codec, prompt
 from tests.waiting import wait_for
 
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A small tree as an engine would show."""
-
-    backends: tuple[LeafStatistics, ...] = ()
-    hits: int = 0
-
-
-HITS: MetricSpec[Snapshot] = MetricSpec(
-    "hicache_hit_tokens_total", MetricKind.COUNTER, "Tokens found.", ("tier",), lambda s: [(("device",), s.hits)]
-)
 
 
 def file_backend(usage: Usage | None) -> LeafStatistics:
@@ -75,20 +69,41 @@ def file_backend(usage: Usage | None) -> LeafStatistics:
 USAGE = Usage(pages=7, bytes=28672, capacity_bytes=1000)
 
 
-def scrape(port: int, host: str = "127.0.0.1") -> Scraped:
-    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as response:
-        text = response.read().decode()
-    families = text_string_to_metric_families(text)
+def found_in(collector: Collector) -> Scraped:
+    """What a scraper reads."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    families = text_string_to_metric_families(generate_latest(registry).decode())
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
-def collector(snapshot: Snapshot, extra: Iterable[MetricSpec[Snapshot]] = ()) -> SnapshotCollector[Snapshot]:
-    return SnapshotCollector(lambda: snapshot, [*backend_metrics(lambda s: s.backends), *extra])
+class Stores(Collector):
+    """The families of some stores."""
+
+    def __init__(self, *stores: LeafStatistics) -> None:
+        self._stores = stores
+
+    def collect(self) -> Iterable[Metric]:
+        return store_families(self._stores)
+
+
+def shown(world: World) -> Scraped:
+    return found_in(CacheCollector(world.cache.statistics))
+
+
+def served(statistics: Callable[[], CacheStatistics | None], **section: Any) -> MetricsServer:
+    server = serve_configured(HiCacheConfig.model_validate({"metrics": {"port": 0} | section}), statistics)
+    assert server is not None
+    return server
+
+
+def scrape(port: int, host: str = "127.0.0.1") -> str:
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as response:
+        return str(response.read().decode())
 
 
 def test_a_scrape_shows_the_statistics_of_each_backend() -> None:
-    with serve_metrics(collector(Snapshot((file_backend(USAGE),)))) as server:
-        found = scrape(server.port)
+    found = found_in(Stores(file_backend(USAGE)))
 
     def value(name: str, **labels: str) -> float:
         return found[f"hicache_backend_{name}", tuple(sorted({"backend": "file", **labels}.items()))]
@@ -104,25 +119,15 @@ def test_a_scrape_shows_the_statistics_of_each_backend() -> None:
     assert (value("stored_pages"), value("stored_bytes"), value("capacity_bytes")) == (7, 28672, 1000)
 
 
-def test_outcomes_that_have_not_happened_are_zero_and_not_absent() -> None:
-    with serve_metrics(collector(Snapshot((file_backend(USAGE),)))) as server:
-        found = scrape(server.port)
+def test_what_has_not_happened_is_zero_and_what_is_not_known_is_absent() -> None:
+    found = found_in(Stores(file_backend(None)))
     outcomes = {dict(labels)["outcome"] for name, labels in found if name == "hicache_backend_get_pages_total"}
     assert outcomes == {outcome.value for outcome in GetOutcome}
     assert found["hicache_backend_get_pages_total", (("backend", "file"), ("outcome", "miss"))] == 0
-
-
-def test_a_capacity_that_the_server_sets_is_absent() -> None:
-    unlimited = Usage(pages=7, bytes=28672, capacity_bytes=None)
-    with serve_metrics(collector(Snapshot((file_backend(unlimited),)))) as server:
-        assert not [name for name, _ in scrape(server.port) if name == "hicache_backend_capacity_bytes"]
-
-
-def test_usage_that_is_not_known_yet_is_absent() -> None:
-    with serve_metrics(collector(Snapshot((file_backend(None),)))) as server:
-        found = {name for name, _ in scrape(server.port)}
-    assert "hicache_backend_get_pages_total" in found
-    assert not found & {"hicache_backend_stored_pages", "hicache_backend_stored_bytes"}
+    usage = {"hicache_backend_stored_pages", "hicache_backend_stored_bytes", "hicache_backend_capacity_bytes"}
+    assert not usage & {name for name, _ in found}
+    unlimited = found_in(Stores(file_backend(Usage(pages=7, bytes=28672, capacity_bytes=None))))
+    assert usage - {name for name, _ in unlimited} == {"hicache_backend_capacity_bytes"}
 
 
 def test_a_scrape_shows_the_guard_of_each_backend() -> None:
@@ -134,8 +139,7 @@ def test_a_scrape_shows_the_guard_of_each_backend() -> None:
         wait_for(lambda: guard.usage_sample() is not None)
         guard.override(Direction.READ, Override.OFF)
         guard.batch_get(keys, empty_frames(codec, 2), deadline=soon())
-        with serve_metrics(SnapshotCollector(lambda: guard, backend_metrics(leaf_statistics))) as server:
-            found = scrape(server.port)
+        found = found_in(Stores(*leaf_statistics(guard)))
 
     def value(name: str, **labels: str) -> float:
         return found[f"hicache_backend_{name}", tuple(sorted({"backend": "near", **labels}.items()))]
@@ -159,8 +163,7 @@ def test_a_scrape_shows_the_copies_of_compositions_by_the_part_they_go_to() -> N
     with closing(World(backend=LevelsBackend(codec(), [near, far]))) as world:
         world.serve("one", prompt(1, 2))
         world.until(lambda: world.cache.statistics().controller.copies["far/low"].copied == 2)
-        with serve_metrics(SnapshotCollector(world.cache.statistics, cache_metrics())) as server:
-            found = scrape(server.port)
+        found = shown(world)
 
     def copies(backend: str) -> dict[str, float]:
         return {
@@ -176,66 +179,71 @@ def test_a_scrape_shows_the_copies_of_compositions_by_the_part_they_go_to() -> N
 
 
 def test_a_histogram_is_exported_with_its_bounds_cumulated() -> None:
-    counts = (3, 0, 2, *(0 for _ in BOUNDS_S[3:]), 1)
-    latency = LatencyStatistics(counts, 31.5)
-    spec: HistogramSpec[None] = HistogramSpec("hicache_wait_seconds", "Help.", (), lambda s: [((), latency)])
-    with serve_metrics(SnapshotCollector(lambda: None, [spec])) as server:
-        found = scrape(server.port)
-    buckets = {labels[0][1]: value for (name, labels), value in found.items() if name.endswith("_bucket")}
+    latency = LatencyStatistics((3, 0, 2, *(0 for _ in BOUNDS_S[3:]), 1), 31.5)
+    guard = GuardedBackend(MemoryBackend(codec()), name="near")
+    with closing(guard):
+        (leaf,) = leaf_statistics(guard)
+    assert leaf.guard is not None
+    guarded = dataclasses.replace(leaf.guard, latency=dict.fromkeys(Verb, latency))
+    found = found_in(Stores(dataclasses.replace(leaf, guard=guarded)))
+    name, labels = "hicache_backend_call_seconds", (("backend", "near"), ("verb", "get"))
+    buckets = {dict(key[1])["le"]: value for key, value in found.items()
+               if key[0] == f"{name}_bucket" and ("verb", "get") in key[1]}  # fmt: skip
     assert len(buckets) == len(BOUNDS_S) + 1
     assert [buckets[bound] for bound in ("0.0001", "0.0002", "0.0004", "0.0008", "+Inf")] == [3, 3, 5, 5, 6]
-    assert (found["hicache_wait_seconds_sum", ()], found["hicache_wait_seconds_count", ()]) == (31.5, 6)
+    assert (found[f"{name}_sum", labels], found[f"{name}_count", labels]) == (31.5, 6)
 
 
 def test_every_scrape_takes_one_new_snapshot_and_registering_takes_none() -> None:
-    taken: list[Snapshot] = []
+    with closing(World()) as world:
+        taken: list[CacheStatistics] = []
 
-    def snapshot() -> Snapshot:
-        taken.append(Snapshot(hits=len(taken)))
-        return taken[-1]
+        def statistics() -> CacheStatistics:
+            taken.append(dataclasses.replace(world.cache.statistics(), requests=len(taken)))
+            return taken[-1]
 
-    with serve_metrics(SnapshotCollector(snapshot, [HITS])) as server:
-        assert not taken
-        values = [scrape(server.port)["hicache_hit_tokens_total", (("tier", "device"),)] for _ in range(3)]
-    assert values == [0, 1, 2] and len(taken) == 3
+        with served(statistics) as server:
+            assert not taken
+            for number in range(3):
+                assert f"hicache_requests_total {number}.0\n" in scrape(server.port)
+    assert len(taken) == 3
 
 
 def test_a_snapshot_that_fails_is_a_failed_scrape_and_the_next_one_works(capfd: pytest.CaptureFixture[str]) -> None:
     broken = [True]
 
-    def snapshot() -> Snapshot:
+    def statistics() -> None:
         if broken.pop() if broken else False:
             raise InvalidInput("not now")
-        return Snapshot(hits=1)
 
-    with serve_metrics(SnapshotCollector(snapshot, [HITS])) as server:
+    with served(statistics) as server:
         with pytest.raises(OSError):  # HTTP 500 or a closed connection
             scrape(server.port)
-        assert scrape(server.port)["hicache_hit_tokens_total", (("tier", "device"),)] == 1
+        assert "# HELP hicache_requests_total" in scrape(server.port)
     assert "not now" in capfd.readouterr().err
 
 
 def test_closing_frees_the_port_and_may_be_repeated() -> None:
-    server = serve_metrics(collector(Snapshot()))
+    server = served(lambda: None)
+    with pytest.raises(ConfigError, match="cannot listen"):
+        served(lambda: None, port=server.port)
     server.close()
     server.close()
     with pytest.raises(OSError):
         scrape(server.port)
-    serve_metrics(collector(Snapshot()), port=server.port).close()
+    served(lambda: None, port=server.port).close()
 
 
-def test_a_client_that_never_asks_does_not_keep_others_waiting() -> None:
-    with (
-        serve_metrics(collector(Snapshot(), [HITS])) as server,
-        socket.create_connection(("127.0.0.1", server.port)),
-    ):
-        assert scrape(server.port)
+def test_without_a_port_nothing_is_served_and_an_address_of_ipv6_is() -> None:
+    assert serve_configured(HiCacheConfig(), lambda: None) is None
+    with served(lambda: None, host="::1") as server:
+        assert "hicache_requests_total" in scrape(server.port, "[::1]")
 
 
 def test_the_help_of_decisions_names_all_that_refuse() -> None:
-    texts = {spec.name: spec.help for spec in cache_metrics()}
+    texts = {spec.name: spec.help for spec in CACHE_METRICS}
     refused = ", ".join(decision.value for decision in Decision if not decision.go)
-    assert f"(or not: {refused})" in texts["hicache_payoff_decisions_total"]
+    assert f"(or not: {refused})" in texts["payoff_decisions_total"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +265,7 @@ def test_a_scrape_shows_what_the_publisher_of_events_counts() -> None:
     )
     with closing(World()) as world:
         world.cache.record_events(EventStream(1 << 20), Counters(counters))
-        with serve_metrics(SnapshotCollector(world.cache.statistics, cache_metrics())) as server:
-            found = scrape(server.port)
+        found = shown(world)
     assert found["hicache_event_publisher_alive", ()] == 1
     assert found["hicache_event_slow_batches_total", ()] == 2
     assert found["hicache_event_gaps_total", ()] == 3
@@ -286,8 +293,7 @@ def test_a_scrape_shows_decisions_by_route_and_reason_and_only_speeds_that_are_k
     with closing(World(payoff=payoff)) as world:
         payoff.use_figures(Figures(prefill_tokens_per_s=20_000, host_bytes_per_s=5, host_operations_per_s=7))
         payoff.decide(Route.LOAD, 64, 1 << 20)
-        with serve_metrics(SnapshotCollector(world.cache.statistics, cache_metrics())) as server:
-            found = scrape(server.port)
+        found = shown(world)
     decisions = {labels: value for (name, labels), value in found.items() if name == "hicache_payoff_decisions_total"}
     assert len(decisions) == len(Route) * len(Decision)
     assert decisions.pop((("reason", "too_slow"), ("route", "load"))) == 1
@@ -300,37 +306,9 @@ def test_a_scrape_shows_decisions_by_route_and_reason_and_only_speeds_that_are_k
     }
 
 
-def test_only_loopback_is_listened_on_unless_allowed() -> None:
-    with pytest.raises(ConfigError, match="allow_remote"):
-        serve_metrics(collector(Snapshot()), "192.0.2.1")
-
-
-def test_a_port_that_is_taken_is_a_clear_error() -> None:
-    with serve_metrics(collector(Snapshot())) as server, pytest.raises(ConfigError, match="cannot listen"):
-        serve_metrics(collector(Snapshot()), port=server.port)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "text", "labels"),
-    [
-        ("hit_tokens_total", MetricKind.COUNTER, "Help.", ()),
-        ("hicache_Hits_total", MetricKind.COUNTER, "Help.", ()),
-        ("hicache_hits", MetricKind.COUNTER, "Help.", ()),
-        ("hicache_hits_total", MetricKind.GAUGE, "Help.", ()),
-        ("hicache_hits_total", MetricKind.COUNTER, "Help.", ("tenant",)),
-        ("hicache_hits_total", MetricKind.COUNTER, "", ()),
-    ],
-)
-def test_a_metric_that_breaks_the_naming_rules_is_refused(
-    name: str, kind: MetricKind, text: str, labels: tuple[str, ...]
-) -> None:
-    with pytest.raises(InvalidInput, match=name):
-        MetricSpec[Snapshot](name, kind, text, labels, lambda s: [])
-    if kind is MetricKind.GAUGE or name.endswith("_total"):
-        with pytest.raises(InvalidInput, match=name):
-            HistogramSpec[Snapshot](name, text, labels, lambda s: [])
-
-
-def test_two_metrics_of_one_name_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="hicache_hit_tokens_total"):
-        SnapshotCollector(Snapshot, [HITS, HITS])
+def test_every_metric_keeps_the_naming_rules() -> None:
+    specs: list[MetricSpec[Any]] = [*CACHE_METRICS, *STORE_METRICS]
+    for spec in specs:
+        assert re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", spec.name) and spec.help.endswith(".")
+        assert set(spec.labels) <= LABELS
+    assert len({spec.name for spec in specs}) == len(specs)

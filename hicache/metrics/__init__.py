@@ -1,25 +1,15 @@
 """The Prometheus exporter: what is exported (`families`), and the HTTP server that a scraper asks (`server`)."""
 
-from .families import (
-    LABELS,
-    HistogramSpec,
-    MetricKind,
-    MetricSpec,
-    SnapshotCollector,
-    backend_metrics,
-    cache_metrics,
-)
-from .server import MetricsServer, serve_configured, serve_metrics
+from .families import CACHE_METRICS, LABELS, STORE_METRICS, CacheCollector, MetricSpec, store_families
+from .server import MetricsServer, serve_configured
 
 __all__ = [
+    "CACHE_METRICS",
     "LABELS",
-    "HistogramSpec",
-    "MetricKind",
+    "STORE_METRICS",
+    "CacheCollector",
     "MetricSpec",
     "MetricsServer",
-    "SnapshotCollector",
-    "backend_metrics",
-    "cache_metrics",
     "serve_configured",
-    "serve_metrics",
+    "store_families",
 ]

@@ -11,7 +11,7 @@ from hicache.cache import ChunkCache, Eviction, HiRadixCache, RequestKV, create_
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput, InvariantError
 from hicache.keys import BIGRAM_BYTES, RadixKey
-from hicache.metrics import cache_metrics
+from hicache.metrics import CACHE_METRICS
 from hicache.tiers import create_device_pool
 from tests.cache.world import GEOMETRY, NAMESPACE, prompt
 
@@ -147,8 +147,8 @@ def test_statistics_have_l1_and_zeros_and_can_be_exported() -> None:
     state = cache.statistics()
     assert (state.requests, state.prompt_tokens, state.device.free_pages) == (1, 9, 5)
     assert state.host.capacity_pages == state.controller.written_pages == 0 and not state.hit_tokens
-    for spec in cache_metrics():
-        list(spec.samples(state))
+    for spec in CACHE_METRICS:
+        spec.collect([((), state)])
 
 
 def test_a_configuration_chooses_the_cache_and_opens_no_storage_for_none(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream, Medium, PrefixIndex
 from hicache.geometry import PageShape, Piece
 from hicache.keys import PAGE_KEY_BYTES, Namespace, RadixKey
-from hicache.metrics import SnapshotCollector, cache_metrics
+from hicache.metrics import CacheCollector
 from hicache.tiers import HostPool
 from tests.cache.host_world import GEOMETRY, NAMESPACE, HostWorld, every_hit, memory_backend, prompt
 
@@ -512,7 +512,7 @@ def test_statistics_show_l2_storage_and_the_engines_copies() -> None:
     assert state.hit_tokens == {"device": 4, "host": 12, "storage": 0}
     names = {
         sample.name: sample.value
-        for family in SnapshotCollector(world.cache.statistics, cache_metrics()).collect()
+        for family in CacheCollector(world.cache.statistics).collect()
         for sample in family.samples
         if sample.labels.get("direction") == "host_to_device"
     }
