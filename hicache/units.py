@@ -6,11 +6,10 @@ bytes or seconds.
 
 from __future__ import annotations
 
-import enum
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer, WithJsonSchema
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
@@ -26,13 +25,6 @@ _TEXT_MAX = 64
 # Beyond a pebibyte or a year a number is a slip of the hand, and sums of such numbers would overflow elsewhere.
 SIZE_MAX_BYTES = 1 << 50
 DURATION_MAX_S = 366 * 86400.0
-
-
-class Unit(enum.Enum):
-    """What a number in the configuration counts; marks the annotated types below for those who print them."""
-
-    BYTES = "bytes"
-    SECONDS = "seconds"
 
 
 def _parse(text: str, units: dict[str, float], what: str, example: str) -> float:
@@ -115,9 +107,12 @@ def _positive(value: Any) -> Any:
 _SIZE_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "examples": ["200GiB", "64MB"]}]}
 _DURATION_SCHEMA = {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "examples": ["5s", "250ms"]}]}
 
-Size = Annotated[int, BeforeValidator(parse_size), Unit.BYTES, WithJsonSchema(_SIZE_SCHEMA)]
+_SIZE_TEXT = PlainSerializer(lambda size: size if exact_size(size).isdigit() else exact_size(size), when_used="json")
+_DURATION_TEXT = PlainSerializer(exact_duration, when_used="json")
+
+Size = Annotated[int, BeforeValidator(parse_size), _SIZE_TEXT, WithJsonSchema(_SIZE_SCHEMA)]
 PositiveSize = Annotated[Size, AfterValidator(_positive)]
-Duration = Annotated[float, BeforeValidator(parse_duration), Unit.SECONDS, WithJsonSchema(_DURATION_SCHEMA)]
+Duration = Annotated[float, BeforeValidator(parse_duration), _DURATION_TEXT, WithJsonSchema(_DURATION_SCHEMA)]
 PositiveDuration = Annotated[Duration, AfterValidator(_positive)]
 Count = Annotated[int, BeforeValidator(refuse_bool)]
 Number = Annotated[float, BeforeValidator(refuse_bool)]

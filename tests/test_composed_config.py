@@ -16,7 +16,6 @@ from hicache.config import HiCacheConfig, load_config
 from hicache.config.entries import all_entries, part_entries
 from hicache.config.guard import GuardConfig
 from hicache.config.storage import (
-    PARTS_ENTRY,
     PARTS_MAX,
     STORAGE_SECTIONS,
     FileStorage,
@@ -27,6 +26,8 @@ from hicache.config.storage import (
 )
 from hicache.errors import ConfigError
 
+# The entry below `options` that lists the parts, by type of storage.
+PARTS_ENTRY = {"levels": "levels", "sharded": "parts"}
 Load: TypeAlias = Callable[[str], HiCacheConfig]
 
 NESTED = """

@@ -162,8 +162,8 @@ def test_a_section_that_a_program_builds_is_refused_as_a_file_is() -> None:
         ({"storage": {"type": "file", "options": {"path": "/x", "syncc": 1}}}, r"syncc: .* did you mean sync\?"),
         ({"storage": {"type": "mine:Store", "guard": {"failurs": 1}}}, r"failurs: .* did you mean failures\?"),
         ({"ranks": {"x": 1}}, r"ranks\.x: unknown entry; there are deadline$"),
-        ({"host": 5}, "host: is a section; give a HostConfig, or its entries as a mapping; got 5"),
-        ({"storage": {"type": "mine:Store", "options": 5}}, "options: is a section; give its entries as a mapping"),
+        ({"host": 5}, "host: is a section: give its entries .size, tokens, ratio, pin. below it"),
+        ({"storage": {"type": "mine:Store", "options": 5}}, "options: is a section: give its entries .by name. below it"),
     ],
 )
 def test_an_error_deep_in_a_section_names_what_there_is_at_that_place(entries: dict[str, Any], message: str) -> None:

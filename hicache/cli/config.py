@@ -6,16 +6,14 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
 
 import click
 import yaml
-from pydantic import BaseModel
 
 from ..backends.registry import check_backend
 from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config, read_key
-from ..config.entries import EntryInfo, all_entries, format_value, part_entries
-from ..config.storage import STORAGE_SECTIONS, PartConfig
+from ..config.entries import EntryInfo, all_entries, part_entries
+from ..config.storage import STORAGE_SECTIONS
 from ..errors import ConfigError
 from ..events.security import check_events
 from ..units import counted
@@ -144,28 +142,9 @@ def parse_settings(settings: tuple[str, ...]) -> dict[str, str]:
 
 def effective_yaml(loaded: HiCacheConfig) -> str:
     """The whole configuration as a YAML file that loads to an equal one, sizes and durations with their unit."""
-    return yaml.safe_dump(_plain(loaded), sort_keys=False, default_flow_style=False, allow_unicode=True, width=120)
-
-
-def _plain(section: BaseModel) -> dict[str, Any]:
-    if isinstance(section, PartConfig):
-        return {"name": section.name, **_plain(section.storage)}
-    plain: dict[str, Any] = {}
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            plain[name] = _plain(value)
-        elif isinstance(value, list):
-            plain[name] = [_plain(item) if isinstance(item, BaseModel) else item for item in value]
-        elif isinstance(value, (bool, dict)) or value is None:
-            plain[name] = value
-        elif isinstance(value, (int, float)):
-            annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-            text = format_value(value, annotation)
-            plain[name] = value if text == str(value) else text
-        else:
-            plain[name] = str(value)
-    return plain
+    return yaml.safe_dump(
+        loaded.model_dump(mode="json"), sort_keys=False, default_flow_style=False, allow_unicode=True, width=120
+    )
 
 
 def markdown() -> str:

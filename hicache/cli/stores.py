@@ -13,8 +13,7 @@ import click
 from ..backends.raw import RawStore
 from ..backends.registry import BackendSpec, open_raw, part_specs
 from ..backends.tools.report import PageKeys
-from ..config import entry_of_variable, load_config, read_key_file
-from ..config.entries import entry_names, names_below
+from ..config import HiCacheConfig, entry_of_variable, load_config, read_key_file
 from ..config.storage import FileStorageOptions
 from ..errors import ConfigError
 from ..units import counted, format_size
@@ -121,10 +120,9 @@ def _directory(path: Path) -> FileStorageOptions:
 def _variables_of_entries() -> Iterator[tuple[str, str]]:
     """The environment without `HICACHE_*` variables that are no entries of a configuration. An engine refuses those as
     typos; a command that is given two stores has the credentials in it that the other configuration names."""
-    sections = names_below(entry_names(), ())
     for name, value in os.environ.items():
         entry = entry_of_variable(name)
-        if entry is None or entry[0] in sections:
+        if entry is None or entry[0] in HiCacheConfig.model_fields:
             yield name, value
 
 

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import functools
-import types
-import typing
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Union
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
-from ..units import Unit, exact_duration, exact_size
 from .schema import HiCacheConfig
 from .storage import STORAGE_SECTIONS, FileStorage, PartConfig
 from .wording import sections_in
 
 _BOUND_SHOWN_MAX = 65536
-# Accepts any name; the schema shows the only one it knows the options of.
-_TYPE_DESCRIPTION = FileStorage.model_fields["type"].description
+_WORDS = {"integer": "integer", "number": "number", "boolean": "`true`, `false`", "array": "list"}
 
 
-@dataclass(frozen=True, slots=True)
-class EntryInfo:
-    """One entry: its dotted name, what may stand there, its default as text (None: it must be given)."""
+class EntryInfo(NamedTuple):
+    """One entry: its dotted name, the values that it accepts, its default as text (None: it must be given)."""
 
     name: str
     accepts: str
@@ -41,7 +33,7 @@ def all_entries(storage: str = "file") -> tuple[EntryInfo, ...]:
 
 
 def part_entries() -> tuple[EntryInfo, ...]:
-    """What a part of a composition has beside the entries of a `storage` section."""
+    """The entries of a part of a composition that a `storage` section does not have."""
     return tuple(entry for entry in _walk(PartConfig, "", FileStorage) if "." not in entry.name)
 
 
@@ -53,97 +45,47 @@ def entry_names(storage: str = "file") -> tuple[str, ...]:
     return (*leaves, *sorted(sections))
 
 
-def names_below(names: Iterable[str], path: tuple[str, ...]) -> tuple[str, ...]:
-    """What of the dotted `names` stands directly below section `path`; empty if that is no section."""
-    prefix = "".join(f"{name}." for name in path)
-    below = (name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix))
-    return tuple(dict.fromkeys(below))
-
-
-def format_value(value: Any, annotation: Any) -> str:
-    """A value as a person would write it into the file, sizes and durations with their unit."""
-    unit = _unit(annotation)
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if unit is Unit.BYTES:
-        return exact_size(value)
-    return exact_duration(value) if unit is Unit.SECONDS else str(value)
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class behind an annotation, None for a plain entry."""
-    return None if typing.get_origin(annotation) is list else next(sections_in(annotation), None)
-
-
 def _walk(section: type[BaseModel], prefix: str, storage: type[BaseModel]) -> Iterator[EntryInfo]:
+    whole = section.model_json_schema()
+    schemas = whole.get("$defs", {}).get(section.__name__, whole)["properties"]
+    defaults = section.model_construct().model_dump(mode="json", warnings=False)
     for name, field in section.model_fields.items():
-        below = storage if name == "storage" else section_of(field.annotation)
-        if below is not None:
+        accepts = _accepts(schemas[name])
+        below = storage if name == "storage" else next(sections_in(field.annotation), None)
+        if below is not None and accepts != "list":
             yield from _walk(below, f"{prefix}{name}.", storage)
             continue
-        default = None if field.is_required() else format_value(field.default, _full(field))
-        if default == "null":
-            default = "not set"
-        yield EntryInfo(prefix + name, _accepts(field), default, field.description or "")
+        default = None if field.is_required() else _shown(defaults[name])
+        yield EntryInfo(prefix + name, accepts, default, field.description or "")
 
 
-def _full(field: FieldInfo) -> Any:
-    """The annotation with the metadata that pydantic has moved into the field."""
-    return Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+def _shown(default: Any) -> str:
+    if default is None:
+        return "not set"
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
-def _unit(annotation: Any) -> Unit | None:
-    parts: list[Any] = [*typing.get_args(annotation), *getattr(annotation, "__metadata__", ())]
-    for part in parts:
-        found = part if isinstance(part, Unit) else _unit(part)
-        if found is not None:
-            return found
-    return None
-
-
-def _accepts(field: FieldInfo) -> str:
-    annotation = _full(field)
-    unit = _unit(annotation)
-    if unit is not None:
-        return "size" if unit is Unit.BYTES else "duration"
-    choices = _literals(annotation)
-    if choices and field.description != _TYPE_DESCRIPTION:
-        return ", ".join(f"`{choice}`" for choice in choices)
-    if typing.get_origin(_base(annotation)) is list:
-        return "list"
-    words = {int: "integer", float: "number", bool: "`true`, `false`", Path: "path"}.get(_base(annotation), "text")
-    bounds = {name: getattr(part, name) for part in _metadata(annotation) for name in ("ge", "gt", "le", "lt")
-              if getattr(part, name, None) is not None}  # fmt: skip
-    if not {"le", "lt"} & bounds.keys():
+def _accepts(schema: dict[str, Any]) -> str:
+    kinds = [kind for kind in _kinds(schema) if kind.get("type") != "null"]
+    first = kinds[0]
+    if "examples" in kinds[-1]:  # of a number with a unit
+        return "size" if first["type"] == "integer" else "duration"
+    if "enum" in first:
+        return ", ".join(f"`{choice}`" for choice in first["enum"])
+    words = "path" if first.get("format") == "path" else _WORDS.get(first.get("type", ""), "text")
+    if not {"maximum", "exclusiveMaximum"} & first.keys():
         return words
-    low = f"{bounds['ge']}" if "ge" in bounds else f"more than {bounds['gt']}"
-    if "lt" in bounds:
-        return f"{words}, {low} to less than {bounds['lt']}"
+    low = f"{first['minimum']}" if "minimum" in first else f"more than {first['exclusiveMinimum']}"
+    if "exclusiveMaximum" in first:
+        return f"{words}, {low} to less than {first['exclusiveMaximum']}"
     # Large upper bounds only catch slips of the hand; in a table they distract.
-    return f"{words}, {low} to {bounds['le']}" if bounds["le"] <= _BOUND_SHOWN_MAX else f"{words}, from {low}"
+    high = first["maximum"]
+    return f"{words}, {low} to {high}" if high <= _BOUND_SHOWN_MAX else f"{words}, from {low}"
 
 
-def _literals(annotation: Any) -> tuple[str, ...]:
-    if typing.get_origin(annotation) is typing.Literal:
-        return typing.get_args(annotation)
-    return tuple(choice for part in typing.get_args(annotation) for choice in _literals(part))
-
-
-def _base(annotation: Any) -> Any:
-    origin = typing.get_origin(annotation)
-    if origin is Annotated or origin is Union or origin is types.UnionType:
-        return _base(next(part for part in typing.get_args(annotation) if part is not type(None)))
-    return annotation
-
-
-def _metadata(annotation: Any) -> list[Any]:
-    found = list(getattr(annotation, "__metadata__", ()))
-    for part in found[:]:
-        found += getattr(part, "metadata", ())  # a FieldInfo inside Annotated
-    for part in typing.get_args(annotation):
-        found += _metadata(part)
-    return found
-
-
+def _kinds(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The alternatives of a JSON schema."""
+    if "anyOf" not in schema:
+        yield schema
+    for alternative in schema.get("anyOf", ()):
+        yield from _kinds(alternative)

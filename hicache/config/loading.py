@@ -13,10 +13,9 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 from pydantic import ValidationError
@@ -24,12 +23,11 @@ from pydantic import ValidationError
 from ..arguments import file_path, instance
 from ..errors import ConfigError
 from ..units import counted
-from .entries import entry_names, names_below, part_entries
+from .entries import entry_names
 from .files import open_regular
 from .schema import HiCacheConfig
 from .section import ALTERNATIVES
-from .storage import PARTS_ENTRY
-from .wording import NAMES_VARIABLE, path_of, printable, shown, what_is_wrong
+from .wording import NAMES_VARIABLE, locate, printable, shown, what_is_wrong
 
 ENVIRON_PREFIX = "HICACHE_"
 # A configuration has some hundred entries; more than this is another file given by mistake.
@@ -49,8 +47,7 @@ _STORAGE_TYPE, _STORAGE_OPTIONS = ("storage", "type"), ("storage", "options")
 EntryPath: TypeAlias = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Problem:
+class _Problem(NamedTuple):
     path: EntryPath
     what: str
     origin: str
@@ -61,11 +58,14 @@ class _Problem:
         return where + self.what + (f" ({self.origin})" if self.origin else "")
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     path: EntryPath
     value: Any
     origin: str
+
+
+# By path; none is the beginning of another.
+_Entries: TypeAlias = dict[EntryPath, _Entry]
 
 
 def load_config(
@@ -86,21 +86,19 @@ def load_config(
     overrides = {} if overrides is None else instance("overrides", overrides, Mapping)  # type: ignore[type-abstract]
     for name, text in overrides.items():
         instance(f"overrides: {shown(instance('overrides: name', name, str))}", text, str)
-    merge = _Merge()
-    if path is not None:
-        merge.add(_file_entries(file_path("config file", path), merge.problems))
-    merge.add(_environ_entries(environ, merge.problems))
-    merge.add([_Entry(tuple(name.split(".")), _scalar(text), f"flag --set {shown(name)}")
-               for name, text in overrides.items()])  # fmt: skip
-    merge.drop_secret_variables()
+    problems: list[_Problem] = []
+    in_file = [] if path is None else _file_entries(file_path("config file", path), problems)
+    flags = [_Entry(tuple(name.split(".")), _scalar(text), f"flag --set {shown(name)}")
+             for name, text in sorted(overrides.items())]  # fmt: skip
+    entries = _merged([in_file, _environ_entries(environ, in_file, flags, problems), flags], problems)
     config: HiCacheConfig | None = None
     try:
-        config = HiCacheConfig.model_validate(merge.tree)
-        merge.refuse_less_than_a_page(config)
+        config = HiCacheConfig.model_validate(_tree(entries))
+        problems += _tiers_below_a_page(config, entries)
     except ValidationError as refused:
-        explained = (problem for error in refused.errors() for problem in merge.explain(error))
-        merge.problems += itertools.islice(explained, PROBLEMS_MAX + 1)
-    merge.require_no_problem()
+        explained = (problem for error in refused.errors() for problem in _explain(error, entries))
+        problems += itertools.islice(explained, PROBLEMS_MAX + 1)
+    _require_none(problems)
     assert config is not None
     return config
 
@@ -110,10 +108,10 @@ def read_tree(path: Path) -> dict[str, Any]:
 
     Reads the file. Raises ConfigError that lists every problem, as `load_config` does.
     """
-    merge = _Merge()
-    merge.add(_file_entries(path, merge.problems))
-    merge.require_no_problem()
-    return merge.tree
+    problems: list[_Problem] = []
+    entries = _merged([_file_entries(path, problems)], problems)
+    _require_none(problems)
+    return _tree(entries)
 
 
 def entry_of_variable(variable: str) -> EntryPath | None:
@@ -126,138 +124,116 @@ def entry_of_variable(variable: str) -> EntryPath | None:
     return tuple(variable.removeprefix(ENVIRON_PREFIX).lower().split("__"))
 
 
-class _Merge:
-    """The entries so far: `tree` nested as pydantic takes it, `origins` by path for error messages. `secrets` are the
-    variables that any source has named for a secret, also where a stronger one has replaced that entry.
+def _require_none(problems: list[_Problem]) -> None:
+    """Raise ConfigError that lists the problems, if there are any."""
+    if not problems:
+        return
+    found = sorted(set(problems))
+    listed = [str(problem) for problem in found[:PROBLEMS_MAX]]
+    more = len(found) > PROBLEMS_MAX
+    amount = f"more than {PROBLEMS_MAX} problems; the first are" if more else counted(len(found), "problem")
+    raise ConfigError("\n  ".join([f"the configuration has {amount}:", *listed]))
 
-    Invariant: the paths in `origins` are the leaves of `tree`.
-    """
 
-    def __init__(self) -> None:
-        self.tree: dict[str, Any] = {}
-        self.origins: dict[EntryPath, str] = {}
-        self.problems: list[_Problem] = []
-        self.secrets: set[str] = set()
+def _merged(sources: Iterable[Sequence[_Entry]], problems: list[_Problem]) -> _Entries:
+    """The entries of all sources, the weakest first: each replaces the same ones and their alternatives."""
+    merged: _Entries = {}
+    for source in sources:
+        replaced = _replaced({entry.path: entry.value for entry in source}, merged)
+        merged = {path: known for path, known in merged.items()
+                  if not any(path[:end] in replaced for end in range(len(path), 0, -1))}  # fmt: skip
+        for entry in source:
+            _put(entry, merged, problems)
+    return merged
 
-    def require_no_problem(self) -> None:
-        """Raise ConfigError that lists the problems so far."""
-        problems = sorted(set(self.problems))
-        if not problems:
+
+def _replaced(given: Mapping[EntryPath, Any], weaker: _Entries) -> set[EntryPath]:
+    """What a source replaces: its own entries, their alternatives, and the options of another backend."""
+    replaced = set(given)
+    for section, groups in ALTERNATIVES.items():
+        for group in groups:
+            paths = {(*section, name) for name in group}
+            if any(given.get(path) is not None for path in paths):
+                replaced |= paths
+    old = weaker.get(_STORAGE_TYPE)
+    if _STORAGE_TYPE in given and (old is None or old.value != given[_STORAGE_TYPE]):
+        replaced.add(_STORAGE_OPTIONS)
+    return replaced
+
+
+def _put(entry: _Entry, entries: _Entries, problems: list[_Problem]) -> None:
+    for depth in range(1, len(entry.path)):
+        above = entries.get(entry.path[:depth])
+        if above is not None and above.value not in (None, {}):
+            section = ".".join(above.path)
+            problems.append(_Problem(entry.path, f"{section} is a value and holds no entries", entry.origin))
             return
-        listed = [str(problem) for problem in problems[:PROBLEMS_MAX]]
-        more = len(problems) > PROBLEMS_MAX
-        amount = f"more than {PROBLEMS_MAX} problems; the first are" if more else counted(len(problems), "problem")
-        raise ConfigError("\n  ".join([f"the configuration has {amount}:", *listed]))
+        entries.pop(entry.path[:depth], None)
+    entries[entry.path] = entry
 
-    def add(self, entries: list[_Entry]) -> None:
-        """Put the entries of one source over those of weaker ones."""
-        self.secrets.update(_named_variables([{entry.path[-1]: entry.value} for entry in entries]))
-        self._displace({entry.path: entry.value for entry in entries})
-        for entry in entries:
-            self._put(entry)
 
-    def _displace(self, given: Mapping[EntryPath, Any]) -> None:
-        """Remove what the new source replaces by other means: an alternative, or the options of another backend."""
-        for section, names in ((section, names) for section, groups in ALTERNATIVES.items() for names in groups):
-            if any(given.get((*section, name)) is not None for name in names):
-                for name in names:
-                    self._remove((*section, name))
-        old = self.tree.get("storage")
-        if _STORAGE_TYPE in given and isinstance(old, dict) and old.get("type") != given[_STORAGE_TYPE]:
-            self._remove(_STORAGE_OPTIONS)
+def _tree(entries: _Entries) -> dict[str, Any]:
+    """The entries as sections in sections."""
+    tree: dict[str, Any] = {}
+    for entry in entries.values():
+        section = tree
+        for name in entry.path[:-1]:
+            section = section.setdefault(name, {})
+        section[entry.path[-1]] = entry.value
+    return tree
 
-    def _remove(self, path: EntryPath) -> None:
-        node: Any = self.tree
-        for name in path[:-1]:
-            node = node.get(name) if isinstance(node, dict) else None
-        if isinstance(node, dict):
-            node.pop(path[-1], None)
-        for known in [known for known in self.origins if known[: len(path)] == path]:
-            del self.origins[known]
 
-    def _put(self, entry: _Entry) -> None:
-        node = self.tree
-        for depth, name in enumerate(entry.path[:-1], start=1):
-            if node.get(name) is None:
-                node[name] = {}
-                self.origins.pop(entry.path[:depth], None)
-            node = node[name]
-            if not isinstance(node, dict):
-                section = ".".join(entry.path[:depth])
-                self.problems.append(_Problem(entry.path, f"{section} is a value and holds no entries", entry.origin))
-                return
-        if entry.path[-1] in node:
-            self._remove(entry.path)
-        node[entry.path[-1]] = entry.value
-        self.origins[entry.path] = entry.origin
+def _explain(error: Any, entries: _Entries) -> Iterator[_Problem]:
+    """The problems in one pydantic error: several if an unknown section has several entries."""
+    path, names = locate(HiCacheConfig, error["loc"])
+    if error["type"] != "extra_forbidden":
+        yield _Problem(path, what_is_wrong(error, path, names, quote_text=True), _origin(path, entries))
+        return
+    _, siblings = locate(HiCacheConfig, error["loc"][:-1])
+    for known in [known for known in entries if known[: len(path)] == path] or [path]:
+        yield _Problem(known, _unknown(known, len(path), siblings, entries), _origin(known, entries))
 
-    def drop_secret_variables(self) -> None:
-        """Forget the variables that entries like `integrity.mac_key_env` name: they are secrets and no entries."""
-        for name in self.secrets:
-            path = entry_of_variable(name)
-            if path is not None and self.origins.get(path) == _origin_of_variable(name):
-                self._remove(path)
-                self._prune(path[:-1])
 
-    def _prune(self, path: EntryPath) -> None:
-        if path and not any(known[: len(path)] == path for known in self.origins):
-            self._remove(path)
-            self._prune(path[:-1])
+def _unknown(path: EntryPath, known_depth: int, siblings: Sequence[str], entries: _Entries) -> str:
+    """What to say about `path`, whose first `known_depth` names lead out of the schema, at `siblings`."""
+    prefix, name, rest = path[: known_depth - 1], path[known_depth - 1], path[known_depth:]
+    # A slip in one name is likelier than a wrong section, and the more so the longer the path around it is.
+    candidates = {".".join((*prefix, near, *rest)): _likeness(name, near) + 0.1 for near in siblings}
+    if not any(part.isdigit() for part in prefix):  # a part of a composition has entries of its own
+        kind = entries.get(_STORAGE_TYPE)
+        names, dotted = entry_names(str(kind.value) if kind else ""), ".".join(path)
+        if rest:
+            candidates = {entry: likeness for entry, likeness in candidates.items() if entry in names}
+        elsewhere = {entry: _likeness(dotted, entry) for entry in names if not dotted.startswith(entry + ".")}
+        candidates = elsewhere | candidates
+    nearest = max(candidates, key=lambda entry: candidates[entry])
+    if candidates[nearest] >= _LIKENESS_MIN:
+        return f"unknown entry; did you mean {nearest}?"
+    return f"unknown entry; {'.'.join(prefix) or 'the configuration'} has: {', '.join(siblings)}"
 
-    def explain(self, error: Any) -> Iterator[_Problem]:
-        """The problems in one pydantic error: several if an unknown section has several entries."""
-        path = path_of(error)
-        lead, names = self._names_around(path)
-        if error["type"] != "extra_forbidden":
-            inside = names_below(names, path[len(lead) :])
-            yield _Problem(path, what_is_wrong(error, self._value(path), path, inside), self._origin(path))
-            return
-        below = [known for known in self.origins if known[: len(path)] == path] or [path]
-        for known in below:
-            yield _Problem(known, _unknown(known, len(path), lead, names), self._origin(known))
 
-    def _names_around(self, path: EntryPath) -> tuple[EntryPath, Sequence[str]]:
-        """Where `path` leads to and the names of the entries and sections there: nowhere and all of them, or the
-        innermost part of a composition and the names in it."""
-        storage, lead, rest = self.tree.get("storage"), path[:1], path[1:]
-        while True:
-            kind = str(storage.get("type")) if isinstance(storage, dict) else ""
-            parts = PARTS_ENTRY.get(kind)
-            if path[:1] != ("storage",) or parts is None or rest[:2] != ("options", parts) or len(rest) < 3:
-                break
-            lead, rest = (*lead, *rest[:3]), rest[3:]
-            storage = self._value(lead)
-        if len(lead) < 2:
-            return (), entry_names(kind)
-        inside = [name.removeprefix("storage.") for name in entry_names(kind) if name.startswith("storage.")]
-        return lead, [*(entry.name for entry in part_entries()), *inside]
+def _likeness(left: str, right: str) -> float:
+    if len(left) > _TYPO_CHARACTERS_MAX:
+        return 0.0
+    return difflib.SequenceMatcher(None, left, right).ratio()
 
-    def refuse_less_than_a_page(self, config: HiCacheConfig) -> None:
-        """Note tiers that would have no page at all. Not in the schema, whose errors know no path across sections."""
-        for section, tokens in (("device", config.device.tokens), ("host", config.host.tokens)):
-            if tokens is not None and tokens < config.page_size:
-                path = (section, "tokens")
-                what = f"is less than one page; got {tokens}, page_size is {config.page_size}"
-                self.problems.append(_Problem(path, what, self._origin(path)))
 
-    def _origin(self, path: EntryPath) -> str:
-        """Where `path` was given; for a section, or an entry that is missing in it, where that section was given."""
-        for end in range(len(path), -1, -1):
-            if path[:end] in self.origins:
-                return self.origins[path[:end]]
-            below = {origin: None for known, origin in self.origins.items() if end and known[:end] == path[:end]}
-            if below:
-                return ", ".join(below)
-        return ""
+def _origin(path: EntryPath, entries: _Entries) -> str:
+    """Where `path` was given; for a section, or an entry that is missing in it, where that section was given."""
+    for end in range(len(path), 0, -1):
+        origins = {entry.origin: None for known, entry in entries.items() if known[:end] == path[:end]}
+        if origins:
+            return ", ".join(origins)
+    return ""
 
-    def _value(self, path: EntryPath) -> Any:
-        node: Any = self.tree
-        for name in path:
-            if isinstance(node, list):
-                node = node[int(name)] if name.isdigit() and int(name) < len(node) else None
-            else:
-                node = node.get(name) if isinstance(node, dict) else None
-        return node
+
+def _tiers_below_a_page(config: HiCacheConfig, entries: _Entries) -> Iterator[_Problem]:
+    """Tiers that would have no page at all. Not in the schema, whose errors know no path across sections."""
+    for section, tokens in (("device", config.device.tokens), ("host", config.host.tokens)):
+        if tokens is not None and tokens < config.page_size:
+            path = (section, "tokens")
+            what = f"is less than one page; got {tokens}, page_size is {config.page_size}"
+            yield _Problem(path, what, _origin(path, entries))
 
 
 def _named_variables(nodes: list[Any]) -> Iterator[str]:
@@ -269,30 +245,6 @@ def _named_variables(nodes: list[Any]) -> Iterator[str]:
             nodes += node.values()
             named = (value for name, value in node.items() if str(name).endswith(NAMES_VARIABLE))
             yield from (value for value in named if isinstance(value, str))
-
-
-def _unknown(path: EntryPath, known_depth: int, lead: EntryPath, names: Sequence[str]) -> str:
-    """What to say about `path`, whose first `known_depth` names lead out of the schema, where `names` follow `lead`."""
-    whole = "".join(f"{name}." for name in lead)
-    path, known_depth = path[len(lead) :], known_depth - len(lead)
-    prefix, name, rest = path[: known_depth - 1], path[known_depth - 1], path[known_depth:]
-    siblings = names_below(names, prefix)
-    dotted = ".".join(path)
-    candidates = {entry: _likeness(dotted, entry) for entry in names if not dotted.startswith(entry + ".")}
-    # A slip in one name is likelier than a wrong section, and the more so the longer the path around it is.
-    candidates |= {".".join((*prefix, near, *rest)): _likeness(name, near) + 0.1 for near in siblings}
-    if rest:
-        candidates = {entry: likeness for entry, likeness in candidates.items() if entry in names}
-    nearest = max(candidates, key=lambda entry: candidates[entry])
-    if candidates[nearest] >= _LIKENESS_MIN:
-        return f"unknown entry; did you mean {whole}{nearest}?"
-    return f"unknown entry; {'.'.join((*lead, *prefix)) or 'the configuration'} has: {', '.join(siblings)}"
-
-
-def _likeness(left: str, right: str) -> float:
-    if len(left) > _TYPO_CHARACTERS_MAX:
-        return 0.0
-    return difflib.SequenceMatcher(None, left, right).ratio()
 
 
 def _file_entries(path: Path, problems: list[_Problem]) -> list[_Entry]:
@@ -387,29 +339,30 @@ def _flatten(
             continue
         value = loader.construct_object(value_node, deep=True)
         # A section with all its entries commented out says nothing; `storage` may be null.
-        if value is not None or path == ("storage",) or not names_below(entry_names(), path):
+        if value is not None or path == ("storage",) or not locate(HiCacheConfig, path)[1]:
             yield _Entry(path, value, origin)
 
 
-def _origin_of_variable(variable: str) -> str:
-    return f"variable {shown(variable)}"
-
-
-def _environ_entries(environ: Mapping[str, str], problems: list[_Problem]) -> list[_Entry]:
-    entries = []
+def _environ_entries(
+    environ: Mapping[str, str], in_file: list[_Entry], flags: list[_Entry], problems: list[_Problem]
+) -> list[_Entry]:
+    """The entries that variables give, but for the variables that an entry of any source names for a secret."""
+    entries = {}
     for variable in sorted(environ):
         path = entry_of_variable(variable)
         if path is None:
             continue
-        origin = _origin_of_variable(variable)
+        origin = f"variable {shown(variable)}"
         try:
             environ[variable].encode()
             variable.encode()
         except UnicodeEncodeError:
             problems.append(_Problem(tuple(map(shown, path)), "is not valid UTF-8", origin))
             continue
-        entries.append(_Entry(path, _scalar(environ[variable]), origin))
-    return entries
+        entries[variable] = _Entry(path, _scalar(environ[variable]), origin)
+    for secret in _named_variables([{one.path[-1]: one.value} for one in (*in_file, *entries.values(), *flags)]):
+        entries.pop(secret, None)
+    return list(entries.values())
 
 
 def _scalar(text: str) -> Any:

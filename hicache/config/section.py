@@ -61,7 +61,8 @@ class Section(BaseModel):
     and names of hosts, policies and parts alone.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True,
+                              ser_json_inf_nan="constants")  # fmt: skip
 
     def __init__(self, **entries: Any) -> None:
         try:

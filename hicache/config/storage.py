@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 
 from ..units import GIB, MIB, Count, PositiveSize, Size
 from .guard import GuardConfig
@@ -20,8 +28,6 @@ from .section import FileSystemPath, Section
 
 # Each part costs threads and, in a sharded set, a share of every lookup; more are a slip of the hand.
 PARTS_MAX = 64
-# The entry below `options` that lists the parts, by type of storage.
-PARTS_ENTRY = {"levels": "levels", "sharded": "parts"}
 
 
 class FileStorageOptions(Section):
@@ -86,6 +92,12 @@ class PartConfig(Section):
         "type on. In a `sharded` set it has to be given and decides which pages the part has.",
     )
     storage: AnyStorage
+
+    @model_serializer(mode="wrap")
+    def _spread_storage(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        entries: dict[str, Any] = serialize(self)
+        storage = entries.pop("storage", {})  # which a section without its required entries has not
+        return {**entries, **storage}
 
     @model_validator(mode="before")
     @classmethod

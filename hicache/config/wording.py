@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
@@ -25,78 +26,41 @@ _PLAIN = {
     "less_than_equal": "must be at most {le}",
     "literal_error": "expected {expected}",
     "list_type": "expected a list",
-    "model_type": "is a section; give a {class_name}, or its entries as a mapping",
-    "dict_type": "is a section; give its entries as a mapping",
     "too_short": "expected at least {min_length}, got {actual_length}",
     "too_long": "expected at most {max_length}, got {actual_length}",
 }
 
 
-def what_is_wrong(error: Any, value: Any, path: tuple[str, ...], below: Sequence[str]) -> str:
-    """Return one of pydantic's errors in words, for the `value` that a source has given to `path`; `below` are the
-    entries of a section. A value that may be a secret is not quoted."""
-    kind, message = error["type"], _message(error)
-    if kind == "missing":
-        return "is missing"
-    if kind in ("model_type", "dict_type", "model_attributes_type"):
-        return f"is a section: give its entries ({', '.join(below) or 'by name'}) below it"
-    if kind == "string_pattern_mismatch" and path[-1].endswith(NAMES_VARIABLE):
-        return "must be the name of an environment variable, not what it holds"
-    message = _plain(error, message)
-    # Of some values nothing is said: somebody may have put the secret where its name belongs.
-    if isinstance(value, (dict, list)) or path[0] == "integrity" or path[-1].endswith(NAMES_VARIABLE):
-        return message
-    got = shown(value)
-    near = difflib.get_close_matches(got, _choices(error), n=1)
-    return (message if got in message else f"{message}; got {got}") + (f", did you mean {near[0]}?" if near else "")
+def locate(section: type[BaseModel], loc: Sequence[int | str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the dotted path that a file has for pydantic's location `loc` in `section`, and the names of the entries
+    there; none where no section can stand.
+
+    The path has no tags of the unions that `storage` and the parts of a composition are, and not the field in which a
+    part keeps its storage.
+    """
+    path: tuple[str, ...] = ()
+    kinds = [section]
+    beside: tuple[str, ...] = ()  # the entries of a part that stand beside those of its storage
+    for at, name in enumerate(loc):
+        tagged = [kind for kind in kinds if name in _tags(kind)] if len(kinds) > 1 else []
+        if tagged:
+            kinds = tagged
+            continue
+        is_hidden = name == "storage" and at > 0 and isinstance(loc[at - 1], int)
+        beside = tuple(field for kind in kinds for field in kind.model_fields if is_hidden and field != name)
+        path += () if is_hidden else (str(name),)
+        if isinstance(name, str):
+            fields = [kind.model_fields[name] for kind in kinds if name in kind.model_fields]
+            kinds = list(dict.fromkeys(inside for field in fields for inside in sections_in(field.annotation)))
+    if loc and isinstance(loc[-1], int):  # a part
+        return path, locate(section, (*loc, "storage"))[1]
+    return path, tuple(dict.fromkeys((*beside, *(name for kind in kinds for name in kind.model_fields))))
 
 
-def path_of(error: Any) -> tuple[str, ...]:
-    """Return pydantic's location without the tags of the unions that `storage` and the parts of a composition are, and
-    without the field in which a part keeps its storage."""
-    loc = ("", *(str(part) for part in error["loc"]))
-    clean: tuple[str, ...] = ()
-    for at in range(1, len(loc)):
-        is_field = loc[at] == "storage" and loc[at - 1].isdigit()
-        is_tag = loc[at - 1] == "storage" and (at == 2 or loc[at - 2].isdigit())
-        if not is_field and not is_tag:
-            clean += (loc[at],)
-    return clean
-
-
-def problems_of(refused: ValidationError, section: type[BaseModel]) -> str:
-    """Return what is wrong with a `section` that a program has built, for one line of a message. It quotes no text that
-    may be a secret."""
-    problems = []
-    for error in refused.errors():
-        path = path_of(error)
-        got = f"; got {error['input']}" if type(error["input"]) in (int, float) else ""
-        what = _plain(error, _message(error)) + got
-        if error["type"] == "missing":
-            what = "is missing"
-        elif error["type"] == "extra_forbidden":
-            what = _unknown(path[-1], _entries_at(section, error["loc"][:-1]))
-        problems.append(f"{'.'.join(path)}: {what}" if path else what)
-    return "; ".join(problems)
-
-
-def _unknown(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
-    return f"unknown entry; {hint}" if names else "unknown entry"
-
-
-def _entries_at(section: type[BaseModel], loc: Sequence[int | str]) -> Sequence[str]:
-    """Return the names of the entries at pydantic's location `loc` in `section`; none where no section can stand."""
-    inside = [section]
-    for name in loc:
-        if len(inside) > 1:  # of the kinds that may stand there, this is the one that does
-            kinds = ((one, get_args(one.model_fields["type"].annotation)) for one in inside)
-            inside = [one for one, names in kinds if name in (names or ("plugin",))]
-        elif inside and isinstance(name, str):
-            field = inside[0].model_fields.get(name)
-            inside = [] if field is None else list(sections_in(field.annotation))
-    return list(inside[0].model_fields) if len(inside) == 1 else ()
+def _tags(kind: type[BaseModel]) -> tuple[str, ...]:
+    """The tags of a kind of storage in the union of all."""
+    field = kind.model_fields.get("type")
+    return () if field is None else get_args(field.annotation) or ("plugin",)
 
 
 def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -107,20 +71,49 @@ def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from sections_in(part)
 
 
-def _message(error: Any) -> str:
-    return str(error["msg"]).removeprefix("Value error, ")
+def problems_of(refused: ValidationError, section: type[BaseModel]) -> str:
+    """Return what is wrong with a `section` that a program has built, for one line of a message. It quotes no text that
+    may be a secret."""
+    problems = []
+    for error in refused.errors():
+        path, names = locate(section, error["loc"])
+        if error["type"] == "extra_forbidden":
+            what = _unknown(path[-1], locate(section, error["loc"][:-1])[1])
+        else:
+            what = what_is_wrong(error, path, names, quote_text=False)
+        problems.append(f"{'.'.join(path)}: {what}" if path else what)
+    return "; ".join(problems)
 
 
-def _plain(error: Any, message: str) -> str:
-    """Pydantic's message in the words of somebody who writes configurations; its own where there are none here."""
-    limits = error.get("ctx", {})
-    words = _PLAIN.get(error["type"])
-    return message if words is None else words.format_map(limits)
+def what_is_wrong(error: Any, path: Sequence[str], names: Sequence[str], *, quote_text: bool) -> str:
+    """Return one of pydantic's errors at `path` in words; `names` are the entries of a section. The value is quoted
+    unless it may be a secret; without `quote_text`, numbers alone are."""
+    kind, value = error["type"], error["input"]
+    if kind == "missing":
+        return "is missing"
+    if kind in ("model_type", "dict_type", "model_attributes_type"):
+        return f"is a section: give its entries ({', '.join(names) or 'by name'}) below it"
+    names_secret = bool(path) and path[-1].endswith(NAMES_VARIABLE)
+    if kind == "string_pattern_mismatch" and names_secret:
+        return "must be the name of an environment variable, not what it holds"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    words, context = _PLAIN.get(kind), error.get("ctx", {})
+    if words is not None:
+        message = words.format_map(context)
+    # Of some values nothing is said: somebody may have put the secret where its name belongs.
+    is_quoted = quote_text and not isinstance(value, (dict, list)) and path[0] != "integrity" and not names_secret
+    if not is_quoted and (quote_text or type(value) not in (int, float)):
+        return message
+    got = shown(value)
+    choices = re.findall("'([^']*)'", str(context.get("expected", ""))) if kind == "literal_error" else []
+    near = difflib.get_close_matches(got, choices, n=1)
+    return (message if got in message else f"{message}; got {got}") + (f", did you mean {near[0]}?" if near else "")
 
 
-def _choices(error: Any) -> list[str]:
-    expected = str(error.get("ctx", {}).get("expected", "")) if error["type"] == "literal_error" else ""
-    return [part for part in expected.split("'") if part.isidentifier()]
+def _unknown(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+    return f"unknown entry; {hint}" if names else "unknown entry"
 
 
 def printable(value: Any) -> str:
