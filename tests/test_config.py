@@ -163,7 +163,7 @@ def test_a_section_that_a_program_builds_is_refused_as_a_file_is() -> None:
         ({"storage": {"type": "mine:Store", "guard": {"failurs": 1}}}, r"failurs: .* did you mean failures\?"),
         ({"ranks": {"x": 1}}, r"ranks\.x: unknown entry; there are deadline$"),
         ({"host": 5}, "host: is a section: give its entries .size, tokens, ratio, pin. below it"),
-        ({"storage": {"type": "mine:Store", "options": 5}}, "options: is a section: give its entries .by name. below it"),
+        ({"storage": {"type": "mine:Store", "options": 5}}, "options: is a section: give its entries .by name."),
     ],
 )
 def test_an_error_deep_in_a_section_names_what_there_is_at_that_place(entries: dict[str, Any], message: str) -> None:
@@ -388,7 +388,7 @@ def _key_file(path: Path, content: bytes, mode: int = 0o600) -> Path:
 def test_a_key_file_holds_raw_bytes_or_hexadecimal_digits(tmp_path: Path, content: bytes) -> None:
     path = _key_file(tmp_path / "key", content)
     config = HiCacheConfig.model_validate({"integrity": {"mac_key_file": str(path)}})
-    assert config.integrity.mac_keys() == (bytes.fromhex(HEX_KEY),)
+    assert config.integrity.keys() == (bytes.fromhex(HEX_KEY),)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o602])
@@ -426,11 +426,11 @@ def test_a_key_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
 def test_a_key_comes_from_the_named_variable_which_is_then_no_typo(load: Load) -> None:
     config = load("integrity: {mac_key_env: HICACHE_KEY}", {"KEY": HEX_KEY})
-    assert config.integrity.mac_keys({"HICACHE_KEY": HEX_KEY}) == (bytes.fromhex(HEX_KEY),)
+    assert config.integrity.keys({"HICACHE_KEY": HEX_KEY}) == (bytes.fromhex(HEX_KEY),)
     with pytest.raises(ConfigError, match="HICACHE_KEY: is not set"):
-        config.integrity.mac_keys({})
+        config.integrity.keys({})
     with pytest.raises(ConfigError, match="does not hold 64"):
-        config.integrity.mac_keys({"HICACHE_KEY": "\udcff"})
+        config.integrity.keys({"HICACHE_KEY": "\udcff"})
 
 
 LONG_NAME = "A_NAME_THAT_IS_TOO_LONG_TO_BE_SHOWN_" + "X" * 60
@@ -479,7 +479,7 @@ def test_the_previous_key_comes_second(tmp_path: Path, load: Load) -> None:
     for section, name in (("integrity", "mac_key"), ("storage_format", "encryption_key")):
         text = f"{section}: {{{name}_file: {path}, previous_{name}_env: HICACHE_OLD_KEY}}"
         config = load(text, {"OLD_KEY": other})
-        read = config.integrity.mac_keys if name == "mac_key" else config.storage_format.encryption_keys
+        read = config.integrity.keys if name == "mac_key" else config.storage_format.keys
         assert read({"HICACHE_OLD_KEY": other}) == (bytes.fromhex(HEX_KEY), bytes.fromhex(other))
         with pytest.raises(ConfigError, match=f"HICACHE_OLD_KEY: is not set; unset {section}.previous_{name}_env"):
             read({})
@@ -493,12 +493,12 @@ def test_one_key_proves_pages_and_not_two(refused: Callable[..., list[str]]) -> 
 def test_a_key_given_in_another_way_by_a_stronger_source_replaces_it(load: Load) -> None:
     config = load("storage_format: {encryption_key_file: /a}", {"STORAGE_FORMAT__ENCRYPTION_KEY_ENV": "MY_KEY"})
     assert config.storage_format.encryption_key_file is None
-    assert config.storage_format.encryption_keys({"MY_KEY": HEX_KEY}) == (bytes.fromhex(HEX_KEY),)
+    assert config.storage_format.keys({"MY_KEY": HEX_KEY}) == (bytes.fromhex(HEX_KEY),)
 
 
 def test_without_a_key_there_is_none() -> None:
-    assert HiCacheConfig().integrity.mac_keys({}) == ()
-    assert HiCacheConfig().storage_format.encryption_keys({}) == ()
+    assert HiCacheConfig().integrity.keys({}) == ()
+    assert HiCacheConfig().storage_format.keys({}) == ()
 
 
 # Anything at all

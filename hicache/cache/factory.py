@@ -355,8 +355,8 @@ def _storage_opener(
     storage = config.storage
     if storage is None:
         return None
-    mac_keys = config.integrity.mac_keys(environ)
-    encryption_keys = config.storage_format.encryption_keys(environ)
+    mac_keys = config.integrity.keys(environ)
+    encryption_keys = config.storage_format.keys(environ)
     compression = _compression(config, namespace.geometry)
     payload_bytes = namespace.geometry.payload_bytes
     spec = BackendSpec.of(storage)

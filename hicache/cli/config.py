@@ -118,7 +118,7 @@ def check_surroundings(loaded: HiCacheConfig) -> None:
         # Who checks a file need not have the variables of who will run with it.
         if isinstance(place, Path):
             try:
-                read_key((entry, place), {})
+                read_key(entry, place, {})
             except ConfigError as error:
                 problems.append(f"{entry}: {error}")
     try:

@@ -4,7 +4,7 @@
 once, `secret` reads keys.
 """
 
-from .integrity import IntegrityConfig, KeySource, StorageFormatConfig, read_key
+from .integrity import IntegrityConfig, StorageFormatConfig, read_key
 from .loading import ENVIRON_PREFIX, entry_of_variable, load_config, read_tree
 from .mooncake_storage import MooncakeStorage, MooncakeStorageOptions
 from .publishing import EventsConfig, MetricsConfig
@@ -16,11 +16,13 @@ from .schema import (
     HostConfig,
     PayoffConfig,
     PrefetchConfig,
+    RanksConfig,
+    ScheduleConfig,
+    SessionsConfig,
     TransferConfig,
 )
 from .secret import read_key_file
 from .section import Section
-from .serving import RanksConfig, ScheduleConfig, SessionsConfig
 from .storage import FileStorage, FileStorageOptions, PluginStorage, StorageConfig
 
 __all__ = [
@@ -32,7 +34,6 @@ __all__ = [
     "HiCacheConfig",
     "HostConfig",
     "IntegrityConfig",
-    "KeySource",
     "MetricsConfig",
     "MooncakeStorage",
     "MooncakeStorageOptions",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,12 +13,43 @@ from ..units import Count
 from .secret import key_from_environ, read_key_file
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
-# The full name of an entry, and the file (a path) or the variable (text) that it names.
-KeySource: TypeAlias = tuple[str, Path | str]
+
+class _KeySection(Section):
+    """A section that names two keys, each in a file or in a variable: the current one, and the one before it, which is
+    still believed."""
+
+    _section: ClassVar[str]
+    _key: ClassVar[str]
+
+    @model_validator(mode="after")
+    def _check(self) -> _KeySection:
+        self.refuse_two_of(self._section)
+        names = [entry.rpartition(".")[2] for entry, _ in self.key_sources()]
+        if names and all(name.startswith("previous_") for name in names):
+            raise ValueError(f"{names[0]} is given without {self._key}_file or {self._key}_env; new pages need a key")
+        return self
+
+    def key_sources(self) -> Iterator[tuple[str, Path | str]]:
+        """Yield the full name of each entry that names a key, with the file (a path) or the variable (text) that it
+        names; the current key first."""
+        for entry in (f"{age}{self._key}_{kind}" for age in ("", "previous_") for kind in ("file", "env")):
+            place: Path | str | None = getattr(self, entry)
+            if place is not None:
+                yield f"{self._section}.{entry}", place
+
+    def keys(self, environ: Mapping[str, str] | None = None) -> tuple[bytes, ...]:
+        """Return the configured keys, the current one first; none if no key is configured.
+
+        Reads files, or `environ` (default: `os.environ`). Raises ConfigError if one is configured but cannot be had.
+        """
+        environ = os.environ if environ is None else environ
+        return tuple(read_key(entry, place, environ) for entry, place in self.key_sources())
 
 
-class IntegrityConfig(Section):
+class IntegrityConfig(_KeySection):
     """How a stored page proves that it is the page asked for."""
+
+    _section, _key = "integrity", "mac_key"
 
     tag: Literal["xxh3_128", "none"] = Field(
         default="xxh3_128",
@@ -45,26 +76,11 @@ class IntegrityConfig(Section):
         description="Name of the environment variable that holds the second MAC key.",
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> IntegrityConfig:
-        self.refuse_two_of("integrity")
-        _refuse_only_previous(self, "mac_key")
-        return self
 
-    def mac_keys(self, environ: Mapping[str, str] | None = None) -> tuple[bytes, ...]:
-        """The configured keys, the one that seals first; none if no key is configured.
+class StorageFormatConfig(_KeySection):
+    """In which form pages are stored. Engines with different forms can share a store, but for encryption."""
 
-        Reads files, or `environ` (default: `os.environ`). Raises ConfigError if one is configured but cannot be had.
-        """
-        return tuple(_read(source, environ) for source in self.key_sources())
-
-    def key_sources(self) -> Iterator[KeySource]:
-        """Where the keys are, the current one first."""
-        return _sources(self, "integrity", "mac_key")
-
-
-class StorageFormatConfig(Section):
-    """In which form pages lie in storage. Engines with different forms can share a store, but for encryption."""
+    _section, _key = "storage_format", "encryption_key"
 
     compression: Literal["none", "zstd"] = Field(
         default="none",
@@ -97,43 +113,11 @@ class StorageFormatConfig(Section):
         description="Name of the environment variable that holds the second encryption key.",
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> StorageFormatConfig:
-        self.refuse_two_of("storage_format")
-        _refuse_only_previous(self, "encryption_key")
-        return self
 
-    def encryption_keys(self, environ: Mapping[str, str] | None = None) -> tuple[bytes, ...]:
-        """The configured keys, the one that encrypts first; none if no key is configured. As `mac_keys`."""
-        return tuple(_read(source, environ) for source in self.key_sources())
-
-    def key_sources(self) -> Iterator[KeySource]:
-        """Where the keys are, the current one first."""
-        return _sources(self, "storage_format", "encryption_key")
-
-
-def read_key(source: KeySource, environ: Mapping[str, str]) -> bytes:
-    """The key in a source. Raises ConfigError if it cannot be had."""
-    entry, place = source
+def read_key(entry: str, place: Path | str, environ: Mapping[str, str]) -> bytes:
+    """Return the key that `entry` names: in a file (a path) or in a variable. Raises ConfigError if it cannot be had.
+    """
     what = "encryption key" if "encryption" in entry else "MAC key"
     if isinstance(place, Path):
         return read_key_file(place, f"{what} file")
     return key_from_environ(place, environ, what, entry)
-
-
-def _read(source: KeySource, environ: Mapping[str, str] | None) -> bytes:
-    return read_key(source, os.environ if environ is None else environ)
-
-
-def _sources(section: Section, section_name: str, key_name: str) -> Iterator[KeySource]:
-    for name in (key_name, f"previous_{key_name}"):
-        for entry in (f"{name}_file", f"{name}_env"):
-            place: Path | str | None = getattr(section, entry)
-            if place is not None:
-                yield f"{section_name}.{entry}", place
-
-
-def _refuse_only_previous(section: Section, key_name: str) -> None:
-    names = [entry.rpartition(".")[2] for entry, _ in _sources(section, "", key_name)]
-    if names and all(name.startswith("previous_") for name in names):
-        raise ValueError(f"{names[0]} is given without {key_name}_file or {key_name}_env; new pages need a key")
