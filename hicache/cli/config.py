@@ -89,8 +89,7 @@ def schema(form: str | None) -> None:
             if title:
                 click.echo(f"\n{title}\n")
             for entry in entries:
-                default = "required" if entry.default is None else entry.default
-                click.echo(f"{click.style(entry.name, bold=True)}: {entry.accepts} [{default}]")
+                click.echo(f"{click.style(entry.name, bold=True)}: {entry.accepts} [{entry.default}]")
                 click.echo(click.wrap_text(entry.description, 100, "    ", "    "))
 
 
@@ -154,8 +153,5 @@ def markdown() -> str:
 
 
 def _table(entries: Iterable[EntryInfo]) -> str:
-    rows = []
-    for entry in entries:
-        default = "required" if entry.default is None else entry.default
-        rows.append(f"| `{entry.name}` | {entry.accepts} | {default} | {entry.description} |\n")
+    rows = [f"| `{name}` | {accepts} | {default} | {text} |\n" for name, accepts, default, text in entries]
     return _TABLE_HEAD + "".join(rows)

@@ -4,7 +4,7 @@
 once, `secret` reads keys.
 """
 
-from .integrity import IntegrityConfig, StorageFormatConfig, read_key
+from .integrity import IntegrityConfig, StorageFormatConfig
 from .loading import ENVIRON_PREFIX, entry_of_variable, load_config, read_tree
 from .mooncake_storage import MooncakeStorage, MooncakeStorageOptions
 from .publishing import EventsConfig, MetricsConfig
@@ -21,7 +21,7 @@ from .schema import (
     SessionsConfig,
     TransferConfig,
 )
-from .secret import read_key_file
+from .secret import read_key, read_key_file
 from .section import Section
 from .storage import FileStorage, FileStorageOptions, PluginStorage, StorageConfig
 

@@ -17,11 +17,11 @@ _WORDS = {"integer": "integer", "number": "number", "boolean": "`true`, `false`"
 
 
 class EntryInfo(NamedTuple):
-    """One entry: its dotted name, the values that it accepts, its default as text (None: it must be given)."""
+    """One entry: its dotted name, the values that it accepts, its default as text."""
 
     name: str
     accepts: str
-    default: str | None
+    default: str
     description: str
 
 
@@ -55,7 +55,7 @@ def _walk(section: type[BaseModel], prefix: str, storage: type[BaseModel]) -> It
         if below is not None and accepts != "list":
             yield from _walk(below, f"{prefix}{name}.", storage)
             continue
-        default = None if field.is_required() else _shown(defaults[name])
+        default = "required" if field.is_required() else _shown(defaults[name])
         yield EntryInfo(prefix + name, accepts, default, field.description or "")
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ..units import Count
-from .secret import key_from_environ, read_key_file
+from .secret import read_key
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
 
@@ -112,12 +112,3 @@ class StorageFormatConfig(_KeySection):
         default=None, pattern=VARIABLE_PATTERN,
         description="Name of the environment variable that holds the second encryption key.",
     )
-
-
-def read_key(entry: str, place: Path | str, environ: Mapping[str, str]) -> bytes:
-    """Return the key that `entry` names: in a file (a path) or in a variable. Raises ConfigError if it cannot be had.
-    """
-    what = "encryption key" if "encryption" in entry else "MAC key"
-    if isinstance(place, Path):
-        return read_key_file(place, f"{what} file")
-    return key_from_environ(place, environ, what, entry)

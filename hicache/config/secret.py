@@ -57,17 +57,19 @@ def _require_private(state: os.stat_result, where: str) -> None:
         raise ConfigError(f"{where}: belongs to user {state.st_uid}, neither you nor root: chown it")
 
 
-def key_from_environ(name: str, environ: Mapping[str, str], what: str, entry: str) -> bytes:
-    """The key in variable `name`, 64 hexadecimal digits; errors call it `what`, and `entry` what named the variable.
-
-    Raises ConfigError if it is unset or holds no key.
+def read_key(entry: str, place: Path | str, environ: Mapping[str, str]) -> bytes:
+    """Return the key that the entry `entry` names: in the file `place` (a path), as `read_key_file`, or in the variable
+    of that name, 64 hexadecimal digits. Raises ConfigError if it cannot be had.
     """
-    value = environ.get(name)
+    what = "encryption key" if "encryption" in entry else "MAC key"
+    if isinstance(place, Path):
+        return read_key_file(place, f"{what} file")
+    value = environ.get(place)
     if value is None:
-        raise ConfigError(f"{what} variable {name}: is not set; unset {entry} to run without that key")
+        raise ConfigError(f"{what} variable {place}: is not set; unset {entry} to run without that key")
     key = _from_hex(value.encode(errors="replace"))
     if key is None:
-        raise ConfigError(f"{what} variable {name}: does not hold 64 hexadecimal digits")
+        raise ConfigError(f"{what} variable {place}: does not hold 64 hexadecimal digits")
     return key
 
 
