@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import zmq
 
 from hicache.config import EventsConfig
 from hicache.errors import ConfigError
-from hicache.events import Cleared, Event, EventReader, EventStream, Medium, PrefixIndex, Removed, Stored
+from hicache.events import Cleared, Event, EventReader, EventStream, Medium, Removed, Stored
 from hicache.events.publisher import END_OF_REPLAY, EventPublisher
 from hicache.events.security import CurveKeys, require_private
 from hicache.events.subscriber import ClientCurve, EventFollower
@@ -81,16 +83,17 @@ def test_an_index_on_the_other_side_becomes_equal_to_the_tree(transport: str, se
         assert publisher.statistics().errors == {}
 
 
-def test_a_subscriber_that_comes_late_gets_what_it_missed_by_replay() -> None:
+def test_a_subscriber_that_comes_late_gets_what_it_missed_by_a_replay_longer_than_its_queue() -> None:
     stream = EventStream(LARGE_BYTES)
-    machine = RecordedMachine(4, rng(0), stream)
-    with published(stream) as publisher:
-        for _ in range(100):
-            machine.step()
-        wait_for(lambda: publisher.statistics().events > stream.statistics().events)  # one more: it begins with Cleared
+    with published(stream, queued_batches_max=1) as publisher:
+        for number in range(20):
+            wait_for(lambda batches=number + 1: publisher.statistics().batches == batches)  # type: ignore[misc]
+            stream.put(stored(number))
+        wait_for(lambda: publisher.statistics().batches == 21)
         with follower_of(publisher) as follower:
-            follower.poll(0.01)
-            assert holds(follower, machine) and stream.statistics().snapshots == 0
+            follower.poll(0)
+            assert len(follower.index) == 20 and follower.statistics().losses == 0
+        assert stream.statistics().snapshots == 0
 
 
 def test_lost_messages_are_fetched_by_replay() -> None:
@@ -183,16 +186,23 @@ def test_closing_sends_what_is_left_and_frees_the_port() -> None:
     published(stream, endpoint=publisher.endpoint).close()
 
 
+@contextmanager
+def stuck(publisher: EventPublisher) -> Iterator[None]:
+    """A subscriber that does not read."""
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.set_hwm(1)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+    subscriber.connect(publisher.endpoint)
+    yield
+    context.destroy(linger=0)
+
+
 def test_a_subscriber_that_does_not_read_costs_others_nothing_and_is_counted(tmp_path: Path) -> None:
     stream = EventStream(LARGE_BYTES)
     ends = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
-    with published(stream, queued_batches_max=2, **ends) as publisher, follower_of(publisher) as follower:
-        context = zmq.Context()
-        stuck = context.socket(zmq.SUB)
-        stuck.set_hwm(1)
-        stuck.setsockopt(zmq.SUBSCRIBE, b"")
-        stuck.connect(publisher.endpoint)
-        assert stuck.poll(0) == 0
+    publisher = published(stream, queued_batches_max=2, **ends)
+    with follower_of(publisher) as follower, stuck(publisher):
         number = 0
 
         def one_more() -> None:
@@ -203,32 +213,7 @@ def test_a_subscriber_that_does_not_read_costs_others_nothing_and_is_counted(tmp
 
         wait_for(lambda: publisher.statistics().slow > 0, one_more)
         wait_for(lambda: len(follower.index) == number, lambda: follower.poll(0.01))
-        context.destroy(linger=0)
-
-
-def test_closing_waits_for_no_subscriber_that_does_not_read(tmp_path: Path) -> None:
-    stream = EventStream(LARGE_BYTES)
-    publisher = published(stream, endpoint=f"ipc://{tmp_path}/events", queued_batches_max=2, replay_endpoint=None)
-    context = zmq.Context()
-    stuck = context.socket(zmq.SUB)
-    stuck.set_hwm(1)
-    stuck.setsockopt(zmq.SUBSCRIBE, b"")
-    stuck.connect(publisher.endpoint)
-    wait_for(lambda: publisher.statistics().slow > 0, lambda: stream.put(stored(0, 4096)))
-    assert publisher.close(1.0)
-    context.destroy(linger=0)
-
-
-def test_a_replay_may_be_longer_than_the_queue_of_a_subscriber() -> None:
-    stream = EventStream(LARGE_BYTES)
-    with published(stream, queued_batches_max=1) as publisher:
-        for number in range(20):
-            wait_for(lambda batches=number + 1: publisher.statistics().batches == batches)  # type: ignore[misc]
-            stream.put(stored(number))
-        wait_for(lambda: publisher.statistics().batches == 21)
-        with follower_of(publisher) as follower:
-            follower.poll(0)
-            assert len(follower.index) == 20 and follower.statistics().losses == 0
+        assert publisher.close(1.0)  # which does not wait for it either
 
 
 def raw_requests(publisher: EventPublisher) -> Iterator[zmq.Socket[bytes]]:
@@ -349,7 +334,7 @@ def test_a_loopback_address_needs_none(endpoint: str) -> None:
     ["", "inproc://x", "udp://127.0.0.1:1", "tcp://127.0.0.1", "tcp://127.0.0.1:1;192.0.2.1:2", "ipc://@abstract",
      "ipc://*", "ipc://relative/x", "ipc:///" + "x" * 120, "ipc:///no/such/directory/x"],
 )  # fmt: skip
-def test_what_is_no_private_endpoint_is_refused(endpoint: str) -> None:
+def test_an_endpoint_that_is_not_private_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError):
         require_private(EventsConfig(endpoint=endpoint), None)
 
@@ -412,13 +397,39 @@ def test_a_publisher_without_token_ids_still_tells_what_is_where() -> None:
         assert follower.index.prefix_pages([key], Medium.DEVICE) == 1 and follower.index.tokens(key) == b""
 
 
-def test_the_first_thing_published_is_that_nothing_is_known() -> None:
-    stream = EventStream(LARGE_BYTES)
-    index = PrefixIndex()
+# What a publisher keeps, and what it leaves behind if it cannot start
+
+
+@pytest.mark.parametrize("replay_endpoint", [LOOPBACK, None])
+def test_batches_are_kept_only_if_a_subscriber_can_ask_for_them(replay_endpoint: str | None) -> None:
+    stream = EventStream(1 << 20)
+    with published(stream, replay_endpoint=replay_endpoint) as publisher:
+        stream.put(removed(1))
+        wait_for(lambda: publisher.statistics().events == 2)  # it begins with a Cleared
+    assert (len(publisher._kept) > 0, publisher._kept_bytes > 0) == 2 * (replay_endpoint is not None,)
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """Let no thread of Python start: the stacks are larger than what a process can address."""
+    before = threading.stack_size(1 << 47)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_a_publisher_whose_thread_cannot_start_leaves_neither_sockets_nor_a_reader(has_keys: bool) -> None:
+    """With keys, the thread of the authenticator is the first."""
+    stream = EventStream(1 << 20)
+    keys = CurveKeys(curve_pair()[1], frozenset([curve_pair()[0]])) if has_keys else None
     with published(stream) as publisher:
-        for dealer in raw_requests(publisher):
-            wait_for(lambda: publisher.statistics().batches == 1)
-            ((_, payload),) = replayed(dealer, 0)
-            events = decode_batch(payload)
-            assert events == (Cleared(),)
-            index.apply(events)
+        options = EventsConfig(endpoint=publisher.endpoint)
+    with no_more_threads(), pytest.raises(RuntimeError, match="thread"):
+        EventPublisher(stream, options, keys)
+    gc.collect()  # what an authenticator that never started does at its end is no error either
+    assert stream.statistics().readers == 0
+    with EventPublisher(stream, options, keys) as publisher:
+        stream.put(Cleared())
+        wait_for(lambda: publisher.statistics().events == 2)
