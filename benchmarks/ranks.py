@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hicache.config import RanksConfig
-from hicache.controller.agreement import Agreement
-from hicache.controller.progress import Progress
+from hicache.controller.agreement import Agreement, Progress
 from hicache.controller.ranks import Reducer, TorchRankGroup
 
 from ._table import Row, print_table

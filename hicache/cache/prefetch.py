@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from ..arguments import instance
 from ..backends.guard import Direction
-from ..controller import PREFETCH_S_MAX, Found, HiCacheController, Lookup, Read, ReadEnded
+from ..controller import PREFETCH_S_MAX, HiCacheController, Lookup, Read
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
 from .books import Books, HostLedger
@@ -229,9 +229,9 @@ class Prefetcher:
         """The time of a prefetch is over; `ready` answers its request."""
         self._operations[operation].expired = True
 
-    def found(self, found: Found) -> None:
+    def found(self, found: Lookup) -> None:
         """The lookup has ended: start the reads if they pay and fit, else drop the prefetch."""
-        prefetch = self._operations.pop(found.lookup)
+        prefetch = self._operations.pop(found)
         page_size, threshold = prefetch.tree.page_size, self._config.threshold_tokens
         held_pages = self._controller.read_pages + self._arrived_pages
         pages = min(found.pages, self._pages_max - held_pages)
@@ -261,26 +261,26 @@ class Prefetcher:
             self._gate.succeeded(Direction.READ)
         self._end(prefetch)
 
-    def ended(self, ended: ReadEnded) -> None:
+    def ended(self, read: Read) -> None:
         """The reads have ended, well or not: take what is whole, give the rest of the host pages back."""
-        prefetch = self._operations.pop(ended.read)
+        prefetch = self._operations.pop(read)
         if not prefetch.answered:
-            self._take(prefetch, ended.read, ended.pages)
+            self._take(prefetch, read, read.pages)
             prefetch.in_vain = prefetch.taken_pages == 0
-        unused = ended.read.host_pages[prefetch.taken_pages :]
+        unused = read.host_pages[prefetch.taken_pages :]
         self._ledger.settle(len(unused), unused)
-        if ended.failed:
+        if read.failed:
             self._skip("prefetch_failed")
             self._gate.failed(Direction.READ)
         else:
-            self._payoff.observe_transfer(Route.PREFETCH, ended.pages_here, ended.seconds)
+            self._payoff.observe_transfer(Route.PREFETCH, read.pages_here, read.seconds)
             if prefetch.taken_pages:
                 self._gate.succeeded(Direction.READ)
         self._end(prefetch)
 
     def _answer(self, prefetch: _Prefetch) -> None:
         if isinstance(read := prefetch.operation, Read):
-            self._take(prefetch, read, self._controller.arrived(read))
+            self._take(prefetch, read, read.pages)
         self._cancel(prefetch)
 
     def _cancel(self, prefetch: _Prefetch) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..backends.guard import Direction
-from ..controller import HiCacheController, Store, StoreEnded
+from ..controller import HiCacheController, Store
 from ..errors import InvariantError
 from ..radix import Node, RadixTree
 from .books import Books
@@ -73,13 +73,13 @@ class Storing:
         tree.hold_host(node)
         return True
 
-    def ended(self, ended: StoreEnded) -> None:
+    def ended(self, store: Store) -> None:
         """A store has ended. If a page is missing, a later request that passes by tries again."""
-        tree = self._end(ended.store, stored=ended.stored)
+        tree = self._end(store, stored=store.stored)
         if tree is self._trees.current:
-            self._books.skipped["store_incomplete"] += not ended.stored
+            self._books.skipped["store_incomplete"] += not store.stored
             # By what this rank saw of the store; whether all ranks may store is agreed from that.
-            if ended.complete:
+            if store.complete:
                 self._gate.succeeded(Direction.WRITE)
             elif self._controller.stores_pages:
                 self._gate.failed(Direction.WRITE)

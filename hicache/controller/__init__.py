@@ -2,7 +2,7 @@
 
 from .controller import PREFETCH_S_MAX, HiCacheController
 from .lifecycle import OpenBackend
-from .operations import Acks, Backup, Found, Load, Lookup, Read, ReadEnded, Store, StoreEnded
+from .operations import Acks, Backup, Load, Lookup, Read, Store
 from .ranks import RankGroup, TorchRankGroup
 from .statistics import ControllerStatistics, QueueStatistics
 
@@ -11,7 +11,6 @@ __all__ = [
     "Acks",
     "Backup",
     "ControllerStatistics",
-    "Found",
     "HiCacheController",
     "Load",
     "Lookup",
@@ -19,8 +18,6 @@ __all__ = [
     "QueueStatistics",
     "RankGroup",
     "Read",
-    "ReadEnded",
     "Store",
-    "StoreEnded",
     "TorchRankGroup",
 ]

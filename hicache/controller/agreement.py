@@ -1,4 +1,4 @@
-"""Agreement: from what has ended on this rank to what has ended on every rank.
+"""Agreement: from what has ended on this rank (`Progress`) to what has ended on every rank.
 
 All ranks make the same decisions as long as they decide by the same facts. Facts that come from threads, storage and
 clocks differ, so none is acted on directly: each step sends this rank's `Progress` as one vector of integers through a
@@ -23,27 +23,72 @@ Owned by the scheduler thread; no lock.
 
 from __future__ import annotations
 
+import enum
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import RankError
-from .jobs import LookupJob, ReadJob, StoreJob
-from .progress import PrefetchProgress, Progress, Readiness, StoreProgress
+from .gate import Readiness
+from .operations import Lookup, Read, Store
 from .ranks import RankGroup
 
 # Stores end nearly in the order of submission, so the oldest few are all that can have ended, but for those of a step.
 STORE_PLACES = 64
 # What must be equal on all ranks, or they have decided differently.
 COUNTERS = ("writes", "loads", "stores", "prefetches", "free host pages")
+# Backends start no page after the deadline but finish what they read; without this, a request would go on a moment
+# before its last batch of up to a hundred pages arrives.
+PREFETCH_GRACE_S = 0.05
 
 
-@dataclass(slots=True, eq=False)
-class _Sent:
-    prefetches: list[LookupJob | ReadJob] = field(default_factory=list)
-    stores: list[StoreJob] = field(default_factory=list)
+class StoreProgress(enum.IntEnum):
+    """Where a store is. Ordered, so that the minimum over the ranks is the state of them all."""
+
+    RUNNING = 0
+    FAILED = 1
+    STORED = 2
+
+
+class PrefetchProgress(NamedTuple):
+    """Where a lookup or a read is."""
+
+    operation: Lookup | Read
+    ended: bool
+    pages: int  # found by a lookup that has ended, or read so far
+    in_time: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What has ended and what is possible: on this rank, or on all of them. `figures` are measurements."""
+
+    healthy: bool = True
+    storage: Readiness = field(default_factory=Readiness)
+    time_ms: int = 0  # since the start
+    writes_done: int = 0
+    loads_done: int = 0
+    figures: tuple[int, ...] = ()
+    prefetches: Sequence[PrefetchProgress] = ()
+    stores: Sequence[tuple[Store, StoreProgress]] = ()
+
+
+def prefetch_progress(prefetches: Iterable[Lookup | Read], time_s: float) -> list[PrefetchProgress]:
+    """Where each is on this rank at `time_s`. `ended` is read first: after it the pages do not change."""
+    late_s = time_s - PREFETCH_GRACE_S
+    return [PrefetchProgress(one, one.ended, one.pages_here, late_s < one.deadline) for one in prefetches]
+
+
+def store_progress(store: Store, *, elsewhere: bool) -> StoreProgress:
+    """Where a store is on this rank; with `elsewhere`, another rank does the work, and this one agrees to its word."""
+    if elsewhere:
+        return StoreProgress.STORED
+    if not store.ended:
+        return StoreProgress.RUNNING
+    return StoreProgress.STORED if store.complete else StoreProgress.FAILED
 
 
 class Agreement:
@@ -58,7 +103,7 @@ class Agreement:
         self._counters = tuple(counters)
         self._prefetch_places = prefetch_places
         self._figures = figures
-        self._sent: _Sent | None = None
+        self._sent: tuple[list[Lookup | Read], list[Store]] | None = None
         self._failure: RankError | None = None
 
     def start(self, local: Progress, counts: Mapping[str, int]) -> None:
@@ -79,7 +124,7 @@ class Agreement:
         numbers += [state for _, state in stores]
         numbers += [0] * (STORE_PLACES - len(stores))
         self._group.start(np.array(numbers, dtype=np.int64))
-        self._sent = _Sent([prefetch.job for prefetch in prefetches], [job for job, _ in stores])
+        self._sent = [prefetch.operation for prefetch in prefetches], [store for store, _ in stores]
 
     def result(self) -> Progress:
         """What all ranks had ended when the last `start` was called; nothing before the first. Waits for the slowest
@@ -88,7 +133,7 @@ class Agreement:
         self._require_whole()
         if self._sent is None:
             return Progress(figures=(0,) * self._figures)
-        sent, self._sent = self._sent, None
+        (prefetches, stores), self._sent = self._sent, None
         try:
             numbers = iter(self._group.result().tolist())
         except RankError as error:
@@ -106,10 +151,10 @@ class Agreement:
             loads_done=loads_done,
             figures=figures,
             prefetches=[
-                PrefetchProgress(job, places[3 * i] == 1, places[3 * i + 1], places[3 * i + 2] == 1)
-                for i, job in enumerate(sent.prefetches)
+                PrefetchProgress(prefetch, places[3 * i] == 1, places[3 * i + 1], places[3 * i + 2] == 1)
+                for i, prefetch in enumerate(prefetches)
             ],
-            stores=[(job, StoreProgress(state)) for job, state in zip(sent.stores, numbers, strict=False)],
+            stores=[(store, StoreProgress(state)) for store, state in zip(stores, numbers, strict=False)],
         )
 
     def close(self) -> None:

@@ -17,15 +17,17 @@ decide alike. What is agreed on besides (time, measurements, readiness of storag
 `gate` answers whether storage may be used; callers ask it before they submit a lookup or a store.
 
 Locking design: the scheduler thread makes every call of this class and owns its counters, so there is no lock. Workers
-reach back through one queue of finished jobs (`storage_workers`). The scheduler never blocks here, but in `close`, and
+reach back through one queue of finished operations (`storage`). The scheduler never blocks here, but in `close`, and
 with ranks in `poll` until the slowest has come as far, bounded by the deadline of the group.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -36,16 +38,23 @@ from ..config import HiCacheConfig
 from ..errors import InvariantError, TransferError
 from ..keys import PageChain, RadixKey
 from ..supervised import SupervisedPool, WorkerFactory
-from ..tiers import CopyEngine, FailedTransfer, Fence, HostPool, Transfer
+from ..tiers import CopyEngine, FailedTransfer, Fence, HostPool, JoinedTransfer, Transfer
 from ..types import PageIds
-from .agreement import COUNTERS, STORE_PLACES, Agreement
-from .jobs import Copy, Launch, LoadsInFlight, LookupJob, ReadJob, StoreJob
+from .agreement import (
+    COUNTERS,
+    STORE_PLACES,
+    Agreement,
+    PrefetchProgress,
+    Progress,
+    StoreProgress,
+    prefetch_progress,
+    store_progress,
+)
 from .lifecycle import OpenBackend
-from .operations import Acks, Backup, Found, Load, Lookup, Read, ReadEnded, Store, StoreEnded, now
-from .progress import PrefetchProgress, Progress, StoreProgress, leading_done, prefetch_progress, store_progress
+from .operations import Acks, Backup, Copy, Launch, Load, Lookup, Read, Store
 from .ranks import RankGroup
 from .statistics import ControllerStatistics, QueueStatistics
-from .storage_workers import StorageWorkers
+from .storage import StorageExecutor
 
 # Stores of several ranks cannot give way on L2, so that more of them waiting would cost hits.
 STORE_HOST_SHARE_OF_RANKS = 0.25
@@ -75,7 +84,7 @@ class HiCacheController:
         stores_pages: bool = True,
         figures: int = 0,
         workers: WorkerFactory = SupervisedPool,
-        clock: Callable[[], float] = now,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config = config or HiCacheConfig()
         self.host = host
@@ -93,12 +102,13 @@ class HiCacheController:
         self._launched_backups: deque[Launch[Backup]] = deque()
         self._launched_loads: deque[Launch[Load]] = deque()
         self._backup_pages = self._load_pages = self.read_pages = self.store_pages = 0  # lent
-        self._prefetches: dict[Lookup | Read, LookupJob | ReadJob] = {}
-        self._stores: dict[Store, StoreJob] = {}  # in order of submission
+        # In order of submission, for the ranks to agree on them.
+        self._prefetches: dict[Lookup | Read, None] = {}
+        self._stores: dict[Store, None] = {}
         self._moved: Counter[str] = Counter()
         self._submitted: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._fault: TransferError | None = None
-        self._storage = StorageWorkers(backend, host, config.transfer, workers, clock)
+        self._storage = StorageExecutor(backend, host, config.transfer, workers, clock)
         self.gate = self._storage.gate
         self._agreement: Agreement | None = None
         share = config.transfer.store_host_share or (1.0 if ranks is None else STORE_HOST_SHARE_OF_RANKS)
@@ -189,7 +199,7 @@ class HiCacheController:
             self._launched_loads.append(self._launch(self._loads))
             self._loads = []
         if len(self._launched_loads) > 1:
-            return LoadsInFlight(self._launched_loads)
+            return JoinedTransfer([launch.transfer for launch in self._launched_loads])
         return self._launched_loads[0].transfer if self._launched_loads else None
 
     def launch_backups(self) -> None:
@@ -225,30 +235,27 @@ class HiCacheController:
         """
         if not self._within("prefetch", len(self._prefetches) < self.config.prefetch.operations_max):
             return None
-        lookup = Lookup(key, start_page, prior, self.clock() + min(timeout_s, PREFETCH_S_MAX))
-        job = self._prefetches[lookup] = LookupJob(lookup, self.gate.enter())
+        deadline = self.clock() + min(timeout_s, PREFETCH_S_MAX)
+        lookup = Lookup(key, start_page, prior, storage=self.gate.enter(), deadline=deadline)
+        self._prefetches[lookup] = None
         self._submitted["prefetches"] += 1
-        self._storage.lookups.submit(job)
+        self._storage.submit(lookup)
         return lookup
 
-    def submit_read(self, found: Found, host_pages: PageIds) -> Read:
+    def submit_read(self, found: Lookup, host_pages: PageIds) -> Read:
         """Read the leading `len(host_pages)` pages that were found. REQUIRES: called in answer to the ack, with the
         storage that was asked.
         """
-        read = Read(found.keys[: len(host_pages)], host_pages, found.lookup.deadline)
-        job = self._prefetches[read] = ReadJob(read, self.gate.enter())
+        keys = found.keys[: len(host_pages)]
+        read = Read(keys, host_pages, storage=self.gate.enter(), deadline=found.deadline)
+        self._prefetches[read] = None
         self.read_pages += len(host_pages)
-        self._storage.reads.submit(job)
+        self._storage.submit(read)
         return read
 
     def cancel_prefetch(self, operation: Lookup | Read) -> None:
-        """Stop a lookup or read at its next batch. Its ack still comes. REQUIRES: it is not acknowledged."""
-        self._prefetches[operation].cancelled = True
-
-    def arrived(self, read: Read) -> int:
-        """Return how many leading pages are read and verified on all ranks. REQUIRES: it is not acknowledged."""
-        job = self._prefetches[read]
-        return job.arrived_pages if isinstance(job, ReadJob) else 0
+        """Stop a lookup or read at its next batch. Its ack still comes."""
+        operation.cancelled = True
 
     def takes_store(self, pages: int) -> bool:
         """Whether the backup queue takes `pages` more; a refusal is counted. REQUIRES: the gate is open for writes."""
@@ -257,24 +264,23 @@ class HiCacheController:
 
     def submit_store(self, chain: PageChain, host_pages: PageIds, *, begins_prompt: bool) -> Store:
         """Store the pages of `chain`, root first of all with `begins_prompt`. REQUIRES: `takes_store` said yes."""
-        store = Store(chain, host_pages, begins_prompt)
-        job = self._stores[store] = StoreJob(store, self.gate.enter())
+        store = Store(chain, host_pages, begins_prompt, storage=self.gate.enter())
+        self._stores[store] = None
         self.store_pages += len(host_pages)
         self._submitted["stores"] += 1
         if self.stores_pages:
-            self._storage.backups.submit(job)
+            self._storage.submit(store)
         else:
-            self._storage.finish(job)
+            self._storage.finish(store)
         return store
 
     def cancel_store(self, store: Store) -> bool:
         """Take back a store that is queued; there will be no ack. False, changing nothing, if a worker has begun it
         or it has ended, and always with ranks: they decide alike, and on another one it may have begun.
         """
-        job = self._stores.get(store)
-        if job is None or self._agreement is not None or not self._storage.backups.withdraw(job):
+        if self._agreement is not None or not self._storage.pools[Store].withdraw(store):
             return False
-        self._end_store(job)
+        self._end_store(store)
         return True
 
     # Acks
@@ -303,16 +309,16 @@ class HiCacheController:
         return acks if acks.any else None
 
     def _poll_alone(self) -> Acks | None:
-        backups, loads = leading_done(self._launched_backups), leading_done(self._launched_loads)
+        backups, loads = _leading_done(self._launched_backups), _leading_done(self._launched_loads)
         if not (backups or loads or self._prefetches or self._storage.any_finished):
             return None
         acks = Acks()
         if backups or loads:
             self._take_copies(backups, loads, acks)
-        for job in self._storage.drain():
-            if isinstance(job, StoreJob):
-                self._take_store(job, store_progress(job, elsewhere=not self.stores_pages), acks)
-        for prefetch in prefetch_progress(self._prefetches.values(), self.clock()):
+        for operation in self._storage.drain():
+            if isinstance(operation, Store):
+                self._take_store(operation, store_progress(operation, elsewhere=not self.stores_pages), acks)
+        for prefetch in prefetch_progress(self._prefetches, self.clock()):
             self._take_prefetch(prefetch, acks)
         return acks if acks.any else None
 
@@ -327,7 +333,7 @@ class HiCacheController:
             self.figures = figures
             return
         self._storage.drain()
-        backups, loads = leading_done(self._launched_backups), leading_done(self._launched_loads)
+        backups, loads = _leading_done(self._launched_backups), _leading_done(self._launched_loads)
         ended = [launch.transfer for launch in islice(self._launched_backups, backups)]
         ended += [launch.transfer for launch in islice(self._launched_loads, loads)]
         progress = Progress(
@@ -337,10 +343,10 @@ class HiCacheController:
             writes_done=backups,
             loads_done=loads,
             figures=figures,
-            prefetches=prefetch_progress(self._prefetches.values(), self.clock()),
+            prefetches=prefetch_progress(self._prefetches, self.clock()),
             stores=[
                 (store, store_progress(store, elsewhere=not self.stores_pages))
-                for store in islice(self._stores.values(), STORE_PLACES)
+                for store in islice(self._stores, STORE_PLACES)
             ],
         )
         self._submitted["free host pages"] = self.host.allocator.free_pages
@@ -352,8 +358,8 @@ class HiCacheController:
             return
         self._agreement.close()
         self._agreement = None
-        for job in [job for job in self._stores.values() if job.ended]:
-            self._storage.finish(job)
+        for store in [store for store in self._stores if store.ended]:
+            self._storage.finish(store)
 
     def _take_copies(self, backups_done: int, loads_done: int, acks: Acks) -> None:
         for _ in range(backups_done):
@@ -378,34 +384,33 @@ class HiCacheController:
         return self._fault is None
 
     def _take_prefetch(self, progress: PrefetchProgress, acks: Acks) -> None:
-        job = progress.job
-        if not (progress.in_time or job.expired):
-            job.expired = True
-            acks.expired.append(job.operation)
-        if isinstance(job, ReadJob):
-            job.arrived_pages = progress.pages
+        operation = progress.operation
+        if not (progress.in_time or operation.expired):
+            operation.expired = True
+            acks.expired.append(operation)
+        operation.pages = progress.pages
         if not progress.ended:
             return
-        del self._prefetches[job.operation]
-        job.storage.in_flight -= 1
-        if isinstance(job, LookupJob):
-            acks.found.append(Found(job.operation, progress.pages, job.keys, job.failed))
+        del self._prefetches[operation]
+        operation.storage.in_flight -= 1
+        if isinstance(operation, Lookup):
+            acks.found.append(operation)
             return
-        self.read_pages -= len(job.operation.host_pages)
-        self._moved["prefetched"] += progress.pages
-        acks.read.append(ReadEnded(job.operation, progress.pages, job.pages, job.seconds, job.failed))
+        self.read_pages -= len(operation.host_pages)
+        self._moved["prefetched"] += operation.pages
+        acks.read.append(operation)
 
-    def _take_store(self, job: StoreJob, state: StoreProgress, acks: Acks) -> None:
-        self._end_store(job)
-        self._moved["stored"] += job.stored_pages
+    def _take_store(self, store: Store, progress: StoreProgress, acks: Acks) -> None:
+        self._end_store(store)
+        self._moved["stored"] += store.stored_pages
         # What went to a store that is not in use any more is not in the one that is.
-        stored = state is StoreProgress.STORED and job.storage is self.gate.storage
-        acks.stored.append(StoreEnded(job.operation, stored, job.complete and not job.failed))
+        store.stored = progress is StoreProgress.STORED and store.storage is self.gate.storage
+        acks.stored.append(store)
 
-    def _end_store(self, job: StoreJob) -> None:
-        del self._stores[job.operation]
-        job.storage.in_flight -= 1
-        self.store_pages -= len(job.operation.host_pages)
+    def _end_store(self, store: Store) -> None:
+        del self._stores[store]
+        store.storage.in_flight -= 1
+        self.store_pages -= len(store.host_pages)
 
     # State
 
@@ -424,14 +429,14 @@ class HiCacheController:
 
         Looks at the usage of storage, which may be asked for first: not for the scheduler's every step.
         """
-        storage, backend = self._storage, self.backend
+        backend, pools = self.backend, self._storage.pools
         return ControllerStatistics(
             queues=QueueStatistics(
                 write=len(self._backups) + len(self._launched_backups),
                 load=len(self._loads) + len(self._launched_loads),
-                prefetch=storage.lookups.queued if storage.groups else 0,
-                reads=storage.reads.queued if storage.groups else 0,
-                backup=storage.backups.queued if storage.groups else 0,
+                prefetch=pools[Lookup].queued if pools else 0,
+                reads=pools[Read].queued if pools else 0,
+                backup=pools[Store].queued if pools else 0,
                 device_pages_lent=self._backup_pages + self._load_pages,
                 host_pages_lent=self._backup_pages + self._load_pages + self.read_pages + self.store_pages,
             ),
@@ -440,11 +445,11 @@ class HiCacheController:
             prefetched_pages=self._moved["prefetched"],
             stored_pages=self._moved["stored"],
             refused=dict(self.refused),
-            worker_errors={f"{g.name}:{kind}": n for g in storage.groups for kind, n in dict(g.errors).items()},
-            worker_restarts=sum(group.restarts for group in storage.groups),
-            workers_alive=sum(group.alive for group in storage.groups),
-            workers_stuck=sum(group.stuck_threads for group in storage.groups),
-            open_failures=storage.lifecycle.open_failures,
+            worker_errors={f"{p.name}:{kind}": n for p in pools.values() for kind, n in dict(p.errors).items()},
+            worker_restarts=sum(pool.restarts for pool in pools.values()),
+            workers_alive=sum(pool.alive for pool in pools.values()),
+            workers_stuck=sum(pool.stuck_threads for pool in pools.values()),
+            open_failures=self._storage.lifecycle.open_failures,
             backend=None if backend is None else backend.statistics(),
             backends=() if backend is None else leaf_statistics(backend),
             copies={} if backend is None else copies_of(backend),
@@ -470,3 +475,13 @@ class HiCacheController:
 def _joined(runs: list[PageIds]) -> PageIds:
     """All pages in order. Nobody writes to a run, so a single one needs no copy."""
     return runs[0] if len(runs) == 1 else np.concatenate(runs)
+
+
+def _leading_done(launched: Iterable[Launch[Any]]) -> int:
+    """How many merged copies have ended, well or not, before the first that runs."""
+    done = 0
+    for launch in launched:
+        if not launch.transfer.done():
+            break
+        done += 1
+    return done

@@ -8,29 +8,57 @@ A direction is closed while one of these reasons holds, on this rank or on anoth
     the guard lets no calls through     at the next step        when the guard lets calls through
     a back-off runs after a failure     at the next step        after 0.1 s to 1 s, or after a success
 
-The guard owns the breaker and its probes; the gate asks it once per step. Workers read one value, `StorageJobs.until`,
+The guard owns the breaker and its probes; the gate asks it once per step. Workers read one value, `OpenStore.until`,
 which the gate writes.
 
 Locking design: the scheduler thread makes every call and owns all fields, so there is no lock. A guard that is asked
-takes a lock of its own and holds it for a few instructions.
+takes a lock of its own and holds it for a few instructions. Of an `OpenStore`, the scheduler writes `until`, one
+reference to a value that never changes, whose times only ever get earlier, and `in_flight`; workers set and remove the
+entries of `broken_chains` one by one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeAlias
 
+from ..backends.base import StorageBackend
 from ..backends.guard import Direction, Override, guards_of, may_pass
 from ..backoff import Backoff
 from ..errors import InvariantError
-from .progress import Readiness
-from .storage import IN_SERVICE, RETIRED, StorageJobs
 
 # A store that is full or hanging should cost one request its time, and not every request: after a failure the direction
 # is closed for this long, twice as long after each further failure. A success ends the back-off. It is short because
 # outages belong to the guard's breaker, which probes: a longer one would keep a store closed that works again.
 BACKOFF_S_MIN = 0.1
 BACKOFF_S_MAX = 1.0
+
+# Monotonic seconds: workers start no batch of a direction at or after its time.
+Until: TypeAlias = Mapping[Direction, float]
+IN_SERVICE: Final[Until] = dict.fromkeys(Direction, math.inf)
+RETIRED: Final[Until] = dict.fromkeys(Direction, -math.inf)
+
+
+@dataclass(slots=True, eq=False)
+class OpenStore:
+    """A backend that is open, in use or being retired."""
+
+    backend: StorageBackend
+    until: Until = field(default_factory=lambda: IN_SERVICE)
+    in_flight: int = 0  # operations that are not acknowledged yet
+    # Last keys of operations that did not store everything, the oldest first. With several backup workers a
+    # continuation may overtake the failure; it is then stored in vain and found once its head is there.
+    broken_chains: dict[bytes, None] = field(default_factory=dict)
+
+
+class Readiness(NamedTuple):
+    """Whether storage may be used, on this rank or on all of them."""
+
+    opened: int = 0  # the number of the last store that was opened
+    read: bool = True
+    write: bool = True
 
 
 class StorageGate:
@@ -44,7 +72,7 @@ class StorageGate:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.storage: StorageJobs | None = None
+        self.storage: OpenStore | None = None
         self.attached = False  # True if a store is open or being opened
         self.wanted, self.opened = 1, 0  # numbers: of the store that is wanted, and of the last one that was opened
         self._clock = clock
@@ -60,7 +88,7 @@ class StorageGate:
         ready = read if direction is Direction.READ else write
         return ready and opened == self.wanted and self._until[direction] == math.inf
 
-    def enter(self) -> StorageJobs:
+    def enter(self) -> OpenStore:
         """Count one more operation in flight and return its store. Raises InvariantError if no store is open."""
         if self.storage is None:
             raise InvariantError("storage gate: an operation was submitted, but no storage is open")
@@ -118,13 +146,12 @@ class StorageGate:
                 if breakers[direction].override is not mode:
                     guard.override(direction, mode)
 
-    def use(self, storage: StorageJobs) -> None:
-        """Use `storage` as the store that is wanted. REQUIRES: no store is open."""
-        self.storage, self.attached, self.opened = storage, True, self.wanted
-        storage.until = self._until
+    def use(self, backend: StorageBackend) -> None:
+        """Use `backend` as the store that is wanted. REQUIRES: no store is open."""
+        self.storage, self.attached, self.opened = OpenStore(backend, self._until), True, self.wanted
         self.apply_overrides()
 
-    def retire(self, *, for_another: bool) -> StorageJobs | None:
+    def retire(self, *, for_another: bool) -> OpenStore | None:
         """Stop using the open store, cancel its work and return it. `for_another`: another one is being opened."""
         retired, self.storage = self.storage, None
         if retired is not None:

@@ -15,13 +15,11 @@ import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..backends.base import StorageBackend
+from ..backends.base import StorageBackend, register_memory
 from ..backoff import Backoff
 from ..errors import BackendError
 from ..supervised import SupervisedPool, WorkerFactory
-from .gate import StorageGate
-from .progress import Readiness
-from .storage import StorageJobs
+from .gate import OpenStore, Readiness, StorageGate
 
 logger = logging.getLogger(__name__)
 OpenBackend = Callable[[], StorageBackend]
@@ -44,23 +42,19 @@ class _Order:
 class BackendLifecycle:
     """Invariant: a backend is closed once, after its last operation was acknowledged, or never if one does not end.
 
-    `gate` is told which one to use, `adopt` makes the jobs of a backend, `workers` the group that opens and closes.
-    `clock` is monotonic, in seconds.
+    `gate` is told which one to use; `memory`, where frames will come from, is registered with each. `workers` makes the
+    pool that opens and closes. `clock` is monotonic, in seconds.
     """
 
     def __init__(
-        self,
-        gate: StorageGate,
-        adopt: Callable[[StorageBackend], StorageJobs],
-        workers: WorkerFactory,
-        clock: Callable[[], float],
+        self, gate: StorageGate, memory: memoryview, workers: WorkerFactory, clock: Callable[[], float]
     ) -> None:
         self.open_failures = 0
         self._gate = gate
-        self._adopt = adopt
+        self._memory = memory
         self._workers = workers
         self._clock = clock
-        self._retired: list[StorageJobs] = []
+        self._retired: list[OpenStore] = []
         self._opening: OpenBackend | None = None  # opens what is wanted, as long as it is not open
         self._attempt: OpenBackend | None = None  # under way for what is wanted
         self._retry_at = 0.0
@@ -70,11 +64,12 @@ class BackendLifecycle:
         self._closed = False
 
     def start(self, backend: StorageBackend) -> None:
-        """Use a backend that is open. REQUIRES: there was none.
+        """Use a backend that is open. REQUIRES: there was none. Raises as `register_memory`.
 
         It may be used at once: until the ranks have agreed for the first time, all decide by this.
         """
-        self._gate.use(self._adopt(backend))
+        register_memory(backend, self._memory)
+        self._gate.use(backend)
         self._gate.settle(Readiness(self._gate.opened))
 
     def replace(self, open_backend: OpenBackend | None) -> None:
@@ -99,9 +94,9 @@ class BackendLifecycle:
             self._attempt = self._opening
             self._submit(_Order(self._opening))
         self._gate.apply_overrides()
-        for jobs in [jobs for jobs in self._retired if jobs.in_flight == 0]:
-            self._retired.remove(jobs)
-            self._submit(_Order(None, jobs.backend))
+        for store in [store for store in self._retired if store.in_flight == 0]:
+            self._retired.remove(store)
+            self._submit(_Order(None, store.backend))
 
     def close(self, timeout_s: float, *, workers_ended: bool) -> bool:
         """End the worker, and close all backends unless a worker is still in a call of one; blocks.
@@ -114,8 +109,8 @@ class BackendLifecycle:
             if order.open_backend is not None and order.backend is not None:
                 ended &= _close(order.backend)
         if workers_ended:
-            for jobs in filter(None, [*self._retired, self._gate.storage]):
-                ended &= _close(jobs.backend)
+            for store in filter(None, [*self._retired, self._gate.storage]):
+                ended &= _close(store.backend)
         return ended and workers_ended
 
     def _take_opened(self) -> None:
@@ -131,7 +126,7 @@ class BackendLifecycle:
             if order.backend is None:
                 self._retry_at = self._clock() + self._backoff.next_s()
             else:
-                self._gate.use(self._adopt(order.backend))
+                self._gate.use(order.backend)
                 self._opening = None
 
     def _drain(self) -> list[_Order]:
@@ -140,10 +135,24 @@ class BackendLifecycle:
     def _submit(self, order: _Order) -> None:
         if self._worker is None:
             self._worker = self._workers(
-                "open", 1, handle=_carry_out, fail=_fail, acknowledge=self._carried_out.put,
+                "open", 1, handle=self._carry_out, acknowledge=self._carried_out.put,
                 patience_s=ORDER_DEADLINE_S,
             )  # fmt: skip
         self._worker.submit(order)
+
+    def _carry_out(self, order: _Order, beat: Callable[[], None]) -> None:
+        """Opening worker. An order to open that fails has no backend."""
+        if order.open_backend is None:
+            if order.backend is not None:
+                order.backend.close()
+            return
+        backend = order.open_backend()
+        try:
+            register_memory(backend, self._memory)
+        except BaseException:
+            backend.close()
+            raise
+        order.backend = backend
 
 
 def _close(backend: StorageBackend) -> bool:
@@ -154,14 +163,3 @@ def _close(backend: StorageBackend) -> bool:
         logger.warning("storage failed to close: %s", error)
         return False
     return True
-
-
-def _carry_out(order: _Order, beat: Callable[[], None]) -> None:
-    if order.open_backend is not None:
-        order.backend = order.open_backend()
-    elif order.backend is not None:
-        order.backend.close()
-
-
-def _fail(order: _Order) -> None:
-    """Nothing to mark: an order to open that has failed has no backend."""

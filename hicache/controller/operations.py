@@ -1,19 +1,24 @@
-"""What travels through the controller's queues: operations going out, acks coming back.
+"""What travels through the controller's queues: each operation goes out, and comes back in the acks when it has ended.
 
-An operation says what to do and never changes. It is compared and hashed by identity, so that its submitter keeps what
-it is for in a table of its own. What becomes of it is in the ack; the controller's own notes are in `jobs`.
+An operation says which pages, and neither why nor for whom: it is compared and hashed by identity, so that its
+submitter keeps what it is for in a table of its own. What it asks for never changes. What becomes of an operation on
+storage is written into it.
+
+Locking design: a field is written by the thread named at it; reading it from another thread is safe, because each is
+one reference. What a worker writes is final once the operation has come back to the scheduler.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from ..errors import TransferError
 from ..keys import PageChain, RadixKey
+from ..tiers import Transfer
 from ..types import PageIds
+from .gate import OpenStore
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,60 +37,68 @@ class Backup:
     host_pages: PageIds
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Lookup:
-    """Ask storage for the longest stored prefix of `key` behind its first `start_page` pages."""
+Copy = TypeVar("Copy", Load, Backup)
+
+
+class Launch(NamedTuple, Generic[Copy]):
+    """Copies of one direction that run as one; `pages` are those of all."""
+
+    transfer: Transfer
+    operations: list[Copy]
+    pages: int
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _StorageOperation:
+    storage: OpenStore  # the store that it uses, which may be replaced before it has ended
+    failed: bool = False  # worker: on this rank
+    ended: bool = False  # scheduler: on this rank
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Prefetch(_StorageOperation):
+    deadline: float  # monotonic; no batch starts after it
+    cancelled: bool = False  # scheduler; the worker stops at the next batch
+    expired: bool = False  # scheduler: its time is over, on some rank
+    pages: int = 0  # scheduler: how many of them count, because they are there on all ranks; never falls
+
+
+@dataclass(slots=True, eq=False)
+class Lookup(_Prefetch):
+    """Ask storage for the longest stored prefix of `key` behind its first `start_page` pages. `pages` is the answer."""
 
     key: RadixKey
     start_page: int
     prior: bytes | PageChain  # page key before `start_page`, or the seed; or the chain that has it
-    deadline: float  # monotonic; no batch starts after it
+    keys: list[bytes] = field(default_factory=list)  # worker: page keys from `start_page` on, at least of `pages`
+    hit_pages: int = 0  # worker: how many of them storage has
+
+    @property
+    def pages_here(self) -> int:
+        """What this rank may promise: nothing before the lookup has ended, or if it failed."""
+        return self.hit_pages if self.ended and not self.failed else 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Read:
+@dataclass(slots=True, eq=False)
+class Read(_Prefetch):
     """Fill L2 pages from storage, pairwise with `keys`, in order."""
 
     keys: Sequence[bytes]
     host_pages: PageIds
-    deadline: float  # monotonic; no batch starts after it
+    pages_here: int = 0  # worker: leading pages that are read and verified; never falls
+    seconds: float = 0.0  # worker: that the backend took for `pages_here`, without waiting for the worker
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Store:
+@dataclass(slots=True, eq=False)
+class Store(_StorageOperation):
     """Write the L2 pages of `chain` to storage. With `begins_prompt` there is no page before them."""
 
     chain: PageChain  # hashed by the backup worker
     host_pages: PageIds
     begins_prompt: bool
-
-
-class Found(NamedTuple):
-    """A lookup that has ended: how many pages storage has, on all ranks. `failed` is about this rank."""
-
-    lookup: Lookup
-    pages: int
-    keys: Sequence[bytes]  # page keys from `start_page` on, at least of these pages
-    failed: bool
-
-
-class ReadEnded(NamedTuple):
-    """A read that has ended: its leading `pages` are read and verified on all ranks. The rest is about this rank."""
-
-    read: Read
-    pages: int
-    pages_here: int
-    seconds: float  # that the backend took for `pages_here`, without waiting for the worker
-    failed: bool
-
-
-class StoreEnded(NamedTuple):
-    """A store that has ended. `stored`: the storage in use has all pages, on all ranks. `complete`: this rank's
-    storage, in use or not, has them all."""
-
-    store: Store
-    stored: bool
-    complete: bool
+    stored_pages: int = 0  # worker: how many pages were not in storage before
+    complete: bool = False  # worker: this rank's storage, in use or not, has all pages now
+    stored: bool = False  # scheduler, at its end: the storage in use has all pages, on all ranks
 
 
 @dataclass(slots=True, eq=False)
@@ -97,9 +110,9 @@ class Acks:
     failed_backups: list[Backup] = field(default_factory=list)
     failed_loads: list[Load] = field(default_factory=list)
     expired: list[Lookup | Read] = field(default_factory=list)  # their time is over, on some rank; they still run
-    found: list[Found] = field(default_factory=list)
-    read: list[ReadEnded] = field(default_factory=list)
-    stored: list[StoreEnded] = field(default_factory=list)
+    found: list[Lookup] = field(default_factory=list)
+    read: list[Read] = field(default_factory=list)
+    stored: list[Store] = field(default_factory=list)
     load_times: list[tuple[int, float]] = field(default_factory=list)  # (pages, seconds) of each merged copy
     fault: TransferError | None = None  # a copy has failed, on some rank: no rank may vouch for its L1 any more
 
@@ -110,8 +123,3 @@ class Acks:
             self.written or self.loaded or self.expired or self.found or self.read or self.stored
             or self.failed_backups or self.failed_loads or self.fault
         )  # fmt: skip
-
-
-def now() -> float:
-    """The clock of all deadlines: monotonic seconds."""
-    return time.monotonic()

@@ -30,7 +30,6 @@ import torch.distributed as dist
 from ..arguments import instance_or_new
 from ..config import RanksConfig
 from ..errors import InvariantError, RankError
-from .operations import now
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
@@ -101,7 +100,7 @@ class TorchRankGroup:
         self._require_whole()
         if self._under_way:
             raise InvariantError("rank group: an all-reduce is under way; take its result first")
-        self._deadline = now() + self._deadline_s
+        self._deadline = time.monotonic() + self._deadline_s
         try:
             self._lane.start(values)
         except RuntimeError as error:
@@ -169,7 +168,7 @@ class _HostLane:
     def result(self, deadline: float) -> Int64s:
         work, self._work = self._work, None
         # At least a moment: what has ended meanwhile counts, however late it is asked for.
-        work.wait(timedelta(seconds=max(0.001, deadline - now())))
+        work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         result: Int64s = self._tensor.numpy().copy()
         return result
 
@@ -209,7 +208,7 @@ class _DeviceLane:
 
     def result(self, deadline: float) -> Int64s:
         while not (self._event.query() and self._work.is_completed()):  # type: ignore[no-untyped-call]
-            if now() >= deadline:
+            if time.monotonic() >= deadline:
                 raise RuntimeError("the device has not finished the all-reduce")
             time.sleep(_POLL_S)
         error = self._work.exception()

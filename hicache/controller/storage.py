@@ -1,158 +1,232 @@
-"""What the workers do with storage: look prefixes up, read pages into lent frames, store pages.
+"""StorageExecutor: the threads that look prefixes up in storage, read pages into lent frames, and store pages.
 
 A backend is not believed blindly: its answers are checked before they count, because a wrong count would show pages
 that nobody has filled.
 
-Locking design: all methods run on worker threads, several at once. They write the fields of the job they were given
-(see `jobs`) and `_broken_chains`, whose entries are set and removed one by one. The scheduler's gate writes `until`,
-one reference to a value that never changes; its times only ever get earlier. `in_flight` belongs to the scheduler.
+Locking design: `look_up`, `read` and `store` run on worker threads, several at once. They write the fields of the
+operation that they were given (see `operations`) and `broken_chains` of its store (see `gate`), and reach back through
+one `SimpleQueue` of finished operations. Every other method is called by the scheduler thread.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Final, TypeAlias
+import queue
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from ..backends.base import GetOutcome, SetOutcome, StorageBackend
 from ..backends.guard import Direction
+from ..config import TransferConfig
 from ..errors import BackendError
+from ..supervised import SupervisedPool, WorkerFactory
 from ..tiers import HostPool
-from .jobs import LookupJob, ReadJob, StoreJob
-from .operations import Store
+from .gate import StorageGate
+from .lifecycle import BackendLifecycle, OpenBackend
+from .operations import Lookup, Read, Store
 
+# Dead and stuck workers are looked for this often; a poll in between costs one clock reading.
+SUPERVISE_EVERY_S = 0.1
+# How long after its deadline a call counts as stuck: backends check their deadline between pages.
+STUCK_GRACE_S = 2.0
 # More failed chains than operations fit into the queue of small pages need not be remembered.
 _BROKEN_CHAINS_MAX = 4096
 
-# Monotonic seconds: workers start no batch of a direction at or after its time.
-Until: TypeAlias = Mapping[Direction, float]
-IN_SERVICE: Final[Until] = dict.fromkeys(Direction, math.inf)
-RETIRED: Final[Until] = dict.fromkeys(Direction, -math.inf)
+Operation: TypeAlias = Lookup | Read | Store
+_Beat: TypeAlias = Callable[[], None]
 
 
-class StorageJobs:
-    """What the storage workers do with one backend. `batch_pages` is what one backend call carries, `deadline_s` what
-    it may take. `clock` is monotonic, in seconds.
+class StorageExecutor:
+    """Started with an open `backend`, or without one: then there are no threads until `replace`, and nothing may be
+    submitted.
+
+    `workers` makes a pool of threads for each kind of operation, `clock` is monotonic, in seconds. Registers the memory
+    of `host` with each backend, which may block, here as well. Raises BackendError where no guard counts it instead.
     """
 
     def __init__(
         self,
-        backend: StorageBackend,
+        backend: StorageBackend | None,
         host: HostPool,
-        *,
-        batch_pages: int,
-        deadline_s: float,
+        config: TransferConfig,
+        workers: WorkerFactory,
         clock: Callable[[], float],
     ) -> None:
-        self.until = IN_SERVICE  # scheduler
-        self.in_flight = 0  # operations that are not acknowledged yet
-        self.backend = backend
+        self.pools: dict[type[Operation], SupervisedPool[Any]] = {}
+        self.gate = StorageGate(clock)
+        self.lifecycle = BackendLifecycle(self.gate, host.memory, workers, clock)
         self._host = host
-        self._batch_pages = batch_pages
-        self._deadline_s = deadline_s
+        self._config = config
+        self._workers = workers
         self._clock = clock
-        # Last keys of operations that did not store everything, the oldest first. With several backup workers a
-        # continuation may overtake the failure; it is then stored in vain and found once its head is there.
-        self._broken_chains: dict[bytes, None] = {}
+        self._next_supervision = 0.0
+        self._finished: queue.SimpleQueue[Operation] = queue.SimpleQueue()
+        if backend is not None:
+            self.lifecycle.start(backend)
+            self._start()
 
-    def look_up(self, job: LookupJob, beat: Callable[[], None]) -> None:
-        """Prefetch worker: chain the page keys batch by batch and ask for the longest stored prefix."""
-        lookup, page_size = job.operation, self._host.shape.tokens
+    def _start(self) -> None:
+        config = self._config
+        for kind, name, threads, handle in (
+            (Lookup, "prefetch", config.lookup_workers, self.look_up),
+            (Read, "io", config.io_workers, self.read),
+            (Store, "backup", config.backup_workers, self.store),
+        ):
+            self.pools[kind] = self._workers(
+                name, threads, handle=handle, fail=_fail, acknowledge=self._finished.put,
+                patience_s=config.storage_deadline + STUCK_GRACE_S,
+            )  # fmt: skip
+
+    def replace(self, open_backend: OpenBackend) -> None:
+        """Have a backend opened in place of the one in use, if there is one. Does not block."""
+        if not self.pools:
+            self._start()
+        self.lifecycle.replace(open_backend)
+
+    def submit(self, operation: Operation) -> None:
+        """Queue an operation for its workers; it comes out of `drain`."""
+        self.pools[type(operation)].submit(operation)
+
+    def supervise(self) -> None:
+        """Replace workers that died or hang, and come on with opening and closing backends. Once per step."""
+        if not self.pools:
+            return
+        time_s = self._clock()
+        if time_s >= self._next_supervision:
+            self._next_supervision = time_s + SUPERVISE_EVERY_S
+            for pool in self.pools.values():
+                pool.supervise()
+            self.lifecycle.advance()
+
+    @property
+    def any_finished(self) -> bool:
+        """Whether `drain` would return something."""
+        return not self._finished.empty()
+
+    def drain(self) -> list[Operation]:
+        """The operations that have ended since the last call, marked as such."""
+        # Only what is there now: workers may add faster than this loop drains.
+        operations = [self._finished.get_nowait() for _ in range(self._finished.qsize())]
+        for operation in operations:
+            operation.ended = True
+        return operations
+
+    def finish(self, store: Store) -> None:
+        """Have a store that no worker handles here come out of `drain`."""
+        self._finished.put(store)
+
+    def close(self, deadline: float) -> bool:
+        """End all threads, each after what it has queued; blocks until `deadline`. False if one is left behind."""
+        ended = True
+        for pool in self.pools.values():
+            ended = pool.close(max(0.0, deadline - self._clock())) and ended
+        return self.lifecycle.close(max(0.0, deadline - self._clock()), workers_ended=ended)
+
+    # On the workers
+
+    def look_up(self, lookup: Lookup, beat: _Beat) -> None:
+        """Chain the page keys batch by batch and ask for the longest stored prefix."""
+        storage, page_size, batch = lookup.storage, self._host.shape.tokens, self._config.storage_batch_pages
         pages = lookup.key.pages(page_size)
         prior = lookup.prior if isinstance(lookup.prior, bytes) else lookup.prior.keys()[-1]
-        for start in range(lookup.start_page, pages, self._batch_pages):
-            if job.cancelled or self._clock() >= min(lookup.deadline, self.until[Direction.READ]):
+        for start in range(lookup.start_page, pages, batch):
+            if self._is_over(lookup):
                 return
             beat()
-            keys = lookup.key.page_keys(page_size, prior, start, min(start + self._batch_pages, pages))
+            keys = lookup.key.page_keys(page_size, prior, start, min(start + batch, pages))
             prior = keys[-1]
-            job.keys += keys
-            found = self.backend.batch_exists(keys, deadline=self._call_deadline(lookup.deadline))
+            lookup.keys += keys
+            found = storage.backend.batch_exists(keys, deadline=self._deadline(lookup.deadline))
             if type(found) is not int or not 0 <= found <= len(keys):
                 raise BackendError(f"the backend says that {found!r} of {len(keys)} pages are stored")
-            job.hit_pages += found
+            lookup.hit_pages += found
             if found < len(keys):
                 return
 
-    def read(self, job: ReadJob, beat: Callable[[], None]) -> None:
-        """I/O worker: read batch by batch, stop at the first page that is not a hit."""
-        read, batch = job.operation, self._batch_pages
+    def read(self, read: Read, beat: _Beat) -> None:
+        """Read batch by batch, stop at the first page that is not a hit."""
+        backend, batch = read.storage.backend, self._config.storage_batch_pages
         for start in range(0, len(read.host_pages), batch):
-            if job.cancelled or self._clock() >= min(read.deadline, self.until[Direction.READ]):
+            if self._is_over(read):
                 return
             beat()
-            pages = read.host_pages[start : start + batch]
-            keys = read.keys[start : start + len(pages)]
-            frames = self._host.frames(pages)
+            keys = read.keys[start : start + batch]
+            frames = self._host.frames(read.host_pages[start : start + batch])
             began = self._clock()
-            outcomes = self.backend.batch_get(keys, frames, deadline=self._call_deadline(read.deadline))
-            job.seconds += self._clock() - began
-            _require_outcomes(outcomes, GetOutcome, len(pages))
+            outcomes = backend.batch_get(keys, frames, deadline=self._deadline(read.deadline))
+            read.seconds += self._clock() - began
+            _require_outcomes(outcomes, GetOutcome, len(keys))
             hits = 0
             # A page counts only if its frame says so too: a backend that filled nothing has not hit.
-            while hits < len(pages) and outcomes[hits] is GetOutcome.HIT:
-                if not self.backend.codec.is_sealed(keys[hits], frames[hits]):
+            while hits < len(keys) and outcomes[hits] is GetOutcome.HIT:
+                if not backend.codec.is_sealed(keys[hits], frames[hits]):
                     raise BackendError("the backend reports a hit but has not filled the frame with that page")
                 hits += 1
-            job.pages = start + hits
-            if hits < len(pages):
+            read.pages_here = start + hits
+            if hits < len(keys):
                 return
 
-    def store(self, job: StoreJob, beat: Callable[[], None]) -> None:
-        """Backup worker: store batch by batch, head first; a page that could not be stored ends the operation, and with
-        it the operations behind it that continue its chain: nobody could reach their pages."""
-        if self._clock() >= self.until[Direction.WRITE]:
+    def store(self, store: Store, beat: _Beat) -> None:
+        """Store batch by batch, head first; a page that could not be stored ends the operation, and with it the
+        operations behind it that continue its chain: nobody could reach their pages."""
+        if self._clock() >= store.storage.until[Direction.WRITE]:
             return
+        broken, complete = store.storage.broken_chains, False
         try:
-            if self._head_is_stored(job.operation, beat):
-                self._store_batches(job, beat)
+            complete = self._head_is_stored(store, beat) and self._store_batches(store, beat)
         finally:
-            outcomes = job.outcomes
-            job.stored_pages = outcomes.count(SetOutcome.STORED)
-            job.complete = len(outcomes) == job.operation.chain.pages and all(o.is_stored for o in outcomes)
-            self._note_chain(job)
+            last_key = store.chain.keys()[-1]
+            if complete:
+                broken.pop(last_key, None)
+            else:
+                broken[last_key] = None
+                while len(broken) > _BROKEN_CHAINS_MAX:
+                    broken.pop(next(iter(broken)), None)
+        store.complete = complete
 
-    def _head_is_stored(self, store: Store, beat: Callable[[], None]) -> bool:
+    def _head_is_stored(self, store: Store, beat: _Beat) -> bool:
         """Asks the backend only where a store of the head has failed here: somebody else may have stored it since."""
-        if store.begins_prompt or not self._broken_chains:
+        storage = store.storage
+        if store.begins_prompt or not storage.broken_chains:
             return True
         parent = store.chain.prior_key()
-        if parent not in self._broken_chains:
+        if parent not in storage.broken_chains:
             return True
         beat()
-        if self.backend.batch_exists([parent], deadline=self._clock() + self._deadline_s) != 1:
+        if storage.backend.batch_exists([parent], deadline=self._deadline()) != 1:
             return False
-        self._broken_chains.pop(parent, None)
+        storage.broken_chains.pop(parent, None)
         return True
 
-    def _note_chain(self, job: StoreJob) -> None:
-        last_key = job.operation.chain.keys()[-1]
-        if job.complete:
-            self._broken_chains.pop(last_key, None)
-            return
-        self._broken_chains[last_key] = None
-        while len(self._broken_chains) > _BROKEN_CHAINS_MAX:
-            self._broken_chains.pop(next(iter(self._broken_chains)), None)
-
-    def _store_batches(self, job: StoreJob, beat: Callable[[], None]) -> None:
-        store, batch, chain_keys = job.operation, self._batch_pages, job.operation.chain.keys()
+    def _store_batches(self, store: Store, beat: _Beat) -> bool:
+        storage, batch, chain_keys = store.storage, self._config.storage_batch_pages, store.chain.keys()
         parent = None if store.begins_prompt else store.chain.prior_key()
         for start in range(0, len(store.host_pages), batch):
             keys = chain_keys[start : start + batch]
             frames = self._host.frames(store.host_pages[start : start + batch])
             beat()
-            deadline = min(self.until[Direction.WRITE], self._clock() + self._deadline_s)
+            deadline = self._deadline(storage.until[Direction.WRITE])
             if self._clock() >= deadline:
-                return
-            outcomes = self.backend.batch_set(keys, frames, parent=parent, deadline=deadline)
+                return False
+            outcomes = storage.backend.batch_set(keys, frames, parent=parent, deadline=deadline)
             _require_outcomes(outcomes, SetOutcome, len(keys))
-            job.outcomes += outcomes
+            store.stored_pages += outcomes.count(SetOutcome.STORED)
             if not all(outcome.is_stored for outcome in outcomes):
-                return
+                return False
             parent = keys[-1]
+        return True
 
-    def _call_deadline(self, operation_deadline: float) -> float:
-        return min(operation_deadline, self._clock() + self._deadline_s)
+    def _is_over(self, prefetch: Lookup | Read) -> bool:
+        until_s = min(prefetch.deadline, prefetch.storage.until[Direction.READ])
+        return prefetch.cancelled or self._clock() >= until_s
+
+    def _deadline(self, operation_deadline: float = math.inf) -> float:
+        """Of a call that begins now."""
+        return min(operation_deadline, self._clock() + self._config.storage_deadline)
+
+
+def _fail(operation: Operation) -> None:
+    operation.failed = True
 
 
 def _require_outcomes(outcomes: object, kind: type[GetOutcome] | type[SetOutcome], count: int) -> None:

@@ -4,7 +4,7 @@ from ..arguments import instance
 from ..errors import InvalidInput
 from .allocator import PageAllocator, require_pages
 from .blocks import EngineBlocks
-from .copy import CopyEngine, FailedTransfer, Fence, StepCounter, Transfer
+from .copy import CopyEngine, FailedTransfer, Fence, JoinedTransfer, StepCounter, Transfer
 from .device import (
     KVPool,
     MHATokenToKVPool,
@@ -25,6 +25,7 @@ __all__ = [
     "Fence",
     "HostPool",
     "HostWindow",
+    "JoinedTransfer",
     "KVPool",
     "MHATokenToKVPool",
     "MLATokenToKVPool",

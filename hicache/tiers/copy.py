@@ -12,6 +12,7 @@ before its last reader is done. A copy that fails leaves the others alone.
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -134,6 +135,33 @@ class FailedTransfer(Transfer):
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         raise self._error
+
+
+class JoinedTransfer(Transfer):
+    """Several copies as one, which is done, and is right, when all of them are."""
+
+    def __init__(self, parts: list[Transfer]) -> None:
+        self._parts = parts
+
+    @property
+    def error(self) -> TransferError | None:
+        return next((part.error for part in self._parts if part.error is not None), None)
+
+    @property
+    def seconds(self) -> None:
+        """None: each part has its own."""
+        return None
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        return all(part.wait(max(0.0, deadline - time.monotonic())) for part in self._parts)
+
+    def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        for part in self._parts:
+            part.wait_layer(layer, stream)
 
 
 class CopyEngine(ABC):

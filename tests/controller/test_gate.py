@@ -15,17 +15,26 @@ from hicache.backends.base import StorageBackend
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import Direction, GuardedBackend, Override
 from hicache.backends.memory import MemoryBackend
+from hicache.config import TransferConfig
 from hicache.config.guard import GuardConfig
 from hicache.controller import Lookup, Read, Store
-from hicache.controller.agreement import Agreement
-from hicache.controller.gate import BACKOFF_S_MAX, BACKOFF_S_MIN, StorageGate
-from hicache.controller.jobs import LookupJob, ReadJob, StoreJob
-from hicache.controller.progress import Progress, Readiness
-from hicache.controller.storage import IN_SERVICE, RETIRED, StorageJobs, Until
+from hicache.controller.agreement import Agreement, Progress
+from hicache.controller.gate import (
+    BACKOFF_S_MAX,
+    BACKOFF_S_MIN,
+    IN_SERVICE,
+    RETIRED,
+    OpenStore,
+    Readiness,
+    StorageGate,
+    Until,
+)
+from hicache.controller.storage import StorageExecutor
 from hicache.errors import InvariantError
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.keys import PageChain, RadixKey
+from hicache.supervised import SupervisedPool
 from hicache.tiers import HostPool
 from tests.ranks import Exchange
 from tests.waiting import wait_for
@@ -54,13 +63,11 @@ class Engine:
             self.faults, GuardConfig(failures=1, backoff_min=0.001, backoff_max=0.001, retry_share=0.0)
         )
         self.gate = gate_kind(self.clock)
-        self.gate.use(self.jobs())
+        self.use()
         self.step()
 
-    def jobs(self) -> StorageJobs:
-        return StorageJobs(
-            cast(StorageBackend, self.guard), cast(HostPool, None), batch_pages=1, deadline_s=1.0, clock=self.clock
-        )
+    def use(self) -> None:
+        self.gate.use(cast(StorageBackend, self.guard))
 
     def step(self) -> None:
         """What a step of a controller without ranks does."""
@@ -95,7 +102,7 @@ def engine(gate_kind: Callable[[Callable[[], float]], StorageGate] = StorageGate
 
 
 class KeepsRetired(StorageGate):
-    def retire(self, *, for_another: bool) -> StorageJobs | None:
+    def retire(self, *, for_another: bool) -> OpenStore | None:
         return self.storage
 
 
@@ -126,7 +133,7 @@ def pass_backoff(engine: Engine) -> None:
 Step: TypeAlias = Callable[[Engine], Any]
 REASONS: dict[str, tuple[Step, set[Direction], Step | None, type[StorageGate]]] = {
     "retired": (
-        lambda e: e.gate.retire(for_another=True), {READ, WRITE}, lambda e: e.gate.use(e.jobs()), KeepsRetired,
+        lambda e: e.gate.retire(for_another=True), {READ, WRITE}, lambda e: e.use(), KeepsRetired,
     ),
     "breaker": (Engine.break_store, {READ}, Engine.mend_store, AsksNoGuard),
     "override": (
@@ -217,7 +224,7 @@ def test_an_override_holds_for_the_next_store() -> None:
         one.gate.override(READ, Override.OFF)
         one.gate.retire(for_another=True)
         one.guard.override(READ, Override.AUTO)
-        one.gate.use(one.jobs())
+        one.use()
         one.step()
         assert one.open == {WRITE}
 
@@ -230,7 +237,7 @@ def test_workers_see_one_value_of_all_this() -> None:
         one.gate.stop(WRITE, at=7.0)
         assert first.until == {READ: -math.inf, WRITE: 7.0} and IN_SERVICE[READ] == math.inf
         assert one.gate.retire(for_another=True) is first and first.until is RETIRED
-        one.gate.use(one.jobs())
+        one.use()
         one.gate.stop(WRITE, at=8.0)
         assert one.gate.enter().until == {READ: -math.inf, WRITE: 8.0} and first.until is RETIRED
 
@@ -240,14 +247,14 @@ def test_workers_start_nothing_that_the_gate_has_cancelled(until: Until) -> None
     """The open store is the control: there they do call the backend."""
     host = HostPool(KVGeometry(layers=1, heads=1, head_dim=2, page_size=4, dtype="float32"), 1)
     with engine() as one:
-        jobs = StorageJobs(one.guard, host, batch_pages=1, deadline_s=5.0, clock=time.monotonic)
-        jobs.until = until
+        executor = StorageExecutor(None, host, TransferConfig(), SupervisedPool, time.monotonic)
+        storage = OpenStore(one.guard, until)
         beats: list[str] = []
         late, page, key = time.monotonic() + 5, np.zeros(1, np.int32), RadixKey.of([1, 2, 3, 4])
-        jobs.look_up(LookupJob(Lookup(key, 0, b"", late), jobs), lambda: beats.append("look up"))
-        jobs.read(ReadJob(Read(KEYS, page, late), jobs), lambda: beats.append("read"))
+        executor.look_up(Lookup(key, 0, b"", storage=storage, deadline=late), lambda: beats.append("look up"))
+        executor.read(Read(KEYS, page, storage=storage, deadline=late), lambda: beats.append("read"))
         chain = PageChain(key.tokens, 4, b"")
-        jobs.store(StoreJob(Store(chain, page, begins_prompt=True), jobs), lambda: beats.append("store"))
+        executor.store(Store(chain, page, begins_prompt=True, storage=storage), lambda: beats.append("store"))
         assert beats == (["look up", "read", "store"] if until is IN_SERVICE else [])
 
 
@@ -326,7 +333,7 @@ def test_a_reason_on_one_rank_closes_the_gates_of_all(reason: str) -> None:
         begin(second)
         if reason == "retired":
             first.gate.retire(for_another=True)
-            first.gate.use(first.jobs())
+            first.use()
         ranks.step()
         assert first.open == second.open == {READ, WRITE} - closes
         if end is not None:

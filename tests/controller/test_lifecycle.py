@@ -12,7 +12,6 @@ import pytest
 from hicache.backends.base import StorageBackend
 from hicache.controller.gate import StorageGate
 from hicache.controller.lifecycle import REOPEN_S_MIN, BackendLifecycle
-from hicache.controller.storage import IN_SERVICE, StorageJobs
 from hicache.errors import BackendError
 from hicache.supervised import SupervisedPool
 from tests.waiting import WAIT_S, wait_for
@@ -33,15 +32,6 @@ class Backend:
             raise self._trouble
 
 
-class Jobs:
-    """As far as the lifecycle looks at them."""
-
-    def __init__(self, backend: StorageBackend) -> None:
-        self.backend = backend
-        self.in_flight = 0
-        self.until = IN_SERVICE
-
-
 def impatient(*arguments: Any, **options: Any) -> SupervisedPool[Any]:
     """Workers that count as stuck after 0.1 s."""
     return SupervisedPool[Any](*arguments, **{**options, "patience_s": 0.1})
@@ -51,7 +41,7 @@ def lifecycle(
     backend: Backend, clock: Callable[[], float] = time.monotonic
 ) -> tuple[BackendLifecycle, StorageGate]:
     gate = StorageGate(clock)
-    life = BackendLifecycle(gate, cast("Callable[[StorageBackend], StorageJobs]", Jobs), impatient, clock)
+    life = BackendLifecycle(gate, memoryview(b""), impatient, clock)
     life.start(cast(StorageBackend, backend))
     return life, gate
 
@@ -118,10 +108,10 @@ def test_what_was_closed_with_the_lifecycle_is_not_closed_again() -> None:
     backend, threads = Backend(), threading.active_count()
     life, gate = lifecycle(backend)
     assert gate.storage is not None
-    jobs = gate.storage
-    jobs.in_flight = 1
+    store = gate.storage
+    store.in_flight = 1
     life.replace(None)
-    jobs.in_flight = 0
+    store.in_flight = 0
     assert life.close(WAIT_S, workers_ended=True)
     life.advance()
     assert (backend.closes, threading.active_count()) == (1, threads)

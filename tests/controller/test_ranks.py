@@ -14,11 +14,9 @@ import torch.distributed as dist
 
 from hicache.config import RanksConfig
 from hicache.controller import Lookup, Store
-from hicache.controller.agreement import STORE_PLACES, Agreement
-from hicache.controller.jobs import LookupJob, StoreJob
-from hicache.controller.progress import PrefetchProgress, Progress, Readiness, StoreProgress
+from hicache.controller.agreement import STORE_PLACES, Agreement, PrefetchProgress, Progress, StoreProgress
+from hicache.controller.gate import OpenStore, Readiness
 from hicache.controller.ranks import Int64s, TorchRankGroup, require_equal
-from hicache.controller.storage import StorageJobs
 from hicache.errors import InvariantError, RankError
 from hicache.keys import PageChain, RadixKey
 from hicache.types import NO_PAGES
@@ -143,15 +141,15 @@ def test_the_device_lane_brings_a_vector_there_and_back() -> None:
 
 COUNTS = {"writes": 1, "loads": 2}
 # The agreement looks at no operation's backend.
-NO_STORAGE = cast(StorageJobs, None)
+NO_STORAGE = cast(OpenStore, None)
 
 
-def prefetch() -> LookupJob:
-    return LookupJob(Lookup(RadixKey(b""), 0, b"", 0.0), NO_STORAGE)
+def prefetch() -> Lookup:
+    return Lookup(RadixKey(b""), 0, b"", storage=NO_STORAGE, deadline=0.0)
 
 
-def store() -> StoreJob:
-    return StoreJob(Store(PageChain(b"", 1, b""), NO_PAGES, begins_prompt=True), NO_STORAGE)
+def store() -> Store:
+    return Store(PageChain(b"", 1, b""), NO_PAGES, begins_prompt=True, storage=NO_STORAGE)
 
 
 class Ranks:
@@ -226,7 +224,7 @@ def test_a_result_speaks_of_the_operations_that_were_there_when_it_was_started()
         agreement.start(Progress(prefetches=[PrefetchProgress(old, True, 1, True)]), COUNTS)
         assert new is not old  # submitted now; it has the place from the next exchange on
     for agreement in ranks.agreements:
-        assert [progress.job for progress in agreement.result().prefetches] == [old]
+        assert [progress.operation for progress in agreement.result().prefetches] == [old]
 
 
 def test_operations_beyond_the_places_wait_for_their_turn() -> None:

@@ -14,9 +14,8 @@ from hicache.cache.books import DeviceLedger
 from hicache.cache.loading import Loaded, Loader
 from hicache.cache.prefetch import Prefetcher
 from hicache.cache.storing import Storing
-from hicache.controller import Acks, Backup, HiCacheController, Load, Read, ReadEnded, StoreEnded
-from hicache.controller.jobs import ReadJob, StoreJob
-from hicache.controller.progress import PrefetchProgress, StoreProgress
+from hicache.controller import Acks, Backup, HiCacheController, Load, Read, Store
+from hicache.controller.agreement import PrefetchProgress, StoreProgress
 from hicache.keys import RadixKey
 from hicache.radix import Fate, Match, Node, RadixTree
 from hicache.tiers import Fence
@@ -169,20 +168,20 @@ class _GivesPagesBackAtCancel(Prefetcher):
 class _TakesLateArrivals(Prefetcher):
     """The late completion of a cancelled prefetch enters the tree, with pages that are given back."""
 
-    def ended(self, ended: ReadEnded) -> None:
-        prefetch = self._operations[ended.read]
+    def ended(self, read: Read) -> None:
+        prefetch = self._operations[read]
         if prefetch.answered:
-            late = ended.read.host_pages[: ended.pages_here]
-            prefetch.tree.insert_host(prefetch.key, prefetch.start_page, late, list(ended.read.keys[: len(late)]))
-        super().ended(ended)
+            late = read.host_pages[: read.pages_here]
+            prefetch.tree.insert_host(prefetch.key, prefetch.start_page, late, list(read.keys[: len(late)]))
+        super().ended(read)
 
 
 class _BelievesShortReads(HiCacheController):
     """How much a read brought is taken from what was asked for, so a short read shows what lay there before."""
 
     def _take_prefetch(self, progress: PrefetchProgress, acks: Acks) -> None:
-        if progress.ended and isinstance(progress.job, ReadJob):
-            progress = progress._replace(pages=len(progress.job.operation.host_pages))
+        if progress.ended and isinstance(progress.operation, Read):
+            progress = progress._replace(pages=len(progress.operation.host_pages))
         super()._take_prefetch(progress, acks)
 
 
@@ -224,10 +223,10 @@ class _StoresWithoutHolding(Storing):
             self._trees.current.release_host(node)
         return goes_on
 
-    def ended(self, ended: StoreEnded) -> None:
-        tree, node = self._runs[ended.store]
+    def ended(self, store: Store) -> None:
+        tree, node = self._runs[store]
         tree.hold_host(node)
-        super().ended(ended)
+        super().ended(store)
 
 
 class _GivesStuckJobsUp(SimulatedWorkers[Any]):
@@ -293,7 +292,7 @@ class _StoresWithWhatIsOpen(HiCacheController):
     def poll(self) -> Acks | None:
         acks = super().poll()
         now_open = self.gate.storage
-        for store in self._storage.backups._waiting if now_open is not None else ():  # type: ignore[attr-defined]
+        for store in self._storage.pools[Store]._waiting if now_open is not None else ():  # type: ignore[attr-defined]
             store.storage.in_flight -= 1
             store.storage = now_open
             store.storage.in_flight += 1
@@ -303,9 +302,9 @@ class _StoresWithWhatIsOpen(HiCacheController):
 class _BelievesDetachedStores(HiCacheController):
     """A store that ends after its server was detached counts as one at the server that is attached now."""
 
-    def _take_store(self, job: StoreJob, state: StoreProgress, acks: Acks) -> None:
-        super()._take_store(job, state, acks)
-        acks.stored[-1] = acks.stored[-1]._replace(stored=state is StoreProgress.STORED)
+    def _take_store(self, store: Store, progress: StoreProgress, acks: Acks) -> None:
+        super()._take_store(store, progress, acks)
+        store.stored = progress is StoreProgress.STORED
 
 
 class _KeepsMarksOfDetached(RadixTree):
