@@ -13,10 +13,9 @@ from .device import (
     create_device_pool,
     token_slots,
 )
-from .host import HostPool
+from .host import HostPool, HostWindow
 from .shared import SharedHostPool
 from .token_allocator import PagedTokenToKVPoolAllocator, PageSource, TokenToKVPoolAllocator
-from .window import HostWindow
 
 __all__ = [
     "CopyEngine",

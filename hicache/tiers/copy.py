@@ -25,7 +25,7 @@ from ..arguments import instance, whole
 from ..errors import InvalidInput, TransferError
 from ..types import PageIds
 from .blocks import EngineBlocks
-from .window import HostWindow
+from .host import HostWindow
 
 # A copy that takes longer than this is not slow but stuck: 1 TiB at 10 GB/s is 110 s.
 LAYER_WAIT_S_MAX = 120.0

@@ -22,7 +22,7 @@ from ..errors import TransferError
 from ..types import Bytes2D, PageIds
 from .blocks import EngineBlocks
 from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Indices, Transfer
-from .window import HostWindow
+from .host import HostWindow
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from ..types import PageIds
 from .blocks import EngineBlocks
 from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Indices, Transfer
 from .device import upload
-from .window import HostWindow
+from .host import HostWindow
 
 # Staging is taken from the device pool's neighbour memory; this much keeps PCIe busy without crowding activations.
 STAGING_BYTES_MAX = 256 << 20

@@ -10,7 +10,6 @@ source's `check()` covers it. Owned by the scheduler thread, like the pages.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, runtime_checkable
@@ -71,10 +70,20 @@ class SlotKernels(Protocol):
         """Write one slot per request into `out` `[n]`: the one in `first_slots`, or behind `last_loc` if negative."""
 
 
-class TokenAllocator(ABC):
-    """What engines use: slots out, slots back."""
+class PagedTokenToKVPoolAllocator:
+    """What engines use: slots out, slots back. A request fills its last page before it gets another.
 
-    def __init__(self, pages: PageSource, page_size: int, device: torch.device | str = "cpu") -> None:
+    A page belongs to one request (or to the tree), so it is freed as a whole, by any of its slots: freeing half of its
+    slots now and the other half later is a double free.
+
+    `debug` finds more mistakes of the caller (see the methods) and waits for the device each time. `kernels` computes
+    the slots; by default what the device has: Triton on CUDA, PyTorch elsewhere.
+    """
+
+    def __init__(
+        self, pages: PageSource, page_size: int, device: torch.device | str = "cpu", *,
+        debug: bool = False, kernels: SlotKernels | None = None,
+    ) -> None:  # fmt: skip
         if not isinstance(pages, PageSource):
             raise InvalidInput(
                 f"token allocator: pages of type {type(pages).__name__}; pass a `PageAllocator` or `cache.page_source`"
@@ -82,6 +91,8 @@ class TokenAllocator(ABC):
         self.pages = pages
         self.page_size = whole("token allocator: page_size", page_size, 1)
         self.device = known_device(device)
+        self.debug = debug
+        self._kernels = kernels if kernels is not None else _kernels_of(self.device)
 
     @property
     def available_tokens(self) -> int:
@@ -105,62 +116,6 @@ class TokenAllocator(ABC):
             return None
         with self._given_back_on_error(pages):
             return self._to_device(token_slots(pages, self.page_size).astype(np.int64))
-
-    @abstractmethod
-    def free(self, slots: torch.Tensor) -> None:
-        """Give the pages of `slots` (integers, `[tokens]`, in any order) back.
-
-        Slots in device memory have to be copied to the host, which waits for the device; pass a host tensor where one
-        is at hand. Raises InvariantError, and changes nothing, for a slot whose page is free already.
-        """
-
-    @contextmanager
-    def _given_back_on_error(self, pages: PageIds) -> Iterator[None]:
-        """The device may have no memory for the answer; the pages must not be lost with it."""
-        try:
-            yield
-        except BaseException:
-            self.pages.free(pages)
-            raise
-
-    def _to_device(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
-        return upload(torch.from_numpy(values), self.device)
-
-    def _page_of_each(self, slots: torch.Tensor) -> PageIds:
-        pages = _integers("slots", slots).cpu().numpy() // self.page_size
-        # Checked before the cast to int32, which would wrap around.
-        if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < self.pages.first + self.pages.capacity:
-            raise InvariantError("free: a slot is outside the pool")
-        return pages.astype(np.int32)
-
-
-class TokenToKVPoolAllocator(TokenAllocator):
-    """Pages of one token: a slot is a page id, and no request has a partial page, so `alloc` is all it needs."""
-
-    def __init__(self, pages: PageSource, device: torch.device | str = "cpu") -> None:
-        super().__init__(pages, 1, device)
-
-    def free(self, slots: torch.Tensor) -> None:
-        self.pages.free(self._page_of_each(slots))
-
-
-class PagedTokenToKVPoolAllocator(TokenAllocator):
-    """Pages of any size: a request fills its last page before it gets another.
-
-    A page belongs to one request (or to the tree), so it is freed as a whole, by any of its slots: freeing half of its
-    slots now and the other half later is a double free.
-
-    `debug` finds more mistakes of the caller (see the methods) and waits for the device each time. `kernels` computes
-    the slots; by default what the device has: Triton on CUDA, PyTorch elsewhere.
-    """
-
-    def __init__(
-        self, pages: PageSource, page_size: int, device: torch.device | str = "cpu", *,
-        debug: bool = False, kernels: SlotKernels | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(pages, page_size, device)
-        self.debug = debug
-        self._kernels = kernels if kernels is not None else _kernels_of(self.device)
 
     def alloc_extend(
         self, prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor, extend_tokens: int
@@ -218,12 +173,35 @@ class PagedTokenToKVPoolAllocator(TokenAllocator):
             return out
 
     def free(self, slots: torch.Tensor) -> None:
-        """As `TokenAllocator.free`. With `debug`, a slot named twice in one call is a double free as well."""
-        pages = self._page_of_each(slots)
-        if self.debug and len(torch.unique(slots)) != len(slots):
-            raise InvariantError("double free: a slot is named twice in one call")
-        # Slots of a page mostly stand side by side; without those repeats little is left to sort.
-        self.pages.free(np.unique(pages[np.diff(pages, prepend=-1) != 0]))
+        """Give the pages of `slots` (integers, `[tokens]`, in any order) back.
+
+        Slots in device memory have to be copied to the host, which waits for the device; pass a host tensor where one
+        is at hand. Raises InvariantError, and changes nothing, for a slot whose page is free already; with `debug`, and
+        for pages of one token, also for a slot named twice in one call.
+        """
+        pages = _integers("slots", slots).cpu().numpy() // self.page_size
+        # Checked before the cast to int32, which would wrap around.
+        if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < self.pages.first + self.pages.capacity:
+            raise InvariantError("free: a slot is outside the pool")
+        pages = pages.astype(np.int32)
+        if self.page_size > 1:
+            if self.debug and len(torch.unique(slots)) != len(slots):
+                raise InvariantError("double free: a slot is named twice in one call")
+            # Slots of a page mostly stand side by side; without those repeats little is left to sort.
+            pages = np.unique(pages[np.diff(pages, prepend=-1) != 0])
+        self.pages.free(pages)
+
+    @contextmanager
+    def _given_back_on_error(self, pages: PageIds) -> Iterator[None]:
+        """The device may have no memory for the answer; the pages must not be lost with it."""
+        try:
+            yield
+        except BaseException:
+            self.pages.free(pages)
+            raise
+
+    def _to_device(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
+        return upload(torch.from_numpy(values), self.device)
 
     def _last_loc(self, last_loc: torch.Tensor, prefix: Lengths) -> torch.Tensor:
         """`last_loc` as the kernels want it."""
@@ -236,6 +214,13 @@ class PagedTokenToKVPoolAllocator(TokenAllocator):
                 requests = np.flatnonzero(wrong)[:8].tolist()
                 raise InvariantError(f"token allocator: last_loc is not where the prefix ends, requests {requests}")
         return last_loc.contiguous()
+
+
+class TokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
+    """Pages of one token: a slot is a page id, and no request has a partial page, so `alloc` is all it needs."""
+
+    def __init__(self, pages: PageSource, device: torch.device | str = "cpu") -> None:
+        super().__init__(pages, 1, device)
 
 
 def _kernels_of(device: torch.device) -> SlotKernels:

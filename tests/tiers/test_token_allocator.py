@@ -13,7 +13,6 @@ import torch
 
 from hicache.errors import InvalidInput, InvariantError
 from hicache.tiers import PageAllocator, PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, slots_torch
-from hicache.tiers.token_allocator import TokenAllocator
 from tests.seeds import rng, seeds
 
 from ._slots import PAGE_SIZES, Batch, compare, compare_extremes, require_equal
@@ -25,17 +24,13 @@ def lens(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def pool(allocator: TokenAllocator) -> PageAllocator:
+def pool(allocator: PagedTokenToKVPoolAllocator) -> PageAllocator:
     assert isinstance(allocator.pages, PageAllocator)
     return allocator.pages
 
 
 def paged(pages: int, page_size: int = 4, *, debug: bool = True) -> PagedTokenToKVPoolAllocator:
     return PagedTokenToKVPoolAllocator(PageAllocator(pages, first=1), page_size, debug=debug)
-
-
-def both(tokens: int) -> list[TokenAllocator]:
-    return [TokenToKVPoolAllocator(PageAllocator(tokens, first=1)), paged(tokens, 1)]
 
 
 def slots_of(slots: torch.Tensor | None) -> list[int]:
@@ -60,8 +55,7 @@ def test_decoding_takes_a_page_only_where_the_last_one_is_full() -> None:
 
 def test_whole_pages_are_handed_out_in_order() -> None:
     assert slots_of(paged(8).alloc(8)) == [4, 5, 6, 7, 8, 9, 10, 11]
-    for allocator in both(8):
-        assert slots_of(allocator.alloc(3)) == [1, 2, 3]
+    assert slots_of(TokenToKVPoolAllocator(PageAllocator(8, first=1)).alloc(3)) == [1, 2, 3]
     with pytest.raises(InvalidInput):
         paged(8).alloc(7)
 
@@ -116,10 +110,9 @@ def test_without_debug_a_slot_named_twice_in_one_call_is_one_page() -> None:
         allocator.free(lens(6))
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["token", "paged"])
 @pytest.mark.parametrize("wrong", [[3, 3], [2], [0], [9], [-1], [1 << 32]])
-def test_pages_of_one_token_are_guarded_as_well(which: int, wrong: list[int]) -> None:
-    allocator = both(8)[which]
+def test_pages_of_one_token_are_guarded_as_well(wrong: list[int]) -> None:
+    allocator = TokenToKVPoolAllocator(PageAllocator(8, first=1))
     slots_of(allocator.alloc(8))
     allocator.free(lens(2, 7))
     with pytest.raises(InvariantError):
