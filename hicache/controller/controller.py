@@ -139,7 +139,7 @@ class HiCacheController:
 
     def detach_backend(self) -> None:
         """Stop using the backend; it is closed once nothing of it is under way. As `replace_backend` otherwise."""
-        self._storage.lifecycle.replace(None)
+        self._storage.replace(None)
 
     # L1 <-> L2
 

@@ -4,16 +4,16 @@ Opening a store may create directories, sweep an index or connect to a server, a
 a supervised worker of their own, which is started when first needed. Until the new store is open there is none, which
 costs hits and nothing else. An attempt that fails is repeated with growing pauses.
 
-Locking design: every method is called by the scheduler thread, which owns all fields. The worker writes the order that
-it was given and hands it back through one `SimpleQueue`.
+Locking design: every method but `_open` is called by the scheduler thread, which owns all fields. The worker hands what
+it has opened back through one `SimpleQueue`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ..backends.base import StorageBackend, register_memory
 from ..backoff import Backoff
@@ -29,14 +29,6 @@ REOPEN_S_MIN = 0.1
 REOPEN_S_MAX = 30.0
 # A large store is swept when it is opened. What takes longer hangs, and must not keep the next store from being opened.
 ORDER_DEADLINE_S = 60.0
-
-
-@dataclass(slots=True, eq=False)
-class _Order:
-    """Open a store, which is then `backend` (None: it could not be opened); or close `backend`."""
-
-    open_backend: OpenBackend | None
-    backend: StorageBackend | None = None
 
 
 class BackendLifecycle:
@@ -59,8 +51,9 @@ class BackendLifecycle:
         self._attempt: OpenBackend | None = None  # under way for what is wanted
         self._retry_at = 0.0
         self._backoff = Backoff(REOPEN_S_MIN, REOPEN_S_MAX)
-        self._carried_out: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-        self._worker: SupervisedPool[_Order] | None = None
+        # How each attempt has ended: the backend, None if it could not be opened.
+        self._opened: queue.SimpleQueue[tuple[OpenBackend, StorageBackend | None]] = queue.SimpleQueue()
+        self._worker: SupervisedPool[Callable[[], None]] | None = None
         self._closed = False
 
     def start(self, backend: StorageBackend) -> None:
@@ -92,11 +85,11 @@ class BackendLifecycle:
             self._take_opened()
         if self._opening is not None and self._attempt is None and self._clock() >= self._retry_at:
             self._attempt = self._opening
-            self._submit(_Order(self._opening))
+            self._submit(functools.partial(self._open, self._opening))
         self._gate.apply_overrides()
         for store in [store for store in self._retired if store.in_flight == 0]:
             self._retired.remove(store)
-            self._submit(_Order(None, store.backend))
+            self._submit(store.backend.close)
 
     def close(self, timeout_s: float, *, workers_ended: bool) -> bool:
         """End the worker, and close all backends unless a worker is still in a call of one; blocks.
@@ -105,54 +98,48 @@ class BackendLifecycle:
         """
         self._closed = True
         ended = self._worker is None or self._worker.close(timeout_s)
-        for order in self._drain():
-            if order.open_backend is not None and order.backend is not None:
-                ended &= _close(order.backend)
+        for _, backend in self._drain():
+            ended &= backend is None or _close(backend)
         if workers_ended:
             for store in filter(None, [*self._retired, self._gate.storage]):
                 ended &= _close(store.backend)
         return ended and workers_ended
 
     def _take_opened(self) -> None:
-        for order in self._drain():
-            if order.open_backend is None:
-                continue
-            self.open_failures += order.backend is None
-            if order.open_backend is not self._opening:  # another one is wanted by now
-                if order.backend is not None:
-                    self._submit(_Order(None, order.backend))
+        for open_backend, backend in self._drain():
+            self.open_failures += backend is None
+            if open_backend is not self._opening:  # another one is wanted by now
+                if backend is not None:
+                    self._submit(backend.close)
                 continue
             self._attempt = None
-            if order.backend is None:
+            if backend is None:
                 self._retry_at = self._clock() + self._backoff.next_s()
             else:
-                self._gate.use(order.backend)
+                self._gate.use(backend)
                 self._opening = None
 
-    def _drain(self) -> list[_Order]:
-        return [self._carried_out.get_nowait() for _ in range(self._carried_out.qsize())]
+    def _drain(self) -> list[tuple[OpenBackend, StorageBackend | None]]:
+        return [self._opened.get_nowait() for _ in range(self._opened.qsize())]
 
-    def _submit(self, order: _Order) -> None:
+    def _submit(self, call: Callable[[], None]) -> None:
         if self._worker is None:
-            self._worker = self._workers(
-                "open", 1, handle=self._carry_out, acknowledge=self._carried_out.put,
-                patience_s=ORDER_DEADLINE_S,
-            )  # fmt: skip
-        self._worker.submit(order)
+            self._worker = self._workers("open", 1, handle=lambda call, beat: call(), patience_s=ORDER_DEADLINE_S)
+        self._worker.submit(call)
 
-    def _carry_out(self, order: _Order, beat: Callable[[], None]) -> None:
-        """Opening worker. An order to open that fails has no backend."""
-        if order.open_backend is None:
-            if order.backend is not None:
-                order.backend.close()
-            return
-        backend = order.open_backend()
+    def _open(self, open_backend: OpenBackend) -> None:
+        """Opening worker: a backend that knows the memory its frames will come from."""
+        backend = None
         try:
+            backend = open_backend()
             register_memory(backend, self._memory)
         except BaseException:
-            backend.close()
+            if backend is not None:
+                backend.close()
+            backend = None
             raise
-        order.backend = backend
+        finally:
+            self._opened.put((open_backend, backend))
 
 
 def _close(backend: StorageBackend) -> bool:

@@ -77,9 +77,9 @@ class StorageExecutor:
                 patience_s=config.storage_deadline + STUCK_GRACE_S,
             )  # fmt: skip
 
-    def replace(self, open_backend: OpenBackend) -> None:
-        """Have a backend opened in place of the one in use, if there is one. Does not block."""
-        if not self.pools:
+    def replace(self, open_backend: OpenBackend | None) -> None:
+        """Have a backend opened in place of the one in use, if there is one; None: only retire that. Does not block."""
+        if not self.pools and open_backend is not None:
             self._start()
         self.lifecycle.replace(open_backend)
 

@@ -4,7 +4,7 @@ from ..arguments import instance
 from ..errors import InvalidInput
 from .allocator import PageAllocator, require_pages
 from .blocks import EngineBlocks
-from .copy import CopyEngine, FailedTransfer, Fence, JoinedTransfer, StepCounter, Transfer
+from .copy import CopyEngine, FailedTransfer, Fence, JoinedTransfer, Transfer
 from .device import (
     KVPool,
     MHATokenToKVPool,
@@ -33,7 +33,6 @@ __all__ = [
     "PagedTokenToKVPoolAllocator",
     "RequestToTokenPool",
     "SharedHostPool",
-    "StepCounter",
     "TokenToKVPoolAllocator",
     "Transfer",
     "create_copy_engine",

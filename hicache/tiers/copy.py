@@ -11,17 +11,15 @@ before its last reader is done. A copy that fails leaves the others alone.
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..arguments import instance, whole
+from ..arguments import instance
 from ..errors import InvalidInput, TransferError
 from ..types import PageIds
 from .blocks import EngineBlocks
@@ -42,44 +40,6 @@ class Fence(Protocol):
 
     def synchronize(self) -> None:
         """Block until the work before the fence is done."""
-
-
-class StepCounter:
-    """Fences of an engine that computes on the CPU: it counts the steps that the engine has finished.
-
-    Any thread may call `advance`, and any may wait for a fence. Locking design: `steps` changes under `changed`.
-    """
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.changed = threading.Condition()
-
-    def advance(self) -> None:
-        """Count one more finished step, which lets the copies that waited for it begin."""
-        with self.changed:
-            self.steps += 1
-            self.changed.notify_all()
-
-    def fence(self, steps: int) -> StepFence:
-        """Return the fence that passes once `steps` steps have finished since the counter was made."""
-        return StepFence(self, whole("fence: steps", steps))
-
-
-@dataclass(frozen=True, slots=True)
-class StepFence:
-    """A `Fence` behind a number of finished steps."""
-
-    counter: StepCounter
-    steps: int
-
-    def query(self) -> bool:
-        return self.counter.steps >= self.steps
-
-    def synchronize(self) -> None:
-        """As `Fence.synchronize`. Raises TransferError if the engine does not get there in time."""
-        with self.counter.changed:
-            if not self.counter.changed.wait_for(self.query, LAYER_WAIT_S_MAX):
-                raise TransferError(f"copy: step {self.steps} did not end within {LAYER_WAIT_S_MAX:.0f} s")
 
 
 class Transfer(ABC):

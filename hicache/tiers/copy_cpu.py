@@ -40,7 +40,6 @@ class CpuTransfer(Transfer):
     def __init__(self, layers: int, condition: threading.Condition) -> None:
         self._layers = layers
         self._layers_done = 0
-        self._begun = 0.0
         self._seconds: float | None = None
         self._error: TransferError | None = None
         self._condition = condition
@@ -70,20 +69,21 @@ class CpuTransfer(Transfer):
         if self._layers_done <= layer:
             raise TransferError(f"copy: layer {layer} did not arrive within {LAYER_WAIT_S_MAX:.0f} s")
 
-    def begin(self) -> None:
-        """Called by the copying thread before the first layer."""
-        self._begun = time.perf_counter()
-
-    def layer_finished(self) -> None:
-        """Called by the copying thread after each layer."""
-        if self._layers_done == self._layers - 1:
-            self._seconds = time.perf_counter() - self._begun
-        with self._condition:
-            self._layers_done += 1
-            self._condition.notify_all()
+    def run(self, copy_layer: Callable[[int], None], after: Fence | None) -> None:
+        """Copy layer by layer once `after` has passed. Called by the copying thread."""
+        if after is not None:
+            after.synchronize()
+        begun = time.perf_counter()
+        for layer in range(self._layers):
+            copy_layer(layer)
+            if layer == self._layers - 1:
+                self._seconds = time.perf_counter() - begun
+            with self._condition:
+                self._layers_done += 1
+                self._condition.notify_all()
 
     def fail(self, error: TransferError) -> None:
-        """Called by the copying thread instead of further layers."""
+        """End without further layers. Called by the copying thread."""
         with self._condition:
             self._error = error
             self._condition.notify_all()
@@ -164,12 +164,7 @@ class _CopyThread:
         while (task := self._tasks.get()) is not None:
             transfer, copy_layer, after = task
             try:
-                if after is not None:
-                    after.synchronize()
-                transfer.begin()
-                for layer in range(transfer._layers):
-                    copy_layer(layer)
-                    transfer.layer_finished()
+                transfer.run(copy_layer, after)
             except Exception as error:
                 # The thread must outlive one bad copy; its transfer carries the error to the caller.
                 logger.exception("copy between device and host failed")

@@ -6,7 +6,7 @@ the layer is one region, else to staging, from which it is scattered into the re
 i + 1 is in flight.
 
 Locking design: the scheduler thread submits; the device signals through events; there is no other thread.
-The streams come from a `StreamRuntime`, so that the same code runs without a GPU, in order, under the tests.
+The streams come from a `CudaRuntime`, which the tests replace, so that the same code runs without a GPU, in order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -32,67 +32,45 @@ STAGING_BYTES_MAX = 256 << 20
 _POLL_S = 50e-6
 
 
-class StreamRuntime(Protocol):
-    """The few stream operations this engine needs."""
-
-    def stream(self) -> object:
-        """A new stream."""
-
-    def use(self, stream: object) -> contextlib.AbstractContextManager[object]:
-        """Work inside the context is queued on `stream`, which becomes the current one."""
-
-    def record(self) -> Fence:
-        """An event behind the work queued on the current stream, which notes when the device passes it."""
-
-    def wait(self, event: Fence, stream: object) -> None:
-        """Queue a wait for `event` on `stream`. Raises InvalidInput for one of another runtime."""
-
-    def elapsed_s(self, begin: Fence, end: Fence) -> float:
-        """Device time between two events that it has passed. Does not block; raises RuntimeError if it failed."""
-
-    def upload(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy of a small host tensor on the device, queued on the current stream."""
-
-
 class CudaRuntime:
-    """`StreamRuntime` of one CUDA device."""
+    """The few stream operations of one CUDA device that this engine needs. Tests give one of another device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def stream(self) -> torch.cuda.Stream:
+    def stream(self) -> Any:
+        """A new stream."""
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    @contextlib.contextmanager
-    def use(self, stream: object) -> Iterator[None]:
-        if not isinstance(stream, torch.cuda.Stream):
-            raise InvalidInput("copy engine: a stream of another runtime")
-        with torch.cuda.stream(stream):
-            yield
+    def use(self, stream: Any) -> contextlib.AbstractContextManager[object]:
+        """Work inside the context is queued on `stream`, which becomes the current one."""
+        return torch.cuda.stream(stream)
 
-    def record(self) -> torch.cuda.Event:
+    def record(self) -> Fence:
+        """An event behind the work queued on the current stream, which notes when the device passes it."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def wait(self, event: Fence, stream: object) -> None:
+    def wait(self, event: Fence, stream: Any) -> None:
+        """Queue a wait for `event` on `stream`. Raises InvalidInput unless both are of CUDA."""
         if not isinstance(event, torch.cuda.Event) or not isinstance(stream, torch.cuda.Stream):
             raise InvalidInput("copy engine: a fence and a stream of a CUDA device are torch.cuda.Event and .Stream")
         stream.wait_event(event)
 
-    def elapsed_s(self, begin: Fence, end: Fence) -> float:
-        if not isinstance(begin, torch.cuda.Event) or not isinstance(end, torch.cuda.Event):
-            raise InvalidInput("copy engine: an event of another runtime")
+    def elapsed_s(self, begin: Any, end: Any) -> float:
+        """Device time between two events that it has passed. Does not block; raises RuntimeError if it failed."""
         return float(begin.elapsed_time(end)) / 1000
 
     def upload(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of a small host tensor on the device, queued on the current stream."""
         return upload(values, self._device)
 
 
 class EventTransfer(Transfer):
     """A copy whose layers end at events; a copy with one event ends in one piece. It starts at `begin`."""
 
-    def __init__(self, runtime: StreamRuntime, begin: Fence, events: list[Fence]) -> None:
+    def __init__(self, runtime: CudaRuntime, begin: Fence, events: list[Fence]) -> None:
         self._runtime = runtime
         self._begin = begin
         self._events = events
@@ -150,7 +128,7 @@ class CudaCopyEngine(CopyEngine):
         self,
         blocks: EngineBlocks,
         window: HostWindow,
-        runtime: StreamRuntime | None = None,
+        runtime: CudaRuntime | None = None,
         *,
         staging_bytes_max: int = STAGING_BYTES_MAX,
     ) -> None:
@@ -159,6 +137,7 @@ class CudaCopyEngine(CopyEngine):
         self._runtime = runtime if runtime is not None else CudaRuntime(blocks.device)
         self._backup_stream = self._runtime.stream()
         self._load_stream = self._runtime.stream()
+        # Copies of one direction end in order, so the last one stands for all.
         self._last: dict[str, Transfer] = {}
 
     def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
@@ -167,7 +146,8 @@ class CudaCopyEngine(CopyEngine):
             begin = self._runtime.record()
             self._in_pieces(len(source), self.window.block_bytes, partial(self._backup_piece, source, target))
             events = [self._runtime.record()]
-        return self._remember("backup", EventTransfer(self._runtime, begin, events))
+        transfer = self._last["backup"] = EventTransfer(self._runtime, begin, events)
+        return transfer
 
     def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
         target, source = self._require_pairs(blocks, host_blocks, after)
@@ -177,7 +157,8 @@ class CudaCopyEngine(CopyEngine):
             for layer, layer_bytes in enumerate(self.blocks.layer_bytes):
                 self._in_pieces(len(source), layer_bytes, partial(self._load_piece, layer, source, target))
                 events.append(self._runtime.record())
-        return self._remember("load", EventTransfer(self._runtime, begin, events))
+        transfer = self._last["load"] = EventTransfer(self._runtime, begin, events)
+        return transfer
 
     def require_fence(self, fence: Fence) -> None:
         """As every engine's; on a CUDA device a fence is a `torch.cuda.Event`."""
@@ -221,7 +202,8 @@ class CudaCopyEngine(CopyEngine):
     def _backup_piece(self, blocks: Indices, host_blocks: Indices, piece: slice) -> None:
         """Whole blocks, gathered in staging, each then copied to its part of a frame."""
         index, staging = self._index(blocks[piece]), self._staging(len(blocks[piece]), self.window.block_bytes)
-        self._gather(index, staging)
+        for column, region in _columns(staging, [region for layer in self.blocks.layers for region in layer]):
+            column.copy_(region.index_select(0, index))
         for row, host_block in enumerate(host_blocks[piece].tolist()):
             frame = self.window.rows[divmod(host_block, self.window.blocks_per_page)]
             frame.copy_(staging[row], non_blocking=True)
@@ -236,30 +218,19 @@ class CudaCopyEngine(CopyEngine):
             frame = self._host_rows[layer][divmod(host_block, self.window.blocks_per_page)]
             rows[row].copy_(frame, non_blocking=True)
         if staged:
-            self._scatter(layer, self._index(blocks[piece]), rows)
+            index = self._index(blocks[piece])
+            for column, region in _columns(rows, regions):
+                region.index_copy_(0, index, column)
 
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         return all([last.wait(max(0.0, deadline - time.monotonic())) for last in self._last.values()])
-
-    def _remember(self, direction: str, transfer: Transfer) -> Transfer:
-        # Copies of one direction end in order, so the last one stands for all.
-        self._last[direction] = transfer
-        return transfer
 
     def _index(self, blocks: Indices) -> torch.Tensor:
         return self._runtime.upload(torch.from_numpy(blocks))
 
     def _staging(self, rows: int, row_bytes: int) -> torch.Tensor:
         return torch.empty((rows, row_bytes), dtype=torch.uint8, device=self.blocks.device)
-
-    def _gather(self, index: torch.Tensor, staging: torch.Tensor) -> None:
-        for column, region in _columns(staging, [region for layer in self.blocks.layers for region in layer]):
-            column.copy_(region.index_select(0, index))
-
-    def _scatter(self, layer: int, index: torch.Tensor, staging: torch.Tensor) -> None:
-        for column, region in _columns(staging, self.blocks.layers[layer]):
-            region.index_copy_(0, index, column)
 
 
 def _columns(staging: torch.Tensor, regions: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

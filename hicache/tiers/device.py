@@ -125,8 +125,8 @@ def create_device_pool(
     geometry: KVGeometry, pages: int, device: torch.device | str = "cpu", *, ascending: bool = False
 ) -> MHATokenToKVPool | MLATokenToKVPool:
     """The pool that fits the geometry's layout, with memory of its own. Raises as that pool does."""
-    geometry = instance("device pool: geometry", geometry, KVGeometry)
-    kind = MHATokenToKVPool if geometry.layout is KVLayout.MHA else MLATokenToKVPool
+    layout = instance("device pool: geometry", geometry, KVGeometry).layout
+    kind = MHATokenToKVPool if layout is KVLayout.MHA else MLATokenToKVPool
     return kind(geometry, pages, device, ascending=ascending)
 
 

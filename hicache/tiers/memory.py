@@ -77,8 +77,24 @@ def device_pages(
     ConfigError if nothing is given, if the pool would not hold one page, or for a fraction of a device that is not
     CUDA; CapacityError if the device is too small.
     """
-    if config.memory_fraction is not None:
-        return _pages_of_fraction(config.memory_fraction, geometry, device, memory)
+    fraction = config.memory_fraction
+    if fraction is not None and device.type != "cuda":
+        # Host memory would have to be shared with L2, the page cache and every other program.
+        raise ConfigError(
+            f"device.memory_fraction: {fraction} of a CUDA device is meant, but the engine runs on {device}; "
+            "give device.size or device.tokens"
+        )
+    if memory is None and device.type == "cuda":
+        memory = cuda_memory(device)
+    available = available_host_bytes() if memory is None else memory.available_bytes
+    if fraction is not None and memory is not None:
+        pages = profile_max_num_tokens(memory, fraction, geometry.token_bytes) // geometry.page_size - 1
+        if pages < 1:
+            raise CapacityError(
+                f"device.memory_fraction: {fraction} leaves no room for KV on {device}, which has "
+                f"{format_size(available)} free of {format_size(memory.total_bytes)}; raise it, or free memory"
+            )
+        return pages
     if config.size is not None:
         pages = config.size // geometry.payload_bytes
     elif config.tokens is not None:
@@ -91,31 +107,9 @@ def device_pages(
             "raise device.size or device.tokens"
         )
     needed = (pages + 1) * geometry.payload_bytes
-    if memory is not None:
-        available = memory.available_bytes
-    else:
-        available = cuda_memory(device).available_bytes if device.type == "cuda" else available_host_bytes()
     if needed > available:
         raise CapacityError(
             f"device: {pages} pages need {format_size(needed)} on {device}, but only {format_size(available)} are free"
-        )
-    return pages
-
-
-def _pages_of_fraction(fraction: float, geometry: KVGeometry, device: torch.device, memory: DeviceMemory | None) -> int:
-    if device.type != "cuda":
-        # Host memory would have to be shared with L2, the page cache and every other program.
-        raise ConfigError(
-            f"device.memory_fraction: {fraction} of a CUDA device is meant, but the engine runs on {device}; "
-            "give device.size or device.tokens"
-        )
-    if memory is None:
-        memory = cuda_memory(device)
-    pages = profile_max_num_tokens(memory, fraction, geometry.token_bytes) // geometry.page_size - 1
-    if pages < 1:
-        raise CapacityError(
-            f"device.memory_fraction: {fraction} leaves no room for KV on {device}, which has "
-            f"{format_size(memory.available_bytes)} free of {format_size(memory.total_bytes)}; raise it, or free memory"
         )
     return pages
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from hicache.tiers import CopyEngine, EngineBlocks, Fence, HostWindow
-from hicache.tiers.copy_cuda import CudaCopyEngine
+from hicache.tiers.copy_cuda import CudaCopyEngine, CudaRuntime
 
 
 class InlineEvent:
@@ -25,10 +25,11 @@ class InlineEvent:
         assert self.query()
 
 
-class InlineRuntime:
-    """A `StreamRuntime` that does the work inside each call. `log` says what was queued where."""
+class InlineRuntime(CudaRuntime):
+    """A `CudaRuntime` that does the work inside each call. `log` says what was queued where."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.log: list[tuple[str, object]] = []
 
     def stream(self) -> object:

@@ -20,7 +20,6 @@ from hicache.tiers import (
     HostPool,
     HostWindow,
     KVPool,
-    StepCounter,
     create_copy_engine,
     create_device_pool,
 )
@@ -28,6 +27,7 @@ from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.tiers.copy_cuda import CudaCopyEngine, EventTransfer
 from hicache.types import PageIds
+from tests.steps import StepCounter
 from tests.tiers._streams import InlineEvent, InlineRuntime, staged
 
 MHA = KVGeometry(layers=3, heads=2, head_dim=8, page_size=4)
@@ -111,17 +111,10 @@ class ShortOfMemory(CudaCopyEngine):
 
     rows_max = 2
 
-    def _gather(self, index: torch.Tensor, staging: torch.Tensor) -> None:
-        self._require_memory(len(index))
-        super()._gather(index, staging)
-
-    def _scatter(self, layer: int, index: torch.Tensor, staging: torch.Tensor) -> None:
-        self._require_memory(len(index))
-        super()._scatter(layer, index, staging)
-
-    def _require_memory(self, rows: int) -> None:
+    def _staging(self, rows: int, row_bytes: int) -> torch.Tensor:
         if rows > self.rows_max:
             raise torch.OutOfMemoryError("no memory left for staging")
+        return super()._staging(rows, row_bytes)
 
 
 def test_a_device_short_of_memory_for_staging_copies_in_smaller_pieces() -> None:
@@ -377,7 +370,7 @@ def test_cuda_copies_are_ordered_against_compute(geometry: KVGeometry) -> None:
     backup = copies.backup(pages, pages - 1, after=recorded())
     for layer in range(geometry.layers):
         for block in device.blocks.layers[layer]:
-            torch.cuda.current_stream().wait_stream(copies._backup_stream)  # type: ignore[arg-type]
+            torch.cuda.current_stream().wait_stream(copies._backup_stream)
             block.zero_()
     transfer = copies.load(pages - 1, pages, after=recorded())
     for layer in range(geometry.layers):

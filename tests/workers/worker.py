@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from hicache.geometry import PageShape, Piece
-from hicache.tiers import EngineBlocks, Fence, HostWindow, SharedHostPool, StepCounter, Transfer, create_copy_engine
+from hicache.tiers import EngineBlocks, Fence, HostWindow, SharedHostPool, Transfer, create_copy_engine
+from tests.steps import StepCounter
 from tests.workers.model import ModelShape, RankModel
 
 # How often a worker looks at its copies while some are in flight.
