@@ -26,7 +26,7 @@ def main() -> None:
         ("copies", []),
         ("events", []),
         ("allocators", []),
-        ("payoff", []),
+        ("break_even", []),
         ("ranks", []),
     ):
         subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *arguments], check=True)

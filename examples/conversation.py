@@ -23,6 +23,7 @@ CONFIG = HiCacheConfig.model_validate({
     "page_size": PAGE_SIZE,
     "device": {"tokens": 1024},
     "eviction_policy": "slru",
+    "sessions": {"enabled": True},
     "write_policy": "write_through_selective",
 })  # fmt: skip
 EVENTS_BYTES = 1 << 20
@@ -74,7 +75,8 @@ def main() -> None:
     more = list(range(3000, 3020))
     stream, index = EventStream(EVENTS_BYTES), PrefixIndex()
     reader = stream.subscribe()
-    with SessionCache(create_cache(CONFIG, Namespace(model="stamp", geometry=GEOMETRY))) as cache:
+    with create_cache(CONFIG, Namespace(model="stamp", geometry=GEOMETRY)) as cache:
+        assert isinstance(cache, SessionCache), "sessions.enabled is false"
         cache.record_events(stream)  # before the first request
         turn(cache, "warm-up", None, system, answer[:1])
         pin = cache.pin(RadixKey.of(system, cache_salt="alice"), ttl_s=3600)
@@ -90,7 +92,7 @@ def main() -> None:
         keys = page_keys(last.tokens, PAGE_SIZE, last.seed)
         print(f"pinned: {pin.pages} pages; after L1 was emptied, on the host: "
               f"{index.prefix_pages(keys, Medium.HOST)} of {len(keys)} pages")  # fmt: skip
-        print(pretty_print(cache.inner.tree))
+        print(pretty_print(cache.tree))
         turn(cache, "again", None, system + question, answer[:1])
         cache.update_weights(1)
         turn(cache, "new weights", None, system + question, answer[:1])

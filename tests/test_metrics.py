@@ -30,7 +30,7 @@ from hicache.backends.guard import (
 )
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_keys, soon
-from hicache.cache import Decision, Figures, Payoff, Route
+from hicache.cache import BreakEven, Decision, Rates, Route
 from hicache.cache.statistics import CacheStatistics
 from hicache.config import EventsConfig, HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
@@ -243,7 +243,7 @@ def test_without_a_port_nothing_is_served_and_an_address_of_ipv6_is() -> None:
 def test_the_help_of_decisions_names_all_that_refuse() -> None:
     texts = {spec.name: spec.help for spec in CACHE_METRICS}
     refused = ", ".join(decision.value for decision in Decision if not decision.go)
-    assert f"(or not: {refused})" in texts["payoff_decisions_total"]
+    assert f"(or not: {refused})" in texts["break_even_decisions_total"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,20 +289,21 @@ def test_a_cache_shows_its_publisher_and_ends_it() -> None:
 
 
 def test_a_scrape_shows_decisions_by_route_and_reason_and_only_speeds_that_are_known() -> None:
-    payoff = Payoff()
-    with closing(World(payoff=payoff)) as world:
-        payoff.use_figures(Figures(prefill_tokens_per_s=20_000, host_bytes_per_s=5, host_operations_per_s=7))
-        payoff.decide(Route.LOAD, 64, 1 << 20)
+    break_even = BreakEven()
+    with closing(World(break_even=break_even)) as world:
+        break_even.use_rates(Rates(prefill_tokens_per_s=20_000, host_bytes_per_s=5, host_operations_per_s=7))
+        break_even.decide(Route.LOAD, 64, 1 << 20)
         found = shown(world)
-    decisions = {labels: value for (name, labels), value in found.items() if name == "hicache_payoff_decisions_total"}
+    total = "hicache_break_even_decisions_total"
+    decisions = {labels: value for (name, labels), value in found.items() if name == total}
     assert len(decisions) == len(Route) * len(Decision)
     assert decisions.pop((("reason", "too_slow"), ("route", "load"))) == 1
     assert set(decisions.values()) == {0}
-    speeds = {key: value for key, value in found.items() if re.match("hicache_payoff_.*per_second", key[0])}
+    speeds = {key: value for key, value in found.items() if re.match("hicache_break_even_.*per_second", key[0])}
     assert speeds == {
-        ("hicache_payoff_prefill_tokens_per_second", ()): 20_000,
-        ("hicache_payoff_bandwidth_bytes_per_second", (("tier", "host"),)): 5,
-        ("hicache_payoff_operations_per_second", (("tier", "host"),)): 7,
+        ("hicache_break_even_prefill_tokens_per_second", ()): 20_000,
+        ("hicache_break_even_bandwidth_bytes_per_second", (("tier", "host"),)): 5,
+        ("hicache_break_even_operations_per_second", (("tier", "host"),)): 7,
     }
 
 

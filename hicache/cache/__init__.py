@@ -2,12 +2,12 @@
 if the engine keeps its own device cache, `HostCache` and `create_host_cache`.
 """
 
-from .books import Eviction
+from .break_even import BreakEven, BreakEvenStatistics, Decision, Rates, Route
 from .chunk_cache import ChunkCache
+from .device_tier import Eviction
 from .factory import create_cache, create_host_cache, open_storage
 from .host_cache import HostCache, HostLoad, HostMatch, HostWrite
 from .interface import TreeCache
-from .payoff import Decision, Figures, Payoff, PayoffStatistics, Route
 from .pins import Pin
 from .radix_cache import HiRadixCache
 from .requests import RequestKV
@@ -16,21 +16,21 @@ from .session_cache import SessionCache
 from .statistics import CacheStatistics, SessionStatistics, TierStatistics
 
 __all__ = [
+    "BreakEven",
+    "BreakEvenStatistics",
     "CacheStatistics",
     "Candidate",
     "ChunkCache",
     "Decision",
     "Eviction",
-    "Figures",
     "HiRadixCache",
     "HostCache",
     "HostLoad",
     "HostMatch",
     "HostWrite",
     "Order",
-    "Payoff",
-    "PayoffStatistics",
     "Pin",
+    "Rates",
     "RequestKV",
     "Route",
     "SessionCache",

@@ -24,12 +24,12 @@ from ..keys import RadixKey, require_epoch
 from ..radix import Match, Peek, RadixTree, make_policy
 from ..tiers import Fence, KVPool, Transfer
 from ..types import NO_PAGES
-from .books import Books, Eviction
-from .payoff import Payoff
+from .break_even import BreakEven
+from .device_tier import Eviction
 from .pins import Pin
 from .recorder import EventRecorder
 from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
-from .statistics import NO_TIER, CacheStatistics, TierStatistics
+from .statistics import NO_TIER, CacheCounters, CacheStatistics, TierStatistics
 
 _IDLE = ControllerStatistics(
     queues=QueueStatistics(
@@ -39,7 +39,7 @@ _IDLE = ControllerStatistics(
     worker_restarts=0, workers_alive=0, workers_stuck=0, open_failures=0, backend=None, backends=(),
     copies={},
 )  # fmt: skip
-_UNDECIDED = Payoff().statistics()
+_UNDECIDED = BreakEven().statistics()
 # How long a publisher may take to send its last events. There are none, so it ends at once.
 CLOSE_S = 1.0
 
@@ -54,7 +54,7 @@ class ChunkCache:
         self._tree = RadixTree(self.page_size, make_policy("lru"))  # stays empty
         self._nothing = self._tree.match(RadixKey(b""))
         self._running = RunningRequests()
-        self._books = Books()
+        self._counters = CacheCounters()
         self._events: EventRecorder | None = None
         self._publisher: Publisher | None = None
         self._closed = False
@@ -96,8 +96,8 @@ class ChunkCache:
         if not self.extend(request, key.prompt_tokens):
             self._running.end(request)
             return None
-        self._books.requests += 1
-        self._books.prompt_tokens += key.prompt_tokens
+        self._counters.requests += 1
+        self._counters.prompt_tokens += key.prompt_tokens
         return request
 
     def start_loading(self) -> Transfer | None:
@@ -116,7 +116,7 @@ class ChunkCache:
             return True
         pages = self.device.allocator.alloc(missing)
         if pages is None:
-            self._books.skipped["no_device_room"] += 1
+            self._counters.skipped["no_device_room"] += 1
             return False
         request.pages = np.concatenate((request.pages, pages))
         return True
@@ -136,10 +136,10 @@ class ChunkCache:
 
     def evict(self, pages: int) -> Eviction:
         """Nothing: all pages are requests' own."""
-        return Eviction(freed_pages=0, saving_pages=0, short_pages=whole("pages", pages))
+        return Eviction(freed_pages=0, writeback_pages=0, short_pages=whole("pages", pages))
 
     @property
-    def saving_pages(self) -> int:
+    def writeback_pages(self) -> int:
         """0: nothing is ever copied."""
         return 0
 
@@ -159,7 +159,7 @@ class ChunkCache:
     def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
         """Answer the readers of `stream` that ask for a snapshot: it is empty, and no page ever appears."""
         instance("stream", stream, EventStream)
-        if self._books.requests or self._events is not None:
+        if self._counters.requests or self._events is not None:
             raise InvalidInput("events: record them from the start, before the first request, and into one stream")
         self._events, self._publisher = EventRecorder(stream), publisher
 
@@ -177,23 +177,17 @@ class ChunkCache:
     def statistics(self) -> CacheStatistics:
         """A snapshot: requests and L1; everything else is zero."""
         return CacheStatistics(
-            requests=self._books.requests,
-            prompt_tokens=self._books.prompt_tokens,
+            requests=self._counters.requests,
+            prompt_tokens=self._counters.prompt_tokens,
             hit_tokens={},
             evicted_pages={},
-            skipped=dict(self._books.skipped),
+            skipped=dict(self._counters.skipped),
             nodes=0,
             pinned_pages=0,
             weights_epoch=self.weights_epoch,
-            device=TierStatistics(
-                capacity_pages=self.device.pages,
-                free_pages=self.device.allocator.free_pages,
-                cached_pages=0,
-                evictable_pages=0,
-                page_bytes=self.device.geometry.payload_bytes,
-            ),
+            device=TierStatistics.of(self.device.allocator, 0, 0, self.device.geometry.payload_bytes),
             host=NO_TIER,
-            payoff=_UNDECIDED,
+            break_even=_UNDECIDED,
             controller=_IDLE,
             events=None if self._events is None else self._events.stream.statistics(),
             publisher=None if self._publisher is None else self._publisher.statistics(),

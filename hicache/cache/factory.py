@@ -6,8 +6,8 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,21 +25,22 @@ from ..events.factory import create_publisher
 from ..frame import Compression, FrameCodec, TagKind
 from ..geometry import DTYPE_BYTES, KVGeometry, PageShape
 from ..keys import BIGRAM_BYTES, PAGE_KEY_BYTES, TOKEN_BYTES, Namespace
-from ..tiers import EngineBlocks, HostPool, HostWindow, KVPool, create_copy_engine, create_device_pool
+from ..tiers import CopyEngine, EngineBlocks, HostPool, HostWindow, KVPool, create_copy_engine, create_device_pool
 from ..tiers.device import known_device
 from ..tiers.memory import DeviceMemory, host_pages
 from ..tiers.memory import device_pages as count_device_pages
+from .break_even import BreakEven, Rates
 from .chunk_cache import ChunkCache
 from .host_cache import HostCache
 from .interface import TreeCache
-from .payoff import Figures, Payoff
 from .radix_cache import HiRadixCache
 from .session_cache import SessionCache
-from .tiered import TieredCache
+from .tiered import TieredOptions
 
 logger = logging.getLogger(__name__)
 
-Cache = TypeVar("Cache")
+Cache = TypeVar("Cache", bound=HiRadixCache | HostCache | ChunkCache)
+Tiered = TypeVar("Tiered", bound=HiRadixCache | HostCache)
 # The sections in which ranks may differ; by all others they decide, and must decide alike.
 _OF_EACH_RANK = {"device", "host", "integrity", "storage_format", "storage", "ranks", "metrics", "events"}
 # The elements that byte planes are for: float16 and bfloat16.
@@ -57,10 +58,10 @@ def create_cache(
     ranks: RankGroup | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> TreeCache:
-    """Build the cache that `config` asks for: a HiRadixCache, with `sessions.enabled` in a SessionCache, or with
+    """Build the cache that `config` asks for: a HiRadixCache, with `sessions.enabled` a SessionCache, or with
     `prefix_cache: false` a ChunkCache.
 
-    Allocates the pools; for a HiRadixCache it also opens storage and starts the workers.
+    Allocates the pools; for all but a ChunkCache it also opens storage and starts the workers.
     `namespace` carries the geometry, a KVGeometry; its page size must be the configured one. `device_pages` sizes L1
     where the configuration leaves that to the engine; `device_memory` is what it sizes L1 from, by default what the
     driver says. With `device_blocks`, L1 is tensors of the engine on `device`, one block a page; page 0 stays unused.
@@ -70,22 +71,38 @@ def create_cache(
     """
     geometry = _attention(instance("namespace", namespace, Namespace))
     known = _known_device(device)
-    instance("config", config, HiCacheConfig)
+    _require_page_size(instance("config", config, HiCacheConfig), geometry.page_size)
     l1_pages = _l1_pages(config, geometry, known, device_pages, device_memory, device_blocks)
-    environ = os.environ if environ is None else environ
-    parts = _Parts(config, namespace, geometry, known, device_blocks, environ, ranks)
+    page_bytes, ascending = geometry.payload_bytes, config.device.ascending_pages
     if ranks is not None:
         _require_same(ranks, config, namespace)
-    if not config.prefix_cache:
-        if ranks is not None:
-            l1_pages = int(ranks.agree(np.array([l1_pages], dtype=np.int64))[0])
-        return _all_or_none(ranks, lambda undo: _build_chunk_cache(parts, l1_pages, undo))
-    l2_pages = host_pages(config.host, geometry, l1_pages)
-    bounds = _Bounds(l1_pages, l2_pages, geometry.payload_bytes)
-    if ranks is not None:
-        bounds = _agreed_bounds(ranks, bounds)
-    cache = _all_or_none(ranks, lambda undo: _build_tiered_cache(parts, bounds, undo))
-    return SessionCache(cache, config.sessions) if config.sessions.enabled else cache
+    l2_pages = host_pages(config.host, geometry, l1_pages) if config.prefix_cache else 0
+    if ranks is not None:  # what all ranks can keep, and the longest page: it has another size on each pipeline stage
+        numbers = np.array([l1_pages, l2_pages, -page_bytes], dtype=np.int64)
+        l1_pages, l2_pages, longest = ranks.agree(numbers).tolist()
+        page_bytes = -longest
+
+    def build(undo: ExitStack) -> HiRadixCache | ChunkCache:
+        if device_blocks is not None:
+            l1 = KVPool(geometry, device_blocks, l1_pages, ascending=ascending)
+        else:
+            l1 = create_device_pool(geometry, l1_pages, known, ascending=ascending)
+        if not config.prefix_cache:
+            cache = ChunkCache(l1, weights_epoch=namespace.weights_epoch)
+            undo.callback(cache.close)
+            return cache
+        l2 = HostPool(geometry, l2_pages, pin=_pin(config.host.pin, known))
+        copies = create_copy_engine(l1.blocks, HostWindow(l2))
+        kind = SessionCache if config.sessions.enabled else HiRadixCache
+
+        def make(controller: HiCacheController, options: TieredOptions) -> HiRadixCache:
+            options["position_bytes"] = BIGRAM_BYTES if config.bigram_keys else TOKEN_BYTES
+            options["break_even"] = BreakEven(config.break_even, page_bytes)
+            return kind(l1, l2, controller, **options)
+
+        return _start(undo, config, namespace, environ, l2, copies, make, ranks)
+
+    return _all_or_none(config, ranks, build)
 
 
 def create_host_cache(
@@ -109,52 +126,23 @@ def create_host_cache(
     if config.sessions.enabled:
         raise ConfigError("sessions.enabled: a session keeps KV on L1, which this engine has for itself; leave it out")
     if host is None:
-        host = _private_host(config, shape)
-    elif instance("host", host, HostPool).shape != shape:
+        l2 = _private_host(config, shape)
+    elif (l2 := instance("host", host, HostPool)).shape != shape:
         raise InvalidInput(
-            f"host: the pool has pages of {host.payload_bytes} bytes in {len(host.shape.pieces)} pieces, the namespace "
+            f"host: the pool has pages of {l2.payload_bytes} bytes in {len(l2.shape.pieces)} pieces, the namespace "
             f"of {shape.payload_bytes} in {len(shape.pieces)}, or tokens or names differ; make both from one page shape"
         )
-    opener = _storage_opener(config, namespace, os.environ if environ is None else environ)
-    with ExitStack() as undo:
-        backend = _open_now_or_later(config, opener, namespace.weights_epoch)
-        if backend is not None:
-            undo.callback(backend.close)
-        try:
-            controller = HiCacheController(
-                host, None, backend, config, stores_pages=namespace.writes, figures=len(Figures())
-            )
-            undo.pop_all()  # the controller closes its backend
-            undo.callback(controller.close, 1.0)
-            cache = HostCache(
-                host,
-                controller,
-                position_bytes=PAGE_KEY_BYTES if namespace.key_hash else TOKEN_BYTES,
-                open_storage=opener,
-                weights_epoch=namespace.weights_epoch,
-            )
-        except InvalidInput as error:
-            raise ConfigError(str(error)) from error
-        undo.pop_all()
-        undo.callback(cache.close)
-        if opener is not None and backend is None:
-            cache.storage.attach()
-        _publish_events(config, cache)
-        undo.pop_all()
-        return cache
+
+    def make(controller: HiCacheController, options: TieredOptions) -> HostCache:
+        options["position_bytes"] = PAGE_KEY_BYTES if namespace.key_hash else TOKEN_BYTES
+        return HostCache(l2, controller, **options)
+
+    return _all_or_none(config, None, lambda undo: _start(undo, config, namespace, environ, l2, None, make, None))
 
 
-def _private_host(config: HiCacheConfig, shape: PageShape) -> HostPool:
-    if config.host.size is None and config.host.tokens is None:
-        raise ConfigError("host: give size or tokens; ratio is a multiple of L1, which this engine keeps for itself")
-    pin = config.host.pin == "on"  # `auto` asks for the device of L1, which only the engine knows
-    if pin and not torch.cuda.is_available():
-        raise ConfigError("host.pin: 'on' needs a CUDA device, and torch sees none; use auto or off")
-    return HostPool(shape, host_pages(config.host, shape, 0), pin=pin)
-
-
-def _all_or_none(ranks: RankGroup | None, build: Callable[[ExitStack], Cache]) -> Cache:
-    """What `build` makes, if all ranks make theirs. What it has entered into the stack is undone otherwise.
+def _all_or_none(config: HiCacheConfig, ranks: RankGroup | None, build: Callable[[ExitStack], Cache]) -> Cache:
+    """What `build` makes, publishing events, if all ranks make theirs. What it has entered into the stack is undone
+    otherwise.
 
     The other ranks are told before that, since closing a part may end the rank group, and they need not wait for the
     deadline then.
@@ -162,6 +150,10 @@ def _all_or_none(ranks: RankGroup | None, build: Callable[[ExitStack], Cache]) -
     with ExitStack() as undo:
         try:
             cache = build(undo)
+            if config.events.endpoint is not None and (ranks is None or ranks.rank == 0):
+                # All ranks have the same tree, and one address.
+                stream = EventStream(config.events.buffer)
+                cache.record_events(stream, create_publisher(config.events, stream))
         except RankError:  # all ranks know, or cannot be told
             raise
         except HiCacheError:
@@ -172,24 +164,47 @@ def _all_or_none(ranks: RankGroup | None, build: Callable[[ExitStack], Cache]) -
         if ranks is not None and not ranks.agree(np.array([True], dtype=np.int64))[0]:
             raise RankError("another rank could not start; its own error says why")
         undo.pop_all()
-        return cache
+    return cache
 
 
-@dataclass(frozen=True, slots=True)
-class _Bounds:
-    l1_pages: int
-    l2_pages: int
-    page_bytes: int  # of the rank with the longest pages
+def _start(  # noqa: PLR0917 - what the two kinds of caches differ in
+    undo: ExitStack,
+    config: HiCacheConfig,
+    namespace: Namespace,
+    environ: Mapping[str, str] | None,
+    host: HostPool,
+    copies: CopyEngine | None,
+    make: Callable[[HiCacheController, TieredOptions], Tiered],
+    ranks: RankGroup | None,
+) -> Tiered:
+    """Open storage, start the workers, and make a cache over both, which `undo` closes."""
+    opener = _storage_opener(config, namespace, environ)
+    backend = _open_now_or_later(config, opener, namespace.weights_epoch, ranks)
+    if backend is not None:
+        undo.callback(backend.close)
+    try:
+        controller = HiCacheController(
+            host, copies, backend, config, ranks=ranks, stores_pages=namespace.writes, figures=len(Rates())
+        )
+        undo.pop_all()  # the controller closes its backend
+        undo.callback(controller.close, 1.0)
+        cache = make(controller, {"open_storage": opener, "weights_epoch": namespace.weights_epoch})
+    except InvalidInput as error:
+        raise ConfigError(str(error)) from error
+    undo.pop_all()
+    undo.callback(cache.close)
+    if opener is not None and backend is None:
+        cache.storage.attach()
+    return cache
 
 
-class _Parts(NamedTuple):
-    config: HiCacheConfig
-    namespace: Namespace
-    geometry: KVGeometry
-    device: torch.device
-    device_blocks: EngineBlocks | None
-    environ: Mapping[str, str]
-    ranks: RankGroup | None
+def _private_host(config: HiCacheConfig, shape: PageShape) -> HostPool:
+    if config.host.size is None and config.host.tokens is None:
+        raise ConfigError("host: give size or tokens; ratio is a multiple of L1, which this engine keeps for itself")
+    pin = config.host.pin == "on"  # `auto` asks for the device of L1, which only the engine knows
+    if pin and not torch.cuda.is_available():
+        raise ConfigError("host.pin: 'on' needs a CUDA device, and torch sees none; use auto or off")
+    return HostPool(shape, host_pages(config.host, shape, 0), pin=pin)
 
 
 def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace) -> None:
@@ -202,60 +217,6 @@ def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace)
     require_equal(ranks, "configuration", str(same))
 
 
-def _agreed_bounds(ranks: RankGroup, bounds: _Bounds) -> _Bounds:
-    """What all ranks can keep. A page has another size on each pipeline stage."""
-    numbers = [bounds.l1_pages, bounds.l2_pages, -bounds.page_bytes]
-    l1_pages, l2_pages, longest = ranks.agree(np.array(numbers, dtype=np.int64)).tolist()
-    return _Bounds(l1_pages, l2_pages, -longest)
-
-
-def _build_chunk_cache(parts: _Parts, l1_pages: int, undo: ExitStack) -> ChunkCache:
-    l1 = _create_l1(parts.config, parts.geometry, parts.device, l1_pages, parts.device_blocks)
-    cache = ChunkCache(l1, weights_epoch=parts.namespace.weights_epoch)
-    undo.callback(cache.close)
-    _publish_events(parts.config, cache, parts.ranks)
-    return cache
-
-
-def _build_tiered_cache(parts: _Parts, bounds: _Bounds, undo: ExitStack) -> HiRadixCache:
-    config, namespace, device = parts.config, parts.namespace, parts.device
-    l1 = _create_l1(config, parts.geometry, device, bounds.l1_pages, parts.device_blocks)
-    l2 = HostPool(parts.geometry, bounds.l2_pages, pin=_pin(config.host.pin, device))
-    opener = _storage_opener(config, namespace, parts.environ)
-    backend = _open_now_or_later(config, opener, namespace.weights_epoch, parts.ranks)
-    if backend is not None:
-        undo.callback(backend.close)
-    try:
-        controller = HiCacheController(
-            l2,
-            create_copy_engine(l1.blocks, HostWindow(l2)),
-            backend,
-            config,
-            ranks=parts.ranks,
-            stores_pages=namespace.writes,
-            figures=len(Figures()),
-        )
-        undo.pop_all()  # the controller closes its backend
-        undo.callback(controller.close, 1.0)
-        cache = HiRadixCache(
-            l1,
-            l2,
-            controller,
-            payoff=Payoff(config.payoff, bounds.page_bytes),
-            position_bytes=BIGRAM_BYTES if config.bigram_keys else TOKEN_BYTES,
-            open_storage=opener,
-            weights_epoch=namespace.weights_epoch,
-        )
-    except InvalidInput as error:
-        raise ConfigError(str(error)) from error
-    undo.pop_all()
-    undo.callback(cache.close)
-    if opener is not None and backend is None:
-        cache.storage.attach()
-    _publish_events(parts.config, cache, parts.ranks)
-    return cache
-
-
 def _known_device(device: torch.device | str) -> torch.device:
     try:
         known = known_device(device)
@@ -263,6 +224,8 @@ def _known_device(device: torch.device | str) -> torch.device:
         raise ConfigError(str(error)) from error
     if known.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {known}: L1 can be on cpu, cuda or cuda:N")
+    if known.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {known}: this installation of torch sees no CUDA device; use 'cpu'")
     return known
 
 
@@ -274,15 +237,19 @@ def _l1_pages(
     memory: DeviceMemory | None,
     blocks: EngineBlocks | None,
 ) -> int:
-    _require_page_size(config, geometry.page_size)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device}: this installation of torch sees no CUDA device; use 'cpu'")
     pages = None if pages is None else whole("device_pages", pages, 1)
-    if blocks is not None:
-        return _pages_of_blocks(config, geometry, device, pages, blocks)
-    if pages is not None and not config.device.is_given:
-        return pages
-    return count_device_pages(config.device, geometry, device, memory)
+    if blocks is None:
+        if pages is not None and not config.device.is_given:
+            return pages
+        return count_device_pages(config.device, geometry, device, memory)
+    if pages is not None or config.device.is_given:
+        raise ConfigError("device_blocks: the engine's tensors size L1; leave out device_pages and the size in device")
+    if instance("device_blocks", blocks, EngineBlocks).device.type != device.type:
+        raise ConfigError(f"device_blocks: the tensors are on {blocks.device}; pass device={str(blocks.device)!r}")
+    try:
+        return KVPool(geometry, blocks).pages
+    except InvalidInput as error:
+        raise ConfigError(str(error)) from error
 
 
 def _attention(namespace: Namespace) -> KVGeometry:
@@ -301,36 +268,6 @@ def _require_page_size(config: HiCacheConfig, tokens: int) -> None:
         raise ConfigError(f"page_size: configured as {config.page_size}, but the engine uses {tokens}")
 
 
-def _pages_of_blocks(
-    config: HiCacheConfig, geometry: KVGeometry, device: torch.device, pages: int | None, blocks: EngineBlocks
-) -> int:
-    if pages is not None or config.device.is_given:
-        raise ConfigError("device_blocks: the engine's tensors size L1; leave out device_pages and the size in device")
-    if instance("device_blocks", blocks, EngineBlocks).device.type != device.type:
-        raise ConfigError(f"device_blocks: the tensors are on {blocks.device}; pass device={str(blocks.device)!r}")
-    try:
-        return KVPool(geometry, blocks).pages
-    except InvalidInput as error:
-        raise ConfigError(str(error)) from error
-
-
-def _create_l1(
-    config: HiCacheConfig, geometry: KVGeometry, device: torch.device, pages: int, blocks: EngineBlocks | None
-) -> KVPool:
-    if blocks is not None:
-        return KVPool(geometry, blocks, pages, ascending=config.device.ascending_pages)
-    return create_device_pool(geometry, pages, device, ascending=config.device.ascending_pages)
-
-
-def _publish_events(config: HiCacheConfig, cache: TreeCache | TieredCache, ranks: RankGroup | None = None) -> None:
-    # All ranks have the same tree, and one address.
-    if config.events.endpoint is None or (ranks is not None and ranks.rank):
-        return
-    stream = EventStream(config.events.buffer)
-    publisher = create_publisher(config.events, stream)
-    cache.record_events(stream, publisher)
-
-
 def open_storage(
     config: HiCacheConfig, namespace: Namespace, *, environ: Mapping[str, str] | None = None
 ) -> StorageBackend:
@@ -342,19 +279,20 @@ def open_storage(
     """
     shape = instance("namespace", namespace, Namespace).shape
     _require_page_size(instance("config", config, HiCacheConfig), shape.tokens)
-    opener = _storage_opener(config, namespace, os.environ if environ is None else environ)
+    opener = _storage_opener(config, namespace, environ)
     if opener is None:
         raise ConfigError("storage: the configuration has none; add the section `storage` with the type of the store")
     return opener(namespace.weights_epoch)
 
 
 def _storage_opener(
-    config: HiCacheConfig, namespace: Namespace, environ: Mapping[str, str]
+    config: HiCacheConfig, namespace: Namespace, environ: Mapping[str, str] | None
 ) -> Callable[[int], StorageBackend] | None:
     """What opens the configured store for a weights epoch; None without storage. Keys are read once, here."""
     storage = config.storage
     if storage is None:
         return None
+    environ = os.environ if environ is None else environ
     mac_keys = config.integrity.keys(environ)
     encryption_keys = config.storage_format.keys(environ)
     compression = _compression(config, namespace.geometry)

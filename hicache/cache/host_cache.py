@@ -12,7 +12,7 @@ A key is the whole pages that may be cached. All page numbers count from the sta
 compute the last token of a prompt leaves the page of that token out, or asks for fewer pages than `lookup` offers.
 
     load   `begin_load` holds the pages on L2 until `end_load`, so they can neither leave nor change
-    write  `begin_write` lends free pages of L2, and the tree shows them after `end_write`, when all workers have copied
+    write  `begin_write` reserves pages of L2, and the tree shows them after `end_write`, when all workers have copied
 
 Invariants, verified by `check()` beside those of `TieredCache`: every node is on L2 and on no other tier; the pages of
 a load are on L2 and held; a page of a write is in no tree and in no other write; a write that is complete but not shown
@@ -21,23 +21,22 @@ waits for another write, which brings its prefix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 import numpy as np
 
 from ..arguments import instance, number, whole
-from ..backends.base import StorageBackend
 from ..config import HiCacheConfig
 from ..controller import HiCacheController
 from ..errors import InvalidInput, InvariantError
-from ..keys import TOKEN_BYTES, RadixKey
+from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
 from ..tiers import HostPool, PageAllocator
 from ..types import NO_PAGES, PageIds
-from .payoff import Payoff, Route
+from .break_even import Route
 from .statistics import CacheStatistics
-from .tiered import TieredCache
+from .tiered import TieredCache, TieredOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,29 +110,11 @@ class _Write:
 class HostCache(TieredCache):
     """See the module's docstring. `create_host_cache` builds one from a configuration.
 
-    `position_bytes` is the kind of key that the engine uses (see `RadixKey`); the other arguments are those of
-    `TieredCache`. Raises InvalidInput for `write_back`, and for a pool that is in use.
+    Raises InvalidInput for `write_back`, and for a pool that is in use.
     """
 
-    def __init__(
-        self,
-        host: HostPool,
-        controller: HiCacheController,
-        *,
-        position_bytes: int = TOKEN_BYTES,
-        open_storage: Callable[[int], StorageBackend] | None = None,
-        weights_epoch: int = 0,
-        payoff: Payoff | None = None,
-    ) -> None:
-        super().__init__(
-            host,
-            controller,
-            device=PageAllocator(0),
-            position_bytes=position_bytes,
-            open_storage=open_storage,
-            weights_epoch=weights_epoch,
-            payoff=payoff,
-        )
+    def __init__(self, host: HostPool, controller: HiCacheController, **options: Unpack[TieredOptions]) -> None:
+        super().__init__(host, controller, PageAllocator(0), **options)
         self._store_hits_min = _store_hits_min(self.config)
         if host.allocator.used_pages:
             raise InvalidInput(f"host: {host.allocator.used_pages} pages are in use; each cache needs its own pool")
@@ -225,17 +206,17 @@ class HostCache(TieredCache):
         self._trees.sweep()
         if seconds is None:
             task.request.failed = True
-            self._books.skipped["load_failed"] += 1
+            self._counters.skipped["load_failed"] += 1
             return
         self._loaded_pages += pages
-        self.payoff.observe_transfer(Route.LOAD, pages, seconds)
-        self._books.hit_tokens["host"] += (pages - task.storage_pages) * self.page_size
-        self._books.hit_tokens["storage"] += task.storage_pages * self.page_size
+        self.break_even.observe_transfer(Route.LOAD, pages, seconds)
+        self._counters.hit_tokens["host"] += (pages - task.storage_pages) * self.page_size
+        self._counters.hit_tokens["storage"] += task.storage_pages * self.page_size
 
     # Writes
 
     def begin_write(self, rid: str, key: RadixKey, start_page: int = 0) -> HostWrite | None:
-        """Lend L2 pages for those pages of `key` that it lacks: all behind what it has, and behind what other writes
+        """Reserve L2 pages for those pages of `key` that it lacks: all behind what it has, and behind what other writes
         bring.
 
         `start_page` is the first page that the workers can copy. None if there is nothing to write, and for a request
@@ -255,13 +236,13 @@ class HostCache(TieredCache):
         if begin >= end_page:
             return None
         if begin < start_page:
-            self._books.skipped["backup_prefix_not_on_host"] += 1
+            self._counters.skipped["backup_prefix_not_on_host"] += 1
             return None
         tree.hold_host(match.node)  # eviction must not take the prefix of what it makes room for
-        host_pages = self._l2.lend(end_page - begin)
+        host_pages = self._l2.reserve(end_page - begin)
         if host_pages is None:
             tree.release_host(match.node)
-            self._books.skipped["backup_no_host_room"] += 1
+            self._counters.skipped["backup_no_host_room"] += 1
             return None
         write = HostWrite(rid, begin, host_pages)
         self._writes[write] = _Write(self._head(key, end_page), begin, host_pages, tree, match.node)
@@ -285,7 +266,7 @@ class HostCache(TieredCache):
             task.complete = True
             self._show_complete([write])
         else:
-            self._books.skipped["backup_failed"] += 1
+            self._counters.skipped["backup_failed"] += 1
             self._give_back(write)
             self._show_complete(self._behind(task))
         self._trees.sweep()
@@ -295,7 +276,7 @@ class HostCache(TieredCache):
     def clear(self) -> None:
         """Forget all that is on L2; does not block. Storage keeps what it has.
 
-        Pages of loads and writes stay lent to the old tree until they end; a write that ends later is not shown.
+        Pages of loads and writes stay with the old tree until they end; a write that ends later is not shown.
         """
         super().clear()
         self._show_complete(list(self._writes))
@@ -316,11 +297,11 @@ class HostCache(TieredCache):
         if request is None:
             request = self._requests[rid] = _Request(self.tree)
             tokens = self._key_pages(key) * self.page_size
-            self._books.requests += 1
-            self._books.prompt_tokens += tokens
-            self._books.hit_tokens["device"] += min(start_page * self.page_size, tokens)
+            self._counters.requests += 1
+            self._counters.prompt_tokens += tokens
+            self._counters.hit_tokens["device"] += min(start_page * self.page_size, tokens)
             self.tree.use(node)
-            self._storing.store_path(node, self._store_hits_min)
+            self._l2.store_path(node, self._store_hits_min)
         return request
 
     def _pays(self, request: _Request, pages: int) -> bool:
@@ -330,9 +311,9 @@ class HostCache(TieredCache):
         tokens = pages * self.page_size
         request.decided_pages, request.pays = pages, False
         if tokens < self.config.load_back_threshold_tokens:
-            self._books.skipped["load_too_short"] += 1
-        elif not self.payoff.decide(Route.LOAD, tokens, pages).go:
-            self._books.skipped["load_does_not_pay"] += 1
+            self._counters.skipped["load_too_short"] += 1
+        elif not self.break_even.decide(Route.LOAD, tokens, pages).go:
+            self._counters.skipped["load_does_not_pay"] += 1
         else:
             request.pays = True
         return request.pays
@@ -399,7 +380,7 @@ class HostCache(TieredCache):
         tree = task.tree
         node, unused = tree.insert_host(task.key, task.start_page, task.host_pages)
         self._end_write(write, unused)
-        self._storing.store_path(node, self._store_hits_min)
+        self._l2.store_path(node, self._store_hits_min)
         following = [each for each in self._behind(task) if each.start_page <= task.end_page]
         for each in following:
             other = self._writes[each]
@@ -425,7 +406,7 @@ class HostCache(TieredCache):
     def _end_write(self, write: HostWrite, unused: PageIds) -> None:
         task = self._writes.pop(write)
         self._writing_pages -= len(task.host_pages)
-        self._l2.settle(len(task.host_pages), unused)
+        self._l2.commit(len(task.host_pages), unused)
         task.tree.release_host(task.anchor)
 
     def _key_pages(self, key: RadixKey) -> int:
@@ -455,19 +436,21 @@ class HostCache(TieredCache):
         return replace(state, controller=controller)
 
     def check(self) -> None:
-        """Raises InvariantError if a tree, L2 or the books are inconsistent. Visits every node."""
+        """Raises InvariantError if a tree, L2 or a count is inconsistent. Visits every node."""
         super().check()
         for load, task in self._loads.items():
             there = np.array_equal(_host_pages(task.tree, task.node, len(load.host_pages)), load.host_pages)
             if not (there and task.node.host_ref):
                 raise InvariantError(f"load of {load.rid!r}: its pages are not on L2, or not held")
-        lent = [task.host_pages for task in self._writes.values()]
+        reserved = [task.host_pages for task in self._writes.values()]
         held = (node.host for tree in self._trees.all() for node in tree.nodes() if node.host is not None)
-        ids = np.concatenate([NO_PAGES, *lent, *held])
+        ids = np.concatenate([NO_PAGES, *reserved, *held])
         if len(np.unique(ids)) != len(ids):
             raise InvariantError("L2: a page of a write is a node's too, or another write's")
-        if not 0 <= self._l2.lent_pages - self._writing_pages <= self.controller.read_pages:
-            raise InvariantError(f"L2: {self._l2.lent_pages} pages are lent, {self._writing_pages} of them to writes")
+        if not 0 <= self._l2.reserved_pages - self._writing_pages <= self.controller.read_pages:
+            raise InvariantError(
+                f"L2: {self._l2.reserved_pages} pages are reserved, {self._writing_pages} of them for writes"
+            )
         for write in self._writes.values():
             if write.complete and self._reach(write.key, self.tree.peek(write.key).host_pages) < write.start_page:
                 raise InvariantError("a write is complete, but is not shown and waits for no other")

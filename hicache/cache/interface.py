@@ -1,8 +1,8 @@
 """TreeCache: what an engine calls, whichever cache it embeds.
 
     HiRadixCache   prefixes in a radix tree over three tiers
+    SessionCache   a HiRadixCache in which conversations keep their KV between turns
     ChunkCache     no reuse at all; the engine runs unchanged
-    SessionCache   around a HiRadixCache: conversations keep their KV between turns
 
 An implementation has every name with this signature (a test compares them) and derives from nothing here, so that a
 name it lacks is an error of the type checker and not an empty method. All calls come from the scheduler's thread; none
@@ -21,7 +21,7 @@ from ..events import EventStream, Publisher
 from ..keys import RadixKey
 from ..radix import Match, Peek
 from ..tiers import Fence, KVPool, Transfer
-from .books import Eviction
+from .device_tier import Eviction
 from .pins import Pin
 from .requests import RequestKV
 from .statistics import CacheStatistics
@@ -109,7 +109,7 @@ class TreeCache(Protocol):
         """Take `pages` pages off L1, as far as they may leave; tells what is free now, what soon, and what is short."""
 
     @property
-    def saving_pages(self) -> int:
+    def writeback_pages(self) -> int:
         """L1 pages that are being copied to L2 in order to be evicted: room that is on its way."""
 
     def clear(self) -> None:
@@ -151,7 +151,7 @@ class TreeCache(Protocol):
         """A snapshot. May be called from any thread."""
 
     def check(self) -> None:
-        """Raises InvariantError if the books are wrong. Visits everything; for tests and idle engines."""
+        """Raises InvariantError if an invariant does not hold. Visits everything; for tests and idle engines."""
 
     def drain(self, timeout_s: float) -> bool:
         """Poll until nothing is under way; blocks. False if something still is after `timeout_s`."""

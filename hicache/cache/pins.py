@@ -1,7 +1,7 @@
 """Pins: prefixes that stay in the cache for a time, as handles.
 
 A pinned prefix leaves L1 only for L2 and L2 not at all, so a request that needs it never computes it again. The time
-starts anew whenever a request uses the whole pinned prefix. How much of L2 pins may take is bounded.
+starts again whenever a request uses the whole pinned prefix. How much of L2 pins may take is bounded.
 
 Invariant, verified by `check()`: each node has as many pins on it in the tree as handles here that are not released
 and end on it or below it.
@@ -32,25 +32,17 @@ class _Prefix:
     pins: int = 0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Pin:
     """A handle, and a context manager that releases it. The cache knows this object: a copy of it is not a pin."""
 
-    def __init__(
-        self,
-        pins: Pins,
-        tree: RadixTree,
-        match: Match,
-        prefix: _Prefix,
-        made_s: float,
-        ttl_s: float,
-    ) -> None:
-        self.ttl_s = ttl_s
-        self._pages = match.pages
-        self._pins = pins
-        self._tree = tree
-        self._node = match.node
-        self._prefix = prefix
-        self._made_s = made_s
+    ttl_s: float
+    _pages: int
+    _pins: Pins
+    _tree: RadixTree
+    _node: Node
+    _prefix: _Prefix
+    _made_s: float
 
     def __repr__(self) -> str:
         return f"Pin({self._pages} pages, {'active' if self.active else 'ended'})"
@@ -68,7 +60,7 @@ class Pin:
     @property
     def active(self) -> bool:
         """Whether the prefix is still pinned."""
-        return self in self._pins
+        return self in self._pins.active
 
     def release(self) -> None:
         """End the pin now. Does nothing if it has ended."""
@@ -90,16 +82,10 @@ class Pins:
         self._clock = clock
         self._pages_max = pages_max
         self._prefixes: dict[int, _Prefix] = {}  # by the id of their deepest node, an object that splits keep
-        self._active: set[Pin] = set()
+        self.active: set[Pin] = set()
         # Lazy: a pin that was refreshed is put back with its new time when its old one comes up.
         self._expiry: list[tuple[float, int, Pin]] = []
         self._made = 0
-
-    def __len__(self) -> int:
-        return len(self._active)
-
-    def __contains__(self, pin: Pin) -> bool:
-        return pin in self._active
 
     def add(self, tree: RadixTree, match: Match, ttl_s: float) -> Pin | None:
         """Pin what was matched for `ttl_s` seconds; None if that would be too many pages.
@@ -113,18 +99,18 @@ class Pins:
         if tree.pinned_pages + fresh_pages > self._pages_max:
             return None
         prefix = self._prefixes.get(node.id) or _Prefix()
-        pin = Pin(self, tree, match, prefix, self._clock(), ttl_s)
+        pin = Pin(ttl_s, match.pages, self, tree, node, prefix, self._clock())
         if match.pages:
             tree.pin(node)
             self._prefixes[node.id] = prefix
             prefix.pins += 1
-            self._active.add(pin)
+            self.active.add(pin)
             self._made += 1
             heapq.heappush(self._expiry, (pin.expires_at, self._made, pin))
         return pin
 
     def used(self, node: Node) -> None:
-        """A request has used the path to `node`: pins that end on it start anew."""
+        """A request has used the path to `node`: the time of pins that end on it starts again."""
         if not self._prefixes:
             return
         now_s = self._clock()
@@ -151,21 +137,21 @@ class Pins:
 
     def release(self, pin: Pin) -> None:
         """End one pin. Does nothing if it has ended."""
-        if pin not in self._active:
+        if pin not in self.active:
             return
-        self._active.remove(pin)
+        self.active.remove(pin)
         pin._prefix.pins -= 1
         if not pin._prefix.pins:
             del self._prefixes[pin._node.id]
         pin._tree.unpin(pin._node)
-        if len(self._expiry) > 2 * len(self) + EXPIRY_SLACK:
+        if len(self._expiry) > 2 * len(self.active) + EXPIRY_SLACK:
             self._expiry = [entry for entry in self._expiry if entry[2].active]
             heapq.heapify(self._expiry)
 
     def check(self, tree: RadixTree) -> None:
         """Raises InvariantError if the invariant does not hold in `tree`, the tree in use."""
         pins: Counter[Node] = Counter()
-        for pin in self._active:
+        for pin in self.active:
             node = pin._node
             while node.parent is not None:
                 pins[node] += 1

@@ -3,7 +3,7 @@
 A prefetch starts behind the last L2 node of the prompt's prefix, its anchor, which is held so that what arrives can be
 attached there. Storage is asked first; only if what it has is long enough and pays are host pages taken and reads
 started. The request goes on when the policy lets it, with what has arrived by then: a contiguous, verified prefix.
-Pages that are still being read stay lent until the read has really ended.
+Pages that are still being read stay reserved until the read has really ended.
 
     best_effort    the request never waits
     wait_complete  it waits for all that storage has, up to `PREFETCH_S_MAX`
@@ -26,8 +26,9 @@ from ..backends.guard import Direction
 from ..controller import PREFETCH_S_MAX, HiCacheController, Lookup, Read
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
-from .books import Books, HostLedger
-from .payoff import Payoff, Route
+from .break_even import BreakEven, Route
+from .host_tier import HostTier
+from .statistics import CacheCounters
 from .trees import Trees
 
 
@@ -84,26 +85,25 @@ class Prefetcher:
     def __init__(
         self,
         trees: Trees,
-        ledger: HostLedger,
+        host: HostTier,
         controller: HiCacheController,
-        books: Books,
-        *,
-        payoff: Payoff,
+        counters: CacheCounters,
+        break_even: BreakEven,
     ) -> None:
         self._trees = trees
-        self._ledger = ledger
+        self._host = host
         self._controller = controller
         self._gate = controller.gate
         self._config = config = controller.config.prefetch
-        self._books = books
+        self._counters = counters
+        self._break_even = break_even
         self._active: dict[str, _Prefetch] = {}
         self._operations: dict[Lookup | Read, _Prefetch] = {}
         self._leaders: dict[FirstPage, _Prefetch] = {}
         self._followers: dict[str, _Follower] = {}
         self._arrived: dict[str, _Arrived] = {}
         self._arrived_pages = 0
-        self._payoff = payoff
-        self._pages_max = int(config.host_share * ledger.host.pages)
+        self._pages_max = int(config.host_share * host.host.pages)
 
     def start(self, rid: str, key: RadixKey) -> bool:
         """Look for what L1 and L2 lack of the whole pages of `key`. False if it is not worth it or not possible now."""
@@ -122,9 +122,8 @@ class Prefetcher:
             # A page on L2 must have its parent there.
             return self._follow_backup(rid, key, match)
         start = match.pages * tree.page_bytes
-        first_page = FirstPage(
-            key.seed, match.node.id if match.pages else 0, key.tokens[start : start + tree.page_bytes]
-        )  # fmt: skip
+        above = match.node.id if match.pages else 0
+        first_page = FirstPage(key.seed, above, key.tokens[start : start + tree.page_bytes])
         leader = self._leaders.get(first_page)
         if leader is not None:
             self._followers[rid] = _Follower(key, leader, None)
@@ -244,11 +243,11 @@ class Prefetcher:
             reason = "prefetch_hit_too_short"
         elif pages * page_size < threshold:
             reason = "prefetch_host_share"
-        elif not self._payoff.decide(Route.PREFETCH, pages * page_size, pages).go:
+        elif not self._break_even.decide(Route.PREFETCH, pages * page_size, pages).go:
             reason = "prefetch_does_not_pay"
         else:
             reason = "prefetch_no_host_room"
-            host_pages = self._ledger.lend(pages)
+            host_pages = self._host.reserve(pages)
         if host_pages is not None:
             prefetch.operation = self._controller.submit_read(found, host_pages)
             self._operations[prefetch.operation] = prefetch
@@ -268,12 +267,12 @@ class Prefetcher:
             self._take(prefetch, read, read.pages)
             prefetch.in_vain = prefetch.taken_pages == 0
         unused = read.host_pages[prefetch.taken_pages :]
-        self._ledger.settle(len(unused), unused)
+        self._host.release(unused)
         if read.failed:
             self._skip("prefetch_failed")
             self._gate.failed(Direction.READ)
         else:
-            self._payoff.observe_transfer(Route.PREFETCH, read.pages_here, read.seconds)
+            self._break_even.observe_transfer(Route.PREFETCH, read.pages_here, read.seconds)
             if prefetch.taken_pages:
                 self._gate.succeeded(Direction.READ)
         self._end(prefetch)
@@ -299,7 +298,7 @@ class Prefetcher:
         node, unused = prefetch.tree.insert_host(
             prefetch.key, prefetch.start_page, read.host_pages[:arrived], list(read.keys[:arrived])
         )
-        self._ledger.settle(arrived, unused)
+        self._host.commit(arrived, unused)
         if arrived > len(unused):
             pages = arrived - len(unused) + self.take_arrived(prefetch.rid)
             prefetch.tree.hold_host(node)
@@ -313,5 +312,5 @@ class Prefetcher:
         del self._active[prefetch.rid]
 
     def _skip(self, reason: str) -> bool:
-        self._books.skipped[reason] += 1
+        self._counters.skipped[reason] += 1
         return False

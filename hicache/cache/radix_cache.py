@@ -1,80 +1,50 @@
-"""HiRadixCache: the tree cache an engine embeds. The tree decides, the controller moves, this class keeps the books.
+"""HiRadixCache: the tree cache an engine embeds. The tree decides, the controller moves, this class keeps requests.
 
-The engine calls, per request and in this order (DESIGN.md, "the life of one page"):
-
-    prefetch_from_storage -> check_prefetch_progress -> begin_request -> start_loading -> (forward, layer by layer)
-    -> record_fence -> extend* -> cache_unfinished_req* -> cache_finished_req
-
-and `poll` once per step. All of it on one thread, the scheduler's, which owns the tree, both free lists and all request
-state; so there is no lock. No call does I/O or waits for any. No call raises for a storage reason.
+The order of the calls is that of `TreeCache` (and DESIGN.md, "the life of one page"). All of it on one thread, the
+scheduler's, which owns the tree, both free lists and all request state; so there is no lock. No call does I/O or waits
+for any. No call raises for a storage reason.
 
 Conservation, verified by `check()`: for L1, free + held by nodes + held by requests = capacity; for L2, free + held by
-nodes + lent to operations = capacity. Device pages of a copy belong to nodes, which the copy keeps locked.
+nodes + reserved for operations = capacity. Device pages of a copy belong to nodes, which the copy keeps locked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Unpack
 
 import numpy as np
 
 from ..arguments import WHOLE_MAX, instance, number, whole
-from ..backends.base import StorageBackend
 from ..controller import Acks, HiCacheController
 from ..errors import InvariantError, TransferError
-from ..keys import TOKEN_BYTES, RadixKey
+from ..keys import RadixKey
 from ..radix import Inserted, Match, Peek
 from ..tiers import FailedTransfer, Fence, HostPool, KVPool, PageSource, Transfer, require_pages
 from ..types import PageIds
-from .backup import Backups
-from .books import DeviceLedger, Eviction
-from .loading import Loader
-from .payoff import Payoff, Route
+from .break_even import Route
+from .device_tier import DeviceTier, Eviction
 from .pins import Pin, Pins
 from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
-from .statistics import CacheStatistics, device_statistics
-from .tiered import TieredCache
+from .statistics import CacheStatistics, TierStatistics
+from .tiered import TieredCache, TieredOptions
 
 
 class HiRadixCache(TieredCache):
-    """See the module's docstring. `create_cache` builds one from a configuration.
+    """See the module's docstring; the contract of the methods every cache has is in `TreeCache`.
 
-    `position_bytes` is 8 for an engine whose keys are bigrams; the other arguments are those of `TieredCache`.
-    `running` are its requests.
+    `create_cache` builds one from a configuration. `running` are its requests.
     """
 
     def __init__(
-        self,
-        device: KVPool,
-        host: HostPool,
-        controller: HiCacheController,
-        *,
-        position_bytes: int = TOKEN_BYTES,
-        open_storage: Callable[[int], StorageBackend] | None = None,
-        weights_epoch: int = 0,
-        payoff: Payoff | None = None,
+        self, device: KVPool, host: HostPool, controller: HiCacheController, **options: Unpack[TieredOptions]
     ) -> None:
-        super().__init__(
-            host,
-            controller,
-            device=device.allocator,
-            position_bytes=position_bytes,
-            open_storage=open_storage,
-            weights_epoch=weights_epoch,
-            payoff=payoff,
-        )
+        super().__init__(host, controller, device.allocator, **options)
         self.device = device
         self.running = RunningRequests()
-        self._backup = Backups(
-            self._trees,
-            self._l2,
-            controller,
-            self._books,
-            storing=self._storing,
-        )
-        self._l1 = DeviceLedger(device.allocator, self._trees, self._books, self._backup)
-        self._loader = Loader(self._l1, controller, self._books, self.payoff)
+        self._l1 = DeviceTier(
+            device.allocator, self._trees, self._l2, controller, self._counters, self.break_even
+        )  # fmt: skip
         self._pins = Pins(controller.time_s, int(self.config.pin_host_share * host.pages))
         self._device_fault: TransferError | None = None
         self._untold_fault: TransferError | None = None  # the forward that has to learn of it is still to come
@@ -94,10 +64,8 @@ class HiRadixCache(TieredCache):
     ) -> RequestKV | None:
         """Give a request its KV: the cached prefix, loaded back where it is on L2, and own pages for the rest of `key`.
 
-        At least the last token is left to compute, since its logits are wanted. What it uses gets at least `priority`
-        for the eviction policy of that name; at most `load_pages_max` pages are loaded back. None if L1 has no room
-        now, even after evicting (with write_back, room may be on its way): nothing is held then. Raises TransferError
-        after a device copy has failed, CapacityError for a prompt that is larger than L1, InvalidInput once closed.
+        None if L1 has no room now, even after evicting: nothing is held then, and with write_back room may be on its
+        way.
         """
         pages, priority, load_pages_max = require_beginning(rid, key, priority, load_pages_max, self.device)
         self._require_service()
@@ -111,7 +79,7 @@ class HiRadixCache(TieredCache):
         if not self._l1.make_room(needed):
             tree.unlock(match.node)
             return None
-        node, loaded, load = self._loader.load_back(tree, match, load_pages_max)
+        node, loaded, load = self._l1.load_back(tree, match, load_pages_max)
         if node is not match.node:
             tree.lock(node)
             tree.unlock(match.node)
@@ -123,7 +91,7 @@ class HiRadixCache(TieredCache):
         self.running.add(request)
         tree.use(node, priority)
         self._pins.used(node)
-        self._backup.used(node)
+        self._l1.used(node)
         self._count_hits(request, len(match.device_pages), len(loaded))
         return request
 
@@ -137,13 +105,13 @@ class HiRadixCache(TieredCache):
         return self.controller.launch_loads() if fault is None else FailedTransfer(fault)
 
     def record_fence(self, fence: Fence) -> None:
-        """Order the copies that start from now on after `fence`; see `TreeCache`."""
+        """Order the copies that start from now on after `fence`."""
         self.controller.record_fence(fence)
 
     def extend(self, request: RequestKV, total_tokens: int) -> bool:
         """Make room for KV of `total_tokens` tokens in all; False if L1 has none now (the request is then unchanged).
 
-        While `saving_pages` is not 0, room is on its way. Raises as every cache does.
+        While `writeback_pages` is not 0, room is on its way.
         """
         self.running.require(request)
         missing = missing_pages(request, total_tokens, self.device)
@@ -181,7 +149,7 @@ class HiRadixCache(TieredCache):
         if full * self.page_size > len(request.key):
             request.key = key.head(full * self.page_size)
         self._pins.used(inserted.node)
-        self._backup.used(inserted.node)
+        self._l1.used(inserted.node)
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
         """End a request: share the whole pages of `key` (None: share nothing, as after an abort) and free the rest.
@@ -194,7 +162,7 @@ class HiRadixCache(TieredCache):
         self._l1.free(request.pages[request.shared_pages :])
         request.tree.unlock(request.last_node)
         if key is None and request.load is not None:
-            self._loader.cancel(request.load)
+            self._l1.cancel_load(request.load)
         self._trees.sweep()
         self.running.end(request)
 
@@ -207,7 +175,7 @@ class HiRadixCache(TieredCache):
         priority = whole("priority", priority, -WHOLE_MAX)
         inserted = self.tree.insert(key, require_pages(device_pages), priority=priority)
         self._l1.request_pages -= len(device_pages) - inserted.present_pages
-        self._backup.used(inserted.node)
+        self._l1.used(inserted.node)
         return inserted
 
     def alloc_pages(self, count: int) -> PageIds | None:
@@ -231,9 +199,9 @@ class HiRadixCache(TieredCache):
         return self._l1.evict(whole("pages", pages))
 
     @property
-    def saving_pages(self) -> int:
+    def writeback_pages(self) -> int:
         """L1 pages that are being copied to L2 in order to be evicted."""
-        return self._backup.saving_pages
+        return self._l1.writeback_pages
 
     @property
     def request_pages(self) -> int:
@@ -243,15 +211,14 @@ class HiRadixCache(TieredCache):
     def pin(self, key: RadixKey, ttl_s: float) -> Pin | None:
         """Keep what is cached of `key` (whole pages) for `ttl_s` seconds after its last use; a handle to end it sooner.
 
-        None, pinning nothing, if pins would take more than their share of L2. Raises InvalidInput for a time that is
-        not positive and finite.
+        None, pinning nothing, if pins would take more than their share of L2.
         """
         ttl_s = number("ttl_s", ttl_s, positive=True)
         match = self.tree.match(key)
         if (pin := self._pins.add(self.tree, match, ttl_s)) is None:
-            self._books.skipped["pin_share"] += 1
+            self._counters.skipped["pin_share"] += 1
         else:
-            self._backup.used(match.node)
+            self._l1.used(match.node)
         return pin
 
     # Storage
@@ -267,10 +234,7 @@ class HiRadixCache(TieredCache):
         return in_service and self._prefetcher.start(rid, reusable)
 
     def check_prefetch_progress(self, rid: str) -> bool:
-        """Whether the request need not wait for its prefetch (any more).
-
-        True once the prefetch has ended or its time is over; what has arrived by then is in the tree.
-        """
+        """True once the prefetch has ended or its time is over; what has arrived by then is in the tree."""
         return self._prefetcher.ready(rid)
 
     def abort_prefetch(self, rid: str) -> None:
@@ -280,10 +244,7 @@ class HiRadixCache(TieredCache):
     # Emptying
 
     def clear(self) -> None:
-        """Forget all that L1 and L2 hold; does not block. Storage keeps what it has.
-
-        Running requests keep their KV until they end, and share none of it. Pins end.
-        """
+        """As in `TieredCache`. Running requests keep their KV until they end, and share none of it. Pins end."""
         self._pins.clear()
         super().clear()
 
@@ -299,17 +260,15 @@ class HiRadixCache(TieredCache):
         if acks.fault is not None:
             # What the device holds is unknown now. A wrong byte must not be served, so no further request may begin.
             self._device_fault = self._untold_fault = acks.fault
-            self._backup.halt()
+            self._l1.halt()
         for backup in acks.failed_backups:
-            self._backup.failed(backup)
+            self._l1.failed(backup)
         for backup in acks.written:
-            for pages in self._backup.written(backup):
-                self.device.allocator.free(pages)
-                self._books.evicted_pages["device"] += len(pages)
+            self._l1.written(backup)
         for load in (*acks.loaded, *acks.failed_loads):
-            self._loader.ended(load)
+            self._l1.loaded(load)
         for page_count, seconds in acks.load_times:
-            self.payoff.observe_transfer(Route.LOAD, page_count, seconds)
+            self.break_even.observe_transfer(Route.LOAD, page_count, seconds)
         super()._take_in(acks)
 
     # Inside
@@ -331,16 +290,24 @@ class HiRadixCache(TieredCache):
         request.device_hit_tokens = device_pages * self.page_size
         request.host_hit_tokens = (loaded_pages - from_storage) * self.page_size
         request.storage_hit_tokens = from_storage * self.page_size
-        self._books.count(request)
+        counters = self._counters
+        counters.requests += 1
+        counters.prompt_tokens += request.key.prompt_tokens
+        counters.hit_tokens["device"] += request.device_hit_tokens
+        counters.hit_tokens["host"] += request.host_hit_tokens
+        counters.hit_tokens["storage"] += request.storage_hit_tokens
 
     # State
 
     def statistics(self) -> CacheStatistics:
         """A snapshot of all tiers. May be called from any thread; may look at what storage holds."""
-        return replace(super().statistics(), device=device_statistics(self.device, self.tree))
+        device, tree = self.device, self.tree
+        pages, evictable = tree.device_pages_total, tree.device_evictable_pages
+        tier = TierStatistics.of(device.allocator, pages, evictable, device.geometry.payload_bytes)
+        return replace(super().statistics(), device=tier)
 
     def check(self) -> None:
-        """Raises InvariantError if a tree, a pool or the books are inconsistent. Visits every node."""
+        """Raises InvariantError if a tree, a pool or a count is inconsistent. Visits every node."""
         super().check()
         self._l1.check()
         self._pins.check(self.tree)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ..events import Cleared, EventStream, Medium, Removed, Stored
 from ..keys import PAGE_KEY_BYTES
-from ..radix import Node, RadixTree, Residency
+from ..radix import Node, RadixTree
 
 
 class EventRecorder:
@@ -19,14 +19,14 @@ class EventRecorder:
     def __init__(self, stream: EventStream) -> None:
         self.stream = stream
 
-    def stored(self, medium: Medium, tree: Residency, node: Node) -> None:
+    def stored(self, medium: Medium, tree: RadixTree, node: Node) -> None:
         """`node` has just appeared on `medium`. One that comes to the host from storage is reported on both."""
         event = stored_event(medium, tree, node)
         self.stream.put(event)
         if node.stored and medium is Medium.HOST:
             self.stream.put(event._replace(medium=Medium.STORAGE))
 
-    def removed(self, medium: Medium, tree: Residency, node: Node) -> None:
+    def removed(self, medium: Medium, tree: RadixTree, node: Node) -> None:
         """`node` is about to leave `medium`. With its last tier it leaves the tree, so storage as well."""
         keys = tuple(tree.page_keys(node))
         self.stream.put(Removed(medium, keys))
@@ -43,7 +43,7 @@ class EventRecorder:
             self.stream.put_snapshot(snapshot(tree))
 
 
-def stored_event(medium: Medium, tree: Residency, node: Node) -> Stored:
+def stored_event(medium: Medium, tree: RadixTree, node: Node) -> Stored:
     """The event that `node` is on `medium`. Hashes its tokens unless they are hashed; where page keys are given, the
     tokens are not known and the event has none."""
     parent = node.parent

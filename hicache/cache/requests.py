@@ -6,7 +6,6 @@ a cache cannot check: the output tokens of a request, which it sees for the firs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,9 +64,6 @@ class RunningRequests:
     def __init__(self) -> None:
         self._by_id: dict[int, RequestKV] = {}  # an object that is held here keeps its id
 
-    def __iter__(self) -> Iterator[RequestKV]:
-        return iter(self._by_id.values())
-
     def add(self, request: RequestKV) -> None:
         """Take in a request that has begun."""
         self._by_id[id(request)] = request
@@ -97,11 +93,11 @@ class RunningRequests:
 
     def check(self) -> int:
         """Return how many L1 pages the requests own. Raises InvariantError if the invariant does not hold."""
-        for request in self:
+        for request in self._by_id.values():
             locked, shared = request.last_node.lock_ref > 0, request.pages[: request.shared_pages]
             if len(shared) and not (locked and np.array_equal(shared, request.tree.device_pages(request.last_node))):
                 raise InvariantError(f"request {request.rid!r}: its shared pages are not those of its tree, locked")
-        own = np.concatenate([NO_PAGES, *(request.pages[request.shared_pages :] for request in self)])
+        own = np.concatenate([NO_PAGES, *(request.pages[request.shared_pages :] for request in self._by_id.values())])
         if len(np.unique(own)) != len(own):
             raise InvariantError("L1: two requests own the same page")
         return len(own)

@@ -1,4 +1,4 @@
-"""SessionCache: conversations that keep all their KV on L1 between turns, around a HiRadixCache.
+"""SessionCache: a HiRadixCache whose conversations keep all their KV on L1 between turns.
 
 A request that has joined a session is a *turn* of it. When a turn ends, its whole pages are shared with the tree as
 those of any request, but the session keeps them locked, and keeps the partial last page, which the tree cannot take.
@@ -8,8 +8,8 @@ The next turn, if its prompt goes on where the last one ended, gets that page to
                             | locked in the tree, shared with all | own page |
     the next turn           | a hit as for any other request      | moved to it, cached up to n | computed
 
-The tree stays the one truth about whole pages: a turn begins in the inner cache like any other request, and only the
-partial page is added here. So whatever a session loses costs the tokens of that page, never more than one page of work
+The tree stays the one truth about whole pages: a turn begins like any other request, and only the partial page is added
+here. So whatever a session loses costs the tokens of that page, never more than one page of work
 while the rest is cached:
 
 - A turn whose prompt does not go on where the last one ended: the session gives its KV up, the turn starts from the
@@ -18,47 +18,38 @@ while the rest is cached:
   the session ends at the last whole page before; and if it had given its KV up, it holds nothing.
 - Memory pressure: if a request finds no room, sessions without a running turn give their KV up, least recently used
   first, as far as that makes room. They stay open.
-- Clearing the cache and new weights: all sessions give their KV up and stay open; what runs then comes back to none. If
-  that is done to the inner cache directly, a session notices when its turn begins or ends.
+- Clearing the cache and new weights: all sessions give their KV up and stay open; what runs then comes back to none.
 - Closing, and the end of `ttl_s` seconds without a turn, release the KV and forget the session. The time is looked at
   in `poll`. A turn that runs when its session is closed goes on as an ordinary request.
 
 With bigram keys tokens are positions in all of this: what a session has of n tokens are their n - 1 pairs, and of its
 last token, which begins no pair yet, it keeps nothing.
 
-The inner cache must not be called around this one for requests: `check()` accounts for all of them.
+Called by the scheduler thread alone; no lock. Only `drain` and `close` block.
 
-Called by the scheduler thread alone; no lock. Only `drain` and `close` block, as those of the inner cache.
-
-Invariants, verified by `check()` beside those of the inner cache: the own pages of running requests and of sessions are
-distinct, and no other page of L1 is used but by nodes. A session holds exactly the pages of its tokens, and the whole
-ones are on L1 in its tree. A session whose partial page is with its turn ends at a whole page.
+Invariants, verified by `check()` beside those of HiRadixCache: no page of L1 is used but by nodes, running requests and
+sessions (so `alloc_pages` and token slots are not for this cache). A session holds exactly the pages of its tokens, and
+the whole ones are on L1 in its tree. A session whose partial page is with its turn ends at a whole page.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from types import TracebackType
+from dataclasses import dataclass
+from typing import Unpack
 
 import numpy as np
 
-from ..arguments import instance, instance_or_new, number
-from ..config import SessionsConfig
+from ..arguments import instance, number
+from ..controller import HiCacheController
 from ..errors import CapacityError, InvalidInput, InvariantError, SessionBusy, UnknownSession
-from ..events import EventStream, Publisher
 from ..keys import RadixKey
-from ..radix import Match, Peek
-from ..tiers import Fence, Transfer
-from ..types import NO_PAGES
-from .books import Eviction
-from .interface import TreeCache
-from .pins import Pin
+from ..tiers import HostPool, KVPool
 from .radix_cache import HiRadixCache
-from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
-from .statistics import CacheStatistics, SessionStatistics
+from .requests import RequestKV, computed_pages, missing_pages, require_beginning
+from .statistics import SessionStatistics
+from .tiered import TieredOptions
 
 
 @dataclass(slots=True, eq=False)
@@ -77,30 +68,19 @@ class _Session:
         return self.request is None
 
 
-class SessionCache:
-    """See the module's docstring; the contract of the methods every cache has is in `TreeCache`.
+class SessionCache(HiRadixCache):
+    """See the module's docstring. Its options are the section `sessions` of the controller's configuration.
 
-    `clock` gives seconds that never go back, by default those of `inner`, which ranks agree on. Takes over `inner`, a
-    HiRadixCache: `close` closes it. Raises InvalidInput for another cache.
+    `clock` gives seconds that never go back, by default those that ranks agree on.
     """
 
     def __init__(
-        self,
-        inner: TreeCache,
-        options: SessionsConfig | None = None,
-        *,
-        clock: Callable[[], float] | None = None,
+        self, device: KVPool, host: HostPool, controller: HiCacheController, **options: Unpack[TieredOptions]
     ) -> None:
-        if not isinstance(inner, HiRadixCache):
-            raise InvalidInput(f"sessions: {type(inner).__name__} keeps no KV; use a HiRadixCache (prefix_cache: true)")
-        self.inner = inner
-        self.page_size = inner.page_size
-        self.device = inner.device
-        self._options = instance_or_new("options", options, SessionsConfig)
-        self._clock = clock or inner.controller.time_s
+        super().__init__(device, host, controller, **options)
+        self.clock = controller.time_s
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
         self._turns: dict[str, _Session] = {}  # by request id
-        self._running = RunningRequests()  # of the inner cache's, those that began here
         self._expiry_s = math.inf  # no session expires before
         self._counts: Counter[str] = Counter()
         self._released: Counter[str] = Counter()
@@ -108,17 +88,17 @@ class SessionCache:
     # Sessions
 
     def open_session(self, session_id: str, *, ttl_s: float | None = None) -> None:
-        """Begin a session, which is forgotten after `ttl_s` (None: as constructed) without a turn.
+        """Begin a session, which is forgotten after `ttl_s` (None: as configured) without a turn.
 
         Raises InvalidInput if it is open or the time is not positive, CapacityError if too many are: no other session
         is closed for it, since its owner would find out only by an error.
         """
         instance("session_id", session_id, str)
-        ttl_s = self._options.ttl if ttl_s is None else number("ttl_s", ttl_s, most=math.inf, positive=True)
+        ttl_s = self.config.sessions.ttl if ttl_s is None else number("ttl_s", ttl_s, most=math.inf, positive=True)
         self._expire()
         if session_id in self._sessions:
             raise InvalidInput(f"session {session_id!r} is open already; close it or choose another name")
-        if len(self._sessions) >= self._options.sessions_max:
+        if len(self._sessions) >= self.config.sessions.sessions_max:
             raise CapacityError(f"session {session_id!r}: {len(self._sessions)} are open; close one or try again later")
         self._sessions[session_id] = session = _Session(session_id, ttl_s, 0.0)
         self._touch(session)
@@ -164,28 +144,12 @@ class SessionCache:
 
     # Requests
 
-    def match_prefix(self, key: RadixKey) -> Match:
-        """The longest cached prefix of `key`, in whole pages; marks it as used."""
-        return self.inner.match_prefix(key)
-
-    def peek(self, key: RadixKey) -> Peek:
-        """As the inner cache; a session's partial page is not counted."""
-        return self.inner.peek(key)
-
-    def prefetch_from_storage(self, rid: str, key: RadixKey) -> bool:
-        """As the inner cache."""
-        return self.inner.prefetch_from_storage(rid, key)
-
-    def check_prefetch_progress(self, rid: str) -> bool:
-        """As the inner cache."""
-        return self.inner.check_prefetch_progress(rid)
-
     def abort_prefetch(self, rid: str) -> None:
         """Forget a request that has not begun and will not: it is no turn any more."""
         session = self._turns.get(instance("rid", rid, str))
         if session is not None and session.idle:
             self._end_turn(session)
-        self.inner.abort_prefetch(rid)
+        super().abort_prefetch(rid)
 
     def begin_request(
         self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
@@ -195,22 +159,15 @@ class SessionCache:
         `device_hit_tokens` then counts the tokens of that page. None if L1 has no room, whatever idle sessions give up.
         """
         pages, _, _ = require_beginning(rid, key, priority, load_pages_max, self.device)
-        self.inner.tree.require_fitting(key)
+        self.tree.require_fitting(key)
         session = self._turns.get(rid)
         if session is not None and not session.idle:
             raise InvalidInput(f"request {rid!r} has begun already")
-        if session is not None and session.held is not None:
-            if session.held.tree is not self.inner.tree:
-                self._release(session, "dropped")
-            elif not _continues(session.held.key, key):
-                self._release(session, "diverged")
-        while True:
-            request = self.inner.begin_request(rid, key, priority=priority, load_pages_max=load_pages_max)
-            if request is not None:
-                break
+        if session is not None and session.held is not None and not _continues(session.held.key, key):
+            self._release(session, "diverged")
+        while (request := super().begin_request(rid, key, priority=priority, load_pages_max=load_pages_max)) is None:
             if not self._give_way(pages - self.peek(key).device_pages, pages, session):
                 return None
-        self._running.add(request)
         if session is not None:
             session.request = request
             self._counts["turns"] += 1
@@ -218,106 +175,49 @@ class SessionCache:
                 self._continue(session, session.held, request)
         return request
 
-    def start_loading(self) -> Transfer | None:
-        """As the inner cache."""
-        return self.inner.start_loading()
-
-    def record_fence(self, fence: Fence) -> None:
-        """As the inner cache."""
-        self.inner.record_fence(fence)
-
     def extend(self, request: RequestKV, total_tokens: int) -> bool:
         """Make room for KV of `total_tokens` tokens in all, at the cost of idle sessions; False if L1 is full then."""
-        self._running.require(request)
-        while not self.inner.extend(request, total_tokens):
+        while not super().extend(request, total_tokens):
             missing = missing_pages(request, total_tokens, self.device)
             if not self._give_way(missing, missing, None):
                 return False
         return True
 
-    def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
-        """As the inner cache."""
-        self._running.require(request)
-        self.inner.cache_unfinished_req(request, key)
-
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
         """End a request. A turn leaves its KV to its session: that of `key`, or after an abort what it was before."""
-        self._running.require(request)
+        self.running.require(request)
         session = self._turns.get(request.rid)
         if session is None or session.request is not request:
-            self.inner.cache_finished_req(request, key)
+            super().cache_finished_req(request, key)
         elif key is None:
             self._roll_back(session, request)
-            self._end_turn(session)
-        elif request.tree is not self.inner.tree:
-            self.inner.cache_finished_req(request, key)
-            self._release(session, "dropped")
             self._end_turn(session)
         else:
             self._keep(session, request, key)
             self._end_turn(session)
-        self._running.end(request)
-
-    def evict(self, pages: int) -> Eviction:
-        """As the inner cache; what sessions hold stays."""
-        return self.inner.evict(pages)
-
-    @property
-    def saving_pages(self) -> int:
-        """As the inner cache."""
-        return self.inner.saving_pages
 
     # Emptying
 
     def clear(self) -> None:
-        """As the inner cache, and `drop_all`."""
-        self.inner.clear()
+        """As in `HiRadixCache`, and `drop_all`."""
+        super().clear()
         self.drop_all()
-
-    def update_weights(self, epoch: int) -> None:
-        """As the inner cache, and `drop_all`. Raises as that one; the sessions keep what they have then."""
-        self.inner.update_weights(epoch)
-        self.drop_all()
-
-    def pin(self, key: RadixKey, ttl_s: float) -> Pin | None:
-        """As the inner cache."""
-        return self.inner.pin(key, ttl_s)
-
-    def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
-        """As the inner cache."""
-        self.inner.record_events(stream, publisher)
 
     # Each step
 
-    def record_prefill(self, tokens: int, seconds: float) -> None:
-        """As the inner cache."""
-        self.inner.record_prefill(tokens, seconds)
-
     def poll(self) -> bool:
-        """As the inner cache; closes the sessions whose time is over."""
-        ended = self.inner.poll()
+        """As in `HiRadixCache`; closes the sessions whose time is over."""
+        ended = super().poll()
         self._expire()
         return ended
 
-    def drain(self, timeout_s: float) -> bool:
-        """As the inner cache."""
-        return self.inner.drain(timeout_s)
-
     def close(self, timeout_s: float | None = None) -> bool:
-        """Close all sessions and the inner cache; blocks as that one."""
+        """Close all sessions and the cache."""
         if timeout_s is not None:
             number("timeout_s", timeout_s)
         for session in list(self._sessions.values()):
             self._close(session, "closed")
-        return self.inner.close(timeout_s)
-
-    def __enter__(self) -> SessionCache:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        return super().close(timeout_s)
 
     # Inside
 
@@ -331,14 +231,15 @@ class SessionCache:
         tail, held.pages = held.pages[whole:], held.pages[:whole]
         held.key = key.head(whole * self.page_size)
         if request.shared_pages > whole:  # the tree has that page by now, from another request that went on like this
-            self.inner.free_pages(tail)
+            self.free_pages(tail)
             return
         spare = request.pages[whole : whole + 1]
         request.pages = np.concatenate((request.pages[:whole], tail, request.pages[whole + 1 :]))
-        self.inner.free_pages(spare)
+        self.free_pages(spare)
         request.device_hit_tokens += tail_tokens
         session.lent = key
         self._counts["tail_tokens"] += tail_tokens
+        self._counters.hit_tokens["device"] += tail_tokens
 
     def _keep(self, session: _Session, request: RequestKV, key: RadixKey) -> None:
         """Share the whole pages of a turn that has ended, and put all its KV into the session."""
@@ -346,16 +247,16 @@ class SessionCache:
         pages = -(-len(key) // self.page_size)
         if pages > len(request.pages):
             raise InvalidInput(f"request {request.rid!r}: {len(request.pages)} pages cannot hold {len(key)} tokens")
-        self.inner.cache_unfinished_req(request, key)
+        self.cache_unfinished_req(request, key)
         if request.shared_pages != len(key) // self.page_size:  # the tree takes nothing now
             self._release(session, "not_shared")
-            self.inner.cache_finished_req(request, None)
+            super().cache_finished_req(request, None)
             return
-        self.inner.free_pages(request.pages[pages:])
+        self.free_pages(request.pages[pages:])
         before = session.held
-        session.held = self.inner.running.hand_over(request, key=key, pages=request.pages[:pages])
+        session.held = self.running.hand_over(request, key=key, pages=request.pages[:pages])
         if before is not None:
-            self.inner.cache_finished_req(before, None)
+            super().cache_finished_req(before, None)
 
     def _roll_back(self, session: _Session, request: RequestKV) -> None:
         """End an aborted turn. It has written behind the session's tokens only, so the partial page is still good."""
@@ -364,7 +265,7 @@ class SessionCache:
             whole = held.shared_pages
             held.pages, held.key = request.pages[: whole + 1].copy(), session.lent
             request.pages = np.delete(request.pages, whole)
-        self.inner.cache_finished_req(request, None)
+        super().cache_finished_req(request, None)
 
     def _end_turn(self, session: _Session) -> None:
         if session.turn is not None:
@@ -380,25 +281,20 @@ class SessionCache:
         or all sessions together do not make it `least_pages`. With nothing on its way, what counts as evictable was
         tried in vain: pinned pages that L2 has no room for.
         """
-        room = self._room_pages
+        room = self._l1.free_pages + self.writeback_pages
         holding = [session for session in self._sessions.values() if session.held is not None and session.idle]
         held_pages = sum(len(session.held.pages) for session in holding if session.held is not None)
-        if not holding or (room >= enough_pages and self.saving_pages) or room + held_pages < least_pages:
+        if not holding or (room >= enough_pages and self.writeback_pages) or room + held_pages < least_pages:
             return False
         for session in sorted(holding, key=lambda session: session is own):
             self._release(session, "pressure")
-            if self._room_pages >= least_pages:
+            if self._l1.may_have_room(least_pages):
                 break
         return True
 
-    @property
-    def _room_pages(self) -> int:
-        """L1 pages that are free, may be evicted, or are on their way to L2."""
-        return self.device.allocator.free_pages + self.inner.tree.device_evictable_pages + self.saving_pages
-
     def _release(self, session: _Session, reason: str) -> None:
         if session.held is not None:
-            self.inner.cache_finished_req(session.held, None)
+            super().cache_finished_req(session.held, None)
             self._released[reason] += 1
         session.held = session.lent = None
 
@@ -408,13 +304,13 @@ class SessionCache:
         del self._sessions[session.session_id]
 
     def _touch(self, session: _Session) -> None:
-        session.used_s = self._clock()
+        session.used_s = self.clock()
         self._sessions.move_to_end(session.session_id)
         self._expiry_s = min(self._expiry_s, session.used_s + session.ttl_s)
 
     def _expire(self) -> None:
         """Close the sessions whose time is over. Looks at them only if there may be one."""
-        now_s = self._clock()
+        now_s = self.clock()
         if now_s < self._expiry_s:
             return
         for session in list(self._sessions.values()):
@@ -425,12 +321,6 @@ class SessionCache:
         self._expiry_s = min((session.used_s + session.ttl_s for session in waiting), default=math.inf)
 
     # State
-
-    def statistics(self) -> CacheStatistics:
-        """As the inner cache, with the tokens of partial pages among the hits on the device."""
-        inner = self.inner.statistics()
-        device = inner.hit_tokens.get("device", 0) + self._counts["tail_tokens"]
-        return replace(inner, hit_tokens={**inner.hit_tokens, "device": device})
 
     def session_statistics(self) -> SessionStatistics:
         """A snapshot of the sessions. REQUIRES: the scheduler's thread."""
@@ -448,20 +338,19 @@ class SessionCache:
         )
 
     def check(self) -> None:
-        """Raises InvariantError if the inner cache or an invariant of this class is broken."""
-        self.inner.check()
+        """Raises InvariantError if an invariant of HiRadixCache or of this class does not hold."""
+        super().check()
         turns = {session.turn: session for session in self._sessions.values() if session.turn is not None}
         if turns != self._turns:
             raise InvariantError("sessions: the turns that are known are not those of the sessions")
         for session in self._sessions.values():
             if session.held is not None:
                 self._check_held(session, session.held)
-        held = [session.held for session in self._sessions.values() if session.held is not None]
-        own = [kv.pages[kv.shared_pages :] for kv in (*self._running, *held)]
-        ids = np.concatenate([NO_PAGES, *own])
-        lent = self.inner.request_pages
-        if len(np.unique(ids)) != len(ids) or lent != len(ids):
-            raise InvariantError(f"L1: {lent} pages are not the tree's, {len(ids)} held by requests and sessions")
+        own = self.running.check()  # those that sessions hold are among them
+        if self.request_pages != own:
+            raise InvariantError(
+                f"L1: {self.request_pages} pages are not the tree's, {own} held by requests and sessions"
+            )
 
     def _check_held(self, session: _Session, held: RequestKV) -> None:
         name, tokens, pages = f"session {session.session_id!r}", len(held.key), len(held.pages)

@@ -1,21 +1,60 @@
-"""Snapshots of a cache, for the exporter, the command line and tests. All counts are totals since start."""
+"""What a cache counts, and its snapshots for the exporter, the command line and tests. All counts are totals since
+start.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..controller import ControllerStatistics
 from ..events import PublisherStatistics, StreamStatistics
-from ..radix import RadixTree
-from ..tiers import HostPool, KVPool
-from .payoff import PayoffStatistics
+from ..tiers import PageAllocator
+from .break_even import BreakEvenStatistics
+
+# Why something was not done, for each an entry in `CacheCounters.skipped`.
+SKIP_REASONS = (
+    "backup_failed",
+    "backup_no_host_room",
+    "backup_prefix_not_on_host",
+    "load_does_not_pay",
+    "load_failed",
+    "load_too_short",
+    "no_device_room",
+    "pin_share",
+    "prefetch_does_not_pay",
+    "prefetch_failed",
+    "prefetch_hit_too_short",
+    "prefetch_host_share",
+    "prefetch_no_host_room",
+    "prefetch_paused",
+    "prefetch_prefix_not_on_host",
+    "prefetch_timeout",
+    "prefetch_too_late",
+    "prefetch_too_short",
+    "store_gave_way",
+    "store_incomplete",
+    "store_paused",
+    "write_back_dropped",
+)
+
+
+@dataclass(slots=True, eq=False)
+class CacheCounters:
+    """Counters of one cache; see `CacheStatistics`. Owned by the scheduler thread; no lock."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: Counter[str] = field(default_factory=Counter)
+    evicted_pages: Counter[str] = field(default_factory=Counter)
+    skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
     """Memory of L1 or L2 now, in pages. `cached_pages` are held by nodes, `evictable_pages` of them may leave now; the
-    others in use are lent or a request's own.
+    others in use are reserved or a request's own.
     """
 
     capacity_pages: int
@@ -23,6 +62,11 @@ class TierStatistics:
     cached_pages: int
     evictable_pages: int
     page_bytes: int
+
+    @classmethod
+    def of(cls, pool: PageAllocator, cached_pages: int, evictable_pages: int, page_bytes: int) -> TierStatistics:
+        """The statistics of a tier whose pages are those of `pool`."""
+        return cls(pool.capacity, pool.free_pages, cached_pages, evictable_pages, page_bytes)
 
 
 # Of a tier that a cache does not have.
@@ -48,7 +92,7 @@ class CacheStatistics:
     weights_epoch: int
     device: TierStatistics
     host: TierStatistics
-    payoff: PayoffStatistics
+    break_even: BreakEvenStatistics
     controller: ControllerStatistics
     events: StreamStatistics | None
     publisher: PublisherStatistics | None = None
@@ -72,25 +116,3 @@ class SessionStatistics:
     continued_turns: int
     tail_tokens: int
     released: Mapping[str, int]
-
-
-def device_statistics(pool: KVPool, tree: RadixTree) -> TierStatistics:
-    """L1 now."""
-    return TierStatistics(
-        capacity_pages=pool.pages,
-        free_pages=pool.allocator.free_pages,
-        cached_pages=tree.device_pages_total,
-        evictable_pages=tree.device_evictable_pages,
-        page_bytes=pool.geometry.payload_bytes,
-    )
-
-
-def host_statistics(pool: HostPool, tree: RadixTree) -> TierStatistics:
-    """L2 now."""
-    return TierStatistics(
-        capacity_pages=pool.pages,
-        free_pages=pool.allocator.free_pages,
-        cached_pages=tree.host_pages,
-        evictable_pages=tree.host_evictable_pages,
-        page_bytes=pool.frame_bytes,
-    )

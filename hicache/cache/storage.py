@@ -36,8 +36,7 @@ class StorageControl:
         self._controller = controller
         self._trees = trees
         self._prefetcher = prefetcher
-        if open_storage is not None:
-            _require_opener(open_storage)
+        _require_opener(open_storage)
         self._configured = self._open_storage = open_storage
         self._epoch = weights_epoch
 
@@ -68,9 +67,9 @@ class StorageControl:
         nothing has changed then.
         """
         opener = self._configured if open_storage is None else open_storage
+        _require_opener(opener)
         if opener is None:
             raise InvalidInput("storage: the cache was built without any; say how to open one")
-        _require_opener(opener)
         if self._controller.closed:
             raise InvalidInput("the cache is closed; build a new one")
         self.detach()
@@ -96,8 +95,8 @@ class StorageControl:
 
 
 def _require_opener(open_storage: object) -> None:
-    """Raises InvalidInput for something that cannot be called, such as a store that is open already."""
-    if not callable(open_storage):
+    """Raises InvalidInput for something that cannot be called, such as a store that is open already. None passes."""
+    if open_storage is not None and not callable(open_storage):
         kind = type(open_storage).__name__
         raise InvalidInput(f"open_storage: a {kind} cannot be called; pass a function from a weights epoch to a store")
 

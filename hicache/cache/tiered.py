@@ -3,11 +3,11 @@
     HiRadixCache   L1, L2 and L3: an engine hands its pages to the cache
     HostCache      L2 and L3: the engine keeps the pages of its device for itself
 
-Here are the tree, the books of L2, prefetching, storing, new weights, events and the end; a cache adds how pages come
-to L2 from the device and go back. All of it on one thread, the scheduler's, which owns the tree and the free lists; so
-there is no lock. No call does I/O or waits for any, but `drain` and `close`. No call raises for a storage reason.
+Here are the tree, L2, prefetching, storing, new weights, events and the end; a cache adds how pages come to L2 from the
+device and go back. All of it on one thread, the scheduler's, which owns the tree and the free lists; so there is no
+lock. No call does I/O or waits for any, but `drain` and `close`. No call raises for a storage reason.
 
-Conservation of L2, verified by `check()`: free + held by nodes + lent to operations = capacity.
+Conservation of L2, verified by `check()`: free + held by nodes + reserved for operations = capacity.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Self, TypedDict
 
 from ..arguments import instance, number, whole
 from ..backends.base import StorageBackend
@@ -25,41 +25,51 @@ from ..controller import Acks, HiCacheController
 from ..errors import InvalidInput, RankError
 from ..events import EventStream, Publisher
 from ..keys import TOKEN_BYTES, require_epoch
-from ..radix import RUN_PAGES_MAX, RadixTree, make_policy
+from ..radix import RUN_PAGES_MAX, RadixTree, check_tree, make_policy
 from ..tiers import HostPool, PageAllocator
-from .books import Books, HostLedger
-from .payoff import Figures, Payoff
+from .break_even import BreakEven, Rates
+from .host_tier import HostTier
 from .prefetch import Prefetcher
 from .recorder import EventRecorder
-from .statistics import NO_TIER, CacheStatistics, host_statistics
+from .statistics import NO_TIER, CacheCounters, CacheStatistics, TierStatistics
 from .storage import StorageControl
-from .storing import Storing
 from .trees import Trees
 
 # How often `drain` looks again while it waits. It is for shutdown and tests, where a millisecond does not matter.
 DRAIN_WAIT_S = 0.001
 
 
+class TieredOptions(TypedDict, total=False):
+    """The optional arguments of every TieredCache.
+
+    `position_bytes` says which keys the cache takes (see `RadixKey`): 8 bytes for an engine whose keys are bigrams.
+    `open_storage` opens the store of a weights epoch, for `update_weights`; the controller's backend is that of
+    `weights_epoch`.
+    """
+
+    position_bytes: int
+    open_storage: Callable[[int], StorageBackend] | None
+    weights_epoch: int
+    break_even: BreakEven | None
+
+
 class TieredCache:
-    """See the module's docstring. It follows the configuration that `controller` has.
+    """See the module's docstring, and `TieredOptions`. It follows the configuration that `controller` has.
 
-    `device` are the pages of L1, none for a cache without one.
-
-    `position_bytes` says which keys the cache takes (see `RadixKey`). `open_storage` opens the store of a weights
-    epoch, for `update_weights`; the controller's backend is that of `weights_epoch`. `storage` detaches it, attaches
-    another, and switches its directions off and on.
+    `device` are the pages of L1, none for a cache without one. `storage` detaches the store, attaches another, and
+    switches its directions off and on.
     """
 
     def __init__(
         self,
         host: HostPool,
         controller: HiCacheController,
-        *,
         device: PageAllocator,
+        *,
         position_bytes: int = TOKEN_BYTES,
         open_storage: Callable[[int], StorageBackend] | None = None,
         weights_epoch: int = 0,
-        payoff: Payoff | None = None,
+        break_even: BreakEven | None = None,
     ) -> None:
         self.config = config = controller.config
         self.page_size = host.shape.tokens
@@ -68,14 +78,13 @@ class TieredCache:
         self.weights_epoch = weights_epoch = require_epoch(weights_epoch)
         self._position_bytes = position_bytes
         self._policy = make_policy(config.eviction_policy, slru_protected_hits=config.slru_protected_hits)
-        self.payoff = payoff or Payoff(config.payoff, host.payload_bytes)
-        self._books = Books()
+        self.break_even = break_even or BreakEven(config.break_even, host.payload_bytes)
+        self._counters = CacheCounters()
         self._events: EventRecorder | None = None
         self._publisher: Publisher | None = None
         self._trees = Trees(self._new_tree, device, host)
-        self._storing = Storing(self._trees, controller, self._books)
-        self._l2 = HostLedger(host, self._trees, self._books, self._storing.give_way)
-        self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._books, payoff=self.payoff)
+        self._l2 = HostTier(host, self._trees, controller, self._counters)
+        self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._counters, self.break_even)
         self.storage = StorageControl(controller, self._trees, self._prefetcher, open_storage, weights_epoch)
         self._closed = False
 
@@ -138,7 +147,7 @@ class TieredCache:
 
         REQUIRES: the forward did not wait for a load. An engine that never calls it fetches every hit but a few.
         """
-        self.payoff.observe_prefill(whole("tokens", tokens), number("seconds", seconds))
+        self.break_even.observe_prefill(whole("tokens", tokens), number("seconds", seconds))
 
     def poll(self) -> bool:
         """Take in everything that ended since the last step and start what is queued; once per step.
@@ -153,13 +162,13 @@ class TieredCache:
         if self._events is not None:
             self._events.poll(self.tree)
         self.controller.launch_backups()
-        self.controller.report(self.payoff.figures())
-        self.payoff.use_figures(Figures(*self.controller.figures))
+        self.controller.report(self.break_even.rates())
+        self.break_even.use_rates(Rates(*self.controller.figures))
         return acks is not None
 
     def _take_in(self, acks: Acks) -> None:
         for store in acks.stored:  # first, because what they held on L2 is room for reads
-            self._storing.ended(store)
+            self._l2.stored(store)
         for operation in acks.expired:
             self._prefetcher.expired(operation)
         for found in acks.found:
@@ -175,29 +184,32 @@ class TieredCache:
 
     def statistics(self) -> CacheStatistics:
         """A snapshot of all tiers. May be called from any thread; may look at what storage holds."""
-        books, tree, publisher = self._books, self.tree, self._publisher
+        counters, tree, publisher = self._counters, self.tree, self._publisher
         return CacheStatistics(
-            requests=books.requests,
-            prompt_tokens=books.prompt_tokens,
-            hit_tokens=dict(books.hit_tokens),
-            evicted_pages=dict(books.evicted_pages),
-            skipped=dict(books.skipped),
+            requests=counters.requests,
+            prompt_tokens=counters.prompt_tokens,
+            hit_tokens=dict(counters.hit_tokens),
+            evicted_pages=dict(counters.evicted_pages),
+            skipped=dict(counters.skipped),
             nodes=tree.node_count,
             pinned_pages=tree.pinned_pages,
             weights_epoch=self.weights_epoch,
             device=NO_TIER,
-            host=host_statistics(self.host, tree),
-            payoff=self.payoff.statistics(),
+            host=TierStatistics.of(
+                self.host.allocator, tree.host_pages, tree.host_evictable_pages, self.host.frame_bytes
+            ),
+            break_even=self.break_even.statistics(),
             controller=self.controller.statistics(),
             events=None if self._events is None else self._events.stream.statistics(),
             publisher=None if publisher is None else publisher.statistics(),
         )
 
     def check(self) -> None:
-        """Raises InvariantError if a tree, a pool or the books are inconsistent. Visits every node."""
-        self.payoff.check()
-        self._trees.check(self._l2.lent_pages)
-        self._storing.check()
+        """Raises InvariantError if a tree, a pool or a count is inconsistent. Visits every node."""
+        self.break_even.check()
+        for tree in self._trees.all():
+            check_tree(tree)
+        self._l2.check()
         self.controller.gate.check()
 
     def drain(self, timeout_s: float) -> bool:

@@ -1,8 +1,8 @@
 """The radix tree in use, and those of earlier weights that requests and operations still refer to.
 
-Emptying the cache makes a new tree at once. What requests and operations hold in the old one stays lent to them, where
-nobody else can find it, and comes back as they end. So nothing has to be waited for, and no operation can carry a page
-of the old tree into the new one: each refers to its tree.
+Emptying the cache makes a new tree at once. The pages that requests and operations hold in the old one stay theirs,
+where no other request can find them, and come back as they end. So nothing has to be waited for, and no operation can
+carry a page of the old tree into the new one: each refers to its tree.
 
 Invariant: in a retired tree nothing is left but what is locked, held, or above such a node.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import InvariantError
-from ..radix import RadixTree, check_tree
+from ..radix import RadixTree
 from ..tiers import HostPool, PageAllocator
 
 
@@ -33,7 +33,7 @@ class Trees:
         return [self.current, *self._retired]
 
     def retire(self) -> None:
-        """Begin with an empty tree. What nobody needs in the old one is free now, the rest as soon as `sweep` finds it
+        """Begin with an empty tree. Unused pages of the old one are free now, the others once `sweep` finds them
         unused.
         """
         self.current.observer = None
@@ -49,20 +49,11 @@ class Trees:
         if self._retired:
             self._retired = [tree for tree in self._retired if tree.node_count]
 
-    def check(self, lent_host_pages: int) -> None:
-        """Raises InvariantError if a tree or L2 is inconsistent, or an L2 page is neither free nor anybody's.
 
-        `lent_host_pages` L2 pages are lent to operations. The books of L1 are `DeviceLedger.check`'s.
-        """
-        for tree in self.all():
-            check_tree(tree)
-        require_books("L2", self._host.allocator, sum(tree.host_pages for tree in self.all()), lent_host_pages)
-
-
-def require_books(tier: str, pool: PageAllocator, node_pages: int, lent_pages: int) -> None:
-    """Raises InvariantError unless `pool` is consistent and nodes hold all its used pages but those that are lent."""
+def require_conservation(tier: str, pool: PageAllocator, node_pages: int, other_pages: int) -> None:
+    """Raises InvariantError unless `pool` is consistent and nodes hold all its used pages but `other_pages`."""
     pool.check()
-    if pool.used_pages != node_pages + lent_pages:
+    if pool.used_pages != node_pages + other_pages:
         raise InvariantError(
-            f"{tier}: {pool.used_pages} pages in use, {node_pages} held by nodes and {lent_pages} lent"
+            f"{tier}: {pool.used_pages} pages in use, {node_pages} held by nodes and {other_pages} by others"
         )

@@ -11,10 +11,10 @@ from .publishing import EventsConfig, MetricsConfig
 from .redis_storage import RedisStorageOptions
 from .s3_storage import S3StorageOptions
 from .schema import (
+    BreakEvenConfig,
     DeviceConfig,
     HiCacheConfig,
     HostConfig,
-    PayoffConfig,
     PrefetchConfig,
     RanksConfig,
     ScheduleConfig,
@@ -27,6 +27,7 @@ from .storage import FileStorage, FileStorageOptions, PluginStorage, StorageConf
 
 __all__ = [
     "ENVIRON_PREFIX",
+    "BreakEvenConfig",
     "DeviceConfig",
     "EventsConfig",
     "FileStorage",
@@ -37,7 +38,6 @@ __all__ = [
     "MetricsConfig",
     "MooncakeStorage",
     "MooncakeStorageOptions",
-    "PayoffConfig",
     "PluginStorage",
     "PrefetchConfig",
     "RanksConfig",

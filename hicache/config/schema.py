@@ -131,7 +131,7 @@ class PrefetchConfig(Section):
     )
 
 
-class PayoffConfig(Section):
+class BreakEvenConfig(Section):
     """Whether a hit on a slower tier is fetched or computed again."""
 
     mode: Literal["measure", "always"] = Field(
@@ -317,7 +317,7 @@ class HiCacheConfig(Section):
         "again, which is faster than waiting for a copy.",
     )
     prefetch: PrefetchConfig = PrefetchConfig()
-    payoff: PayoffConfig = PayoffConfig()
+    break_even: BreakEvenConfig = BreakEvenConfig()
     transfer: TransferConfig = TransferConfig()
     integrity: IntegrityConfig = IntegrityConfig()
     storage_format: StorageFormatConfig = StorageFormatConfig()

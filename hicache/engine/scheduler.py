@@ -368,7 +368,7 @@ class Engine:
         kv = request.held_kv()
         pages = kv.pages
         while not self.cache.extend(kv, request.kv_tokens + 1):
-            if self._preempted or len(self._running) == 1 or self.cache.saving_pages:
+            if self._preempted or len(self._running) == 1 or self.cache.writeback_pages:
                 return False
             victim = max(self._running.values(), key=lambda other: other.sequence)
             with self._alone(victim):

@@ -90,9 +90,9 @@ def _with_zeros(outcomes: type[enum.StrEnum], counts: Mapping[Any, int]) -> Valu
     return {outcome.value: counts.get(outcome, 0) for outcome in outcomes}
 
 
-def _known(**figures: int) -> Values:
-    """Figures by tier without those that are unknown, which are 0."""
-    return {tier: figure for tier, figure in figures.items() if figure}
+def _known(**rates: int) -> Values:
+    """Rates by tier without those that are unknown, which are 0."""
+    return {tier: rate for tier, rate in rates.items() if rate}
 
 
 def _tiers(pages: Callable[[TierStatistics], int]) -> Callable[[CacheStatistics], Values]:
@@ -114,16 +114,16 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                lambda s: {tier: s.evicted_pages.get(tier, 0) for tier in ("device", "host")}),
     MetricSpec("skipped_total", "What the cache did not do, by reason; each is a slower request.", ("reason",),
                lambda s: s.skipped),
-    MetricSpec("payoff_decisions_total", "Hits fetched (or not: too_slow, calibration), by why.", ("route", "reason"),
-               lambda s: s.payoff.decisions),
-    MetricSpec("payoff_prefill_tokens_per_second", "Prefill speed that decisions use; absent if unknown.", (),
-               lambda s: s.payoff.figures.prefill_tokens_per_s or None),
-    MetricSpec("payoff_bandwidth_bytes_per_second", "Speed up from a tier that decisions use; absent if unknown.",
-               ("tier",), lambda s: _known(host=s.payoff.figures.host_bytes_per_s,
-                                           storage=s.payoff.figures.storage_bytes_per_s)),
-    MetricSpec("payoff_operations_per_second", "One over the fixed part of a copy up from a tier.", ("tier",),
-               lambda s: _known(host=s.payoff.figures.host_operations_per_s,
-                                storage=s.payoff.figures.storage_operations_per_s)),
+    MetricSpec("break_even_decisions_total", "Hits fetched (or not: too_slow, calibration), by why.",
+               ("route", "reason"), lambda s: s.break_even.decisions),
+    MetricSpec("break_even_prefill_tokens_per_second", "Prefill speed that decisions use; absent if unknown.", (),
+               lambda s: s.break_even.rates.prefill_tokens_per_s or None),
+    MetricSpec("break_even_bandwidth_bytes_per_second", "Speed up from a tier that decisions use; absent if unknown.",
+               ("tier",), lambda s: _known(host=s.break_even.rates.host_bytes_per_s,
+                                           storage=s.break_even.rates.storage_bytes_per_s)),
+    MetricSpec("break_even_operations_per_second", "One over the fixed part of a copy up from a tier.", ("tier",),
+               lambda s: _known(host=s.break_even.rates.host_operations_per_s,
+                                storage=s.break_even.rates.storage_operations_per_s)),
     MetricSpec("tier_capacity_bytes", "Memory of a tier.", ("tier",), _tiers(lambda tier: tier.capacity_pages)),
     MetricSpec("tier_free_bytes", "Memory of a tier that nothing holds.", ("tier",),
                _tiers(lambda tier: tier.free_pages)),

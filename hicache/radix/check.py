@@ -1,4 +1,4 @@
-"""Verification of a whole radix tree, for tests and for engines that are idle."""
+"""A whole radix tree: its verification, for tests and for engines that are idle, and as text for people."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from ..types import PageIds
 from .node import NO_CHILDREN, Node, may_leave_device, may_leave_host
 from .tree import RadixTree
 
+# Text is for reading: of a larger tree the first nodes are shown.
+PRETTY_NODES_MAX = 1000
+
 
 def check_tree(tree: RadixTree) -> None:
     """Raises InvariantError if one of the invariants of `hicache.radix.tree` does not hold."""
     device_runs: list[PageIds] = []
     host_runs: list[PageIds] = []
     evictable = protected = nodes = host_evictable = pinned = 0
-    queued = [{node.id for node in queue.nodes()} for queue in tree.queues()]
-    for queue, queued_ids in zip(tree.queues(), queued, strict=True):
-        _require(len(queue.nodes()) == len(queued_ids), "a node has two valid entries in one eviction queue")
+    queues = [[node.id for node in queue.nodes()] for queue in (tree.device_queue, tree.host_queue)]
+    queued = [set(ids) for ids in queues]
+    _require(list(map(len, queues)) == list(map(len, queued)), "a node has two valid entries in one eviction queue")
     _require(not NO_CHILDREN, "the children that all leaves share are not none")
     stack = tree.roots()
     while stack:
@@ -95,3 +98,36 @@ def _check_queues(node: Node, device_queue: set[int], host_queue: set[int]) -> N
     _require(bool(node.host_entry) == (node.id in host_queue), "{!r}: L2 queue mark is wrong", node)
     _require(not may_leave_device(node) or node.id in device_queue, "{!r} may leave L1 but is not queued", node)
     _require(not may_leave_host(node) or node.id in host_queue, "{!r} may leave L2 but is not queued", node)
+
+
+def pretty_print(tree: RadixTree) -> str:
+    """Return `tree` as indented text, a line per node, at most `PRETTY_NODES_MAX` of them. It shows no tokens, which
+    are prompts. Changes nothing.
+    """
+    lines = [
+        f"{tree.node_count} nodes, pages of {tree.page_size}; "
+        f"L1 {tree.device_evictable_pages} evictable + {tree.device_protected_pages} protected, "
+        f"L2 {tree.host_evictable_pages} + {tree.host_pages - tree.host_evictable_pages}, {tree.pinned_pages} pinned"
+    ]
+    stack = [(child, 1) for root in reversed(tree.roots()) for child in root.children.values()]
+    while stack and len(lines) <= PRETTY_NODES_MAX:
+        node, depth = stack.pop()
+        lines.append("  " * depth + _line(tree, node))
+        stack.extend((child, depth + 1) for child in node.children.values())
+    if stack:
+        lines.append(f"  ... and {tree.node_count - PRETTY_NODES_MAX} nodes more")
+    return "\n".join(lines)
+
+
+def _line(tree: RadixTree, node: Node) -> str:
+    counts = {"priority": node.priority, "locks": node.lock_ref, "holds": node.host_ref, "pins": node.pin_ref}
+    states = {"backup in flight": node.backup_pending, "stored": node.stored}
+    marks = [
+        f"#{node.id}",
+        f"{tree.pages(node)} pages",
+        "+".join(name for name, held in (("L1", node.device), ("L2", node.host)) if held is not None),
+        f"used by {node.hit_count}, last at {node.last_access}",
+        *(f"{name} {count}" for name, count in counts.items() if count),
+        *(state for state, holds in states.items() if holds),
+    ]
+    return ", ".join(marks)

@@ -12,107 +12,70 @@ use costs at most one such detour, so a victim costs O(log n), whatever the numb
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from ..policies import EvictionPolicy
-from .node import Node, may_leave_device, may_leave_host
+from .node import Node
 
 # Below this many stale entries a rebuild is not worth its call.
 _STALE_MIN = 64
 
 
-class EvictionQueue(ABC):
-    """Candidates of one tier, in the order of `policy`."""
+class EvictionQueue:
+    """Candidates of one tier, in the order of `policy`.
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    `may_leave` says whether a node may leave the tier now. `entry` is the attribute of a node that has the number of
+    its valid entry, 0 for none.
+    """
+
+    def __init__(self, policy: EvictionPolicy, may_leave: Callable[[Node], bool], entry: str) -> None:
         self._policy = policy
+        self._may_leave = may_leave
+        self._entry = entry
+        self._entry_of: Callable[[Node], int] = attrgetter(entry)
         # Rank, then the entry's number to break ties: nodes themselves are never compared.
         self._heap: list[tuple[Any, int, Node]] = []
         self._last_entry = 0
         self._stale = 0
 
-    @abstractmethod
-    def may_leave(self, node: Node) -> bool:
-        """Whether `node` may leave the tier now."""
-
-    @abstractmethod
-    def entry(self, node: Node) -> int:
-        """The number of the node's valid entry, 0 for none."""
-
-    @abstractmethod
-    def set_entry(self, node: Node, entry: int) -> None:
-        """Make `entry` the node's valid one."""
-
     def push(self, node: Node) -> None:
         """Enter a candidate; an entry that it has already becomes stale."""
-        if self.entry(node):
-            self._stale += 1
-            self.set_entry(node, 0)
+        self.forget(node)
         if self._stale > max(_STALE_MIN, len(self._heap) // 2):
-            self._compact()
+            self._heap = [item for item in self._heap if self._entry_of(item[2]) == item[1]]
+            heapq.heapify(self._heap)
+            self._stale = 0
         self._last_entry += 1
-        self.set_entry(node, self._last_entry)
+        setattr(node, self._entry, self._last_entry)
         heapq.heappush(self._heap, (self._policy.rank(node), self._last_entry, node))
 
     def forget(self, node: Node) -> None:
         """A node has left the tree: its entry, if it has one, is stale."""
-        if self.entry(node):
-            self.set_entry(node, 0)
+        if self._entry_of(node):
+            setattr(node, self._entry, 0)
             self._stale += 1
 
     def pop(self) -> Node | None:
         """Remove and return the next victim, or None."""
-        heap, rank_of, may_leave, entry_of = self._heap, self._policy.rank, self.may_leave, self.entry
+        heap, rank_of, may_leave, entry_of = self._heap, self._policy.rank, self._may_leave, self._entry_of
         while heap:
             rank, entry, node = heap[0]
             if entry_of(node) != entry:
                 heapq.heappop(heap)
                 self._stale -= 1
                 continue
-            if may_leave(node):
-                current = rank_of(node)
-                if current != rank:
-                    heapq.heapreplace(heap, (current, entry, node))
-                    continue
-                heapq.heappop(heap)
-                self.set_entry(node, 0)
-                return node
+            leaves = may_leave(node)
+            if leaves and (current := rank_of(node)) != rank:
+                heapq.heapreplace(heap, (current, entry, node))
+                continue
             heapq.heappop(heap)
-            self.set_entry(node, 0)
+            setattr(node, self._entry, 0)
+            if leaves:
+                return node
         return None
 
     def nodes(self) -> list[Node]:
         """All nodes with a valid entry, for `check_tree`."""
-        return [node for _, entry, node in self._heap if self.entry(node) == entry]
-
-    def _compact(self) -> None:
-        self._heap = [item for item in self._heap if self.entry(item[2]) == item[1]]
-        heapq.heapify(self._heap)
-        self._stale = 0
-
-
-class DeviceQueue(EvictionQueue):
-    """Candidates to leave L1."""
-
-    def may_leave(self, node: Node) -> bool:
-        return may_leave_device(node)
-
-    def entry(self, node: Node) -> int:
-        return node.device_entry
-
-    def set_entry(self, node: Node, entry: int) -> None:
-        node.device_entry = entry
-
-
-class HostQueue(EvictionQueue):
-    """Candidates to leave L2."""
-
-    def may_leave(self, node: Node) -> bool:
-        return may_leave_host(node)
-
-    def entry(self, node: Node) -> int:
-        return node.host_entry
-
-    def set_entry(self, node: Node, entry: int) -> None:
-        node.host_entry = entry
+        return [node for _, entry, node in self._heap if self._entry_of(node) == entry]

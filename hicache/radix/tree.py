@@ -1,4 +1,4 @@
-"""The radix tree over pages: which prefixes are cached, on which tier, and what leaves next.
+"""The radix tree over pages: which prefixes are cached, on which tier, what keeps them there, and what leaves next.
 
 The tree decides and moves no byte: it takes page ids, hands page ids back to be freed, and never sees a stream, a
 thread or a socket. It belongs to the scheduler thread, so there is no lock.
@@ -10,28 +10,31 @@ Invariants, verified by `check_tree`:
    held one does not leave L2, a pinned one does not leave the tree.
 4. Each node that may leave a tier has one valid entry in that tier's eviction queue, and no node has two.
 5. The page counts are the sums over the nodes.
-
-There is one root per seed (`extra_key`, `cache_salt`), so equal tokens under two seeds never share a node. Tokens are
-compared as bytes: a page is a slice and a dictionary key, and a run compares at the speed of memory.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import enum
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..arguments import instance
 from ..errors import InvalidInput, InvariantError
-from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey
+from ..events.types import Medium
+from ..keys import TOKEN_BYTES, PageChain, RadixKey
 from ..policies import EvictionPolicy
 from ..types import NO_PAGES, PageIds
-from .node import Node
-from .observer import TreeObserver
-from .residency import Residency
+from .eviction import EvictionQueue
+from .node import Node, may_leave_device, may_leave_host
+from .prefixes import PrefixTree, joined
 
 # A node of this many pages still matches at the speed of memory; more would make single operations too large.
 RUN_PAGES_MAX = 1024
+
+# A victim more than twice as long as what is needed is cut, so that one eviction does not throw away a whole
+# conversation; but not into pieces smaller than this, because every piece is a node that each later match has to pass.
+CUT_PAGES_MIN = 16
 
 
 class Match(NamedTuple):
@@ -45,13 +48,6 @@ class Match(NamedTuple):
     pages: int  # all matched pages
 
 
-class Peek(NamedTuple):
-    """What a match would find, in pages: on L1, and behind them on L2 only."""
-
-    device_pages: int
-    host_pages: int
-
-
 class Inserted(NamedTuple):
     """What an insert did. The first `present_pages` pages that were given were on L1 already: they are duplicates."""
 
@@ -59,14 +55,35 @@ class Inserted(NamedTuple):
     present_pages: int
 
 
-class InsertedHost(NamedTuple):
-    """What an insert of L2 pages did: the deepest node of the path, and the pages that the tree did not take."""
+class Fate(enum.Enum):
+    """What becomes of an L1 victim that has no copy on L2."""
 
-    node: Node
-    unused: PageIds
+    DROP = "drop"  # it leaves the tree
+    WRITING_BACK = "writing_back"  # a copy to L2 was started; it leaves L1 when that has arrived
+    KEEP = "keep"  # it must not be lost and cannot be copied to L2 now
 
 
-class RadixTree(Residency):
+class Evicted(NamedTuple):
+    """`pages` are free now, `writeback_pages` more will be once their copies to L2 have arrived."""
+
+    pages: PageIds
+    writeback_pages: int
+
+
+class TreeObserver(Protocol):
+    """Is told of each node that appears on a medium or leaves it, on the scheduler thread. Must not change the tree.
+
+    Splits are not told: the same pages stay where they were.
+    """
+
+    def stored(self, medium: Medium, tree: RadixTree, node: Node) -> None:
+        """`node` has just appeared on `medium`; its parent is there already."""
+
+    def removed(self, medium: Medium, tree: RadixTree, node: Node) -> None:
+        """`node` is about to leave `medium`; its children have left before."""
+
+
+class RadixTree(PrefixTree):
     """See the module's docstring.
 
     `run_pages_max` bounds a node, and with it every operation on one: a long prompt becomes a chain of nodes, whose
@@ -82,51 +99,38 @@ class RadixTree(Residency):
         position_bytes: int = TOKEN_BYTES,
         observer: TreeObserver | None = None,
     ) -> None:
-        super().__init__(page_size, position_bytes, policy, observer)
+        super().__init__(page_size, position_bytes)
+        self.observer = observer
+        self.device_evictable_pages = 0
+        self.device_protected_pages = 0
+        self.host_pages = 0
+        self.host_evictable_pages = 0  # host-only pages that are neither locked nor held
+        self.pinned_pages = 0
+        self.device_queue = EvictionQueue(policy, may_leave_device, "device_entry")
+        self.host_queue = EvictionQueue(policy, may_leave_host, "host_entry")
         self._run_pages_max = run_pages_max
         self._reorders = policy.falls_on_use
+
+    @property
+    def device_pages_total(self) -> int:
+        """Pages on L1."""
+        return self.device_evictable_pages + self.device_protected_pages
+
+    # Lookup and insertion
 
     def match(self, key: RadixKey) -> Match:
         """The longest cached prefix in whole pages. Marks it as used; splits a node if the match ends inside it.
 
         Raises InvalidInput, as all lookups and insertions do, where `require_fitting` does.
         """
-        path = self._walk(key)
+        path = self._use_path(key)
         # Prefix closure: a tier holds the path down to some node, and nothing below it.
         device_runs = [node.device for node in path if node.device is not None]
         host_runs = [node.host for node in path if node.host is not None]
         device_node, host_node = path[len(device_runs)], path[len(host_runs)]
-        device_pages = _joined(device_runs)
+        device_pages = joined(device_runs)
         host_hit = sum(map(len, host_runs[len(device_runs) :]))
         return Match(path[-1], device_node, host_node, device_pages, host_hit, len(device_pages) + host_hit)
-
-    def peek(self, key: RadixKey) -> Peek:
-        """What `match` would find. Changes nothing: no node is marked or split."""
-        self.require_fitting(key)
-        tokens, page_bytes = key.tokens, self.page_bytes
-        end = len(tokens) - len(tokens) % page_bytes
-        root = self._roots.get(key.seed)
-        device_pages = host_pages = offset = 0
-        children = {} if root is None else root.children
-        while offset < end and (child := children.get(tokens[offset : offset + page_bytes])) is not None:
-            whole = tokens.startswith(child.key, offset)
-            count = self.pages(child) if whole else self._common_pages(child.key, tokens, offset, end)
-            if child.device is not None:
-                device_pages += count
-            else:
-                host_pages += count
-            if not whole:
-                break
-            offset += len(child.key)
-            children = child.children
-        return Peek(device_pages, host_pages)
-
-    def use(self, node: Node, priority: int = 0) -> None:
-        """Count a request that reuses the path to `node`, and raise the path's priority to at least `priority`."""
-        while node.parent is not None:
-            node.hit_count += 1
-            node.priority = max(node.priority, priority)
-            node = node.parent
 
     def insert(
         self,
@@ -148,7 +152,7 @@ class RadixTree(Residency):
         pages = key.pages(self.page_size) - start_page
         if len(device_pages) != pages:
             raise InvalidInput(f"insert: {len(device_pages)} pages for {pages} pages of tokens")
-        path = self._walk(key, below, start_page * self.page_bytes)
+        path = self._use_path(key, below, start_page * self.page_bytes)
         node = path[0]
         present = done = 0
         for node in path[1:]:
@@ -170,15 +174,15 @@ class RadixTree(Residency):
 
     def insert_host(
         self, key: RadixKey, start_page: int, host_pages: PageIds, keys: list[bytes] | None = None
-    ) -> InsertedHost:
-        """Add L2 pages: `host_pages[i]` holds page `start_page + i` of `key`.
+    ) -> tuple[Node, PageIds]:
+        """Add L2 pages: `host_pages[i]` holds page `start_page + i` of `key`. Return the deepest node of the path, and
+        the pages that the tree did not take because it has them, or lacks their prefix on L2: the caller frees those.
 
         `keys` are their page keys if they were read from storage: a new run counts no request yet. Without, a request
-        has just computed them. Pages that the tree does not take (it has them, or their prefix is no longer on L2) are
-        the caller's to free. REQUIRES: the pages are complete and verified.
+        has just computed them. REQUIRES: the pages are complete and verified.
         """
         tokens = key.tokens[: (start_page + len(host_pages)) * self.page_bytes]
-        path = self._walk(RadixKey(tokens, key.seed, key.position_bytes))
+        path = self._use_path(RadixKey(tokens, key.seed, key.position_bytes))
         node = path[0]
         unused: list[PageIds] = []
         done = -start_page  # pages of `host_pages` that the path covers so far; negative before the first of them
@@ -199,7 +203,7 @@ class RadixTree(Residency):
             self._gain_host(node, host_pages[done:end], None if keys is None else keys[done:end])
             done = end
         unused.append(host_pages[max(done, 0) :])
-        return InsertedHost(node, np.concatenate(unused))
+        return node, np.concatenate(unused)
 
     def accept_backup(self, node: Node, host_pages: PageIds) -> PageIds:
         """Record that a backup of the run that ended at `node` has arrived in `host_pages`.
@@ -218,102 +222,6 @@ class RadixTree(Residency):
                 unused.append(run)
         return np.concatenate(unused) if unused else NO_PAGES
 
-    def awaits_load(self, key: RadixKey, below: Node, start_page: int) -> bool:
-        """Whether one of the nodes that `insert` would find behind `below` is still being loaded. Changes nothing."""
-        node, offset = below, start_page * self.page_bytes
-        if node.parent is None:
-            node = self._roots.get(key.seed, node)
-        while (child := node.children.get(key.tokens[offset : offset + self.page_bytes])) is not None:
-            if child.load_pending:
-                return True
-            if not key.tokens.startswith(child.key, offset):
-                break
-            node, offset = child, offset + len(child.key)
-        return False
-
-    def device_pages(self, node: Node) -> PageIds:
-        """The L1 pages from the start of the prompt to the end of `node`. REQUIRES: `node` is on L1."""
-        runs: list[PageIds] = []
-        while node.parent is not None:
-            if node.device is None:
-                raise InvariantError(f"not on L1: {node!r}")
-            runs.append(node.device)
-            node = node.parent
-        return _joined(runs[::-1])
-
-    def require_fitting(self, key: RadixKey) -> None:
-        """Raises InvalidInput unless `key` is a key of the kind that this tree has: plain, bigram or given."""
-        if instance("key", key, RadixKey).position_bytes == self.position_bytes:
-            return
-        if key.is_given:
-            hint = "this cache hashes tokens: use a cache that takes given page keys, or `RadixKey.of`"
-        elif self.position_bytes == PAGE_KEY_BYTES:
-            hint = "this cache takes given page keys: use `RadixKey.of_hashes`"
-        else:
-            hint = "bigram and plain keys do not mix"
-        raise InvalidInput(
-            f"radix key: {key.position_bytes} bytes a position, the tree has {self.position_bytes}; {hint}"
-        )
-
-    # Inside
-
-    def _root(self, seed: bytes) -> Node:
-        """The root of a seed. A new one enters the tree with its first child, so that lookups leave nothing behind."""
-        root = self._roots.get(seed)
-        if root is None:
-            root = self._new_node(None, b"")
-            root.page_keys = seed
-        return root
-
-    def _walk(self, key: RadixKey, node: Node | None = None, offset: int = 0) -> list[Node]:
-        """Root and matched nodes down to where `key` leaves the tree; a node it leaves halfway is split there.
-
-        Begins at `node`, if given, behind the first `offset` bytes of `key`; what is above counts as used all the same.
-        """
-        self.require_fitting(key)
-        self._clock = now = self._clock + 1
-        tokens, page_bytes = key.tokens, self.page_bytes
-        end = len(tokens) - len(tokens) % page_bytes
-        if node is None or node.parent is None:
-            node = self._root(key.seed)  # a root that was empty when it was asked for may have been replaced since
-        above: Node | None = node
-        while above is not None:
-            above.last_access = now
-            above = above.parent
-        path = [node]
-        starts_with, append = tokens.startswith, path.append
-        while offset < end:
-            child = node.recent_child
-            # Most prompts follow the one before them, so the look-up by page is mostly saved. A child whose whole run
-            # is in `tokens` here is the right one, because siblings differ in their first page; and it does not reach
-            # beyond `end`, because runs are whole pages.
-            if child is None or not starts_with(child.key, offset):
-                child = node.children.get(tokens[offset : offset + page_bytes])
-                if child is None:
-                    break
-                if not starts_with(child.key, offset):
-                    child = self.split(child, self._common_pages(child.key, tokens, offset, end))
-                node.recent_child = child
-            child.last_access = now
-            append(child)
-            offset += len(child.key)
-            node = child
-        if self._reorders:
-            self._reorder(path)
-        return path
-
-    def _common_pages(self, run: bytes, tokens: bytes, offset: int, end: int) -> int:
-        """How many whole pages `run` shares with `tokens[offset:end]`. The first page is known to be shared."""
-        page_bytes = self.page_bytes
-        low, high = 1, min(len(run), end - offset) // page_bytes
-        while low < high:
-            middle = (low + high + 1) // 2
-            if tokens.startswith(run[: middle * page_bytes], offset):
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
     def _gain_host(self, node: Node, host_pages: PageIds, keys: list[bytes] | None) -> None:
         """Record that `node` is on L2, and with `keys` that it came from storage."""
         if keys is not None:
@@ -325,12 +233,263 @@ class RadixTree(Residency):
         # A pending backup brings host pages of its own.
         return not node.backup_pending and node.parent is not None and _on_host(node.parent)
 
+    # Stores
 
-def _joined(runs: list[PageIds]) -> PageIds:
-    """The runs as one array. Joining bytes takes half the time of `np.concatenate`."""
-    if len(runs) > 1:
-        return np.frombuffer(b"".join(runs), dtype=np.int32)  # type: ignore[arg-type]  # an array is a buffer
-    return runs[0] if runs else NO_PAGES
+    def begin_store(self, node: Node) -> PageChain:
+        """Record that the pages of `node` are being stored; their keys, which the storage worker hashes."""
+        parent = node.parent
+        if parent is None:
+            raise InvariantError("store: a root has no pages")
+        known = None if node.page_keys is None else self.page_keys(node)
+        node.chain = PageChain(node.key, self.page_bytes // TOKEN_BYTES, self.prior(parent), known)
+        node.store_pending = True
+        return node.chain
+
+    def end_store(self, node: Node, chain: PageChain, *, stored: bool) -> None:
+        """Record that the store of a run that ends at `node` has ended. Its keys are kept if they were hashed."""
+        keys, end = chain.hashed, chain.pages
+        for part in self.span(node, chain.pages):
+            begin = end - self.pages(part)
+            part.store_pending, part.chain = False, None
+            if keys is not None and part.page_keys is None:
+                part.page_keys = b"".join(keys[begin:end])
+            if stored:
+                self.set_stored(part)
+            end = begin
+
+    # Locks, holds, pins
+
+    def lock(self, node: Node) -> None:
+        """Keep `node` and its ancestors on the tiers they are on until `unlock`."""
+        while node.parent is not None:
+            self._lock_alone(node)
+            node = node.parent
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock`. Raises InvariantError if there was none."""
+        while node.parent is not None:
+            if node.lock_ref < 1:
+                raise InvariantError(f"unlock without lock: {node!r}")
+            node.lock_ref -= 1
+            if node.lock_ref == 0:
+                if node.device is not None:
+                    count = len(node.device)
+                    self.device_evictable_pages += count
+                    self.device_protected_pages -= count
+                self._count_host(node, +1)
+                self._offer(node)
+            node = node.parent
+
+    def move_lock(self, node: Node, below: Node) -> None:
+        """As `lock(below)` and `unlock(node)`. REQUIRES: `node` is locked, and `below` is it or one of its descendants.
+
+        A root stands for all roots of its seed, since one without children is not kept.
+        """
+        while below is not node:
+            if below.parent is None:
+                if node.parent is None:
+                    return
+                raise InvariantError(f"move_lock: not below {node!r}")
+            self._lock_alone(below)
+            below = below.parent
+
+    def _lock_alone(self, node: Node) -> None:
+        if node.lock_ref == 0 and node.device is not None:
+            count = len(node.device)
+            self.device_evictable_pages -= count
+            self.device_protected_pages += count
+        self._count_host(node, -1)
+        node.lock_ref += 1
+
+    def hold_host(self, node: Node) -> None:
+        """Keep the L2 pages of `node` and its ancestors until `release_host`. They may leave L1 meanwhile."""
+        while node.parent is not None:
+            self._count_host(node, -1)
+            node.host_ref += 1
+            node = node.parent
+
+    def release_host(self, node: Node) -> None:
+        """Undo one `hold_host`. Raises InvariantError if there was none."""
+        while node.parent is not None:
+            if node.host_ref < 1:
+                raise InvariantError(f"release without hold: {node!r}")
+            node.host_ref -= 1
+            self._count_host(node, +1)
+            self._offer(node)
+            node = node.parent
+
+    def pin(self, node: Node) -> None:
+        """Keep `node` and its ancestors in the tree until `unpin`: they leave L1 for L2 only, and L2 not at all."""
+        self.hold_host(node)
+        while node.parent is not None:
+            if node.pin_ref == 0:
+                self.pinned_pages += self.pages(node)
+            node.pin_ref += 1
+            node = node.parent
+
+    def unpin(self, node: Node) -> None:
+        """Undo one `pin`."""
+        part = node
+        while part.parent is not None:
+            part.pin_ref -= 1
+            if part.pin_ref == 0:
+                self.pinned_pages -= self.pages(part)
+            part = part.parent
+        self.release_host(node)
+
+    # Tiers
+
+    def set_device(self, node: Node, pages: PageIds) -> None:
+        """Record that `node` is on L1 at `pages`. REQUIRES: it was not, and its parent is."""
+        self._count_host(node, -1)
+        node.device = pages
+        if node.lock_ref:
+            self.device_protected_pages += len(pages)
+        else:
+            self.device_evictable_pages += len(pages)
+        if node.parent is not None:
+            node.parent.device_children += 1
+        self._offer(node)
+        if self.observer is not None:
+            self.observer.stored(Medium.DEVICE, self, node)
+
+    def set_host(self, node: Node, pages: PageIds) -> None:
+        """Record that `node` is on L2 at `pages`. REQUIRES: it was not, its parent is, and the bytes are complete."""
+        node.host = pages
+        self.host_pages += len(pages)
+        self._count_host(node, +1)
+        self._offer(node)
+        if self.observer is not None:
+            self.observer.stored(Medium.HOST, self, node)
+
+    def set_stored(self, node: Node) -> None:
+        """Record that L3 has the pages of `node`. The tree does not learn when L3 drops them."""
+        node.stored = True
+        if self.observer is not None:
+            self.observer.stored(Medium.STORAGE, self, node)
+
+    def forget_stored(self) -> None:
+        """Record that L3 has nothing of what is in the tree: another store is to be used. Visits every node."""
+        for node in reversed(list(self.nodes())):
+            if node.stored:
+                node.stored = False
+                if self.observer is not None:
+                    self.observer.removed(Medium.STORAGE, self, node)
+
+    def leave_device(self, node: Node) -> PageIds:
+        """Take `node` off L1, and out of the tree if it is on no other tier; its L1 pages, which are free now.
+
+        REQUIRES: `may_leave_device`.
+        """
+        parent, pages = node.parent, node.device
+        if pages is None or parent is None:
+            raise InvariantError(f"not on L1: {node!r}")
+        if self.observer is not None:
+            self.observer.removed(Medium.DEVICE, self, node)
+        self.device_evictable_pages -= len(pages)
+        node.device = None
+        self._count_host(node, +1)
+        parent.device_children -= 1
+        if node.host is None:
+            self._remove(node)
+        else:
+            self._offer(node)
+            self._offer(parent)
+        return pages
+
+    def evict_device(self, pages: int, write_back: Callable[[Node], Fate] | None = None) -> Evicted:
+        """Take `pages` pages off L1 if that many may leave, else fewer; at most some twice as many.
+
+        Leaves first, in the policy's order. What is on L2 stays there. `write_back` decides about the rest: it may
+        start a copy, but must leave the structure above the victim as it is. Without it a victim is dropped, unless it
+        is pinned.
+        """
+        freed: list[PageIds] = []
+        kept: list[Node] = []
+        missing, writeback_pages = pages, 0
+        while missing > 0 and (node := self.device_queue.pop()) is not None:
+            count = self._cut(node, missing)
+            if node.host is None:
+                fate = write_back(node) if write_back is not None else Fate.KEEP if node.pin_ref else Fate.DROP
+                if fate is Fate.KEEP:
+                    kept.append(node)
+                    continue
+                if fate is Fate.WRITING_BACK:
+                    writeback_pages += count
+                    missing -= count
+                    continue
+            missing -= count
+            freed.append(self.leave_device(node))
+        for node in kept:
+            self._offer(node)
+        return Evicted(np.concatenate(freed) if freed else NO_PAGES, writeback_pages)
+
+    def evict_host(self, pages: int) -> PageIds:
+        """Take `pages` pages off L2 if that many may leave, else fewer; the freed page ids, at most some twice as many.
+
+        Only runs that are on no other tier leave, which removes them. Leaves first, in the policy's order.
+        """
+        freed: list[PageIds] = []
+        missing = pages
+        while missing > 0 and (node := self.host_queue.pop()) is not None:
+            missing -= self._cut(node, missing)
+            if node.host is None:
+                raise InvariantError(f"not on L2: {node!r}")
+            if self.observer is not None:
+                self.observer.removed(Medium.HOST, self, node)
+            freed.append(node.host)
+            self.host_pages -= len(node.host)
+            self._remove(node)
+        return np.concatenate(freed) if freed else NO_PAGES
+
+    # Inside
+
+    def _use_path(self, key: RadixKey, node: Node | None = None, offset: int = 0) -> list[Node]:
+        path = self._walk(key, node, offset)
+        if self._reorders:
+            self._reorder(path)
+        return path
+
+    def _cut(self, victim: Node, pages: int) -> int:
+        """Split off the head of a victim if at least as much stays as is needed; how many pages the victim has then."""
+        count, needed = self.pages(victim), max(pages, CUT_PAGES_MIN)
+        head = count - needed
+        if head < needed:
+            return count
+        self.split(victim, head)
+        return count - head
+
+    def _remove(self, node: Node) -> None:
+        parent = self._detach(node)
+        self._count_host(node, -1)
+        node.host = None
+        self.device_queue.forget(node)
+        self.host_queue.forget(node)
+        self._offer(parent)
+
+    def _count_host(self, node: Node, sign: int) -> None:
+        """Take `node` in or out of `host_evictable_pages`; call it with -1 before and with +1 after a change
+        of locks, holds or tiers."""
+        if node.device is None and node.host is not None and not node.lock_ref and not node.host_ref:
+            self.host_evictable_pages += sign * len(node.host)
+
+    def _offer(self, node: Node) -> None:
+        """Enter `node` into the eviction queues of the tiers it may leave now."""
+        if node.lock_ref:
+            return
+        if node.device is not None:
+            if not node.device_entry and node.device_children == 0:
+                self.device_queue.push(node)
+        elif not node.host_entry and may_leave_host(node):
+            self.host_queue.push(node)
+
+    def _reorder(self, path: list[Node]) -> None:
+        """Enter the candidates among just used nodes again, under their new rank."""
+        for node in path:
+            if node.device_entry:
+                self.device_queue.push(node)
+            if node.host_entry:
+                self.host_queue.push(node)
 
 
 def _on_host(node: Node) -> bool:

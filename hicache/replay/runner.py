@@ -344,7 +344,7 @@ class Replay:
                 if request.kv_tokens == request.end_tokens:
                     self._end(request)
         # Whoever runs alone waits, and so do all while pages leave L1: what is missing is under copy and comes back.
-        if starved and len(self._running) > 1 and not self.cache.saving_pages:
+        if starved and len(self._running) > 1 and not self.cache.writeback_pages:
             self._preempt(max(self._running.values(), key=lambda request: request.sequence))
 
     def _has_room(self, request: _Request) -> bool:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from hicache.backends.base import StorageBackend
-from hicache.cache import Figures, HostCache, HostLoad, HostWrite, Payoff
+from hicache.cache import BreakEven, HostCache, HostLoad, HostWrite, Rates
 from hicache.config import HiCacheConfig, TransferConfig
 from hicache.controller import HiCacheController
 from hicache.keys import TOKEN_BYTES, RadixKey
@@ -35,19 +35,19 @@ class HostWorld:
         transfer: TransferConfig | None = None,
         position_bytes: int = TOKEN_BYTES,
         open_storage: Callable[[int], StorageBackend] | None = None,
-        payoff: Payoff | None = None,
+        break_even: BreakEven | None = None,
         kind: type[HostCache] = HostCache,
     ) -> None:
         self.host = HostPool(GEOMETRY, host_pages)
         self.controller = HiCacheController(
-            self.host, None, backend, configured(config, transfer), figures=len(Figures())
+            self.host, None, backend, configured(config, transfer), figures=len(Rates())
         )
         self.cache = kind(
             self.host,
             self.controller,
             position_bytes=position_bytes,
             open_storage=open_storage,
-            payoff=payoff,
+            break_even=break_even,
         )
         self.stamps = Stamps(GEOMETRY)
         self._epochs: dict[RadixTree, int] = {}

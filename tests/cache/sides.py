@@ -6,8 +6,8 @@ from typing import Any
 
 from hicache.cache import ChunkCache, HiRadixCache, RequestKV, SessionCache, TreeCache
 from hicache.keys import RadixKey
-from hicache.radix import dump_tree
 from tests.cache.world import GEOMETRY, World, prompt
+from tests.radix.machine import image
 
 KINDS = ("tiered", "chunk", "session")
 SERVED, RUNNING = prompt(1, 2), prompt(3, 4)
@@ -20,13 +20,11 @@ class Side:
     """
 
     def __init__(self, kind: str, *, number: int = 0) -> None:
-        self.world = World()
-        inner = self.world.cache
-        self.cache: TreeCache = inner
+        self.world = World(kind=SessionCache if kind == "session" else HiRadixCache)
+        self.cache: TreeCache = self.world.cache
         if kind == "chunk":
             self.cache = ChunkCache(self.world.device)
-        elif kind == "session":
-            self.cache = SessionCache(inner)
+        elif isinstance(self.cache, SessionCache):
             self.cache.open_session("s")
             self.cache.join_session("running", "s")
         self.serve("served", prompt(1 + 10 * number, 2))
@@ -36,9 +34,8 @@ class Side:
     @property
     def tiered(self) -> HiRadixCache:
         """The cache with tiers, for calls that only it has."""
-        cache = self.cache.inner if isinstance(self.cache, SessionCache) else self.cache
-        assert isinstance(cache, HiRadixCache)
-        return cache
+        assert isinstance(self.cache, HiRadixCache)
+        return self.cache
 
     @property
     def sessions(self) -> SessionCache:
@@ -64,8 +61,7 @@ class Side:
         tree, request = self.world.cache.tree, self.request
         return {
             "statistics": self.cache.statistics(),
-            "tree": dump_tree(tree, tokens=True),
-            "used": [node.last_access for node in tree.nodes()],
+            "tree": image(tree),
             "sessions": self.cache.session_statistics() if isinstance(self.cache, SessionCache) else None,
             "request": (request.pages.tolist(), request.shared_pages, request.key, request.ended),
             "l1": [

@@ -7,16 +7,17 @@ every single token of a partial page can be compared.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from hicache.cache import HiRadixCache, RequestKV, SessionCache
-from hicache.config import SessionsConfig
+from hicache.cache import RequestKV, SessionCache
+from hicache.config import HiCacheConfig, SessionsConfig
 from hicache.keys import BIGRAM_BYTES, RadixKey
-from tests.cache.world import GEOMETRY, World
+from tests.cache.world import GEOMETRY, World, every_hit
 
 PAGE = GEOMETRY.page_size
 _TOKEN_BYTES = GEOMETRY.heads * GEOMETRY.head_dim * 4
@@ -46,24 +47,25 @@ class Talk:
 
 
 class Talks:
-    """A session cache over a small world, and requests whose every cached token is compared."""
+    """A session cache in a small world of `parts`, and requests whose every cached token is compared."""
 
     def __init__(
         self,
-        world: World | None = None,
         *,
         sessions_max: int = 8,
-        make: Callable[..., SessionCache] = SessionCache,
+        kind: type[SessionCache] = SessionCache,
+        config: HiCacheConfig | None = None,
+        **parts: Any,
     ) -> None:
-        self.world = world or World()
-        self.bigram = self.world.cache.tree.position_bytes == BIGRAM_BYTES
+        sessions = SessionsConfig(ttl=60.0, sessions_max=sessions_max)
+        config = (config or every_hit()).model_copy(update={"sessions": sessions})
+        self.world = World(config=config, kind=kind, **parts)
+        assert isinstance(self.world.cache, SessionCache)
+        self.cache: SessionCache = self.world.cache
+        self.bigram = self.cache.tree.position_bytes == BIGRAM_BYTES
         self.clock = Clock()
-        self.cache = make(self.world.cache, SessionsConfig(ttl=60.0, sessions_max=sessions_max), clock=self.clock)
+        self.cache.clock = self.clock
         self.wrong_tokens = self.compared_tokens = self._requests = 0
-
-    @property
-    def inner(self) -> HiRadixCache:
-        return self.world.cache
 
     @property
     def free_pages(self) -> int:
@@ -87,7 +89,7 @@ class Talks:
         for layer in range(GEOMETRY.layers if transfer is not None else 0):
             assert transfer is not None
             transfer.wait_layer(layer)
-        talk = Talk(rid, list(tokens), kv, kv.cached_tokens, self.inner.weights_epoch)
+        talk = Talk(rid, list(tokens), kv, kv.cached_tokens, self.cache.weights_epoch)
         self.compare(talk)
         self.compute(talk)
         return talk
@@ -168,6 +170,6 @@ class Talks:
         self.settle()
         assert self.cache.close()
         self.cache.check()
-        assert self.inner.tree.device_protected_pages == 0
-        assert self.world.device.allocator.used_pages == self.inner.tree.device_evictable_pages
+        assert self.cache.tree.device_protected_pages == 0
+        assert self.world.device.allocator.used_pages == self.cache.tree.device_evictable_pages
         assert self.wrong_tokens == 0

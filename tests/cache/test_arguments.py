@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hicache.backends.guard import Direction, Override
-from hicache.cache import ChunkCache, HiRadixCache, SessionCache
+from hicache.cache import ChunkCache, HiRadixCache
 from hicache.errors import CapacityError, HiCacheError, InvalidInput
 from hicache.events import EventStream
 from hicache.keys import RadixKey
@@ -202,17 +202,9 @@ def test_a_quota_of_pages_to_load_may_be_any_integer() -> None:
 
 
 def test_a_session_cache_refuses_a_time_beyond_the_range_of_float() -> None:
-    side = Side("tiered")
+    side = Side("session")
     with pytest.raises(InvalidInput, match="ttl_s"):
-        SessionCache(side.tiered).open_session("s", ttl_s=10**400)
-    side.close()
-
-
-@pytest.mark.parametrize("inner", [None, "cache", ChunkCache], ids=str)
-def test_a_session_cache_refuses_a_cache_that_keeps_nothing_between_turns(inner: Any) -> None:
-    side = Side("chunk")
-    with pytest.raises(InvalidInput, match="use a HiRadixCache"):
-        SessionCache(side.cache if inner is ChunkCache else inner)
+        side.sessions.open_session("t", ttl_s=10**400)
     side.close()
 
 

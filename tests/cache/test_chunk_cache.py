@@ -116,7 +116,7 @@ def test_a_bigram_key_gets_pages_for_its_last_token_too() -> None:
 def test_there_is_nothing_to_evict_to_clear_or_to_wait_for() -> None:
     cache, key = chunk_cache(), prompt(1, 2)
     request = begin(cache, key)
-    assert cache.evict(2) == Eviction(freed_pages=0, saving_pages=0, short_pages=2) and cache.saving_pages == 0
+    assert cache.evict(2) == Eviction(freed_pages=0, writeback_pages=0, short_pages=2) and cache.writeback_pages == 0
     cache.clear()
     cache.record_prefill(1000, 0.1)
     assert len(request.pages) == 3

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.cache import ChunkCache, SessionCache
+from hicache.cache import ChunkCache, HiRadixCache, SessionCache
 from hicache.cache.recorder import EventRecorder
 from hicache.errors import InvalidInput
 from hicache.events import EventStream, Medium, PrefixIndex, Stored
@@ -118,8 +118,9 @@ CALLS: dict[str, Callable[[Any], object]] = {
 def test_a_cache_that_hashes_tokens_refuses_given_keys_and_says_what_to_use(
     tmp_path: Path, call: str, sessions: bool
 ) -> None:
-    engine = World(backend=open_file(tmp_path / "s", codec()).backend)
-    cache = SessionCache(engine.cache) if sessions else engine.cache
+    kind = SessionCache if sessions else HiRadixCache
+    engine = World(backend=open_file(tmp_path / "s", codec()).backend, kind=kind)
+    cache = engine.cache
     with pytest.raises(InvalidInput, match="a cache that takes given page keys"):
         CALLS[call](cache)
     cache.check()

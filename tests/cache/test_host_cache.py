@@ -11,9 +11,9 @@ import pytest
 
 from hicache.backends.base import GetOutcome
 from hicache.backends.guard import Direction
-from hicache.cache import HostCache, HostLoad, HostMatch, Payoff, create_host_cache
+from hicache.cache import BreakEven, HostCache, HostLoad, HostMatch, create_host_cache
 from hicache.cache.statistics import NO_TIER
-from hicache.config import HiCacheConfig, PayoffConfig, PrefetchConfig
+from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream, Medium, PrefixIndex
 from hicache.geometry import PageShape, Piece
@@ -31,7 +31,7 @@ def skipped(world: HostWorld, reason: str) -> int:
 
 
 def decisions(world: HostWorld) -> int:
-    return sum(world.cache.statistics().payoff.decisions.values())
+    return sum(world.cache.statistics().break_even.decisions.values())
 
 
 # Writes
@@ -251,11 +251,11 @@ def test_failed_loads_are_not_measured() -> None:
         assert load is not None
         world.cache.end_load(load, seconds)
     world.cache.poll()
-    assert world.cache.statistics().payoff.figures.host_bytes_per_s == 0
+    assert world.cache.statistics().break_even.rates.host_bytes_per_s == 0
     for _ in range(3):
         world.load("c", KEY, seconds=0.5)
     world.cache.poll()
-    assert world.cache.statistics().payoff.figures.host_bytes_per_s == 2 * 4 * GEOMETRY.payload_bytes
+    assert world.cache.statistics().break_even.rates.host_bytes_per_s == 2 * 4 * GEOMETRY.payload_bytes
     world.close()
 
 
@@ -296,8 +296,8 @@ def test_it_is_decided_once_per_length_until_the_load_begins_or_the_request_ends
 
 
 def test_a_load_that_does_not_pay_is_not_offered() -> None:
-    slow = PayoffConfig(prefill_tokens_per_second=10**9, host_bandwidth=1)
-    world = HostWorld(config=HiCacheConfig(load_back_threshold_tokens=8), payoff=Payoff(slow))
+    slow = BreakEvenConfig(prefill_tokens_per_second=10**9, host_bandwidth=1)
+    world = HostWorld(config=HiCacheConfig(load_back_threshold_tokens=8), break_even=BreakEven(slow))
     world.write("a", KEY)
     world.cache.poll()
     for _ in range(20):
@@ -616,7 +616,7 @@ def test_write_back_is_refused() -> None:
 
 def config(**sections: object) -> HiCacheConfig:
     return HiCacheConfig.model_validate({"page_size": 4, "host": {"tokens": 64}, "prefetch": {"threshold_tokens": 4},
-                                         "load_back_threshold_tokens": 4, "payoff": {"mode": "always"},
+                                         "load_back_threshold_tokens": 4, "break_even": {"mode": "always"},
                                          **sections})  # fmt: skip
 
 

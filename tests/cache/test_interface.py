@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 
 import pytest
 
@@ -33,7 +32,7 @@ def differences(cache: type, names: list[str] = METHODS) -> list[str]:
 
 
 def test_the_interface_has_what_an_engine_calls() -> None:
-    assert PROPERTIES == ["device", "page_size", "saving_pages"]
+    assert PROPERTIES == ["device", "page_size", "writeback_pages"]
     expected = {
         "begin_request", "cache_finished_req", "cache_unfinished_req", "extend", "peek", "pin", "poll", "record_events",
     }  # fmt: skip
@@ -56,15 +55,17 @@ def test_the_comparison_finds_a_missing_method_and_another_signature() -> None:
     assert differences(Other, ["drain", "extend", "poll"]) == ["extend", "poll"]
 
 
-MAKERS: list[Callable[[HiRadixCache], TreeCache]] = [
-    lambda cache: cache, lambda cache: ChunkCache(cache.device), SessionCache,
-]  # fmt: skip
+def made(kind: type) -> tuple[World, TreeCache]:
+    if kind is ChunkCache:
+        world = World()
+        return world, ChunkCache(world.device)
+    world = World(kind=kind)
+    return world, world.cache
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_every_cache_tells_its_pool_and_page_size(make: Callable[[HiRadixCache], TreeCache]) -> None:
-    world = World()
-    cache = make(world.cache)
+@pytest.mark.parametrize("kind", CACHES)
+def test_every_cache_tells_its_pool_and_page_size(kind: type) -> None:
+    world, cache = made(kind)
     assert cache.device is world.device and cache.page_size == world.device.geometry.page_size
     with cache as entered:
         assert entered is cache
@@ -86,11 +87,10 @@ class Publisher:
         )
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_every_cache_records_its_events_and_pins_what_it_keeps(make: Callable[[HiRadixCache], TreeCache]) -> None:
+@pytest.mark.parametrize("kind", CACHES)
+def test_every_cache_records_its_events_and_pins_what_it_keeps(kind: type) -> None:
     """The same calls of an engine; a cache that keeps nothing has no event and nothing to pin."""
-    world = World()
-    cache, key, stream = make(world.cache), prompt(1, 2), EventStream(1 << 20)
+    (world, cache), key, stream = made(kind), prompt(1, 2), EventStream(1 << 20)
     publisher, reader, index = Publisher(), stream.subscribe(), PrefixIndex()
     cache.record_events(stream, publisher)
     with pytest.raises(InvalidInput, match="from the start"):

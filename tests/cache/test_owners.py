@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.cache import ChunkCache, HiRadixCache, SessionCache, TreeCache
+from hicache.cache import ChunkCache, HiRadixCache, TreeCache
 from hicache.errors import InvalidInput, InvariantError
 from hicache.keys import RadixKey
 from tests.cache.sides import KINDS, Side
@@ -61,20 +61,6 @@ def test_a_request_that_has_ended_and_what_is_not_a_request_change_nothing(kind:
         with pytest.raises(InvalidInput, match="request"):
             VERBS[verb](side.cache, handle, side.key)
         assert side.image() == before
-    side.close()
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_session_cache_refuses_what_its_inner_cache_has_begun(verb: str) -> None:
-    side = Side("session")
-    assert isinstance(side.cache, SessionCache)
-    around = side.cache.inner.begin_request("around", prompt(8))
-    assert around is not None
-    pages = around.pages.copy()
-    with pytest.raises(InvalidInput, match="another cache"):
-        VERBS[verb](side.cache, around, prompt(8))
-    assert np.array_equal(around.pages, pages) and not around.ended
-    side.cache.inner.cache_finished_req(around, None)
     side.close()
 
 

@@ -72,7 +72,7 @@ def test_a_pinned_page_that_l2_has_no_room_for_stays_on_l1() -> None:
     world.serve("a", prompt(1, 2))
     assert world.cache.pin(prompt(1, 2), ttl_s=60) is not None
     eviction = world.cache.evict(2)
-    assert (eviction.freed_pages, eviction.saving_pages, eviction.short_pages) == (0, 0, 2)
+    assert (eviction.freed_pages, eviction.writeback_pages, eviction.short_pages) == (0, 0, 2)
     assert len(world.cache.match_prefix(prompt(1, 2)).device_pages) == 2
     world.host.free(blocker)
     world.close()

@@ -52,7 +52,7 @@ class Shard(World):
 class Ranks:
     """All ranks of one engine, stepped in turn; after each step they have decided alike."""
 
-    def __init__(self, folder: Path, payoff: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, break_even: dict[str, Any]) -> None:
         config = HiCacheConfig.model_validate({
             "page_size": PAGE_SIZE,
             "device": {"size": 100 * 1024},  # more pages for the shorter stage
@@ -60,7 +60,7 @@ class Ranks:
             "load_back_threshold_tokens": 1,
             "prefetch": {"threshold_tokens": PAGE_SIZE, "policy": "wait_complete"},
             "storage": {"type": "file", "options": {"path": str(folder)}},
-            "payoff": payoff,
+            "break_even": break_even,
         })  # fmt: skip
         groups = gloo_ranks(len(STAGE_LAYERS) * TP_SIZE, deadline_s=WAIT_S)
         with ThreadPoolExecutor(len(groups)) as pool:  # each waits for the others
@@ -108,10 +108,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts an engine; the one before it is closed."""
     running: list[Ranks] = []
 
-    def start(payoff: dict[str, Any] | None = None) -> Ranks:
+    def start(break_even: dict[str, Any] | None = None) -> Ranks:
         while running:
             running.pop().close()
-        running.append(Ranks(tmp_path / "pages", payoff or {"mode": "always"}))
+        running.append(Ranks(tmp_path / "pages", break_even or {"mode": "always"}))
         return running[-1]
 
     yield start

@@ -98,10 +98,10 @@ def test_write_back_copies_a_page_when_it_is_evicted_and_frees_it_when_the_copy_
     w.serve("a", prompt(1, 2))
     w.settle()
     assert w.cache.tree.host_pages == 0
-    assert w.cache.evict(2) == Eviction(freed_pages=0, saving_pages=2, short_pages=0)
-    assert w.cache.saving_pages == 2
+    assert w.cache.evict(2) == Eviction(freed_pages=0, writeback_pages=2, short_pages=0)
+    assert w.cache.writeback_pages == 2
     w.settle()
-    assert w.cache.saving_pages == 0
+    assert w.cache.writeback_pages == 0
     assert (w.cache.tree.device_pages_total, w.cache.tree.host_pages) == (0, 2)
     assert w.serve("b", prompt(1, 2)).host_hit_tokens == 8
     assert w.compared_pages == 2
@@ -125,7 +125,7 @@ def test_a_request_that_needs_room_waits_for_write_back_without_blocking() -> No
     w.serve("a", prompt(1, 2, 3))
     w.settle()
     assert w.cache.begin_request("b", prompt(4, 5, 6)) is None
-    assert w.cache.saving_pages > 0
+    assert w.cache.writeback_pages > 0
     w.settle()
     request = w.begin("b", prompt(4, 5, 6))
     assert request is not None
@@ -180,9 +180,9 @@ def test_eviction_says_what_it_could_not_free() -> None:
     assert request is not None
     w.cache.cache_unfinished_req(request, prompt(1, 2))
     w.settle()
-    assert w.cache.evict(5) == Eviction(freed_pages=0, saving_pages=0, short_pages=5)
+    assert w.cache.evict(5) == Eviction(freed_pages=0, writeback_pages=0, short_pages=5)
     w.cache.cache_finished_req(request, None)
-    assert w.cache.evict(5) == Eviction(freed_pages=2, saving_pages=0, short_pages=3)
+    assert w.cache.evict(5) == Eviction(freed_pages=2, writeback_pages=0, short_pages=3)
     w.close()
 
 
@@ -192,7 +192,7 @@ def test_a_write_queue_that_is_full_turns_a_victim_away() -> None:
     )
     w.serve("a", prompt(1))
     w.serve("b", prompt(2))
-    assert w.cache.evict(2) == Eviction(freed_pages=1, saving_pages=1, short_pages=0)
+    assert w.cache.evict(2) == Eviction(freed_pages=1, writeback_pages=1, short_pages=0)
     assert w.controller.refused["write"] == 1
     w.settle()
     w.close()

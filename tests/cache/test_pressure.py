@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hicache.config import HiCacheConfig, PayoffConfig
+from hicache.config import BreakEvenConfig, HiCacheConfig
 from hicache.errors import CapacityError, InvalidInput, TransferError
 from hicache.tiers import Fence, PagedTokenToKVPoolAllocator, Transfer
 from hicache.tiers.copy_cpu import CpuCopyEngine
@@ -16,11 +16,11 @@ from hicache.types import PageIds
 from tests.cache.test_prefetch_policies import KEY, stored, world_of
 from tests.cache.world import GEOMETRY, LastingBackend, World, codec, prompt
 
-ALWAYS = PayoffConfig(mode="always")
+ALWAYS = BreakEvenConfig(mode="always")
 
 
 def write_back(**entries: Any) -> HiCacheConfig:
-    return HiCacheConfig(write_policy="write_back", load_back_threshold_tokens=4, payoff=ALWAYS, **entries)
+    return HiCacheConfig(write_policy="write_back", load_back_threshold_tokens=4, break_even=ALWAYS, **entries)
 
 
 @pytest.mark.parametrize("policy", ["lru", "filo", "mru"])
@@ -30,7 +30,7 @@ def test_eviction_queues_do_not_grow_with_the_runs_that_have_left(policy: str) -
         world.serve(f"r{number}", prompt(1000 + number))
         world.cache.evict(4)
         world.settle()
-    assert all(len(queue._heap) < 300 for queue in world.cache.tree.queues())
+    assert all(len(queue._heap) < 300 for queue in (world.cache.tree.device_queue, world.cache.tree.host_queue))
     world.close()
 
 
@@ -51,7 +51,7 @@ def test_waiting_for_write_back_does_not_evict_more_at_each_attempt() -> None:
         world.serve(f"r{number}", prompt(*range(100 * number + 1, 100 * number + 4)))
     for _ in range(9):  # without a poll in between nothing arrives
         assert world.cache.begin_request("next", prompt(1001, 1002, 1003)) is None
-    assert world.cache.saving_pages == 3
+    assert world.cache.writeback_pages == 3
     world.settle()
     world.close()
 
@@ -151,7 +151,7 @@ def test_a_load_that_could_not_be_started_is_not_hidden_by_a_later_one() -> None
 
 
 def test_own_pages_are_not_exchanged_for_pages_that_are_still_being_loaded() -> None:
-    world = World(device_pages=32, config=HiCacheConfig(load_back_threshold_tokens=12, payoff=ALWAYS))
+    world = World(device_pages=32, config=HiCacheConfig(load_back_threshold_tokens=12, break_even=ALWAYS))
     world.serve("store", prompt(1, 2, 3))
     world.settle()
     world.cache.evict(100)

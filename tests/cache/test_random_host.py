@@ -14,7 +14,7 @@ import pytest
 from hicache.backends.base import StorageBackend
 from hicache.backends.guard import Direction
 from hicache.cache import HostCache, HostLoad, HostMatch, HostWrite
-from hicache.config import HiCacheConfig, PayoffConfig, PrefetchConfig, TransferConfig
+from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey
 from tests.cache.host_world import PAGE_TOKENS, HostWorld, memory_backend, prompt
 from tests.seeds import rng, seeds
@@ -120,7 +120,7 @@ class RandomHost:
             eviction_policy=chance.choice(POLICIES),
             write_policy=chance.choice(["write_through", "write_through_selective"]),
             load_back_threshold_tokens=PAGE_TOKENS,
-            payoff=PayoffConfig(mode="always"),
+            break_even=BreakEvenConfig(mode="always"),
             prefetch=PrefetchConfig(
                 policy=chance.choice(["timeout", "best_effort", "wait_complete"]), threshold_tokens=PAGE_TOKENS
             ),
@@ -153,7 +153,7 @@ class RandomHost:
 
     @property
     def evicted_pages(self) -> int:
-        return self.cache._books.evicted_pages["host"]
+        return self.cache._counters.evicted_pages["host"]
 
     def run(self, steps: int = STEPS) -> None:
         """Make random calls; end everything; leave nothing behind."""

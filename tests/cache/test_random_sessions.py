@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from hicache.backends import StorageBackend
-from hicache.cache import RequestKV, SessionCache, TreeCache
+from hicache.cache import RequestKV, SessionCache
 from hicache.cache import session_cache as module
-from hicache.config import HiCacheConfig, PayoffConfig, PrefetchConfig, TransferConfig
+from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.errors import CapacityError, SessionError
 from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, RadixKey
 from tests.cache.talks import PAGE, Talk, Talks
-from tests.cache.world import World, codec, memory_backend
+from tests.cache.world import codec, memory_backend
 from tests.seeds import rng, seeds
 
 pytestmark = pytest.mark.long
@@ -33,19 +33,18 @@ def _store(epoch: int) -> StorageBackend:
 class RandomTalks:
     """Keeps a few requests running, most of them turns, and does the next random thing to one of them."""
 
-    def __init__(self, numbers: random.Random, make: type[SessionCache] = SessionCache) -> None:
+    def __init__(self, numbers: random.Random, kind: type[SessionCache] = SessionCache) -> None:
         self.random = numbers
-        world = World(
-            device_pages=16, host_pages=30, backend=_store(0), open_storage=_store,
+        self.talks = Talks(
+            sessions_max=3, kind=kind, device_pages=16, host_pages=30, backend=_store(0), open_storage=_store,
             config=HiCacheConfig(
-                load_back_threshold_tokens=4, payoff=PayoffConfig(mode="always"),
+                load_back_threshold_tokens=4, break_even=BreakEvenConfig(mode="always"),
                 write_policy=numbers.choice(["write_through", "write_through_selective", "write_back"]),
                 prefetch=PrefetchConfig(threshold_tokens=8, timeout_base=0.005, timeout_per_1024_tokens=0),
             ),
             transfer=TransferConfig(storage_batch_pages=2, write_pages_max=30, load_pages_max=20),
             position_bytes=numbers.choice([TOKEN_BYTES, BIGRAM_BYTES]),
         )  # fmt: skip
-        self.talks = Talks(world, sessions_max=3, make=make)
         self.history: dict[str, list[int]] = {}  # what each conversation said last, as its client knows it
         self.running: list[tuple[Talk, str | None]] = []
         self.seen: Counter[str] = Counter()
@@ -124,21 +123,19 @@ class RandomTalks:
             self.talks.cache.drop_all()
 
     def empty(self) -> None:
-        """Clear the cache or change the weights, now and then behind the sessions' back."""
+        """Clear the cache or change the weights."""
         if self.random.random() < 0.1:
-            caches: list[TreeCache] = [self.talks.cache, self.talks.inner]
-            cache = self.random.choice(caches)
             if self.random.random() < 0.5:
-                cache.clear()
+                self.talks.cache.clear()
             else:
-                cache.update_weights(self.talks.inner.weights_epoch + 1)
+                self.talks.cache.update_weights(self.talks.cache.weights_epoch + 1)
             self.seen["emptied"] += 1
 
     def pass_time(self) -> None:
         self.talks.clock.now_s += self.random.choice([1.0, 6.0])
 
     def pressure(self) -> None:
-        self.talks.inner.evict(self.random.randint(1, 12))
+        self.talks.cache.evict(self.random.randint(1, 12))
 
     def poll(self) -> None:
         self.talks.cache.poll()
@@ -200,10 +197,10 @@ class ComparesWholePages(SessionCache):
         return super().begin_request(rid, key, priority=priority, load_pages_max=load_pages_max)
 
 
-@pytest.mark.parametrize("make", [ForgetsTheTail, ComparesWholePages])
-def test_a_session_cache_that_serves_other_tokens_is_found(make: type[SessionCache]) -> None:
+@pytest.mark.parametrize("kind", [ForgetsTheTail, ComparesWholePages])
+def test_a_session_cache_that_serves_other_tokens_is_found(kind: type[SessionCache]) -> None:
     """Negative control: without the partial page itself, or without comparing tokens, wrong bytes are served."""
-    engines = [RandomTalks(rng(seed), make) for seed in range(4)]
+    engines = [RandomTalks(rng(seed), kind) for seed in range(4)]
     for engine in engines:
         engine.run()
     assert sum(engine.talks.wrong_tokens for engine in engines) > 0

@@ -65,8 +65,6 @@ def test_a_host_cache_refuses_what_it_has_not(entry: str, value: object) -> None
 
 
 def test_options_of_another_type_are_refused_when_they_are_given() -> None:
-    with create_cache(configured(), NAMESPACE) as cache, pytest.raises(InvalidInput, match="pass a SessionsConfig"):
-        SessionCache(cache, {"ttl": 5})  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="pass a ScheduleConfig"):
         longest_prefix_first([], lambda _key: (0, 0), page_size=4, now_s=0, options=5)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="pass a RanksConfig"):

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hicache.cache import RequestKV, SessionCache, TreeCache
+from hicache.cache import HiRadixCache, RequestKV, SessionCache
 from hicache.cache import session_cache as module
-from hicache.cache.payoff import OBSERVATIONS_MIN
 from hicache.errors import (
     CapacityError,
     InvalidInput,
@@ -23,7 +22,7 @@ from hicache.tiers import Fence, Transfer
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import PageIds
 from tests.cache.talks import PAGE, Talks
-from tests.cache.world import World, every_hit, memory_backend
+from tests.cache.world import every_hit, memory_backend
 
 
 def opened(*session_ids: str, talks: Talks | None = None) -> Talks:
@@ -41,7 +40,7 @@ def tokens(count: int, first: int = 1) -> list[int]:
 
 
 def bigram_talks() -> Talks:
-    return Talks(World(position_bytes=BIGRAM_BYTES))
+    return Talks(position_bytes=BIGRAM_BYTES)
 
 
 @pytest.mark.parametrize("held", range(1, 3 * PAGE + 1))
@@ -180,12 +179,12 @@ def test_a_session_survives_the_eviction_of_everything_else() -> None:
 
 
 def test_a_prefix_that_comes_from_another_tier_is_continued_too() -> None:
-    talks = opened("s", talks=Talks(World(backend=memory_backend())))
+    talks = opened("s", talks=Talks(backend=memory_backend()))
     earlier = talks.begin(tokens(8))
     assert earlier is not None
     talks.finish(earlier)
     talks.settle()
-    talks.inner.evict(100)
+    talks.cache.evict(100)
     assert talks.turn("s", tokens(10)).kv.host_hit_tokens == 8
     assert talks.turn("s", tokens(12)).kv.device_hit_tokens == 10
     talks.close()
@@ -195,7 +194,7 @@ def test_hits_of_the_partial_page_are_in_the_statistics_of_the_cache() -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))
     talks.turn("s", tokens(12))
-    assert talks.cache.statistics().hit_tokens["device"] == 10 == talks.inner.statistics().hit_tokens["device"] + 2
+    assert talks.cache.statistics().hit_tokens["device"] == 10
     state = talks.cache.session_statistics()
     assert (state.turns, state.continued_turns, state.tail_tokens) == (2, 1, 2)
     assert (state.open, state.holding, state.running, state.held_pages, state.own_pages) == (1, 1, 0, 3, 0)
@@ -211,13 +210,13 @@ class FailingLoads(CpuCopyEngine):
 
 def test_after_a_failed_device_copy_no_session_is_served_any_more() -> None:
     """What the device holds is unknown then, the partial page of a session included."""
-    talks = opened("s", talks=Talks(World(backend=memory_backend(), copies=FailingLoads)))
+    talks = opened("s", talks=Talks(backend=memory_backend(), copies=FailingLoads))
     talks.turn("s", tokens(10))
     other = talks.begin(tokens(12, first=50))
     assert other is not None
     talks.finish(other)
     talks.settle()
-    talks.inner.evict(100)
+    talks.cache.evict(100)
     request = talks.cache.begin_request("victim", RadixKey.of(tokens(12, first=50)))
     assert request is not None and talks.cache.start_loading() is not None
     talks.cache.cache_finished_req(request, None)
@@ -275,12 +274,12 @@ class TakesThePageBackAnyway(SessionCache):
         if held is not None and session.lent is not None:
             whole = held.shared_pages
             held.pages, held.key = request.pages[: whole + 1].copy(), session.lent
-        self.inner.cache_finished_req(request, None)
+        HiRadixCache.cache_finished_req(self, request, None)
 
 
 def test_taking_a_shared_page_back_would_be_found() -> None:
     """Negative control: the page would have two owners, and the next turn would write into what others read."""
-    talks = opened("s", talks=Talks(make=TakesThePageBackAnyway))
+    talks = opened("s", talks=Talks(kind=TakesThePageBackAnyway))
     talks.turn("s", tokens(10))
     with pytest.raises(InvariantError):
         abort_at(talks, "shared")
@@ -377,7 +376,7 @@ def test_closing_leaves_all_whole_pages_to_the_tree() -> None:
     talks.settle()
     assert talks.cache.close_session("s")
     talks.cache.check()
-    assert talks.inner.tree.device_protected_pages == 0 and talks.free_pages == talks.world.device.pages - 2
+    assert talks.cache.tree.device_protected_pages == 0 and talks.free_pages == talks.world.device.pages - 2
     other = talks.begin(tokens(12))
     assert other is not None and other.kv.cached_tokens == 8
     talks.finish(other)
@@ -458,16 +457,14 @@ def test_dropping_all_leaves_nothing_to_any_session(shared: bool, aborted: bool)
 
 
 def emptied(talks: Talks, how: str) -> None:
-    """Empty the cache in one of the ways there are, of which some bypass the sessions."""
-    cache: TreeCache = talks.inner if "inner" in how else talks.cache
-    if "weights" in how:
-        cache.update_weights(talks.inner.weights_epoch + 1)
+    if how == "weights":
+        talks.cache.update_weights(talks.cache.weights_epoch + 1)
     else:
-        cache.clear()
+        talks.cache.clear()
     talks.cache.check()
 
 
-WAYS = ["clear", "weights", "inner clear", "inner weights"]
+WAYS = ["clear", "weights"]
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -510,18 +507,6 @@ def test_all_of_l1_is_there_again_once_the_cache_was_emptied() -> None:
     talks.close()
 
 
-def test_a_session_of_an_emptied_cache_gives_its_pages_up_under_pressure() -> None:
-    """If the cache was emptied behind its back, nothing else has told it so."""
-    talks = opened("s", talks=Talks(World(device_pages=6)))
-    talks.turn("s", tokens(10))
-    talks.settle()
-    talks.inner.clear()
-    talk = talks.begin(tokens(6 * PAGE, first=50))
-    assert talk is not None and talks.cache.session_statistics().released == {"pressure": 1}
-    talks.finish(talk)
-    talks.close()
-
-
 def test_weights_that_are_refused_cost_no_session_its_kv() -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))
@@ -534,20 +519,23 @@ def test_weights_that_are_refused_cost_no_session_its_kv() -> None:
 class KeepsWhatIsOld(SessionCache):
     """Goes on from what a session holds whatever has become of its tree."""
 
+    def drop_all(self) -> None:
+        pass
+
     def begin_request(
         self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
     ) -> RequestKV | None:
         session = self._turns.get(rid)
         if session is not None and session.held is not None:
-            session.held = replace(session.held, tree=self.inner.tree)
+            session.held = replace(session.held, tree=self.tree)
         return super().begin_request(rid, key, priority=priority, load_pages_max=load_pages_max)
 
 
 def test_going_on_from_old_weights_would_be_found() -> None:
     """Negative control."""
-    talks = opened("s", talks=Talks(make=KeepsWhatIsOld))
+    talks = opened("s", talks=Talks(kind=KeepsWhatIsOld))
     talks.turn("s", tokens(10))
-    emptied(talks, "inner weights")
+    emptied(talks, "weights")
     talks.cache.join_session("a", "s")
     request = talks.cache.begin_request("a", RadixKey.of(tokens(12)))
     assert request is not None and request.cached_tokens == 2  # of the partial page, which is of the old weights
@@ -557,7 +545,7 @@ def test_going_on_from_old_weights_would_be_found() -> None:
 
 
 def test_idle_sessions_give_their_kv_up_least_recently_used_first() -> None:
-    talks = opened("a", "b", "c", talks=Talks(World(device_pages=12)))
+    talks = opened("a", "b", "c", talks=Talks(device_pages=12))
     for number, session_id in enumerate("abc"):
         talks.turn(session_id, tokens(10, first=100 * number + 1))  # 3 pages each
     talks.turn("a", tokens(11))
@@ -573,22 +561,22 @@ def test_idle_sessions_give_their_kv_up_least_recently_used_first() -> None:
 
 
 def test_a_request_that_needs_the_room_of_many_sessions_tries_once_before_and_once_after() -> None:
-    talks = opened(*"abcdefgh", talks=Talks(World(device_pages=24)))
+    talks = opened(*"abcdefgh", talks=Talks(device_pages=24))
     for number, session_id in enumerate("abcdefgh"):
         talks.turn(session_id, tokens(10, first=100 * number + 1))  # 3 pages each
     talks.settle()
-    refused = talks.inner.statistics().skipped["no_device_room"]
+    refused = talks.cache.statistics().skipped["no_device_room"]
     other = talks.begin(tokens(18 * PAGE, first=900))
     assert other is not None
     state = talks.cache.session_statistics()
-    assert talks.inner.statistics().skipped["no_device_room"] == refused + 1
+    assert talks.cache.statistics().skipped["no_device_room"] == refused + 1
     assert (state.released, state.holding) == ({"pressure": 6}, 2)
     talks.finish(other)
     talks.close()
 
 
 def test_a_request_that_needs_more_room_as_it_grows_gets_it_from_idle_sessions() -> None:
-    talks = opened("a", talks=Talks(World(device_pages=6)))
+    talks = opened("a", talks=Talks(device_pages=6))
     talks.turn("a", tokens(10))
     talks.settle()
     talk = talks.begin(tokens(12, first=50))
@@ -598,10 +586,10 @@ def test_a_request_that_needs_more_room_as_it_grows_gets_it_from_idle_sessions()
     talks.close()
 
 
-def write_back_talks(make: type[SessionCache] = SessionCache) -> Talks:
+def write_back_talks(kind: type[SessionCache] = SessionCache) -> Talks:
     """A session has half of L1, another request had the other half, and a third finds no room yet."""
     config = every_hit(write_policy="write_back")
-    talks = opened("s", talks=Talks(World(device_pages=6, config=config), make=make))
+    talks = opened("s", talks=Talks(device_pages=6, config=config, kind=kind))
     talks.turn("s", tokens(10))
     other = talks.begin(tokens(12, first=50))
     assert other is not None
@@ -613,7 +601,7 @@ def write_back_talks(make: type[SessionCache] = SessionCache) -> Talks:
 def test_room_that_is_on_its_way_to_l2_costs_no_session_its_kv() -> None:
     """With write_back: what was evicted is still being copied, so a request finds no room now, but soon will."""
     talks = write_back_talks()
-    assert talks.cache.saving_pages == 3 and talks.cache.session_statistics().released == {}
+    assert talks.cache.writeback_pages == 3 and talks.cache.session_statistics().released == {}
     talks.settle()
     talk = talks.begin(tokens(12, first=90), rid="a")
     assert talk is not None and talks.cache.session_statistics().released == {}
@@ -625,7 +613,7 @@ class OverlooksWhatIsSaved(SessionCache):
     """Does not know that eviction may take time."""
 
     @property
-    def saving_pages(self) -> int:
+    def writeback_pages(self) -> int:
         return 0
 
 
@@ -645,7 +633,7 @@ class KeepsAll(SessionCache):
 
 def test_sessions_that_give_nothing_up_would_keep_requests_out() -> None:
     """Negative control of the two above."""
-    talks = opened("a", talks=Talks(World(device_pages=6), make=KeepsAll))
+    talks = opened("a", talks=Talks(device_pages=6, kind=KeepsAll))
     talks.turn("a", tokens(10))
     talks.settle()
     assert talks.begin(tokens(16, first=50)) is None
@@ -656,7 +644,7 @@ def test_sessions_that_give_nothing_up_would_keep_requests_out() -> None:
 
 
 def test_a_session_with_a_running_turn_gives_nothing_up() -> None:
-    talks = opened("a", talks=Talks(World(device_pages=6)))
+    talks = opened("a", talks=Talks(device_pages=6))
     talks.turn("a", tokens(10))
     talk = talks.begin(tokens(11), "a")
     talks.settle()
@@ -670,7 +658,7 @@ def test_a_session_with_a_running_turn_gives_nothing_up() -> None:
 
 
 def test_sessions_keep_their_kv_if_giving_it_up_would_not_make_enough_room() -> None:
-    talks = opened("a", talks=Talks(World(device_pages=8)))
+    talks = opened("a", talks=Talks(device_pages=8))
     talks.turn("a", tokens(10))
     running = talks.begin(tokens(16, first=50))
     talks.settle()
@@ -682,7 +670,7 @@ def test_sessions_keep_their_kv_if_giving_it_up_would_not_make_enough_room() -> 
 
 def test_a_turn_that_needs_all_of_l1_gets_it_from_its_own_session_last() -> None:
     """Its page beside the session's partial one would not fit; it computes the tokens of that page again."""
-    talks = opened("a", "b", talks=Talks(World(device_pages=6)))
+    talks = opened("a", "b", talks=Talks(device_pages=6))
     talks.turn("a", tokens(10))
     talks.turn("b", tokens(5, first=50))
     talks.settle()
@@ -691,11 +679,8 @@ def test_a_turn_that_needs_all_of_l1_gets_it_from_its_own_session_last() -> None
     talks.close()
 
 
-# What is passed on
-
-
-def test_priority_and_quota_of_a_turn_reach_the_inner_cache() -> None:
-    talks = opened("s", talks=Talks(World(backend=memory_backend())))
+def test_priority_and_quota_of_a_turn_hold_for_its_request() -> None:
+    talks = opened("s", talks=Talks(backend=memory_backend()))
     for count in (8, 12):
         earlier = talks.begin(tokens(count))
         assert earlier is not None
@@ -710,23 +695,15 @@ def test_priority_and_quota_of_a_turn_reach_the_inner_cache() -> None:
     talks.close()
 
 
-def test_prefill_speed_reaches_what_decides_about_hits() -> None:
-    talks = opened()
-    for _ in range(OBSERVATIONS_MIN):
-        talks.cache.record_prefill(1000, 0.5)
-    assert talks.inner.payoff.figures().prefill_tokens_per_s == 2000
-    talks.close()
-
-
 # The books
 
 
 def test_the_books_account_for_every_page() -> None:
-    """Negative control of `check`: a page taken behind the session cache's back is found, by this class alone."""
+    """Negative control of `check`: a page that no request or session has is found, by this class alone."""
     talks = opened("s")
     talks.turn("s", tokens(6))
-    assert talks.inner.alloc_pages(1) is not None
-    talks.inner.check()
+    assert talks.cache.alloc_pages(1) is not None
+    HiRadixCache.check(talks.cache)
     with pytest.raises(InvariantError, match="requests and sessions"):
         talks.cache.check()
 

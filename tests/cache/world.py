@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from hicache.backends.base import StorageBackend
 from hicache.backends.memory import MemoryBackend
-from hicache.cache import Figures, HiRadixCache, Payoff, RequestKV
-from hicache.config import HiCacheConfig, PayoffConfig, PrefetchConfig, TransferConfig
+from hicache.cache import BreakEven, HiRadixCache, Rates, RequestKV
+from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.controller import HiCacheController
 from hicache.controller.ranks import RankGroup
 from hicache.frame import FrameCodec
@@ -81,7 +81,8 @@ class World:
         position_bytes: int = TOKEN_BYTES,
         open_storage: Callable[[int], StorageBackend] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        payoff: Payoff | None = None,
+        break_even: BreakEven | None = None,
+        kind: type[HiRadixCache] = HiRadixCache,
         ranks: RankGroup | None = None,
         stores_pages: bool = True,
     ) -> None:
@@ -90,15 +91,15 @@ class World:
         self.host = HostPool(GEOMETRY, host_pages) if host is None else host
         self.controller = HiCacheController(
             self.host, copies(self.device.blocks, HostWindow(self.host)), backend, configured(config, transfer),
-            ranks=ranks, stores_pages=stores_pages, figures=len(Figures()), clock=clock,
+            ranks=ranks, stores_pages=stores_pages, figures=len(Rates()), clock=clock,
         )  # fmt: skip
-        self.cache = HiRadixCache(
+        self.cache = kind(
             self.device,
             self.host,
             self.controller,
             position_bytes=position_bytes,
             open_storage=open_storage,
-            payoff=payoff,
+            break_even=break_even,
         )
         self.wrong_pages = 0
         self.compared_pages = 0
@@ -185,7 +186,7 @@ def every_hit(**entries: Any) -> HiCacheConfig:
     """Configuration of a cache that fetches every hit, however short and slow; `entries` are further ones."""
     return HiCacheConfig(
         load_back_threshold_tokens=4,
-        payoff=PayoffConfig(mode="always"),
+        break_even=BreakEvenConfig(mode="always"),
         prefetch=PrefetchConfig(threshold_tokens=4),
         **entries,
     )

@@ -37,7 +37,7 @@ def configuration() -> dict[str, Any]:
         "host": {"tokens": 8192, "pin": "auto"},
         "load_back_threshold_tokens": PAGE_TOKENS,
         "prefetch": {"policy": "wait_complete", "threshold_tokens": 2 * PAGE_TOKENS},
-        "payoff": {"mode": "always"},
+        "break_even": {"mode": "always"},
     }
 
 

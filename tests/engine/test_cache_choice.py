@@ -84,7 +84,7 @@ def test_without_a_cache_the_schedule_is_by_arrival() -> None:
 
 
 def session_engine(page_size: int = 8, device_pages: int = 64, options: EngineOptions | None = None) -> Engine:
-    return make_engine(CHECKPOINT, page_size=page_size, device_pages=device_pages, options=options, around=SessionCache)
+    return make_engine(CHECKPOINT, page_size=page_size, device_pages=device_pages, options=options, kind=SessionCache)
 
 
 def sessions(engine: Engine) -> SessionCache:
@@ -168,7 +168,7 @@ def test_random_conversations_get_their_tokens_whatever_the_cache_and_the_schedu
     with (
         make_engine(
             CHECKPOINT, page_size=page_size, device_pages=device_pages, host_pages=device_pages,
-            backend=MemoryBackend, options=options, around=SessionCache,
+            backend=MemoryBackend, options=options, kind=SessionCache,
         ) as engine,
         off_engine() as off,
     ):  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hicache.cache.payoff import OBSERVATIONS_MIN, PREFILL_TOKENS_MIN
+from hicache.cache.break_even import OBSERVATIONS_MIN, PREFILL_TOKENS_MIN
 from hicache.engine import Engine
 from tests.engine.world import generate, make_engine, random_checkpoint, random_tokens, settle, tiers
 
@@ -11,7 +11,7 @@ PREFIX, TAIL = 80, PREFILL_TOKENS_MIN + 16
 
 
 def prefill_speed(engine: Engine) -> int:
-    return tiers(engine).payoff.figures().prefill_tokens_per_s
+    return tiers(engine).break_even.rates().prefill_tokens_per_s
 
 
 def test_prefills_are_measured_but_not_those_that_waited_for_a_load() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hicache.backends.memory import MemoryBackend
-from hicache.cache import SessionCache
+from hicache.cache import HiRadixCache, SessionCache
 from hicache.engine import Engine, EngineOptions, FinishReason, LlamaModel, Sampling, Span
 from hicache.errors import CapacityError, HiCacheError, InvalidInput, InvariantError, TransferError
 from hicache.frame import FrameCodec
@@ -219,7 +219,7 @@ BAD_FIELDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("session", [False, True], ids=["plain", "sessions"])
 def test_a_bad_field_of_a_request_is_refused_at_the_door_and_stops_nobody(session: bool) -> None:
     prompt = random_tokens(20, seed=34)
-    with make_engine(CHECKPOINT, around=SessionCache if session else lambda cache: cache) as engine:
+    with make_engine(CHECKPOINT, kind=SessionCache if session else HiRadixCache) as engine:
         running = engine.submit(prompt, 6, ignore_eos=True)
         engine.step()
         for fields in BAD_FIELDS:
@@ -297,7 +297,7 @@ class Failing(Sampling):
 def test_a_request_that_fails_inside_a_step_ends_alone(after: int, error: Exception, session: bool) -> None:
     prompts = [random_tokens(length, seed=length) for length in (21, 40, 33)]
     expected = [plain_greedy(prompt, 12) for prompt in prompts]
-    with make_engine(CHECKPOINT, around=SessionCache if session else lambda cache: cache) as engine:
+    with make_engine(CHECKPOINT, kind=SessionCache if session else HiRadixCache) as engine:
         rids = [engine.submit(prompt, 12, ignore_eos=True) for prompt in prompts[:2]]
         bad = engine.submit(random_tokens(30, seed=37), 12, sampling=Failing(1.0, error=error, after=after))
         rids.append(engine.submit(prompts[2], 12, ignore_eos=True))

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hicache.backends import StorageBackend
-from hicache.cache import HiRadixCache, SessionCache, TreeCache
-from hicache.config import HiCacheConfig, PayoffConfig, PrefetchConfig
+from hicache.cache import HiRadixCache
+from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.controller import HiCacheController
 from hicache.engine import TILE, Checkpoint, Engine, EngineOptions, LlamaConfig, LlamaModel, RequestRecord, Span
 from hicache.frame import FrameCodec
@@ -108,11 +108,11 @@ def make_engine(  # noqa: PLR0913 - the parts that tests exchange
     copies: Callable[[EngineBlocks, HostWindow], CopyEngine] = create_copy_engine,
     model: type[LlamaModel] = LlamaModel,
     options: EngineOptions | None = None,
-    payoff: PayoffConfig | None = None,
+    break_even: BreakEvenConfig | None = None,
     eviction_policy: str = "lru",
-    around: Callable[[HiRadixCache], TreeCache] = lambda cache: cache,
+    kind: type[HiRadixCache] = HiRadixCache,
 ) -> Engine:
-    """An engine whose cache takes every hit, however short and slow; what it embeds is `around` that cache."""
+    """An engine whose cache takes every hit, however short and slow; `kind` is the class of the cache."""
     options = options or EngineOptions()
     geometry = checkpoint.config.geometry(page_size)
     pool, host = MHATokenToKVPool(geometry, device_pages), HostPool(geometry, host_pages)
@@ -120,14 +120,14 @@ def make_engine(  # noqa: PLR0913 - the parts that tests exchange
     storage = None if backend is None else backend(codec)
     config = HiCacheConfig(
         load_back_threshold_tokens=1,
-        payoff=payoff or PayoffConfig(mode="always"),
+        break_even=break_even or BreakEvenConfig(mode="always"),
         eviction_policy=eviction_policy,
         prefetch=PrefetchConfig(threshold_tokens=1, timeout_base=WAIT_S, host_share=1),
     )
     controller = HiCacheController(host, copies(pool.blocks, HostWindow(host)), storage, config)
     rows = RequestToTokenPool(options.running_max, -(-checkpoint.config.context_tokens // TILE) * TILE)
     computing = model(checkpoint.config, checkpoint.tensors, pool, rows)
-    return Engine(computing, around(HiRadixCache(pool, host, controller)), options)
+    return Engine(computing, kind(pool, host, controller), options)
 
 
 def drive(engine: Engine, until: Callable[[], bool] | None = None) -> dict[str, RequestRecord]:
@@ -145,7 +145,7 @@ def drive(engine: Engine, until: Callable[[], bool] | None = None) -> dict[str, 
 
 def tiers(engine: Engine) -> HiRadixCache:
     """The engine's cache, for tests that look into its tiers."""
-    cache = engine.cache.inner if isinstance(engine.cache, SessionCache) else engine.cache
+    cache = engine.cache
     assert isinstance(cache, HiRadixCache)
     return cache
 

@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from hicache.keys import BIGRAM_BYTES, PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey, page_keys, token_bytes
 from hicache.radix import (
     CUT_PAGES_MIN,
@@ -16,7 +18,6 @@ from hicache.radix import (
     RadixTree,
     TreeObserver,
     check_tree,
-    dump_tree,
     make_policy,
     may_leave_device,
 )
@@ -65,6 +66,13 @@ class Requests:
     pins: list[Reference] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
+
+
+def image(tree: RadixTree) -> list[object]:
+    """All that the tree keeps of each node, to compare trees before and after a call."""
+    fields = sorted(set(Node.__slots__) - {"children", "parent", "recent_child", "device_entry", "host_entry"})
+    values = ([node.parent and node.parent.id, *(getattr(node, name) for name in fields)] for node in tree.nodes())
+    return [[part.tolist() if isinstance(part, np.ndarray) else part for part in node] for node in values]
 
 
 class Machine:
@@ -150,9 +158,9 @@ class Machine:
     def peek(self) -> None:
         """Says what a match would find, and changes nothing at all."""
         key = self.prompt()
-        before = dump_tree(self.tree, tokens=True)
+        before = image(self.tree)
         seen = self.tree.peek(key)
-        assert dump_tree(self.tree, tokens=True) == before
+        assert image(self.tree) == before
         found = self.tree.match(key)
         assert seen == (len(found.device_pages), found.host_hit_pages)
 
@@ -259,7 +267,7 @@ class Machine:
         key, start, ids = arrival.key, arrival.start, arrival.host_pages
         count = self.random.choice([len(ids), self.random.randint(0, len(ids))])
         keys = self.keys_of(key)[start : start + count]
-        unused = self.tree.insert_host(key, start, ids[:count], keys).unused
+        unused = self.tree.insert_host(key, start, ids[:count], keys)[1]
         pages = self.pages_of(key)[: start + count]
         assert unused.tolist() == self.oracle.insert_host(key.seed, pages, start, ids[:count].tolist())
         self.host.free(unused)
@@ -343,20 +351,20 @@ class Machine:
         wanted = self.random.randint(1, 20) if pages is None else pages
         evictable, copies = self.tree.device_evictable_pages, len(self.who.copies)
         saves = self.random.random() < 0.5
-        evicted = self.tree.evict_device(wanted, self.save if saves else None)
+        evicted = self.tree.evict_device(wanted, self.write_back if saves else None)
         saving = sum(len(copy.host_pages) for copy in self.who.copies[copies:] if copy.evicts)
-        assert evicted.saving_pages == saving
+        assert evicted.writeback_pages == saving
         gone = len(evicted.pages) + saving
         assert gone <= wanted + EXCESS_PAGES_MAX
         assert saves or self.who.pins or gone >= min(wanted, evictable)
         self._left_device(evicted.pages)
 
-    def save(self, victim: Node) -> Fate:
+    def write_back(self, victim: Node) -> Fate:
         """Any fate that may befall a victim without a copy on L2."""
         assert victim.host is None and victim.lock_ref == 0
         fate = self.random.choice(list(Fate))
-        if fate is Fate.SAVING and self.start_copies(victim, evicts=True):
-            return Fate.SAVING
+        if fate is Fate.WRITING_BACK and self.start_copies(victim, evicts=True):
+            return Fate.WRITING_BACK
         return Fate.KEEP if fate is Fate.KEEP or victim.pin_ref else Fate.DROP
 
     def _left_device(self, freed: PageIds) -> None:

@@ -164,7 +164,7 @@ def test_queues_stay_small_however_often_a_node_is_used() -> None:
         insert(t, token, page=10 * token)
     for _ in range(10_000):
         t.match(key(3))
-    device_queue, _ = t.queues()
+    device_queue = t.device_queue
     assert len(device_queue._heap) < 200
     check_tree(t)
 

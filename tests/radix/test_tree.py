@@ -134,7 +134,7 @@ def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
     assert t.node_count == 4
     assert t.match(key).device_pages.tolist() == list(range(1, 101))
     t = RadixTree(1, LRUPolicy(), run_pages_max=30)
-    assert len(t.insert_host(key, 0, np.arange(100, dtype=np.int32), page_keys(key.tokens, 1)).unused) == 0
+    assert len(t.insert_host(key, 0, np.arange(100, dtype=np.int32), page_keys(key.tokens, 1))[1]) == 0
     assert t.node_count == 4 and t.match(key).host_hit_pages == 100
     check_tree(t)
 
@@ -157,9 +157,9 @@ def test_prefetched_pages_are_taken_only_behind_a_prefix_on_l2() -> None:
     key = RadixKey.of([1, 2, 3, 4])
     t.insert(RadixKey.of([1, 2]), ids(1))
     keys = page_keys(key.tokens, 2)
-    assert t.insert_host(key, 1, ids(11), keys[1:]).unused.tolist() == [11]
+    assert t.insert_host(key, 1, ids(11), keys[1:])[1].tolist() == [11]
     t.accept_backup(t.match(RadixKey.of([1, 2])).node, ids(10))
-    assert t.insert_host(key, 1, ids(11), keys[1:]).unused.tolist() == []
+    assert t.insert_host(key, 1, ids(11), keys[1:])[1].tolist() == []
     assert t.match(key).host_hit_pages == 1
     check_tree(t)
 
@@ -168,8 +168,8 @@ def test_prefetched_pages_that_came_by_another_way_are_handed_back() -> None:
     t = tree()
     key = RadixKey.of([1, 2, 3, 4])
     keys = page_keys(key.tokens, 2)
-    assert t.insert_host(key, 0, ids(10, 11), keys).unused.tolist() == []
-    assert t.insert_host(key, 0, ids(12, 13), keys).unused.tolist() == [12, 13]
+    assert t.insert_host(key, 0, ids(10, 11), keys)[1].tolist() == []
+    assert t.insert_host(key, 0, ids(12, 13), keys)[1].tolist() == [12, 13]
     check_tree(t)
 
 

@@ -137,7 +137,7 @@ def test_nobody_is_preempted_while_evicted_pages_are_on_their_way_to_l2(tmp_path
         while not replay.finished:
             before = replay.counts.preempted
             replay.step()
-            saving = replay.cache.saving_pages
+            saving = replay.cache.writeback_pages
             waits += saving > 0
             assert not (saving and replay.counts.preempted > before)
             assert replay.cache.drain(20)

@@ -31,7 +31,7 @@ def small_config(
     *, storage: str | None = "memory", device: int = 4096, host: int = 8192, **entries: str
 ) -> HiCacheConfig:
     """Tiers of so many tokens; `entries` are dotted names with two underscores for each dot."""
-    overrides = {"payoff.mode": "always", "page_size": "64", "device.tokens": str(device), "host.tokens": str(host)}
+    overrides = {"break_even.mode": "always", "page_size": "64", "device.tokens": str(device), "host.tokens": str(host)}
     overrides |= {} if storage is None else {"storage.type": storage}
     overrides |= {name.replace("__", "."): value for name, value in entries.items()}
     return load_config(None, environ={}, overrides=overrides)

@@ -71,8 +71,8 @@ class Auditor:
         queues = cache.statistics().controller.queues
         if queues.device_pages_lent or queues.host_pages_lent or queues.prefetch or queues.reads or queues.backup:
             raise Finding("left behind", f"queues and loans are not empty: {queues}")
-        if cache.saving_pages or cache.tree.device_protected_pages:
-            raise Finding("left behind", f"{cache.saving_pages} pages are being saved, although nothing is under way")
+        if cache.writeback_pages or cache.tree.device_protected_pages:
+            raise Finding("left behind", f"{cache.writeback_pages} pages are being written back, although nothing runs")
         tiers = (
             (cache.device.allocator, cache.tree.device_evictable_pages),
             (cache.host.allocator, cache.tree.host_pages),

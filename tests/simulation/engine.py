@@ -268,8 +268,8 @@ class Engine(World):
         wanted = self.random.choice([pages, self.random.randint(1, pages)])
         eviction = self.cache.evict(wanted)
         freed = self.device.allocator.free_pages - free
-        promised = eviction.freed_pages + eviction.saving_pages + eviction.short_pages
-        if freed != eviction.freed_pages or promised < wanted or eviction.saving_pages > self.cache.saving_pages:
+        promised = eviction.freed_pages + eviction.writeback_pages + eviction.short_pages
+        if freed != eviction.freed_pages or promised < wanted or eviction.writeback_pages > self.cache.writeback_pages:
             raise Finding("books", f"{wanted} pages wanted, {freed} freed, {eviction}")
 
     def pin(self) -> None:

@@ -8,12 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hicache.cache import HiRadixCache
-from hicache.cache.backup import Backups
-from hicache.cache.books import DeviceLedger
-from hicache.cache.loading import Loaded, Loader
+from hicache.cache.device_tier import DeviceTier, Loaded
+from hicache.cache.host_tier import HostTier
 from hicache.cache.prefetch import Prefetcher
-from hicache.cache.storing import Storing
 from hicache.controller import Acks, Backup, HiCacheController, Load, Read, Store
 from hicache.controller.agreement import PrefetchProgress, StoreProgress
 from hicache.keys import RadixKey
@@ -42,7 +39,7 @@ def _become(instance: object, kind: type[Any]) -> None:
 # Copies between L1 and L2
 
 
-class _UnlocksBackupsAtSubmit(Backups):
+class _UnlocksBackupsAtSubmit(DeviceTier):
     """A backup protects its device pages until it was submitted, not until it has ended."""
 
     def _back_up(self, path: list[Node], *, evicts: bool = False) -> bool:
@@ -51,21 +48,21 @@ class _UnlocksBackupsAtSubmit(Backups):
             self._trees.current.unlock(node)
         return started
 
-    def written(self, backup: Backup) -> list[PageIds]:
+    def written(self, backup: Backup) -> None:
         if not self._halted:
             self._lock(backup)
-        return super().written(backup)
+        super().written(backup)
 
     def failed(self, backup: Backup) -> None:
         self._lock(backup)
         super().failed(backup)
 
     def _lock(self, backup: Backup) -> None:
-        tree, node, _ = self._runs[backup]
+        tree, node, _ = self._backups[backup]
         tree.lock(node)
 
 
-class _UnlocksLoadsAtSubmit(Loader):
+class _UnlocksLoadsAtSubmit(DeviceTier):
     """A load protects its pages until it was submitted: they may be evicted and handed out while it still writes."""
 
     def load_back(self, tree: RadixTree, match: Match, quota_pages: int | None) -> Loaded:
@@ -74,10 +71,10 @@ class _UnlocksLoadsAtSubmit(Loader):
             tree.unlock(loaded.node)
         return loaded
 
-    def ended(self, load: Load) -> None:
-        tree, node = self._runs[load]
+    def loaded(self, load: Load) -> None:
+        tree, node = self._loads[load]
         tree.lock(node)
-        super().ended(load)
+        super().loaded(load)
 
 
 class _IgnoresFencesOfBackups(SimulatedCopyEngine):
@@ -119,35 +116,26 @@ class _ForgetsSplits(RadixTree):
         return host_pages[count:]
 
 
-class _FreesVictimsAtSubmit(Backups):
+class _FreesVictimsAtSubmit(DeviceTier):
     """The L1 pages of a write-back victim are handed out as soon as its copy to L2 was submitted."""
 
-    l1: DeviceLedger
-
-    def save(self, victim: Node) -> Fate:
-        fate = super().save(victim)
-        if fate is Fate.SAVING and victim.device is not None:
-            self.l1.allocator.free(victim.device)
-            self.l1.request_pages -= len(victim.device)
+    def write_back(self, victim: Node) -> Fate:
+        fate = super().write_back(victim)
+        if fate is Fate.WRITING_BACK and victim.device is not None:
+            self.free(victim.device)
         return fate
 
-    def written(self, backup: Backup) -> list[PageIds]:
-        self.l1.request_pages += sum(map(len, super().written(backup)))
+    def _show(self, backup: Backup) -> list[PageIds]:
+        self.request_pages += sum(map(len, super()._show(backup)))
         return []
 
 
-def _with_l1(cache: HiRadixCache) -> None:
-    """Show the backup the books of L1, which it has no business to know."""
-    _become(cache._backup, _FreesVictimsAtSubmit)
-    vars(cache._backup)["l1"] = cache._l1
-
-
-class _ForgetsCancelledPages(Loader):
+class _ForgetsCancelledPages(DeviceTier):
     """The pages of a load that is taken back stay on L1 in the tree, although nobody fills them."""
 
-    def cancel(self, load: Load) -> None:
+    def cancel_load(self, load: Load) -> None:
         if self._controller.cancel_load(load):
-            tree, node = self._runs.pop(load)
+            tree, node = self._loads.pop(load)
             tree.unlock(node)
 
 
@@ -161,7 +149,7 @@ class _GivesPagesBackAtCancel(Prefetcher):
         super()._cancel(prefetch)
         if isinstance(read := prefetch.operation, Read):
             unused = read.host_pages[prefetch.taken_pages :]
-            self._ledger.settle(len(unused), unused)
+            self._host.release(unused)
             prefetch.taken_pages = len(read.host_pages)
 
 
@@ -200,10 +188,10 @@ class _DoesNotHoldAnchors(Prefetcher):
         prefetch.taken_pages = arrived
         tokens = prefetch.key.tokens[prefetch.start_page * tree.page_bytes :][: arrived * tree.page_bytes]
         if arrived == 0 or tokens[: tree.page_bytes] in anchor.children:
-            self._ledger.settle(arrived, pages)
+            self._host.release(pages)
             return
         tree.set_host(tree._add_child(anchor, tokens), pages.copy())
-        self._ledger.settle(arrived, NO_PAGES)
+        self._host.commit(arrived, NO_PAGES)
 
     def _end(self, prefetch: Any) -> None:
         prefetch.tree.hold_host(prefetch.anchor)
@@ -213,7 +201,7 @@ class _DoesNotHoldAnchors(Prefetcher):
 # Storage and workers
 
 
-class _StoresWithoutHolding(Storing):
+class _StoresWithoutHolding(HostTier):
     """A store reads host pages that nobody keeps: they are evicted and filled with something else meanwhile."""
 
     def store(self, node: Node) -> bool:
@@ -223,10 +211,10 @@ class _StoresWithoutHolding(Storing):
             self._trees.current.release_host(node)
         return goes_on
 
-    def ended(self, store: Store) -> None:
-        tree, node = self._runs[store]
+    def stored(self, store: Store) -> None:
+        tree, node = self._stores[store]
         tree.hold_host(node)
-        super().ended(store)
+        super().stored(store)
 
 
 class _GivesStuckJobsUp(SimulatedWorkers[Any]):
@@ -314,11 +302,11 @@ class _KeepsMarksOfDetached(RadixTree):
         pass
 
 
-class _DropsPinnedRuns(Backups):
+class _DropsPinnedRuns(DeviceTier):
     """Eviction from L1 does not look at pins."""
 
-    def save(self, victim: Node) -> Fate:
-        fate = super().save(victim)
+    def write_back(self, victim: Node) -> Fate:
+        fate = super().write_back(victim)
         return Fate.DROP if fate is Fate.KEEP else fate
 
 
@@ -330,29 +318,27 @@ def _prefetcher(kind: type[Prefetcher]) -> Parts:
     return Parts(after=lambda cache: _become(cache._prefetcher, kind))
 
 
-def _backup(kind: type[Backups]) -> Parts:
-    return Parts(after=lambda cache: _become(cache._backup, kind))
+def _l1(kind: type[DeviceTier]) -> Parts:
+    return Parts(after=lambda cache: _become(cache._l1, kind))
 
 
-def _storing(kind: type[Storing]) -> Parts:
-    return Parts(after=lambda cache: _become(cache._storing, kind))
+def _l2(kind: type[HostTier]) -> Parts:
+    return Parts(after=lambda cache: _become(cache._l2, kind))
 
 
 WRONG, LATE, BOOKS = "wrong bytes", "late write", "invariant"
 
 RACES: dict[str, Race] = {
-    "a device page of a backup is freed at submit": Race(_backup(_UnlocksBackupsAtSubmit), {WRONG, BOOKS}, 40),
-    "a device page of a load is freed at submit": Race(
-        Parts(after=lambda cache: _become(cache._loader, _UnlocksLoadsAtSubmit)), {WRONG, LATE, BOOKS}, 400
-    ),
+    "a device page of a backup is freed at submit": Race(_l1(_UnlocksBackupsAtSubmit), {WRONG, BOOKS}, 40),
+    "a device page of a load is freed at submit": Race(_l1(_UnlocksLoadsAtSubmit), {WRONG, LATE, BOOKS}, 400),
     "a backup ignores the fence": Race(Parts(copies=_IgnoresFencesOfBackups), {WRONG}, 40),
     "a load ignores the fence": Race(Parts(copies=_IgnoresFencesOfLoads), {WRONG}, 400),
     "a backup is visible before its copy has ended": Race(Parts(copies=_AcknowledgesEarly), {WRONG}, 40),
     "a split during a backup loses a part": Race(_tree(_ForgetsSplits), {WRONG, BOOKS}, 40),
-    "a device page of a write-back victim is freed at submit": Race(Parts(after=_with_l1), {WRONG, LATE, BOOKS}, 150),
-    "the pages of a cancelled load stay visible": Race(
-        Parts(after=lambda cache: _become(cache._loader, _ForgetsCancelledPages)), {WRONG}, 500
+    "a device page of a write-back victim is freed at submit": Race(
+        _l1(_FreesVictimsAtSubmit), {WRONG, LATE, BOOKS}, 150
     ),
+    "the pages of a cancelled load stay visible": Race(_l1(_ForgetsCancelledPages), {WRONG}, 500),
     "a cancelled prefetch gives back pages that are still being read": Race(
         _prefetcher(_GivesPagesBackAtCancel), {LATE, WRONG}, 300
     ),
@@ -361,7 +347,7 @@ RACES: dict[str, Race] = {
     ),
     "a short read shows what lay in the pages before": Race(Parts(controller=_BelievesShortReads), {WRONG}, 100),
     "the anchor of a prefetch is evicted": Race(_prefetcher(_DoesNotHoldAnchors), {BOOKS, "left behind"}, 200),
-    "a store reads a page that was evicted": Race(_storing(_StoresWithoutHolding), {WRONG, BOOKS}, 100),
+    "a store reads a page that was evicted": Race(_l2(_StoresWithoutHolding), {WRONG, BOOKS}, 100),
     "a stuck read is given up while it still writes": Race(Parts(workers=_GivesStuckJobsUp), {WRONG, LATE}, 300),
     "the job of a dead worker is never acknowledged": Race(Parts(workers=_LosesJobsOfTheDead), {"stuck"}, 300),
     "a store that a worker has begun gives way": Race(Parts(workers=_WithdrawsJobsThatRun), {WRONG}, 500),
@@ -374,5 +360,5 @@ RACES: dict[str, Race] = {
     "what a detached server had is believed of the attached one": Race(
         _tree(_KeepsMarksOfDetached), {"stale mark"}, 40
     ),
-    "a pinned run is dropped": Race(_backup(_DropsPinnedRuns), {"pin", BOOKS}, 500),
+    "a pinned run is dropped": Race(_l1(_DropsPinnedRuns), {"pin", BOOKS}, 500),
 }

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 from hicache.cache import HiRadixCache, RequestKV
-from hicache.cache.payoff import PROBE_EVERY
-from hicache.config import HiCacheConfig, PayoffConfig, PrefetchConfig, Section, TransferConfig
+from hicache.cache.break_even import PROBE_EVERY
+from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, Section, TransferConfig
 from hicache.controller import HiCacheController
 from hicache.geometry import KVGeometry
 from hicache.keys import RadixKey
@@ -37,7 +37,7 @@ class Setting:
     @property
     def probe_every(self) -> int:
         """Few decisions where speeds are given, so that measured ones change what is done."""
-        return PROBE_EVERY if self.config.payoff.host_bandwidth is None else 4
+        return PROBE_EVERY if self.config.break_even.host_bandwidth is None else 4
 
     @classmethod
     def draw(cls, numbers: random.Random) -> Setting:
@@ -68,14 +68,14 @@ def _draw_config(numbers: random.Random, page_size: int) -> HiCacheConfig:
     load_back_threshold_tokens = page_size * numbers.choice([1, 1, 1, 3])
     host_share = numbers.choice([0.5, 0.9])
     pin_host_share = numbers.choice([0.3, 0.7])
-    payoff = numbers.choice(
+    break_even = numbers.choice(
         [
-            PayoffConfig(mode="always"),
-            PayoffConfig(mode="always"),
-            PayoffConfig(),
+            BreakEvenConfig(mode="always"),
+            BreakEvenConfig(mode="always"),
+            BreakEvenConfig(),
             # A page takes as long to compute as it takes to load, so what is measured decides.
-            PayoffConfig(prefill_tokens_per_second=20_000, host_bandwidth=500_000),
-            PayoffConfig(prefill_tokens_per_second=20_000, host_bandwidth=100_000),
+            BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=500_000),
+            BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=100_000),
         ]
     )
     pages = numbers.choice([6, 12, 40])
@@ -84,7 +84,7 @@ def _draw_config(numbers: random.Random, page_size: int) -> HiCacheConfig:
         write_policy=write_policy,
         load_back_threshold_tokens=load_back_threshold_tokens,
         pin_host_share=pin_host_share,
-        payoff=payoff,
+        break_even=break_even,
         prefetch=PrefetchConfig(
             policy=prefetch_policy,
             threshold_tokens=threshold_tokens,

@@ -6,7 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from typing import Any
 
-from hicache.cache import Figures, HiRadixCache, Payoff
+from hicache.cache import BreakEven, HiRadixCache, Rates
 from hicache.events import EventStream
 from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, Namespace, RadixKey
 from hicache.keys import page_keys as chained_keys
@@ -41,13 +41,13 @@ class World(ABC):
         self.stores.attached = has_storage = setting.storage_pages is not None
         self.controller = parts.controller(
             self.host, self.copies, self.stores.open_now(0) if has_storage else None, setting.config,
-            figures=len(Figures()), workers=self._make_workers, clock=self.clock,
+            figures=len(Rates()), workers=self._make_workers, clock=self.clock,
         )  # fmt: skip
         self.cache = HiRadixCache(
             self.device, self.host, self.controller,
             position_bytes=BIGRAM_BYTES if setting.bigram else TOKEN_BYTES,
             open_storage=self.stores.open if has_storage else None,
-            payoff=Payoff(setting.config.payoff, self.host.payload_bytes, probe_every=setting.probe_every),
+            break_even=BreakEven(setting.config.break_even, self.host.payload_bytes, probe_every=setting.probe_every),
         )  # fmt: skip
         self.auditor = Auditor(self.cache, self.device, self.host, self.stamps)
         self.follower: Follower | None = None

@@ -137,7 +137,7 @@ def _config(folder: Path) -> HiCacheConfig:
         "page_size": SHAPE.page_tokens,
         "load_back_threshold_tokens": 1,
         "prefetch": {"threshold_tokens": 1, "policy": "wait_complete"},
-        "payoff": {"mode": "always"},
+        "break_even": {"mode": "always"},
         "storage": {"type": "file", "options": {"path": str(folder / "pages"), "capacity": "64MiB"}},
     })  # fmt: skip
 

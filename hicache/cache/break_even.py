@@ -1,4 +1,4 @@
-"""Does it pay: whether bringing a hit up from a slower tier takes less time than computing it again.
+"""Break-even: whether bringing a hit up from a slower tier takes less time than computing it again.
 
 A hit of n tokens costs n / prefill speed to compute. To fetch, it costs per tier on the way a fixed part (a round trip,
 a launch) and bytes / bandwidth: a load goes over the bus, a prefetch through storage and then over the bus. All of it
@@ -10,14 +10,14 @@ Nothing is taken off for what overlaps: a load hides behind the layers that comp
 requests before it. So what pays here pays anyhow, and an engine that wants to free its device for others, even if a
 single request takes longer, raises the margin.
 
-Each speed is a line through the last few operations (`Pace`). While a speed is unknown the hit is fetched, in order to
-measure; while hits are refused, one in `probe_every` is fetched all the same, so that a tier that was slow once is
-measured again. A tier that recovers is used again after four such probes as a rule, after seven at most. Where all
-requests are hits, as after a restart, no prefill would ever be measured: so a few hits are computed, one in
+Each speed is a line through the last few operations (`RateEstimator`). While a speed is unknown the hit is fetched, in
+order to measure; while hits are refused, one in `probe_every` is fetched all the same, so that a tier that was slow
+once is measured again. A tier that recovers is used again after four such probes as a rule, after seven at most. Where
+all requests are hits, as after a restart, no prefill would ever be measured: so a few hits are computed, one in
 `probe_every` too.
 
-Ranks must decide alike although each measures for itself. So measurements go into local estimates, `figures` shows
-those, and decisions read only what `use_figures` was given: the minimum over all ranks, agreed once per step. Probes
+Ranks must decide alike although each measures for itself. So measurements go into local estimates, `rates` shows
+those, and decisions read only what `use_rates` was given: the minimum over all ranks, agreed once per step. Probes
 count decisions and not time, for the same reason. A page has another length on each pipeline stage, so all ranks count
 it as the bytes of the longest (`page_bytes`).
 
@@ -35,7 +35,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..config import PayoffConfig
+from ..config import BreakEvenConfig
 from ..errors import InvalidInput, InvariantError
 
 # An estimate is a median over this many operations. Three stalls among seven do not move it, however long they took; a
@@ -56,7 +56,7 @@ FIXED_SHARE_MAX = 31 / 32
 PROBE_EVERY = 16
 # Hits that are computed in order to measure prefill. An engine that reports none by then never will.
 CALIBRATIONS_MAX = 2 * OBSERVATIONS_MIN
-# A fixed part below a microsecond is none, and figures stay small integers.
+# A fixed part below a microsecond is none, and rates stay small integers.
 OPERATIONS_PER_S_MAX = 1_000_000
 # What ranks can exchange. A time so short that a speed would be more rounds to no time at all.
 SPEED_MAX = 2.0**62
@@ -85,7 +85,7 @@ class Decision(enum.Enum):
         return self not in (Decision.TOO_SLOW, Decision.CALIBRATION)
 
 
-class Figures(NamedTuple):
+class Rates(NamedTuple):
     """Speeds as integers, 0 where unknown, so that ranks can agree on the minimum of each.
 
     `..._operations_per_s` is one over the fixed part: how many operations of no size at all fit into a second.
@@ -99,11 +99,11 @@ class Figures(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PayoffStatistics:
-    """Decisions since start by (route, reason), and the figures that decisions use now."""
+class BreakEvenStatistics:
+    """Decisions since start by (route, reason), and the rates that decisions use now."""
 
     decisions: Mapping[tuple[str, str], int]
-    figures: Figures
+    rates: Rates
 
 
 class Line(NamedTuple):
@@ -113,15 +113,14 @@ class Line(NamedTuple):
     per_unit_s: float
 
 
-class Pace:
+class RateEstimator:
     """How long operations of one kind take, as a line through the last `WINDOW` of them.
 
     The fixed part is that of the line whose slope is the median of the slopes between any two operations of clearly
     different size (Theil 1950, Sen 1968), but no longer than the shortest operation. The speed is the median of the
     speeds without it. Operations of one size have a speed and no fixed part.
 
-    `line` is None before there are `OBSERVATIONS_MIN` operations. Invariant: every operation in the window has a
-    positive size and took a positive time.
+    `line` is None before there are `OBSERVATIONS_MIN` operations.
     """
 
     def __init__(self) -> None:
@@ -151,20 +150,15 @@ class Pace:
         shortest_s = min(seconds for _, seconds in self._seen)
         return min(max(0.0, fixed_s), FIXED_SHARE_MAX * shortest_s)
 
-    def check(self) -> None:
-        """Raises InvariantError if the window holds what `observe` should have ignored."""
-        if not all(units > 0 and 0 < seconds < math.inf for units, seconds in self._seen):
-            raise InvariantError(f"payoff: an operation without size or time was taken in: {list(self._seen)}")
 
-
-class Payoff:
+class BreakEven:
     """See the module's docstring.
 
     Invariant: on no route that is measured were `probe_every` or more hits refused since the last one that was fetched.
     """
 
     def __init__(
-        self, config: PayoffConfig | None = None, page_bytes: int = 1, *, probe_every: int = PROBE_EVERY
+        self, config: BreakEvenConfig | None = None, page_bytes: int = 1, *, probe_every: int = PROBE_EVERY
     ) -> None:
         """`page_bytes` is what a page counts for, equal on all ranks: the bytes of its longest part.
 
@@ -172,8 +166,8 @@ class Payoff:
         InvalidInput if it is below 1.
         """
         if probe_every < 1:
-            raise InvalidInput(f"payoff: probe_every must be at least 1, got {probe_every}")
-        config = config or PayoffConfig()
+            raise InvalidInput(f"break_even: probe_every must be at least 1, got {probe_every}")
+        config = config or BreakEvenConfig()
         self._always = config.mode == "always"
         self._margin = config.margin
         self._probe_every = probe_every
@@ -181,8 +175,8 @@ class Payoff:
         # Bytes per second that are used instead of the measured ones; such a tier has no fixed part.
         self._bandwidths = {Route.LOAD: config.host_bandwidth, Route.PREFETCH: config.storage_bandwidth}
         self._page_bytes = page_bytes
-        self._prefill = Pace()
-        self._tiers = {route: Pace() for route in Route}
+        self._prefill = RateEstimator()
+        self._tiers = {route: RateEstimator() for route in Route}
         self._decisions: Counter[tuple[Route, Decision]] = Counter()
         self._refused = dict.fromkeys(Route, 0)  # since the last fetch
         self._unmeasured = 0  # fetched for lack of a speed since the last calibration
@@ -201,13 +195,13 @@ class Payoff:
             self._prefill.observe(tokens, seconds)
             self._measured = self._estimate()
 
-    def figures(self) -> Figures:
+    def rates(self) -> Rates:
         """What this rank has measured by now, given speeds in place of measured ones. Cheap."""
         return self._measured
 
-    def use_figures(self, figures: Figures) -> None:
-        """Decide by `figures` from now on; once per step, with the minimum over all ranks (alone: `figures()`)."""
-        self._agreed = figures
+    def use_rates(self, rates: Rates) -> None:
+        """Decide by `rates` from now on; once per step, with the minimum over all ranks (alone: `rates()`)."""
+        self._agreed = rates
 
     def decide(self, route: Route, tokens: int, pages: int) -> Decision:
         """Whether to fetch a hit of `tokens` tokens, which are `pages` pages; counts the decision.
@@ -223,18 +217,16 @@ class Payoff:
             self._unmeasured = 0
         return decision
 
-    def statistics(self) -> PayoffStatistics:
+    def statistics(self) -> BreakEvenStatistics:
         """A snapshot; a decision that was never taken counts 0."""
         counts = dict(self._decisions)
         decisions = {(r.value, d.value): counts.get((r, d), 0) for r, d in itertools.product(Route, Decision)}
-        return PayoffStatistics(decisions, self._agreed)
+        return BreakEvenStatistics(decisions, self._agreed)
 
     def check(self) -> None:
-        """Raises InvariantError if a route has been refused for longer than it may be, or a measurement is nonsense."""
+        """Raises InvariantError if a route has been refused for longer than it may be."""
         if any(self._refused[route] >= self._probe_every and not self._given[route] for route in Route):
-            raise InvariantError(f"payoff: no probe although {self._refused} hits were refused in a row")
-        for pace in (self._prefill, *self._tiers.values()):
-            pace.check()
+            raise InvariantError(f"break_even: no probe although {self._refused} hits were refused in a row")
 
     def _judge(self, route: Route, tokens: int, bytes_: int) -> Decision:
         if self._always:
@@ -252,7 +244,7 @@ class Payoff:
         return Decision.TOO_SLOW if may_refuse else Decision.PROBE
 
     def _fetch_s(self, route: Route, bytes_: int) -> float | None:
-        """How long fetching takes by the figures agreed on, None if one of them is unknown."""
+        """How long fetching takes by the rates agreed on, None if one of them is unknown."""
         agreed = self._agreed
         load_s = _transfer_s(bytes_, agreed.host_bytes_per_s, agreed.host_operations_per_s)
         if route is Route.LOAD or load_s is None:
@@ -260,29 +252,29 @@ class Payoff:
         read_s = _transfer_s(bytes_, agreed.storage_bytes_per_s, agreed.storage_operations_per_s)
         return None if read_s is None else read_s + load_s
 
-    def _estimate(self) -> Figures:
+    def _estimate(self) -> Rates:
         prefill = self._prefill.line
         tokens_per_s = 0 if prefill is None else _integer(1 / prefill.per_unit_s)
-        return Figures(
+        return Rates(
             # Only what each further token costs: the rest of the prompt is computed in any case, and so is the fixed
             # part of its forward.
             self._prefill_tokens_per_s or tokens_per_s,
-            *(figure for route in Route for figure in _tier_figures(self._tiers[route], self._bandwidths[route])),
+            *(rate for route in Route for rate in _tier_rates(self._tiers[route], self._bandwidths[route])),
         )
 
 
-def _tier_figures(pace: Pace, given_bytes_per_s: int | None) -> tuple[int, int]:
+def _tier_rates(estimator: RateEstimator, given_bytes_per_s: int | None) -> tuple[int, int]:
     """(bytes/s, operations/s) of a tier, both 0 if it is neither given nor measured."""
     if given_bytes_per_s:
         return given_bytes_per_s, OPERATIONS_PER_S_MAX
-    if pace.line is None:
+    if estimator.line is None:
         return 0, 0
-    operations_per_s = 1 / max(pace.line.fixed_s, 1 / OPERATIONS_PER_S_MAX)
-    return _integer(1 / pace.line.per_unit_s), _integer(operations_per_s)
+    operations_per_s = 1 / max(estimator.line.fixed_s, 1 / OPERATIONS_PER_S_MAX)
+    return _integer(1 / estimator.line.per_unit_s), _integer(operations_per_s)
 
 
 def _integer(speed: float) -> int:
-    """A speed as a figure: at least 1, since 0 says that it is unknown, and no more than ranks can exchange."""
+    """A speed as a rate: at least 1, since 0 says that it is unknown, and no more than ranks can exchange."""
     return round(min(max(speed, 1.0), SPEED_MAX))
 
 

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.cache import Decision, Figures, Payoff, Route
-from hicache.cache.payoff import (
+from hicache.cache import BreakEven, Decision, Rates, Route
+from hicache.cache.break_even import (
     CALIBRATIONS_MAX,
     OBSERVATIONS_MIN,
     PREFILL_TOKENS_MIN,
     PROBE_EVERY,
     WINDOW,
-    Pace,
+    RateEstimator,
 )
-from hicache.config import HiCacheConfig, PayoffConfig
+from hicache.config import BreakEvenConfig, HiCacheConfig
 from hicache.errors import InvalidInput, InvariantError
 from tests.cache.world import GEOMETRY, World, memory_backend, prompt
 from tests.seeds import rng, seeds
@@ -29,8 +29,8 @@ PREFILL_TOKENS_PER_S = 20_000  # so the break-even bandwidth is 2.6 GB/s
 FAST, SLOW = 5 * GIB, GIB
 
 speeds = st.integers(1, 1 << 50)
-figures = st.builds(Figures, speeds, speeds, speeds, speeds, speeds)
-some_figures = st.tuples(*[st.sampled_from((0, 1, 1000, 1 << 30, 1 << 50))] * 5).map(lambda speed: Figures(*speed))
+rates = st.builds(Rates, speeds, speeds, speeds, speeds, speeds)
+some_rates = st.tuples(*[st.sampled_from((0, 1, 1000, 1 << 30, 1 << 50))] * 5).map(lambda speed: Rates(*speed))
 hits = st.integers(1, 1 << 20)
 routes = st.sampled_from(Route)
 
@@ -39,23 +39,23 @@ def measured(
     host: int = 50 * GIB,
     storage: int = FAST,
     prefill: int = PREFILL_TOKENS_PER_S,
-    config: PayoffConfig | None = None,
+    config: BreakEvenConfig | None = None,
     probe_every: int = PROBE_EVERY,
-) -> Payoff:
-    """A payoff that has measured the given speeds, in operations of several sizes."""
-    payoff = Payoff(config, probe_every=probe_every)
+) -> BreakEven:
+    """A break_even that has measured the given speeds, in operations of several sizes."""
+    break_even = BreakEven(config, probe_every=probe_every)
     for size in (1, 2, 4, 8, 16):
-        payoff.observe_transfer(Route.LOAD, size * MIB, size * MIB / host)
-        payoff.observe_transfer(Route.PREFETCH, size * MIB, size * MIB / storage)
-        payoff.observe_prefill(size * 100, size * 100 / prefill)
-    payoff.use_figures(payoff.figures())
-    return payoff
+        break_even.observe_transfer(Route.LOAD, size * MIB, size * MIB / host)
+        break_even.observe_transfer(Route.PREFETCH, size * MIB, size * MIB / storage)
+        break_even.observe_prefill(size * 100, size * 100 / prefill)
+    break_even.use_rates(break_even.rates())
+    return break_even
 
 
-def decide(payoff: Payoff, route: Route, tokens: int = 1024) -> Decision:
-    payoff.check()
-    decision = payoff.decide(route, tokens, tokens * TOKEN_BYTES)
-    payoff.check()
+def decide(break_even: BreakEven, route: Route, tokens: int = 1024) -> Decision:
+    break_even.check()
+    decision = break_even.decide(route, tokens, tokens * TOKEN_BYTES)
+    break_even.check()
     return decision
 
 
@@ -78,118 +78,118 @@ def test_a_load_does_not_depend_on_storage() -> None:
     assert decide(measured(storage=1), Route.LOAD) is Decision.PAYS
 
 
-@pytest.mark.parametrize("unknown", Figures._fields)
+@pytest.mark.parametrize("unknown", Rates._fields)
 def test_a_hit_is_fetched_while_a_speed_it_depends_on_is_unknown(unknown: str) -> None:
-    payoff = measured(host=1, storage=1)
-    payoff.use_figures(payoff.figures()._replace(**{unknown: 0}))
-    assert decide(payoff, Route.PREFETCH) is Decision.UNMEASURED
+    break_even = measured(host=1, storage=1)
+    break_even.use_rates(break_even.rates()._replace(**{unknown: 0}))
+    assert decide(break_even, Route.PREFETCH) is Decision.UNMEASURED
     expected = Decision.TOO_SLOW if unknown.startswith("storage") else Decision.UNMEASURED
-    assert decide(payoff, Route.LOAD) is expected
+    assert decide(break_even, Route.LOAD) is expected
 
 
 def test_a_short_hit_is_not_worth_a_round_trip_that_a_long_one_is() -> None:
-    payoff = Payoff()
+    break_even = BreakEven()
     for size in (1, 4, 16, 64, 256):
-        payoff.observe_transfer(Route.LOAD, size * MIB, size * MIB / (50 * GIB))
-        payoff.observe_transfer(Route.PREFETCH, size * MIB, 0.03 + size * MIB / (10 * GIB))
-        payoff.observe_prefill(1000, 1000 / PREFILL_TOKENS_PER_S)
-    payoff.use_figures(payoff.figures())
-    assert decide(payoff, Route.PREFETCH, 256) is Decision.TOO_SLOW
-    assert decide(payoff, Route.PREFETCH, 8192) is Decision.PAYS
+        break_even.observe_transfer(Route.LOAD, size * MIB, size * MIB / (50 * GIB))
+        break_even.observe_transfer(Route.PREFETCH, size * MIB, 0.03 + size * MIB / (10 * GIB))
+        break_even.observe_prefill(1000, 1000 / PREFILL_TOKENS_PER_S)
+    break_even.use_rates(break_even.rates())
+    assert decide(break_even, Route.PREFETCH, 256) is Decision.TOO_SLOW
+    assert decide(break_even, Route.PREFETCH, 8192) is Decision.PAYS
 
 
 def test_a_margin_above_one_takes_what_is_slower_and_one_below_asks_for_a_gain() -> None:
-    assert decide(measured(storage=SLOW, config=PayoffConfig(margin=4)), Route.PREFETCH) is Decision.PAYS
-    assert decide(measured(storage=FAST, config=PayoffConfig(margin=0.25)), Route.PREFETCH) is Decision.TOO_SLOW
+    assert decide(measured(storage=SLOW, config=BreakEvenConfig(margin=4)), Route.PREFETCH) is Decision.PAYS
+    assert decide(measured(storage=FAST, config=BreakEvenConfig(margin=0.25)), Route.PREFETCH) is Decision.TOO_SLOW
 
 
 def test_always_fetches_whatever_was_measured() -> None:
-    payoff = measured(host=1, storage=1, config=PayoffConfig(mode="always"))
+    break_even = measured(host=1, storage=1, config=BreakEvenConfig(mode="always"))
     for route in Route:
-        assert {decide(payoff, route) for _ in range(3 * PROBE_EVERY)} == {Decision.OVERRIDDEN}
+        assert {decide(break_even, route) for _ in range(3 * PROBE_EVERY)} == {Decision.OVERRIDDEN}
 
 
 def test_given_speeds_take_the_place_of_measured_ones_from_the_first_decision_on() -> None:
-    slow = PayoffConfig(prefill_tokens_per_second=20_000, host_bandwidth=50 * GIB, storage_bandwidth=SLOW)
-    assert decide(Payoff(slow), Route.LOAD) is Decision.PAYS
-    assert decide(Payoff(slow), Route.PREFETCH) is Decision.TOO_SLOW
+    slow = BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=50 * GIB, storage_bandwidth=SLOW)
+    assert decide(BreakEven(slow), Route.LOAD) is Decision.PAYS
+    assert decide(BreakEven(slow), Route.PREFETCH) is Decision.TOO_SLOW
     assert decide(measured(storage=FAST, config=slow), Route.PREFETCH) is Decision.TOO_SLOW
-    fast = PayoffConfig(storage_bandwidth=FAST)
+    fast = BreakEvenConfig(storage_bandwidth=FAST)
     assert decide(measured(storage=SLOW, config=fast), Route.PREFETCH) is Decision.PAYS
 
 
 def test_a_route_whose_speeds_are_all_given_is_not_probed() -> None:
-    payoff = Payoff(PayoffConfig(prefill_tokens_per_second=20_000, host_bandwidth=1, storage_bandwidth=1))
+    break_even = BreakEven(BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=1, storage_bandwidth=1))
     for route in Route:
-        assert {decide(payoff, route) for _ in range(3 * PROBE_EVERY)} == {Decision.TOO_SLOW}
+        assert {decide(break_even, route) for _ in range(3 * PROBE_EVERY)} == {Decision.TOO_SLOW}
 
 
-@given(figures, speeds, st.sampled_from(Figures._fields), hits, st.integers(1, 1 << 30), routes)
+@given(rates, speeds, st.sampled_from(Rates._fields), hits, st.integers(1, 1 << 30), routes)
 def test_a_hit_that_pays_pays_no_less_with_a_faster_tier_or_a_slower_prefill(
-    speed: Figures, other: int, changed: str, tokens: int, bytes_: int, route: Route
+    speed: Rates, other: int, changed: str, tokens: int, bytes_: int, route: Route
 ) -> None:
     slow, fast = sorted((getattr(speed, changed), other), reverse=changed == "prefill_tokens_per_s")
-    payoff = Payoff()
-    payoff.use_figures(speed._replace(**{changed: slow}))
-    before = payoff.decide(route, tokens, bytes_)
-    payoff.use_figures(speed._replace(**{changed: fast}))
-    after = payoff.decide(route, tokens, bytes_)
+    break_even = BreakEven()
+    break_even.use_rates(speed._replace(**{changed: slow}))
+    before = break_even.decide(route, tokens, bytes_)
+    break_even.use_rates(speed._replace(**{changed: fast}))
+    after = break_even.decide(route, tokens, bytes_)
     assert before is not Decision.PAYS or after is Decision.PAYS
 
 
 @given(
-    st.lists(st.tuples(some_figures, routes, hits, st.integers(1, 1 << 30)), min_size=1, max_size=100),
+    st.lists(st.tuples(some_rates, routes, hits, st.integers(1, 1 << 30)), min_size=1, max_size=100),
     st.integers(1, 9),
 )
-def test_no_route_is_refused_for_ever(steps: list[tuple[Figures, Route, int, int]], probe_every: int) -> None:
-    payoff = Payoff(probe_every=probe_every)
+def test_no_route_is_refused_for_ever(steps: list[tuple[Rates, Route, int, int]], probe_every: int) -> None:
+    break_even = BreakEven(probe_every=probe_every)
     refused = dict.fromkeys(Route, 0)
     for speed, route, tokens, bytes_ in steps:
-        payoff.use_figures(speed)
-        decision = payoff.decide(route, tokens, bytes_)
-        payoff.check()
+        break_even.use_rates(speed)
+        decision = break_even.decide(route, tokens, bytes_)
+        break_even.check()
         refused[route] = 0 if decision.go else refused[route] + 1
         assert refused[route] < probe_every
 
 
-@given(st.lists(st.tuples(figures, figures, routes, hits), min_size=1, max_size=60), st.data())
-def test_ranks_that_agree_on_figures_decide_alike_whatever_each_has_measured(
-    steps: list[tuple[Figures, Figures, Route, int]], data: st.DataObject
+@given(st.lists(st.tuples(rates, rates, routes, hits), min_size=1, max_size=60), st.data())
+def test_ranks_that_agree_on_rates_decide_alike_whatever_each_has_measured(
+    steps: list[tuple[Rates, Rates, Route, int]], data: st.DataObject
 ) -> None:
-    ranks = [Payoff(), Payoff()]
+    ranks = [BreakEven(), BreakEven()]
     for *speed, route, tokens in steps:
         for rank, own in zip(ranks, speed, strict=True):
             rank.observe_transfer(Route.PREFETCH, own.storage_bytes_per_s, 1.0)
             rank.observe_transfer(Route.LOAD, own.host_bytes_per_s, 1.0)
             rank.observe_prefill(own.prefill_tokens_per_s, 1.0)
         if data.draw(st.booleans()):
-            agreed = Figures(*map(min, *(rank.figures() for rank in ranks)))
+            agreed = Rates(*map(min, *(rank.rates() for rank in ranks)))
             for rank in ranks:
-                rank.use_figures(agreed)
+                rank.use_rates(agreed)
         first, second = (rank.decide(route, tokens, tokens * TOKEN_BYTES) for rank in ranks)
         assert first is second
 
 
-def test_ranks_that_do_not_agree_on_figures_decide_differently() -> None:
+def test_ranks_that_do_not_agree_on_rates_decide_differently() -> None:
     # The negative control of the test above.
     assert decide(measured(storage=FAST), Route.PREFETCH) is not decide(measured(storage=SLOW), Route.PREFETCH)
 
 
-def test_decisions_read_only_figures_that_were_agreed_on() -> None:
-    payoff = measured(storage=FAST)
+def test_decisions_read_only_rates_that_were_agreed_on() -> None:
+    break_even = measured(storage=FAST)
     for _ in range(WINDOW):
-        payoff.observe_transfer(Route.PREFETCH, MIB, 60.0)
-    assert decide(payoff, Route.PREFETCH) is Decision.PAYS
-    payoff.use_figures(payoff.figures())
-    assert decide(payoff, Route.PREFETCH) is Decision.TOO_SLOW
+        break_even.observe_transfer(Route.PREFETCH, MIB, 60.0)
+    assert decide(break_even, Route.PREFETCH) is Decision.PAYS
+    break_even.use_rates(break_even.rates())
+    assert decide(break_even, Route.PREFETCH) is Decision.TOO_SLOW
 
 
 def test_every_decision_is_counted_with_its_route_and_reason_and_others_are_zero() -> None:
-    payoff = measured(storage=SLOW)
+    break_even = measured(storage=SLOW)
     for _ in range(PROBE_EVERY + 1):
-        decide(payoff, Route.PREFETCH)
-    decide(payoff, Route.LOAD)
-    counts = payoff.statistics().decisions
+        decide(break_even, Route.PREFETCH)
+    decide(break_even, Route.LOAD)
+    counts = break_even.statistics().decisions
     assert set(counts) == {(route.value, decision.value) for route, decision in itertools.product(Route, Decision)}
     assert {key: count for key, count in counts.items() if count} == {
         ("prefetch", "too_slow"): PROBE_EVERY, ("prefetch", "probe"): 1, ("load", "pays"): 1,
@@ -197,9 +197,9 @@ def test_every_decision_is_counted_with_its_route_and_reason_and_others_are_zero
 
 
 def test_where_all_requests_are_hits_a_few_are_computed_to_measure_prefill() -> None:
-    payoff = measured(prefill=10**12)
-    payoff.use_figures(payoff.figures()._replace(prefill_tokens_per_s=0))
-    decisions = [decide(payoff, route) for _ in range(10 * PROBE_EVERY) for route in Route]
+    break_even = measured(prefill=10**12)
+    break_even.use_rates(break_even.rates()._replace(prefill_tokens_per_s=0))
+    decisions = [decide(break_even, route) for _ in range(10 * PROBE_EVERY) for route in Route]
     computed = [number for number, decision in enumerate(decisions) if decision is Decision.CALIBRATION]
     assert computed == [PROBE_EVERY * (n + 1) - 1 for n in range(CALIBRATIONS_MAX)]
     assert set(decisions) == {Decision.CALIBRATION, Decision.UNMEASURED}
@@ -216,11 +216,10 @@ def test_where_all_requests_are_hits_a_few_are_computed_to_measure_prefill() -> 
 def test_the_line_through_undisturbed_operations_is_never_below_the_fastest_or_above_the_slowest(
     fixed_ns: int, bytes_per_s: int, sizes: list[int]
 ) -> None:
-    pace = Pace()
+    estimator = RateEstimator()
     for size in sizes:
-        pace.observe(size, fixed_ns / 1e9 + size / bytes_per_s)
-    pace.check()
-    line = pace.line
+        estimator.observe(size, fixed_ns / 1e9 + size / bytes_per_s)
+    line = estimator.line
     assert line is not None and line.fixed_s >= 0 and line.per_unit_s > 0
     seen = [fixed_ns / 1e9 / size + 1 / bytes_per_s for size in sizes[-WINDOW:]]
     assert line.per_unit_s <= max(seen) * (1 + 1e-9)
@@ -231,29 +230,29 @@ def test_the_line_through_undisturbed_operations_is_never_below_the_fastest_or_a
 def test_fixed_part_and_speed_are_told_apart_by_operations_of_several_sizes(
     fixed_s: float, sizes: tuple[int, ...]
 ) -> None:
-    pace = Pace()
+    estimator = RateEstimator()
     for size in sizes:
-        pace.observe(size * MIB, fixed_s + size * MIB / GIB)
-    line = pace.line
+        estimator.observe(size * MIB, fixed_s + size * MIB / GIB)
+    line = estimator.line
     assert line is not None
     assert line.fixed_s == pytest.approx(fixed_s, abs=1e-9)
     assert line.per_unit_s == pytest.approx(1 / GIB)
 
 
 def test_operations_of_one_size_are_all_speed_and_no_fixed_part() -> None:
-    pace = Pace()
+    estimator = RateEstimator()
     for extra in range(WINDOW):
-        pace.observe(MIB + extra, 0.5)
-    line = pace.line
+        estimator.observe(MIB + extra, 0.5)
+    line = estimator.line
     assert line is not None and line.fixed_s == pytest.approx(0, abs=1e-3)
     assert line.per_unit_s == pytest.approx(0.5 / MIB, rel=1e-3)
 
 
 def test_what_a_much_larger_hit_is_promised_is_bounded() -> None:
-    pace = Pace()
+    estimator = RateEstimator()
     for size in (1, 2, 4, 8):
-        pace.observe(size, 1.0)  # as if all of it were fixed
-    line = pace.line
+        estimator.observe(size, 1.0)  # as if all of it were fixed
+    line = estimator.line
     assert line is not None and line.fixed_s + 10**6 * line.per_unit_s > 10**6 / 32
 
 
@@ -263,71 +262,67 @@ def test_three_stalls_of_thirty_seconds_among_seven_operations_do_not_close_a_ti
     sizes = [random.choice((8, 16, 32, 64, 128)) * MIB for _ in range(WINDOW)]
     stalls = random.sample(range(WINDOW), 3)
     for decision, stalled in ((Decision.PAYS, stalls), (Decision.TOO_SLOW, range(WINDOW))):
-        payoff = measured()
+        break_even = measured()
         for number, size in enumerate(sizes):
-            payoff.observe_transfer(Route.PREFETCH, size, 30.0 if number in stalled else size / FAST)
-        payoff.use_figures(payoff.figures())
-        assert decide(payoff, Route.PREFETCH) is decision
+            break_even.observe_transfer(Route.PREFETCH, size, 30.0 if number in stalled else size / FAST)
+        break_even.use_rates(break_even.rates())
+        assert decide(break_even, Route.PREFETCH) is decision
 
 
 def test_the_first_operation_alone_decides_nothing() -> None:
-    payoff = Payoff(PayoffConfig(prefill_tokens_per_second=20_000, host_bandwidth=50 * GIB))
-    payoff.observe_transfer(Route.PREFETCH, MIB, 5.0)  # warms up
+    break_even = BreakEven(BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=50 * GIB))
+    break_even.observe_transfer(Route.PREFETCH, MIB, 5.0)  # warms up
     for _ in range(OBSERVATIONS_MIN - 1):
-        payoff.use_figures(payoff.figures())
-        assert decide(payoff, Route.PREFETCH) is Decision.UNMEASURED
-        payoff.observe_transfer(Route.PREFETCH, MIB, MIB / FAST)
-    payoff.use_figures(payoff.figures())
-    assert decide(payoff, Route.PREFETCH) is Decision.PAYS
+        break_even.use_rates(break_even.rates())
+        assert decide(break_even, Route.PREFETCH) is Decision.UNMEASURED
+        break_even.observe_transfer(Route.PREFETCH, MIB, MIB / FAST)
+    break_even.use_rates(break_even.rates())
+    assert decide(break_even, Route.PREFETCH) is Decision.PAYS
 
 
 def test_prefills_of_a_few_tokens_say_nothing_about_speed() -> None:
-    payoff = measured()
-    before = payoff.figures()
+    break_even = measured()
+    before = break_even.rates()
     for _ in range(2 * WINDOW):
-        payoff.observe_prefill(1, 0.01)
-    assert payoff.figures() == before
+        break_even.observe_prefill(1, 0.01)
+    assert break_even.rates() == before
     for _ in range(2 * WINDOW):
-        payoff.observe_prefill(PREFILL_TOKENS_MIN, 0.01)
-    assert payoff.figures() != before
+        break_even.observe_prefill(PREFILL_TOKENS_MIN, 0.01)
+    assert break_even.rates() != before
 
 
 def test_the_fixed_part_of_a_forward_is_no_speed() -> None:
-    payoff = Payoff()
+    break_even = BreakEven()
     for tokens in (128, 256, 512, 1024):
-        payoff.observe_prefill(tokens, 0.02 + tokens / PREFILL_TOKENS_PER_S)
-    assert payoff.figures().prefill_tokens_per_s == PREFILL_TOKENS_PER_S
+        break_even.observe_prefill(tokens, 0.02 + tokens / PREFILL_TOKENS_PER_S)
+    assert break_even.rates().prefill_tokens_per_s == PREFILL_TOKENS_PER_S
 
 
 @pytest.mark.parametrize(("bytes_", "seconds"), [(0, 1.0), (-1, 1.0), (1, 0.0), (1, -1.0), (1, float("inf"))])
 def test_operations_without_size_or_time_are_ignored(bytes_: int, seconds: float) -> None:
-    payoff = measured()
-    before = payoff.figures()
+    break_even = measured()
+    before = break_even.rates()
     for _ in range(WINDOW):
-        payoff.observe_transfer(Route.LOAD, bytes_, seconds)
-    payoff.check()
-    assert payoff.figures() == before
+        break_even.observe_transfer(Route.LOAD, bytes_, seconds)
+    break_even.check()
+    assert break_even.rates() == before
 
 
 @given(st.integers(1, 1 << 62), st.floats(1e-9, 1e9))
-def test_a_figure_that_is_known_is_never_zero_and_fits_into_64_bits(units: int, seconds: float) -> None:
-    payoff = Payoff()
+def test_a_rate_that_is_known_is_never_zero_and_fits_into_64_bits(units: int, seconds: float) -> None:
+    break_even = BreakEven()
     for _ in range(OBSERVATIONS_MIN):
-        payoff.observe_transfer(Route.LOAD, units, seconds)
-        payoff.observe_transfer(Route.PREFETCH, units, seconds)
-        payoff.observe_prefill(max(units, PREFILL_TOKENS_MIN), seconds)
-    assert all(type(figure) is int and 0 < figure < 1 << 63 for figure in payoff.figures())
+        break_even.observe_transfer(Route.LOAD, units, seconds)
+        break_even.observe_transfer(Route.PREFETCH, units, seconds)
+        break_even.observe_prefill(max(units, PREFILL_TOKENS_MIN), seconds)
+    assert all(type(rate) is int and 0 < rate < 1 << 63 for rate in break_even.rates())
 
 
-def test_damage_to_the_books_is_noticed() -> None:
-    payoff = measured(storage=SLOW)
-    payoff._refused[Route.PREFETCH] = PROBE_EVERY
+def test_a_run_of_refusals_without_a_probe_is_noticed() -> None:
+    break_even = measured(storage=SLOW)
+    break_even._refused[Route.PREFETCH] = PROBE_EVERY
     with pytest.raises(InvariantError, match="refused"):
-        payoff.check()
-    payoff = measured()
-    payoff._prefill._seen.append((0, 1.0))
-    with pytest.raises(InvariantError, match="size"):
-        payoff.check()
+        break_even.check()
 
 
 # Slow, then fast again
@@ -335,27 +330,29 @@ def test_damage_to_the_books_is_noticed() -> None:
 USUAL_PROBES = WINDOW // 2 + 1
 
 
-def requests_until_used_again(payoff: Payoff, slow: int, fast: int, size: Callable[[], int]) -> Iterable[Decision]:
+def requests_until_used_again(
+    break_even: BreakEven, slow: int, fast: int, size: Callable[[], int]
+) -> Iterable[Decision]:
     """Decisions of requests to a store that was slow for long and is fast from now on, until one pays."""
     for _ in range(3 * WINDOW):
         bytes_ = size()
-        payoff.observe_transfer(Route.PREFETCH, bytes_, bytes_ / slow)
+        break_even.observe_transfer(Route.PREFETCH, bytes_, bytes_ / slow)
     while True:
-        payoff.use_figures(payoff.figures())
+        break_even.use_rates(break_even.rates())
         bytes_ = size()
-        decision = payoff.decide(Route.PREFETCH, bytes_ // TOKEN_BYTES, bytes_)
+        decision = break_even.decide(Route.PREFETCH, bytes_ // TOKEN_BYTES, bytes_)
         yield decision
         if decision.go:
-            payoff.observe_transfer(Route.PREFETCH, bytes_, bytes_ / fast)
+            break_even.observe_transfer(Route.PREFETCH, bytes_, bytes_ / fast)
 
 
 @pytest.mark.parametrize("seed", seeds(20))
 def test_a_store_that_was_slow_is_used_again_after_seven_probes_at_most_once_it_is_fast(seed: int) -> None:
     random = rng(seed)
     decisions: list[Decision] = []
-    payoff = measured()
+    break_even = measured()
     slow, fast = random.choice((MIB, 64 * MIB, SLOW)), random.choice((FAST, 20 * GIB))
-    requests = requests_until_used_again(payoff, slow, fast, lambda: random.choice((64, 128, 512)) * MIB)
+    requests = requests_until_used_again(break_even, slow, fast, lambda: random.choice((64, 128, 512)) * MIB)
     for decision in requests:
         decisions.append(decision)
         if decision is Decision.PAYS:
@@ -365,8 +362,8 @@ def test_a_store_that_was_slow_is_used_again_after_seven_probes_at_most_once_it_
 
 
 def test_without_probes_a_store_that_was_slow_is_never_used_again() -> None:
-    payoff = measured(probe_every=1 << 30)
-    requests = requests_until_used_again(payoff, SLOW, FAST, lambda: 64 * MIB)
+    break_even = measured(probe_every=1 << 30)
+    requests = requests_until_used_again(break_even, SLOW, FAST, lambda: 64 * MIB)
     assert set(itertools.islice(requests, 100 * PROBE_EVERY)) == {Decision.TOO_SLOW}
 
 
@@ -375,14 +372,14 @@ def test_without_probes_a_store_that_was_slow_is_never_used_again() -> None:
 
 def test_a_run_of_refusals_has_a_length() -> None:
     with pytest.raises(InvalidInput, match="probe_every"):
-        Payoff(probe_every=0)
+        BreakEven(probe_every=0)
 
 
 def test_speeds_that_the_configuration_gives_are_those_decided_by() -> None:
     section = {"prefill_tokens_per_second": 5000, "host_bandwidth": "50GB", "storage_bandwidth": "2GiB"}
-    figures = measured(config=HiCacheConfig.model_validate({"payoff": section}).payoff).figures()
-    assert figures.prefill_tokens_per_s == 5000
-    assert (figures.host_bytes_per_s, figures.storage_bytes_per_s) == (50 * 10**9, 2 * GIB)
+    rates = measured(config=HiCacheConfig.model_validate({"break_even": section}).break_even).rates()
+    assert rates.prefill_tokens_per_s == 5000
+    assert (rates.host_bytes_per_s, rates.storage_bytes_per_s) == (50 * 10**9, 2 * GIB)
 
 
 # A whole cache: the test says how long prefills took, the copies and reads are measured for real
@@ -407,13 +404,14 @@ def forget(world: World, *, host: bool = True) -> None:
 
 def measured_world(*, always: bool = False) -> World:
     """A cache that has stored KEY and has measured both tiers with it."""
-    world = World(backend=memory_backend(), payoff=Payoff(PayoffConfig(mode="always" if always else "measure")))
+    config = BreakEvenConfig(mode="always" if always else "measure")
+    world = World(backend=memory_backend(), break_even=BreakEven(config))
     world.serve("store", KEY)
     for number in range(OBSERVATIONS_MIN):
         forget(world)
         assert world.serve(f"measure-{number}", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
     forget(world, host=False)
-    assert all(world.cache.payoff.figures()[1:]), "both tiers are measured"
+    assert all(world.cache.break_even.rates()[1:]), "both tiers are measured"
     return world
 
 
@@ -428,7 +426,7 @@ def test_a_hit_in_storage_that_does_not_pay_is_not_read_and_one_that_pays_is() -
     computing_takes(world, AGES_S)
     forget(world)
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
-    assert world.cache.statistics().payoff.decisions["prefetch", "pays"] == 1
+    assert world.cache.statistics().break_even.decisions["prefetch", "pays"] == 1
     world.close()
 
 
@@ -442,7 +440,7 @@ def test_a_hit_on_the_host_that_does_not_pay_is_computed_and_one_that_pays_is_lo
     computing_takes(world, AGES_S)
     world.step()
     assert world.serve("b", KEY).host_hit_tokens == 8 * GEOMETRY.page_size
-    assert world.cache.statistics().payoff.decisions["load", "pays"] == 1
+    assert world.cache.statistics().break_even.decisions["load", "pays"] == 1
     world.close()
 
 
@@ -459,7 +457,7 @@ def test_in_mode_always_the_same_hits_are_fetched() -> None:
     world.close()
 
 
-class Throttle(Payoff):
+class Throttle(BreakEven):
     """Measures a store as if it had the speed that the test says."""
 
     storage_bytes_per_s = FAST
@@ -471,9 +469,9 @@ class Throttle(Payoff):
 
 
 def test_requests_stop_waiting_for_a_store_that_turns_slow_and_use_it_again_when_it_is_fast() -> None:
-    given_speeds = PayoffConfig(prefill_tokens_per_second=10**7, host_bandwidth=1 << 50)
-    payoff = Throttle(given_speeds, probe_every=4)
-    world = World(backend=memory_backend(), payoff=payoff)
+    given_speeds = BreakEvenConfig(prefill_tokens_per_second=10**7, host_bandwidth=1 << 50)
+    break_even = Throttle(given_speeds, probe_every=4)
+    world = World(backend=memory_backend(), break_even=break_even)
     world.serve("store", KEY)
     rids = itertools.count()
 
@@ -482,10 +480,10 @@ def test_requests_stop_waiting_for_a_store_that_turns_slow_and_use_it_again_when
         return world.serve(f"r{next(rids)}", KEY).storage_hit_tokens > 0
 
     assert all(used() for _ in range(WINDOW))
-    payoff.storage_bytes_per_s = 1
+    break_even.storage_bytes_per_s = 1
     assert [used() for _ in range(WINDOW)].count(True) == USUAL_PROBES, "four slow reads are believed"
     assert [used() for _ in range(4 * 4)].count(True) == 4, "only probes"
-    payoff.storage_bytes_per_s = FAST
+    break_even.storage_bytes_per_s = FAST
     for _ in range(USUAL_PROBES * 4):
         used()
     assert all(used() for _ in range(WINDOW))
@@ -494,8 +492,8 @@ def test_requests_stop_waiting_for_a_store_that_turns_slow_and_use_it_again_when
 
 def test_an_engine_that_says_nothing_about_prefills_has_every_hit_fetched() -> None:
     world = measured_world()
-    assert world.cache.payoff.figures().prefill_tokens_per_s == 0
+    assert world.cache.break_even.rates().prefill_tokens_per_s == 0
     assert world.serve("a", KEY).host_hit_tokens == 8 * GEOMETRY.page_size
-    decisions = world.cache.statistics().payoff.decisions
+    decisions = world.cache.statistics().break_even.decisions
     assert {key for key, count in decisions.items() if count} == {("load", "unmeasured"), ("prefetch", "unmeasured")}
     world.close()

@@ -1,13 +1,13 @@
 """Does it pay: time to first token with a storage tier slower, and one faster, than the break-even bandwidth.
 
-    python -m benchmarks.payoff
+    python -m benchmarks.break_even
 
 The reference engine with the bundled model on the CPU. One engine stores some prompts; then engines that start with
 nothing but that store ask for each of them once. The store is memory that hands its pages out at a given bandwidth, in
 multiples of the break-even bandwidth: the bytes of a prompt's pages by the median time of computing it. Ours is the
-mean time to first token from the store, where the cache decides (`payoff.mode: measure`) and where it takes every hit
-(`always`); the reference is that of an engine that computes every prompt. ratio = ours : reference time; above 1 the
-store does harm.
+mean time to first token from the store, where the cache decides (`break_even.mode: measure`) and where it takes every
+hit (`always`); the reference is that of an engine that computes every prompt. ratio = ours : reference time; above 1
+the store does harm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from hicache.backends import GetOutcome
 from hicache.backends.memory import MemoryBackend
 from hicache.cache import HiRadixCache
-from hicache.config import HiCacheConfig, PayoffConfig, PrefetchConfig
+from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.controller import HiCacheController
 from hicache.engine import Checkpoint, Engine, LlamaModel, load_checkpoint
 from hicache.engine.factory import BUNDLED_MODEL
@@ -76,7 +76,8 @@ class Bench:
         pool, host = MHATokenToKVPool(self.geometry, pages), HostPool(self.geometry, pages)
         copies = create_copy_engine(pool.blocks, HostWindow(host))
         config = HiCacheConfig(
-            payoff=PayoffConfig(mode="always" if always else "measure"), prefetch=PrefetchConfig(timeout_base=DRAIN_S)
+            break_even=BreakEvenConfig(mode="always" if always else "measure"),
+            prefetch=PrefetchConfig(timeout_base=DRAIN_S),
         )
         controller = HiCacheController(host, copies, self.store if store else None, config)
         rows = RequestToTokenPool(8, -(-self.checkpoint.config.context_tokens // TILE) * TILE)

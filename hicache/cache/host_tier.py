@@ -1,7 +1,7 @@
-"""Storing: from L2 to storage.
+"""L2: which of its pages are reserved for operations, and how what it holds goes on to storage.
 
-It goes root first, because a page in storage is of use only if its whole prefix is there. A node that is being stored
-has its host pages held. A run that could not be stored is tried again by a later request that passes by.
+Storing goes root first, because a page in storage is of use only if its whole prefix is there. A node that is being
+stored has its host pages held. A run that could not be stored is tried again by a later request that passes by.
 
 Storage must not cost hits on L2: what waits is bounded as a share of L2, and gives way when L2 has no room. A store
 that no worker has begun is cancelled then, after all stores that continue its chain. With ranks no store gives way (see
@@ -18,24 +18,61 @@ from ..backends.guard import Direction
 from ..controller import HiCacheController, Store
 from ..errors import InvariantError
 from ..radix import Node, RadixTree
-from .books import Books
-from .trees import Trees
+from ..tiers import HostPool
+from ..types import PageIds
+from .statistics import CacheCounters
+from .trees import Trees, require_conservation
 
 
-class Storing:
+class HostTier:
     """See the module's docstring.
 
-    Invariant: `_runs` has the stores that are not acknowledged, in order of submission, each with the last node of its
-    run, into however many nodes the run was split since. These nodes are `store_pending` and held, and no others are
-    `store_pending`.
+    Invariants: used pages of the pool = pages held by nodes + `reserved_pages`, which an operation fills. `_stores` has
+    the stores that are not acknowledged, in order of submission, each with the last node of its run, into however many
+    nodes the run was split since. These nodes are `store_pending` and held, and no others are `store_pending`.
     """
 
-    def __init__(self, trees: Trees, controller: HiCacheController, books: Books) -> None:
+    def __init__(self, host: HostPool, trees: Trees, controller: HiCacheController, counters: CacheCounters) -> None:
+        self.host = host
+        self.reserved_pages = 0
         self._trees = trees
         self._controller = controller
         self._gate = controller.gate
-        self._books = books
-        self._runs: dict[Store, tuple[RadixTree, Node]] = {}
+        self._counters = counters
+        self._stores: dict[Store, tuple[RadixTree, Node]] = {}
+
+    # Pages
+
+    def reserve(self, count: int) -> PageIds | None:
+        """`count` unsealed pages for an operation, evicting as needed; None, evicting nothing, if there is no room.
+
+        Pages that wait to be stored give way before that.
+        """
+        tree = self._trees.current
+        missing = count - self.host.allocator.free_pages
+        if missing > tree.host_evictable_pages:
+            self._give_way(missing - tree.host_evictable_pages)
+        if missing > tree.host_evictable_pages:
+            return None
+        if missing > 0:
+            freed = tree.evict_host(missing)
+            self.host.free(freed)
+            self._counters.evicted_pages["host"] += len(freed)
+        pages = self.host.alloc(count)
+        if pages is not None:
+            self.reserved_pages += count
+        return pages
+
+    def commit(self, count: int, unused: PageIds) -> None:
+        """End the reservation of `count` pages: the tree holds them, but for `unused`, which are free again."""
+        self.reserved_pages -= count
+        self.host.free(unused)
+
+    def release(self, pages: PageIds) -> None:
+        """End the reservation of `pages`; all are free again."""
+        self.commit(len(pages), pages)
+
+    # From L2 to storage
 
     def store_path(self, node: Node, hits_min: int = 0) -> None:
         """Store what storage lacks of the path to `node`, root first: the runs on L2 that at least `hits_min` requests
@@ -63,28 +100,28 @@ class Storing:
         if not (root or node.parent.stored or node.parent.store_pending):
             return False
         if not self._gate.may(Direction.WRITE):
-            self._books.skipped["store_paused"] += 1
+            self._counters.skipped["store_paused"] += 1
             return False
         if not self._controller.takes_store(len(node.host)):
             return False
         tree = self._trees.current
         store = self._controller.submit_store(tree.begin_store(node), node.host, begins_prompt=root)
-        self._runs[store] = tree, node
+        self._stores[store] = tree, node
         tree.hold_host(node)
         return True
 
-    def ended(self, store: Store) -> None:
+    def stored(self, store: Store) -> None:
         """A store has ended. If a page is missing, a later request that passes by tries again."""
-        tree = self._end(store, stored=store.stored)
+        tree = self._end_store(store, stored=store.stored)
         if tree is self._trees.current:
-            self._books.skipped["store_incomplete"] += not store.stored
+            self._counters.skipped["store_incomplete"] += not store.stored
             # By what this rank saw of the store; whether all ranks may store is agreed from that.
             if store.complete:
                 self._gate.succeeded(Direction.WRITE)
             elif self._controller.stores_pages:
                 self._gate.failed(Direction.WRITE)
 
-    def give_way(self, pages: int) -> None:
+    def _give_way(self, pages: int) -> None:
         """Cancel stores that wait, the newest first, until `pages` more pages of L2 may be evicted.
 
         Cancels nothing if these would be too few. They may be too few all the same: a store that a worker has begun
@@ -93,8 +130,8 @@ class Storing:
         for store in self._releasing(pages):
             if not self._controller.cancel_store(store):
                 break  # a worker has begun it, and all older ones before it
-            self._end(store, stored=False)
-            self._books.skipped["store_gave_way"] += 1
+            self._end_store(store, stored=False)
+            self._counters.skipped["store_gave_way"] += 1
 
     def _releasing(self, pages: int) -> list[Store]:
         """The newest stores whose end lets `pages` more pages of L2 leave, none if no number of them does.
@@ -104,7 +141,7 @@ class Storing:
         tree = self._trees.current
         chosen: list[Store] = []
         released: Counter[Node] = Counter()  # holds that end with the chosen stores
-        for store, (owner, node) in reversed(self._runs.items()):
+        for store, (owner, node) in reversed(self._stores.items()):
             if pages <= 0:
                 break
             in_use = node.device is not None or node.lock_ref or node.host_ref > released[node] + 1
@@ -119,20 +156,22 @@ class Storing:
                 part = part.parent
         return chosen if pages <= 0 else []
 
-    def _end(self, store: Store, *, stored: bool) -> RadixTree:
-        tree, node = self._runs.pop(store)
+    def _end_store(self, store: Store, *, stored: bool) -> RadixTree:
+        tree, node = self._stores.pop(store)
         tree.end_store(node, store.chain, stored=stored)
         tree.release_host(node)
         return tree
 
     def check(self) -> None:
-        """Raises InvariantError if the invariant does not hold. Visits every node."""
+        """Raises InvariantError if an invariant does not hold. Visits every node."""
+        trees = self._trees.all()
+        require_conservation("L2", self.host.allocator, sum(tree.host_pages for tree in trees), self.reserved_pages)
         pages = 0
-        for store, (tree, node) in self._runs.items():
+        for store, (tree, node) in self._stores.items():
             pages += store.chain.pages
             if not all(part.store_pending and part.host_ref for part in tree.span(node, store.chain.pages)):
                 raise InvariantError(f"store: its run, which ends at {node!r}, is not marked or not held")
-        marked = sum(tree.pages(node) for tree in self._trees.all() for node in tree.nodes() if node.store_pending)
+        marked = sum(tree.pages(node) for tree in trees for node in tree.nodes() if node.store_pending)
         if not marked == pages == self._controller.store_pages:
             raise InvariantError(
                 f"store: {marked} pages are marked, {pages} in stores, {self._controller.store_pages} in the controller"

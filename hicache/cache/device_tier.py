@@ -1,0 +1,342 @@
+"""L1: who has which of its pages, how they get copies on L2, and how those come back.
+
+Backup, from L1 to L2, goes root first, because a page is of use on a tier only if its whole prefix is there. A node
+that is being copied is locked.
+
+    write_through            a run is copied to L2 as soon as it is computed
+    write_through_selective  as soon as `selective_hits` requests have used it
+    write_back               when L1 evicts it, in two phases: the copy is started, and when it has arrived the run
+                             leaves L1; its ancestors are copied with it, since L2 needs the whole prefix
+
+Under each policy a pinned run is copied at once, and what is on L2 goes on to storage (`host_tier`).
+
+Load back, from L2 to L1, is for a request that begins. What fits and pays is loaded, all loads of a step in one copy.
+Its pages count as being on L1 from the moment the load is submitted, so that requests of the same step share them;
+whoever computes with them waits for the copy, layer by layer. A request that ends before the copy was started takes its
+load back.
+
+Called by the scheduler thread alone; no lock.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arguments import whole
+from ..controller import Backup, HiCacheController, Load
+from ..errors import InvariantError
+from ..radix import CUT_PAGES_MIN, Fate, Match, Node, RadixTree, may_leave_device
+from ..tiers import PageAllocator
+from ..types import NO_PAGES, PageIds
+from .break_even import BreakEven, Route
+from .host_tier import HostTier
+from .statistics import CacheCounters
+from .trees import Trees, require_conservation
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What an eviction from L1 did: pages that are free now, pages that will be free once they are copied to L2, and
+    pages that were asked for and cannot be had now.
+    """
+
+    freed_pages: int
+    writeback_pages: int
+    short_pages: int
+
+
+class Loaded(NamedTuple):
+    """The last node that is on L1 now, the new L1 pages in order, and the load, None if there are none."""
+
+    node: Node
+    pages: PageIds
+    load: Load | None
+
+
+class _Run(NamedTuple):
+    """What a backup is for: the run that ends at `node`, into however many nodes it was split since."""
+
+    tree: RadixTree
+    node: Node
+    evicts: bool  # the run leaves L1 when the copy has arrived
+
+
+class DeviceTier:
+    """See the module's docstring. A `PageSource` for token allocators: it evicts to make room.
+
+    Invariant: used pages of the pool = pages held by nodes + `request_pages`. `_backups` and `_loads` have the copies
+    that are not acknowledged, a load with the last node of its run. `writeback_pages` are on their way to L2 in order
+    to leave L1.
+    """
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        trees: Trees,
+        host: HostTier,
+        controller: HiCacheController,
+        counters: CacheCounters,
+        break_even: BreakEven,
+    ) -> None:
+        self.allocator = allocator
+        self.request_pages = self.writeback_pages = 0
+        self._trees = trees
+        self._host = host
+        self._controller = controller
+        self._config = controller.config
+        self._counters = counters
+        self._break_even = break_even
+        self._backups: dict[Backup, _Run] = {}
+        self._loads: dict[Load, tuple[RadixTree, Node]] = {}
+        self._halted = False
+
+    # Pages
+
+    def make_room(self, pages: int) -> bool:
+        """Evict until `pages` pages are free. False if they are not: then nothing was evicted because it would not have
+        been enough, or what was evicted is on its way to L2, or pinned pages turned out not to fit there.
+
+        Inside a free group nothing is evicted: what it frees comes too late for this call.
+        """
+        free, coming = self.allocator.free_pages, self.writeback_pages
+        evictable = 0 if self.allocator.group_open else self._trees.current.device_evictable_pages
+        if free + coming < pages <= free + coming + evictable:
+            self.evict(pages - free - coming)
+        if self.allocator.free_pages >= pages:
+            return True
+        self._counters.skipped["no_device_room"] += 1
+        return False
+
+    def may_have_room(self, pages: int) -> bool:
+        """Whether `make_room` could succeed now, or once the write-backs have arrived. Changes nothing."""
+        return pages <= self.free_pages + self.writeback_pages
+
+    def evict(self, pages: int) -> Eviction:
+        """Take `pages` pages off L1, as far as they may leave."""
+        evicted = self._trees.current.evict_device(pages, self.write_back)
+        if evicted.writeback_pages:
+            self._controller.launch_backups()  # now: the sooner they end, the sooner there is room
+        self._free_evicted([evicted.pages])
+        freed = len(evicted.pages)
+        return Eviction(freed, evicted.writeback_pages, max(0, pages - freed - evicted.writeback_pages))
+
+    def alloc(self, count: int) -> PageIds | None:
+        """`count` pages for a request, evicting as needed; None if there is no room now."""
+        count = whole("count", count)
+        pages = self.allocator.alloc(count) if self.make_room(count) else None
+        if pages is not None:
+            self.request_pages += count
+        return pages
+
+    def free(self, pages: PageIds) -> None:
+        """Take pages of a request back."""
+        self.allocator.free(pages)
+        self.request_pages -= len(pages)
+
+    def free_group(self) -> AbstractContextManager[None]:
+        """What is freed inside becomes free at the end of the block."""
+        return self.allocator.free_group()
+
+    @property
+    def first(self) -> int:
+        """The smallest page id."""
+        return self.allocator.first
+
+    @property
+    def capacity(self) -> int:
+        """Pages of L1."""
+        return self.allocator.capacity
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that are free or may be evicted now."""
+        return self.allocator.free_pages + self._trees.current.device_evictable_pages
+
+    def check(self) -> None:
+        """Raises InvariantError if the invariant does not hold."""
+        nodes = sum(tree.device_pages_total for tree in self._trees.all())
+        require_conservation("L1", self.allocator, nodes, self.request_pages)
+
+    def _free_evicted(self, runs: list[PageIds]) -> None:
+        for pages in runs:
+            self.allocator.free(pages)
+            self._counters.evicted_pages["device"] += len(pages)
+
+    # From L1 to L2
+
+    def used(self, node: Node) -> None:
+        """A request has computed or reused the path to `node`: start what the policy wants and the path still lacks.
+
+        Copies to L2, and stores of what is on L2 already.
+        """
+        if self._halted:
+            return
+        backups: list[Node] = []
+        while node.parent is not None and node.host is None:
+            if not node.backup_pending and (backups or self._wants(node)):
+                backups.append(node)
+            node = node.parent
+        self._host.store_path(node)  # what is on L2 has its whole prefix there
+        for part in reversed(backups):
+            if not self._back_up([part]):
+                break  # its descendants could not be on L2 without it
+
+    def write_back(self, victim: Node) -> Fate:
+        """What becomes of a victim that is not on L2: under write_back, or pinned, it is copied there first."""
+        pinned = victim.pin_ref > 0
+        if not self._halted and (pinned or self._config.write_policy == "write_back"):
+            path: list[Node] = []
+            node = victim
+            while node.parent is not None and node.host is None:
+                if not node.backup_pending:
+                    path.append(node)
+                node = node.parent
+            if self._back_up(path[::-1], evicts=True):
+                return Fate.WRITING_BACK
+            if not pinned:
+                self._counters.skipped["write_back_dropped"] += self._trees.current.pages(victim)
+        return Fate.KEEP if pinned else Fate.DROP
+
+    def halt(self) -> None:
+        """Back up and store nothing any more: what L1 holds cannot be vouched for."""
+        self._halted = True
+
+    def written(self, backup: Backup) -> None:
+        """A copy to L2 has arrived: show it in the tree, hand it on to storage, and free a victim's L1 pages."""
+        self._free_evicted(self._show(backup))
+
+    def _show(self, backup: Backup) -> list[PageIds]:
+        if self._halted:
+            self.failed(backup)
+            return []
+        tree, node, evicts = self._backups.pop(backup)
+        pages = len(backup.host_pages)
+        self._host.commit(pages, tree.accept_backup(node, backup.host_pages))
+        parts = list(tree.span(node, pages))
+        for part in reversed(parts):
+            if tree is not self._trees.current or not self._host.store(part):
+                break
+        tree.unlock(node)
+        if not evicts:
+            return []
+        self.writeback_pages -= pages
+        # A request may have locked the run since; then it stays where it is.
+        return [tree.leave_device(part) for part in parts if may_leave_device(part) and part.host is not None]
+
+    def failed(self, backup: Backup) -> None:
+        """A copy to L2 has failed. Its host pages stay reserved: part of the copy may still be in flight."""
+        tree, node, evicts = self._backups.pop(backup)
+        for part in tree.span(node, len(backup.host_pages)):
+            part.backup_pending = False
+        tree.unlock(node)
+        if evicts:
+            self.writeback_pages -= len(backup.host_pages)
+
+    def _wants(self, node: Node) -> bool:
+        policy = self._config.write_policy
+        if policy == "write_through" or node.pin_ref:
+            return True
+        return policy == "write_through_selective" and node.hit_count >= self._config.selective_hits
+
+    def _back_up(self, path: list[Node], *, evicts: bool = False) -> bool:
+        """Start copies of adjacent nodes, root first, all or none. `evicts` is for the last of them."""
+        tree = self._trees.current
+        pages = sum(map(tree.pages, path))
+        if not self._controller.takes_backup(pages):
+            return False
+        host_pages = self._host.reserve(pages)
+        if host_pages is None:
+            self._counters.skipped["backup_no_host_room"] += 1
+            return False
+        done = 0
+        for node in path:
+            if node.device is None:
+                raise InvariantError(f"backup of a node that is not on L1: {node!r}")
+            count = len(node.device)
+            run = _Run(tree, node, evicts and node is path[-1])
+            node.backup_pending = True
+            tree.lock(node)
+            self._backups[self._controller.submit_backup(node.device, host_pages[done : done + count])] = run
+            done += count
+            if run.evicts:
+                self.writeback_pages += count
+        return True
+
+    # From L2 to L1
+
+    def load_back(self, tree: RadixTree, match: Match, quota_pages: int | None) -> Loaded:
+        """Load the L2 part of `match`, as much as fits, at most `quota_pages` pages.
+
+        REQUIRES: `match.node` is locked by the caller, who has made room for all of it.
+        """
+        none = Loaded(match.device_node, NO_PAGES, None)
+        if match.host_hit_pages == 0:
+            return none
+        threshold_tokens = self._config.load_back_threshold_tokens
+        if match.host_hit_pages * tree.page_size < threshold_tokens:
+            self._counters.skipped["load_too_short"] += 1
+            return none
+        nodes, cut, rest = self._fitting(tree, match, quota_pages)
+        count = sum(map(tree.pages, nodes)) + rest
+        if count == 0 or count * tree.page_size < threshold_tokens:
+            return none
+        if not self._break_even.decide(Route.LOAD, count * tree.page_size, count).go:
+            self._counters.skipped["load_does_not_pay"] += 1
+            return none
+        if cut is not None:
+            nodes.append(tree.split(cut, rest))
+        pages = self.allocator.alloc(count)
+        if pages is None:
+            raise InvariantError("L1: room was made for a load, but there is none")
+        done = 0
+        for node in nodes:
+            run = tree.pages(node)
+            tree.set_device(node, pages[done : done + run].copy())
+            node.load_pending = True
+            done += run
+        tree.lock(nodes[-1])
+        host_pages = np.concatenate([node.host for node in nodes if node.host is not None])
+        load = self._controller.submit_load(host_pages, pages)
+        self._loads[load] = tree, nodes[-1]
+        return Loaded(nodes[-1], pages, load)
+
+    def loaded(self, load: Load) -> None:
+        """A load has ended, well or not."""
+        tree, node = self._loads.pop(load)
+        for part in tree.span(node, len(load.host_pages)):
+            part.load_pending = False
+        tree.unlock(node)
+
+    def cancel_load(self, load: Load) -> None:
+        """Take a load back if it was not started and no other request counts on it.
+
+        Its pages are off L1 again and free then. REQUIRES: the caller's own lock is released.
+        """
+        if load not in self._loads:
+            return
+        tree, node = self._loads[load]
+        parts = list(tree.span(node, len(load.host_pages)))
+        alone = all(part.lock_ref == 1 and part.device_children == (part is not parts[0]) for part in parts)
+        if not (alone and self._controller.cancel_load(load)):
+            return
+        self.loaded(load)
+        for part in parts:
+            self.allocator.free(tree.leave_device(part))
+
+    def _fitting(self, tree: RadixTree, match: Match, quota_pages: int | None) -> tuple[list[Node], Node | None, int]:
+        """The leading nodes on L2 that there is room for; the next one if a part of it fits, and how much."""
+        quota = match.host_hit_pages if quota_pages is None else quota_pages
+        room = min(self._controller.load_room, self.allocator.free_pages, quota)
+        if room < min(quota, match.host_hit_pages):
+            self._controller.refuse_load()
+        nodes: list[Node] = []
+        for node in reversed(list(tree.span(match.node, match.host_hit_pages))):
+            if tree.pages(node) > room:
+                return (nodes, node, room) if room >= CUT_PAGES_MIN else (nodes, None, 0)
+            nodes.append(node)
+            room -= tree.pages(node)
+        return nodes, None, 0

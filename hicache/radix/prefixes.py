@@ -1,0 +1,309 @@
+"""The structure of the radix tree: runs of pages under one root per seed, how they are found, added, divided and
+removed, and the page keys of each run.
+
+Tokens are compared as bytes: a page is a slice and a dictionary key, and a run compares at the speed of memory. There
+is one root per seed (`extra_key`, `cache_salt`), so equal tokens under two seeds never share a node. `RadixTree` knows
+which tier a run is on. Owned by the scheduler thread; no lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arguments import instance
+from ..errors import InvalidInput, InvariantError
+from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, RadixKey, key_page_bytes, page_keys, split_keys
+from ..types import NO_PAGES, PageIds
+from .node import NO_CHILDREN, Node
+
+
+class Peek(NamedTuple):
+    """What a match would find, in pages: on L1, and behind them on L2 only."""
+
+    device_pages: int
+    host_pages: int
+
+
+class PrefixTree:
+    """Nodes below one root per seed.
+
+    `page_size` is in tokens, or in bigrams; `position_bytes` is the kind of the keys (see `RadixKey`), `page_bytes` are
+    the key bytes of one page. Where the engine gives the page keys, a node's key and its page keys are the same bytes.
+    """
+
+    def __init__(self, page_size: int, position_bytes: int) -> None:
+        self.page_size = page_size
+        self.position_bytes = position_bytes
+        self.page_bytes = key_page_bytes(page_size, position_bytes)
+        self.node_count = 0
+        self._roots: dict[bytes, Node] = {}
+        self._clock = 0
+        self._next_id = 0
+
+    def roots(self) -> list[Node]:
+        """The roots, one per seed in use."""
+        return list(self._roots.values())
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the roots, parents first."""
+        stack = self.roots()
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            if node.parent is not None:
+                yield node
+
+    def pages(self, node: Node) -> int:
+        """Pages of the node's run."""
+        return len(node.key) // self.page_bytes
+
+    def span(self, node: Node, pages: int) -> Iterator[Node]:
+        """The nodes that together are the last `pages` pages up to and with `node`, deepest first.
+
+        An operation on a node finds all parts of it here, into however many it was split since.
+        """
+        while pages > 0:
+            if node.parent is None:
+                raise InvariantError("span: ran over the root; a node was removed under an operation")
+            parent = node.parent
+            pages -= len(node.key) // self.page_bytes
+            yield node
+            node = parent
+        if pages < 0:
+            raise InvariantError("span: the operation began inside a node")
+
+    # Page keys
+
+    def page_keys(self, node: Node) -> list[bytes]:
+        """Storage keys of the node's pages; computed when first asked for, for the ancestors too."""
+        missing = []
+        part = node
+        while part.page_keys is None and part.parent is not None:
+            missing.append(part)
+            part = part.parent
+        for part in reversed(missing):
+            part.page_keys = b"".join(page_keys(part.key, self.page_bytes // TOKEN_BYTES, self.last_key(part.parent)))
+        return split_keys(node.page_keys or b"")
+
+    def last_key(self, node: Node | None) -> bytes:
+        """What the key of the page after `node` is chained from: its last page key; the seed for a root."""
+        if node is None:
+            return b""
+        if node.page_keys is None:
+            self.page_keys(node)
+        return (node.page_keys or b"")[-PAGE_KEY_BYTES:]
+
+    def prior(self, node: Node) -> bytes | PageChain:
+        """As `last_key`, but hashes nothing: where the key is not known, the chain that has it."""
+        unknown: list[Node] = []
+        while node.page_keys is None and node.chain is None and node.parent is not None:
+            unknown.append(node)
+            node = node.parent
+        prior = node.chain if node.page_keys is None and node.chain is not None else self.last_key(node)
+        for part in reversed(unknown):
+            prior = PageChain(part.key, self.page_bytes // TOKEN_BYTES, prior)
+        return prior
+
+    def peek(self, key: RadixKey) -> Peek:
+        """What `match` would find. Changes nothing: no node is marked or split."""
+        self.require_fitting(key)
+        tokens, page_bytes = key.tokens, self.page_bytes
+        end = len(tokens) - len(tokens) % page_bytes
+        root = self._roots.get(key.seed)
+        device_pages = host_pages = offset = 0
+        children = {} if root is None else root.children
+        while offset < end and (child := children.get(tokens[offset : offset + page_bytes])) is not None:
+            whole = tokens.startswith(child.key, offset)
+            count = self.pages(child) if whole else self._common_pages(child.key, tokens, offset, end)
+            if child.device is not None:
+                device_pages += count
+            else:
+                host_pages += count
+            if not whole:
+                break
+            offset += len(child.key)
+            children = child.children
+        return Peek(device_pages, host_pages)
+
+    def use(self, node: Node, priority: int = 0) -> None:
+        """Count a request that reuses the path to `node`, and raise the path's priority to at least `priority`."""
+        while node.parent is not None:
+            node.hit_count += 1
+            node.priority = max(node.priority, priority)
+            node = node.parent
+
+    def awaits_load(self, key: RadixKey, below: Node, start_page: int) -> bool:
+        """Whether one of the nodes that `insert` would find behind `below` is still being loaded. Changes nothing."""
+        node, offset = below, start_page * self.page_bytes
+        if node.parent is None:
+            node = self._roots.get(key.seed, node)
+        while (child := node.children.get(key.tokens[offset : offset + self.page_bytes])) is not None:
+            if child.load_pending:
+                return True
+            if not key.tokens.startswith(child.key, offset):
+                break
+            node, offset = child, offset + len(child.key)
+        return False
+
+    def device_pages(self, node: Node) -> PageIds:
+        """The L1 pages from the start of the prompt to the end of `node`. REQUIRES: `node` is on L1."""
+        runs: list[PageIds] = []
+        while node.parent is not None:
+            if node.device is None:
+                raise InvariantError(f"not on L1: {node!r}")
+            runs.append(node.device)
+            node = node.parent
+        return joined(runs[::-1])
+
+    def require_fitting(self, key: RadixKey) -> None:
+        """Raises InvalidInput unless `key` is a key of the kind that this tree has: plain, bigram or given."""
+        if instance("key", key, RadixKey).position_bytes == self.position_bytes:
+            return
+        if key.is_given:
+            hint = "this cache hashes tokens: use a cache that takes given page keys, or `RadixKey.of`"
+        elif self.position_bytes == PAGE_KEY_BYTES:
+            hint = "this cache takes given page keys: use `RadixKey.of_hashes`"
+        else:
+            hint = "bigram and plain keys do not mix"
+        raise InvalidInput(
+            f"radix key: {key.position_bytes} bytes a position, the tree has {self.position_bytes}; {hint}"
+        )
+
+    # Inside
+
+    def _root(self, seed: bytes) -> Node:
+        """The root of a seed. A new one enters the tree with its first child, so that lookups leave nothing behind."""
+        root = self._roots.get(seed)
+        if root is None:
+            root = self._new_node(None, b"")
+            root.page_keys = seed
+        return root
+
+    def _walk(self, key: RadixKey, node: Node | None = None, offset: int = 0) -> list[Node]:
+        """Root and matched nodes down to where `key` leaves the tree; a node it leaves halfway is split there.
+
+        Begins at `node`, if given, behind the first `offset` bytes of `key`; what is above counts as used all the same.
+        """
+        self.require_fitting(key)
+        self._clock = now = self._clock + 1
+        tokens, page_bytes = key.tokens, self.page_bytes
+        end = len(tokens) - len(tokens) % page_bytes
+        if node is None or node.parent is None:
+            node = self._root(key.seed)  # a root that was empty when it was asked for may have been replaced since
+        above: Node | None = node
+        while above is not None:
+            above.last_access = now
+            above = above.parent
+        path = [node]
+        starts_with, append = tokens.startswith, path.append
+        while offset < end:
+            child = node.recent_child
+            # Most prompts follow the one before them, so the look-up by page is mostly saved. A child whose whole run
+            # is in `tokens` here is the right one, because siblings differ in their first page; and it does not reach
+            # beyond `end`, because runs are whole pages.
+            if child is None or not starts_with(child.key, offset):
+                child = node.children.get(tokens[offset : offset + page_bytes])
+                if child is None:
+                    break
+                if not starts_with(child.key, offset):
+                    child = self.split(child, self._common_pages(child.key, tokens, offset, end))
+                node.recent_child = child
+            child.last_access = now
+            append(child)
+            offset += len(child.key)
+            node = child
+        return path
+
+    def _common_pages(self, run: bytes, tokens: bytes, offset: int, end: int) -> int:
+        """How many whole pages `run` shares with `tokens[offset:end]`. The first page is known to be shared."""
+        page_bytes = self.page_bytes
+        low, high = 1, min(len(run), end - offset) // page_bytes
+        while low < high:
+            middle = (low + high + 1) // 2
+            if tokens.startswith(run[: middle * page_bytes], offset):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _new_node(self, parent: Node | None, key: bytes, priority: int = 0) -> Node:
+        self._next_id += 1
+        node = Node(self._next_id, parent, key, self._clock, priority)
+        if parent is not None:
+            self.node_count += 1
+            if self.position_bytes == PAGE_KEY_BYTES:
+                node.page_keys = key
+        return node
+
+    def _add_child(self, parent: Node, key: bytes, priority: int = 0) -> Node:
+        if parent.parent is None and parent.page_keys is not None:
+            self._roots[parent.page_keys] = parent
+        node = self._new_node(parent, key, priority)
+        self._file(parent, node)
+        return node
+
+    def _file(self, parent: Node, child: Node) -> None:
+        """Enter `child` under its first page, in place of a node that begins with the same one."""
+        if parent.children is NO_CHILDREN:
+            parent.children = {}
+        parent.children[child.key[: self.page_bytes]] = child
+        parent.recent_child = child
+
+    def split(self, tail: Node, pages: int) -> Node:
+        """Make the first `pages` pages of `tail` a node of their own, its new parent, which is returned.
+
+        Everything is divided: tokens, page ids, page keys; locks, holds, pins and operations under way count for both.
+        REQUIRES: 0 < pages < pages of `tail`.
+        """
+        parent = tail.parent
+        if parent is None:
+            raise InvariantError("split: a root has no pages")
+        cut = pages * self.page_bytes
+        head = self._new_node(parent, tail.key[:cut], tail.priority)
+        head.created, head.last_access, head.hit_count = tail.created, tail.last_access, tail.hit_count
+        head.lock_ref, head.host_ref, head.pin_ref = tail.lock_ref, tail.host_ref, tail.pin_ref
+        head.load_pending, head.backup_pending = tail.load_pending, tail.backup_pending
+        head.store_pending, head.stored = tail.store_pending, tail.stored
+        if tail.device is not None:
+            head.device, tail.device = tail.device[:pages].copy(), tail.device[pages:].copy()
+            head.device_children = 1
+        if tail.host is not None:
+            head.host, tail.host = tail.host[:pages].copy(), tail.host[pages:].copy()
+        if tail.page_keys is not None:
+            key_cut = pages * PAGE_KEY_BYTES
+            head.page_keys, tail.page_keys = tail.page_keys[:key_cut], tail.page_keys[key_cut:]
+        # A dictionary keeps the key it has; taken out first, the head of one page and its key are one object.
+        del parent.children[tail.key[: self.page_bytes]]
+        tail.key = tail.key[cut:]
+        tail.parent = head
+        if tail.chain is not None:
+            # It may begin above `head`, in an earlier head of the same run.
+            head.chain = tail.chain.head(tail.chain.pages - self.pages(tail))
+        self._file(parent, head)
+        self._file(head, tail)
+        return head
+
+    def _detach(self, node: Node) -> Node:
+        """Take `node`, which has no children, out of the tree; return its parent."""
+        parent = node.parent
+        if parent is None or node.children:
+            raise InvariantError(f"cannot remove {node!r}: it is a root or has children")
+        del parent.children[node.key[: self.page_bytes]]
+        if parent.recent_child is node:
+            parent.recent_child = None
+        if not parent.children:
+            parent.children = NO_CHILDREN
+            if parent.parent is None and parent.page_keys is not None:
+                self._roots.pop(parent.page_keys, None)
+        self.node_count -= 1
+        return parent
+
+
+def joined(runs: list[PageIds]) -> PageIds:
+    """The runs as one array. Joining bytes takes half the time of `np.concatenate`."""
+    if len(runs) > 1:
+        return np.frombuffer(b"".join(runs), dtype=np.int32)  # type: ignore[arg-type]  # an array is a buffer
+    return runs[0] if runs else NO_PAGES
