@@ -26,7 +26,7 @@ from hicache.events import EventStream, Medium, PrefixIndex, Removed, Stored
 from hicache.events.publisher import EventPublisher
 from hicache.events.wire import decode_batch, encode_batch
 from hicache.keys import RadixKey, page_keys, token_bytes
-from hicache.policies import LRUPolicy
+from hicache.policies import POLICIES
 from hicache.radix import Node, RadixTree
 
 from ._table import Row, print_table
@@ -73,7 +73,7 @@ def short(work: Callable[[], object]) -> float:
 
 def record(pages: int) -> Row:
     """The recorder's part, the list of page keys included."""
-    tree = RadixTree(PAGE_SIZE, LRUPolicy())
+    tree = RadixTree(PAGE_SIZE, POLICIES["lru"])
     made = nodes(tree, pages)
     event = events(pages)[0]
 
@@ -92,7 +92,7 @@ def record(pages: int) -> Row:
 
 def keys_alone(pages: int) -> Row:
     """What of that is the list of page keys, which the tree makes."""
-    tree = RadixTree(PAGE_SIZE, LRUPolicy())
+    tree = RadixTree(PAGE_SIZE, POLICIES["lru"])
     made = nodes(tree, pages)
     return row(f"of it the list of keys, {pages} pages a node", short(lambda: [tree.page_keys(node) for node in made]))
 

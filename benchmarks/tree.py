@@ -50,7 +50,7 @@ class Pair:
     def __init__(self, bindings: Any, page_size: int, policy: str = "lru", *, events: bool = False) -> None:
         self.page_size = page_size
         observer = EventRecorder(EventStream(EVENT_BYTES)) if events else None
-        self.ours = RadixTree(page_size, POLICIES[policy](), observer=observer)
+        self.ours = RadixTree(page_size, POLICIES[policy], observer=observer)
         self.peer = NativeTree(bindings, page_size, policy) if bindings else None
         self._next_page = 1
 
@@ -154,7 +154,7 @@ def memory_rows() -> Iterator[Row]:
         ("runs of 512 pages", 64, [tokens(512 * 64, seed) for seed in range(40)]),
     ):
         tracemalloc.start()
-        tree = RadixTree(size, POLICIES["lru"]())
+        tree = RadixTree(size, POLICIES["lru"])
         pages = 0
         for prompt in prompts:
             ids = np.arange(pages, pages + len(prompt) // size, dtype=np.int32)

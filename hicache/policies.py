@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from .errors import InvalidInput
@@ -21,111 +22,49 @@ SLRU_PROTECTED_HITS = 2
 TICK_BITS = 64
 
 
-class Ranked(Protocol):
-    """What a policy may read of a node (`hicache.radix.Node`)."""
-
-    last_access: int
-    created: int
-    hit_count: int
-    priority: int
-
-
 class EvictionPolicy(Protocol):
     """`falls_on_use` says whether using a node may lower its rank. Only then is a queued node entered again per use."""
 
-    falls_on_use: bool
+    @property
+    def falls_on_use(self) -> bool: ...
 
-    def rank(self, node: Any) -> Any:
-        """Anything that compares with the policy's other ranks, best an int. Reads the node, changes nothing."""
-
-
-class LRUPolicy:
-    """Least recently used first."""
-
-    falls_on_use = False
-
-    def rank(self, node: Ranked) -> int:
-        return node.last_access
+    @property
+    def rank(self) -> Callable[[Any], Any]:
+        """From a node (`hicache.radix.Node`) to anything that compares with the policy's other ranks, best an int. It
+        changes nothing."""
 
 
-class LFUPolicy:
-    """Used by the fewest requests first, then least recently used."""
+@dataclass(frozen=True, slots=True)
+class RankPolicy:
+    """A policy that is a function of the node."""
 
-    falls_on_use = False
-
-    def rank(self, node: Ranked) -> int:
-        return (node.hit_count << TICK_BITS) + node.last_access
-
-
-class FIFOPolicy:
-    """Oldest first."""
-
-    falls_on_use = False
-
-    def rank(self, node: Ranked) -> int:
-        return node.created
+    rank: Callable[[Any], int]
+    falls_on_use: bool = False
 
 
-class FILOPolicy:
-    """Newest first."""
-
-    falls_on_use = False
-
-    def rank(self, node: Ranked) -> int:
-        return -node.created
-
-
-class MRUPolicy:
-    """Most recently used first: for scans over more than fits, where the oldest is needed next."""
-
-    falls_on_use = True
-
-    def rank(self, node: Ranked) -> int:
-        return -node.last_access
-
-
-class PriorityPolicy:
-    """Lowest request priority first, then least recently used."""
-
-    falls_on_use = False
-
-    def rank(self, node: Ranked) -> int:
-        return (node.priority << TICK_BITS) + node.last_access
-
-
-class SLRUPolicy:
+def _slru(protected_hits: int) -> RankPolicy:
     """Segmented LRU: what fewer than `protected_hits` requests used goes first, then least recently used.
 
     Source: R. Karedla, J. S. Love, B. G. Wherry, "Caching strategies to improve disk system performance", 1994.
     """
-
-    falls_on_use = False
-
-    def __init__(self, protected_hits: int = SLRU_PROTECTED_HITS) -> None:
-        if protected_hits < 1:
-            raise InvalidInput(f"slru: protected_hits must be at least 1, got {protected_hits}")
-        self._protected_hits = protected_hits
-
-    def rank(self, node: Ranked) -> int:
-        return ((node.hit_count >= self._protected_hits) << TICK_BITS) + node.last_access
+    return RankPolicy(lambda node: ((node.hit_count >= protected_hits) << TICK_BITS) + node.last_access)
 
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "lru": LRUPolicy,
-    "lfu": LFUPolicy,
-    "fifo": FIFOPolicy,
-    "mru": MRUPolicy,
-    "filo": FILOPolicy,
-    "priority": PriorityPolicy,
-    "slru": SLRUPolicy,
+POLICIES: dict[str, EvictionPolicy] = {
+    # Least recently used first.
+    "lru": RankPolicy(lambda node: node.last_access),
+    # Used by the fewest requests first, then least recently used.
+    "lfu": RankPolicy(lambda node: (node.hit_count << TICK_BITS) + node.last_access),
+    # Oldest first.
+    "fifo": RankPolicy(lambda node: node.created),
+    # Most recently used first: for scans over more than fits, where the oldest is needed next.
+    "mru": RankPolicy(lambda node: -node.last_access, falls_on_use=True),
+    # Newest first.
+    "filo": RankPolicy(lambda node: -node.created),
+    # Lowest request priority first, then least recently used.
+    "priority": RankPolicy(lambda node: (node.priority << TICK_BITS) + node.last_access),
+    "slru": _slru(SLRU_PROTECTED_HITS),
 }
-
-
-def register_policy(name: str, factory: Callable[[], EvictionPolicy]) -> None:
-    """Make a policy of one's own known under `name`. Raises InvalidInput for a name that is taken."""
-    if name in POLICIES:
-        raise InvalidInput(f"eviction policy {name!r} exists already; choose another name")
-    POLICIES[name] = factory
 
 
 def require_policy(name: str) -> str:
@@ -133,20 +72,22 @@ def require_policy(name: str) -> str:
     if name not in POLICIES and ":" not in name:
         near = difflib.get_close_matches(name, POLICIES, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(POLICIES)}, or module:Class"
-        raise InvalidInput(f"no eviction policy is called {name!r}; {hint}")
+        raise InvalidInput(f"{name!r} is not an eviction policy; {hint}")
     return name
 
 
 def make_policy(name: str, *, slru_protected_hits: int = SLRU_PROTECTED_HITS) -> EvictionPolicy:
     """The policy called `name`, or made by `module:Class`.
 
-    Raises InvalidInput for an unknown name, and for what cannot be imported or is no policy.
+    Raises InvalidInput for an unknown name, and for a class that cannot be imported or is not a policy.
     """
     require_policy(name)
+    if slru_protected_hits < 1:
+        raise InvalidInput(f"slru: protected_hits must be at least 1, got {slru_protected_hits}")
     if name == "slru":
-        return SLRUPolicy(slru_protected_hits)
+        return _slru(slru_protected_hits)
     if name in POLICIES:
-        return POLICIES[name]()
+        return POLICIES[name]
     module, _, attribute = name.partition(":")
     try:
         policy = getattr(importlib.import_module(module), attribute)()

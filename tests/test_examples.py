@@ -17,7 +17,7 @@ from hicache.config import EventsConfig
 from hicache.events import EventStream
 from hicache.events.publisher import EventPublisher
 from hicache.keys import RadixKey
-from hicache.policies import LRUPolicy
+from hicache.policies import POLICIES
 from hicache.radix import RadixTree
 
 pytestmark = pytest.mark.long
@@ -42,7 +42,7 @@ def test_embedding_hits_the_device_and_after_a_restart_storage(repository: Path,
 
 def test_following_events_shows_what_an_engine_holds(repository: Path) -> None:
     stream = EventStream(1 << 20)
-    tree = RadixTree(16, LRUPolicy(), observer=EventRecorder(stream))
+    tree = RadixTree(16, POLICIES["lru"], observer=EventRecorder(stream))
     tree.insert(RadixKey.of(range(64), cache_salt="alice"), np.arange(4, dtype=np.int32))
     options = EventsConfig(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
     with EventPublisher(stream, options) as publisher:

@@ -1,6 +1,6 @@
 """The radix tree: nodes, matching, splitting, locks and eviction. It decides; `hicache.cache` executes."""
 
-from ..policies import POLICIES, EvictionPolicy, make_policy, register_policy
+from ..policies import POLICIES, EvictionPolicy, make_policy
 from .check import check_tree, pretty_print
 from .node import Node, may_leave_device
 from .prefixes import Peek
@@ -23,5 +23,4 @@ __all__ = [
     "make_policy",
     "may_leave_device",
     "pretty_print",
-    "register_policy",
 ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from ..keys import PageChain
 from ..types import PageIds
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """A run of consecutive pages, where each tier holds them, and who needs them there.
 
@@ -21,56 +24,29 @@ class Node:
     page count finds the whole run again by walking up (`RadixTree.span`).
     """
 
-    __slots__ = (
-        "backup_pending",
-        "chain",
-        "children",
-        "created",
-        "device",
-        "device_children",
-        "device_entry",
-        "hit_count",
-        "host",
-        "host_entry",
-        "host_ref",
-        "id",
-        "key",
-        "last_access",
-        "load_pending",
-        "lock_ref",
-        "page_keys",
-        "parent",
-        "pin_ref",
-        "priority",
-        "recent_child",
-        "store_pending",
-        "stored",
-    )
-
-    def __init__(self, node_id: int, parent: Node | None, key: bytes, created: int, priority: int = 0) -> None:
-        self.id = node_id
-        self.parent = parent
-        self.key = key
-        self.children = NO_CHILDREN  # by the bytes of the child's first page
-        self.recent_child: Node | None = None  # the one that was looked for last, where a lookup tries first
-        self.device: PageIds | None = None
-        self.host: PageIds | None = None
-        self.page_keys: bytes | None = None  # 32 bytes a page, once something has needed them; the seed of a root
-        self.chain: PageChain | None = None  # of a run that is being stored, as far as it goes down to here
-        self.created = created  # tick of the tree's clock
-        self.last_access = created
-        self.hit_count = 1  # requests that computed or reused this run
-        self.priority = priority  # the highest of the requests that used it
-        self.lock_ref = 0  # requests and copies that need this run, or one below it, where it is
-        self.host_ref = 0  # operations and pins that need the host pages of this run, or of one below it
-        self.pin_ref = 0  # pins on this run or on one below it; they count in host_ref too
-        self.device_children = 0  # children that are on L1
-        self.load_pending = False  # a copy from L2 is under way: the L1 pages are not filled yet
-        self.backup_pending = False  # a copy to L2 is under way
-        self.store_pending = False  # a store to L3 is under way
-        self.stored = False  # L3 had it when this was last known
-        self.device_entry = 0  # which entry of the L1 eviction queue is this node's; 0 for none
-        self.host_entry = 0  # the same for L2
+    id: int
+    parent: Node | None
+    key: bytes
+    created: int  # tick of the tree's clock
+    last_access: int
+    priority: int = 0  # the highest of the requests that used it
+    children: dict[bytes, Node] = field(default_factory=lambda: NO_CHILDREN)  # by the bytes of the child's first page
+    recent_child: Node | None = None  # the one that was looked for last, where a lookup tries first
+    device: PageIds | None = None
+    host: PageIds | None = None
+    page_keys: bytes | None = None  # 32 bytes a page, once something has needed them; the seed of a root
+    chain: PageChain | None = None  # of a run that is being stored, as far as it goes down to here
+    hit_count: int = 1  # requests that computed or reused this run
+    lock_ref: int = 0  # requests and copies that need this run, or one below it, where it is
+    host_ref: int = 0  # operations and pins that need the host pages of this run, or of one below it
+    pin_ref: int = 0  # pins on this run or on one below it; they count in host_ref too
+    device_children: int = 0  # children that are on L1
+    load_pending: bool = False  # a copy from L2 is in flight: the L1 pages are not filled yet
+    backup_pending: bool = False  # a copy to L2 is in flight
+    store_pending: bool = False  # a store to L3 is in flight
+    stored: bool = False  # L3 had it when this was last known
+    device_entry: int = 0  # which entry of the L1 eviction queue is this node's; 0 for none
+    host_entry: int = 0  # the same for L2
 
     def __repr__(self) -> str:
         tiers = "".join(("D" if self.device is not None else "", "H" if self.host is not None else "")) or "-"

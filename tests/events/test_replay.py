@@ -8,7 +8,7 @@ from hicache.cache.recorder import EventRecorder, snapshot
 from hicache.errors import InvariantError
 from hicache.events import Cleared, Event, EventStream, Medium, PrefixIndex, Removed, Stored
 from hicache.keys import RadixKey, page_keys, token_bytes
-from hicache.policies import LRUPolicy
+from hicache.policies import POLICIES
 from hicache.radix import RadixTree
 from hicache.tiers import PageAllocator
 from tests.events.world import RecordedMachine, pages_of_index, pages_of_tree
@@ -153,7 +153,7 @@ def test_bigrams_have_eight_bytes_a_position() -> None:
 
 def filled_tree(tokens: int = 64) -> tuple[EventStream, RadixTree, RadixKey]:
     stream = EventStream(LARGE_BYTES)
-    tree = RadixTree(16, LRUPolicy(), observer=EventRecorder(stream))
+    tree = RadixTree(16, POLICIES["lru"], observer=EventRecorder(stream))
     key = RadixKey(token_bytes(range(tokens)), bytes(range(32)))
     pages = PageAllocator(100).alloc(tokens // 16)
     assert pages is not None
@@ -188,7 +188,7 @@ def test_a_split_is_no_event() -> None:
 
 def test_a_page_that_came_from_storage_is_reported_on_both_and_leaves_both() -> None:
     stream = EventStream(LARGE_BYTES)
-    tree = RadixTree(16, LRUPolicy(), observer=EventRecorder(stream))
+    tree = RadixTree(16, POLICIES["lru"], observer=EventRecorder(stream))
     key = RadixKey(token_bytes(range(32)))
     pages = PageAllocator(100).alloc(2)
     assert pages is not None

@@ -7,13 +7,13 @@ import pytest
 
 from hicache.errors import InvalidInput, InvariantError
 from hicache.keys import PageChain, RadixKey, page_keys
-from hicache.policies import LRUPolicy
+from hicache.policies import POLICIES
 from hicache.radix import Node, RadixTree, check_tree
 from hicache.types import PageIds
 
 
 def tree(page_size: int = 2) -> RadixTree:
-    return RadixTree(page_size, LRUPolicy())
+    return RadixTree(page_size, POLICIES["lru"])
 
 
 def ids(*pages: int) -> PageIds:
@@ -128,12 +128,12 @@ def test_prompts_that_take_turns_are_each_found() -> None:
 
 
 def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
-    t = RadixTree(1, LRUPolicy(), run_pages_max=30)
+    t = RadixTree(1, POLICIES["lru"], run_pages_max=30)
     key = RadixKey.of(list(range(100)))
     t.insert(key, np.arange(1, 101, dtype=np.int32))
     assert t.node_count == 4
     assert t.match(key).device_pages.tolist() == list(range(1, 101))
-    t = RadixTree(1, LRUPolicy(), run_pages_max=30)
+    t = RadixTree(1, POLICIES["lru"], run_pages_max=30)
     assert len(t.insert_host(key, 0, np.arange(100, dtype=np.int32), page_keys(key.tokens, 1))[1]) == 0
     assert t.node_count == 4 and t.match(key).host_hit_pages == 100
     check_tree(t)
