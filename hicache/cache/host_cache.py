@@ -21,7 +21,7 @@ waits for another write, which brings its prefix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Unpack
 
 import numpy as np
@@ -49,24 +49,6 @@ class HostMatch:
     loading: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HostLoad:
-    """A handle: the pages of `rid` from `start_page` on are held in `host_pages` (int32, not to be written to)."""
-
-    rid: str
-    start_page: int
-    host_pages: PageIds
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostWrite:
-    """A handle: the pages of `rid` from `start_page` on go into `host_pages` (int32, not to be written to)."""
-
-    rid: str
-    start_page: int
-    host_pages: PageIds
-
-
 @dataclass(slots=True, eq=False)
 class _Request:
     """What is remembered of a request until `abort`: the tree that it began with, the length that was decided on, how,
@@ -79,31 +61,40 @@ class _Request:
     failed: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _Load:
-    """The run that ends at `node`, held for `request`; `storage_pages` of it came from storage for that request."""
+@dataclass(frozen=True, slots=True, eq=False)
+class HostLoad:
+    """A handle: the pages of `rid` from `start_page` on are held in `host_pages` (int32, not to be written to).
 
-    tree: RadixTree
-    node: Node
-    request: _Request
-    storage_pages: int
-
-
-@dataclass(slots=True, eq=False)
-class _Write:
-    """Pages on their way to L2: those of `key` from `start_page` on. `anchor`, the end of what L2 has of those before
-    them, is held.
+    They end at `_node`; `_storage_pages` of them came from storage for `_request`.
     """
 
-    key: RadixKey
+    rid: str
     start_page: int
     host_pages: PageIds
-    tree: RadixTree
-    anchor: Node
-    complete: bool = False  # all workers have copied
+    _tree: RadixTree = field(repr=False)
+    _node: Node = field(repr=False)
+    _request: _Request = field(repr=False)
+    _storage_pages: int = field(repr=False)
+
+
+@dataclass(slots=True, eq=False)
+class HostWrite:
+    """A handle: the pages of `rid` from `start_page` on go into `host_pages` (int32, not to be written to).
+
+    They are those of `_key`. `_anchor`, the end of what L2 has of the pages before them, is held. `_complete`: all
+    workers have copied.
+    """
+
+    rid: str
+    start_page: int
+    host_pages: PageIds
+    _key: RadixKey = field(repr=False)
+    _tree: RadixTree = field(repr=False)
+    _anchor: Node = field(repr=False)
+    _complete: bool = field(default=False, repr=False)
 
     @property
-    def end_page(self) -> int:
+    def _end_page(self) -> int:
         return self.start_page + len(self.host_pages)
 
 
@@ -119,8 +110,8 @@ class HostCache(TieredCache):
         if host.allocator.used_pages:
             raise InvalidInput(f"host: {host.allocator.used_pages} pages are in use; each cache needs its own pool")
         self._requests: dict[str, _Request] = {}
-        self._loads: dict[HostLoad, _Load] = {}
-        self._writes: dict[HostWrite, _Write] = {}
+        self._loads: set[HostLoad] = set()
+        self._writes: dict[HostWrite, None] = {}  # in the order in which they began
         self._loading_pages = self._writing_pages = self._loaded_pages = self._written_pages = 0
 
     # Storage
@@ -184,8 +175,8 @@ class HostCache(TieredCache):
         tree.hold_host(node)
         host_pages = _host_pages(tree, node, end_page - start_page)
         arrived = self._prefetcher.take_arrived(rid)
-        load = HostLoad(rid, start_page, host_pages)
-        self._loads[load] = _Load(tree, node, request, min(arrived, len(host_pages)))
+        load = HostLoad(rid, start_page, host_pages, tree, node, request, min(arrived, len(host_pages)))
+        self._loads.add(load)
         self._loading_pages += len(host_pages)
         return load
 
@@ -197,21 +188,21 @@ class HostCache(TieredCache):
         """
         if seconds is not None:
             seconds = number("seconds", seconds)
-        task = self._loads.pop(instance("load", load, HostLoad), None)
-        if task is None:
+        if instance("load", load, HostLoad) not in self._loads:
             raise InvalidInput("load: it has ended, or another cache began it")
+        self._loads.remove(load)
         pages = len(load.host_pages)
         self._loading_pages -= pages
-        task.tree.release_host(task.node)
+        load._tree.release_host(load._node)
         self._trees.sweep()
         if seconds is None:
-            task.request.failed = True
+            load._request.failed = True
             self._counters.skipped["load_failed"] += 1
             return
         self._loaded_pages += pages
         self.break_even.observe_transfer(Route.LOAD, pages, seconds)
-        self._counters.hit_tokens["host"] += (pages - task.storage_pages) * self.page_size
-        self._counters.hit_tokens["storage"] += task.storage_pages * self.page_size
+        self._counters.hit_tokens["host"] += (pages - load._storage_pages) * self.page_size
+        self._counters.hit_tokens["storage"] += load._storage_pages * self.page_size
 
     # Writes
 
@@ -244,8 +235,8 @@ class HostCache(TieredCache):
             tree.release_host(match.node)
             self._counters.skipped["backup_no_host_room"] += 1
             return None
-        write = HostWrite(rid, begin, host_pages)
-        self._writes[write] = _Write(self._head(key, end_page), begin, host_pages, tree, match.node)
+        write = HostWrite(rid, begin, host_pages, self._head(key, end_page), tree, match.node)
+        self._writes[write] = None
         self._writing_pages += len(host_pages)
         return write
 
@@ -258,17 +249,16 @@ class HostCache(TieredCache):
         Raises InvalidInput for a write that has ended, or is of another cache.
         """
         instance("complete", complete, bool)
-        task = self._writes.get(instance("write", write, HostWrite))
-        if task is None or task.complete:
+        if instance("write", write, HostWrite) not in self._writes or write._complete:
             raise InvalidInput("write: it has ended, or another cache began it")
         if complete:
-            self._written_pages += len(task.host_pages)
-            task.complete = True
+            self._written_pages += len(write.host_pages)
+            write._complete = True
             self._show_complete([write])
         else:
             self._counters.skipped["backup_failed"] += 1
-            self._give_back(write)
-            self._show_complete(self._behind(task))
+            self._end_write(write, write.host_pages)
+            self._show_complete(self._behind(write))
         self._trees.sweep()
 
     # Emptying
@@ -328,9 +318,9 @@ class HostCache(TieredCache):
             node = node.parent
         return bool(nodes) and any(
             load.rid != rid
-            and task.tree is self.tree
-            and not nodes.isdisjoint(task.tree.span(task.node, len(load.host_pages)))
-            for load, task in self._loads.items()
+            and load._tree is self.tree
+            and not nodes.isdisjoint(load._tree.span(load._node, len(load.host_pages)))
+            for load in self._loads
         )
 
     def _reach(self, key: RadixKey, pages: int) -> int:
@@ -338,9 +328,9 @@ class HostCache(TieredCache):
         reached = -1
         while reached < pages:
             reached = pages
-            for task in self._writes.values():
-                if task.tree is self.tree and task.start_page <= pages < task.end_page:
-                    pages = max(pages, self._common_pages(key, task.key, pages))
+            for write in self._writes:
+                if write._tree is self.tree and write.start_page <= pages < write._end_page:
+                    pages = max(pages, self._common_pages(key, write._key, pages))
         return pages
 
     def _common_pages(self, key: RadixKey, other: RadixKey, pages: int) -> int:
@@ -361,53 +351,45 @@ class HostCache(TieredCache):
         """
         while writes:
             write = writes.pop()
-            task = self._writes.get(write)
-            if task is None or not task.complete:
+            if write not in self._writes or not write._complete:
                 continue
-            if task.tree is not self.tree or self._closed:
-                self._give_back(write)
-                writes += self._behind(task)
-                continue
-            present = self.tree.peek(self._head(task.key, task.start_page)).host_pages
-            if present == task.start_page:
-                writes += self._show(write, task)
-            elif self._reach(task.key, present) < task.start_page:
-                self._give_back(write)
-                writes += self._behind(task)
+            gone = write._tree is not self.tree or self._closed
+            present = 0 if gone else self.tree.peek(self._head(write._key, write.start_page)).host_pages
+            if not gone and present == write.start_page:
+                writes += self._show(write)
+            elif gone or self._reach(write._key, present) < write.start_page:
+                self._end_write(write, write.host_pages)
+                writes += self._behind(write)
 
-    def _show(self, write: HostWrite, task: _Write) -> list[HostWrite]:
+    def _show(self, write: HostWrite) -> list[HostWrite]:
         """Show a write. Returns those that follow it directly; what it brought is held for them now."""
-        tree = task.tree
-        node, unused = tree.insert_host(task.key, task.start_page, task.host_pages)
+        tree = write._tree
+        node, unused = tree.insert_host(write._key, write.start_page, write.host_pages)
         self._end_write(write, unused)
         self._l2.store_path(node, self._store_hits_min)
-        following = [each for each in self._behind(task) if each.start_page <= task.end_page]
-        for each in following:
-            other = self._writes[each]
-            match = tree.match(self._head(other.key, other.start_page))
+        following = [other for other in self._behind(write) if other.start_page <= write._end_page]
+        for other in following:
+            match = tree.match(self._head(other._key, other.start_page))
             tree.hold_host(match.node)
-            tree.release_host(other.anchor)
-            other.anchor = match.node
+            tree.release_host(other._anchor)
+            other._anchor = match.node
         return following
 
-    def _behind(self, task: _Write) -> list[HostWrite]:
-        """The writes that begin behind the first page of `task` and share it: all that wait for `task`, and others."""
+    def _behind(self, write: HostWrite) -> list[HostWrite]:
+        """The writes that begin behind the first page of `write` and share it: all that wait for it, and others."""
         return [
-            write
-            for write, other in self._writes.items()
-            if other.start_page > task.start_page
-            and other.tree is task.tree
-            and self._same_page(other.key, task.key, task.start_page)
+            other
+            for other in self._writes
+            if other.start_page > write.start_page
+            and other._tree is write._tree
+            and self._same_page(other._key, write._key, write.start_page)
         ]
 
-    def _give_back(self, write: HostWrite) -> None:
-        self._end_write(write, write.host_pages)
-
     def _end_write(self, write: HostWrite, unused: PageIds) -> None:
-        task = self._writes.pop(write)
-        self._writing_pages -= len(task.host_pages)
-        self._l2.commit(len(task.host_pages), unused)
-        task.tree.release_host(task.anchor)
+        del self._writes[write]
+        self._writing_pages -= len(write.host_pages)
+        self._l2.commit(len(write.host_pages), unused)
+        write._tree.release_host(write._anchor)
 
     def _key_pages(self, key: RadixKey) -> int:
         """The whole pages of a key. Raises InvalidInput for a key of another kind than the cache's."""
@@ -438,11 +420,11 @@ class HostCache(TieredCache):
     def check(self) -> None:
         """Raises InvariantError if a tree, L2 or a count is inconsistent. Visits every node."""
         super().check()
-        for load, task in self._loads.items():
-            there = np.array_equal(_host_pages(task.tree, task.node, len(load.host_pages)), load.host_pages)
-            if not (there and task.node.host_ref):
+        for load in self._loads:
+            there = np.array_equal(_host_pages(load._tree, load._node, len(load.host_pages)), load.host_pages)
+            if not (there and load._node.host_ref):
                 raise InvariantError(f"load of {load.rid!r}: its pages are not on L2, or not held")
-        reserved = [task.host_pages for task in self._writes.values()]
+        reserved = [write.host_pages for write in self._writes]
         held = (node.host for tree in self._trees.all() for node in tree.nodes() if node.host is not None)
         ids = np.concatenate([NO_PAGES, *reserved, *held])
         if len(np.unique(ids)) != len(ids):
@@ -451,8 +433,9 @@ class HostCache(TieredCache):
             raise InvariantError(
                 f"L2: {self._l2.reserved_pages} pages are reserved, {self._writing_pages} of them for writes"
             )
-        for write in self._writes.values():
-            if write.complete and self._reach(write.key, self.tree.peek(write.key).host_pages) < write.start_page:
+        for write in self._writes:
+            present = self.tree.peek(write._key).host_pages
+            if write._complete and self._reach(write._key, present) < write.start_page:
                 raise InvariantError("a write is complete, but is not shown and waits for no other")
 
 

@@ -42,7 +42,8 @@ class EvictionQueue:
 
     def push(self, node: Node) -> None:
         """Enter a candidate; an entry that it has already becomes stale."""
-        self.forget(node)
+        if self._entry_of(node):
+            self.forget(node)
         if self._stale > max(_STALE_MIN, len(self._heap) // 2):
             self._heap = [item for item in self._heap if self._entry_of(item[2]) == item[1]]
             heapq.heapify(self._heap)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..keys import PageChain
 from ..types import PageIds
@@ -29,8 +29,8 @@ class Node:
     key: bytes
     created: int  # tick of the tree's clock
     last_access: int
+    children: dict[bytes, Node]  # by the bytes of the child's first page
     priority: int = 0  # the highest of the requests that used it
-    children: dict[bytes, Node] = field(default_factory=lambda: NO_CHILDREN)  # by the bytes of the child's first page
     recent_child: Node | None = None  # the one that was looked for last, where a lookup tries first
     device: PageIds | None = None
     host: PageIds | None = None

@@ -231,7 +231,7 @@ class PrefixTree:
 
     def _new_node(self, parent: Node | None, key: bytes, priority: int = 0) -> Node:
         self._next_id += 1
-        node = Node(self._next_id, parent, key, self._clock, self._clock, priority)
+        node = Node(self._next_id, parent, key, self._clock, self._clock, NO_CHILDREN, priority)
         if parent is not None:
             self.node_count += 1
             if self.position_bytes == PAGE_KEY_BYTES:

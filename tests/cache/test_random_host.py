@@ -337,7 +337,7 @@ class ShowsAtBegin(HostCache):
     def begin_write(self, rid: str, key: RadixKey, start_page: int = 0) -> HostWrite | None:
         write = super().begin_write(rid, key, start_page)
         if write is not None:
-            self._show(write, self._writes[write])
+            self._show(write)
         return write
 
     def end_write(self, write: HostWrite, *, complete: bool) -> None:
@@ -350,13 +350,11 @@ class LoadsWithoutHolding(HostCache):
     def begin_load(self, rid: str, key: RadixKey, start_page: int, end_page: int) -> HostLoad | None:
         load = super().begin_load(rid, key, start_page, end_page)
         if load is not None:
-            task = self._loads[load]
-            task.tree.release_host(task.node)
+            load._tree.release_host(load._node)
         return load
 
     def end_load(self, load: HostLoad, seconds: float | None) -> None:
-        task = self._loads[load]
-        task.tree.hold_host(task.node)
+        load._tree.hold_host(load._node)
         super().end_load(load, seconds)
 
     def check(self) -> None:
@@ -369,7 +367,7 @@ class GivesWritesBackAtClear(HostCache):
     def clear(self) -> None:
         super().clear()
         for write in list(self._writes):
-            self._give_back(write)
+            self._end_write(write, write.host_pages)
         self._trees.sweep()
 
     def end_write(self, write: HostWrite, *, complete: bool) -> None:
@@ -381,10 +379,9 @@ class ShowsOldWrites(HostCache):
     """A write of earlier weights enters the new tree."""
 
     def end_write(self, write: HostWrite, *, complete: bool) -> None:
-        task = self._writes[write]
-        if task.tree is not self.tree:
-            task.tree.release_host(task.anchor)
-            task.tree, task.anchor = self.tree, self.tree.match(RadixKey(b"", b"", task.key.position_bytes)).node
+        if write._tree is not self.tree:
+            write._tree.release_host(write._anchor)
+            write._tree, write._anchor = self.tree, self.tree.match(RadixKey(b"", b"", write._key.position_bytes)).node
         super().end_write(write, complete=complete)
 
 
@@ -410,18 +407,17 @@ class DropsWhatIsEarly(HostCache):
 
     def _show_complete(self, writes: list[HostWrite]) -> None:
         super()._show_complete(writes)
-        for write in [write for write, task in self._writes.items() if task.complete]:
-            self._give_back(write)
+        for write in [write for write in self._writes if write._complete]:
+            self._end_write(write, write.host_pages)
 
 
 class OffersFailedLoads(HostCache):
     """A request is offered the pages again whose load has failed."""
 
     def end_load(self, load: HostLoad, seconds: float | None) -> None:
-        request = self._loads[load].request
-        failed = request.failed
+        failed = load._request.failed
         super().end_load(load, seconds)
-        request.failed = failed
+        load._request.failed = failed
 
 
 BROKEN = [ShowsAtBegin, LoadsWithoutHolding, GivesWritesBackAtClear, ShowsOldWrites, WritesForOldRequests,
