@@ -141,7 +141,7 @@ class Load:
 
     def _insert(self, numbers: range) -> None:
         for number in numbers:
-            key, pages = prompt(number), self.cache.alloc_pages(RUN_PAGES)
+            key, pages = prompt(number), self.cache.page_source.alloc(RUN_PAGES)
             assert pages is not None
             self.cache.insert(key, pages)
         self.cache.poll()  # starts the copies

@@ -84,11 +84,9 @@ class ChunkCache:
         """Nothing to forget."""
         instance("rid", rid, str)
 
-    def begin_request(
-        self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
-    ) -> RequestKV | None:
+    def begin_request(self, rid: str, key: RadixKey, *, priority: int = 0) -> RequestKV | None:
         """Own pages for all of `key`; None if L1 has no room now. Raises as every cache does."""
-        _, priority, _ = require_beginning(rid, key, priority, load_pages_max, self.device)
+        _, priority = require_beginning(rid, key, priority, self.device)
         if self._closed:
             raise InvalidInput("the cache is closed; build a new one")
         request = RequestKV(rid, key, NO_PAGES, 0, self._tree, self._nothing.node, priority)

@@ -49,14 +49,6 @@ class Eviction:
     short_pages: int
 
 
-class Loaded(NamedTuple):
-    """The last node that is on L1 now, the new L1 pages in order, and the load, None if there are none."""
-
-    node: Node
-    pages: PageIds
-    load: Load | None
-
-
 class _Run(NamedTuple):
     """What a backup is for: the run that ends at `node`, into however many nodes it was split since."""
 
@@ -268,19 +260,20 @@ class DeviceTier:
 
     # From L2 to L1
 
-    def load_back(self, tree: RadixTree, match: Match, quota_pages: int | None) -> Loaded:
-        """Load the L2 part of `match`, as much as fits, at most `quota_pages` pages.
+    def load_back(self, tree: RadixTree, match: Match) -> tuple[Node, PageIds, Load | None]:
+        """Load the L2 part of `match`, as much as fits. Return the last node that is on L1 now, the new L1 pages in
+        order, and the load, None if there are none.
 
         REQUIRES: `match.node` is locked by the caller, who has made room for all of it.
         """
-        none = Loaded(match.device_node, NO_PAGES, None)
+        none = match.device_node, NO_PAGES, None
         if match.host_hit_pages == 0:
             return none
         threshold_tokens = self._config.load_back_threshold_tokens
         if match.host_hit_pages * tree.page_size < threshold_tokens:
             self._counters.skipped["load_too_short"] += 1
             return none
-        nodes, cut, rest = self._fitting(tree, match, quota_pages)
+        nodes, cut, rest = self._fitting(tree, match)
         count = sum(map(tree.pages, nodes)) + rest
         if count == 0 or count * tree.page_size < threshold_tokens:
             return none
@@ -302,7 +295,7 @@ class DeviceTier:
         host_pages = np.concatenate([node.host for node in nodes if node.host is not None])
         load = self._controller.submit_load(host_pages, pages)
         self._loads[load] = tree, nodes[-1]
-        return Loaded(nodes[-1], pages, load)
+        return nodes[-1], pages, load
 
     def loaded(self, load: Load) -> None:
         """A load has ended, well or not."""
@@ -327,11 +320,10 @@ class DeviceTier:
         for part in parts:
             self.allocator.free(tree.leave_device(part))
 
-    def _fitting(self, tree: RadixTree, match: Match, quota_pages: int | None) -> tuple[list[Node], Node | None, int]:
+    def _fitting(self, tree: RadixTree, match: Match) -> tuple[list[Node], Node | None, int]:
         """The leading nodes on L2 that there is room for; the next one if a part of it fits, and how much."""
-        quota = match.host_hit_pages if quota_pages is None else quota_pages
-        room = min(self._controller.load_room, self.allocator.free_pages, quota)
-        if room < min(quota, match.host_hit_pages):
+        room = min(self._controller.load_room, self.allocator.free_pages)
+        if room < match.host_hit_pages:
             self._controller.refuse_load()
         nodes: list[Node] = []
         for node in reversed(list(tree.span(match.node, match.host_hit_pages))):

@@ -59,15 +59,12 @@ class TreeCache(Protocol):
     def abort_prefetch(self, rid: str) -> None:
         """Forget a request that has not begun and will not."""
 
-    def begin_request(
-        self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
-    ) -> RequestKV | None:
+    def begin_request(self, rid: str, key: RadixKey, *, priority: int = 0) -> RequestKV | None:
         """Give a request its KV: what is cached of `key`, and own pages for the rest of it.
 
         KV of the first `cached_tokens` tokens is there, or being loaded; at least the last token is left to compute.
-        `priority` counts for the eviction policy of that name; at most `load_pages_max` pages are loaded back. None if
-        L1 has no room now. Raises TransferError after a device copy has failed, CapacityError for a prompt that is
-        larger than L1, InvalidInput once closed.
+        `priority` counts for the eviction policy of that name. None if L1 has no room now. Raises TransferError after a
+        device copy has failed, CapacityError for a prompt that is larger than L1, InvalidInput once closed.
         """
 
     def start_loading(self) -> Transfer | None:

@@ -59,15 +59,13 @@ class HiRadixCache(TieredCache):
         """How much of `key` is cached, in pages that a request could reuse; changes nothing."""
         return self.tree.peek(self._reusable(key))
 
-    def begin_request(
-        self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
-    ) -> RequestKV | None:
+    def begin_request(self, rid: str, key: RadixKey, *, priority: int = 0) -> RequestKV | None:
         """Give a request its KV: the cached prefix, loaded back where it is on L2, and own pages for the rest of `key`.
 
         None if L1 has no room now, even after evicting: nothing is held then, and with write_back room may be on its
         way.
         """
-        pages, priority, load_pages_max = require_beginning(rid, key, priority, load_pages_max, self.device)
+        pages, priority = require_beginning(rid, key, priority, self.device)
         self._require_service()
         tree, reusable = self.tree, self._reusable(key)
         if self._prefetcher.is_active(rid) and not self._l1.may_have_room(pages - tree.peek(reusable).device_pages):
@@ -79,7 +77,7 @@ class HiRadixCache(TieredCache):
         if not self._l1.make_room(needed):
             tree.unlock(match.node)
             return None
-        node, loaded, load = self._l1.load_back(tree, match, load_pages_max)
+        node, loaded, load = self._l1.load_back(tree, match)
         if node is not match.node:
             tree.lock(node)
             tree.unlock(match.node)
@@ -170,7 +168,7 @@ class HiRadixCache(TieredCache):
         """Hand L1 pages that hold the whole pages of `key` to the tree, and back them up as the policy says.
 
         The caller keeps `device_pages[:present_pages]`, which the tree had already. REQUIRES: the pages came from
-        `alloc_pages`.
+        `page_source`.
         """
         priority = whole("priority", priority, -WHOLE_MAX)
         inserted = self.tree.insert(key, require_pages(device_pages), priority=priority)
@@ -178,17 +176,11 @@ class HiRadixCache(TieredCache):
         self._l1.used(inserted.node)
         return inserted
 
-    def alloc_pages(self, count: int) -> PageIds | None:
-        """L1 pages for the caller, evicting as needed; None if there is no room now."""
-        return self._l1.alloc(count)
-
-    def free_pages(self, pages: PageIds) -> None:
-        """Return pages of `alloc_pages` that were not handed to the tree."""
-        self._l1.free(pages)
-
     @property
     def page_source(self) -> PageSource:
-        """What `alloc_pages` and `free_pages` draw on, for a token allocator of the engine."""
+        """Pages for the caller or a token allocator of the engine. `alloc` evicts as needed; `free` takes back what was
+        not handed to the tree.
+        """
         return self._l1
 
     def evict(self, pages: int) -> Eviction:
@@ -205,7 +197,7 @@ class HiRadixCache(TieredCache):
 
     @property
     def request_pages(self) -> int:
-        """L1 pages that are requests' own, or the caller's by `alloc_pages`."""
+        """L1 pages that are requests' own, or the caller's by `page_source`."""
         return self._l1.request_pages
 
     def pin(self, key: RadixKey, ttl_s: float) -> Pin | None:

@@ -103,20 +103,16 @@ class RunningRequests:
         return len(own)
 
 
-def require_beginning(
-    rid: str, key: RadixKey, priority: int, load_pages_max: int | None, device: KVPool
-) -> tuple[int, int, int | None]:
-    """Check the arguments of `begin_request`; return the pages of the prompt, `priority` and `load_pages_max` as ints.
+def require_beginning(rid: str, key: RadixKey, priority: int, device: KVPool) -> tuple[int, int]:
+    """Check the arguments of `begin_request`; return the pages of the prompt, and `priority` as an int.
 
     Raises InvalidInput, and CapacityError for a prompt that is larger than L1.
     """
     instance("rid", rid, str)
     if instance("key", key, RadixKey).prompt_tokens < 1:
         raise InvalidInput("key: the prompt is empty; a request needs at least one token")
-    if load_pages_max is not None:
-        load_pages_max = whole("load_pages_max", load_pages_max)
     priority = whole("priority", priority, -WHOLE_MAX)
-    return _pages_of(f"request {rid!r}: the prompt of", key.prompt_tokens, device), priority, load_pages_max
+    return _pages_of(f"request {rid!r}: the prompt of", key.prompt_tokens, device), priority
 
 
 def missing_pages(request: RequestKV, total_tokens: int, device: KVPool) -> int:

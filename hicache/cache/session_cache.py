@@ -28,7 +28,7 @@ last token, which begins no pair yet, it keeps nothing.
 Called by the scheduler thread alone; no lock. Only `drain` and `close` block.
 
 Invariants, verified by `check()` beside those of HiRadixCache: no page of L1 is used but by nodes, running requests and
-sessions (so `alloc_pages` and token slots are not for this cache). A session holds exactly the pages of its tokens, and
+sessions (so `page_source` is not for this cache). A session holds exactly the pages of its tokens, and
 the whole ones are on L1 in its tree. A session whose partial page is with its turn ends at a whole page.
 """
 
@@ -151,21 +151,19 @@ class SessionCache(HiRadixCache):
             self._end_turn(session)
         super().abort_prefetch(rid)
 
-    def begin_request(
-        self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
-    ) -> RequestKV | None:
+    def begin_request(self, rid: str, key: RadixKey, *, priority: int = 0) -> RequestKV | None:
         """Give a request its KV; a turn that goes on where its session ended gets the session's partial page too.
 
         `device_hit_tokens` then counts the tokens of that page. None if L1 has no room, whatever idle sessions give up.
         """
-        pages, _, _ = require_beginning(rid, key, priority, load_pages_max, self.device)
+        pages, priority = require_beginning(rid, key, priority, self.device)
         self.tree.require_fitting(key)
         session = self._turns.get(rid)
         if session is not None and not session.idle:
             raise InvalidInput(f"request {rid!r} has begun already")
         if session is not None and session.held is not None and not _continues(session.held.key, key):
             self._release(session, "diverged")
-        while (request := super().begin_request(rid, key, priority=priority, load_pages_max=load_pages_max)) is None:
+        while (request := super().begin_request(rid, key, priority=priority)) is None:
             if not self._give_way(pages - self.peek(key).device_pages, pages, session):
                 return None
         if session is not None:
@@ -231,11 +229,11 @@ class SessionCache(HiRadixCache):
         tail, held.pages = held.pages[whole:], held.pages[:whole]
         held.key = key.head(whole * self.page_size)
         if request.shared_pages > whole:  # the tree has that page by now, from another request that went on like this
-            self.free_pages(tail)
+            self._l1.free(tail)
             return
         spare = request.pages[whole : whole + 1]
         request.pages = np.concatenate((request.pages[:whole], tail, request.pages[whole + 1 :]))
-        self.free_pages(spare)
+        self._l1.free(spare)
         request.device_hit_tokens += tail_tokens
         session.lent = key
         self._counts["tail_tokens"] += tail_tokens
@@ -252,7 +250,7 @@ class SessionCache(HiRadixCache):
             self._release(session, "not_shared")
             super().cache_finished_req(request, None)
             return
-        self.free_pages(request.pages[pages:])
+        self._l1.free(request.pages[pages:])
         before = session.held
         session.held = self.running.hand_over(request, key=key, pages=request.pages[:pages])
         if before is not None:

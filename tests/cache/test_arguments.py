@@ -45,10 +45,6 @@ CALLS: dict[str, tuple[Call, Sequence[Any]]] = {
     "begin_request rid": (lambda side, bad: side.cache.begin_request(bad, prompt(5)), NAMES),
     "begin_request key": (lambda side, bad: side.cache.begin_request("a", bad), [*KEYS, RadixKey(b"")]),
     "begin_request priority": (lambda side, bad: side.cache.begin_request("a", prompt(5), priority=bad), PRIORITIES),
-    "begin_request load_pages_max": (
-        lambda side, bad: side.cache.begin_request("a", prompt(5), load_pages_max=bad),
-        [each for each in COUNTS if each is not None],
-    ),
     "begin_request larger than L1": (lambda side, bad: side.cache.begin_request("a", bad), [prompt(*range(40))]),
     "extend total_tokens": (lambda side, bad: side.cache.extend(side.request, bad), [*COUNTS, 0, 1, 8, 2**40]),
     "cache_unfinished_req key": (
@@ -82,10 +78,10 @@ TIERED: dict[str, tuple[Call, Sequence[Any]]] = {
     "insert priority": (
         lambda side, bad: side.tiered.insert(prompt(6), np.array([9], np.int32), priority=bad), PRIORITIES,
     ),
-    "alloc_pages count": (lambda side, bad: side.tiered.alloc_pages(bad), COUNTS),
-    "free_pages pages": (lambda side, bad: side.tiered.free_pages(bad), PAGES),
+    "alloc_pages count": (lambda side, bad: side.tiered.page_source.alloc(bad), COUNTS),
+    "free_pages pages": (lambda side, bad: side.tiered.page_source.free(bad), PAGES),
     "free_pages outside the pool": (
-        lambda side, bad: side.tiered.free_pages(np.array(bad, np.int32)), [[1000], [-1], [0]],
+        lambda side, bad: side.tiered.page_source.free(np.array(bad, np.int32)), [[1000], [-1], [0]],
     ),
     "pin of a bigram key": (lambda side, bad: side.cache.pin(bad, 60.0), [BIGRAM]),
     "storage.attach": (
@@ -181,23 +177,12 @@ def test_what_can_never_fit_into_l1_is_refused_with_the_numbers(kind: str) -> No
 @pytest.mark.parametrize("integer", [np.int64(2), np.uint8(2), 2, Two()], ids=lambda value: type(value).__name__)
 def test_integers_of_numpy_are_integers(integer: Any) -> None:
     side = Side("tiered")
-    request = side.cache.begin_request("a", RadixKey.of([5]), priority=integer, load_pages_max=integer)
+    request = side.cache.begin_request("a", RadixKey.of([5]), priority=integer)
     assert request is not None and type(request.priority) is int
     assert side.cache.extend(request, integer)
     side.cache.cache_finished_req(request, None)
     side.cache.update_weights(integer)
     assert type(side.tiered.weights_epoch) is int and side.tiered.weights_epoch == 2
-    side.close()
-
-
-def test_a_quota_of_pages_to_load_may_be_any_integer() -> None:
-    side = Side("tiered")
-    side.tiered.evict(2)
-    request = side.cache.begin_request("a", prompt(1, 2), load_pages_max=Two())  # type: ignore[arg-type]
-    assert request is not None and request.host_hit_tokens == 8
-    side.cache.start_loading()
-    side.world.settle()
-    side.cache.cache_finished_req(request, None)
     side.close()
 
 
@@ -234,9 +219,8 @@ def test_a_refused_turn_leaves_its_session_what_it_holds() -> None:
     side.cache.cache_finished_req(side.request, RUNNING)
     side.sessions.join_session("b", "s")
     before = side.image()
-    for arguments in ({"priority": 1.5}, {"load_pages_max": -1}):
-        with pytest.raises(InvalidInput):
-            side.cache.begin_request("b", prompt(9), **arguments)
+    with pytest.raises(InvalidInput):
+        side.cache.begin_request("b", prompt(9), priority=1.5)  # type: ignore[arg-type]
     assert side.image() == before
     side.sessions.abort_prefetch("b")
     side.sessions.drop_all()

@@ -196,15 +196,15 @@ def test_a_key_that_goes_on_otherwise_than_what_was_shared_is_refused(world: Wor
 
 
 def test_an_engine_may_bring_pages_of_its_own(world: World) -> None:
-    pages = world.cache.alloc_pages(2)
+    pages = world.cache.page_source.alloc(2)
     assert pages is not None
     key = prompt(1, 2, tail=0)
     world.fill(key, pages, 0)
     assert world.cache.insert(key, pages).present_pages == 0
-    again = world.cache.alloc_pages(2)
+    again = world.cache.page_source.alloc(2)
     assert again is not None
     assert world.cache.insert(key, again).present_pages == 2
-    world.cache.free_pages(again)
+    world.cache.page_source.free(again)
     world.cache.check()
     assert world.serve("a", prompt(1, 2)).device_hit_tokens == 8
 

@@ -54,7 +54,7 @@ def store_two_pages(settings: HiCacheConfig, namespace: Namespace, root: Path) -
     """What the headers of two stored pages say."""
     with create_cache(settings, namespace) as cache:
         assert isinstance(cache, HiRadixCache)
-        pages = cache.alloc_pages(2)
+        pages = cache.page_source.alloc(2)
         assert pages is not None
         cache.insert(RadixKey.of(list(range(8))), pages)
         assert cache.drain(20)

@@ -33,11 +33,11 @@ def world(root: Path) -> World:
 
 def compute(engine: World, key: RadixKey) -> None:
     """Write the KV of all pages of `key` and hand them to the tree, which stores them."""
-    pages = engine.cache.alloc_pages(key.pages(GEOMETRY.page_size))
+    pages = engine.cache.page_source.alloc(key.pages(GEOMETRY.page_size))
     assert pages is not None
     engine.fill(key, pages, 0)
     inserted = engine.cache.insert(key, pages)
-    engine.cache.free_pages(pages[: inserted.present_pages])
+    engine.cache.page_source.free(pages[: inserted.present_pages])
     engine.settle()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hicache.config import HiCacheConfig, PrefetchConfig
+from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from tests.cache.world import World, prompt
 
 OPTIONS = HiCacheConfig(load_back_threshold_tokens=4, prefetch=PrefetchConfig(threshold_tokens=4))
@@ -17,23 +17,21 @@ def on_host_only(*prompts: tuple[int, ...], device_pages: int = 64, host_pages: 
     return world
 
 
-def test_a_quota_bounds_what_is_loaded_and_a_long_run_is_cut_there() -> None:
-    pages = tuple(range(1, 33))
-    world = on_host_only(pages)
-    request = world.cache.begin_request("a", prompt(*pages), load_pages_max=20)
-    assert request is not None and request.host_hit_tokens == 20 * 4
+def test_a_long_run_is_cut_where_the_load_queue_is_full() -> None:
+    short, long = tuple(range(50, 62)), tuple(range(1, 33))
+    world = World(device_pages=60, host_pages=60, transfer=TransferConfig(load_pages_max=32))
+    for pages in (short, long):
+        world.serve(f"store {pages[0]}", prompt(*pages))
+    world.settle()
+    world.cache.evict(1000)
+    first, second = (world.cache.begin_request(f"{pages[0]}", prompt(*pages)) for pages in (short, long))
+    assert first is not None and first.host_hit_tokens == 12 * 4
+    assert second is not None and second.host_hit_tokens == 20 * 4
     world.cache.start_loading()
     world.settle()
-    world.compare(prompt(*pages), request.pages[:20])
-    world.cache.cache_finished_req(request, None)
-    world.close()
-
-
-def test_a_quota_of_nothing_loads_nothing() -> None:
-    world = on_host_only((1, 2, 3))
-    request = world.cache.begin_request("a", prompt(1, 2, 3), load_pages_max=0)
-    assert request is not None and request.cached_tokens == 0
-    world.cache.cache_finished_req(request, None)
+    world.compare(prompt(*long), second.pages[:20])
+    for request in (first, second):
+        world.cache.cache_finished_req(request, None)
     world.close()
 
 

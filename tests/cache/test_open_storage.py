@@ -33,7 +33,7 @@ def stored_pages(settings: Any, namespace: Namespace, environ: dict[str, str] | 
 def store_two_pages(settings: Any, environ: dict[str, str] | None = None) -> None:
     with create_cache(settings, NAMESPACE, environ=environ) as cache:
         assert isinstance(cache, HiRadixCache)
-        pages = cache.alloc_pages(2)
+        pages = cache.page_source.alloc(2)
         assert pages is not None
         cache.insert(KEY, pages)
         assert cache.drain(20)

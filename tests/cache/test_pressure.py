@@ -71,13 +71,13 @@ def test_equal_prompts_that_storage_does_not_have_are_looked_up_once() -> None:
 def test_a_request_that_finds_no_room_keeps_its_prefetch() -> None:
     backend = stored()
     world = world_of(backend, "best_effort")
-    blocked = world.cache.alloc_pages(60)
+    blocked = world.cache.page_source.alloc(60)
     assert blocked is not None
     backend.gate.clear()
     world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.controller.read_pages > 0)
     assert world.cache.begin_request("a", KEY) is None
-    world.cache.free_pages(blocked)
+    world.cache.page_source.free(blocked)
     backend.gate.set()
     world.until(lambda: world.controller.statistics().prefetched_pages == 8)
     request = world.begin("a", KEY)
@@ -174,7 +174,7 @@ def test_own_pages_are_not_exchanged_for_pages_that_are_still_being_loaded() -> 
 def test_an_allocation_that_is_refused_leaves_the_books_alone() -> None:
     world = World()
     with pytest.raises((CapacityError, ValueError)):
-        world.cache.alloc_pages(-1)
+        world.cache.page_source.alloc(-1)
     world.cache.check()
     world.close()
 

@@ -186,15 +186,13 @@ class ForgetsTheTail(SessionCache):
 class ComparesWholePages(SessionCache):
     """Goes on from the session's tokens whatever the turn says in place of those of the partial page."""
 
-    def begin_request(
-        self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
-    ) -> RequestKV | None:
+    def begin_request(self, rid: str, key: RadixKey, *, priority: int = 0) -> RequestKV | None:
         session = self._turns.get(rid)
         held = None if session is None else session.held
         if held is not None and len(key) > len(held.key) and self.peek(key).device_pages >= held.shared_pages:
             whole, end = held.shared_pages * PAGE * key.position_bytes, len(held.key.tokens)
             held.key = replace(held.key, tokens=held.key.tokens[:whole] + key.tokens[whole:end])
-        return super().begin_request(rid, key, priority=priority, load_pages_max=load_pages_max)
+        return super().begin_request(rid, key, priority=priority)
 
 
 @pytest.mark.parametrize("kind", [ForgetsTheTail, ComparesWholePages])

@@ -522,13 +522,11 @@ class KeepsWhatIsOld(SessionCache):
     def drop_all(self) -> None:
         pass
 
-    def begin_request(
-        self, rid: str, key: RadixKey, *, priority: int = 0, load_pages_max: int | None = None
-    ) -> RequestKV | None:
+    def begin_request(self, rid: str, key: RadixKey, *, priority: int = 0) -> RequestKV | None:
         session = self._turns.get(rid)
         if session is not None and session.held is not None:
             session.held = replace(session.held, tree=self.tree)
-        return super().begin_request(rid, key, priority=priority, load_pages_max=load_pages_max)
+        return super().begin_request(rid, key, priority=priority)
 
 
 def test_going_on_from_old_weights_would_be_found() -> None:
@@ -679,7 +677,7 @@ def test_a_turn_that_needs_all_of_l1_gets_it_from_its_own_session_last() -> None
     talks.close()
 
 
-def test_priority_and_quota_of_a_turn_hold_for_its_request() -> None:
+def test_the_priority_of_a_turn_holds_for_its_request() -> None:
     talks = opened("s", talks=Talks(backend=memory_backend()))
     for count in (8, 12):
         earlier = talks.begin(tokens(count))
@@ -688,8 +686,8 @@ def test_priority_and_quota_of_a_turn_hold_for_its_request() -> None:
     talks.settle()
     assert talks.cache.evict(100).freed_pages == 3
     talks.cache.join_session("a", "s")
-    request = talks.cache.begin_request("a", RadixKey.of(tokens(14)), priority=7, load_pages_max=2)
-    assert request is not None and (request.priority, request.host_hit_tokens) == (7, 8)
+    request = talks.cache.begin_request("a", RadixKey.of(tokens(14)), priority=7)
+    assert request is not None and (request.priority, request.host_hit_tokens) == (7, 12)
     talks.cache.start_loading()
     talks.cache.cache_finished_req(request, None)
     talks.close()
@@ -702,7 +700,7 @@ def test_the_books_account_for_every_page() -> None:
     """Negative control of `check`: a page that no request or session has is found, by this class alone."""
     talks = opened("s")
     talks.turn("s", tokens(6))
-    assert talks.cache.alloc_pages(1) is not None
+    assert talks.cache.page_source.alloc(1) is not None
     HiRadixCache.check(talks.cache)
     with pytest.raises(InvariantError, match="requests and sessions"):
         talks.cache.check()

@@ -84,10 +84,8 @@ class Engine(World):
         if not self.cache.check_prefetch_progress(waiting.rid) and self.random.random() < 0.98:
             return
         try:
-            request = self.cache.begin_request(
-                waiting.rid, self.key(waiting.tokens, waiting.seed), priority=self.random.randrange(3),
-                load_pages_max=self.random.randint(0, 8) if self.random.random() < 0.1 else None,
-            )  # fmt: skip
+            key = self.key(waiting.tokens, waiting.seed)
+            request = self.cache.begin_request(waiting.rid, key, priority=self.random.randrange(3))
         except TransferError:
             self.waiting.remove(waiting)
             self.cache.abort_prefetch(waiting.rid)
@@ -252,13 +250,13 @@ class Engine(World):
         """Pages that were computed elsewhere, handed to the tree as a whole."""
         key = self.key(*self._prompt())
         keys = self.page_keys(key)
-        pages = self.cache.alloc_pages(len(keys))
+        pages = self.cache.page_source.alloc(len(keys))
         if pages is None:
             return
         self.device.stream.submit(partial(self._write, pages, self.stamps.rows(keys, self.epoch)))
         self.cache.record_fence(self.device.stream.fence())
         inserted = self.cache.insert(key, pages, priority=self.random.randrange(3))
-        self.cache.free_pages(pages[: inserted.present_pages])
+        self.cache.page_source.free(pages[: inserted.present_pages])
 
     def _write(self, pages: PageIds, rows: PageIds) -> None:
         self.device.memory[:, :, pages] = self.stamps.table[:, :, rows]

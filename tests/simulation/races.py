@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hicache.cache.device_tier import DeviceTier, Loaded
+from hicache.cache.device_tier import DeviceTier
 from hicache.cache.host_tier import HostTier
 from hicache.cache.prefetch import Prefetcher
 from hicache.controller import Acks, Backup, HiCacheController, Load, Read, Store
@@ -65,11 +65,11 @@ class _UnlocksBackupsAtSubmit(DeviceTier):
 class _UnlocksLoadsAtSubmit(DeviceTier):
     """A load protects its pages until it was submitted: they may be evicted and handed out while it still writes."""
 
-    def load_back(self, tree: RadixTree, match: Match, quota_pages: int | None) -> Loaded:
-        loaded = super().load_back(tree, match, quota_pages)
-        if loaded.load is not None:
-            tree.unlock(loaded.node)
-        return loaded
+    def load_back(self, tree: RadixTree, match: Match) -> tuple[Node, PageIds, Load | None]:
+        node, pages, load = super().load_back(tree, match)
+        if load is not None:
+            tree.unlock(node)
+        return node, pages, load
 
     def loaded(self, load: Load) -> None:
         tree, node = self._loads[load]
