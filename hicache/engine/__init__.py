@@ -6,15 +6,17 @@ computed or came from any tier (`model` explains why). It is not built for speed
 
 from .checkpoint import Checkpoint, LlamaConfig, load_checkpoint, load_tokenizer
 from .factory import BUNDLED_MODEL, create_engine
+from .interface import Batch, Model, Output
 from .model import TILE, LlamaModel, Span
 from .options import EngineOptions
-from .requests import EngineStatistics, FinishReason, RequestRecord, Update
+from .requests import EngineStatistics, FinishReason, Request, RequestRecord, Update
 from .sampling import Sampling, greedy
 from .scheduler import Engine
 
 __all__ = [
     "BUNDLED_MODEL",
     "TILE",
+    "Batch",
     "Checkpoint",
     "Engine",
     "EngineOptions",
@@ -22,6 +24,9 @@ __all__ = [
     "FinishReason",
     "LlamaConfig",
     "LlamaModel",
+    "Model",
+    "Output",
+    "Request",
     "RequestRecord",
     "Sampling",
     "Span",

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -31,9 +32,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..errors import CapacityError, InvalidInput
-from ..tiers import MHATokenToKVPool, RequestToTokenPool, Transfer
+from ..errors import CapacityError, InvalidInput, InvariantError
+from ..tiers import Fence, MHATokenToKVPool, RequestToTokenPool, Transfer, token_slots
 from .checkpoint import LlamaConfig
+from .interface import Batch
+from .requests import Request
+from .sampling import greedy, pick
 
 # Positions per tile. Measured on one CPU core with the bundled model: 8 rows cost a prefill a quarter of its speed, 32
 # rows cost a decode step two fifths of it.
@@ -73,11 +77,32 @@ class _Layer(NamedTuple):
     down: torch.Tensor
 
 
+class _Logits:
+    """The output of a forward: logits `[len(batch), vocab_size]`, and the requests they belong to."""
+
+    def __init__(self, logits: torch.Tensor, batch: Batch, begin_s: float) -> None:
+        self._logits = logits
+        self._requests = [request for request, _ in batch]
+        self._begin_s = begin_s
+        self._best: list[int] = []
+
+    def wait(self) -> float:
+        self._best = greedy(self._logits)  # waits for the device
+        return time.perf_counter() - self._begin_s
+
+    def token(self, index: int) -> int:
+        request = self._requests[index]
+        return pick(self._logits[index], self._best[index], request.sampling, len(request.tokens))
+
+
 class LlamaModel:
     """Weights in float32 on the pool's device, and the forward. Reads the request table, writes the KV pool.
 
     Runs on the scheduler thread and computes to the end before it returns (CPU). Raises InvalidInput if the pools do
     not fit the model.
+
+    Invariant, verified by `check()`: each running request has a row of the request table of its own, which names the
+    slots of its pages. No other row is in use.
     """
 
     def __init__(
@@ -100,6 +125,10 @@ class LlamaModel:
         self.pool = pool
         self.requests = requests
         self.device = pool.device
+        self.vocab_size = config.vocab_size
+        self.eos_tokens = config.eos_tokens
+        self.context_tokens = min(config.context_tokens, columns)
+        self._rows: dict[str, int] = {}  # by request id
         self._page_size = shape.page_size
         self._embedding = self._weight(tensors, "model.embed_tokens.weight")
         self._final_norm = self._weight(tensors, "model.norm.weight")
@@ -129,6 +158,49 @@ class LlamaModel:
     def stream(self) -> torch.cuda.Stream | None:
         """The stream that `forward` queues its work on; None on the CPU, where it computes before it returns."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    # What the scheduler calls; see `Model`
+
+    @property
+    def requests_max(self) -> int:
+        return self.requests.free_rows
+
+    def begin(self, request: Request) -> None:
+        row = self.requests.alloc()
+        if row is None:
+            raise InvariantError("engine: fewer rows are free than requests may run")
+        self._rows[request.rid] = row
+        self.place(request)
+
+    def place(self, request: Request) -> None:
+        self.requests.write(self._rows[request.rid], request.held_kv().pages, self._page_size)
+
+    def compute(self, batch: Batch, transfer: Transfer | None) -> _Logits:
+        begin_s = time.perf_counter()
+        spans = [
+            Span(self._rows[request.rid], request.kv_tokens,
+                 request.tokens[request.kv_tokens : request.kv_tokens + count])
+            for request, count in batch
+        ]  # fmt: skip
+        return _Logits(self.forward(spans, transfer), batch, begin_s)
+
+    def fence(self) -> Fence | None:
+        return None if (stream := self.stream) is None else stream.record_event()
+
+    def end(self, request: Request) -> None:
+        row = self._rows.pop(request.rid, None)
+        if row is not None:
+            self.requests.free(row)
+
+    def check(self, running: Sequence[Request]) -> None:
+        table = self.requests.table
+        rows = {request.rid: self._rows.get(request.rid) for request in running}
+        if rows != self._rows or table.shape[0] - self.requests.free_rows != len(set(rows.values())):
+            raise InvariantError(f"engine: {len(rows)} requests run, but the rows in use are others")
+        for request in running:
+            slots = torch.from_numpy(token_slots(request.held_kv().pages, self._page_size))[: table.shape[1]]
+            if not torch.equal(table[self._rows[request.rid], : len(slots)].cpu(), slots):
+                raise InvariantError(f"engine: the row of {request.rid} does not name its pages")
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span], transfer: Transfer | None = None) -> torch.Tensor:

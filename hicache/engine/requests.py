@@ -11,7 +11,6 @@ import numpy as np
 from ..cache import RequestKV
 from ..errors import HiCacheError, InvalidInput, InvariantError
 from ..keys import RadixKey, TokenInput, token_bytes
-from .model import Span
 from .sampling import GREEDY, Sampling
 
 
@@ -92,8 +91,8 @@ class Request:
     """State of one request, owned by the scheduler.
 
     `tokens` are the prompt and the output so far. KV of the first `kv_tokens` of them is in the pool. A request that
-    runs has `kv` and a `row` of the request table, one that waits has neither. It computes its prefill while
-    `kv_tokens < prefill_end`; after that all but the newest of its tokens have KV.
+    runs has `kv`, one that waits has none. It computes its prefill while `kv_tokens < prefill_end`; after that all but
+    the newest of its tokens have KV.
     """
 
     rid: str
@@ -109,7 +108,6 @@ class Request:
     priority: int = 0
     first_token_s: float | None = None
     kv: RequestKV | None = None
-    row: int | None = None
     kv_tokens: int = 0
     prefill_end: int = 0
     hits: dict[str, int] = field(default_factory=dict)
@@ -128,12 +126,6 @@ class Request:
         if self.kv is None:
             raise InvariantError(f"engine: {self.rid} runs without KV")
         return self.kv
-
-    def span(self, tokens: int) -> Span:
-        """The next `tokens` tokens to compute. Raises InvariantError for a request that does not run."""
-        if self.row is None:
-            raise InvariantError(f"engine: {self.rid} runs without a row")
-        return Span(self.row, self.kv_tokens, self.tokens[self.kv_tokens : self.kv_tokens + tokens])
 
     def key(self, tokens: int) -> RadixKey:
         """The cache key of the first `tokens` tokens. That of all of them is kept: it is asked for in every step."""

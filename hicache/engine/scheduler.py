@@ -14,8 +14,10 @@ than the step's budget go on in the next step.
 Locking design: all calls on one thread, which owns every field here; so there is no lock. No call does storage I/O or
 waits for any. The forward runs on this thread too, and waits there for copies from L2 alone.
 
-Invariant, verified by `check()`: a request that runs has a row of the request table of its own that names the slots of
-its pages, which hold at least its `kv_tokens`; a request that waits has none. Besides, the cache's own invariants.
+What computes is a `Model`: the bundled Llama, or the stand-in of a replay.
+
+Invariant, verified by `check()`: a request that runs has pages of its own behind those it shares, and room for its
+`kv_tokens` in them; a request that waits has none. Besides, the invariants of the cache and of the model.
 """
 
 from __future__ import annotations
@@ -27,8 +29,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-
-import torch
 
 from ..arguments import WHOLE_MAX, instance, number, whole
 from ..cache import (
@@ -51,11 +51,10 @@ from ..errors import (
 )
 from ..keys import RadixKey, TokenInput
 from ..tiers import Transfer
-from .check import check_requests
-from .model import LlamaModel, Span
+from .interface import Batch, Model, Output
 from .options import EngineOptions
 from .requests import EngineStatistics, FinishReason, Request, RequestRecord, Update, prompt_ids
-from .sampling import GREEDY, Sampling, greedy, pick
+from .sampling import GREEDY, Sampling
 
 _log = logging.getLogger(__name__)
 
@@ -69,13 +68,13 @@ CHECK_EVERY_S = 1.0
 class Engine:
     """See the module's docstring. Takes over `cache` (`close` closes it), whose L1 must be the pool of `model`.
 
-    `clock` gives the times of the records. Raises InvalidInput if model and cache do not belong together or the request
-    table has fewer rows than `running_max`.
+    `clock` gives the times of the records. Raises InvalidInput if model and cache do not belong together or the model
+    has no place for `running_max` requests.
     """
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: Model,
         cache: TreeCache,
         options: EngineOptions | None = None,
         *,
@@ -85,18 +84,19 @@ class Engine:
         self._schedule = self.options.schedule or ScheduleConfig()
         if model.pool is not cache.device:
             raise InvalidInput("engine: the model writes its KV to another pool than the cache's L1")
-        if model.requests.free_rows < self.options.running_max:
+        if model.requests_max < self.options.running_max:
             raise InvalidInput(
-                f"engine: {model.requests.free_rows} rows for {self.options.running_max} requests at once"
+                f"engine: the model has rows for {model.requests_max} requests, running_max is "
+                f"{self.options.running_max}"
             )
         self.model = model
         self.cache = cache
-        self._rows = model.requests
         self._clock = clock
         self._waiting: list[Request] = []  # by sequence
         self._running: dict[str, Request] = {}  # in order of admission
         self._updates: list[Update] = []
         self._crowded = False  # after a preemption nobody is admitted until a request has ended
+        self._full = False  # L1 had no room for a request, and nothing has ended since
         self._preempted = False  # this step has taken L1 from a request
         self._worked = False  # the last step computed something
         self._closed = False
@@ -126,7 +126,7 @@ class Engine:
         session without a SessionCache, and once closed; CapacityError for a prompt that never fits into L1 or the
         context and for a full queue; SessionError as `SessionCache.join_session`. Nothing is queued then.
         """
-        tokens = prompt_ids(prompt_tokens, self.model.config.vocab_size)
+        tokens = prompt_ids(prompt_tokens, self.model.vocab_size)
         key = RadixKey.of(tokens, extra_key=extra_key, cache_salt=cache_salt)
         max_new_tokens = whole("engine: max_new_tokens", max_new_tokens, 1)
         priority = whole("engine: priority", priority, -WHOLE_MAX)
@@ -135,7 +135,7 @@ class Engine:
         if self._closed:
             raise InvalidInput("engine: it is closed; build a new one")
         # The last token that is generated is not computed again, so it needs no place.
-        positions, context = len(tokens) + max_new_tokens - 1, self._context_tokens
+        positions, context = len(tokens) + max_new_tokens - 1, self.model.context_tokens
         if positions > context:
             raise CapacityError(f"engine: prompt and output take {positions} positions, the context has {context}")
         self._require_fit(len(tokens))
@@ -169,7 +169,8 @@ class Engine:
         """
         self._steps += 1
         self._worked = self._preempted = False
-        self.cache.poll()
+        if self.cache.poll():
+            self._full = False
         continued = [request for request in self._running.values() if request.prefilling]
         budget = self.options.prefill_tokens_max
         chunks: list[tuple[Request, int]] = []
@@ -220,6 +221,11 @@ class Engine:
         """Requests with KV in L1."""
         return len(self._running)
 
+    @property
+    def worked(self) -> bool:
+        """True if the last step computed something."""
+        return self._worked
+
     # Inside a step
 
     def _chunk(self, request: Request, budget: int, chunks: list[tuple[Request, int]]) -> int:
@@ -235,9 +241,11 @@ class Engine:
         Each gets a part of the budget, so that whoever has KV loaded takes part in the forward that waits for it.
         """
         admitted: list[Request] = []
-        if (self._crowded and self._running) or len(self._running) >= self.options.running_max or budget <= 0:
+        if self._running and (self._crowded or self._full):
             return admitted
-        self._crowded = False
+        self._crowded = self._full = False
+        if len(self._running) >= self.options.running_max or budget <= 0:
+            return admitted
         for request in self._queue():
             if len(self._running) >= self.options.running_max or budget <= 0:
                 break
@@ -245,6 +253,7 @@ class Engine:
                 key = request.key(len(request.tokens))
                 kv = self.cache.begin_request(request.rid, key, priority=request.priority)
                 if kv is None:
+                    self._full = True
                     break
                 self._start(request, kv)
                 admitted.append(request)
@@ -293,10 +302,7 @@ class Engine:
         self.cache.join_session(request.rid, request.session_id)
 
     def _start(self, request: Request, kv: RequestKV) -> None:
-        row = self._rows.alloc()
-        if row is None:
-            raise InvariantError("engine: fewer rows are free than requests may run")
-        request.kv, request.row = kv, row
+        request.kv = kv
         request.kv_tokens, request.prefill_end = kv.cached_tokens, len(request.tokens)
         hits = {"device": kv.device_hit_tokens, "host": kv.host_hit_tokens, "storage": kv.storage_hit_tokens}
         self._hits.update(hits)
@@ -304,19 +310,16 @@ class Engine:
             request.hits = hits
         self._waiting.remove(request)
         self._running[request.rid] = request
-        self._write_row(request)
+        self.model.begin(request)
 
     def _prefill(self, chunks: list[tuple[Request, int]], transfer: Transfer | None, admitted: list[Request]) -> None:
-        spans = [request.span(count) for request, count in chunks]
-        begin_s = time.perf_counter()
         try:
-            logits = self._forward(spans, transfer)
+            output = self._compute(chunks, transfer)
         except TransferError as error:
             # The others did not read what was to be loaded; they compute the same chunk again.
             for request in admitted:
                 self._end(request, FinishReason.FAILED, error)
             return
-        self._worked = True
         for request, count in chunks:
             request.kv_tokens += count
             self._counts["computed"] += count
@@ -329,33 +332,35 @@ class Engine:
                 pages = kv.pages
                 self.cache.cache_unfinished_req(kv, request.key(request.kv_tokens))
                 if kv.pages is not pages:
-                    self._write_row(request)
-        self._sample([request for request, _ in chunks], logits)
-        if transfer is None:
-            # Sampling has waited for the device, so this is what the forward took.
-            self.cache.record_prefill(sum(count for _, count in chunks), time.perf_counter() - begin_s)
+                    self.model.place(request)
+        took_s = output.wait()
+        self._sample(chunks, output)
+        if transfer is None and took_s is not None:
+            self.cache.record_prefill(sum(count for _, count in chunks), took_s)
 
-    def _forward(self, spans: list[Span], transfer: Transfer | None = None) -> torch.Tensor:
+    def _compute(self, batch: Batch, transfer: Transfer | None = None) -> Output:
         """Run the forward. Copies that start later come after it, also after the layers of one that failed."""
         try:
-            return self.model.forward(spans, transfer)
+            output = self.model.compute(batch, transfer)
         finally:
-            if (stream := self.model.stream) is not None:
-                self.cache.record_fence(stream.record_event())
+            if (fence := self.model.fence()) is not None:
+                self.cache.record_fence(fence)
+        self._worked = True
+        return output
 
     def _decode(self) -> None:
-        batch: list[Request] = []
+        batch: list[tuple[Request, int]] = []
         for request in sorted(self._running.values(), key=lambda request: request.sequence):
             if request.rid in self._running and not request.prefilling:
                 with self._alone(request):
                     if self._make_room(request):
-                        batch.append(request)
+                        batch.append((request, 1))
         if batch:
-            self._worked = True
-            logits = self._forward([request.span(1) for request in batch])
-            for request in batch:
+            output = self._compute(batch)
+            for request, _ in batch:
                 request.kv_tokens += 1
-            self._sample(batch, logits)
+            output.wait()
+            self._sample(batch, output)
 
     def _make_room(self, request: Request) -> bool:
         """A place for the next token's KV, taken from the youngest if need be; False if it gets none in this step.
@@ -366,7 +371,8 @@ class Engine:
         runs alone waits, since nobody else holds pages for long.
         """
         kv = request.held_kv()
-        pages = kv.pages
+        if len(kv.pages) * self.cache.page_size > request.kv_tokens:
+            return True
         while not self.cache.extend(kv, request.kv_tokens + 1):
             if self._preempted or len(self._running) == 1 or self.cache.writeback_pages:
                 return False
@@ -375,8 +381,7 @@ class Engine:
                 self._preempt(victim)
             if victim is request:
                 return False
-        if kv.pages is not pages:
-            self._write_row(request)
+        self.model.place(request)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -393,19 +398,19 @@ class Engine:
             request.session_id = None  # it was closed meanwhile; the tokens are the same without it
         self.cache.prefetch_from_storage(request.rid, request.key(len(request.tokens)))
 
-    def _sample(self, requests: list[Request], logits: torch.Tensor) -> None:
+    def _sample(self, batch: Batch, output: Output) -> None:
         """Append the next token to those requests whose prefill is complete, and end those that have enough."""
-        for request, row, best in zip(requests, logits, greedy(logits), strict=True):
+        for index, (request, _) in enumerate(batch):
             if request.rid in self._running and not request.prefilling:
                 with self._alone(request):
-                    self._append(request, pick(row, best, request.sampling, len(request.tokens)))
+                    self._append(request, output.token(index))
 
     def _append(self, request: Request, token: int) -> None:
         request.tokens.append(token)
         self._counts["output"] += 1
         if request.first_token_s is None:
             request.first_token_s = self._clock()
-        if token in self.model.config.eos_tokens and not request.ignore_eos:
+        if token in self.model.eos_tokens and not request.ignore_eos:
             self._end(request, FinishReason.EOS, token=token)
         elif len(request.tokens) - request.prompt_tokens >= request.max_new_tokens:
             self._end(request, FinishReason.LENGTH, token=token)
@@ -421,23 +426,18 @@ class Engine:
             self.cache.abort_prefetch(request.rid)
             if request in self._waiting:
                 self._waiting.remove(request)
-        self._crowded = False
+        self._crowded = self._full = False
         self._finished[reason] += 1
         record = request.record(reason, error, self._clock())
         self._updates.append(Update(request.rid, () if token is None else (token,), record))
 
     def _release(self, request: Request, *, share: bool) -> None:
-        """Take a request off L1 and its row. What it shares ends before the last sampled token, which has no KV."""
+        """Take a request off L1. What it shares ends before the last sampled token, which has no KV."""
+        self.model.end(request)
         self.cache.cache_finished_req(request.held_kv(), request.key(request.kv_tokens) if share else None)
-        if request.row is not None:
-            self._rows.free(request.row)
-        request.kv = request.row = None
+        request.kv = None
         request.kv_tokens = request.prefill_end = 0
         del self._running[request.rid]
-
-    def _write_row(self, request: Request) -> None:
-        if request.row is not None:
-            self._rows.write(request.row, request.held_kv().pages, self.cache.page_size)
 
     def _require_fit(self, tokens: int) -> None:
         pages = -(-tokens // self.cache.page_size)
@@ -446,10 +446,6 @@ class Engine:
                 f"engine: {tokens} tokens need {pages} pages of KV, L1 has {self.cache.device.pages}; "
                 "raise device.size or device.tokens"
             )
-
-    @property
-    def _context_tokens(self) -> int:
-        return min(self.model.config.context_tokens, self._rows.table.shape[1])
 
     # State
 
@@ -470,7 +466,19 @@ class Engine:
     def check(self) -> None:
         """Raises InvariantError if the cache's books or the invariant of this class are broken. Between steps only."""
         self.cache.check()
-        check_requests(list(self._running.values()), self._waiting, self._rows, self.cache.page_size)
+        running, own = list(self._running.values()), Counter[int]()
+        if any(request.kv is not None for request in self._waiting):
+            raise InvariantError("engine: a waiting request holds pages")
+        for request in running:
+            kv, tokens = request.held_kv(), request.kv_tokens
+            if not kv.shared_pages * self.cache.page_size <= tokens <= len(kv.pages) * self.cache.page_size:
+                raise InvariantError(f"engine: {request.rid} has KV of {tokens} tokens in {len(kv.pages)} pages")
+            if not request.prefilling and tokens != len(request.tokens) - 1:
+                raise InvariantError(f"engine: {request.rid} decodes without the KV of all its tokens")
+            own.update(kv.pages[kv.shared_pages :].tolist())
+        if any(count > 1 for count in own.values()):
+            raise InvariantError("engine: two requests own the same page")
+        self.model.check(running)
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Abort all requests and close the cache; blocks up to `timeout_s`. False if something did not end in time."""
