@@ -7,8 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,13 +17,12 @@ from rich.console import Console
 
 from ..config import HiCacheConfig, entry_of_variable, load_config
 from ..config.section import TOKENS_MAX
-from ..errors import CapacityError, ConfigError, InvalidInput
+from ..errors import ConfigError, InvalidInput
 from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
 from ..replay.presets import PRESETS
 from ..replay.processes import start_engines
 from ..replay.report import html_report
 from ..replay.result import ReplayResult
-from ..replay.runner import ReplayOptions
 from ..replay.synthetic import synthetic_trace
 from ..replay.trace import REQUESTS_MAX, read_trace, write_trace
 from ..units import counted
@@ -79,7 +77,10 @@ _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" fo
 @click.option("--device", default="cpu", show_default=True, help="Where L1 is: cpu, cuda, cuda:1, ...")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the report as JSON.")
 @click.option("--report", "html_file", type=FILE, metavar="FILE.html", help="Write the report as a page with plots.")
-def replay(json_file: Path | None, html_file: Path | None, **given: Any) -> None:
+def replay(
+    *, json_file: Path | None, html_file: Path | None, prefill_rate: float, settings: tuple[str, ...],
+    device_tokens: int | None, host_tokens: int | None, config_file: Path | None, store: Path | None, **given: Any,
+) -> None:  # fmt: skip
     """Replay a request trace through the cache, and check every byte that comes back.
 
     TRACE is in the public Mooncake format (JSON lines with timestamp, input_length, output_length and hash_ids of
@@ -89,39 +90,77 @@ def replay(json_file: Path | None, html_file: Path | None, **given: Any) -> None
     Ctrl-C ends the replay and prints the report so far. Exit code 1 if one byte was wrong, 2 if no request ran.
     """
     console = OutputConsole()
-    reports = Reports(json_file, html_file)
-    reports.check()
+    check_reports(json_file, html_file)
+    overrides = parse_settings(settings)
+    for name, value in (("device.tokens", device_tokens), ("host.tokens", host_tokens)):
+        if value is not None:
+            overrides[name] = str(value)
     with _stop_signals() as stop, _temporary_directory(console) as temporary:
-        jobs = Settings(**given).jobs(temporary)
-        with start_engines(jobs) as engines, LiveView(console, jobs) as view:
+        config = replay_config(overrides, os.environ, temporary, config_file, store)
+        job = ReplayJob(config=config, prefill_tokens_per_s=prefill_rate or None, **given)
+        with closing(start_engines(job)) as engines, LiveView(console, job) as view:
             for sample in engines.run():
                 view.show(sample)
                 if stop:
                     break
             result = engines.result()
-        _tell(console, result, reports)
+        _tell(console, result, json_file, html_file)
     console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)
     if stop:
         sys.exit(128 + stop[0])
 
 
-def _tell(console: Console, result: ReplayResult, reports: Reports) -> None:
+def replay_config(
+    overrides: Mapping[str, str],
+    environ: Mapping[str, str],
+    temporary: Path,
+    config_file: Path | None = None,
+    store: Path | None = None,
+) -> HiCacheConfig:
+    """The effective configuration; stored pages go to `temporary` unless the user says where. Raises ConfigError."""
+    overrides = dict(overrides)
+    given = {*overrides, *(".".join(entry_of_variable(variable) or ()) for variable in environ)}
+    if store is not None:
+        overrides |= {"storage.type": "file", "storage.options.path": os.path.realpath(store)}
+    elif config_file is None and not given & _STORE_ENTRIES:
+        overrides["storage.options.path"] = str(temporary / "pages")
+    return load_config(config_file or REPLAY_CONFIG, environ=environ, overrides=overrides)
+
+
+def check_reports(*paths: Path | None) -> None:
+    """Raises ConfigError for files that could not be written, or would be the same one."""
+    files = [file for file in paths if file is not None]
+    for file in files:
+        if not file.parent.is_dir():
+            raise ConfigError(f"{file}: there is no directory {file.parent} to write it to")
+    if len(files) > len({os.path.realpath(file) for file in files}):
+        raise ConfigError(f"{files[0]}: --json and --report name the same file; give each its own")
+
+
+def _tell(console: Console, result: ReplayResult, json_file: Path | None, html_file: Path | None) -> None:
     """Write the reports and print the summary, all that can be. Raises what the exit code says; WrongBytes first."""
-    problems = reports.write(result)
+    problems, written = [], []
+    for file, text in ((json_file, ReplayResult.to_json), (html_file, html_report)):
+        if file is not None:
+            try:
+                _write(file, text(result))
+                written.append(file)
+            except OSError as error:
+                problems.append(f"{file}: cannot be written: {error.strerror}")
     try:
         with output_failures():
             print_summary(console, result)
-            for file in reports.written:
+            for file in written:
                 console.print(f"report: {file}", highlight=False, soft_wrap=True)
     finally:
         if result.wrong_bytes:
             wrong = f"WRONG BYTES: {result.wrong_bytes:,} of {result.checked_bytes:,} compared"
             raise WrongBytes("\n  ".join([*problems, wrong]))
     if problems:
-        raise ConfigError("\n  ".join(problems))
+        raise Failure("\n  ".join(problems))
     if result.complete and result.requests.ended == 0:
         setup = result.setup
-        raise CapacityError(
+        raise Failure(
             f"replay: no request ran: all {result.requests.too_long:,} are longer than L1 "
             f"({setup.device_pages * setup.page_size:,} tokens); give more with --device-tokens"
         )
@@ -158,93 +197,10 @@ def show(file: Path, requests: int | None) -> None:
         click.echo(line)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the command line asks for."""
-
-    trace: Path | None
-    config_file: Path | None
-    settings: tuple[str, ...]
-    requests: int | None
-    seed: int
-    preset: str
-    device_tokens: int | None
-    host_tokens: int | None
-    store: Path | None
-    speed_up: float | None
-    prefill_rate: float
-    running_max: int
-    waiting_max: int
-    processes: int
-    whole_trace_each: bool
-    device: str
-
-    def jobs(self, temporary: Path) -> list[ReplayJob]:
-        """One job per process; stored pages go to `temporary` unless the user says where. Raises ConfigError."""
-        config = self.config(temporary, os.environ)
-        share_of = 1 if self.whole_trace_each else self.processes
-        return [
-            ReplayJob(
-                config=config, trace=self.trace, seed=self.seed, requests=self.requests, preset=self.preset,
-                device=self.device, processes=self.processes, whole_trace_each=self.whole_trace_each,
-                options=ReplayOptions(
-                    running_max=self.running_max, waiting_max=self.waiting_max, speed_up=self.speed_up,
-                    prefill_tokens_per_s=self.prefill_rate or None, share=number % share_of, share_of=share_of,
-                ),
-            )
-            for number in range(self.processes)
-        ]  # fmt: skip
-
-    def config(self, temporary: Path, environ: Mapping[str, str]) -> HiCacheConfig:
-        """The effective configuration. Raises ConfigError."""
-        overrides = parse_settings(self.settings)
-        for name, value in (("device.tokens", self.device_tokens), ("host.tokens", self.host_tokens)):
-            if value is not None:
-                overrides[name] = str(value)
-        given = {*overrides, *(".".join(entry_of_variable(variable) or ()) for variable in environ)}
-        if self.store is not None:
-            overrides |= {"storage.type": "file", "storage.options.path": os.path.realpath(self.store)}
-        elif self.config_file is None and not given & _STORE_ENTRIES:
-            overrides["storage.options.path"] = str(temporary / "pages")
-        return load_config(self.config_file or REPLAY_CONFIG, environ=environ, overrides=overrides)
-
-
 class WrongBytes(Failure):
     """A replay that found wrong bytes."""
 
     exit_code = WRONG_BYTES_EXIT_CODE
-
-
-class Reports:
-    """The files of a replay's report. `written` are those of them that were."""
-
-    def __init__(self, json_file: Path | None, html_file: Path | None) -> None:
-        self._json_file = json_file
-        self._html_file = html_file
-        self.written: list[Path] = []
-
-    def check(self) -> None:
-        """Raises ConfigError for files that could not be written, or would be the same one."""
-        files = [file for file in (self._json_file, self._html_file) if file is not None]
-        for file in files:
-            if not file.parent.is_dir():
-                raise ConfigError(f"{file}: there is no directory {file.parent} to write it to")
-        if len(files) > len({os.path.realpath(file) for file in files}):
-            raise ConfigError(f"{files[0]}: --json and --report name the same file; give each its own")
-
-    def write(self, result: ReplayResult) -> list[str]:
-        """Write all that can be written; what cannot, in words."""
-        problems = []
-        texts = ((self._json_file, result.to_json), (self._html_file, lambda: html_report(result)))
-        for file, text in texts:
-            if file is None:
-                continue
-            try:
-                _write(file, text())
-                self.written.append(file)
-            except OSError as error:
-                problems.append(f"{file}: cannot be written: {error.strerror}")
-        return problems
 
 
 def _write(path: Path, text: str) -> None:

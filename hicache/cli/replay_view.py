@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -15,7 +15,7 @@ from ..errors import InvalidInput
 from ..replay.job import ReplayJob
 from ..replay.report import REASONS, WAY_NAMES, flattened_drops
 from ..replay.result import TIER_NAMES, ReplayResult, Sample
-from ..replay.timing import Latency
+from ..replay.timing import SchedulerTimes
 from ..replay.tokens import TokenSource
 from ..replay.trace import TraceRequest
 from ..units import counted, format_share, format_size
@@ -29,11 +29,10 @@ WIDTH = 80
 class LiveView:
     """The state of all engines, redrawn while they run; on something that is no terminal, one line at the start."""
 
-    def __init__(self, console: Console, jobs: Sequence[ReplayJob]) -> None:
-        first = jobs[0]
-        count = first.request_count
-        self._total = None if count is None else count * (len(jobs) if first.whole_trace_each else 1)
-        self._title = f"replaying {first.trace.name if first.trace else 'a synthetic trace'}"
+    def __init__(self, console: Console, job: ReplayJob) -> None:
+        count = job.request_count
+        self._total = None if count is None else count * (job.processes if job.whole_trace_each else 1)
+        self._title = f"replaying {job.trace.name if job.trace else 'a synthetic trace'}"
         self._console = console
         self._sample: Sample | None = None
         self._live = Live(
@@ -97,54 +96,41 @@ def print_summary(console: Console, result: ReplayResult) -> None:
                 "preempted": requests.preempted}  # fmt: skip
     if any(left_out.values()):
         console.print(", ".join(f"{count:,} {what}" for what, count in left_out.items() if count), highlight=False)
-    console.print(_source_table(result))
-    console.print(_counts_table("bytes moved", "way", [(WAY_NAMES[way], format_size(count))
-                                                       for way, count in result.moved_bytes.items()]))  # fmt: skip
     drops = [(REASONS.get(reason, reason), f"{count:,}") for reason, count in flattened_drops(result)]
+    moved = [(WAY_NAMES[way], format_size(count)) for way, count in result.moved_bytes.items()]
+    sources = ("source", "tokens", "share", "pages evicted")
+    console.print(_table("where prompt tokens came from", sources, _source_rows(result)))
+    console.print(_table("bytes moved", ("way", ""), moved))
     if drops:
-        console.print(_counts_table("work refused, skipped or failed", "what", drops))
-    console.print(_times_table(result))
+        console.print(_table("work refused, skipped or failed", ("what", ""), drops))
+    costs = ("", "count", "p50", "p90", "p99", "p99.9", "max")
+    console.print(_table("what the cache costs the scheduler's thread, in ms", costs, _time_rows(result.scheduler)))
 
 
-def _source_table(result: ReplayResult) -> Table:
-    table = Table(title="where prompt tokens came from", title_justify="left")
-    for column in ("source", "tokens", "share", "pages evicted"):
-        table.add_column(column, justify="left" if column == "source" else "right")
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """The first column holds names, the others numbers."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", overflow="fold" if not number else "ellipsis")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _source_rows(result: ReplayResult) -> Iterator[Sequence[str]]:
     tokens = result.tokens
     for tier, name in TIER_NAMES.items():
         hits = tokens.hits.get(tier, 0)
-        table.add_row(name, f"{hits:,}", format_share(hits, tokens.prompt), f"{result.evicted_pages.get(tier, 0):,}")
-    table.add_row("computed", f"{tokens.computed:,}", format_share(tokens.computed, tokens.prompt), "")
-    table.add_row("[dim]seen before in the trace", f"[dim]{tokens.seen:,}",
-                  f"[dim]{format_share(tokens.seen, tokens.prompt)}", "")  # fmt: skip
-    return table
+        yield name, f"{hits:,}", format_share(hits, tokens.prompt), f"{result.evicted_pages.get(tier, 0):,}"
+    yield "computed", f"{tokens.computed:,}", format_share(tokens.computed, tokens.prompt), ""
+    seen = ("seen before in the trace", f"{tokens.seen:,}", format_share(tokens.seen, tokens.prompt))
+    yield [f"[dim]{cell}" for cell in seen]
 
 
-def _counts_table(title: str, what: str, rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(what, overflow="fold")
-    table.add_column("", justify="right")
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
-
-
-def _times_table(result: ReplayResult) -> Table:
-    times = result.scheduler
-    table = Table(title="what the cache costs the scheduler's thread, in ms", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for column in ("count", "p50", "p90", "p99", "p99.9", "max"):
-        table.add_column(column, justify="right")
-    rows: Mapping[str, Latency] = {
-        "request, cpu": times.request_cpu,
-        "request, elapsed": times.request_elapsed,
-        "step, cpu": times.step_cpu,
-        "step, elapsed": times.step_elapsed,
-    }
-    for name, found in rows.items():
+def _time_rows(times: SchedulerTimes) -> Iterator[Sequence[str]]:
+    for name, found in times.distributions().items():
         values = (found.p50_us, found.p90_us, found.p99_us, found.p999_us, found.max_us)
-        table.add_row(name, f"{found.count:,}", *(milliseconds(value) for value in values))
-    return table
+        yield name, f"{found.count:,}", *(milliseconds(value) for value in values)
 
 
 def shortened(number: int) -> str:

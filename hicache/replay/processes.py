@@ -1,149 +1,88 @@
 """Engines of a replay: one in this process, or several in processes of their own on one store.
 
-A child gets its job as one line of JSON on standard input and answers with lines of JSON on standard output: samples,
-then its result or an error. Its input stays open for as long as it is wanted: when it ends, because the parent asks
-for the result now or is gone, the child gives up what is under way, answers and ends. So no child outlives its parent,
-however that ends. Children have a session of their own, so that Ctrl-C reaches the parent alone.
+A child has one end of a pair of sockets. It gets its job there, and sends samples, then its result or an error text.
+When it can read again, because the parent asks for the result now or is gone, it gives up what is in flight, answers
+and ends. So no child outlives its parent, however that ends. Children have a session of their own, so that Ctrl-C
+reaches the parent alone.
 
-Locking design: one thread in each process; the parent looks at all children's outputs in turn.
+Locking design: one thread in each process; the parent waits for all children at once.
 """
 
 from __future__ import annotations
 
-import os
-import select
-import selectors
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import IO, Self
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, Pipe, wait
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 
 from ..errors import HiCacheError
-from .job import ReplayJob, result_of, start
-from .result import ReplayResult, Sample, merged, summed_sample
-from .runner import SAMPLE_EVERY_S
+from .job import ReplayJob
+from .result import ReplayResult, Sample, merged
+from .runner import SAMPLE_EVERY_S, start
 
-# How long children may take for an answer once their input has ended: closing a cache takes five seconds at most.
+# How long children may take for an answer once they are asked: closing a cache takes five seconds at most.
 ANSWER_S_MAX = 20.0
-_READ_BYTES = 1 << 16
 
 
-class Engines(ABC):
-    """What replays. `run` once, then `result`, then `close`, which ends everything that is left on any path."""
-
-    @abstractmethod
-    def run(self) -> Iterator[Sample]:
-        """Replay; the state of all engines from time to time. May be left before its end. Raises HiCacheError."""
-
-    @abstractmethod
-    def result(self) -> ReplayResult:
-        """What it came to, whether `run` went to its end or was left. Raises HiCacheError."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End everything; blocks for some seconds at most. May be called twice."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
-def start_engines(jobs: Sequence[ReplayJob]) -> Engines:
-    """The engines for some jobs: a single one in this process. Raises as `job.start`; children's errors come later."""
-    return InProcess(jobs[0]) if len(jobs) == 1 else Children(jobs)
-
-
-class InProcess(Engines):
-    """One engine on the calling thread."""
+class InProcess:
+    """One engine on the calling thread. `run` once, then `result`, then `close`. Raises as `start`."""
 
     def __init__(self, job: ReplayJob) -> None:
         # Copies of pages are too small to gain from more threads, which would take cores from the workers.
         torch.set_num_threads(1)
-        self._job = job
         self._replay = start(job)
 
     def run(self) -> Iterator[Sample]:
+        """Replay; the state from time to time. May be left before its end. Raises HiCacheError."""
         return self._replay.run()
 
     def result(self) -> ReplayResult:
-        self._replay.check()
-        return result_of(self._job, self._replay)
+        """What it came to, whether `run` went to its end or was left. Raises HiCacheError."""
+        return self._replay.result()
 
     def close(self) -> None:
+        """End everything; blocks for some seconds at most. May be called twice."""
         self._replay.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One line from a child; exactly one field is given."""
-
-    sample: Sample | None = None
-    result: ReplayResult | None = None
-    error: str | None = None
-
-
-_JOB = TypeAdapter(ReplayJob)
-_MESSAGE = TypeAdapter(Message)
-
-
 class _Child:
-    """A process and what it has said so far."""
+    """A process and what it has said last."""
 
-    def __init__(self, number: int, job: ReplayJob) -> None:
-        self.number = number
+    def __init__(self, job: ReplayJob) -> None:
+        self.number = job.process
         self.sample: Sample | None = None
         self.result: ReplayResult | None = None
-        self._line = b""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        try:
-            self._input.write(_JOB.dump_json(job) + b"\n")
-            self._input.flush()
-        except BrokenPipeError:
-            pass  # it has ended already; `read` says so
+        self.pipe, theirs = Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())], stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()], start_new_session=True,
+            )  # fmt: skip
+        self.tell(job)
 
-    @property
-    def _input(self) -> IO[bytes]:
-        assert self.process.stdin is not None
-        return self.process.stdin
-
-    @property
-    def output(self) -> IO[bytes]:
-        """Where its messages come from."""
-        assert self.process.stdout is not None
-        return self.process.stdout
+    def tell(self, job: ReplayJob | None) -> None:
+        """Send its job, or (None) ask for the result now."""
+        with suppress(ConnectionError):  # it has ended already; `read` says so
+            self.pipe.send(job)
 
     def read(self) -> None:
-        """Take in what it has said. Raises HiCacheError if it failed. REQUIRES: its output is readable."""
-        data = os.read(self.output.fileno(), _READ_BYTES)
-        if not data and self.result is None:
-            raise HiCacheError(f"replay: process {self.number} ended early, exit code {self.process.wait()}")
-        *lines, self._line = (self._line + data).split(b"\n")
-        for line in lines:
-            try:
-                message = _MESSAGE.validate_json(line)
-            except ValidationError as error:
-                raise HiCacheError(f"replay: process {self.number} said what cannot be understood: {error}") from error
-            if message.error is not None:
-                raise HiCacheError(f"process {self.number}: {message.error}")
-            self.sample = message.sample or self.sample
-            self.result = message.result or self.result
-
-    def end_input(self) -> None:
-        """Ask for the result now."""
+        """Take in what it says next. Raises HiCacheError if it failed. REQUIRES: its pipe is readable."""
         try:
-            self._input.close()
-        except BrokenPipeError:
-            pass
+            message = self.pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            code = self.process.wait()
+            raise HiCacheError(f"replay: process {self.number} ended early, exit code {code}") from error
+        if isinstance(message, Sample):
+            self.sample = message
+        elif isinstance(message, ReplayResult):
+            self.result = message
+        else:
+            raise HiCacheError(f"process {self.number}: {message}")
 
     def end(self, deadline_s: float) -> None:
         """Wait until the process has ended; kill it at the deadline."""
@@ -152,84 +91,69 @@ class _Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self.output.close()
 
 
-class Children(Engines):
-    """One process per job."""
+class Children:
+    """One process for each number below `job.processes`, with the methods of `InProcess`."""
 
-    def __init__(self, jobs: Sequence[ReplayJob]) -> None:
+    def __init__(self, job: ReplayJob) -> None:
         self._children: list[_Child] = []
-        self._outputs = selectors.DefaultSelector()
         try:
-            for number, job in enumerate(jobs):
-                child = _Child(number, job)
-                self._children.append(child)
-                self._outputs.register(child.output, selectors.EVENT_READ, child)
+            for process in range(job.processes):
+                self._children.append(_Child(replace(job, process=process)))
         except BaseException:
             self.close()
             raise
 
     def run(self) -> Iterator[Sample]:
-        while any(child.result is None for child in self._children):
-            self._read(SAMPLE_EVERY_S)
+        while self._read():
             samples = [child.sample for child in self._children if child.sample is not None]
             if samples:
-                yield summed_sample(samples)
+                yield merged(samples)
 
     def result(self) -> ReplayResult:
         deadline_s = time.monotonic() + ANSWER_S_MAX
         for child in self._children:
-            child.end_input()
-        while any(child.result is None for child in self._children) and time.monotonic() < deadline_s:
-            self._read(SAMPLE_EVERY_S)
-        results = [child.result for child in self._children if child.result is not None]
-        if len(results) < len(self._children):
-            raise HiCacheError(f"replay: not all processes answered within {ANSWER_S_MAX:.0f} s")
-        return merged(results)
+            child.tell(None)
+        while self._read():
+            if time.monotonic() > deadline_s:
+                raise HiCacheError(f"replay: not all processes answered within {ANSWER_S_MAX:.0f} s")
+        result: ReplayResult = merged([child.result for child in self._children])
+        return result
 
     def close(self) -> None:
         deadline_s = time.monotonic() + ANSWER_S_MAX
         for child in self._children:
-            child.end_input()
+            child.pipe.close()
         for child in self._children:
             child.end(deadline_s)
         self._children.clear()
-        self._outputs.close()
 
-    def _read(self, timeout_s: float) -> None:
-        for key, _ in self._outputs.select(timeout_s):
-            child: _Child = key.data
-            child.read()
-            if child.result is not None:
-                self._outputs.unregister(child.output)
+    def _read(self) -> bool:
+        """Wait a moment for what children say; False once all have sent their result."""
+        waited_for = {child.pipe: child for child in self._children if child.result is None}
+        for pipe in wait(list(waited_for), SAMPLE_EVERY_S) if waited_for else ():
+            waited_for[pipe].read()  # type: ignore[index]  # these are connections
+        return bool(waited_for)
+
+
+def start_engines(job: ReplayJob) -> InProcess | Children:
+    """The engines of a job: a single one in this process. Raises as `start`; children's errors come later."""
+    return InProcess(job) if job.processes == 1 else Children(job)
 
 
 def main() -> None:
     """A child: see the module's docstring."""
-    job = _JOB.validate_json(sys.stdin.buffer.readline())
-    try:
-        with InProcess(job) as engines:
-            for sample in engines.run():
-                _say(Message(sample=sample))
-                if _input_ended():
-                    break
-            _say(Message(result=engines.result()))
-    except BrokenPipeError:
-        # The parent is gone. What is still in the buffer must not fail once more at the exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except HiCacheError as error:
-        _say(Message(error=str(error)))
-
-
-def _say(message: Message) -> None:
-    sys.stdout.buffer.write(_MESSAGE.dump_json(message) + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def _input_ended() -> bool:
-    # Nothing follows the job, so what can be read is the end.
-    return bool(select.select([sys.stdin], [], [], 0)[0])
+    with Connection(int(sys.argv[1])) as pipe, suppress(ConnectionError, EOFError):  # the parent is gone
+        try:
+            with closing(InProcess(pipe.recv())) as engines:
+                for sample in engines.run():
+                    pipe.send(sample)
+                    if pipe.poll():
+                        break
+                pipe.send(engines.result())
+        except HiCacheError as error:
+            pipe.send(str(error))
 
 
 if __name__ == "__main__":

@@ -225,12 +225,10 @@ def _moves(result: ReplayResult) -> str:
 
 def _times(result: ReplayResult) -> str:
     times = result.scheduler
-    kinds = {"request, processor time": times.request_cpu, "request, elapsed": times.request_elapsed,
-             "step, processor time": times.step_cpu, "step, elapsed": times.step_elapsed}  # fmt: skip
     rows = [
-        (name, f"{found.count:,}", *(f"{value / 1000:.3f}" for value in
+        (name.replace("cpu", "processor time"), f"{found.count:,}", *(f"{value / 1000:.3f}" for value in
          (found.p50_us, found.p90_us, found.p99_us, found.p999_us, found.max_us)))
-        for name, found in kinds.items()
+        for name, found in times.distributions().items()
     ]  # fmt: skip
     table = _table(("time in ms", "count", "p50", "p90", "p99", "p99.9", "max"), rows)
     calls = sorted(times.calls.items(), key=lambda call: -call[1].cpu_s)

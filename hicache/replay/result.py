@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 from pydantic import TypeAdapter
 
-from .timing import Latency, merged_latency
+from .timing import Latency, SchedulerTimes, merged_latency
 
 # What people read for a tier.
 TIER_NAMES: Mapping[str, str] = {"device": "L1 device", "host": "L2 host", "storage": "L3 storage"}
@@ -87,28 +87,6 @@ class TokenCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallTotal:
-    """All calls of one kind."""
-
-    calls: int
-    cpu_s: float
-    elapsed_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerTimes:
-    """What the cache cost the scheduler's thread; see `hicache.replay.timing`. `steps` had something to compute."""
-
-    steps: int
-    idle_steps: int
-    step_cpu: Latency
-    step_elapsed: Latency
-    request_cpu: Latency
-    request_elapsed: Latency
-    calls: Mapping[str, CallTotal]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
     """See the module's docstring. `complete` is False for a replay that was interrupted.
 
@@ -140,117 +118,47 @@ class ReplayResult:
 
 
 _RESULT = TypeAdapter(ReplayResult)
+# Several engines share a store and run at the same time.
+_LARGEST = frozenset(
+    {(ReplayResult, "elapsed_s"), (Sample, "elapsed_s"), (Requests, "late_s"), (Sample, "storage_bytes")}
+)
 
 
-def merged(results: Sequence[ReplayResult]) -> ReplayResult:
-    """The results of engines that ran at the same time, as one. REQUIRES: at least one.
+def merged(parts: Sequence[Any]) -> Any:
+    """Values of the same type from engines that ran at the same time, as one. REQUIRES: at least one.
 
-    Eviction in a shared store is counted by whoever evicts, so all counts add up.
+    Counts add up, of the fields in `_LARGEST` the largest stands for all, distributions and series are joined, and the
+    setup is that of the first. Eviction in a shared store is counted by whoever evicts.
     """
-    first = results[0]
-
-    def counts(pick: Callable[[ReplayResult], Mapping[str, int]]) -> dict[str, int]:
-        return summed(pick(result) for result in results)
-
-    return replace(
-        first,
-        complete=all(result.complete for result in results),
-        elapsed_s=max(result.elapsed_s for result in results),
-        requests=_sum_requests([result.requests for result in results]),
-        tokens=_sum_tokens([result.tokens for result in results]),
-        checked_bytes=sum(result.checked_bytes for result in results),
-        wrong_bytes=sum(result.wrong_bytes for result in results),
-        wrong_bytes_by_source=counts(lambda result: result.wrong_bytes_by_source),
-        moved_bytes=counts(lambda result: result.moved_bytes),
-        evicted_pages=counts(lambda result: result.evicted_pages),
-        skipped=counts(lambda result: result.skipped),
-        refused=counts(lambda result: result.refused),
-        damaged=counts(lambda result: result.damaged),
-        storage_errors=counts(lambda result: result.storage_errors),
-        scheduler=_merged_times([result.scheduler for result in results]),
-        samples=merged_samples([result.samples for result in results]),
-    )
-
-
-def summed(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Counts added up by name."""
-    total: Counter[str] = Counter()
-    for part in parts:
-        total.update(part)
-    return dict(total)
-
-
-def _sum_requests(parts: Sequence[Requests]) -> Requests:
-    return Requests(
-        ended=sum(part.ended for part in parts),
-        too_long=sum(part.too_long for part in parts),
-        unfinished=sum(part.unfinished for part in parts),
-        preempted=sum(part.preempted for part in parts),
-        late_s=max(part.late_s for part in parts),
-    )
-
-
-def _sum_tokens(parts: Sequence[TokenCounts]) -> TokenCounts:
-    return TokenCounts(
-        prompt=sum(part.prompt for part in parts),
-        output=sum(part.output for part in parts),
-        seen=sum(part.seen for part in parts),
-        hits=summed(part.hits for part in parts),
-        computed=sum(part.computed for part in parts),
-        recomputed=sum(part.recomputed for part in parts),
-    )
-
-
-def _merged_times(parts: Sequence[SchedulerTimes]) -> SchedulerTimes:
-    def latency(pick: Callable[[SchedulerTimes], Latency]) -> Latency:
-        return merged_latency(pick(part) for part in parts)
-
-    calls = {}
-    for name in parts[0].calls:
-        same = [part.calls[name] for part in parts]
-        calls[name] = CallTotal(
-            calls=sum(call.calls for call in same),
-            cpu_s=sum(call.cpu_s for call in same),
-            elapsed_s=sum(call.elapsed_s for call in same),
-        )
-    return SchedulerTimes(
-        steps=sum(part.steps for part in parts),
-        idle_steps=sum(part.idle_steps for part in parts),
-        step_cpu=latency(lambda part: part.step_cpu),
-        step_elapsed=latency(lambda part: part.step_elapsed),
-        request_cpu=latency(lambda part: part.request_cpu),
-        request_elapsed=latency(lambda part: part.request_elapsed),
-        calls=calls,
-    )
+    first = parts[0]
+    if isinstance(first, Setup):
+        return first
+    if isinstance(first, Latency):
+        return merged_latency(parts)
+    if isinstance(first, bool):
+        return all(parts)
+    if isinstance(first, tuple):
+        return merged_samples(parts)
+    if isinstance(first, Mapping):
+        names = dict.fromkeys(name for part in parts for name in part)
+        return {name: merged([part[name] for part in parts if name in part]) for name in names}
+    if not is_dataclass(first):
+        return sum(parts)
+    kind: Any = type(first)
+    values = {each.name: [getattr(part, each.name) for part in parts] for each in fields(first)}
+    return kind(**{name: max(of) if (kind, name) in _LARGEST else merged(of) for name, of in values.items()})
 
 
 def merged_samples(series: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
-    """One series out of several: at each moment of any, the latest sample of each, added up."""
+    """One series out of several: at each moment of any, the latest sample of each, merged."""
     latest: dict[int, Sample] = {}
-    merged_series = []
+    together = []
     moments = sorted((sample.elapsed_s, i, sample) for i, samples in enumerate(series) for sample in samples)
     for _, i, sample in moments:
         latest[i] = sample
         if len(latest) == len([samples for samples in series if samples]):
-            merged_series.append(summed_sample(list(latest.values())))
-    return tuple(merged_series)
-
-
-def summed_sample(samples: Sequence[Sample]) -> Sample:
-    """The state of several engines as one; a store that they share is as full as the fullest view of it."""
-    return Sample(
-        elapsed_s=max(sample.elapsed_s for sample in samples),
-        requests=sum(sample.requests for sample in samples),
-        waiting=sum(sample.waiting for sample in samples),
-        running=sum(sample.running for sample in samples),
-        prompt_tokens=sum(sample.prompt_tokens for sample in samples),
-        hit_tokens=summed(sample.hit_tokens for sample in samples),
-        device_pages=sum(sample.device_pages for sample in samples),
-        host_pages=sum(sample.host_pages for sample in samples),
-        storage_bytes=max(sample.storage_bytes for sample in samples),
-        moved_bytes=summed(sample.moved_bytes for sample in samples),
-        wrong_bytes=sum(sample.wrong_bytes for sample in samples),
-    )
+            together.append(merged(list(latest.values())))
+    return tuple(together)
 
 
 class Series:

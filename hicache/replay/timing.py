@@ -5,7 +5,7 @@ the interpreter's lock while workers held it, and for a core. What the replay do
 pages, reading the trace) is in neither, and what it costs to time an empty call (about 0.6 us) is measured at the start
 and subtracted from each.
 
-A call that serves one request is charged to it; a call that serves all of them (`poll`, say) is divided evenly among
+A call that names one request is charged to it; a call that serves all of them (`poll`, say) is divided evenly among
 those that wait or run in that step. So the requests' times add up to the scheduler's.
 
 Owned by the scheduler's thread; no lock.
@@ -14,14 +14,14 @@ Owned by the scheduler's thread; no lock.
 from __future__ import annotations
 
 import enum
+import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
-P = ParamSpec("P")
-R = TypeVar("R")
+from ..cache import TreeCache
 
 # Values are kept in classes 1/32 wide: a percentile is exact to 3 %, and a day in ns makes no more than 1,400 classes.
 _PRECISION_BITS = 5
@@ -38,6 +38,7 @@ class Call(enum.StrEnum):
     SHARE = "cache_unfinished_req"
     FINISH = "cache_finished_req"
     POLL = "poll"
+    PEEK = "peek"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +129,35 @@ class Cost:
         self.elapsed_ns += other.elapsed_ns
 
 
-def empty_call(
-    *, cpu: Callable[[], int] = time.thread_time_ns, elapsed: Callable[[], int] = time.perf_counter_ns
-) -> Cost:
-    """What `SchedulerClock.timed` would find for a call that does nothing: the median of some hundred."""
-    costs_cpu, costs_elapsed = [], []
-    for _ in range(301):
-        elapsed_ns, cpu_ns = elapsed(), cpu()
-        costs_cpu.append(cpu() - cpu_ns)
-        costs_elapsed.append(elapsed() - elapsed_ns)
-    return Cost(statistics.median(costs_cpu), statistics.median(costs_elapsed))
-
-
 @dataclass(slots=True)
-class CallCost:
+class CallTotal:
     """All calls of one kind."""
 
     calls: int = 0
-    cost: Cost = field(default_factory=Cost)
+    cpu_s: float = 0.0
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerTimes:
+    """What the cache cost the scheduler's thread. `steps` had something to compute."""
+
+    steps: int
+    idle_steps: int
+    step_cpu: Latency
+    step_elapsed: Latency
+    request_cpu: Latency
+    request_elapsed: Latency
+    calls: Mapping[str, CallTotal]
+
+    def distributions(self) -> dict[str, Latency]:
+        """All four by a name for people."""
+        return {
+            "request, cpu": self.request_cpu,
+            "request, elapsed": self.request_elapsed,
+            "step, cpu": self.step_cpu,
+            "step, elapsed": self.step_elapsed,
+        }
 
 
 class SchedulerClock:
@@ -158,17 +170,31 @@ class SchedulerClock:
     def __init__(
         self, *, cpu: Callable[[], int] = time.thread_time_ns, elapsed: Callable[[], int] = time.perf_counter_ns
     ) -> None:
-        self.calls = {call: CallCost() for call in Call}
+        self.calls = {call: CallTotal() for call in Call}
         self.step_cpu, self.step_elapsed = Histogram(), Histogram()
         self.request_cpu, self.request_elapsed = Histogram(), Histogram()
+        self._accounts: dict[str, Cost] = {}  # of requests in play
         self._step = Cost()  # of this step
         self._shared = Cost()  # of this step, for all in play
         self._cpu, self._elapsed = cpu, elapsed
-        self._empty = empty_call(cpu=cpu, elapsed=elapsed)
         self._per_request = Cost()  # what each request in play since the start would have been charged of shared calls
+        self._empty = self._empty_call()
 
-    def timed(self, call: Call, account: Cost | None, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call `function`; charge it to the request's `account`, or (None) to all in play."""
+    def _empty_call(self) -> Cost:
+        """What `timed` would find for a call that does nothing: the median of some hundred."""
+        costs = []
+        for _ in range(301):
+            elapsed_ns, cpu_ns = self._elapsed(), self._cpu()
+            costs.append((self._cpu() - cpu_ns, self._elapsed() - elapsed_ns))
+        cpu, elapsed = zip(*costs, strict=True)
+        return Cost(statistics.median(cpu), statistics.median(elapsed))
+
+    def watch(self, cache: TreeCache) -> TreeCache:
+        """`cache`, with each `Call` timed. All other names are its own."""
+        return cast(TreeCache, _Watched(cache, self))
+
+    def timed(self, call: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `function`; charge it to the request that its first argument names, without one to all in play."""
         cpu, elapsed = self._cpu, self._elapsed
         elapsed_ns, cpu_ns = elapsed(), cpu()
         try:
@@ -178,9 +204,19 @@ class SchedulerClock:
             cost = Cost(max(0.0, cpu_ns - self._empty.cpu_ns), max(0.0, elapsed_ns - self._empty.elapsed_ns))
             entry = self.calls[call]
             entry.calls += 1
-            entry.cost.add(cost)
+            entry.cpu_s += cost.cpu_ns / 1e9
+            entry.elapsed_s += cost.elapsed_ns / 1e9
             self._step.add(cost)
-            (self._shared if account is None else account).add(cost)
+            named = args[0] if args else None
+            rid = named if isinstance(named, str) else getattr(named, "rid", None)
+            (self._shared if rid is None else self._account(rid)).add(cost)
+
+    def _account(self, rid: str) -> Cost:
+        """The account of a request, which comes into play with its first call."""
+        account = self._accounts.get(rid)
+        if account is None:
+            account = self._accounts[rid] = Cost(-self._per_request.cpu_ns, -self._per_request.elapsed_ns)
+        return account
 
     def end_step(self, in_play: int, *, worked: bool) -> None:
         """End a step in which `in_play` requests waited or ran. One that had nothing to compute is no step to count."""
@@ -191,11 +227,34 @@ class SchedulerClock:
             self._per_request.add(Cost(self._shared.cpu_ns / in_play, self._shared.elapsed_ns / in_play))
         self._step, self._shared = Cost(), Cost()
 
-    def arrived(self) -> Cost:
-        """The account of a request that comes into play now."""
-        return Cost(-self._per_request.cpu_ns, -self._per_request.elapsed_ns)
-
-    def ended(self, account: Cost) -> None:
+    def ended(self, rid: str) -> None:
         """Close the account of a request. REQUIRES: between steps."""
+        account = self._account(rid)
         self.request_cpu.add(account.cpu_ns + self._per_request.cpu_ns)
         self.request_elapsed.add(account.elapsed_ns + self._per_request.elapsed_ns)
+        del self._accounts[rid]
+
+    def times(self, idle_steps: int) -> SchedulerTimes:
+        """All of it as a value."""
+        step_cpu = self.step_cpu.latency()
+        return SchedulerTimes(
+            steps=step_cpu.count,
+            idle_steps=idle_steps,
+            step_cpu=step_cpu,
+            step_elapsed=self.step_elapsed.latency(),
+            request_cpu=self.request_cpu.latency(),
+            request_elapsed=self.request_elapsed.latency(),
+            calls={call.value: replace(total) for call, total in self.calls.items()},
+        )
+
+
+class _Watched:
+    """What `SchedulerClock.watch` returns."""
+
+    def __init__(self, cache: TreeCache, clock: SchedulerClock) -> None:
+        self._cache = cache
+        for call in Call:
+            setattr(self, call, functools.partial(clock.timed, call, getattr(cache, call)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)

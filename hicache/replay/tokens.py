@@ -24,6 +24,8 @@ from .trace import BLOCK_TOKENS, TraceRequest
 Tokens: TypeAlias = npt.NDArray[np.uint32]
 Words: TypeAlias = npt.NDArray[np.uint64]
 
+# Token ids are below it.
+VOCAB_SIZE = 1 << 31
 # Domains of the generator below, so that no output ever repeats the tokens of a block.
 _BLOCK, _OUTPUT = 1, 2
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -87,7 +89,7 @@ class TokenSource:
 
 
 def drawn(domain: int, numbers: Words, length: int) -> Tokens:
-    """Token ids below 2**31, `[len(numbers), length]`, a function of domain and number alone."""
+    """Token ids below `VOCAB_SIZE`, `[len(numbers), length]`, a function of domain and number alone."""
     starts = mixed(numbers * np.uint64(2) + mixed(np.array([domain], np.uint64)))
     words = mixed(starts[:, None] + np.arange(length, dtype=np.uint64) * _GOLDEN)
     return (words >> np.uint64(33)).astype(np.uint32)

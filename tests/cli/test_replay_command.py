@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.cli.replay import REPLAY_CONFIG, Settings
-from hicache.errors import ConfigError
+from hicache.cli.replay import REPLAY_CONFIG, replay_config
 from hicache.replay.synthetic import synthetic_trace
 from hicache.replay.trace import read_trace, write_trace
 from tests.cli.processes import TIMEOUT_S, finish, hicache, start
@@ -203,59 +202,43 @@ def test_a_trace_is_not_replaced_without_force(repository: Path, tmp_path: Path)
     assert (code, output) == (0, f"1 request written to {path}\n")
 
 
-def settings(**changes: object) -> Settings:
-    given: dict[str, object] = {
-        "trace": None, "config_file": None, "settings": (), "requests": None, "seed": 0, "preset": "tiny",
-        "device_tokens": None, "host_tokens": None, "store": None, "speed_up": None, "prefill_rate": 0.0,
-        "running_max": 4, "waiting_max": 4, "processes": 1, "whole_trace_each": False, "device": "cpu",
-    }  # fmt: skip
-    return Settings(**{**given, **changes})  # type: ignore[arg-type]
-
-
 def path_of(config: object) -> str:
     return str(json.loads(config.model_dump_json())["storage"]["options"].get("path"))  # type: ignore[attr-defined]
 
 
 def test_stored_pages_go_to_a_temporary_directory_unless_somebody_says_where(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
-    assert path_of(settings().config(temporary, {})) == str(temporary / "pages")
-    assert path_of(settings(store=tmp_path).config(temporary, {})) == str(tmp_path)
-    chosen = settings(settings=("storage.options.path=/some/where",))
-    assert path_of(chosen.config(temporary, {})) == "/some/where"
+    assert path_of(replay_config({}, {}, temporary)) == str(temporary / "pages")
+    assert path_of(replay_config({}, {}, temporary, store=tmp_path)) == str(tmp_path)
+    assert path_of(replay_config({"storage.options.path": "/some/where"}, {}, temporary)) == "/some/where"
     for variable in ("HICACHE_STORAGE__OPTIONS__PATH", "HICACHE_storage__options__path"):
-        assert path_of(settings().config(temporary, {variable: "/else/where"})) == "/else/where"
-    assert path_of(settings(config_file=REPLAY_CONFIG).config(temporary, {})) == "replay-data/pages"
+        assert path_of(replay_config({}, {variable: "/else/where"}, temporary)) == "/else/where"
+    assert path_of(replay_config({}, {}, temporary, REPLAY_CONFIG)) == "replay-data/pages"
 
 
 def test_other_entries_of_storage_leave_stored_pages_in_the_temporary_directory(tmp_path: Path) -> None:
     environ = {"HICACHE_STORAGE__OPTIONS__CAPACITY": "2GiB", "PATH": "/bin"}
-    assert path_of(settings().config(tmp_path, environ)) == str(tmp_path / "pages")
+    assert path_of(replay_config({}, environ, tmp_path)) == str(tmp_path / "pages")
 
 
-@pytest.mark.parametrize(("given", "environ"), [(("storage=null",), {}), ((), {"HICACHE_STORAGE": "null"})])
+@pytest.mark.parametrize(("given", "environ"), [({"storage": "null"}, {}), ({}, {"HICACHE_STORAGE": "null"})])
 def test_a_replay_without_storage_needs_no_place_for_it(
-    tmp_path: Path, given: tuple[str, ...], environ: dict[str, str]
+    tmp_path: Path, given: dict[str, str], environ: dict[str, str]
 ) -> None:
-    assert settings(settings=given).config(tmp_path, environ).storage is None
+    assert replay_config(given, environ, tmp_path).storage is None
 
 
 def test_another_backend_needs_nothing_of_the_default_one(tmp_path: Path) -> None:
-    config = settings(settings=("storage.type=memory",)).config(tmp_path, {})
+    config = replay_config({"storage.type": "memory"}, {}, tmp_path)
     assert config.storage is not None and config.storage.options == {}
 
 
-def test_sizes_on_the_command_line_are_stronger_than_the_file(tmp_path: Path) -> None:
-    config = settings(device_tokens=640, host_tokens=1280, config_file=REPLAY_CONFIG).config(tmp_path, {})
-    assert (config.device.tokens, config.host.tokens) == (640, 1280)
-    with pytest.raises(ConfigError, match=r"device\.tokens"):
-        settings(device_tokens=1).config(tmp_path, {})
-
-
-def test_processes_share_a_trace_or_replay_it_each(tmp_path: Path) -> None:
-    shares = [one.options for one in settings(processes=3).jobs(tmp_path)]
-    assert [(one.share, one.share_of) for one in shares] == [(0, 3), (1, 3), (2, 3)]
-    each = [one.options for one in settings(processes=2, whole_trace_each=True).jobs(tmp_path)]
-    assert [(one.share, one.share_of) for one in each] == [(0, 1), (0, 1)]
+def test_sizes_on_the_command_line_are_stronger_than_the_file(repository: Path, trace: Path) -> None:
+    given = ("replay", str(trace), "-c", str(REPLAY_CONFIG), "--set", "storage=null")
+    code, output = hicache(repository, *given, "--device-tokens", "640")
+    assert code == 2 and "longer than L1 (640 tokens)" in output
+    code, output = hicache(repository, *given, "--device-tokens", "1")
+    assert code == 2 and "device.tokens" in output
 
 
 def test_the_configuration_of_the_replay_is_the_one_among_the_configs(repository: Path) -> None:

@@ -27,6 +27,7 @@ from tests.engine.world import (
     Device,
     assert_nothing_leaked,
     drive,
+    free_rows,
     generate,
     make_engine,
     random_checkpoint,
@@ -525,7 +526,7 @@ def test_closing_aborts_what_is_left_and_leaks_nothing() -> None:
     assert engine.close()
     assert engine.running == engine.waiting == 0
     assert engine.statistics().finished == {FinishReason.ABORTED: 2}
-    assert engine.model.requests.free_rows == 1
+    assert free_rows(engine) == 1
     engine.check()
 
 

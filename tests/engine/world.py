@@ -169,7 +169,12 @@ def assert_nothing_leaked(engine: Engine) -> None:
     tree, allocator = tiers(engine).tree, engine.cache.device.allocator
     assert tree.device_protected_pages == 0
     assert allocator.used_pages == tree.device_evictable_pages
-    assert engine.model.requests.free_rows == engine.model.requests.table.shape[0]
+    assert free_rows(engine) == engine.options.running_max
+
+
+def free_rows(engine: Engine) -> int:
+    """Rows of the model's request table that no request has."""
+    return engine.model.requests_max
 
 
 __all__ = [
@@ -178,6 +183,7 @@ __all__ = [
     "Device",
     "assert_nothing_leaked",
     "drive",
+    "free_rows",
     "generate",
     "make_engine",
     "random_checkpoint",

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hicache.errors import HiCacheError
 from hicache.replay.job import ReplayJob
-from hicache.replay.processes import _JOB, _MESSAGE, Children, InProcess, start_engines
-from hicache.replay.runner import ReplayOptions
+from hicache.replay.processes import Children, InProcess, start_engines
 from tests.replay.world import job, request, rounds, small_config
 
 pytestmark = pytest.mark.long
@@ -35,14 +37,15 @@ def _children_find_the_sources(repository: Path) -> Iterator[None]:
         os.environ["PYTHONPATH"] = before
 
 
-def file_job(directory: Path, *, prompts: int = 8, times: int = 2, **options: int) -> ReplayJob:
+def file_job(directory: Path, *, prompts: int = 8, times: int = 2, **options: Any) -> ReplayJob:
     config = small_config(
         storage="file", device=2048, host=8192,
         **{"storage.options.path": str(directory / "pages"), "storage.options.free_space_floor": "0"},
     )  # fmt: skip
     # Slow enough that what one engine stores is there when another asks for it.
-    paced = ReplayOptions(running_max=1, waiting_max=1, prefill_tokens_per_s=100_000, **options)
-    return job(directory, rounds(prompts, times), config, paced)
+    return job(
+        directory, rounds(prompts, times), config, running_max=1, waiting_max=1, prefill_tokens_per_s=100_000, **options
+    )
 
 
 def gone(pid: int) -> bool:
@@ -56,9 +59,7 @@ def gone(pid: int) -> bool:
 
 def test_two_processes_share_a_store_and_their_results_are_one(tmp_path: Path) -> None:
     # An odd number of prompts, so that each prompt comes to both.
-    one = replace(file_job(tmp_path, prompts=9, times=4), processes=2)
-    jobs = [replace(one, options=replace(one.options, share=share, share_of=2)) for share in (0, 1)]
-    with start_engines(jobs) as engines:
+    with closing(start_engines(file_job(tmp_path, prompts=9, times=4, processes=2))) as engines:
         *_, last = engines.run()
         result = engines.result()
     assert isinstance(engines, Children)
@@ -73,10 +74,10 @@ def test_two_processes_share_a_store_and_their_results_are_one(tmp_path: Path) -
 def test_an_engine_finds_what_another_process_has_stored(tmp_path: Path) -> None:
     """Each replays the whole trace, one after the other: the second one computes less than half of it."""
     one = file_job(tmp_path, times=1)
-    with start_engines([one]) as engines:
+    with closing(start_engines(one)) as engines:
         list(engines.run())
         assert engines.result().tokens.hits["storage"] == 0
-    with Children([one]) as engines:
+    with closing(Children(one)) as engines:
         list(engines.run())
         result = engines.result()
     assert result.tokens.hits["storage"] > 4 * 960
@@ -84,8 +85,8 @@ def test_an_engine_finds_what_another_process_has_stored(tmp_path: Path) -> None
 
 
 def test_a_replay_that_is_left_has_a_result_of_all_processes(tmp_path: Path) -> None:
-    one = file_job(tmp_path, times=1000)
-    with Children([one, one]) as engines:
+    one = file_job(tmp_path, times=1000, processes=2, whole_trace_each=True)
+    with closing(Children(one)) as engines:
         pids = [child.process.pid for child in engines._children]
         sample = next(sample for sample in engines.run() if sample.requests > 2)
         result = engines.result()
@@ -95,12 +96,11 @@ def test_a_replay_that_is_left_has_a_result_of_all_processes(tmp_path: Path) -> 
     assert all(gone(pid) for pid in pids)
 
 
-def test_an_error_of_one_process_is_raised_and_ends_the_others(tmp_path: Path) -> None:
-    one = file_job(tmp_path, times=1000)
-    bad = replace(one, trace=tmp_path / "missing.jsonl")
+def test_an_error_of_a_process_is_raised_and_ends_the_others(tmp_path: Path) -> None:
+    one = replace(file_job(tmp_path, processes=2), trace=tmp_path / "missing.jsonl")
     with (
-        pytest.raises(HiCacheError, match=r"process 1: trace .*missing\.jsonl: cannot be read"),
-        Children([one, bad]) as engines,
+        pytest.raises(HiCacheError, match=r"process [01]: trace .*missing\.jsonl: cannot be read"),
+        closing(Children(one)) as engines,
     ):
         pids = [child.process.pid for child in engines._children]
         list(engines.run())
@@ -108,8 +108,8 @@ def test_an_error_of_one_process_is_raised_and_ends_the_others(tmp_path: Path) -
 
 
 def test_a_process_that_is_killed_is_an_error_and_ends_the_others(tmp_path: Path) -> None:
-    one = file_job(tmp_path, times=1000)
-    with pytest.raises(HiCacheError, match="process 0 ended early, exit code -9"), Children([one, one]) as engines:
+    one = file_job(tmp_path, times=1000, processes=2, whole_trace_each=True)
+    with pytest.raises(HiCacheError, match="process 0 ended early, exit code -9"), closing(Children(one)) as engines:
         pids = [child.process.pid for child in engines._children]
         os.kill(pids[0], signal.SIGKILL)
         list(engines.run())
@@ -117,20 +117,17 @@ def test_a_process_that_is_killed_is_an_error_and_ends_the_others(tmp_path: Path
 
 
 def test_a_process_ends_by_itself_when_its_parent_is_gone(tmp_path: Path) -> None:
-    job_line = _JOB.dump_json(file_job(tmp_path, times=1000)).decode()
+    job_file = tmp_path / "job"
+    job_file.write_bytes(pickle.dumps(file_job(tmp_path, times=1000)))
     parent = (
-        "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-m', 'hicache.replay.processes'], stdin=subprocess.PIPE,\n"
-        "                         stdout=subprocess.PIPE, text=True, start_new_session=True)\n"
-        "child.stdin.write(sys.stdin.readline()); child.stdin.flush()\n"
-        "child.stdout.readline(); print(child.pid, flush=True); sys.stdin.read()\n"
+        "import pickle, sys; from pathlib import Path; from hicache.replay.processes import Children\n"
+        "engines = Children(pickle.loads(Path(sys.argv[1]).read_bytes())); next(engines.run())\n"
+        "print(engines._children[0].process.pid, flush=True); sys.stdin.read()\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", parent, str(job_file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(job_line + "\n")
-        process.stdin.flush()
+        assert process.stdout is not None
         pid = int(process.stdout.readline())
         ended = os.pidfd_open(pid)
         try:
@@ -143,14 +140,7 @@ def test_a_process_ends_by_itself_when_its_parent_is_gone(tmp_path: Path) -> Non
 
 def test_one_job_runs_in_this_process(tmp_path: Path) -> None:
     one = job(tmp_path, [request(0, [1])], small_config(storage=None))
-    with start_engines([one]) as engines:
+    with closing(start_engines(one)) as engines:
         assert isinstance(engines, InProcess)
         list(engines.run())
         assert engines.result().requests.ended == 1
-
-
-def test_jobs_survive_their_way_to_another_process(tmp_path: Path) -> None:
-    one = file_job(tmp_path, share=1, share_of=3)
-    assert _JOB.validate_json(_JOB.dump_json(one)) == one
-    with pytest.raises(ValueError, match="validation"):
-        _MESSAGE.validate_json(b"no message")

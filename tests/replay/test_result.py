@@ -8,20 +8,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from hicache.replay.result import (
-    CallTotal,
-    ReplayResult,
-    Requests,
-    Sample,
-    SchedulerTimes,
-    Series,
-    Setup,
-    TokenCounts,
-    merged,
-    merged_samples,
-    summed_sample,
-)
-from hicache.replay.timing import Histogram, Latency
+from hicache.replay.result import ReplayResult, Requests, Sample, Series, Setup, TokenCounts, merged, merged_samples
+from hicache.replay.timing import CallTotal, Histogram, Latency, SchedulerTimes
 
 
 def latency(*values_us: int) -> Latency:
@@ -102,7 +90,7 @@ def test_samples_of_engines_are_added_moment_by_moment_once_all_have_begun() -> 
 
 
 def test_a_shared_store_is_not_counted_twice() -> None:
-    both = summed_sample([sample(1, stored_bytes=100), sample(1, stored_bytes=90)])
+    both = merged([sample(1, stored_bytes=100), sample(1, stored_bytes=90)])
     assert both.storage_bytes == 100
     assert both.device_pages == 20
 

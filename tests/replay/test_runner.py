@@ -11,9 +11,9 @@ from hicache.errors import ConfigError, InvalidInput
 from hicache.frame import HEADER_BYTES
 from hicache.geometry import KVGeometry
 from hicache.keys import RadixKey
-from hicache.replay.job import ReplayJob, result_of, start
+from hicache.replay.job import ReplayJob
 from hicache.replay.presets import PRESETS
-from hicache.replay.runner import Replay, ReplayOptions
+from hicache.replay.runner import Replay, start
 from hicache.replay.synthetic import synthetic_trace
 from hicache.replay.timing import Call
 from hicache.replay.trace import TraceRequest
@@ -22,38 +22,38 @@ from tests.seeds import seeds
 
 pytestmark = pytest.mark.long
 
-ONE_AT_A_TIME = ReplayOptions(running_max=1, waiting_max=1)
+ONE_AT_A_TIME = {"running_max": 1, "waiting_max": 1}
 
 
 def hits(replay: Replay) -> tuple[int, int, int]:
-    counts = replay.counts.hits
+    counts = replay.model.counts.hits
     return counts["device"], counts["host"], counts["storage"]
 
 
 def test_a_repeated_prompt_comes_from_l1(tmp_path: Path) -> None:
-    with started(job(tmp_path, rounds(1, 2), small_config(storage=None), ONE_AT_A_TIME)) as replay:
+    with started(job(tmp_path, rounds(1, 2), small_config(storage=None), **ONE_AT_A_TIME)) as replay:
         go(replay)
         # The last page of a prompt is computed, since the logits of its last token are wanted.
         assert hits(replay) == (960, 0, 0)
-        assert replay.counts.computed_tokens == 1024 + 64
-        assert replay.counts.wrong.total() == 0
+        assert replay.model.counts.computed_tokens == 1024 + 64
+        assert replay.model.counts.wrong.total() == 0
 
 
 def test_what_left_l1_comes_from_l2(tmp_path: Path) -> None:
-    with started(job(tmp_path, rounds(4, 2), small_config(storage=None, device=2048), ONE_AT_A_TIME)) as replay:
+    with started(job(tmp_path, rounds(4, 2), small_config(storage=None, device=2048), **ONE_AT_A_TIME)) as replay:
         go(replay)
         device, host, _ = hits(replay)
         assert device == 0 and host == 4 * 960
-        assert replay.counts.wrong.total() == 0
+        assert replay.model.counts.wrong.total() == 0
 
 
 @pytest.mark.parametrize("storage", ["memory", "file"])
 def test_what_left_l2_comes_from_storage(tmp_path: Path, storage: str) -> None:
     options = {"storage.options.path": str(tmp_path / "pages")} if storage == "file" else {}
     config = small_config(storage=storage, device=2048, host=4096, **options)
-    with started(job(tmp_path, rounds(8, 2), config, ONE_AT_A_TIME)) as replay:
+    with started(job(tmp_path, rounds(8, 2), config, **ONE_AT_A_TIME)) as replay:
         go(replay)
-        result = result_of(job(tmp_path, rounds(8, 2), config), replay)
+        result = replay.result()
     assert result.tokens.hits["storage"] == 8 * 960
     assert result.tokens.computed == 8 * (1024 + 64)
     assert result.wrong_bytes == 0
@@ -63,32 +63,32 @@ def test_what_left_l2_comes_from_storage(tmp_path: Path, storage: str) -> None:
 
 
 def test_only_requests_that_began_are_counted_and_each_once(tmp_path: Path) -> None:
-    options = ReplayOptions(running_max=1, waiting_max=4)
-    with started(job(tmp_path, rounds(4, 1), small_config(storage=None), options)) as replay:
+    options = {"running_max": 1, "waiting_max": 4}
+    with started(job(tmp_path, rounds(4, 1), small_config(storage=None), **options)) as replay:
         replay.step()
         assert replay.unfinished == 4
-        assert (replay.counts.prompt_tokens, replay.counts.output_tokens) == (1024, 20)
+        assert (replay.model.counts.prompt_tokens, replay.model.counts.output_tokens) == (1024, 20)
         go(replay)
-        assert (replay.counts.prompt_tokens, replay.counts.output_tokens) == (4096, 80)
+        assert (replay.model.counts.prompt_tokens, replay.model.counts.output_tokens) == (4096, 80)
 
 
 def test_a_replay_is_complete_if_it_went_to_its_end(tmp_path: Path) -> None:
-    one = job(tmp_path, rounds(1, 2), small_config(storage=None), ONE_AT_A_TIME)
+    one = job(tmp_path, rounds(1, 2), small_config(storage=None), **ONE_AT_A_TIME)
     with started(one) as replay:
         samples = replay.run()
         next(samples)
-        assert not result_of(one, replay).complete
+        assert not replay.result().complete
         list(samples)
-        assert result_of(one, replay).complete
+        assert replay.result().complete
 
 
 def test_the_next_turn_finds_the_pages_of_the_last_output(tmp_path: Path) -> None:
     trace = [request(0, [1, 2], tail=100, output=200), request(1, [1, 3, 4], output=5)]
-    with started(job(tmp_path, trace, small_config(storage=None), ONE_AT_A_TIME)) as replay:
+    with started(job(tmp_path, trace, small_config(storage=None), **ONE_AT_A_TIME)) as replay:
         go(replay)
         # All whole pages of prompt and output; the output's last token has no KV.
         assert hits(replay) == ((612 + 199) // 64 * 64, 0, 0)
-        assert replay.counts.seen_tokens == 812
+        assert replay.model.counts.seen_tokens == 812
 
 
 @pytest.mark.parametrize("seed", seeds(3))
@@ -97,35 +97,35 @@ def test_a_synthetic_trace_through_tiers_far_too_small_has_no_wrong_byte(tmp_pat
     trace = [replace(one, output_length=one.output_length % 16)
              for one in synthetic_trace(80, seed) if one.input_length < 15_000]  # fmt: skip
     config = small_config(device=16_384, host=32_768)
-    with started(job(tmp_path, trace, config, ReplayOptions(running_max=6, prefill_tokens_max=2048))) as replay:
+    with started(job(tmp_path, trace, config, running_max=6, prefill_tokens_max=2048)) as replay:
         go(replay)
-        assert replay.counts.ended == len(trace)
-        assert replay.counts.wrong.total() == 0
+        assert replay.ended == len(trace)
+        assert replay.model.counts.wrong.total() == 0
         assert hits(replay)[0] > 0 and sum(hits(replay)[1:]) > 0, "only one tier was ever hit"
-        assert sum(hits(replay)) + replay.counts.computed_tokens == replay.counts.prompt_tokens
-        assert sum(hits(replay)) <= replay.counts.seen_tokens
+        assert sum(hits(replay)) + replay.model.counts.computed_tokens == replay.model.counts.prompt_tokens
+        assert sum(hits(replay)) <= replay.model.counts.seen_tokens
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))
 def test_every_model_is_replayed_right(tmp_path: Path, preset: str) -> None:
     small = small_config(storage="memory", device=512, host=1024, page_size="16", prefetch__threshold_tokens="64")
     trace = [replace(one, input_length=100, hash_ids=one.hash_ids[:1]) for one in rounds(12, 2, output=3)]
-    with started(replace(job(tmp_path, trace, small, ONE_AT_A_TIME), preset=preset)) as replay:
+    with started(replace(job(tmp_path, trace, small, **ONE_AT_A_TIME), preset=preset)) as replay:
         go(replay)
-        assert replay.counts.ended == 24
+        assert replay.ended == 24
         assert hits(replay)[2] > 0
-        assert replay.counts.wrong.total() == 0
+        assert replay.model.counts.wrong.total() == 0
 
 
 def test_requests_that_outgrow_l1_preempt_the_youngest_and_all_end(tmp_path: Path) -> None:
     trace = [request(i, [i], output=400) for i in range(6)]
     with started(job(tmp_path, trace, small_config(storage=None, device=2048))) as replay:
         go(replay)
-        assert replay.counts.preempted > 0
-        assert replay.counts.output_tokens == sum(one.output_length for one in trace)
-        assert replay.counts.ended == 6
-        assert replay.counts.recomputed_tokens > 0
-        assert replay.counts.wrong.total() == 0
+        assert replay.engine.statistics().preemptions > 0
+        assert replay.model.counts.output_tokens == sum(one.output_length for one in trace)
+        assert replay.ended == 6
+        assert replay.model.counts.recomputed_tokens > 0
+        assert replay.model.counts.wrong.total() == 0
 
 
 def test_nobody_is_preempted_while_evicted_pages_are_on_their_way_to_l2(tmp_path: Path) -> None:
@@ -133,17 +133,17 @@ def test_nobody_is_preempted_while_evicted_pages_are_on_their_way_to_l2(tmp_path
     trace = [request(i, [i], tail=320, output=200 if i >= 4 else 1) for i in range(8)]
     config = small_config(storage=None, device=2048, write_policy="write_back")
     waits = 0
-    with started(job(tmp_path, trace, config, ReplayOptions(running_max=4))) as replay:
+    with started(job(tmp_path, trace, config, running_max=4)) as replay:
         while not replay.finished:
-            before = replay.counts.preempted
+            before = replay.engine.statistics().preemptions
             replay.step()
             saving = replay.cache.writeback_pages
             waits += saving > 0
-            assert not (saving and replay.counts.preempted > before)
+            assert not (saving and replay.engine.statistics().preemptions > before)
             assert replay.cache.drain(20)
         assert waits > 0
-        assert replay.counts.ended == 8
-        assert replay.counts.wrong.total() == 0
+        assert replay.ended == 8
+        assert replay.model.counts.wrong.total() == 0
 
 
 @pytest.mark.parametrize(("length", "calls"), [(512, 1), (500, 1), (492, 0), (450, 0)])
@@ -152,14 +152,14 @@ def test_room_is_asked_for_at_page_borders_alone(tmp_path: Path, length: int, ca
     with started(job(tmp_path, trace, small_config(storage=None))) as replay:
         go(replay)
         assert replay.times.calls[Call.EXTEND].calls == calls
-        assert replay.counts.ended == 1
+        assert replay.ended == 1
 
 
 def test_a_request_that_never_fits_is_left_out_and_counted(tmp_path: Path) -> None:
     trace = [request(0, range(9)), request(1, [100]), request(2, [101], output=4000)]
     with started(job(tmp_path, trace, small_config(storage=None, device=4096))) as replay:
         go(replay)
-        assert (replay.counts.ended, replay.counts.too_long) == (1, 2)
+        assert (replay.ended, replay.too_long) == (1, 2)
 
 
 @pytest.mark.parametrize(("length", "output"), [(1, 0), (1, 1), (63, 1), (64, 1), (65, 0), (512, 2), (30, 100)])
@@ -167,16 +167,16 @@ def test_requests_of_every_length_end_with_the_kv_of_all_but_their_last_token(
     tmp_path: Path, length: int, output: int
 ) -> None:
     trace = [TraceRequest(i, 0, length, output, (7,)) for i in range(2)]
-    with started(job(tmp_path, trace, small_config(storage=None), ONE_AT_A_TIME)) as replay:
+    with started(job(tmp_path, trace, small_config(storage=None), **ONE_AT_A_TIME)) as replay:
         go(replay)
-        assert replay.counts.ended == 2
-        assert replay.counts.wrong.total() == 0
+        assert replay.ended == 2
+        assert replay.model.counts.wrong.total() == 0
         assert hits(replay)[0] == (length - 1) // 64 * 64
 
 
 def test_prompts_longer_than_a_step_are_computed_in_chunks(tmp_path: Path) -> None:
-    options = ReplayOptions(prefill_tokens_max=300)
-    with started(job(tmp_path, [request(0, [1, 2, 3])], small_config(storage=None), options)) as replay:
+    options = {"prefill_tokens_max": 300}
+    with started(job(tmp_path, [request(0, [1, 2, 3])], small_config(storage=None), **options)) as replay:
         go(replay)
         assert replay.times.calls[Call.SHARE].calls == 6
 
@@ -185,10 +185,10 @@ def test_every_nth_request_is_replayed_and_the_tokens_are_as_in_the_whole_trace(
     trace = [request(0, [1, 2], tail=100, output=200), request(1, [5]), request(2, [1, 3, 4], output=5)]
     config = small_config(storage=None)
     for share, ended in ((0, 2), (1, 1)):
-        options = ReplayOptions(running_max=1, waiting_max=1, share=share, share_of=2)
-        with started(job(tmp_path, trace, config, options)) as replay:
+        options = {**ONE_AT_A_TIME, "process": share, "processes": 2}
+        with started(job(tmp_path, trace, config, **options)) as replay:
             go(replay)
-            assert replay.counts.ended == ended
+            assert replay.ended == ended
             assert hits(replay)[0] == (768 if share == 0 else 0)
 
 
@@ -203,31 +203,30 @@ class Clock:
 
 
 def test_with_a_speed_up_requests_arrive_at_their_time(tmp_path: Path) -> None:
-    one = job(tmp_path, [request(0, [1], at_ms=0), request(1, [2], at_ms=8000)], small_config(storage=None))
-    ready, clock = start(one), Clock()
+    trace = [request(0, [1], at_ms=0), request(1, [2], at_ms=8000)]
+    one, clock = job(tmp_path, trace, small_config(storage=None), speed_up=4), Clock()
     with started(one) as other:  # closed by the context: only its cache is used
-        ready.close()
-        replay = Replay(other.cache, iter(one.requests_of_trace()), ReplayOptions(speed_up=4), clock=clock)
+        replay = Replay(other.cache, one, clock=clock)
         for _ in range(100):
             replay.step()
-        assert (replay.counts.ended, replay.unfinished, replay.finished) == (1, 0, False)
+        assert (replay.ended, replay.unfinished, replay.finished) == (1, 0, False)
         clock.now_s = 1.99
         replay.step()
         assert replay.unfinished == 0
         clock.now_s = 2.5
         for _ in range(100):
             replay.step()
-        assert replay.finished and replay.counts.ended == 2
-        assert replay.counts.late_s == pytest.approx(0.5)
+        assert replay.finished and replay.ended == 2
+        assert replay.late_s == pytest.approx(0.5)
 
 
 def test_a_full_queue_delays_the_trace(tmp_path: Path) -> None:
-    options = ReplayOptions(running_max=1, waiting_max=3)
-    with started(job(tmp_path, rounds(20, 1), small_config(storage=None), options)) as replay:
+    options = {"running_max": 1, "waiting_max": 3}
+    with started(job(tmp_path, rounds(20, 1), small_config(storage=None), **options)) as replay:
         replay.step()
         assert replay.unfinished == 3
         go(replay)
-        assert replay.counts.ended == 20
+        assert replay.ended == 20
 
 
 def test_run_replays_everything_and_reports_the_end(tmp_path: Path) -> None:
@@ -240,7 +239,7 @@ def test_run_replays_everything_and_reports_the_end(tmp_path: Path) -> None:
 
 
 def test_a_replay_that_is_left_gives_everything_back(tmp_path: Path) -> None:
-    with started(job(tmp_path, rounds(20, 1), small_config(), ReplayOptions(prefill_tokens_max=64))) as replay:
+    with started(job(tmp_path, rounds(20, 1), small_config(), prefill_tokens_max=64)) as replay:
         samples = replay.run()
         next(samples)
         assert replay.unfinished > 0
@@ -286,18 +285,23 @@ def test_a_replay_without_the_cache_or_with_other_keys_is_refused_with_the_reaso
         ReplayJob(config=small_config(storage=None, bigram_keys="true"))
 
 
-@pytest.mark.parametrize("name", ["running_max", "waiting_max", "prefill_tokens_max", "share_of", "speed_up"])
-def test_bounds_of_nothing_are_refused(name: str) -> None:
-    with pytest.raises(InvalidInput, match=name):
-        ReplayOptions(**{name: 0})
-
-
 def test_requests_account_for_all_time_of_the_scheduler(tmp_path: Path) -> None:
     with started(job(tmp_path, rounds(4, 3), small_config())) as replay:
         go(replay)
-        total_ns = sum(entry.cost.cpu_ns for entry in replay.times.calls.values())
+        total_ns = 1e9 * sum(total.cpu_s for total in replay.times.calls.values())
         assert replay.times.request_cpu.latency().total_us * 1000 == pytest.approx(total_ns, rel=1e-6)
-        assert replay.times.calls[Call.FINISH].calls == 12 + replay.counts.preempted
+        assert replay.times.calls[Call.FINISH].calls == 12 + replay.engine.statistics().preemptions
+
+
+@pytest.mark.parametrize(("policy", "device_hits"), [("fcfs", 0), ("longest_prefix", 3 * 960)])
+def test_the_order_of_the_queue_is_that_of_the_configuration(tmp_path: Path, policy: str, device_hits: int) -> None:
+    """L1 holds two prompts of three: in the order of arrival each has left it when it comes again."""
+    trace = rounds(3, 2, output=5)
+    config = small_config(storage=None, device=2048 + 64, host=64, schedule__policy=policy, schedule__age_max="1000")
+    with started(job(tmp_path, trace, config, running_max=1, waiting_max=8)) as replay:
+        go(replay)
+        assert replay.ended == 6
+        assert hits(replay)[0] == device_hits
 
 
 # Negative controls: each tier is made to lie, and the replay must say so.
@@ -306,17 +310,17 @@ def test_requests_account_for_all_time_of_the_scheduler(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["FlippingBackend", "SwappingBackend"])
 def test_bytes_that_storage_got_wrong_under_a_valid_seal_are_found(tmp_path: Path, backend: str) -> None:
     config = small_config(storage=f"tests.replay.lying:{backend}", device=2048, host=4096)
-    with started(job(tmp_path, rounds(8, 2), config, ONE_AT_A_TIME)) as replay:
+    with started(job(tmp_path, rounds(8, 2), config, **ONE_AT_A_TIME)) as replay:
         go(replay)
         assert hits(replay)[2] > 0
-        assert replay.counts.wrong["storage"] > 0
-        assert replay.counts.wrong["device"] == replay.counts.wrong["host"] == 0
+        assert replay.model.counts.wrong["storage"] > 0
+        assert replay.model.counts.wrong["device"] == replay.model.counts.wrong["host"] == 0
 
 
 def test_one_wrong_byte_on_l2_is_one_wrong_byte_in_the_report(tmp_path: Path) -> None:
-    one = job(tmp_path, rounds(4, 2), small_config(storage=None, device=2048), ONE_AT_A_TIME)
+    one = job(tmp_path, rounds(4, 2), small_config(storage=None, device=2048), **ONE_AT_A_TIME)
     with started(one) as replay:
-        while replay.counts.ended < 4:
+        while replay.ended < 4:
             replay.step()
             assert replay.cache.drain(20)
         key = tiers(replay).tree  # every page of L2 that is in use now may come back
@@ -324,9 +328,9 @@ def test_one_wrong_byte_on_l2_is_one_wrong_byte_in_the_report(tmp_path: Path) ->
         page = int(replay.cache.match_prefix(prompt_key(one)).node.host[0])  # type: ignore[index]
         tiers(replay).host.frame(page)[HEADER_BYTES + 5] ^= 1
         go(replay)
-        assert replay.counts.wrong["host"] == 1
+        assert replay.model.counts.wrong["host"] == 1
         # It is read once more when the request ends.
-        assert replay.counts.wrong["own"] == 1
+        assert replay.model.counts.wrong["own"] == 1
 
 
 def prompt_key(one: ReplayJob) -> RadixKey:
@@ -337,15 +341,15 @@ def prompt_key(one: ReplayJob) -> RadixKey:
 
 
 def test_one_wrong_byte_on_l1_is_found_when_the_prompt_comes_again_and_when_it_ends(tmp_path: Path) -> None:
-    one = job(tmp_path, rounds(1, 2), small_config(storage=None), ONE_AT_A_TIME)
+    one = job(tmp_path, rounds(1, 2), small_config(storage=None), **ONE_AT_A_TIME)
     with started(one) as replay:
-        while replay.counts.ended < 1:
+        while replay.ended < 1:
             replay.step()
         page = int(replay.cache.match_prefix(prompt_key(one)).device_pages[3])
         replay.cache.device.blocks.layers[2][0][page, 9] ^= 1
         go(replay)
-        assert replay.counts.wrong["device"] == 1
-        assert replay.counts.wrong["own"] == 1
+        assert replay.model.counts.wrong["device"] == 1
+        assert replay.model.counts.wrong["own"] == 1
 
 
 def test_the_geometry_of_a_page_is_that_of_the_model(tmp_path: Path) -> None:

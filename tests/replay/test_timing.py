@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.replay.timing import Call, Cost, Histogram, SchedulerClock, empty_call, merged_latency, upper_bound
+from hicache.replay.timing import Call, CallTotal, Cost, Histogram, SchedulerClock, merged_latency, upper_bound
 from tests.seeds import rng, seeds
 
 
@@ -54,113 +54,108 @@ class Times:
         self.look_ns = look_ns
         self.cpu_ns = self.elapsed_ns = 0
 
-    def work(self, cpu_ns: int, waiting_ns: int = 0) -> int:
-        """What the cache does in a call: so much work, and so much waiting besides."""
+    def work(self, rid: str | None, cpu_ns: int, waiting_ns: int = 0) -> int:
+        """What the cache does in a call for `rid`: so much work, and so much waiting besides."""
         self.cpu_ns += cpu_ns
         self.elapsed_ns += cpu_ns + waiting_ns
         return cpu_ns
 
     def cpu(self) -> int:
-        self.work(self.look_ns)
+        self.work(None, self.look_ns)
         return self.cpu_ns
 
     def elapsed(self) -> int:
-        self.work(self.look_ns)
+        self.work(None, self.look_ns)
         return self.elapsed_ns
 
     def clock(self) -> SchedulerClock:
         return SchedulerClock(cpu=self.cpu, elapsed=self.elapsed)
 
 
+def charged(clock: SchedulerClock) -> tuple[float, float]:
+    """What requests that have ended were charged, in ns of both clocks."""
+    return clock.request_cpu.latency().total_us * 1000, clock.request_elapsed.latency().total_us * 1000
+
+
 def test_a_call_is_charged_to_its_request_and_returns_what_it_returns() -> None:
     times = Times()
     clock = times.clock()
-    account = clock.arrived()
-    assert clock.timed(Call.BEGIN, account, times.work, 500, waiting_ns=70) == 500
-    assert account == Cost(500, 570)
-    assert clock.calls[Call.BEGIN].calls == 1
-    assert clock.calls[Call.BEGIN].cost == Cost(500, 570)
+    assert clock.timed(Call.BEGIN, times.work, "a", 500, waiting_ns=70) == 500
+    clock.ended("a")
+    assert charged(clock) == pytest.approx((500, 570))
+    assert clock.calls[Call.BEGIN] == CallTotal(1, 500 / 1e9, 570 / 1e9)
 
 
 def test_a_call_that_fails_is_charged_too() -> None:
     times = Times()
     clock = times.clock()
-    account = clock.arrived()
     with pytest.raises(ZeroDivisionError):
-        clock.timed(Call.BEGIN, account, lambda: times.work(500, 70) // 0)
-    assert account == Cost(500, 570)
+        clock.timed(Call.BEGIN, lambda rid: times.work(rid, 500, 70) // 0, "a")
+    clock.ended("a")
+    assert charged(clock) == pytest.approx((500, 570))
 
 
 def test_requests_add_up_to_the_scheduler_with_shared_calls_divided_among_those_in_play() -> None:
     times = Times()
     clock = times.clock()
-    early = [clock.arrived(), clock.arrived()]
-    clock.timed(Call.POLL, None, times.work, 600, 20)
+    for rid in "ab":
+        clock.timed(Call.PREFETCH, times.work, rid, 0)
+    clock.timed(Call.POLL, times.work, None, 600, 20)
     clock.end_step(2, worked=True)
-    late = clock.arrived()
-    clock.timed(Call.POLL, None, times.work, 900, 30)
-    clock.timed(Call.BEGIN, late, times.work, 5000)
+    clock.timed(Call.BEGIN, times.work, "late", 5000)
+    clock.timed(Call.POLL, times.work, None, 900, 30)
     clock.end_step(3, worked=True)
-    of_request = [600 / 2 + 900 / 3, 600 / 2 + 900 / 3, 900 / 3 + 5000]
     ended_ns = 0.0
-    for account, cpu_ns in zip((*early, late), of_request, strict=True):
-        clock.ended(account)
+    for rid, cpu_ns in {"a": 600 / 2 + 900 / 3, "b": 600 / 2 + 900 / 3, "late": 900 / 3 + 5000}.items():
+        clock.ended(rid)
         ended_ns += cpu_ns
-        assert clock.request_cpu.latency().total_us == ended_ns / 1000
+        assert charged(clock)[0] == pytest.approx(ended_ns)
     assert clock.request_elapsed.latency().total_us == clock.step_elapsed.latency().total_us == 6.55
     assert clock.request_cpu.latency().total_us == clock.step_cpu.latency().total_us == 6.5
-    assert sum(entry.cost.cpu_ns for entry in clock.calls.values()) == 6500
+    assert sum(total.cpu_s for total in clock.calls.values()) == pytest.approx(6500 / 1e9)
     assert clock.step_cpu.latency().max_us == 5.9
 
 
 def test_a_request_is_not_charged_for_steps_before_it_arrived() -> None:
     times = Times()
     clock = times.clock()
-    clock.timed(Call.POLL, None, times.work, 600)
+    clock.timed(Call.POLL, times.work, None, 600)
     clock.end_step(1, worked=True)
-    clock.ended(clock.arrived())
-    assert clock.request_cpu.latency().total_us == 0
-    assert clock.request_elapsed.latency().total_us == 0
+    clock.ended("a")
+    assert charged(clock) == (0, 0)
 
 
 def test_a_step_without_work_is_no_step_but_its_time_is_charged() -> None:
     times = Times()
     clock = times.clock()
-    account = clock.arrived()
-    clock.timed(Call.POLL, None, times.work, 600, 20)
+    clock.timed(Call.PREFETCH, times.work, "a", 0)
+    clock.timed(Call.POLL, times.work, None, 600, 20)
     clock.end_step(1, worked=False)
-    clock.ended(account)
+    clock.ended("a")
     assert clock.step_cpu.latency().count == 0
-    assert clock.request_cpu.latency().total_us == 0.6
-    assert clock.request_elapsed.latency().total_us == 0.62
+    assert charged(clock) == pytest.approx((600, 620))
 
 
 def test_timing_itself_is_charged_to_nobody() -> None:
     times = Times(look_ns=3)
-    # Between the two looks at the inner clock is one of them, between those at the outer one are three.
-    assert empty_call(cpu=times.cpu, elapsed=times.elapsed) == Cost(3, 9)
     clock = times.clock()
-    account = clock.arrived()
+    # Between the two looks at the inner clock is one of them, between those at the outer one are three.
+    assert clock._empty == Cost(3, 9)
     for _ in range(500):
-        clock.timed(Call.EXTEND, account, times.work, 100, 10)
-    assert account == Cost(500 * 100, 500 * 110)
+        clock.timed(Call.EXTEND, times.work, "a", 100, 10)
+    clock.ended("a")
+    assert charged(clock) == pytest.approx((500 * 100, 500 * 110))
     clock._empty = Cost()  # negative control: without the subtraction
-    charged = clock.arrived()
     for _ in range(500):
-        clock.timed(Call.EXTEND, charged, times.work, 100, 10)
-    assert charged == Cost(500 * 103, 500 * 119)
+        clock.timed(Call.EXTEND, times.work, "b", 100, 10)
+    clock.ended("b")
+    assert charged(clock) == pytest.approx((500 * 203, 500 * 229))
 
 
 def test_a_call_that_was_timed_faster_than_an_empty_one_costs_nothing() -> None:
     times = Times(look_ns=3)
     clock = times.clock()
     times.look_ns = 1
-    account = clock.arrived()
-    clock.timed(Call.EXTEND, account, times.work, 0)
-    assert account == Cost(0, 0)
-
-
-def test_costs_add_up() -> None:
-    cost = Cost(1, 2)
-    cost.add(Cost(10, 20))
-    assert (cost.cpu_ns, cost.elapsed_ns) == (11, 22)
+    clock.timed(Call.EXTEND, times.work, "a", 0)
+    clock.ended("a")
+    assert charged(clock) == (0, 0)

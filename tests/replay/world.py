@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hicache.cache import HiRadixCache
 from hicache.config import HiCacheConfig, load_config
-from hicache.replay.job import ReplayJob, start
-from hicache.replay.runner import Replay, ReplayOptions
+from hicache.replay.job import ReplayJob
+from hicache.replay.runner import Replay, start
 from hicache.replay.trace import BLOCK_TOKENS, TraceRequest, write_trace
 
 WAIT_S = 20.0
@@ -37,13 +38,11 @@ def small_config(
     return load_config(None, environ={}, overrides=overrides)
 
 
-def job(
-    directory: Path, trace: Iterable[TraceRequest], config: HiCacheConfig, options: ReplayOptions | None = None
-) -> ReplayJob:
+def job(directory: Path, trace: Iterable[TraceRequest], config: HiCacheConfig, **options: Any) -> ReplayJob:
     """A job on a trace that is written to `directory`."""
     path = directory / "trace.jsonl"
     write_trace(path, trace)
-    return ReplayJob(config=config, trace=path, options=options or ReplayOptions())
+    return ReplayJob(config=config, trace=path, **options)
 
 
 @contextmanager
@@ -67,7 +66,7 @@ def go(replay: Replay) -> Replay:
     """Replay all of it, with the invariants checked at each step and every copy and store awaited."""
     while not replay.finished:
         replay.step()
-        replay.check()
+        replay.engine.check()
         assert replay.cache.drain(WAIT_S)
     replay.sample()
     return replay

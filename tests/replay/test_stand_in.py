@@ -10,7 +10,7 @@ import torch
 
 from hicache.errors import InvalidInput
 from hicache.geometry import KVGeometry, KVLayout
-from hicache.replay.pages import PageBytes, page_seeds
+from hicache.replay.stand_in import PageBytes, page_seeds
 from hicache.tiers import KVPool, create_device_pool
 from hicache.types import PageIds
 
