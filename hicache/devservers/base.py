@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeAlias
@@ -23,6 +24,8 @@ from .ports import free_ports, is_free, listening_ports
 
 # The `type` and the `options` of a configuration's section `storage`.
 Storage: TypeAlias = tuple[str, dict[str, Any]]
+# A program and its arguments; and environment variables that it gets on top of this process's.
+Command: TypeAlias = tuple[list[str], dict[str, str]]
 
 # A port may be taken between its choice and the server's start; three times in a row is no accident.
 _ATTEMPTS = 3
@@ -75,6 +78,33 @@ class DevService(ABC):
         self.stop()
 
 
+class ServerGroup(DevService):
+    """Servers that belong together, started one after the other and stopped in the opposite order."""
+
+    servers: Sequence[DevServer]
+
+    @abstractmethod
+    def unite(self) -> None:
+        """Make one service of the servers, all of which serve now. Raises BackendUnavailable if that fails."""
+
+    def start(self) -> None:
+        try:
+            for server in self.servers:
+                server.start()
+            self.unite()
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def running(self) -> bool:
+        return all(server.running for server in self.servers)
+
+    def stop(self) -> None:
+        for server in reversed(self.servers):
+            server.stop()
+
+
 class DevServer(DevService):
     """One server process on loopback ports, in a private directory of its own that goes with it.
 
@@ -100,22 +130,19 @@ class DevServer(DevService):
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None
         self.ports: dict[str, int] = {}
+        # Files that the program leaves outside its directory, to be removed once it has ended.
+        self.litter: list[Path] = []
 
     @abstractmethod
-    def command(self) -> list[str]:
-        """The program and its arguments, after writing whatever files it needs. Ports and directories are known."""
+    def command(self) -> Command:
+        """The program, its arguments and its environment, after writing the files that it needs.
 
-    @abstractmethod
-    def program_environ(self) -> dict[str, str]:
-        """Environment variables the program gets on top of this process's."""
+        REQUIRES: ports and directories are known.
+        """
 
     @abstractmethod
     def serves(self) -> bool:
         """Whether a real request is answered now. Blocks for a second at most; trouble is False."""
-
-    @abstractmethod
-    def litter(self) -> list[Path]:
-        """Files that the program leaves outside its directory, to be removed once it has ended."""
 
     @property
     def port(self) -> int:
@@ -161,9 +188,8 @@ class DevServer(DevService):
         for attempt in range(_ATTEMPTS):
             if not chosen:
                 self.ports = self._choose_ports()
-            self._process = launch(
-                self.command(), environ={**os.environ, **self.program_environ()}, directory=self.directory, log=self.log
-            )
+            arguments, environ = self.command()
+            self._process = launch(arguments, environ={**os.environ, **environ}, directory=self.directory, log=self.log)
             if self._came_up():
                 return
             failure = f"{self.name}: {self._failure()}; its log ends:\n{self._log_tail()}"
@@ -225,7 +251,7 @@ class DevServer(DevService):
         except ProcessLookupError:
             pass  # it has ended by itself, and so have its children
         process.wait(_KILL_WAIT_S)
-        for path in self.litter():
+        for path in self.litter:
             path.unlink(missing_ok=True)
 
     def restart(self, *, empty: bool = False) -> None:

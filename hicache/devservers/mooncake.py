@@ -5,22 +5,16 @@ from __future__ import annotations
 import re
 import socket
 import urllib.request
-from pathlib import Path
 from typing import Any, ClassVar
 
 from ..backends.system_libraries import MOONCAKE_LIBRARIES, library_path
 from ..errors import BackendUnavailable
 from ..units import MIB
-from .base import DevServer, DevService, Storage
+from .base import Command, DevServer, ServerGroup, Storage
 from .packages import package_file
 from .ports import LOOPBACK
 
 _PROBE_TIMEOUT_S = 0.5
-
-
-def _environ() -> dict[str, str]:
-    """Where the loader finds libraries that were unpacked without root. Raises ConfigError if some are nowhere."""
-    return library_path(MOONCAKE_LIBRARIES)
 
 
 def _listens(port: int) -> bool:
@@ -57,20 +51,15 @@ class MooncakeMaster(DevServer):
         """Where its HTTP server is, with figures and a list of pages."""
         return f"{LOOPBACK}:{self.ports['metrics']}"
 
-    def command(self) -> list[str]:
+    def command(self) -> Command:
         lease = [] if self._lease_ms is None else [f"--default_kv_lease_ttl={self._lease_ms}"]
-        return [
+        arguments = [
             str(package_file("mooncake", "mooncake_master", extra="mooncake-cpu")),
             f"--rpc_address={LOOPBACK}", f"--rpc_port={self.port}",
             f"--metrics_host={LOOPBACK}", f"--metrics_port={self.ports['metrics']}",
             "--logtostderr=true", *lease, *self._flags,
         ]  # fmt: skip
-
-    def program_environ(self) -> dict[str, str]:
-        return _environ()
-
-    def litter(self) -> list[Path]:
-        return []
+        return arguments, library_path(MOONCAKE_LIBRARIES)
 
     def serves(self) -> bool:
         """Its HTTP server answers, which is started last, and clients can connect."""
@@ -116,19 +105,14 @@ class MooncakeClientDaemon(DevServer):
         """Where engines find it."""
         return f"{LOOPBACK}:{self.port}"
 
-    def command(self) -> list[str]:
-        return [
+    def command(self) -> Command:
+        arguments = [
             str(package_file("mooncake", "mooncake_client", extra="mooncake-cpu")),
             f"--host={LOOPBACK}", f"--port={self.port}", "--metadata_server=P2PHANDSHAKE", "--protocol=tcp",
             f"--master_server_address={self._master.address}", f"--global_segment_size={self._segment_bytes}",
             "--logtostderr=true",
         ]  # fmt: skip
-
-    def program_environ(self) -> dict[str, str]:
-        return {"MC_STORE_CLIENT_SETUP_RETRIES": "1", **_environ()}
-
-    def litter(self) -> list[Path]:
-        return []
+        return arguments, {"MC_STORE_CLIENT_SETUP_RETRIES": "1", **library_path(MOONCAKE_LIBRARIES)}
 
     def serves(self) -> bool:
         """It listens, and its memory has arrived at the master."""
@@ -145,7 +129,7 @@ class MooncakeClientDaemon(DevServer):
         return {}
 
 
-class MooncakeStore(DevService):
+class MooncakeStore(ServerGroup):
     """A master with one client daemon: what engines that come and go need to share pages on one machine.
 
     `port` is the master's.
@@ -154,22 +138,10 @@ class MooncakeStore(DevService):
     def __init__(self, *, port: int | None = None) -> None:
         self.master = MooncakeMaster(port=port)
         self.daemon = MooncakeClientDaemon(self.master)
+        self.servers = self.master, self.daemon
 
-    def start(self) -> None:
-        try:
-            self.master.start()
-            self.daemon.start()
-        except BaseException:
-            self.stop()
-            raise
-
-    @property
-    def running(self) -> bool:
-        return self.master.running and self.daemon.running
-
-    def stop(self) -> None:
-        self.daemon.stop()
-        self.master.stop()
+    def unite(self) -> None:
+        pass  # the daemon serves once its memory has arrived at the master
 
     def storage(self, **extra: Any) -> Storage:
         return self.daemon.storage(**extra)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..errors import ConfigError
-from .base import DevServer, Storage
+from .base import Command, DevServer, Storage
 from .packages import package_file
 from .ports import LOOPBACK
 
@@ -77,11 +77,12 @@ class RedisLike(DevServer):
         """The Unix socket it listens on as well."""
         return self.directory / "socket"
 
-    def command(self) -> list[str]:
+    def command(self) -> Command:
         config = self.directory / "server.conf"
         config.touch(mode=0o600)  # it may hold a password, which so is on no command line
         config.write_text("\n".join(self._lines()) + "\n")
-        return [str(self.binary()), str(config), *self.flags]
+        self.litter = [self.unix_socket]
+        return [str(self.binary()), str(config), *self.flags], {}
 
     def _lines(self) -> list[str]:
         lines = [
@@ -107,12 +108,6 @@ class RedisLike(DevServer):
         if self._replica_of is not None:
             lines += [f"replicaof {LOOPBACK} {self._replica_of.port}"]
         return lines + self._extra_lines
-
-    def program_environ(self) -> dict[str, str]:
-        return {}
-
-    def litter(self) -> list[Path]:
-        return [] if self._directory is None else [self.unix_socket]
 
     def client(self, **options: Any) -> Any:
         """A client of the package `redis`, without retries. Close it. Raises ConfigError without the package."""

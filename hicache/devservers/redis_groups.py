@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from ..errors import BackendUnavailable
-from .base import DevService, Storage
+from .base import ServerGroup, Storage
 from .ports import LOOPBACK
 from .redis import RedisLike, ValkeyServer, import_redis
 
@@ -34,7 +33,13 @@ def _wait(condition: Callable[[], bool], what: str) -> None:
     raise BackendUnavailable(f"{what} within {_TOGETHER_TIMEOUT_S:g} s")
 
 
-class ClusterNode(ValkeyServer):
+class GroupMember(ValkeyServer):
+    """A server of a group, killed at the end: it keeps nothing, and the grace periods of a group would add up."""
+
+    grace_s: ClassVar[float] = 0.0
+
+
+class ClusterNode(GroupMember):
     """A node of a cluster, which is yet to meet the others. Its bus port is ours to choose as well."""
 
     name: ClassVar[str] = "valkey cluster node"
@@ -52,7 +57,7 @@ class ClusterNode(ValkeyServer):
         ]
 
 
-class RedisCluster(DevService):
+class RedisCluster(ServerGroup):
     """`primaries` Valkey nodes that share the slots in equal parts, each with `replicas` copies.
 
     Invariant: `nodes` lists the primaries first, then the replicas of the first, of the second, and so on.
@@ -62,19 +67,13 @@ class RedisCluster(DevService):
         self._primaries = primaries
         self._replicas = replicas
         self.nodes = [ClusterNode(password=password) for _ in range(primaries * (1 + replicas))]
-        self._running = ExitStack()
+        self.servers = self.nodes
 
-    def start(self) -> None:
-        try:
-            for node in self.nodes:
-                self._running.enter_context(node)
-            self._share_slots()
-            self._meet()
-            self._make_replicas()
-            _wait(lambda: all(map(self._is_whole, self.nodes)), "redis cluster: the nodes did not come together")
-        except BaseException:
-            self.stop()
-            raise
+    def unite(self) -> None:
+        self._share_slots()
+        self._meet()
+        self._make_replicas()
+        _wait(lambda: all(map(self._is_whole, self.nodes)), "redis cluster: the nodes did not come together")
 
     def _share_slots(self) -> None:
         borders = [_SLOTS * i // self._primaries for i in range(self._primaries + 1)]
@@ -113,16 +112,6 @@ class RedisCluster(DevService):
         is_replica = node in self.nodes[self._primaries :]
         return whole and (not is_replica or replication.get("master_link_status") == "up")
 
-    @property
-    def running(self) -> bool:
-        return all(node.running for node in self.nodes)
-
-    def stop(self) -> None:
-        for node in self.nodes:
-            if node.running:
-                node.kill()  # nothing is worth keeping, and one after the other would take a grace period each
-        self._running.close()
-
     def storage(self, **extra: Any) -> Storage:
         addresses = [f"{LOOPBACK}:{node.port}" for node in self.nodes]
         return "redis", {"cluster": addresses, **self.nodes[0].login_options(), **extra}
@@ -131,7 +120,7 @@ class RedisCluster(DevService):
         return self.nodes[0].environ()
 
 
-class SentinelServer(ValkeyServer):
+class SentinelServer(GroupMember):
     """Watches `primary` under `service`, and makes its replica the primary when it is gone."""
 
     name: ClassVar[str] = "valkey sentinel"
@@ -163,40 +152,20 @@ class SentinelServer(ValkeyServer):
         return sum(not (replica["is_disconnected"] or replica["is_sdown"]) for replica in found)
 
 
-class RedisSentinel(DevService):
+class RedisSentinel(ServerGroup):
     """A primary, its replica and one sentinel, which is enough for a failover here and for nothing else."""
 
     service = "hicache"
 
     def __init__(self, *, password: str | None = None) -> None:
-        self.primary: ValkeyServer = ValkeyServer(password=password)
-        self.replica: ValkeyServer = ValkeyServer(password=password, replica_of=self.primary)
+        self.primary: ValkeyServer = GroupMember(password=password)
+        self.replica: ValkeyServer = GroupMember(password=password, replica_of=self.primary)
         self.sentinel = SentinelServer(self.primary, self.service)
-        self._running = ExitStack()
+        self.nodes: Sequence[RedisLike] = (self.primary, self.replica, self.sentinel)
+        self.servers = self.nodes
 
-    @property
-    def nodes(self) -> Sequence[RedisLike]:
-        """All three servers."""
-        return self.primary, self.replica, self.sentinel
-
-    def start(self) -> None:
-        try:
-            for node in self.nodes:
-                self._running.enter_context(node)
-            _wait(lambda: self.sentinel.replicas() == 1, "redis sentinel: the replica was not found")
-        except BaseException:
-            self.stop()
-            raise
-
-    @property
-    def running(self) -> bool:
-        return all(node.running for node in self.nodes)
-
-    def stop(self) -> None:
-        for node in self.nodes:
-            if node.running:
-                node.kill()
-        self._running.close()
+    def unite(self) -> None:
+        _wait(lambda: self.sentinel.replicas() == 1, "redis sentinel: the replica was not found")
 
     def storage(self, **extra: Any) -> Storage:
         options = {"sentinels": [f"{LOOPBACK}:{self.sentinel.port}"], "service": self.service}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..errors import ConfigError
-from .base import DevServer, Storage
+from .base import Command, DevServer, Storage
 from .packages import program
 from .ports import LOOPBACK
 
@@ -48,7 +48,7 @@ class SeaweedServer(DevServer):
         """Where S3 clients go."""
         return f"http://{LOOPBACK}:{self.port}"
 
-    def command(self) -> list[str]:
+    def command(self) -> Command:
         binary = program("weed", extra="dev-servers")
         accounts = self.directory / "accounts.json"
         accounts.touch(mode=0o600)
@@ -57,11 +57,15 @@ class SeaweedServer(DevServer):
         logs.mkdir(exist_ok=True)
         ports = [f"-{self._flag(name)}={port}" for name, port in self.ports.items()]
         sockets = [f"-{part}.localSocket={self.directory / part}.sock" for part in ("filer", "s3")]
-        return [
+        # Sockets named by port, which the program makes in the system's directory whatever it is told.
+        names = [f"{name.replace('.', '-')}-{port}" for name, port in self.ports.items()]
+        self.litter = [Path(f"/tmp/seaweedfs-{name}.sock") for name in names]
+        arguments = [
             str(binary), f"-logdir={logs}", "server", f"-dir={self.data}", f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}",
             "-s3", f"-s3.config={accounts}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
             f"-master.volumeSizeLimitMB={_VOLUME_MB}", f"-volume.max={_VOLUMES}", *ports, *sockets,
         ]  # fmt: skip
+        return arguments, {}
 
     @staticmethod
     def _flag(name: str) -> str:
@@ -72,16 +76,6 @@ class SeaweedServer(DevServer):
         credentials = [{"accessKey": self.access_key, "secretKey": self.secret_key}]
         actions = ["Admin", "Read", "Write", "List", "Tagging"]
         return {"identities": [{"name": "hicache", "credentials": credentials, "actions": actions}]}
-
-    def program_environ(self) -> dict[str, str]:
-        return {}
-
-    def litter(self) -> list[Path]:
-        """Sockets named by port, which the program makes in the system's directory whatever it is told."""
-        return [
-            Path(f"/tmp/seaweedfs-{name.replace('.', '-')}-{port}.sock")  # its own fixed place
-            for name, port in self.ports.items()
-        ]
 
     def client(self, **options: Any) -> Any:
         """A boto3 client with the right credentials, short timeouts and no retries. Raises ConfigError without boto3.
