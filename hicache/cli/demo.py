@@ -27,12 +27,12 @@ from ..errors import ConfigError, HiCacheError
 from ..metrics import serve_configured
 from .arguments import PATH, Number
 from .config import parse_settings
-from .console import OutputConsole
 from .demo_report import LiveTable, differences, tier_table, time_table
 from .demo_run import Answer, Runner
 from .demo_storage import STORAGES, demo_storage
 from .demo_workload import Ask, Workload
 from .interrupts import interrupted_by_signals
+from .progress import OutputConsole
 
 DEMO_CONFIG = Path(__file__).with_name("demo.yaml")
 RESTART_TIMEOUT_S = 600

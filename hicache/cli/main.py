@@ -90,14 +90,11 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """The command that `args` begins with. Raises UsageError that names the one that may be meant."""
-        name = args[0]
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        if name not in COMMANDS and near and not name.startswith("-"):
-            ctx.fail(f"No such command {name!r}; did you mean {near[0]!r}?")
+        near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+        if near and args[0] not in COMMANDS:
+            ctx.fail(f"No such command {args[0]!r}; did you mean {near[0]!r}?")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,8 +1,7 @@
-"""Commands that take long: a bar on a terminal, a line now and then without one, both on stderr."""
+"""What commands print to: one console, and one progress on stderr, a bar on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import click
+from rich.console import Console
+from rich.progress import Progress
 
 # Without a terminal, a line this often shows a log's reader that a command of hours is alive.
 PLAIN_INTERVAL_S = 10.0
@@ -17,6 +18,15 @@ PLAIN_INTERVAL_S = 10.0
 BAR_INTERVAL_S = 0.05
 
 Step = TypeVar("Step")
+
+
+class OutputConsole(Console):
+    """A console whose reader may leave. Rich would end the process with exit code 1 then, which here means that bytes
+    are wrong; the error is raised instead and told like that of any other command."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what rich has just caught. REQUIRES: called by rich, while it handles that error."""
+        raise  # noqa: PLE0704
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,38 +40,20 @@ class Told:
 
 def follow(steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -> Step:
     """Run through `steps`, of which there is at least one, and show how far they are; the last step."""
-    return _with_bar(steps, title, tell) if sys.stderr.isatty() else _with_lines(steps, title, tell)
-
-
-def _with_lines(steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -> Step:
-    last = next(steps)
-    told_s = time.monotonic()
-    for last in steps:
-        if time.monotonic() - told_s >= PLAIN_INTERVAL_S:
-            told_s = time.monotonic()
-            told = tell(last)
-            share = f"{told.done:,} pages" if told.total is None else f"{told.done:,} of {told.total:,} pages"
-            click.echo(f"{title}: {share}, {told.found}", err=True)
-    return last
-
-
-def _with_bar(steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -> Step:
-    from rich.console import Console  # noqa: PLC0415  not worth its import time where there is no terminal
-    from rich.progress import Progress  # noqa: PLC0415
-
+    bar = sys.stderr.isatty()
+    interval_s = BAR_INTERVAL_S if bar else PLAIN_INTERVAL_S
     columns = Progress.get_default_columns()
-    with Progress(*columns, "{task.fields[found]}", console=Console(stderr=True)) as progress:
-        last = next(steps)
-        task = progress.add_task(title, total=tell(last).total, found="")
-
-        def show(step: Step) -> None:
-            told = tell(step)
-            progress.update(task, completed=told.done, total=told.total, found=told.found)
-
-        shown_s = -math.inf
+    with Progress(*columns, "{task.fields[found]}", console=Console(stderr=True), disable=not bar) as progress:
+        task = progress.add_task(title, total=None, found="")
+        shown_s = time.monotonic()
         for last in steps:
-            if time.monotonic() - shown_s >= BAR_INTERVAL_S:
+            if time.monotonic() - shown_s >= interval_s:
                 shown_s = time.monotonic()
-                show(last)
-        show(last)
+                told = tell(last)
+                progress.update(task, completed=told.done, total=told.total, found=told.found)
+                if not bar:
+                    share = f"{told.done:,} pages" if told.total is None else f"{told.done:,} of {told.total:,} pages"
+                    click.echo(f"{title}: {share}, {told.found}", err=True)
+        told = tell(last)
+        progress.update(task, completed=told.done, total=told.total, found=told.found)
     return last

@@ -28,8 +28,8 @@ from ..replay.trace import REQUESTS_MAX, read_trace, write_trace
 from ..units import counted
 from .arguments import DIRECTORY, FILE, Number
 from .config import parse_settings
-from .console import OutputConsole
 from .main import Failure, output_failures
+from .progress import OutputConsole
 from .replay_view import LiveView, print_summary, trace_facts
 
 REPLAY_CONFIG = Path(__file__).with_name("replay.yaml")

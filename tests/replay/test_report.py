@@ -81,14 +81,10 @@ def test_the_page_names_the_numbers_of_the_report() -> None:
         assert shown in text, shown
 
 
-def test_wrong_bytes_stand_out() -> None:
-    assert 'class="tile good"' in html_report(example())
-    assert 'class="tile bad"' in html_report(example(wrong_bytes=1))
-
-
-def test_an_interrupted_replay_says_so() -> None:
-    assert "interrupted" in html_report(example(complete=False))
-    assert "interrupted" not in html_report(example())
+def test_wrong_bytes_and_an_interruption_stand_out() -> None:
+    good, bad = html_report(example()), html_report(example(wrong_bytes=1, complete=False))
+    assert 'class="tile good"' in good and "interrupted" not in good
+    assert 'class="tile bad"' in bad and "interrupted" in bad
 
 
 def empty() -> ReplayResult:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -69,46 +71,49 @@ def test_no_pages_have_no_wrong_bytes(filled: Filled) -> None:
     assert filled.bytes.wrong_bytes(0, filled.bytes.expected(ids(), filled.seeds[:0])).shape == (0,)
 
 
-def test_one_flipped_bit_is_one_wrong_byte(filled: Filled) -> None:
-    filled.block(1)[3, 17] ^= 1
-    assert filled.wrong() == [0, 0, 1, 0, 0, 0]
+def flip(blocks: list[torch.Tensor]) -> None:
+    blocks[1][3, 17] ^= 1
 
 
-def test_another_page_of_the_pool_is_wrong_in_nearly_every_byte(filled: Filled) -> None:
-    filled.block(0)[2] = filled.block(0)[5]
-    size = filled.block(0).shape[1]
-    assert 0.95 * size < filled.wrong()[1] <= size
+def replace_by_another(blocks: list[torch.Tensor]) -> None:
+    blocks[0][3] = blocks[0][5]
 
 
-def test_swapped_pages_are_wrong_both(filled: Filled) -> None:
-    block = filled.block(2)
-    block[1], block[2] = block[2].clone(), block[1].clone()
-    wrong = filled.wrong()
-    assert wrong[0] > 0 and wrong[1] > 0 and wrong[2:] == [0] * 4
+def swap(blocks: list[torch.Tensor]) -> None:
+    blocks[2][3], blocks[2][5] = blocks[2][5].clone(), blocks[2][3].clone()
 
 
-@pytest.mark.parametrize("shift_bytes", [1, 2, 8, 16, 64])
-def test_a_shifted_page_is_wrong(filled: Filled, shift_bytes: int) -> None:
-    filled.block(0)[4] = filled.block(0)[4].roll(shift_bytes)
-    assert filled.wrong()[3] > 0.9 * filled.block(0).shape[1]
+def shift(blocks: list[torch.Tensor], by: int) -> None:
+    blocks[0][3] = blocks[0][3].roll(by)
 
 
-def test_a_layer_in_the_place_of_another_is_wrong(filled: Filled) -> None:
-    filled.block(1)[1] = filled.block(0)[1]
-    assert filled.wrong()[0] > 0
+def take_another_layer(blocks: list[torch.Tensor]) -> None:
+    blocks[1][3] = blocks[0][3]
 
 
-def test_k_in_the_place_of_v_is_wrong() -> None:
-    filled = Filled(MHA)
-    k, v = filled.block(0)[1].chunk(2)
+def put_k_for_v(blocks: list[torch.Tensor]) -> None:
+    k, v = blocks[0][3].chunk(2)
     v[:] = k
-    assert filled.wrong()[0] > 0
 
 
-def test_a_page_that_is_half_there_is_wrong_in_the_other_half(filled: Filled) -> None:
-    half = filled.block(0).shape[1] // 2
-    filled.block(0)[6, half:] = 0
-    assert 0.95 * half < filled.wrong()[5] <= half
+def leave_half_out(blocks: list[torch.Tensor]) -> None:
+    blocks[0][3, blocks[0].shape[1] // 2 :] = 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "least", "most"),
+    [(flip, 0, 0), (replace_by_another, 0.95, 1), (swap, 0.95, 1), (take_another_layer, 0.95, 1), (put_k_for_v, 0.4, 1),
+     (leave_half_out, 0.475, 0.5), *((functools.partial(shift, by=by), 0.9, 1) for by in (1, 2, 8, 16, 64))],
+)  # fmt: skip
+def test_every_damage_is_found_in_all_bytes_that_it_changes(
+    filled: Filled, damage: Callable[[list[torch.Tensor]], None], least: float, most: float
+) -> None:
+    """`least` and `most` are shares of the page's bytes in one layer; a flipped bit is one byte."""
+    damage([filled.block(layer) for layer in range(filled.pool.geometry.layers)])
+    wrong, size = filled.wrong(), filled.block(0).shape[1]
+    assert max(1, least * size) <= wrong[2] <= max(1, most * size)
+    assert [wrong[page] for page in (0, 1, 3, 5)] == [0] * 4
+    assert (wrong[4] > 0) == (damage is swap)
 
 
 def test_what_a_page_held_before_is_wrong(filled: Filled) -> None:

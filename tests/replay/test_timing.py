@@ -116,15 +116,6 @@ def test_requests_add_up_to_the_scheduler_with_shared_calls_divided_among_those_
     assert clock.step_cpu.latency().max_us == 5.9
 
 
-def test_a_request_is_not_charged_for_steps_before_it_arrived() -> None:
-    times = Times()
-    clock = times.clock()
-    clock.timed(Call.POLL, times.work, None, 600)
-    clock.end_step(1, worked=True)
-    clock.ended("a")
-    assert charged(clock) == (0, 0)
-
-
 def test_a_step_without_work_is_no_step_but_its_time_is_charged() -> None:
     times = Times()
     clock = times.clock()
