@@ -24,7 +24,7 @@ if __package__ in (None, ""):
 from benchmarks._table import Row, print_table, rate_rows, timed
 from hicache.backends.mooncake import MooncakeBackend
 from hicache.backends.mooncake.buffers import address_of
-from hicache.backends.mooncake.client import join_store, library_pool
+from hicache.backends.mooncake.client import join_store
 from hicache.backends.mooncake.session import Names
 from hicache.config import MooncakeStorageOptions
 from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
@@ -54,8 +54,7 @@ class _Bench:
         self.keys = [i.to_bytes(4, "big") * 8 for i in range(batch)]
         self.backend = MooncakeBackend(self.codec, options)
         self.backend.register_memory(self._whole)
-        self._pool = library_pool("bench")
-        self._library = join_store(options, self._pool)
+        self._library, self._pool = join_store(options, "bench")
         self._names = Names("plain/", self.codec.namespace).of(self.keys)
         self._ours = Names(options.prefix, self.codec.namespace).of(self.keys)
         self._addresses = [[address_of(frame)] for frame in self.frames]

@@ -35,14 +35,10 @@ _lock = threading.Lock()
 _clients: dict[tuple[object, ...], Client] = {}
 
 
-def library_pool(name: str) -> SupervisedPool[Any]:
-    """Threads for library calls that a verb may have to leave: the library cannot be interrupted, and against a daemon
-    that hangs it waits for 30 s."""
-    return SupervisedPool(name, THREADS_MAX, linger_s=LINGER_S)
-
-
-def join_store(options: MooncakeStorageOptions, pool: SupervisedPool[Any]) -> Client:
-    """The client of this process that takes part in the store as `options` say, set up if there is none.
+def join_store(options: MooncakeStorageOptions, name: str) -> tuple[Client, SupervisedPool[Any]]:
+    """Return the client of this process that takes part in the store as `options` say, set up if there is none, and
+    threads called after `name` for calls that a verb may have to leave: the library cannot be interrupted, and against
+    a daemon that hangs it waits for 30 s.
 
     Blocks for as long as that takes. Raises ConfigError if the library is missing, BackendUnavailable if the store
     cannot be joined.
@@ -51,12 +47,17 @@ def join_store(options: MooncakeStorageOptions, pool: SupervisedPool[Any]) -> Cl
         options.master, options.daemon, options.segment, options.host, options.metadata, options.protocol,
         options.devices,
     )  # fmt: skip
-    with _lock:
-        client = _clients.get(place)
-        if client is None:
-            client = _clients[place] = Client(options, pool, place)
-        client.uses += 1
-        return client
+    pool = SupervisedPool[Any](name, THREADS_MAX, linger_s=LINGER_S)
+    try:
+        with _lock:
+            client = _clients.get(place)
+            if client is None:
+                client = _clients[place] = Client(options, pool, place)
+            client.uses += 1
+    except (BackendError, ConfigError):
+        pool.close(timeout_s=1.0)
+        raise
+    return client, pool
 
 
 def load_library(options: MooncakeStorageOptions) -> Any:

@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator, Sequence
 
 from ...config.mooncake_storage import MooncakeStorageOptions
-from ...errors import BackendError, BackendUnavailable, ConfigError
+from ...errors import BackendUnavailable
 from ...units import MIB
 from ..raw import RawStore, StoredPage
 from . import codes
 from .admin import Admin, admin_address
 from .batches import FULL_TRIES, FULL_WAIT_S
 from .buffers import RegisteredMemory
-from .client import join_store, library_pool
+from .client import join_store
 from .session import remove_unleased
 
 # How many pages are removed in one request.
@@ -32,12 +32,7 @@ class MooncakeRawStore(RawStore):
         self._admin = Admin(admin_address(options))
         # It moves pages itself, through no daemon, and gives no memory to the store: that would leave with it.
         taking_part = options.model_copy(update={"daemon": None, "segment": 0})
-        self._pool = library_pool("mooncake-raw")
-        try:
-            self._client = join_store(taking_part, self._pool)
-        except (BackendError, ConfigError):
-            self._pool.close(timeout_s=1.0)
-            raise
+        self._client, self._pool = join_store(taking_part, "mooncake-raw")
         self._room: RegisteredMemory | None = None  # made and enlarged as it is needed
         self._closed = False
 

@@ -26,7 +26,7 @@ from ...units import MIB
 from ..errors import ErrorKind, StoreError
 from . import codes
 from .buffers import PathSelector
-from .client import GRACE_S, join_store, library_pool
+from .client import GRACE_S, join_store
 
 _log = logging.getLogger(__name__)
 
@@ -70,12 +70,7 @@ class ClientSession:
         self.codec = codec
         self.names = Names(options.prefix, codec.namespace)
         self.chunk_pages = max(1, _CHUNK_BYTES // codec.frame_bytes)  # of one library call
-        self._pool = library_pool("mooncake")
-        try:
-            self.client = join_store(options, self._pool)
-        except (BackendError, ConfigError):
-            self._pool.close(timeout_s=1.0)
-            raise
+        self.client, self._pool = join_store(options, "mooncake")
         try:
             self.paths = PathSelector(self.client, self._pool, codec.frame_bytes, options.staging)
         except BackendError:

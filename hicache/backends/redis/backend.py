@@ -42,12 +42,16 @@ _PATIENCE_TIMEOUTS = 8
 _THREADS_MAX = 16
 
 
-def open_router(access: Access, connector: Connector, pools: Pools) -> Router:
-    """Find the servers and see that they are what `access` says.
+def open_servers(options: RedisStorageOptions, page: bytes = b"") -> tuple[Access, Pools, Router]:
+    """Find the servers, check that they are what `options` say, and ask for the name `page` as every call will, if it
+    is given: missing rights and dead replicas are seen now.
 
     Blocks. Raises BackendUnavailable, and ConfigError for servers of another mode.
     """
-    deadline = time.monotonic() + _PATIENCE_TIMEOUTS * access.options.timeout
+    access = open_access(options)
+    connector = Connector(access)
+    pools = Pools(connector, options.connections)
+    deadline = time.monotonic() + _PATIENCE_TIMEOUTS * options.timeout
     where = access.where
     try:
         if access.mode == "cluster":
@@ -58,9 +62,22 @@ def open_router(access: Access, connector: Connector, pools: Pools) -> Router:
             where = access.shown(primary)
             with pools.of(primary, Purpose.KEYS).lease(deadline) as channel:
                 check_server(channel, access.mode, deadline)
+        for server in router.by_server([0], [page], to_read=True, deadline=deadline) if page else ():
+            if server is None:
+                continue
+            where = access.shown(server.address)
+            pool = pools.of(server.address, Purpose.KEYS, read_only=server.read_only)
+            with pool.lease(deadline) as channel:
+                reply = channel.call(b"EXISTS", page, deadline=deadline)
+                if isinstance(reply, ErrorReply):
+                    raise reply.failure
     except StoreError as failure:
+        pools.close()
         raise unavailable(failure, where) from failure
-    return router
+    except BaseException:
+        pools.close()
+        raise
+    return access, pools, router
 
 
 def _check_any(access: Access, pools: Pools, deadline: float) -> None:
@@ -91,39 +108,14 @@ class RedisBackend(PageStore[StoredValue]):
         if codec.frame_bytes > PAGE_MAX_BYTES:
             raise InvalidInput(f"redis: a page of {codec.frame_bytes} bytes is longer than a Redis string can be")
         self.options = instance("options", options, RedisStorageOptions)
-        self._access = open_access(options)
-        connector = Connector(self._access)
-        self._pools = Pools(connector, options.connections)
-        try:
-            router = open_router(self._access, connector, self._pools)
-            self._probe(router, head := f"{options.key_prefix}{codec.namespace.hex()}:".encode())
-        except BaseException:
-            self._pools.close()
-            raise
+        head = f"{options.key_prefix}{codec.namespace.hex()}:".encode()
+        _, self._pools, router = open_servers(options, head + bytes(32).hex().encode())
         shards = len(router.routes(time.monotonic()).shards)
         # A page that a bug leaves without an outcome is counted with its call.
         workers = SupervisedPool[Any](
             "redis", min(options.connections * shards, max(options.connections, _THREADS_MAX)) - 1
         )
         self._context = RedisContext(codec, options, head, router, self._pools, workers)
-
-    def _probe(self, router: Router, head: bytes) -> None:
-        """Ask for a page, as every call will: credentials, ACL and replicas are seen now rather than by no hit ever."""
-        deadline = time.monotonic() + _PATIENCE_TIMEOUTS * self.options.timeout
-        name = head + bytes(32).hex().encode()
-        where = self._access.where
-        try:
-            for server in router.by_server([0], [name], to_read=True, deadline=deadline):
-                if server is None:
-                    continue
-                where = self._access.shown(server.address)
-                pool = self._pools.of(server.address, Purpose.KEYS, read_only=server.read_only)
-                with pool.lease(deadline) as channel:
-                    reply = channel.call(b"EXISTS", name, deadline=deadline)
-                    if isinstance(reply, ErrorReply):
-                        raise reply.failure
-        except StoreError as failure:
-            raise unavailable(failure, where) from failure
 
     def find(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See PageStore. One round trip per server, on all of them at once."""

@@ -15,12 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...config.redis_storage import RedisStorageOptions
 from ..errors import ErrorKind, StoreError
 from ..raw import RawStore, StoredPage
-from .backend import open_router
+from .backend import open_servers
 from .channel import Channel, Reply, command
-from .connect import Connector
 from .errors import ErrorReply, unavailable
-from .options import open_access
-from .pool import Pools, Purpose
+from .pool import Purpose
 from .routing import Server
 from .usage import listed, number
 
@@ -35,15 +33,8 @@ class RedisRawStore(RawStore):
 
     def __init__(self, options: RedisStorageOptions) -> None:
         self._options = options
-        self._access = open_access(options)
         self._prefix = options.key_prefix.encode()
-        connector = Connector(self._access)
-        self._pools = Pools(connector, options.connections)
-        try:
-            self._router = open_router(self._access, connector, self._pools)
-        except BaseException:
-            self._pools.close()
-            raise
+        self._access, self._pools, self._router = open_servers(options)
 
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
         """See RawStore. Server by server, in no order of namespaces."""
