@@ -7,10 +7,10 @@ sees no page of another one. Backends seal what they store and check what they r
 while the bytes are warm, and remove what fails the check.
 
 Deadlines are points on `time.monotonic()`. A verb starts no new page after its deadline and reports what it did not do
-as ERROR (a lookup: as not stored). Storage trouble is an outcome, never an exception, and each trouble is counted in
+as ERROR (a lookup: as not stored). A failure of the store is an outcome, never an exception, and each one is counted in
 `BackendStatistics.errors`, lookups' too: a guard tells a store that has nothing from one that is down by these counts.
 What may be raised is InvalidInput for arguments that break this contract and BackendError from a constructor or from
-`close`. A backend tries each request once (a pooled connection that the server has closed meanwhile is no try):
+`close`. A backend tries each request once (replacing a stale pooled connection does not count):
 repeating is the guard's business, which has one budget for it.
 
 A store derives from `PageStore` (see `store`), which makes the verbs out of a few functions that move bytes, and proves
@@ -19,7 +19,7 @@ Damage that `is_misfit`, such as a compressed page where zstd is missing, is a M
 stays for others.
 
 Locking design: all verbs may be called from any threads at once and may block up to the deadline; none is called on an
-engine's scheduler thread. `close` waits for the calls that are under way; verbs after it report ERROR.
+engine's scheduler thread. `close` waits for the calls in flight; verbs after it report ERROR.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class StorageBackend(ABC):
     def usage(self) -> Usage:
         """What is stored now, by all processes that share the store. May block: a server counts by listing.
 
-        In trouble: what was found last, and a counted error.
+        If the store fails: the last known usage, and a counted error.
         """
 
     @abstractmethod
@@ -142,7 +142,7 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for the calls under way, then release files, sockets and threads. May be called twice."""
+        """Wait for the calls in flight, then release files, sockets and threads. May be called twice."""
 
 
 @runtime_checkable

@@ -83,8 +83,7 @@ def runs(positions: Sequence[int]) -> Iterator[slice]:
 
 
 class Calls:
-    """The verbs under way in a backend, and what became of them: `close` waits for the ones, `statistics` tells the
-    other.
+    """Counts the verbs in flight in a backend, for `close` to wait for, and their outcomes, for `statistics`.
 
     `refusal` is the kind of error of a verb that is not let in.
 
@@ -129,7 +128,7 @@ class Calls:
         errors: Iterable[str] = (),
         evicted_pages: int = 0,
     ) -> None:
-        """Add what became of a batch. `corrupt` are reasons, `errors` classes."""
+        """Count the outcomes of a batch. `corrupt` are reasons, `errors` classes."""
         with self._lock:
             if gets:
                 self._gets.update(gets)
@@ -155,7 +154,7 @@ class Calls:
             )
 
     def close(self) -> bool:
-        """Let no more verbs in and wait for those under way. False if that was done before."""
+        """Let no more verbs in and wait for those in flight. False if that was done before."""
         with self._lock:
             first = not self._closed
             self._closed = True

@@ -55,7 +55,8 @@ class PageStore(Envelope, Generic[Found]):
 
     @abstractmethod
     def keys(self, deadline: float) -> Iterator[bytes]:
-        """Return the keys of this namespace's pages, in any order. Pages are removed meanwhile. Raises StoreError."""
+        """Return the keys of this namespace's pages, in any order. Pages are removed between two of them. Raises
+        StoreError."""
 
     def remove_listed(self, keys: Sequence[bytes], deadline: float) -> int:
         """Remove pages that `keys` has just given; as `remove`. A store that has to ask for each page before it removes

@@ -37,7 +37,7 @@ class Admin:
         self._address = address
 
     def usage(self) -> Usage:
-        """Pages and bytes in all segments, whoever has stored them, and what these can hold."""
+        """Return the pages and bytes in all segments, of all applications, and what the segments can hold."""
         figures: dict[str, str] = {}
         for line in self._ask("/metrics").splitlines():
             name, _, value = line.partition(" ")
@@ -52,11 +52,11 @@ class Admin:
             raise self._trouble("counts no keys or bytes: is it the metrics port of a Mooncake master?") from error
 
     def all_keys(self) -> list[str]:
-        """Every key in the store."""
+        """Return every key in the store."""
         return self._ask("/get_all_keys").split("\n")[:-1]
 
     def sizes(self, keys: Sequence[str]) -> Iterator[tuple[str, int]]:
-        """The keys that are there, and the bytes of each. Grants no leases, other than asking a client."""
+        """Return the keys that are stored, and the bytes of each. Grants no leases, other than asking a client."""
         for start in range(0, len(keys), _KEYS_PER_QUESTION):
             some = keys[start : start + _KEYS_PER_QUESTION]
             answer = self._ask("/batch_query_keys?keys=" + ",".join(quote(key) for key in some))
@@ -75,7 +75,7 @@ class Admin:
             connection.request("GET", path)
             answer = connection.getresponse()
             status, body = answer.status, answer.read(_ANSWER_BYTES_MAX)
-            # A list without its end looks like a shorter list, and whoever purges would take it for the whole.
+            # A list without its end looks like a shorter list, and a purge would take it for the whole.
             is_cut = bool(answer.length) or bool(answer.read(1))
         except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: the size of a chunk
             raise self._trouble(f"does not answer ({type(error).__name__})") from error

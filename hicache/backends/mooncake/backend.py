@@ -79,7 +79,7 @@ class MooncakeBackend(PageStore[None]):
             self._renew_if_lost(pages.errors, session)
 
     def _renew_if_lost(self, errors: list[str], session: ClientSession) -> None:
-        """A daemon that refuses transfers has been started anew, and needs to be joined anew."""
+        """Replace the session if the daemon refuses transfers: it was restarted and has lost this process's memory."""
         if self.options.daemon is not None and codes.kind_of(codes.BAD_PARAMETER) in errors:
             self._sessions.renew(session)
 

@@ -1,11 +1,11 @@
 """The library's client: loaded, set up, shared, called, and closed when nothing uses it any more.
 
-Backends with the same store and the same part in it share one client: when new weights open a store anew, the segment
+Backends with the same store and the same part in it share one client: when new weights reopen a store, the segment
 and the registered memory stay, where a second client would need both twice.
 
 Locking design: `_lock` guards `_clients`, how many use each of them, and the memory registered with each; it is held
 while a client is set up or memory is registered, which is rare. The library's client takes calls from any threads at
-once, but a call on a closed one ends the process: whoever leaves must have no call under way.
+once, but a call on a closed one ends the process: a user that leaves must have no call in flight.
 """
 
 from __future__ import annotations
@@ -185,13 +185,13 @@ class Client:
         return codes.checked([self._store.get_size(key) for key in keys], len(keys))
 
     def remove(self, keys: list[str], *, force: bool) -> list[int]:
-        """Remove pages; only with `force` those that somebody may be reading."""
+        """Remove pages; only with `force` those that a reader may hold."""
         return codes.checked(self._store.batch_remove(keys, force), len(keys))
 
     def leave(self) -> None:
         """Use the client no more. The last one to leave takes this process's segment out of the store.
 
-        REQUIRES: its caller has undone each `register`, and has no call under way.
+        REQUIRES: its caller has undone each `register`, and has no call in flight.
         """
         with _lock:
             self.uses -= 1

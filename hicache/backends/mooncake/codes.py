@@ -22,7 +22,7 @@ UNREADABLE = -(1 << 31)  # not of Mooncake: the library has answered something e
 
 # Nothing is there to be read: it never was, was removed, or is not written to its end.
 MISSES = frozenset({BEING_WRITTEN, NOT_FOUND, GONE})
-# A page that cannot be removed now, and can be soon: somebody reads it, or copies it to another node.
+# A page that cannot be removed now, and can be soon: a client reads it, or copies it to another node.
 BUSY = frozenset({LEASED, -708, -714})
 
 # The kind under which an error is counted.

@@ -1,6 +1,6 @@
 """What a backend holds of a store: a client, bounce buffers, threads; and how it gets new ones.
 
-A daemon that was started anew does not know its clients' memory any more, and the library does not notice if a call was
+A daemon that was restarted does not know its clients' memory any more, and the library does not notice if a call was
 made before. Then every transfer is refused, and only a new client with new memory helps.
 
 Locking design: `SessionManager._state` guards the current session and how many verbs use each session; it is held for a
@@ -37,7 +37,7 @@ _HANGING_MAX = 4
 # One library call moves about so much, some 10 to 100 ms: far more work than the call itself is, and soon enough over
 # for the deadline to be looked at.
 _CHUNK_BYTES = 128 * MIB
-# A lease ends by itself; a deletion waits for that, but not for ever for readers that renew it. The server's default is
+# A lease ends by itself; a deletion waits for that, within a limit, since readers may renew it. The server's default is
 # a lease of 10 s.
 _LEASE_WAIT_S = 0.05
 _LEASE_WAIT_S_MAX = 30.0

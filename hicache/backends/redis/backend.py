@@ -128,7 +128,7 @@ class RedisBackend(PageStore[StoredValue]):
         Reads(self._context, pages).move(range(len(pages)))
 
     def write(self, pages: PageWrites) -> None:
-        """See PageStore. A page whose answer was lost may have been stored: ERROR then says that nobody knows."""
+        """See PageStore. ERROR for a page whose answer was lost: it may have been stored."""
         Writes(self._context, pages).run()
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:

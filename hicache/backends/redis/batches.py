@@ -117,7 +117,7 @@ class _Transfer(ABC, Generic[Pages]):
         self._context.workers.run(len(lanes), lambda number: self._lane(*lanes[number]))
 
     def _settle(self, group: _Group) -> None:
-        """What no lane has taken: nobody could, or nobody should."""
+        """Settle the pages that no lane has taken: ask for them again, or fail them with the group."""
         left = [position for position in group.todo if position < self._end]
         if group.failure is None:
             self._again += left
@@ -139,7 +139,7 @@ class _Transfer(ABC, Generic[Pages]):
             group.failure = failure
 
     def _pump(self, channel: Channel, group: _Group) -> bool:
-        """Keep up to `_depth` pages under way until there are no more. False if the server or the network had given up
+        """Keep up to `_depth` pages in flight until there are no more. False if the server or the network had given up
         the connection while it was idle, which is no try. Raises StoreError where it fails otherwise.
         """
         pending: deque[int] = deque()

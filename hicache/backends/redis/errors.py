@@ -46,7 +46,7 @@ _ADVICE: Mapping[str, str] = {
     ErrorKind.DEADLINE: "it did not answer in time; check that it is not stopped or overloaded",
     ErrorKind.TIMEOUT: "it did not answer in time; check address, firewall, redis:// against rediss://, and that it is "
     "not stopped or overloaded",
-    ErrorKind.CONNECTION_REFUSED: "nobody listens there; start the server or correct the address",
+    ErrorKind.CONNECTION_REFUSED: "no server listens there; start the server or correct the address",
     ErrorKind.UNREACHABLE: "check the address (of a Unix socket: path and permissions) and the network",
     ErrorKind.DNS: "the host name is not known; correct it, or check the name service",
     ErrorKind.TLS: "no TLS connection; check rediss:// against redis://, tls_ca_file, and the name in the certificate",

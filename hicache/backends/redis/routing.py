@@ -78,7 +78,7 @@ class Routes:
 class Router:
     """Finds servers. Thread-safe; blocks where it has to ask sentinels or nodes, until the deadline at most.
 
-    Raises StoreError if nobody can be asked, from the constructor as well.
+    Raises StoreError if no server answers, from the constructor as well.
     """
 
     def __init__(self, access: Access, connector: Connector, pools: Pools, deadline: float) -> None:

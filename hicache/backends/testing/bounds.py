@@ -107,7 +107,7 @@ class BoundsContract(ContractFixtures):
         assert all(holds(codec, keys[at], frames[at]) for at in hits)
         for frame in frames:
             frame[:] = b"\xee" * codec.frame_bytes
-        # Whatever was still under way has come in when another read of as many pages is through.
+        # Bytes still in flight have arrived when another read of as many pages is through.
         assert load(store, keys) == [HIT] * len(keys)
         assert all(frame == b"\xee" * codec.frame_bytes for frame in frames)
         store.backend.close()

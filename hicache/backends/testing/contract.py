@@ -88,7 +88,7 @@ def damaged(codec: FrameCodec, keys: list[bytes], raw: bytes, damage: str) -> by
 
 
 class SoleBackendContract(BoundsContract, EncodingsContract):
-    """What holds for every backend, also if nobody else can open its store. Subclass `BackendContract` if they can."""
+    """What holds for every backend, also if no other one can open its store. Subclass `BackendContract` if one can."""
 
     # Walks of the state machine; each takes some forty calls, so a subclass for a slow store may have fewer.
     machine_examples: ClassVar[int] = 20

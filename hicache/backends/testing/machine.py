@@ -61,7 +61,7 @@ class BackendMachine(RuleBasedStateMachine):
 
     @rule(chain=_chains, first=_firsts, offset=st.integers(0, HEADER_BYTES + PAYLOAD_BYTES - 1), bit=st.integers(0, 7))
     def flip_a_bit(self, chain: str, first: int, offset: int, bit: int) -> None:
-        """Damage a page, to be found by whoever reads it next. A header's unused bytes are compared by nobody."""
+        """Damage a page, for the next reader to find. No test compares a header's unused bytes."""
         raw = self._store.read(_CHAINS[chain][first])
         assert raw == self._model.read(_CHAINS[chain][first])
         if raw is None:
