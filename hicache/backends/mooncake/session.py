@@ -214,6 +214,6 @@ def remove_unleased(
         left = [name for name, code in zip(left, found, strict=True) if code in codes.BUSY]
         if not left:
             return removed, errors
-        if time.monotonic() + _LEASE_WAIT_S >= give_up:
+        time.sleep(max(0.0, min(_LEASE_WAIT_S, give_up - time.monotonic())))
+        if time.monotonic() >= give_up:
             return removed, errors + [ErrorKind.LEASED] * len(left)
-        time.sleep(_LEASE_WAIT_S)
