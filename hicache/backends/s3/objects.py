@@ -17,7 +17,7 @@ from ..errors import ErrorKind, StoreError
 from ..raw import StoredPage
 from .access import open_access
 from .client import S3Client
-from .replies import LISTED_MAX, Listed
+from .replies import LISTED_MAX
 
 _NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})")
 # RFC 9110, 8.8.3, without the bytes beyond ASCII that it allows in a tag.
@@ -115,29 +115,26 @@ class Objects:
         return object_name(self._prefix, namespace, key)
 
     def pages(self, namespace: str, *, deadline: float) -> Iterator[StoredPage]:
-        """Return the pages whose namespace, in hexadecimal, starts with `namespace`. One request per LISTED_MAX."""
-        for entry in self._list(self._prefix + namespace, deadline):
-            place = parse_name(self._prefix, entry.name)
-            if place is not None:
-                yield StoredPage(*place, entry.size_bytes, entry.modified_s)
+        """Return the pages whose namespace, in hexadecimal, starts with `namespace`. One request per LISTED_MAX.
 
-    def _list(self, prefix: str, deadline: float) -> Iterator[Listed]:
-        """All objects whose names start with `prefix`. A listing whose tokens go round in a circle is an error.
-
-        The circle is found as Brent does (An improved Monte Carlo factorization algorithm, 1980): each token is
-        compared with one before it, and that is replaced after 1, 2, 4, ... tokens.
+        A listing whose tokens go round in a circle is an error. The circle is found as Brent does (An improved Monte
+        Carlo factorization algorithm, 1980): each token is compared with one before it, and that is replaced after 1,
+        2, 4, ... tokens.
         """
         token: str | None = None
         mark: str | None = None
         steps, steps_max = 0, 1
         while True:
-            listing = self.client.list(prefix, token, LISTED_MAX, deadline=deadline)
-            yield from listing.objects
+            listing = self.client.list(self._prefix + namespace, token, LISTED_MAX, deadline=deadline)
+            for entry in listing.objects:
+                ids = parse_name(self._prefix, entry.name)
+                if ids is not None:
+                    yield StoredPage(*ids, entry.size_bytes, entry.modified_s)
             token = listing.next_token
             if token is None:
                 return
             if token == mark:
-                raise StoreError(ErrorKind.PROTOCOL, "the listing comes back to a place where it was")
+                raise StoreError(ErrorKind.PROTOCOL, "the listing comes back to a token that it gave before")
             steps += 1
             if steps == steps_max:
                 mark, steps, steps_max = token, 0, 2 * steps_max

@@ -32,17 +32,16 @@ class S3RawStore(RawStore):
 
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
         """See RawStore."""
+        name = self._objects.name(page.namespace, page.key)
         with _for_an_operator():
-            deadline = time.monotonic() + _REQUEST_S
-            return self._objects.client.get_start(self._name(page), bytes_max, deadline=deadline)
+            return self._objects.client.get_start(name, bytes_max, deadline=time.monotonic() + _REQUEST_S)
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
         """See RawStore. A bucket knows no chains, the header in `data` does."""
+        name = self._objects.name(page.namespace, page.key)
         with _for_an_operator():
             try:
-                return self._objects.put_new(
-                    self._name(page), [memoryview(data)], deadline=time.monotonic() + _REQUEST_S
-                )
+                return self._objects.put_new(name, [memoryview(data)], deadline=time.monotonic() + _REQUEST_S)
             except StoreError as error:
                 if error.kind is not ErrorKind.NO_SPACE:
                     raise
@@ -50,7 +49,7 @@ class S3RawStore(RawStore):
 
     def remove(self, pages: Sequence[StoredPage]) -> int:
         """See RawStore. One request per thousand pages."""
-        names = [self._name(page) for page in pages]
+        names = [self._objects.name(page.namespace, page.key) for page in pages]
         with _for_an_operator():
             kinds = self._objects.remove_many(names, deadline=time.monotonic() + _REQUEST_S)
         if kinds:
@@ -60,9 +59,6 @@ class S3RawStore(RawStore):
     def close(self) -> None:
         """See RawStore."""
         self._objects.close()
-
-    def _name(self, page: StoredPage) -> str:
-        return self._objects.name(page.namespace, page.key)
 
 
 @contextlib.contextmanager

@@ -6,13 +6,13 @@ too, for any request and at 0.1 ms each, which is as long as a page of 256 KiB t
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from urllib.parse import quote
 
 UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
 _VISIBLE = re.compile("[!-~]+")
@@ -34,63 +34,43 @@ class Credentials:
             raise ValueError("hold characters that no key has: remove line ends, spaces and the like")
 
 
-def query_string(parameters: Mapping[str, str]) -> str:
-    """Parameters in the one form that a signature allows."""
-    return "&".join(f"{quote(name, safe='-_.~')}={quote(parameters[name], safe='-_.~')}" for name in sorted(parameters))
+def signed_headers(
+    credentials: Credentials,
+    region: str,
+    method: str,
+    path: str,
+    query: str,
+    headers: Mapping[str, str],
+    *,
+    payload_sha256: str,
+    now_s: float | None = None,
+) -> dict[str, str]:
+    """Return `headers` and those that authenticate the request, all of them signed.
 
-
-class Signer:
-    """Signs requests for one region.
-
-    Locking design: no lock. `_key` is one tuple that is replaced as a whole; two threads may compute the same one.
+    Names of headers are lower-case; `path` and `query` are encoded already, and names in `query` are sorted. `now_s` is
+    Unix time, by default now.
     """
+    moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
+    signed = {**headers, "x-amz-content-sha256": payload_sha256, "x-amz-date": moment}
+    if credentials.session_token is not None:
+        signed["x-amz-security-token"] = credentials.session_token
+    names = sorted(signed)
+    listed = ";".join(names)
+    lines = "".join(f"{name}:{signed[name]}\n" for name in names)
+    request = f"{method}\n{path}\n{query}\n{lines}\n{listed}\n{payload_sha256}"
+    scope = f"{moment[:8]}/{region}/s3/aws4_request"
+    digest = hashlib.sha256(request.encode()).hexdigest()
+    to_sign = f"AWS4-HMAC-SHA256\n{moment}\n{scope}\n{digest}".encode()
+    signature = hmac.digest(_signing_key(credentials.secret_key, moment[:8], region), to_sign, "sha256").hex()
+    signed["authorization"] = (
+        f"AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope}, SignedHeaders={listed}, Signature={signature}"
+    )
+    return signed
 
-    def __init__(self, region: str) -> None:
-        self._region = region
-        self._key: tuple[str, str, bytes] = ("", "", b"")  # day, secret key, signing key
 
-    def headers(
-        self,
-        credentials: Credentials,
-        method: str,
-        path: str,
-        query: str,
-        headers: Mapping[str, str],
-        payload_sha256: str,
-        *,
-        now_s: float | None = None,
-    ) -> dict[str, str]:
-        """`headers` and those that authenticate the request, all of them signed.
-
-        Names of headers are lower-case; `path` and `query` are encoded already. `now_s` is Unix time, by default now.
-        """
-        moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now_s))
-        signed = {**headers, "x-amz-content-sha256": payload_sha256, "x-amz-date": moment}
-        if credentials.session_token is not None:
-            signed["x-amz-security-token"] = credentials.session_token
-        names = sorted(signed)
-        listed = ";".join(names)
-        lines = "".join(f"{name}:{signed[name]}\n" for name in names)
-        request = f"{method}\n{path}\n{query}\n{lines}\n{listed}\n{payload_sha256}"
-        scope = f"{moment[:8]}/{self._region}/s3/aws4_request"
-        digest = hashlib.sha256(request.encode()).hexdigest()
-        signature = hmac.digest(
-            self._signing_key(credentials, moment[:8]),
-            f"AWS4-HMAC-SHA256\n{moment}\n{scope}\n{digest}".encode(),
-            "sha256",
-        ).hex()
-        signed["authorization"] = (
-            f"AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope}, "
-            f"SignedHeaders={listed}, Signature={signature}"
-        )
-        return signed
-
-    def _signing_key(self, credentials: Credentials, day: str) -> bytes:
-        known_day, known_secret, key = self._key
-        if known_day == day and known_secret == credentials.secret_key:
-            return key
-        key = f"AWS4{credentials.secret_key}".encode()
-        for part in (day, self._region, "s3", "aws4_request"):
-            key = hmac.digest(key, part.encode(), "sha256")
-        self._key = (day, credentials.secret_key, key)
-        return key
+@functools.lru_cache(maxsize=8)
+def _signing_key(secret_key: str, day: str, region: str) -> bytes:
+    key = f"AWS4{secret_key}".encode()
+    for part in (day, region, "s3", "aws4_request"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    return key

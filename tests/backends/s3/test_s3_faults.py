@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -246,16 +245,6 @@ def test_a_full_store_turns_away_the_page_and_its_tail(stub: StubS3) -> None:
     store.backend.close()
 
 
-def test_pages_that_several_threads_store_are_rejected_behind_one_without_room(stub: StubS3) -> None:
-    """Also those that come before it and are not sent any more: without them its successors are out of reach."""
-    store, keys = open_on(stub, connections=8), make_keys(60)
-    stub.fault = lambda request: error(507, "InsufficientStorage") if request.name != name(keys[0]) else None
-    outcomes = store_chain(store, keys)
-    assert outcomes[0] in (STORED, SetOutcome.REJECTED) and outcomes[1:] == [SetOutcome.REJECTED] * 59
-    assert set(errors(store)) == {"no_space"} and errors(store)["no_space"] <= 8
-    store.backend.close()
-
-
 @pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (400, "InvalidRequest")])
 def test_a_server_without_conditions_is_found_out_once(stub: StubS3, refusal: tuple[int, str]) -> None:
     store, keys = open_on(stub, connections=1), make_keys(3)
@@ -350,52 +339,12 @@ def test_a_verb_ends_by_its_deadline_while_the_server_is_silent(stub: StubS3, ve
     stub.released.set()
 
 
-def test_a_frame_is_left_alone_once_the_verb_has_returned(stub: StubS3) -> None:
-    store = open_on(stub)
-    key, data = _page(store, stub)
-    head = f"HTTP/1.1 200 OK\r\ncontent-length: {PAGE}\r\n\r\n".encode()
-    late = threading.Event()
-
-    def fault(request: Request) -> Answer | None:
-        if request.method != "GET":
-            return None
-        late.wait(30)
-        return Answer(head + data)
-
-    stub.fault = fault
-    (frame,) = empty_frames(CODEC, 1)
-    assert store.backend.batch_get([key], [frame], deadline=time.monotonic() + 0.1) == [GET_ERROR]
-    frame[:] = b"\xee" * PAGE
-    late.set()
-    wait_for(lambda: stub.running == 0)
-    store.backend.close()
-    assert bytes(frame) == b"\xee" * PAGE
-
-
 def test_a_page_is_sent_with_its_type_and_without_waiting_to_be_asked(store: Store, stub: StubS3) -> None:
-    """Some server stores an empty object if a body without a type is cut at its start; and botocore, where it waits to
-    be asked for a body, never ends if the connection does so meanwhile."""
+    """Some server stores an empty object if a body without a type is cut at its start."""
     _page(store, stub)
     (request,) = stub.requests
     assert request.headers["content-type"] == "application/octet-stream"
     assert "expect" not in request.headers
-
-
-def test_what_was_not_sent_by_its_deadline_never_is(stub: StubS3) -> None:
-    """The only connection is with a request that hangs when the page comes. That an earlier page is there is the
-    control."""
-    store, keys = open_on(stub, connections=1, timeout=30.0), make_keys(2)
-    assert store_chain(store, keys[:1]) == [STORED]
-    stub.fault = lambda request: Answer(b"", "hang") if request.method == "GET" else None
-    frames = full_frames(CODEC, keys)
-    reader = threading.Thread(target=store.backend.batch_get, args=(keys[:1], frames[:1]), kwargs={"deadline": soon()})
-    reader.start()
-    wait_for(lambda: stub.running == 1)
-    assert store.backend.batch_set(keys[1:], frames[1:], parent=keys[0], deadline=soon(0.2)) == [SET_ERROR]
-    stub.released.set()
-    reader.join()
-    store.backend.close()
-    assert set(stub.objects) == {name(keys[0])}
 
 
 @pytest.mark.parametrize("body", ["short", "stalled", "no reply"])

@@ -82,18 +82,6 @@ def test_credentials_that_cannot_travel_are_refused_at_start(
     S3Backend(CODEC, options(stub.url, session_token_env="S3_TOKEN")).close()
 
 
-@pytest.mark.parametrize("line", [
-    "HTTP/1.1 \u0662\u0660\u0660 OK", "HTTP/1.1 2\u00b20 OK", "HTTP/1.1 20 OK", "HTTP/1.1 2000 OK", "HTTP/1.1 -20 OK",
-])  # fmt: skip
-@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
-def test_a_status_of_other_digits_is_an_error(store: Store, stub: StubS3, line: str, encoding: str) -> None:
-    head = f"{line}\r\ncontent-length: 0\r\n\r\n".encode(encoding, "replace")
-    stub.fault = lambda request: Answer(head, "close")
-    assert load(store, KEYS) == [GET_ERROR] * 2
-    store.backend.usage()
-    assert "internal" not in errors(store) and sum(errors(store).values()) == 3
-
-
 def _listing(inside: str, root: str = "ListBucketResult") -> Callable[[Request], Answer | None]:
     return lambda request: reply(200, f"<{root}>{inside}</{root}>".encode()) if request.is_list else None
 

@@ -87,6 +87,15 @@ def test_whatever_comes_as_a_head_is_a_head_or_refused(noise: bytes, starts_well
         assert 0 <= head.status <= 999
 
 
+@pytest.mark.parametrize("line", [
+    "HTTP/1.1 \u0662\u0660\u0660 OK", "HTTP/1.1 2\u00b20 OK", "HTTP/1.1 20 OK", "HTTP/1.1 2000 OK", "HTTP/1.1 -20 OK",
+])  # fmt: skip
+def test_a_status_of_other_digits_is_refused(line: str) -> None:
+    for encoding in ("utf-8", "latin-1"):
+        with pytest.raises(StoreError, match="protocol"):
+            parse_head(line.encode(encoding, "replace") + b"\r\ncontent-length: 0\r\n\r\n")
+
+
 def test_a_value_is_loaded_once_and_kept_while_it_is_young() -> None:
     value = Refreshed("test", iter(range(100)).__next__, 3600.0)
     assert [value.get(deadline=soon()) for _ in range(5)] == [0] * 5

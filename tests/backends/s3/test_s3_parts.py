@@ -29,7 +29,7 @@ from hicache.backends.testing import (
     soon,
 )
 from hicache.frame import FrameCodec, PageBuffer, first_bytes
-from tests.backends.s3.bucket import Bucket, open_s3, options
+from tests.backends.s3.bucket import options
 from tests.backends.s3.stub import Answer, Request, StubS3, reply
 from tests.certificates import make_certificates
 
@@ -171,12 +171,6 @@ def test_a_page_in_thousands_of_parts_is_one_object(
         ca_file = certificates.ca_file if tls else None
         _round_trip(S3Backend(codec, options(server.url, ca_file=ca_file, timeout=30.0)), codec)
         assert [len(data) for data in server.objects.values()] == [codec.frame_bytes] * 2
-
-
-def test_a_real_server_takes_pages_in_thousands_of_parts(bucket: Bucket, unique_prefix: str) -> None:
-    backend = open_s3(bucket, unique_prefix, LARGE, checksum="when_supported").backend
-    assert isinstance(backend, S3Backend)
-    _round_trip(backend, LARGE)
 
 
 def test_the_checksum_of_a_page_in_parts_is_that_of_its_bytes(stub: StubS3) -> None:
