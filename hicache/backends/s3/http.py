@@ -343,23 +343,27 @@ class ConnectionPool:
         self, family: socket.AddressFamily, address: tuple[str | int | bytes, ...], deadline: float
     ) -> Connection:
         server = self._server
-        left = min(server.connect_timeout_s, deadline - time.monotonic())
-        if left <= 0:
-            raise TimeoutError
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            sock.settimeout(left)
+            sock.settimeout(self._time_left(deadline))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.connect(address)
             if server.tunnel:
                 self._ask_proxy(sock, deadline)
-                sock.settimeout(left)
             if server.tls is not None:
+                sock.settimeout(self._time_left(deadline))
                 sock = server.tls.wrap_socket(sock, server_hostname=server.name)
             return Connection(sock, server.timeout_s)
         except BaseException:
             sock.close()
             raise
+
+    def _time_left(self, deadline: float) -> float:
+        """Seconds that the next step of making a connection may take. Raises TimeoutError if there are none."""
+        left = min(self._server.connect_timeout_s, deadline - time.monotonic())
+        if left <= 0:
+            raise TimeoutError
+        return left
 
     def _ask_proxy(self, sock: socket.socket, deadline: float) -> None:
         """Have the proxy at the other end connect us to the store (RFC 9110, 9.3.6). Raises OSError and StoreError."""

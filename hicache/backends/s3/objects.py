@@ -24,8 +24,8 @@ _NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})")
 _ENTITY_TAG = re.compile(r'(?:W/)?"[!#-~]*"')
 # What to do about the errors that an operator can mend.
 _ADVICE: dict[str, str] = {
-    ErrorKind.DNS: "check endpoint_url: its host has no address",
-    ErrorKind.CONNECTION_REFUSED: "check endpoint_url: nothing listens there",
+    ErrorKind.DNS: "check endpoint_url and proxy: the host has no address",
+    ErrorKind.CONNECTION_REFUSED: "check endpoint_url and proxy: nothing listens there",
     ErrorKind.TIMEOUT: "check endpoint_url and the network: nothing answers",
     ErrorKind.UNREACHABLE: "check endpoint_url, proxy and the network",
     ErrorKind.TLS: "check endpoint_url and ca_file: the TLS connection was not accepted",
