@@ -9,13 +9,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from ..errors import InvariantError, PageUnreadable
 from ..frame import HEADER_BYTES, NO_PARENT, FrameHeader
-from .raw import RawStore, StoredPage
-
-PageId: TypeAlias = tuple[bytes, bytes]
+from .raw import PageId, RawStore, StoredPage
 
 
 @dataclass(slots=True)

@@ -34,10 +34,10 @@ from ..errors import BackendError, ConfigError, InvalidInput
 from ..frame import PageBuffer
 from .base import GetOutcome, SetOutcome, StorageBackend, Usage
 from .calls import parent_outside, parents_of
-from .chains import Chains, PageId, parent_in, read_header
+from .chains import Chains, parent_in, read_header
 from .envelope import Wrapper
 from .errors import StoreError
-from .raw import RawStore, StoredPage
+from .raw import PageId, RawStore, StoredPage
 
 _log = logging.getLogger(__name__)
 

@@ -13,6 +13,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+# Namespace and key.
+PageId: TypeAlias = tuple[bytes, bytes]
 
 
 @dataclass(frozen=True, slots=True)

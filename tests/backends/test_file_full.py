@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,6 +114,23 @@ def test_on_a_disk_that_others_filled_pages_are_read_and_removed(
     wait_for(lambda: store_chain(engine, make_keys(3, "room again")) != [REJECTED] * 3)
     check(engine, root)
     engine.backend.close()
+
+
+def test_without_room_for_a_copy_of_the_index_last_uses_are_unknown_and_the_rest_works(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_file(tmp_path / "s")
+    store_chain(store, make_keys(PAGES))
+    store.backend.close()
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    fill_up(small_disk)
+    raw = open_raw(tmp_path / "s")
+    assert [page.used_s for page in raw.pages()] == [None] * PAGES
+    assert "the last use of its pages is not known" in caplog.text
+    raw.close()
+    assert verify(tmp_path / "s").pages == PAGES
+    assert purge(tmp_path / "s", older_than_s=0.0).pages == 0, "no page is known to be old"
+    assert purge(tmp_path / "s").pages == PAGES
 
 
 def test_damaged_pages_are_removed_from_a_full_disk(small_disk: Path) -> None:

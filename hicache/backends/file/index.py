@@ -136,7 +136,6 @@ class Totals:
 class PageRow:
     """One stored page. `last_use` is microseconds since 1970."""
 
-    row: int
     namespace: bytes
     key: bytes
     size: int
@@ -166,7 +165,7 @@ def _is_writer(value: object) -> bool:
     return type(value) is str and _WRITER.fullmatch(value) is not None
 
 
-_PAGE_ROW = (_is_integer, _is_key, _is_key, _is_count, _is_integer)
+_PAGE_ROW = (_is_key, _is_key, _is_count, _is_integer)
 
 
 class Index:
@@ -371,14 +370,6 @@ class Index:
             "DELETE FROM pages WHERE namespace = ? AND key = ? AND writer = ''", (self._namespace(namespace), key)
         )
 
-    def postpone(self, row: int, now: int) -> None:
-        """Move a page that could not be removed to the end of the order."""
-        self._run("UPDATE pages SET last_use = ? WHERE id = ?", (now, row))
-
-    def drop_row(self, row: int) -> None:
-        """Forget a stored page by its row."""
-        self._run("DELETE FROM pages WHERE id = ?", (row,))
-
     def touch(self, namespace: bytes, uses: Mapping[bytes, int]) -> None:
         """Note when pages were last used, in microseconds since 1970; never turns the clock of a page back."""
         number = self._namespace(namespace)
@@ -393,7 +384,7 @@ class Index:
         self.follows_files = True
         found = self._read(
             _PAGE_ROW,
-            "SELECT p.id, n.digest, p.key, p.size, p.last_use FROM pages p INDEXED BY leaves"
+            "SELECT n.digest, p.key, p.size, p.last_use FROM pages p INDEXED BY leaves"
             " JOIN namespaces n ON n.id = p.namespace WHERE p.children = 0 AND p.writer = ''"
             " ORDER BY p.last_use LIMIT 1",
         )
@@ -428,7 +419,7 @@ class Index:
         """Every stored page."""
         found = self._read(
             _PAGE_ROW,
-            "SELECT p.id, n.digest, p.key, p.size, p.last_use FROM pages p JOIN namespaces n ON n.id = p.namespace"
+            "SELECT n.digest, p.key, p.size, p.last_use FROM pages p JOIN namespaces n ON n.id = p.namespace"
             " WHERE p.writer = ''",
         )
         return [PageRow(*row) for row in found]

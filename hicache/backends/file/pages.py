@@ -54,8 +54,6 @@ NOT_REGULAR = "not_regular"
 SIZE = Damage.SIZE.value
 
 Identity: TypeAlias = tuple[int, int, int]
-# Namespace and key.
-PageId: TypeAlias = tuple[bytes, bytes]
 
 _T = TypeVar("_T")
 

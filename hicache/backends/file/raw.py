@@ -30,7 +30,7 @@ from ...keys import PAGE_KEY_BYTES
 from ...supervised import SupervisedPool
 from ..base import SetOutcome
 from ..pages import PageWrites
-from ..raw import RawStore, StoredPage
+from ..raw import PageId, RawStore, StoredPage
 from ..tools.report import NO_KEYS, PageKeys, PageReport, read_page
 from .index import JOURNAL, Index, IndexDamaged, PageRow
 from .pages import (
@@ -38,7 +38,6 @@ from .pages import (
     NOT_REGULAR,
     READ_FLAGS,
     PageFiles,
-    PageId,
     System,
     identity,
     look,

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 
 from ...frame import FRAME_ALIGN, HEADER_BYTES, NO_PARENT, FrameHeader
 from ...keys import FORMAT_VERSION, PAGE_KEY_BYTES
+from ..raw import PageId
 from .index import Index
 from .pages import (
     LIST_FLAGS,
     NOT_A_FILE_ERRNOS,
     TMP_DIR,
-    PageId,
     System,
     identity,
     is_hex,

@@ -91,9 +91,9 @@ class CapacityManager:
             except OSError as error:
                 errors.append(error_name(error))
                 failures += 1
-                index.postpone(page.row, now_us())
+                index.touch(page.namespace, {page.key: now_us()})  # at the end of the order
                 continue
-            index.drop_row(page.row)
+            index.drop(page.namespace, page.key)
             self.evicted_pages += 1
             need -= page.size
 
