@@ -150,7 +150,7 @@ def test_a_scrape_shows_the_guard_of_each_backend() -> None:
     assert value("breaker_opens_total", direction="read") == value("retried_calls_total", direction="read") == 0
     assert value("probes_total", direction="write", outcome="good") == 0
     assert value("in_flight_bytes") == value("in_flight_calls") == value("overdue_calls") == 0
-    assert value("errors_total", reason="guard_open") == 1
+    assert value("errors_total", reason="guard_open") == 2
     assert value("stored_pages") == 2
     calls = {verb: value("call_seconds_count", verb=verb) for verb in ("exists", "get", "set", "delete")}
     assert calls == {"exists": 0, "get": 1, "set": 1, "delete": 0}

@@ -6,12 +6,15 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from ..errors import InvalidInput
 from ..frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView
 from ..keys import PAGE_KEY_BYTES
 from .base import BackendStatistics, GetOutcome, SetOutcome
 from .errors import ErrorKind
+
+Outcome = TypeVar("Outcome")
 
 
 def check_keys(keys: Iterable[bytes]) -> None:
@@ -82,6 +85,15 @@ def runs(positions: Sequence[int]) -> Iterator[slice]:
         yield slice(found[0], found[-1] + 1)
 
 
+def _tally(counts: Counter[Outcome], outcomes: Sequence[Outcome]) -> None:
+    # Most batches have one outcome; hashing it once instead of per page saves microseconds a batch.
+    first = outcomes[0]
+    if outcomes.count(first) == len(outcomes):
+        counts[first] += len(outcomes)
+    else:
+        counts.update(outcomes)
+
+
 class Calls:
     """Counts the verbs in flight in a backend, for `close` to wait for, and their outcomes, for `statistics`.
 
@@ -122,8 +134,8 @@ class Calls:
     def count(
         self,
         *,
-        gets: Iterable[GetOutcome] = (),
-        sets: Iterable[SetOutcome] = (),
+        gets: Sequence[GetOutcome] = (),
+        sets: Sequence[SetOutcome] = (),
         corrupt: Iterable[str] = (),
         errors: Iterable[str] = (),
         evicted_pages: int = 0,
@@ -131,9 +143,9 @@ class Calls:
         """Count the outcomes of a batch. `corrupt` are reasons, `errors` classes."""
         with self._lock:
             if gets:
-                self._gets.update(gets)
+                _tally(self._gets, gets)
             if sets:
-                self._sets.update(sets)
+                _tally(self._sets, sets)
             if corrupt:
                 self._corrupt.update(corrupt)
             if errors:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+import enum
+from typing import Annotated, TypeAlias
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from ..units import GIB, Count, Duration, Number, PositiveDuration, PositiveSize, Size
 from .section import Section, yaml_switch
 
-Override: TypeAlias = Annotated[Literal["auto", "on", "off"], BeforeValidator(yaml_switch)]
+
+class Override(enum.StrEnum):
+    """What the operator wants of one direction."""
+
+    AUTO = "auto"  # the breaker decides
+    ON = "on"  # every call passes, whatever happened to those before it
+    OFF = "off"  # no call passes
+
+
+_Switch: TypeAlias = Annotated[Override, BeforeValidator(yaml_switch), WithJsonSchema({"enum": list(Override)})]
 
 
 class InjectConfig(Section):
@@ -76,11 +86,11 @@ class GuardConfig(Section):
         description="Share of all calls and pages that may be tried a second time after an error; 0 for never. More "
         "hides more lost requests, and burdens a store that is drowning.",
     )
-    read: Override = Field(
-        default="auto",
+    read: _Switch = Field(
+        default=Override.AUTO,
         description="`off` reads nothing from this store, `on` reads whatever happens, `auto` lets the breaker decide.",
     )
-    write: Override = Field(default="auto", description="The same for storing.")
+    write: _Switch = Field(default=Override.AUTO, description="The same for storing.")
     inject: InjectConfig = InjectConfig()
 
     @model_validator(mode="after")

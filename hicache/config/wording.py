@@ -24,7 +24,7 @@ _PLAIN = {
     "greater_than_equal": "must be at least {ge}",
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
-    "literal_error": "expected {expected}",
+    **dict.fromkeys(("literal_error", "enum"), "expected {expected}"),
     "list_type": "expected a list",
     "too_short": "expected at least {min_length}, got {actual_length}",
     "too_long": "expected at most {max_length}, got {actual_length}",
@@ -105,7 +105,7 @@ def what_is_wrong(error: Any, path: Sequence[str], names: Sequence[str], *, quot
     if not is_quoted and (quote_text or type(value) not in (int, float)):
         return message
     got = shown(value)
-    choices = re.findall("'([^']*)'", str(context.get("expected", ""))) if kind == "literal_error" else []
+    choices = re.findall("'([^']*)'", str(context.get("expected", ""))) if kind in ("literal_error", "enum") else []
     near = difflib.get_close_matches(got, choices, n=1)
     return (message if got in message else f"{message}; got {got}") + (f", did you mean {near[0]}?" if near else "")
 

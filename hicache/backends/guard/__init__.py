@@ -1,11 +1,9 @@
 """The guard: what stands in front of every storage backend, so that its troubles stay its own."""
 
-from .backend import GuardedBackend
+from ...config.guard import Override
+from .admission import BOUNDS_S, Direction, GuardStatistics, LatencyStatistics, Refusal, Verb
+from .backend import GuardedBackend, LeafStatistics, guards_of, leaf_statistics, may_pass
 from .breaker import BreakerState, BreakerStatistics
-from .histogram import BOUNDS_S, LatencyStatistics
-from .options import Direction, Override
-from .traffic import GuardStatistics, Refusal, Verb
-from .view import LeafStatistics, guards_of, leaf_statistics, may_pass
 
 __all__ = [
     "BOUNDS_S",

@@ -1,23 +1,23 @@
 """GuardedBackend: one wrapper in front of every leaf backend, so that a store's troubles stay its own.
 
     deadline     a call that has none left is not made; one that hangs past it counts as failed while it still hangs
-    bytes        frames under way are bounded; who finds no room waits, at most until its deadline
+    bytes        frames in flight are bounded; a call that finds no room waits, at most until its deadline
     breaker      a direction that fails is left alone, probed, and used again when it works
     damage       a reader to whom everything is damaged is stopped before it has removed everything
     retries      failed pages are tried once more, within a budget and the deadline
-    containment  what a backend raises, or answers against the contract, is counted, and its pages are ERROR
+    containment  an exception of the backend, or an answer against the contract, is counted, and its pages are ERROR
 
-Verbs that are not made return at once: 0 or ERROR. Nothing is abandoned here: a call that hangs keeps its thread and
-its frames until it returns, which is the caller's to bear (`supervised`).
+Calls that are not made return at once: 0 or ERROR. Nothing is abandoned here: a call that hangs keeps its thread and
+its frames until it returns, which the caller has to bear (`supervised`).
 
-Locking design: verbs run on their callers' threads, several at once, with no lock held while the backend works. What
-they share is in `Traffic`. Probes and the sampling of usage run on threads of their own (BackgroundTask), started when
-needed.
+Locking design: verbs run on their callers' threads, several at once, with no lock held while the backend works. They
+share `AdmissionControl`, which locks itself. Probes and the measuring of usage run on threads of their own
+(BackgroundTask), started when needed. `_sample`, `_usage_due_s` and `_last_statistics` are one reference each;
+`_failed_writes` is only compared for equality.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 import random
@@ -25,20 +25,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 from ...arguments import instance_or_new
 from ...background import BackgroundTask
-from ...config.guard import GuardConfig
+from ...config.guard import GuardConfig, Override
 from ...errors import BackendError, InvalidInput
 from ...frame import PageBuffer
-from ..base import BackendStatistics, GetOutcome, SetOutcome, StorageBackend, Usage, register_memory
-from ..calls import check_batch, check_keys, parent_outside
-from .options import Direction, Override
+from ..base import BackendStatistics, Composite, GetOutcome, SetOutcome, StorageBackend, Usage, register_memory
+from ..calls import parent_outside, runs
+from ..envelope import Compound
+from .admission import AdmissionControl, Call, CallResult, Direction, GuardStatistics, Verb
 from .probes import Prober
-from .sampler import UsageSampler
-from .traffic import Call, GuardStatistics, Refusal, Traffic, Verb, Verdict
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,20 +45,27 @@ Outcome = TypeVar("Outcome", GetOutcome, SetOutcome)
 
 # Before failed pages are tried again, between half of this and the whole: a moment for what was only a hiccup.
 _RETRY_PAUSE_S = 0.05
-# What failed only after so long has hung. Whoever waits would wait twice, and the breaker would learn of it late.
+# What failed only after so long has hung. A caller would wait twice, and the breaker would learn of it late.
 _RETRY_AFTER_S_MAX = 0.25
 # A call that was given less time than this and has used it up says nothing about the store.
 _SHORT_S = 0.1
+# Measuring usage takes a small part of the time, however slow it is: a file store is asked ten times a second at most,
+# a bucket whose listing takes ten seconds every eight minutes. A measurement that takes longer than the last one hangs.
+_USAGE_PERIOD_S_MIN = 0.1
+_USAGE_DUTY = 50
+_USAGE_PATIENCE_S = 300.0
 # How long `close` waits for the guard's own threads before it closes the backend all the same.
 _CLOSE_S = 3.0
-_NOTHING = BackendStatistics({}, {}, {}, {}, 0, 0, 0)
+# The error of a call whose backend raised or broke the contract; the kind is counted besides.
+_RAISED = "raised"
 
 
-class GuardedBackend(StorageBackend):
-    """See the module's docstring. A Composite of one part. `name` is how it is called in metrics and messages.
+class GuardedBackend(Compound):
+    """See the module's docstring. A Composite of one part. `name` is how it is called in metrics and messages, and
+    `clock` that of deadlines; tests give their own.
 
-    `clock` is that of deadlines, `jitter` draws from [0, 1); tests give
-    their own.
+    Its statistics count as errors also the calls that were refused (`guard_open`, `guard_busy`), by their pages, and
+    the exceptions of the backend (`raised_KeyError`).
     """
 
     def __init__(
@@ -69,256 +75,258 @@ class GuardedBackend(StorageBackend):
         *,
         name: str = "storage",
         clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] = random.random,
     ) -> None:
         super().__init__(inner.codec)
         self.name = name
         self.options = instance_or_new("options", options, GuardConfig)
         self._inner = inner
         self._clock = clock
-        self._jitter = jitter
-        self._traffic = Traffic(self.options, clock, jitter)
+        self._admission = AdmissionControl(self.options, clock)
         self._closing = threading.Event()
-        self._last_usage: Usage | None = None
-        self._last_statistics = _NOTHING
-        self._prober = Prober(inner, self._traffic, self._contain)
+        self._raised: set[str] = set()  # kinds of exceptions that were logged
+        self._failed_writes = 0
+        self._last_statistics = BackendStatistics({}, {}, {}, {}, 0, 0, 0)
+        self._prober = Prober(inner, self._contain)
         # One run makes a probe in each direction; what takes longer hangs.
         patience_s = 2 * (self.options.probe_timeout + self.options.grace)
-        self._probes = BackgroundTask(f"probe-{name}", self._prober.run, patience_s)
-        self._usage = UsageSampler(name, self._measure_usage_if_passing)
+        self._probes = BackgroundTask(
+            f"probe-{name}", self._probe, patience_s, on_error=lambda: self.count("internal")
+        )
+        self._sample: Usage | None = None
+        self._usage_due_s = 0.0
+        self._usage_task = BackgroundTask(f"usage-{name}", self._renew_usage, _USAGE_PATIENCE_S)
 
     @property
     def parts(self) -> Sequence[StorageBackend]:
         """The backend behind it."""
         return (self._inner,)
 
-    # Verbs
+    # Verbs, see Envelope
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend. 0 where the call is not made."""
-        check_keys(keys)
-
-        def ask() -> object:
-            return self._inner.batch_exists(keys, deadline=deadline)
+    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope. Raises StoreError, as all of these, where the call is not made."""
 
         def is_answer(found: object) -> bool:
             return type(found) is int and 0 <= found <= len(keys)
 
-        return self._look_up(ask, is_answer, deadline, whole=len(keys), nothing=0) if keys else 0
+        return self._look_up(
+            lambda: self._inner.batch_exists(keys, deadline=deadline), is_answer, deadline, len(keys), 0
+        )
 
-    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
-        """See StorageBackend. None is stored where the call is not made."""
-        check_keys(keys)
+    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """See Envelope."""
         pages = len(keys)
-
-        def ask() -> object:
-            return self._inner.batch_has(keys, deadline=deadline)
 
         def is_answer(found: object) -> bool:
             return isinstance(found, list) and len(found) == pages and all(type(there) is bool for there in found)
 
-        return self._look_up(ask, is_answer, deadline, whole=[True] * pages, nothing=[False] * pages) if keys else []
+        return self._look_up(
+            lambda: self._inner.batch_has(keys, deadline=deadline), is_answer, deadline, [True] * pages, [False] * pages
+        )
 
-    def batch_get(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
-    ) -> list[GetOutcome]:
-        """See StorageBackend. While nothing speaks for what is stored, the head of a batch is read before the rest."""
-        check_batch(self.codec, keys, pages)
+    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
+        """See Envelope. While nothing speaks for what is stored, the head of a batch is read before the rest."""
 
-        def read(call: Call) -> tuple[list[GetOutcome], Verdict]:
+        def read(call: Call) -> tuple[list[GetOutcome], CallResult]:
             outcomes: list[GetOutcome] = []
             while len(outcomes) < len(keys):
                 start = len(outcomes)
-                end = start + (self._traffic.pages_at_once(outcomes) or len(keys))
+                end = start + (self._admission.pages_at_once(outcomes) or len(keys))
                 found = self._get(call, keys[start:end], pages[start:end])
                 outcomes += found
-                if not self._traffic.read_pages(call, found):
+                if not self._admission.saw_pages(call, found):
                     break
             outcomes += [GetOutcome.ERROR] * (len(keys) - len(outcomes))
-            return outcomes, self._judge(call, outcomes.count(GetOutcome.ERROR), len(outcomes))
+            return outcomes, self._judge(call, outcomes.count(GetOutcome.ERROR))
 
-        return self._make(Verb.GET, len(keys), deadline, [GetOutcome.ERROR] * len(keys), read) if keys else []
+        return self._make(Verb.GET, len(keys), deadline, read)
 
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    def put(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """See StorageBackend."""
-        check_batch(self.codec, keys, pages, parent)
+        """See Envelope."""
 
-        def write(call: Call) -> tuple[list[SetOutcome], Verdict]:
+        def write(call: Call) -> tuple[list[SetOutcome], CallResult]:
             outcomes = self._set(call, keys, pages, parent)
-            for start, end in list(_runs(outcomes, SetOutcome.ERROR)):
-                granted = self._may_retry(call, end - start)
+            if SetOutcome.ERROR not in outcomes:
+                return outcomes, CallResult.GOOD
+            for run in runs([p for p, outcome in enumerate(outcomes) if outcome is SetOutcome.ERROR]):
+                granted = self._may_retry(call, run.stop - run.start)
                 if granted:
-                    again = slice(start, start + granted)
-                    before = parent_outside(keys[again], keys[start - 1] if start else parent)
+                    again = slice(run.start, run.start + granted)
+                    before = parent_outside(keys[again], keys[run.start - 1] if run.start else parent)
                     outcomes[again] = self._set(call, keys[again], pages[again], before)
             failed = outcomes.count(SetOutcome.ERROR)
-            if failed:
-                self._traffic.count_failed_write()
-            return outcomes, self._judge(call, failed, len(outcomes))
+            self._failed_writes += failed > 0
+            return outcomes, self._judge(call, failed)
 
-        return self._make(Verb.SET, len(keys), deadline, [SetOutcome.ERROR] * len(keys), write) if keys else []
+        return self._make(Verb.SET, len(keys), deadline, write)
 
-    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See StorageBackend. 0 where the call is not made."""
-        check_keys(keys)
-        return self._remove(lambda: self._inner.delete(keys, deadline=deadline), deadline, len(keys)) if keys else 0
+    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope."""
+        return self._remove(lambda: self._inner.delete(keys, deadline=deadline), deadline, len(keys))
 
-    def clear(self, *, deadline: float) -> int:
-        """See StorageBackend. 0 where the call is not made."""
+    def remove_all(self, deadline: float) -> int:
+        """See Envelope."""
         return self._remove(lambda: self._inner.clear(deadline=deadline), deadline, math.inf)
 
-    def usage(self) -> Usage:
-        """See StorageBackend. What was found last, if the backend raises or is left alone; blocks as it does."""
-        if self._traffic.may_pass(Direction.READ) or self._closing.is_set():
-            self._measure_usage()
-        return self._last_usage or Usage(0, 0, None)
+    def measure(self) -> Usage:
+        """See Envelope. What was found last, if the backend raises or is left alone; blocks as it does."""
+        usage = self._contain(self._inner.usage) if self._admission.may_pass(Direction.READ) else None
+        return usage if isinstance(usage, Usage) else self._usage
 
     def statistics(self) -> BackendStatistics:
-        """See StorageBackend. Those of the backend, with the pages of calls that were not made; as errors those calls,
-        and what it raised."""
-        inner = self._inner_statistics()
-        errors = Counter(inner.errors)
-        own = self._traffic.statistics()
-        for (_, refusal), calls in own.refused.items():
-            errors[f"guard_{refusal}"] += calls
-        for kind, times in own.raised.items():
-            errors[f"raised_{kind}"] += times
-        for kind, times in dict(self._probes.errors).items():
-            errors[f"prober_{kind}"] += times
-        gets, sets = Counter(inner.gets), Counter(inner.sets)
-        gets[GetOutcome.ERROR] += own.refused_pages.get(Verb.GET, 0)
-        sets[SetOutcome.ERROR] += own.refused_pages.get(Verb.SET, 0)
-        return replace(inner, gets=dict(+gets), sets=dict(+sets), errors=dict(errors))
+        """See StorageBackend, and this class."""
+        own, inner = self._calls.statistics(), self._inner_statistics()
+        errors = Counter(own.errors)
+        errors.update(inner.errors)
+        return replace(own, corrupt=inner.corrupt, errors=dict(errors), evicted_pages=inner.evicted_pages)
 
     def close(self) -> None:
-        """See StorageBackend. Raises the backend's own BackendError; whatever else it raises is counted."""
+        """See StorageBackend. Raises the backend's own BackendError; any other exception of it is counted."""
         self._closing.set()
-        self._traffic.close()
+        self._admission.close()
+        super().close()
+
+    def shut(self) -> None:
+        """See Envelope."""
         self._probes.close(_CLOSE_S)
-        self._usage.close(_CLOSE_S)
+        self._usage_task.close(_CLOSE_S)
         failures: list[BackendError] = []
-        self._contain(lambda: self._close_inner(failures))
+
+        def close_inner() -> None:
+            try:
+                self._inner.close()
+            except BackendError as error:
+                failures.append(error)
+
+        self._contain(close_inner)
         if failures:
             raise failures[0]
 
-    def _close_inner(self, failures: list[BackendError]) -> None:
-        try:
-            self._inner.close()
-        except BackendError as error:
-            failures.append(error)
-
     def register_memory(self, memory: memoryview) -> None:
         """See MemoryRegistration, for the backend behind it. A failure is counted and logged: pages are copied then."""
-        self._contain(lambda: self._register(memory))
 
-    def _register(self, memory: memoryview) -> None:
-        try:
-            register_memory(self._inner, memory)
-        except BackendError as error:
-            self._traffic.count_raised("registration")
-            logger.warning("storage %s: host memory is not registered, so its pages are copied: %s", self.name, error)
+        def register() -> None:
+            try:
+                register_memory(self._inner, memory)
+            except BackendError as error:
+                self.count("raised_registration")
+                logger.warning(
+                    "storage %s: host memory is not registered, so its pages are copied: %s", self.name, error
+                )
+
+        self._contain(register)
 
     # What a guard adds
 
     def may_pass(self, direction: Direction) -> bool:
-        """Whether a call of this direction would be made now. Does not block; for each step of a scheduler."""
-        passes = self._traffic.may_pass(direction)
+        """True if a call of this direction would be made now. Does not block; for each step of a scheduler."""
+        passes = self._admission.may_pass(direction)
         self._tend()
         return passes
 
     def override(self, direction: Direction, mode: Override) -> None:
         """Switch a direction on or off, or leave it to the breaker. Does not block."""
-        self._traffic.set_override(direction, mode)
+        self._admission.set_override(direction, mode)
 
     def usage_sample(self) -> Usage | None:
-        """Usage as it was a moment ago, None before it was first known. Does not wait for a store that is slow."""
-        return self._usage.sample()
+        """Return the usage of a moment ago, None before it was first known. Does not block: an old one is renewed on a
+        thread of the guard's own."""
+        self._usage_task.wake(self._usage_due_s)
+        return self._sample
 
     def guard_statistics(self) -> GuardStatistics:
         """What the guard itself has counted. Does not block."""
-        return self._traffic.statistics()
+        return self._admission.statistics()
 
     def check(self) -> None:
         """Raises InvariantError if the guard's books do not add up."""
-        self._traffic.check()
+        self._admission.check()
 
     # Inside
 
-    def _make(
-        self, verb: Verb, pages: int, deadline: float, refused: T, work: Callable[[Call], tuple[T, Verdict]]
-    ) -> T:
-        """Make a call and take in what it says about the store; `refused` for one that is not made."""
+    def _make(self, verb: Verb, pages: int, deadline: float, work: Callable[[Call], tuple[T, CallResult]]) -> T:
+        """Make a call and take in what it says about the store. Raises StoreError for one that is refused."""
         # A lookup or removal, of any number of keys, moves no bytes and is refused as one page would be.
         size_bytes = pages * self.codec.frame_bytes if verb in (Verb.GET, Verb.SET) else 0
-        call = self._traffic.enter(verb, pages, size_bytes, deadline)
-        self._tend()
-        if isinstance(call, Refusal):
-            return refused
-        verdict = Verdict(None)
+        result = CallResult.UNKNOWN
         try:
-            answer, verdict = work(call)
+            call = self._admission.enter(verb, pages, size_bytes, deadline)
+            try:
+                answer, result = work(call)
+            finally:
+                self._admission.leave(call, result)
         finally:
-            self._traffic.leave(call, verdict)
             self._tend()
         return answer
 
     def _tend(self) -> None:
         """Wake the probe thread if a probe is planned; replace it if it died or hangs."""
-        probe_at = self._traffic.probe_at
+        probe_at = self._admission.probe_at
         if probe_at < math.inf:
             self._probes.wake(probe_at)
 
+    def _probe(self) -> float:
+        """Make the probes that are due; return when the next is. Blocks as the store does."""
+        for direction in Direction:
+            begun = self._admission.begin_probe(direction)
+            if begun is not None:
+                probe, ok = self._prober.read if direction is Direction.READ else self._prober.write, False
+                try:
+                    ok = probe(self._clock() + self.options.probe_timeout)
+                finally:
+                    self._admission.probed(direction, begun, ok)
+        return self._admission.probe_at
+
     def _look_up(
-        self, ask: Callable[[], object], is_answer: Callable[[object], bool], deadline: float, *, whole: T, nothing: T
+        self, ask: Callable[[], object], is_answer: Callable[[object], bool], deadline: float, whole: T, nothing: T
     ) -> T:
         """The answer of a lookup, and once more where it failed. `whole` is that of a store that has all pages.
 
         A store that is down has nothing, as one that is empty has: only its count of errors tells them apart.
         """
 
-        def find(call: Call) -> tuple[T, Verdict]:
+        def find(call: Call) -> tuple[T, CallResult]:
             errors_before = sum(self._inner_statistics().errors.values())
-            writes_before = self._traffic.failed_writes
+            writes_before = self._failed_writes
             answer = self._contain(ask)
             if not is_answer(answer):
-                return nothing, Verdict(False, "raised")
+                return nothing, CallResult.RAISED
             found = cast(T, answer)
             if found == whole or sum(self._inner_statistics().errors.values()) == errors_before:
-                return found, Verdict(True)
-            if self._traffic.failed_writes != writes_before or self._was_short(call):
-                return found, Verdict(None)  # the errors may be those of a write that ended meanwhile
-            return found, Verdict(False, "lookup")
+                return found, CallResult.GOOD
+            if self._failed_writes != writes_before or self._was_short(call):
+                return found, CallResult.UNKNOWN  # the errors may be those of a write that ended meanwhile
+            return found, CallResult.LOOKUP
 
-        def find_or_retry(call: Call) -> tuple[T, Verdict]:
-            found, verdict = find(call)
-            return find(call) if verdict.ok is False and self._may_retry(call, 1) else (found, verdict)
+        def find_or_retry(call: Call) -> tuple[T, CallResult]:
+            found, result = find(call)
+            return find(call) if result.is_failure and self._may_retry(call, 1) else (found, result)
 
-        return self._make(Verb.EXISTS, 1, deadline, nothing, find_or_retry)
+        return self._make(Verb.EXISTS, 1, deadline, find_or_retry)
 
     def _remove(self, ask: Callable[[], object], deadline: float, most: float) -> int:
-        def remove(_: Call) -> tuple[int, Verdict]:
+        def remove(_: Call) -> tuple[int, CallResult]:
             removed = self._contain(ask)
             if type(removed) is int and 0 <= removed <= most:
-                return removed, Verdict(None)  # none removed: there were none, or the store is down
-            return 0, Verdict(False, "raised")
+                return removed, CallResult.UNKNOWN  # none removed: there were none, or the store is down
+            return 0, CallResult.RAISED
 
-        return self._make(Verb.DELETE, 1, deadline, 0, remove)
+        return self._make(Verb.DELETE, 1, deadline, remove)
 
     def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
         """Read, and what failed once more."""
 
-        def read(positions: Sequence[int]) -> list[GetOutcome]:
-            some_keys, some_pages = [keys[i] for i in positions], [pages[i] for i in positions]
-            answer = self._contain(lambda: self._inner.batch_get(some_keys, some_pages, deadline=call.deadline))
-            return self._outcomes(answer, GetOutcome, len(positions))
+        def read(keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
+            answer = self._contain(lambda: self._inner.batch_get(keys, pages, deadline=call.deadline))
+            return self._outcomes(answer, GetOutcome, len(keys))
 
-        outcomes = read(range(len(keys)))
+        outcomes = read(keys, pages)
         failed = [i for i, outcome in enumerate(outcomes) if outcome is GetOutcome.ERROR]
-        granted = self._may_retry(call, len(failed)) if failed else 0
-        if granted:
-            for i, outcome in zip(failed, read(failed[:granted]), strict=False):
+        again = failed[: self._may_retry(call, len(failed))] if failed else []
+        if again:
+            for i, outcome in zip(again, read([keys[i] for i in again], [pages[i] for i in again]), strict=True):
                 outcomes[i] = outcome
         return outcomes
 
@@ -330,10 +338,10 @@ class GuardedBackend(StorageBackend):
 
     def _outcomes(self, answer: object, kind: type[Outcome], pages: int) -> list[Outcome]:
         """The answer, if it is one outcome per page; else all pages failed."""
-        if isinstance(answer, list) and len(answer) == pages and all(type(outcome) is kind for outcome in answer):
+        if isinstance(answer, list) and len(answer) == pages and set(map(type, answer)) == {kind}:
             return answer
         if answer is not None:
-            self._traffic.count_raised("WrongAnswer")
+            self.count("raised_WrongAnswer")
         return [kind("error")] * pages
 
     def _may_retry(self, call: Call, pages: int) -> int:
@@ -341,33 +349,35 @@ class GuardedBackend(StorageBackend):
         hangs."""
         time_s = self._clock()
         took_s = time_s - call.began_s
-        pause_s = _RETRY_PAUSE_S * (0.5 + 0.5 * self._jitter())
+        pause_s = _RETRY_PAUSE_S * random.uniform(0.5, 1.0)
         # A second try is expected to take as long as the first.
         if took_s > _RETRY_AFTER_S_MAX or time_s + pause_s + max(took_s, 0.01) >= call.deadline:
             return 0
-        granted = self._traffic.grant_retry(call, pages)
+        granted = self._admission.grant_retry(call, pages)
         if granted:
             self._closing.wait(pause_s)
         return granted
 
-    def _judge(self, call: Call, failed: int, pages: int) -> Verdict:
+    def _judge(self, call: Call, failed: int) -> CallResult:
         """A call has failed if half of its pages have: fewer mean that the store works."""
-        if 2 * failed < pages:
-            return Verdict(True)
-        return Verdict(None) if self._was_short(call) else Verdict(False, "error")
+        if 2 * failed < call.pages:
+            return CallResult.GOOD
+        return CallResult.UNKNOWN if self._was_short(call) else CallResult.ERROR
 
     def _was_short(self, call: Call) -> bool:
         return call.deadline - call.began_s < _SHORT_S and self._clock() >= call.deadline
 
-    def _measure_usage(self) -> Usage | None:
-        usage = self._contain(self._inner.usage)
-        if isinstance(usage, Usage):
-            self._last_usage = usage
-            return usage
-        return None
-
-    def _measure_usage_if_passing(self) -> Usage | None:
-        return self._measure_usage() if self._traffic.may_pass(Direction.READ) else None
+    def _renew_usage(self) -> float:
+        began_s = time.monotonic()
+        self._usage_due_s = math.inf
+        try:
+            if self._admission.may_pass(Direction.READ):
+                found = self._contain(self._inner.usage)
+                self._sample = found if isinstance(found, Usage) else self._sample
+        finally:
+            ended_s = time.monotonic()
+            self._usage_due_s = ended_s + max(_USAGE_PERIOD_S_MIN, _USAGE_DUTY * (ended_s - began_s))
+        return math.inf
 
     def _inner_statistics(self) -> BackendStatistics:
         found = self._contain(self._inner.statistics)
@@ -384,19 +394,73 @@ class GuardedBackend(StorageBackend):
             raise  # the arguments are wrong, which is for the caller to know
         except Exception as error:
             kind = type(error).__name__
-            if self._traffic.count_raised(kind):
+            self.count(f"raised_{kind}")
+            if kind not in self._raised:
+                self._raised.add(kind)
                 logger.exception("storage %s: unexpected %s; counted from now on", self.name, kind)
             return None
 
 
-def _runs(outcomes: Sequence[enum.StrEnum], wanted: enum.StrEnum) -> Iterator[tuple[int, int]]:
-    """The half-open intervals of positions where `outcomes` are `wanted`."""
-    start: int | None = None
-    for position, outcome in enumerate(outcomes):
-        if outcome is wanted and start is None:
-            start = position
-        elif outcome is not wanted and start is not None:
-            yield start, position
-            start = None
-    if start is not None:
-        yield start, len(outcomes)
+# A tree of backends as its guards see it
+
+
+@dataclass(frozen=True, slots=True)
+class LeafStatistics:
+    """What one store shows. `name` is unique in its tree; `usage` is None as long as it is not known, `guard` for a
+    store without one."""
+
+    name: str
+    statistics: BackendStatistics
+    usage: Usage | None
+    guard: GuardStatistics | None
+
+
+def guards_of(backend: StorageBackend) -> Iterator[GuardedBackend]:
+    """All guards in `backend`: itself, or those among its parts."""
+    if isinstance(backend, GuardedBackend):
+        yield backend
+    elif isinstance(backend, Composite):
+        for part in backend.parts:
+            yield from guards_of(part)
+
+
+def may_pass(backend: StorageBackend, direction: Direction) -> bool:
+    """True if some store in `backend` would be asked now. Does not block; for each step of a scheduler."""
+    if isinstance(backend, GuardedBackend):
+        return backend.may_pass(direction)
+    if isinstance(backend, Composite):
+        return any(may_pass(part, direction) for part in backend.parts)
+    return True
+
+
+def leaf_statistics(backend: StorageBackend) -> tuple[LeafStatistics, ...]:
+    """What each store counts, in the order in which they are read; the second of a name is called `name-2`.
+
+    Does not block for a store behind a guard; one without is asked for its usage.
+    """
+    found: list[LeafStatistics] = []
+    seen: Counter[str] = Counter()
+    for name, leaf in _leaves(backend):
+        unique = name
+        while seen[unique]:
+            seen[name] += 1
+            unique = f"{name}-{seen[name]}"
+        seen[unique] += 1
+        if isinstance(leaf, GuardedBackend):
+            found.append(LeafStatistics(unique, leaf.statistics(), leaf.usage_sample(), leaf.guard_statistics()))
+        else:
+            found.append(LeafStatistics(unique, leaf.statistics(), leaf.usage(), None))
+    return tuple(found)
+
+
+def _leaves(backend: StorageBackend) -> Iterator[tuple[str, StorageBackend]]:
+    if isinstance(backend, GuardedBackend):
+        yield backend.name, backend
+    elif isinstance(backend, Composite):
+        found = [leaf for part in backend.parts for leaf in _leaves(part)]
+        if len(backend.parts) == len(found) == 1 and not isinstance(found[0][1], GuardedBackend):
+            # A wrapper without a guard, such as a limit, counts what it does besides what is below it.
+            found = [(found[0][0], backend)]
+        yield from found
+    else:
+        yield type(backend).__name__.removesuffix("Backend").lower(), backend

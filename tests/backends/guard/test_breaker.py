@@ -36,7 +36,7 @@ class World:
         """One probe, when it is due. REQUIRES: one is planned."""
         assert self.breaker.probe_at < math.inf
         self.time_s = max(self.time_s, self.breaker.probe_at)
-        self.breaker.probed(self.breaker.begin_probe(self.time_s + 2.0), ok, "probe", self.time_s)
+        self.breaker.probed(self.breaker.round, ok, self.time_s)
         self.breaker.check()
 
     @property
@@ -80,43 +80,36 @@ def test_a_smaller_share_does_not() -> None:
     assert all(world.call(number % 3 > 0) for number in range(3 * WINDOW_CALLS))
 
 
-def test_after_a_single_failure_probes_alone_can_open_it() -> None:
+def test_after_a_single_failure_a_failed_probe_opens_it() -> None:
     world = World()
     world.call(False)
-    assert world.breaker.is_suspected
     assert world.breaker.probe_at == world.time_s
     world.probe(False)
     assert world.state is OPEN
     assert world.time_s == 1000.0, "at once"
 
 
-def test_where_more_failures_are_wanted_probes_go_on_until_there_are_so_many() -> None:
-    world = World(GuardConfig(failures=6))
-    world.call(False)
-    probes = 0
-    while world.state is CLOSED:
-        world.probe(False)
-        probes += 1
-    assert probes == 3
-    assert world.time_s == 1000.0
-
-
-def test_a_good_probe_after_a_single_failure_ends_the_suspicion() -> None:
-    world = World(GuardConfig(failures=4))
-    world.call(False)
-    world.probe(False)
-    world.probe(True)
-    assert world.breaker.probe_at == math.inf
+def test_a_good_probe_takes_no_failed_call_back() -> None:
+    world = World()
     for _ in range(2):
         world.call(False)
         world.probe(True)
-    assert world.state is CLOSED
+    assert world.state is CLOSED and world.breaker.probe_at == math.inf
     world.call(False)
-    assert world.state is OPEN, "four calls in a row have failed, whatever probes say"
+    assert world.state is OPEN, "three calls in a row have failed, whatever probes say"
+
+
+def test_a_failed_probe_says_nothing_after_a_good_call() -> None:
+    world = World()
+    world.call(False)
+    begun = world.breaker.round
+    world.call(True)
+    world.breaker.probed(begun, False, world.time_s)
+    assert world.state is CLOSED
 
 
 def test_single_failures_bring_a_probe_now_and_then_and_not_each() -> None:
-    """A store that loses one call in three for ever is not burdened with a probe for each of them."""
+    """A store that loses one call in three for good is not burdened with a probe for each of them."""
     world = World()
     began_s = world.time_s
     for number in range(3000):
@@ -202,27 +195,23 @@ def test_a_call_that_began_before_the_breaker_opened_says_nothing_after_it() -> 
 
 
 def test_a_probe_that_began_before_the_breaker_opened_says_nothing_after_it() -> None:
-    world = World()
-    world.call(False)
-    begun = world.breaker.begin_probe(world.time_s + 2.0)
-    world.call(False)
-    world.call(False)
-    world.breaker.probed(begun, True, "probe", world.time_s)
-    assert world.state is OPEN
-    world.breaker.check()
-
-
-def test_a_probe_that_hangs_has_failed_when_its_time_is_over_and_says_nothing_later() -> None:
     world = opened()
-    world.time_s = world.breaker.probe_at
-    hanging = world.breaker.begin_probe(world.time_s + 2.0)
-    world.breaker.note_overdue(world.time_s + 1.9)
-    assert world.breaker.probe_at == math.inf
-    world.breaker.note_overdue(world.time_s + 2.0)
-    assert world.breaker.probe_at == world.time_s + 3.0
-    world.breaker.probed(hanging, True, "", world.time_s + 2.1)
+    world.probe(True)
+    begun = world.breaker.round
+    world.call(False)
+    world.breaker.probed(begun, True, world.time_s)
     assert world.state is OPEN
     world.breaker.check()
+
+
+def test_a_trip_has_its_own_pause_and_probes_go_on_after_it_as_always() -> None:
+    world = World()
+    world.breaker.trip("damage", 30.0, world.time_s)
+    assert (world.state, world.breaker.probe_at - world.time_s) == (OPEN, 30.0)
+    world.probe(False)
+    assert world.breaker.probe_at - world.time_s == OPTIONS.backoff_min
+    world.probe(True)
+    assert world.state is HALF_OPEN
 
 
 def test_jitter_shortens_a_pause() -> None:
@@ -230,20 +219,6 @@ def test_jitter_shortens_a_pause() -> None:
     for _ in range(3):
         world.call(False)
     assert world.breaker.probe_at - world.time_s == 0.25
-
-
-def test_a_trip_has_its_own_pause_and_wants_a_thorough_probe() -> None:
-    world = World()
-    world.breaker.trip("damage", 30.0, world.time_s)
-    assert world.state is OPEN
-    assert world.breaker.thorough
-    for _ in range(3):
-        before = world.time_s
-        world.probe(False)
-        assert world.time_s - before == 30.0
-    world.probe(True)
-    assert world.state is HALF_OPEN
-    assert not world.breaker.thorough
 
 
 def test_the_operator_switches_it_off_on_and_back() -> None:
@@ -263,7 +238,7 @@ def test_the_operator_switches_it_off_on_and_back() -> None:
 
 def test_an_open_breaker_without_a_probe_is_found_by_its_check() -> None:
     world = opened()
-    world.breaker._probe_at = math.inf
+    world.breaker.probe_at = math.inf
     with pytest.raises(InvariantError, match="no probe"):
         world.breaker.check()
 
@@ -296,10 +271,10 @@ def test_whatever_happens_it_heals_once_the_store_does(events: list[tuple[str, b
         elif kind == "trip":
             world.breaker.trip("damage", 30.0, world.time_s)
         world.breaker.check()
-    healed_s, longest_s = world.time_s, 30.0 if world.breaker.thorough else 5.0
+    healed_s, tripped = world.time_s, world.breaker.statistics().reason == "damage"
     while world.state is not CLOSED and world.breaker.override is Override.AUTO:
         world.probe(True)
-    assert world.time_s - healed_s <= longest_s + 0.5
+    assert world.time_s - healed_s <= (30.0 if tripped else 5.0) + 0.5
 
 
 @given(st.lists(st.booleans(), max_size=200))

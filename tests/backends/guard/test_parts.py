@@ -9,10 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends.base import GetOutcome
-from hicache.backends.guard import BOUNDS_S
-from hicache.backends.guard.budget import BURST_CALLS, BURST_PAGES, RetryBudget
-from hicache.backends.guard.damage import DamageWatch
-from hicache.backends.guard.histogram import LatencyHistogram
+from hicache.backends.guard import BOUNDS_S, Verb
+from hicache.backends.guard.admission import (
+    BURST_CALLS,
+    BURST_PAGES,
+    AdmissionControl,
+    CallResult,
+    DamageWatch,
+    RetryBudget,
+)
 from hicache.config.guard import GuardConfig, InjectConfig
 from hicache.errors import ConfigError
 
@@ -90,10 +95,14 @@ def test_what_follows_a_head_without_damage_is_read_at_once_but_not_after_an_ala
 
 @given(st.lists(st.floats(0, 1000, allow_nan=False), max_size=50))
 def test_every_call_is_in_the_bucket_of_its_time(seconds: list[float]) -> None:
-    histogram = LatencyHistogram()
+    time_s = [0.0]
+    admission = AdmissionControl(GuardConfig(), lambda: time_s[0])
     for value in seconds:
-        histogram.observe(value)
-    found = histogram.statistics()
+        time_s[0] = 0.0
+        call = admission.enter(Verb.GET, 1, 0, deadline=2000.0)
+        time_s[0] = value
+        admission.leave(call, CallResult.GOOD)
+    found = admission.statistics().latency[Verb.GET]
     assert found.calls == len(seconds)
     assert found.seconds == pytest.approx(sum(seconds))
     for number, bound in enumerate(BOUNDS_S):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -13,12 +12,11 @@ import pytest
 from hicache.backends.base import GetOutcome, SetOutcome, Usage
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import Direction, GuardedBackend, Override, Refusal
-from hicache.backends.guard.sampler import UsageSampler
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import HIT, MISS, STORED, empty_frames, full_frames, make_keys, soon
 from hicache.config.guard import GuardConfig
 from hicache.frame import PageBuffer
-from tests.backends.guard.stores import CODEC, LONG_S, Store, past, patient, quick, refused, until_passing
+from tests.backends.guard.stores import CODEC, Store, past, patient, quick, refused, until_passing
 from tests.waiting import wait_for
 
 READ, WRITE = Direction.READ, Direction.WRITE
@@ -87,18 +85,6 @@ def test_without_a_breaker_every_call_waits_for_the_store_that_hangs(
     guard.close()
 
 
-def test_one_call_that_hangs_is_enough_since_probes_tell_the_rest(
-    threads: ThreadPoolExecutor, faulty: FaultyBackend
-) -> None:
-    guard = GuardedBackend(faulty, patient(grace=0.02, probe_timeout=0.02))
-    faulty.hang()
-    hanging = threads.submit(get, guard, seconds=SHORT_S)
-    until_passing(guard, READ, passes=False)  # by the call and two probes, which hang as well
-    faulty.release()
-    assert hanging.result() == [GET_ERROR]
-    guard.close()
-
-
 def test_a_call_that_returns_late_is_counted_once(threads: ThreadPoolExecutor, faulty: FaultyBackend) -> None:
     guard = GuardedBackend(faulty, patient(grace=0.02, failures=2))
     faulty.hang()
@@ -141,7 +127,7 @@ def submit_in_order(
     submitted: list[Future[list[GetOutcome]]] = []
     for count in counts:
         submitted.append(threads.submit(get, guard, count))
-        wait_for(lambda: guard.guard_statistics().in_flight_calls + len(guard._traffic._waiting) == len(submitted))
+        wait_for(lambda: guard.guard_statistics().in_flight_calls + len(guard._admission._waiting) == len(submitted))
     return submitted
 
 
@@ -198,7 +184,7 @@ def test_who_has_all_the_time_in_the_world_waits_for_room(threads: ThreadPoolExe
     gate = Gate()
     guard = GuardedBackend(gate, patient(in_flight=1))
     calls = [threads.submit(get, guard, seconds=math.inf) for _ in range(3)]
-    wait_for(lambda: len(guard._traffic._waiting) == 2 or any(call.done() for call in calls))
+    wait_for(lambda: len(guard._admission._waiting) == 2 or any(call.done() for call in calls))
     gate.open.set()
     assert [call.result() for call in calls] == [[MISS]] * 3
     guard.close()
@@ -308,7 +294,7 @@ def test_a_dead_prober_is_replaced() -> None:
             return super().batch_get(keys, pages, deadline=deadline)
 
     store = Deadly()
-    guard = GuardedBackend(store, quick())
+    guard = GuardedBackend(store, quick(failures=1))
     store.down = True
     get(guard)
     until_passing(guard, READ, passes=False)
@@ -375,21 +361,6 @@ def test_a_sample_of_usage_does_not_wait_for_a_store_that_hangs() -> None:
     guard.close()
 
 
-def test_a_count_that_hangs_for_ever_is_made_anew_by_another_thread() -> None:
-    gate, counts = threading.Event(), iter(range(1, 100))
-
-    def measure() -> Usage:
-        count = next(counts)
-        if count == 1:
-            gate.wait(60.0)
-        return Usage(count, 0, None)
-
-    sampler = UsageSampler("test", measure, patience_s=0.05)
-    wait_for(lambda: sampler.sample() is not None)
-    gate.set()
-    assert sampler.close(60.0)
-
-
 def test_usage_is_renewed() -> None:
     guard = GuardedBackend(Store(), patient())
     for pages in (3, 5):
@@ -414,8 +385,7 @@ def test_a_store_that_is_left_alone_is_not_asked_for_its_usage() -> None:
     put(guard, 1, name="more")
     guard.override(READ, Override.OFF)
     assert guard.usage().pages == 2
-    sampled = guard._usage
-    wait_for(lambda: sampled._next_at not in (0.0, math.inf), guard.usage_sample)
+    wait_for(lambda: guard._usage_due_s not in (0.0, math.inf), guard.usage_sample)
     assert (guard.usage_sample(), store.asked) == (None, 1)
     guard.override(READ, Override.AUTO)
     wait_for(lambda: (sample := guard.usage_sample()) is not None and sample.pages == 3)
@@ -461,15 +431,4 @@ def test_random_traffic_over_a_store_that_comes_and_goes_leaves_the_books_at_zer
     assert (found.in_flight_calls, found.in_flight_bytes, found.overdue_calls) == (0, 0, 0)
     assert min(done) > 0
     guard.check()
-    guard.close()
-
-
-def test_the_deadline_of_a_wait_is_that_of_the_clock_the_guard_was_given() -> None:
-    """A fake clock moves the back-off of a breaker without anybody waiting."""
-    time_s = [1000.0]
-    store = Store()
-    clock: Callable[[], float] = lambda: time_s[0]  # noqa: E731
-    guard = GuardedBackend(store, patient(read="auto"), clock=clock)
-    assert guard.batch_get(make_keys(1), empty_frames(CODEC, 1), deadline=999.0) == [GET_ERROR]
-    assert guard.batch_get(make_keys(1), empty_frames(CODEC, 1), deadline=time.monotonic() + LONG_S) != []
     guard.close()

@@ -1,0 +1,418 @@
+"""Which calls a guard makes, which wait and which are refused; the results of calls; the budget for retries.
+
+Locking design: one condition guards everything in here, breakers, budget, damage watch and latencies included. It is
+held for a few instructions, also by an engine's scheduler thread (`may_pass`), and never while a backend is called.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import math
+import random
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...backoff import Backoff
+from ...config.guard import GuardConfig, Override
+from ...errors import InvariantError
+from ..base import GetOutcome
+from ..errors import StoreError
+from .breaker import Breaker, BreakerState, BreakerStatistics
+
+# A pause is between half of its length and the whole: many engines that lost one store must not return as one.
+_JITTER_MIN = 0.5
+# What a retry budget holds at most, and at the start: a few calls, and pages of two usual batches.
+BURST_CALLS = 4.0
+BURST_PAGES = 256.0
+# Each further time that all pages are damaged, the pause is so many times as long, up to an hour: an operator who has
+# to repair something needs that long.
+_DAMAGE_BACKOFF_GROWTH = 4
+_DAMAGE_BACKOFF_S_MAX = 3600.0
+# Upper bounds of latencies in seconds: 100 us (a lookup in memory) doubling to 26 s (past any deadline); the last
+# bucket has the rest.
+BOUNDS_S = tuple(0.0001 * 2**step for step in range(19))
+
+
+class Direction(enum.StrEnum):
+    """Which way pages go. Lookups read, removals write."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+class Verb(enum.StrEnum):
+    """What is asked of a backend."""
+
+    EXISTS = "exists"
+    GET = "get"
+    SET = "set"
+    DELETE = "delete"
+
+    @property
+    def direction(self) -> Direction:
+        """Which breaker decides about it."""
+        return Direction.READ if self in (Verb.EXISTS, Verb.GET) else Direction.WRITE
+
+
+class Refusal(enum.StrEnum):
+    """Why a call was not made."""
+
+    OPEN = "open"  # the breaker is open, or the operator has switched the direction off
+    BUSY = "busy"  # other calls had all the bytes that may be in flight, until the deadline
+    CLOSED = "closed"  # the guard was closed while the call waited
+
+
+class CallResult(enum.StrEnum):
+    """What a call says about the store: that it works, nothing, or that it failed in one of four ways."""
+
+    GOOD = "good"
+    UNKNOWN = "unknown"
+    ERROR = "error"  # half of the pages or more are errors
+    LOOKUP = "lookup"  # a lookup that found less than all came with an error
+    RAISED = "raised"  # the backend raised, or broke the contract
+    OVERDUE = "overdue"  # the call hung past deadline and grace
+
+    @property
+    def is_failure(self) -> bool:
+        """True if the store failed."""
+        return self not in (CallResult.GOOD, CallResult.UNKNOWN)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call in flight. Belongs to its thread, but for `overdue`."""
+
+    verb: Verb
+    pages: int
+    bytes: int
+    deadline: float
+    began_s: float
+    admitted: int  # the breaker's round
+    overdue: bool = False  # has hung past deadline and grace; counted as failed already
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyStatistics:
+    """`counts[i]` calls took at most `BOUNDS_S[i]` and more than the bound before; the last took longer than all."""
+
+    counts: tuple[int, ...]
+    seconds: float
+
+    @property
+    def calls(self) -> int:
+        """How many there were."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class GuardStatistics:
+    """Totals since the guard was made, and what is in flight. `refused` and `failures` count calls."""
+
+    breakers: Mapping[Direction, BreakerStatistics]
+    refused: Mapping[tuple[Direction, Refusal], int]
+    failures: Mapping[tuple[Direction, str], int]
+    retried_calls: Mapping[Direction, int]
+    latency: Mapping[Verb, LatencyStatistics]
+    in_flight_calls: int
+    in_flight_bytes: int
+    overdue_calls: int
+
+
+class RetryBudget:
+    """Two token buckets, of calls and of pages. `share` 0 means no retry ever.
+
+    A retry helps against a single lost request and harms a store that is drowning. With a budget the load that retries
+    add is bounded whatever fails: of n calls over any time at most `share` x n + a small burst are repeated, and the
+    same holds for their pages.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._calls = BURST_CALLS if share else 0.0
+        self._pages = BURST_PAGES if share else 0.0
+
+    def earn(self, pages: int) -> None:
+        """A call of `pages` pages is made for the first time."""
+        self._calls = min(BURST_CALLS, self._calls + self._share)
+        self._pages = min(BURST_PAGES, self._pages + self._share * pages)
+
+    def spend(self, pages: int) -> int:
+        """Return how many of `pages` pages one call may try again; 0 for none. They are paid for."""
+        granted = min(pages, int(self._pages))
+        if self._calls < 1.0 or granted < 1:
+            return 0
+        self._calls -= 1.0
+        self._pages -= granted
+        return granted
+
+
+class DamageWatch:
+    """Counts damaged pages since the last sound one.
+
+    One damaged page is a bad disk or a torn write; it is removed. If everything is damaged, the reader is more likely
+    wrong than the store: another MAC key, a bug, memory that breaks what it reads. Then removing would go on until
+    nothing is left, so reading has to stop. After such an alarm a single further damaged page is the next one, until a
+    sound page was read.
+    """
+
+    def __init__(self, options: GuardConfig) -> None:
+        self._options = options
+        first_s = options.damage_backoff
+        self._backoff = Backoff(first_s, max(first_s, _DAMAGE_BACKOFF_S_MAX), _DAMAGE_BACKOFF_GROWTH)
+        self._pages_max = options.damage_pages
+        self._run = 0
+        self._sound = False  # a sound page was read since the start or the last alarm
+
+    def pages_at_once(self, read: Sequence[GetOutcome]) -> int | None:
+        """Return how many pages of a batch to read next, of which `read` are read; None for all the rest.
+
+        As long as nothing speaks for the store, the head of a batch comes alone, and after an alarm every page.
+        """
+        if self._sound and not self._run:
+            return None
+        if self._pages_max > 1 and read and GetOutcome.CORRUPT not in read:
+            return None
+        return self._pages_max
+
+    def saw(self, outcomes: Iterable[GetOutcome]) -> float | None:
+        """Take in the outcomes of pages, in order. None, or for how long to stop: more than 0 seconds."""
+        for outcome in outcomes:
+            if outcome is GetOutcome.HIT:
+                self._run = 0
+                self._sound = True
+                self._pages_max = self._options.damage_pages
+                self._backoff.reset()
+            elif outcome is GetOutcome.CORRUPT:
+                self._run += 1
+        if self._run < self._pages_max:
+            return None
+        self._run = 0
+        self._sound = False
+        self._pages_max = 1
+        return self._backoff.next_s()
+
+
+class AdmissionControl:
+    """See the module's docstring. `clock` is monotonic, in seconds.
+
+    Invariant: `in_flight_bytes` is the sum over the calls in flight, and over the bound only if one call alone is.
+    """
+
+    def __init__(self, options: GuardConfig, clock: Callable[[], float]) -> None:
+        def jitter() -> float:
+            return random.uniform(_JITTER_MIN, 1.0)
+
+        self._options = options
+        self._clock = clock
+        self._state = threading.Condition()
+        self._breakers = {
+            Direction.READ: Breaker(options, options.read, jitter),
+            Direction.WRITE: Breaker(options, options.write, jitter),
+        }
+        self._damage = DamageWatch(options)
+        self._budget = RetryBudget(options.retry_share)
+        self._latency_counts = {verb: [0] * (len(BOUNDS_S) + 1) for verb in Verb}
+        self._latency_s = dict.fromkeys(Verb, 0.0)
+        self._refused: Counter[tuple[Direction, Refusal]] = Counter()
+        self._failures: Counter[tuple[Direction, str]] = Counter()
+        self._retried_calls: Counter[Direction] = Counter()
+        self._calls: set[Call] = set()
+        self._in_flight_bytes = 0
+        self._overdue_at = math.inf  # when the next of `_calls` will be overdue
+        self._waiting: deque[object] = deque()
+        self._closed = False
+        self.probe_at = math.inf  # when the next probe is due; read by others without the lock
+
+    # Calls
+
+    def enter(self, verb: Verb, pages: int, size_bytes: int, deadline: float) -> Call:
+        """Admit a call, to be ended by `leave`. Waits until its bytes have room, in the order of arrival, at most until
+        `deadline`; calls without bytes do not wait. Raises StoreError for a call that is refused."""
+        direction = verb.direction
+        breaker = self._breakers[direction]
+        with self._state:
+            time_s = self._clock()
+            if time_s >= self._overdue_at:
+                self._note_overdue()
+            refusal = Refusal.OPEN if breaker.state is BreakerState.OPEN else None
+            if refusal is None and size_bytes and (self._waiting or not self._has_room(size_bytes)):
+                refusal = self._await_room(breaker, size_bytes, deadline)
+                time_s = self._clock()
+            if refusal is not None:
+                self._refused[direction, refusal] += 1
+                raise StoreError(f"guard_{refusal}")
+            self._budget.earn(pages)
+            call = Call(verb, pages, size_bytes, deadline, time_s, breaker.round)
+            self._calls.add(call)
+            self._in_flight_bytes += size_bytes
+            self._overdue_at = min(self._overdue_at, deadline + self._options.grace)
+            return call
+
+    def leave(self, call: Call, result: CallResult) -> None:
+        """A call has returned."""
+        with self._state:
+            time_s = self._clock()
+            took_s = time_s - call.began_s
+            self._calls.remove(call)
+            self._in_flight_bytes -= call.bytes
+            self._latency_counts[call.verb][bisect.bisect_left(BOUNDS_S, took_s)] += 1
+            self._latency_s[call.verb] += took_s
+            if self._waiting:
+                self._state.notify_all()
+            if result is not CallResult.UNKNOWN and not call.overdue:
+                self._record(call, result, time_s)
+
+    def grant_retry(self, call: Call, pages: int) -> int:
+        """Return how many pages of a call may be tried again: none if the breaker has opened since, or there is no
+        budget."""
+        direction = call.verb.direction
+        with self._state:
+            if call.overdue or self._closed or self._breakers[direction].round != call.admitted:
+                return 0
+            granted = self._budget.spend(pages)
+            self._retried_calls[direction] += granted > 0
+            return granted
+
+    # Damage
+
+    def pages_at_once(self, read: Sequence[GetOutcome]) -> int | None:
+        """See DamageWatch."""
+        with self._state:
+            return self._damage.pages_at_once(read)
+
+    def saw_pages(self, call: Call, outcomes: Iterable[GetOutcome]) -> bool:
+        """Take in the outcomes of a read. False if the rest of the batch is not to be read: the breaker has opened."""
+        with self._state:
+            if self._breakers[Direction.READ].round != call.admitted:
+                return False  # the damage was there when the breaker opened
+            pause_s = self._damage.saw(outcomes)
+            if pause_s is None:
+                return True
+            for breaker in self._breakers.values():
+                breaker.trip("damage", pause_s, self._clock())
+            self._breakers_moved()
+            return self._breakers[Direction.READ].round == call.admitted
+
+    # Probes
+
+    def begin_probe(self, direction: Direction) -> int | None:
+        """Return the round of the breaker, for `probed`; None if no probe of this direction is due."""
+        with self._state:
+            breaker = self._breakers[direction]
+            return None if self._closed or breaker.probe_at > self._clock() else breaker.round
+
+    def probed(self, direction: Direction, begun: int, ok: bool) -> None:
+        """A probe has ended."""
+        with self._state:
+            self._breakers[direction].probed(begun, ok, self._clock())
+            self._breakers_moved()
+
+    # State
+
+    def may_pass(self, direction: Direction) -> bool:
+        """True if a call of this direction would be made now. Looks for hanging calls too. Does not block."""
+        if self._clock() >= self._overdue_at:
+            with self._state:
+                self._note_overdue()
+        return self._breakers[direction].state is not BreakerState.OPEN
+
+    def set_override(self, direction: Direction, override: Override) -> None:
+        """The operator's word about one direction."""
+        with self._state:
+            self._breakers[direction].set_override(override)
+            self._breakers_moved()
+
+    def statistics(self) -> GuardStatistics:
+        """A snapshot."""
+        with self._state:
+            self._note_overdue()
+            return GuardStatistics(
+                breakers={direction: breaker.statistics() for direction, breaker in self._breakers.items()},
+                refused=dict(self._refused),
+                failures=dict(self._failures),
+                retried_calls=dict(self._retried_calls),
+                latency={
+                    verb: LatencyStatistics(tuple(counts), self._latency_s[verb])
+                    for verb, counts in self._latency_counts.items()
+                },
+                in_flight_calls=len(self._calls),
+                in_flight_bytes=self._in_flight_bytes,
+                overdue_calls=sum(call.overdue for call in self._calls),
+            )
+
+    def close(self) -> None:
+        """Let no call wait any more."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+
+    def check(self) -> None:
+        """Raises InvariantError if the books do not add up."""
+        with self._state:
+            for breaker in self._breakers.values():
+                breaker.check()
+            total = sum(call.bytes for call in self._calls)
+            alone = sum(call.bytes > 0 for call in self._calls) <= 1
+            if self.probe_at != min(breaker.probe_at for breaker in self._breakers.values()):
+                raise InvariantError("guard: the time of the next probe is not that of a breaker")
+            if total != self._in_flight_bytes or (total > self._options.in_flight and not alone):
+                raise InvariantError(f"guard: {self._in_flight_bytes} bytes in flight, {total} counted")
+
+    # Inside, under the lock
+
+    def _await_room(self, breaker: Breaker, size_bytes: int, deadline: float) -> Refusal | None:
+        """Stand in line. Return why the call was left without room, None if there is some now."""
+        place = object()
+        self._waiting.append(place)
+        try:
+            while not (self._waiting[0] is place and self._has_room(size_bytes)):
+                # Woken also when a call hangs too long, which may open the breaker.
+                wait_s = min(deadline, self._overdue_at) - self._clock()
+                self._state.wait(max(0.0, min(wait_s, threading.TIMEOUT_MAX)))
+                time_s = self._clock()
+                if time_s >= self._overdue_at:
+                    self._note_overdue()
+                if self._closed:
+                    return Refusal.CLOSED
+                if time_s >= deadline:
+                    return Refusal.BUSY
+                if breaker.state is BreakerState.OPEN:
+                    return Refusal.OPEN
+            return None
+        finally:
+            self._waiting.remove(place)
+            self._state.notify_all()
+
+    def _has_room(self, size_bytes: int) -> bool:
+        return self._in_flight_bytes == 0 or self._in_flight_bytes + size_bytes <= self._options.in_flight
+
+    def _record(self, call: Call, result: CallResult, time_s: float) -> None:
+        direction = call.verb.direction
+        if result.is_failure:
+            self._failures[direction, result.value] += 1
+        breaker = self._breakers[direction]
+        before = breaker.state
+        breaker.record(call.admitted, result is CallResult.GOOD, result.value, time_s)
+        # A good call moves a breaker only if it closes it, or ends a suspicion.
+        if result.is_failure or breaker.state is not before or self.probe_at < math.inf:
+            self._breakers_moved()
+
+    def _breakers_moved(self) -> None:
+        """A breaker may have opened, which those who wait for room have to know, or wants another probe or none."""
+        self.probe_at = min(breaker.probe_at for breaker in self._breakers.values())
+        if self._waiting:
+            self._state.notify_all()
+
+    def _note_overdue(self) -> None:
+        time_s = self._clock()
+        if time_s < self._overdue_at:
+            return
+        grace_s = self._options.grace
+        for call in self._calls:
+            if not call.overdue and time_s >= call.deadline + grace_s:
+                call.overdue = True
+                self._record(call, CallResult.OVERDUE, time_s)
+        self._overdue_at = min((c.deadline + grace_s for c in self._calls if not c.overdue), default=math.inf)
