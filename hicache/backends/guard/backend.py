@@ -12,7 +12,7 @@ its frames until it returns, which the caller has to bear (`supervised`).
 
 Locking design: verbs run on their callers' threads, several at once, with no lock held while the backend works. They
 share `AdmissionControl`, which locks itself. Probes and the measuring of usage run on threads of their own
-(BackgroundTask), started when needed. `_sample`, `_usage_due_s` and `_last_statistics` are one reference each;
+(BackgroundTask), started when needed. `_sample`, `_last_statistics` and the fields `_usage_...` are one reference each;
 `_failed_writes` is only compared for equality.
 """
 
@@ -54,6 +54,8 @@ _SHORT_S = 0.1
 _USAGE_PERIOD_S_MIN = 0.1
 _USAGE_DUTY = 50
 _USAGE_PATIENCE_S = 300.0
+# Most stores answer within this; a caller waits as long, so that it sees what holds now.
+_USAGE_WAIT_S = 0.05
 # How long `close` waits for the guard's own threads before it closes the backend all the same.
 _CLOSE_S = 3.0
 # The error of a call whose backend raised or broke the contract; the kind is counted besides.
@@ -93,7 +95,9 @@ class GuardedBackend(Compound):
             f"probe-{name}", self._probe, patience_s, on_error=lambda: self.count("internal")
         )
         self._sample: Usage | None = None
-        self._usage_due_s = 0.0
+        self._usage_due_s = self._usage_took_s = 0.0
+        self._usage_renewed = threading.Event()
+        self._usage_renewed.set()
         self._usage_task = BackgroundTask(f"usage-{name}", self._renew_usage, _USAGE_PATIENCE_S)
 
     @property
@@ -231,9 +235,15 @@ class GuardedBackend(Compound):
         self._admission.set_override(direction, mode)
 
     def usage_sample(self) -> Usage | None:
-        """Return the usage of a moment ago, None before it was first known. Does not block: an old one is renewed on a
-        thread of the guard's own."""
-        self._usage_task.wake(self._usage_due_s)
+        """Return the usage of a moment ago, None before it was first known. One that is old is renewed on a thread of
+        the guard's own. Waits for that 50 ms at most, and only for a store that was quick the last time."""
+        if self._usage_renewed.is_set() and time.monotonic() >= self._usage_due_s:
+            self._usage_renewed.clear()
+            self._usage_task.wake()
+            if self._usage_took_s < _USAGE_WAIT_S:
+                self._usage_renewed.wait(_USAGE_WAIT_S)
+        else:
+            self._usage_task.tend()
         return self._sample
 
     def guard_statistics(self) -> GuardStatistics:
@@ -369,14 +379,15 @@ class GuardedBackend(Compound):
 
     def _renew_usage(self) -> float:
         began_s = time.monotonic()
-        self._usage_due_s = math.inf
         try:
             if self._admission.may_pass(Direction.READ):
                 found = self._contain(self._inner.usage)
                 self._sample = found if isinstance(found, Usage) else self._sample
         finally:
             ended_s = time.monotonic()
-            self._usage_due_s = ended_s + max(_USAGE_PERIOD_S_MIN, _USAGE_DUTY * (ended_s - began_s))
+            self._usage_took_s = ended_s - began_s
+            self._usage_due_s = ended_s + max(_USAGE_PERIOD_S_MIN, _USAGE_DUTY * self._usage_took_s)
+            self._usage_renewed.set()
         return math.inf
 
     def _inner_statistics(self) -> BackendStatistics:

@@ -287,7 +287,7 @@ class SoleBackendContract(BoundsContract, EncodingsContract):
     def _closed_errors(store: Store) -> int:
         """How often a verb was refused because the backend, or the guard before it, is closed."""
         errors = store.backend.statistics().errors
-        return errors.get("closed", 0) + errors.get("guard_closed", 0)
+        return errors.get("closed", 0)
 
     def test_threads_on_the_same_keys_see_whole_pages_or_none(self, store: Store, seed: int) -> None:
         keys = make_keys(12)
