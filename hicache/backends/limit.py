@@ -4,17 +4,17 @@ What the store holds, in all namespaces, is known from a listing and from what w
 is no room is REJECTED; a sweep in the background makes room by removing the least recently used pages on which none
 hangs, so that chains lose their tails. Uses are those that the store tells of, and those through this backend.
 
-One engine never exceeds the limit. Of several that share a store, each hears of what the others wrote from its next
-listing: together they may exceed it by what the others can write within one interval and the time that a listing takes,
-and no longer than that. Their sweeps choose nearly the same pages, and at worst each removes as many as one would.
+One engine never exceeds the limit. Of several that share a store, each learns what the others wrote from its next
+listing: the limit may be overshot by the writes of one interval plus one listing, and no longer than that. Their sweeps
+choose nearly the same pages, and at worst each removes as many as one would.
 
 A listing costs a request per thousand pages on S3. The first sweep that has to remove something reads the header of
 each page that this backend has not stored itself: one small request a page, once.
 
-Locking design: `_state` guards the `_Ledger`, `_is_due`, `_not_before`, `_closed` and what verbs leave for the sweep
-(`_fresh`, `_uses`, `_wanted_bytes`); it is held for a few instructions, and taken before the lock of the task.
-`_chains`, `_backoff` and the raw store belong to the sweep, a BackgroundTask that the constructor wakes and `close`
-ends. Verbs wait for it only until the first listing is through, FIRST_LISTING_WAIT_S at most. Otherwise as `envelope`.
+Locking design: `_state` guards the `_Ledger`, `_closed` and what verbs leave for the sweep (`_fresh`, `_uses`,
+`_is_full`); it is held for a few instructions, and taken before the lock of the task. `_not_before`, `_chains`, `_raw`
+and `_backoff` are written by the sweep, a BackgroundTask that the constructor wakes and `close` ends. Verbs wait for it
+only until the first listing is through, FIRST_LISTING_WAIT_S at most. Otherwise as `envelope`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from .calls import parent_outside, parents_of
 from .chains import Chains, parent_in, read_header
 from .envelope import Wrapper
 from .errors import StoreError
-from .raw import PageId, RawStore, StoredPage
+from .raw import PageId, RawStore
 
 _log = logging.getLogger(__name__)
 
 # How often a store is listed. Shorter tells sooner of what others wrote and costs more requests.
 LIST_INTERVAL_S = 60.0
-# After a listing it takes this long at least to the next one, however full the store is, and after one that failed
-# twice as long each time.
+# From the start of a listing it takes this long at least to the next one, however full the store is, and after one that
+# failed twice as long each time.
 PAUSE_S = 1.0
 # A sweep begins above the one share of the limit and ends below the other: large steps amortize the listing.
 HIGH_WATER = 0.95
@@ -52,7 +52,7 @@ LOW_WATER = 0.90
 # An engine that has just started can wait this long for its first page to be stored.
 FIRST_LISTING_WAIT_S = 2.0
 # Pages that a sweep knows the chains of, at some 600 bytes each. Of a larger store it removes from these alone, and may
-# take a page for a tail that is none: the price is a shorter hit, not a wrong one.
+# take a page for a tail that is not one: the price is a shorter hit, not a wrong one.
 PAGES_MAX = 1 << 19
 # Stores and uses that wait for the next sweep; what is beyond is read from headers, or counts as not used.
 _NOTES_MAX = 1 << 16
@@ -71,7 +71,7 @@ class _Ledger:
     capacity_bytes: int
     used_bytes: int = 0
     reserved_bytes: int = 0
-    since_bytes: int = 0  # written since the listing under way began, or the last one if none is
+    since_bytes: int = 0  # written since the listing in progress began, or the last one if none is
     is_listed: bool = False
 
     def reserve(self, pages: int, page_bytes: int) -> int:
@@ -81,24 +81,20 @@ class _Ledger:
         self.reserved_bytes += fitting * page_bytes
         return fitting
 
-    def settle(self, reserved_bytes: int, written_bytes: int) -> None:
-        """Give back room that was reserved, of which so much may be in use now."""
-        self.reserved_bytes -= reserved_bytes
+    def commit(self, written_bytes: int) -> None:
+        """So much of the reserved room may be in use now."""
+        self.reserved_bytes -= written_bytes
         self.used_bytes += written_bytes
         self.since_bytes += written_bytes
 
-    def begin_listing(self) -> None:
-        """From now on, what is written may be missing in the listing."""
-        self.since_bytes = 0
+    def release(self, unused_bytes: int) -> None:
+        """Give back so much of the reserved room."""
+        self.reserved_bytes -= unused_bytes
 
     def end_listing(self, listed_bytes: int) -> None:
-        """The listing that began last is through. What was written meanwhile may count twice, until the next one."""
+        """The listing is through. What was written since it began may count twice, until the next one."""
         self.used_bytes = listed_bytes + self.since_bytes
         self.is_listed = True
-
-    def removed(self, removed_bytes: int) -> None:
-        """So much of what was listed is gone."""
-        self.used_bytes = max(self.since_bytes, self.used_bytes - removed_bytes)
 
 
 class LimitedBackend(Wrapper):
@@ -118,26 +114,21 @@ class LimitedBackend(Wrapper):
         *,
         capacity_bytes: int,
         list_interval_s: float = LIST_INTERVAL_S,
-        seed: int | None = None,
     ) -> None:
         super().__init__(inner.codec)
         size = inner.codec.frame_bytes
         if type(capacity_bytes) is not int or capacity_bytes < size:
             raise InvalidInput(f"limit: capacity_bytes must be at least a page of {size} bytes, got {capacity_bytes!r}")
-        if not list_interval_s > 0:
-            raise InvalidInput(f"limit: list_interval_s must be more than 0, got {list_interval_s!r}")
         self._inner = inner
         self._open_raw = open_raw
         self._interval_s = list_interval_s
-        self._dice = random.Random(seed)
         self._usage = Usage(0, 0, capacity_bytes)
         self._state = threading.Condition()
         self._ledger = _Ledger(capacity_bytes)
         self._fresh: dict[bytes, bytes | None] = {}
         self._uses: dict[bytes, float] = {}
-        self._wanted_bytes = 0
-        self._is_due = True  # a sweep was asked for since the last one began
-        self._not_before = 0.0  # when the next sweep may begin; infinity while one runs
+        self._is_full = False  # a page was rejected since the last sweep began
+        self._not_before = 0.0  # when the next sweep may begin
         self._closed = False
         self._chains = Chains()
         self._raw: RawStore | None = None
@@ -171,7 +162,7 @@ class LimitedBackend(Wrapper):
     def put(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
-        """See Envelope. Turns away the tail of a batch for which there is no room; its head stays."""
+        """See Envelope. Rejects the tail of a batch for which there is no room; its head stays."""
         if not self._wait_for_listing(deadline):
             raise StoreError("unlisted")
         outcomes: list[SetOutcome] = []
@@ -183,7 +174,7 @@ class LimitedBackend(Wrapper):
             if fitting < len(rest) and (present := self._inner.batch_exists(rest, deadline=deadline)):
                 # What is there already needs no room, so that more of what is behind it may find some.
                 with self._state:
-                    self._ledger.settle(fitting * size, 0)
+                    self._ledger.release(fitting * size)
                 self._note_uses(rest[:present])
                 outcomes += [SetOutcome.PRESENT] * present
             elif fitting:
@@ -192,12 +183,12 @@ class LimitedBackend(Wrapper):
                 outcomes += self._store_reserved(keys[done:end], pages[done:end], above, deadline)
             else:
                 break
-        turned_away = len(keys) - len(outcomes)
-        if turned_away:
+        rejected = len(keys) - len(outcomes)
+        if rejected:
             with self._state:
-                self._wanted_bytes = max(self._wanted_bytes, turned_away * size)
-                self._ask_for_sweep()
-        return outcomes + [SetOutcome.REJECTED] * turned_away
+                self._is_full = True
+                self._sweeps.wake(self._not_before)
+        return outcomes + [SetOutcome.REJECTED] * rejected
 
     def _wait_for_listing(self, deadline: float) -> bool:
         wait_s = min(FIRST_LISTING_WAIT_S, deadline - time.monotonic())
@@ -219,19 +210,16 @@ class LimitedBackend(Wrapper):
         finally:
             with self._state:
                 # A page whose answer was lost may be there, and after an exception all of them.
-                self._ledger.settle(len(keys) * size, (len(keys) - idle) * size)
+                self._ledger.commit((len(keys) - idle) * size)
+                self._ledger.release(idle * size)
                 for key, above, outcome in zip(keys, parents_of(keys, parent), outcomes, strict=False):
                     if outcome is SetOutcome.STORED and len(self._fresh) < _NOTES_MAX:
                         self._fresh[key] = above
                 if self._ledger.used_bytes > HIGH_WATER * self._ledger.capacity_bytes:
-                    self._ask_for_sweep()
+                    self._sweeps.wake(self._not_before)
         # Of a new page too: the store's own clock may differ from ours, or count in whole seconds.
         self._note_uses([key for key, outcome in zip(keys, outcomes, strict=True) if outcome.is_stored])
         return outcomes
-
-    def _ask_for_sweep(self) -> None:
-        self._is_due = True
-        self._sweeps.wake(self._not_before)
 
     def remove_all(self, deadline: float) -> int:
         """See Envelope. As what was deleted, it makes room after the next listing, for which this asks."""
@@ -241,8 +229,7 @@ class LimitedBackend(Wrapper):
         try:
             return super().remove_all(deadline)
         finally:
-            with self._state:
-                self._ask_for_sweep()
+            self._sweeps.wake(self._not_before)
 
     def measure(self) -> Usage:
         """See Envelope: pages and bytes as the backend below counts them, and the limit, which is for all."""
@@ -266,10 +253,11 @@ class LimitedBackend(Wrapper):
                 self.count("sweep_left")
                 _log.warning("limit: a request of the sweep hangs; its thread is left to end by itself")
 
+    # On the thread of the task
+
     def _sweep_once(self) -> float:
-        """List the store and make room; when to do so again. On the thread of the task."""
-        with self._state:
-            self._is_due, self._not_before = False, math.inf
+        """List the store and make room; when to do so again."""
+        self._not_before = time.monotonic() + min(PAUSE_S, self._interval_s)
         swept = False
         try:
             self._raw = self._raw or self._open_raw()
@@ -285,41 +273,37 @@ class LimitedBackend(Wrapper):
             if not swept or self._closed:
                 self._close_raw()  # a store that was away may want new connections
         # Engines that started together need not list together.
-        interval_s = self._interval_s * self._dice.uniform(0.75, 1.25)
-        with self._state:
-            self._not_before = time.monotonic() + min(PAUSE_S, interval_s)
-            return self._not_before if self._is_due else time.monotonic() + interval_s
+        return time.monotonic() + self._interval_s * random.uniform(0.75, 1.25)
 
     def _close_raw(self) -> None:
         """Close a store that may be in trouble, if it is open at all."""
-        with self._state:
-            raw, self._raw = self._raw, None
+        raw, self._raw = self._raw, None
         if raw is not None:
             with contextlib.suppress(BackendError):
                 raw.close()
 
     def _list(self, raw: RawStore) -> None:
         with self._state:
-            self._ledger.begin_listing()
+            self._ledger.since_bytes = 0  # from now on, what is written may be missing in the listing
             fresh, self._fresh = self._fresh, {}
             uses, self._uses = self._uses, {}
         chains, namespace = self._chains, self.codec.namespace
         total, seen = 0, set[PageId]()
-        for page in raw.pages():
+        for listed in raw.pages():
             if self._closed:
                 return
-            total += page.bytes
-            where = (page.namespace, page.key)
-            if page.namespace == namespace and page.key in uses:
-                page = replace(page, used_s=max(page.used_s or 0.0, uses[page.key]))  # noqa: PLW2901  the same page
+            total += listed.bytes
+            is_ours = listed.namespace == namespace
+            used_s = max(listed.used_s or 0.0, uses.get(listed.key, 0.0)) if is_ours else listed.used_s
+            page = replace(listed, used_s=used_s)
             if not chains.renew(page):
                 if len(chains) >= PAGES_MAX:
                     continue
-                if page.namespace == namespace and page.key in fresh:
+                if is_ours and page.key in fresh:
                     chains.add(page, fresh[page.key])
                 else:
                     chains.add_unread(page)
-            seen.add(where)
+            seen.add((page.namespace, page.key))
         chains.keep(seen)
         with self._state:
             self._ledger.end_listing(total)
@@ -328,32 +312,28 @@ class LimitedBackend(Wrapper):
     def _sweep(self, raw: RawStore) -> None:
         with self._state:
             capacity, used = self._ledger.capacity_bytes, self._ledger.used_bytes
-            # As much as was turned away, but for one batch half of a small store is enough.
-            wanted, self._wanted_bytes = min(self._wanted_bytes, capacity // 2), 0
-        if used <= HIGH_WATER * capacity and used + wanted <= capacity:
+            is_full, self._is_full = self._is_full, False
+        if used <= HIGH_WATER * capacity and not is_full:
             return
-        excess = used - min(math.floor(LOW_WATER * capacity), capacity - wanted)
         for page in self._chains.unread():
             if self._closed:
                 return
             header = read_header(raw, page)
             self._chains.add(page, None if header is None else parent_in(header))
-        chosen: list[StoredPage] = []
+        excess = used - math.floor(LOW_WATER * capacity)
+        chosen = []
         for page in self._chains.tails_first():
             if excess <= 0:
                 break
             excess -= page.bytes
             chosen.append(page)
-        for first in range(0, len(chosen), _REMOVE_CHUNK):
-            if self._closed:
-                return
-            self._remove(raw, chosen[first : first + _REMOVE_CHUNK])
-
-    def _remove(self, raw: RawStore, pages: Sequence[StoredPage]) -> None:
-        removed = raw.remove(pages)
-        for page in pages:
-            self._chains.discard((page.namespace, page.key))
-        with self._state:
-            # Also what another engine's sweep has removed: it was in this listing, and is there no more.
-            self._ledger.removed(sum(page.bytes for page in pages))
-        self._calls.count(evicted_pages=removed)
+        while chosen and not self._closed:
+            some, chosen = chosen[:_REMOVE_CHUNK], chosen[_REMOVE_CHUNK:]
+            removed = raw.remove(some)
+            for page in some:
+                self._chains.discard((page.namespace, page.key))
+            with self._state:
+                # Also what another engine's sweep has removed: it was in this listing, and is there no more.
+                freed = sum(page.bytes for page in some)
+                self._ledger.used_bytes = max(self._ledger.since_bytes, self._ledger.used_bytes - freed)
+            self._calls.count(evicted_pages=removed)

@@ -133,7 +133,7 @@ def test_a_share_of_a_batch_does_not_follow_one_of_its_own_pages() -> None:
 def limited(root: Path, pages: int) -> Store:
     inner = open_file(root)
     backend = LimitedBackend(
-        inner.backend, lambda: open_raw(path=root), capacity_bytes=pages * PAGE, list_interval_s=0.05, seed=0
+        inner.backend, lambda: open_raw(path=root), capacity_bytes=pages * PAGE, list_interval_s=0.05,
     )
     wait_for(lambda: backend._ledger.is_listed)
     return Store(backend, inner.read, inner.write)

@@ -81,7 +81,7 @@ class MemoryRaw(RawStore):
 def limited_memory(codec: FrameCodec, pages: int = 0) -> Store:
     memory = MemoryBackend(codec)
     capacity_bytes = pages * codec.frame_bytes or LARGE
-    backend = LimitedBackend(memory, lambda: MemoryRaw(memory), capacity_bytes=capacity_bytes, seed=0)
+    backend = LimitedBackend(memory, lambda: MemoryRaw(memory), capacity_bytes=capacity_bytes)
     wait_for(lambda: backend._ledger.is_listed)
     return Store(backend, memory.peek, memory.poke)
 
@@ -119,7 +119,7 @@ def limited(root: Path, pages: int, codec: FrameCodec = CODEC, *, interval_s: fl
     inner = open_file(root, codec)
     backend = LimitedBackend(
         inner.backend, lambda: open_raw(path=root), capacity_bytes=pages * codec.frame_bytes,
-        list_interval_s=interval_s, seed=0,
+        list_interval_s=interval_s,
     )  # fmt: skip
     wait_for(lambda: backend._ledger.is_listed)
     return Store(backend, inner.read, inner.write)
@@ -324,7 +324,7 @@ def test_a_sweep_that_got_no_thread_is_made_once_there_are_threads(tmp_path: Pat
     with no_threads():  # the thread of the sweep dies, say
         backend._sweeps.close(10.0)
         backend._sweeps = BackgroundTask("limit", backend._sweep_once)
-        backend._ask_for_sweep()
+        backend._sweeps.wake()
     wait_for(lambda: any(outcome is STORED for outcome in store_chain(store, make_keys(9)[5:])))
     backend.close()
 
@@ -361,14 +361,11 @@ def test_it_is_a_composite_of_what_it_limits(opened: Opened) -> None:
     assert list(leaves(store.backend)) == list(store.backend.parts)
 
 
-@pytest.mark.parametrize(("capacity_bytes", "interval_s"), [(PAGE - 1, 1.0), (True, 1.0), (PAGE, 0.0)])
-def test_a_limit_without_sense_is_refused(tmp_path: Path, capacity_bytes: int, interval_s: float) -> None:
+@pytest.mark.parametrize("capacity_bytes", [PAGE - 1, True])
+def test_a_limit_without_sense_is_refused(tmp_path: Path, capacity_bytes: int) -> None:
     inner = open_file(tmp_path / "store")
     with pytest.raises(InvalidInput, match="limit"):
-        LimitedBackend(
-            inner.backend, lambda: open_raw(path=tmp_path / "store"), capacity_bytes=capacity_bytes,
-            list_interval_s=interval_s,
-        )  # fmt: skip
+        LimitedBackend(inner.backend, lambda: open_raw(path=tmp_path / "store"), capacity_bytes=capacity_bytes)
     assert store_chain(inner, make_keys(1)) == [STORED]
     inner.backend.close()
 
