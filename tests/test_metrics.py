@@ -32,10 +32,9 @@ from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_keys, soon
 from hicache.cache import BreakEven, Decision, Rates, Route
 from hicache.cache.statistics import CacheStatistics
-from hicache.config import EventsConfig, HiCacheConfig
+from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream, PublisherStatistics
-from hicache.events.publisher import EventPublisher
 from hicache.frame import FrameCodec
 from hicache.metrics import (
     CACHE_METRICS,
@@ -271,21 +270,6 @@ def test_a_scrape_shows_what_the_publisher_of_events_counts() -> None:
     assert found["hicache_event_gaps_total", ()] == 3
     assert found["hicache_event_refused_total", ()] == 6
     assert found["hicache_event_publisher_errors_total", (("reason", "ZMQError"),)] == 8
-
-
-def test_a_cache_shows_its_publisher_and_ends_it() -> None:
-    stream = EventStream(1 << 20)
-    with (
-        closing(World()) as world,
-        closing(EventPublisher(stream, EventsConfig(endpoint="tcp://127.0.0.1:*"))) as publisher,
-    ):
-        assert world.cache.statistics().publisher is None
-        world.cache.record_events(stream, publisher)
-        running = world.cache.statistics().publisher
-        world.close()
-        ended = world.cache.statistics().publisher
-    assert running is not None and running.alive
-    assert ended is not None and not ended.alive
 
 
 def test_a_scrape_shows_decisions_by_route_and_reason_and_only_speeds_that_are_known() -> None:

@@ -1,6 +1,6 @@
 """KV events as bytes: one MessagePack document per batch, as docs/formats/kv_events.md has it.
 
-The form is the one that subscribers of vLLM and SGLang decode. Needs msgspec (extra `events`).
+The form is vLLM's, as arrays with hashes of bytes. Needs msgspec (extra `events`).
 """
 
 from __future__ import annotations
