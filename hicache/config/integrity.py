@@ -23,7 +23,6 @@ class _KeySection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> _KeySection:
-        self.refuse_two_of(self._section)
         names = [entry.rpartition(".")[2] for entry, _ in self.key_sources()]
         if names and all(name.startswith("previous_") for name in names):
             raise ValueError(f"{names[0]} is given without {self._key}_file or {self._key}_env; new pages need a key")
@@ -50,6 +49,7 @@ class IntegrityConfig(_KeySection):
     """How a stored page proves that it is the page asked for."""
 
     _section, _key = "integrity", "mac_key"
+    alternatives = (("mac_key_file", "mac_key_env"), ("previous_mac_key_file", "previous_mac_key_env"))
 
     tag: Literal["xxh3_128", "none"] = Field(
         default="xxh3_128",
@@ -81,6 +81,10 @@ class StorageFormatConfig(_KeySection):
     """In which form pages are stored. Engines with different forms can share a store, but for encryption."""
 
     _section, _key = "storage_format", "encryption_key"
+    alternatives = (
+        ("encryption_key_file", "encryption_key_env"),
+        ("previous_encryption_key_file", "previous_encryption_key_env"),
+    )
 
     compression: Literal["none", "zstd"] = Field(
         default="none",

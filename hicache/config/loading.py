@@ -26,7 +26,6 @@ from ..units import counted
 from .entries import entry_names
 from .files import open_regular
 from .schema import HiCacheConfig
-from .section import ALTERNATIVES
 from .wording import NAMES_VARIABLE, locate, printable, shown, what_is_wrong
 
 ENVIRON_PREFIX = "HICACHE_"
@@ -150,9 +149,9 @@ def _merged(sources: Iterable[Sequence[_Entry]], problems: list[_Problem]) -> _E
 def _replaced(given: Mapping[EntryPath, Any], weaker: _Entries) -> set[EntryPath]:
     """What a source replaces: its own entries, their alternatives, and the options of another backend."""
     replaced = set(given)
-    for section, groups in ALTERNATIVES.items():
-        for group in groups:
-            paths = {(*section, name) for name in group}
+    for name, field in HiCacheConfig.model_fields.items():
+        for group in getattr(field.annotation, "alternatives", ()):
+            paths = {(name, entry) for entry in group}
             if any(given.get(path) is not None for path in paths):
                 replaced |= paths
     old = weaker.get(_STORAGE_TYPE)

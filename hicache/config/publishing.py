@@ -11,22 +11,19 @@ from .addresses import PORT_MAX, check_host, check_port, is_loopback, split_endp
 from .section import FileSystemPath, Section
 
 
-def _check_port(port: object) -> int:
-    return check_port(port, lowest=0)
-
-
 def _check_endpoint(endpoint: str) -> str:
     split_endpoint(endpoint, listens=True)
     return endpoint
 
 
+Port: TypeAlias = Annotated[int, Field(ge=0, le=PORT_MAX), BeforeValidator(lambda port: check_port(port, lowest=0))]
 Endpoint: TypeAlias = Annotated[str, Field(max_length=255), AfterValidator(_check_endpoint)]
 
 
 class MetricsConfig(Section):
     """The Prometheus exporter."""
 
-    port: Annotated[int, Field(ge=0, le=PORT_MAX), BeforeValidator(_check_port)] | None = Field(
+    port: Port | None = Field(
         default=None,
         description="TCP port to serve metrics on; 0 takes a free one. Without a port there is no exporter.",
     )

@@ -17,12 +17,14 @@ from ..policies import SLRU_PROTECTED_HITS, require_policy
 from ..units import Count, Duration, Number, PositiveDuration, PositiveSize, refuse_bool
 from .integrity import IntegrityConfig, StorageFormatConfig
 from .publishing import EventsConfig, MetricsConfig
-from .section import ALTERNATIVES, Section, Tokens, yaml_switch
+from .section import Section, Tokens, yaml_switch
 from .storage import AnyStorage
 
 
 class DeviceConfig(Section):
     """L1: KV memory on the device. Without `size`, `tokens` and `memory_fraction` the engine decides."""
+
+    alternatives = (("size", "tokens", "memory_fraction"),)
 
     size: PositiveSize | None = Field(
         default=None,
@@ -40,11 +42,6 @@ class DeviceConfig(Section):
         "0.8 to 0.9 is usual. On other devices give `size` or `tokens`.",
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> DeviceConfig:
-        self.refuse_two_of("device")
-        return self
-
     ascending_pages: bool = Field(
         default=False,
         description="Hand out free pages in ascending order, so that a request's pages lie close together, which some "
@@ -54,11 +51,13 @@ class DeviceConfig(Section):
     @property
     def is_given(self) -> bool:
         """Whether the configuration sizes L1, so that the engine need not."""
-        return any(getattr(self, name) is not None for name in ALTERNATIVES[("device",)][0])
+        return any(getattr(self, name) is not None for name in self.alternatives[0])
 
 
 class HostConfig(Section):
     """L2: KV pages in host memory."""
+
+    alternatives = (("size", "tokens", "ratio"),)
 
     size: PositiveSize | None = Field(
         default=None,
@@ -91,7 +90,6 @@ class HostConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> HostConfig:
-        self.refuse_two_of("host")
         if self.size is None and self.tokens is None and self.ratio is None:
             raise ValueError("give one of size, tokens, ratio")
         return self

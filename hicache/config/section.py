@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ConfigError
 from ..units import refuse_bool
@@ -15,17 +15,6 @@ from .wording import problems_of
 
 S = TypeVar("S", bound="Section")
 
-# Entries that say the same thing in different ways: at most one of each group may be given, and one given by a
-# stronger source (a flag, say) takes the place of another given by a weaker one (the file).
-ALTERNATIVES: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
-    ("device",): (("size", "tokens", "memory_fraction"),),
-    ("host",): (("size", "tokens", "ratio"),),
-    ("integrity",): (("mac_key_file", "mac_key_env"), ("previous_mac_key_file", "previous_mac_key_env")),
-    ("storage_format",): (
-        ("encryption_key_file", "encryption_key_env"),
-        ("previous_encryption_key_file", "previous_encryption_key_env"),
-    ),
-}
 TOKENS_MAX = 1 << 40
 # What entries ending in `_env` take: a name that every shell can set. Most secrets are none.
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
@@ -61,6 +50,10 @@ class Section(BaseModel):
     and names of hosts, policies and parts alone.
     """
 
+    # Groups of entries that say the same thing in different ways: at most one of each group may be given, and one given
+    # by a stronger source (a flag, say) takes the place of another given by a weaker one (the file).
+    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ()
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True,
                               ser_json_inf_nan="constants")  # fmt: skip
 
@@ -76,12 +69,13 @@ class Section(BaseModel):
     # A section inside another one is then checked by pydantic, which keeps the paths of errors.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
-    def refuse_two_of(self, section: str) -> None:
-        """Raises ValueError if two entries of this section say the same thing in different ways."""
-        for names in ALTERNATIVES[(section,)]:
+    @model_validator(mode="after")
+    def _refuse_two_of_a_group(self: S) -> S:
+        for names in self.alternatives:
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) > 1:
                 raise ValueError(f"give at most one of {', '.join(names)}; there are {' and '.join(given)}")
+        return self
 
 
 def build(section: type[S], entries: Mapping[str, object], where: str) -> S:
