@@ -234,11 +234,6 @@ def test_closing_a_pool_without_threads_fails_the_jobs_that_wait() -> None:
     assert harness.failed == [work] and harness.done.get_nowait() is work and harness.done.empty()
 
 
-def test_a_pool_may_be_closed_twice() -> None:
-    harness = Harness(count=2)
-    assert harness.pool.close(WAIT_S) and harness.pool.close(WAIT_S)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_threads_on_demand_start_with_the_work_end_when_idle_and_survive_a_death() -> None:
     harness = Harness(count=2, linger_s=0.0)
@@ -295,12 +290,6 @@ def test_threads_help_with_a_batch_and_the_caller_takes_part() -> None:
     pool.run(4, page)
     assert names == {threading.current_thread().name, *(f"hicache-test-{n}" for n in (1, 2, 3))}
     assert pool.close(WAIT_S)
-
-
-def test_a_batch_is_done_head_first() -> None:
-    pool, pages = SupervisedPool[Any]("test", 0), list[int]()
-    pool.run(50, pages.append)
-    assert pages == list(range(50))
 
 
 def test_an_exception_on_a_helping_thread_costs_its_page_alone_and_is_counted() -> None:
@@ -525,12 +514,3 @@ def test_a_call_without_a_thread_raises_and_the_next_one_with_a_thread_works() -
                 pool.call(lambda: 7, soon(), late.append)
     assert pool.call(lambda: 7, soon(), late.append) == 7
     assert pool.alive == 1 and pool.close() and not late
-
-
-def test_closing_leaves_a_call_that_hangs_behind_and_says_so() -> None:
-    pool, gate, late = calling(), threading.Event(), list[object]()
-    leave(pool, hanging(gate), late.append)
-    assert not pool.close(0.05)
-    gate.set()
-    wait_for(lambda: late == [1])
-    assert pool.close(WAIT_S)

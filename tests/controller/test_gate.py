@@ -171,19 +171,12 @@ def test_a_gate_that_ignores_a_reason_stays_open(reason: str) -> None:
         assert one.open == {READ, WRITE}
 
 
-@pytest.mark.parametrize("reason", ["retired", "reads end", "writes end"])
-def test_what_the_scheduler_decides_closes_at_once(reason: str) -> None:
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_the_scheduler_decides_closes_at_once_and_what_others_see_in_the_next_step(reason: str) -> None:
     begin, closes, _, _ = REASONS[reason]
     with engine() as one:
         begin(one)
-        assert one.open == {READ, WRITE} - closes
-
-
-@pytest.mark.parametrize("reason", ["breaker", "override", "reads back off", "writes back off"])
-def test_what_others_see_later_closes_with_the_next_step(reason: str) -> None:
-    with engine() as one:
-        REASONS[reason][0](one)
-        assert one.open == {READ, WRITE}
+        assert one.open == {READ, WRITE} - (closes if reason in ("retired", "reads end", "writes end") else set())
 
 
 def test_two_reasons_must_both_go() -> None:

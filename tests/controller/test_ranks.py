@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -170,29 +171,23 @@ def test_before_the_first_exchange_nothing_has_ended_anywhere() -> None:
         assert agreement.result() == Progress(figures=(0, 0))
 
 
-def test_what_ended_on_one_rank_alone_has_not_ended() -> None:
-    for agreed in Ranks().agree(Progress(writes_done=3, loads_done=0), Progress(writes_done=1, loads_done=5)):
-        assert (agreed.writes_done, agreed.loads_done) == (1, 0)
-
-
 @pytest.mark.parametrize(
-    "no",
-    [Progress(healthy=False, storage=Readiness(7)), Progress(storage=Readiness(7, read=False)),
-     Progress(storage=Readiness(7, write=False))],
-)  # fmt: skip
-def test_one_rank_is_enough_for_a_no(no: Progress) -> None:
-    for agreed in Ranks().agree(Progress(storage=Readiness(7)), no):
-        assert (agreed.healthy, agreed.storage) == (no.healthy, no.storage)
-
-
-def test_a_store_is_open_once_it_is_open_on_all_ranks() -> None:
-    for agreed in Ranks().agree(Progress(storage=Readiness(3)), Progress(storage=Readiness(2))):
-        assert agreed.storage == Readiness(2)
-
-
-def test_the_smallest_measurement_counts() -> None:
-    for agreed in Ranks(figures=2).agree(Progress(figures=(5, 10)), Progress(figures=(7, 3))):
-        assert agreed.figures == (5, 3)
+    ("mine", "other", "agreed"),
+    [
+        (Progress(writes_done=3, loads_done=0), Progress(writes_done=1, loads_done=5), Progress(writes_done=1)),
+        (Progress(), Progress(healthy=False), Progress(healthy=False)),
+        (Progress(), Progress(storage=Readiness(7, read=False)), Progress(storage=Readiness(0, read=False))),
+        (Progress(), Progress(storage=Readiness(0, write=False)), Progress(storage=Readiness(0, write=False))),
+        (Progress(storage=Readiness(3)), Progress(storage=Readiness(2)), Progress(storage=Readiness(2))),
+        (Progress(time_ms=9), Progress(time_ms=4), Progress(time_ms=4)),
+    ],
+)
+def test_the_least_of_what_the_ranks_say_counts_on_all(mine: Progress, other: Progress, agreed: Progress) -> None:
+    none = (0, 0)
+    results = Ranks(figures=2).agree(replace(mine, figures=(5, 10)), replace(other, figures=(7, 3)))
+    for result in results:
+        assert replace(result, figures=none, prefetches=(), stores=()) == replace(agreed, figures=none)
+        assert result.figures == (5, 3)
 
 
 def test_a_prefetch_is_as_long_as_on_the_rank_that_has_least_and_late_as_soon_as_one_is() -> None:

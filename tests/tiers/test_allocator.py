@@ -25,36 +25,6 @@ def take(allocator: PageAllocator, count: int) -> list[int]:
     return [int(page) for page in pages]
 
 
-@ORDERS
-def test_page_zero_of_a_device_pool_is_never_handed_out(ascending: bool) -> None:
-    allocator = PageAllocator(8, first=1, ascending=ascending)
-    assert take(allocator, 8) == list(range(1, 9))
-    allocator.free(ids(3, 1, 8))
-    assert sorted(take(allocator, 3)) == [1, 3, 8]
-
-
-@ORDERS
-def test_too_much_is_refused_and_changes_nothing(ascending: bool) -> None:
-    allocator = PageAllocator(4, ascending=ascending)
-    take(allocator, 2)
-    allocator.free(ids(1))
-    assert allocator.alloc(4) is None
-    assert allocator.free_pages == 3
-    with pytest.raises(InvalidInput):
-        allocator.alloc(-1)
-    allocator.check()
-    assert allocator.alloc(0) is not None
-
-
-@ORDERS
-def test_freed_pages_are_handed_out_again(ascending: bool) -> None:
-    allocator = PageAllocator(4, ascending=ascending)
-    first = allocator.alloc(3)
-    assert first is not None
-    allocator.free(first)
-    assert sorted(take(allocator, 4)) == [0, 1, 2, 3]
-
-
 def test_a_stack_hands_out_what_was_freed_last() -> None:
     allocator = PageAllocator(8)
     take(allocator, 6)
@@ -117,22 +87,6 @@ def test_without_the_search_a_double_free_gives_a_page_two_owners(ascending: boo
 
 
 @ORDERS
-def test_what_a_group_frees_comes_back_at_its_end(ascending: bool) -> None:
-    allocator = PageAllocator(6, ascending=ascending)
-    pages = ids(*take(allocator, 5))
-    with allocator.free_group():
-        allocator.free(pages[:2])
-        allocator.free(pages[4:])
-        assert (allocator.free_pages, allocator.used_pages) == (1, 2)
-        allocator.check()
-        assert allocator.alloc(2) is None
-        assert take(allocator, 1) == [5]
-    assert (allocator.free_pages, allocator.used_pages) == (3, 3)
-    allocator.check()
-    assert sorted(take(allocator, 3)) == [0, 1, 4]
-
-
-@ORDERS
 def test_a_group_that_fails_still_gives_its_pages_back(ascending: bool) -> None:
     allocator = PageAllocator(4, ascending=ascending)
     pages = ids(*take(allocator, 4))
@@ -144,22 +98,6 @@ def test_a_group_that_fails_still_gives_its_pages_back(ascending: bool) -> None:
     with allocator.free_group():
         allocator.free(pages[2:])
     assert allocator.free_pages == 4
-
-
-@ORDERS
-def test_a_double_free_is_found_inside_a_group_and_across_its_ends(ascending: bool) -> None:
-    allocator = PageAllocator(6, ascending=ascending)
-    take(allocator, 5)
-    allocator.free(ids(0))
-    with allocator.free_group():
-        allocator.free(ids(1, 2))
-        for wrong in ([0], [2], [3, 1], [4, 4], [5]):
-            with pytest.raises(InvariantError):
-                allocator.free(ids(*wrong))
-    with pytest.raises(InvariantError):
-        allocator.free(ids(2))
-    assert (allocator.free_pages, allocator.used_pages) == (4, 2)
-    allocator.check()
 
 
 def test_groups_do_not_nest() -> None:

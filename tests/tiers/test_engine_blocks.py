@@ -213,14 +213,6 @@ def test_layers_that_do_not_belong_together_are_refused() -> None:
         EngineBlocks([[good], [good.to("meta")]])
     with pytest.raises(InvalidInput, match="slots and be a multiple of 4"):
         EngineBlocks([[good]], slots_per_block=4)
-    with pytest.raises(InvalidInput, match="layer 0 is not a list of regions"):
-        EngineBlocks([good])  # type: ignore[list-item]
-    with pytest.raises(InvalidInput, match="layer 1 is not a list of regions"):
-        EngineBlocks([[good], []])
-    with pytest.raises(InvalidInput, match="no layers"):
-        EngineBlocks([])
-    with pytest.raises(InvalidInput, match="first"):
-        EngineBlocks([[good]], first=BLOCKS)
 
 
 def test_layers_that_are_not_the_pieces_of_the_window_are_refused_with_both_sizes() -> None:

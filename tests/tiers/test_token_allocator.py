@@ -120,25 +120,6 @@ def test_pages_of_one_token_are_guarded_as_well(wrong: list[int]) -> None:
     assert allocator.available_tokens == 2
 
 
-def test_a_group_holds_the_slots_back_until_its_end() -> None:
-    allocator = paged(4)
-    slots_of(allocator.alloc(16))
-    with allocator.free_group():
-        allocator.free(lens(4))
-        allocator.free(lens(12, 13))
-        assert allocator.available_tokens == 0
-        with pytest.raises(InvariantError):
-            allocator.free(lens(5))
-    assert allocator.available_tokens == 8
-
-
-def test_ascending_pages_make_ascending_slots() -> None:
-    allocator = PagedTokenToKVPoolAllocator(PageAllocator(6, first=1, ascending=True), 2)
-    slots_of(allocator.alloc(12))
-    allocator.free(lens(10, 2, 6))
-    assert slots_of(allocator.alloc_extend(lens(0, 0), lens(3, 1), lens(NOWHERE, NOWHERE), 4)) == [2, 3, 6, 10]
-
-
 def test_in_debug_a_wrong_end_of_a_prefix_is_refused_and_nothing_changes() -> None:
     for debug in (True, False):
         allocator = paged(4, debug=debug)
