@@ -41,7 +41,7 @@ RESTART_S_MAX = 10.0
 STABLE_S = 60.0
 # Stuck threads that have a substitute at one time. Beyond that jobs wait, and their submitter bounds how many do.
 SUBSTITUTES_MAX = 4
-# A usual `linger_s`: a thread that is started anew costs some 0.1 ms.
+# A usual `linger_s`: a thread that is started again costs some 0.1 ms.
 LINGER_S = 10.0
 
 
@@ -240,10 +240,19 @@ class SupervisedPool(Generic[Job]):
     def submit(self, job: Job) -> None:
         """Queue a job. Does not block. The caller bounds how many it submits."""
         self._jobs.append(job)
-        self._put(self._handle_next)
+        if self._linger_s is None:
+            self._queue.put(self._handle_next)
+            return
+        with self._state:
+            self._load += 1
+            self._fill()
+            self._queue.put(self._handle_next)
 
     def withdraw(self, job: Job) -> bool:
-        """Take back a job that no thread has taken; it is not acknowledged. False for others, and once closed."""
+        """Take back a job that no thread has taken; it is not acknowledged. False for others, and once closed.
+
+        REQUIRES: the pool takes jobs alone, and has no `linger_s`.
+        """
         if self._closed:
             return False
         try:
@@ -251,12 +260,7 @@ class SupervisedPool(Generic[Job]):
         except ValueError:
             return False
         with suppress(queue.Empty):  # a thread has it, and finds no job for it
-            task = self._queue.get_nowait()
-            if task == self._handle_next:
-                with self._state:
-                    self._load -= 1
-            else:
-                self._queue.put(task)
+            self._queue.get_nowait()
         return True
 
     def run(self, count: int, work: Callable[[int], None]) -> None:
@@ -264,14 +268,11 @@ class SupervisedPool(Generic[Job]):
 
         The caller takes part, so a batch costs one wake-up per thread and none per page, and its head is done first if
         it runs out of time. An exception on another thread costs that page alone; one on the caller's gives the
-        remaining pages up and is raised.
+        remaining pages up and is raised. REQUIRES: no `linger_s`.
         """
         if self._restart_at < math.inf:
             self.supervise()
-        put: Callable[[_Task], None] = self._queue.put
-        helpers = min(count - 1, len(self._threads))
-        if self._linger_s is not None:
-            put, helpers = self._put, min(count - 1, self._threads_max)
+        put, helpers = self._queue.put, min(count - 1, len(self._threads))
         if helpers <= 0:
             for index in range(count):
                 work(index)
@@ -405,16 +406,7 @@ class SupervisedPool(Generic[Job]):
             logger.exception("%s: unexpected %s; counted from now on", self.name, kind)
         self._on_error()
 
-    # With `_state` held, but for `_put`
-
-    def _put(self, task: _Task) -> None:
-        if self._linger_s is None:
-            self._queue.put(task)
-            return
-        with self._state:
-            self._load += 1
-            self._fill()
-            self._queue.put(task)
+    # With `_state` held
 
     def _fill(self) -> None:
         """Start the threads that are missing."""

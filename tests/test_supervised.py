@@ -270,10 +270,10 @@ def test_threads_on_demand_are_no_more_than_their_maximum() -> None:
 # Batches
 
 
-@pytest.mark.parametrize(("threads", "linger_s"), [(0, None), (3, None), (3, 0.0)])
+@pytest.mark.parametrize("threads", [0, 3])
 @pytest.mark.parametrize("count", [0, 1, 2, 100])
-def test_each_page_of_a_batch_is_done_once_before_run_returns(threads: int, linger_s: float | None, count: int) -> None:
-    pool, pages = SupervisedPool[Any]("test", threads, linger_s=linger_s), list[int]()
+def test_each_page_of_a_batch_is_done_once_before_run_returns(threads: int, count: int) -> None:
+    pool, pages = SupervisedPool[Any]("test", threads), list[int]()
     pool.run(count, pages.append)
     assert sorted(pages) == list(range(count))
     assert pool.close(WAIT_S)

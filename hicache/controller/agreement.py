@@ -12,7 +12,7 @@ MIN all-reduce, and acts on what the one before gave. Every number is made so th
     healthy                          not healthy as soon as one rank says so
     storage: opened, read, write     not open, or closed in a direction, as long as it is on one rank
     time, figures                    the earliest time, the smallest measurement
-    counters, each as +x and -x      equal on all ranks, or somebody has gone astray: RankError
+    counters, each as +x and -x      equal on all ranks, else the ranks have decided differently: RankError
 
 The vector has fixed places for the oldest operations of each kind. All ranks submit the same operations in the same
 order, so the n-th place means the same operation everywhere, which the counters prove. A result speaks of the
@@ -92,15 +92,14 @@ def store_progress(store: Store, *, elsewhere: bool) -> StoreProgress:
 
 
 class Agreement:
-    """One exchange of `Progress` per step. `counters` are the names of the numbers that must be equal on all ranks.
+    """One exchange of `Progress` per step.
 
     REQUIRES: the same arguments on all ranks (the length of the vector depends on them), and each rank calls `result`
     and then `start` once per step. Once something raised RankError, everything does.
     """
 
-    def __init__(self, group: RankGroup, counters: Sequence[str], *, prefetch_places: int, figures: int) -> None:
+    def __init__(self, group: RankGroup, *, prefetch_places: int, figures: int) -> None:
         self._group = group
-        self._counters = tuple(counters)
         self._prefetch_places = prefetch_places
         self._figures = figures
         self._sent: tuple[list[Lookup | Read], list[Store]] | None = None
@@ -109,14 +108,14 @@ class Agreement:
     def start(self, local: Progress, counts: Mapping[str, int]) -> None:
         """Send this rank's progress. Does not wait. Operations beyond the places are left for later steps.
 
-        `counts` has the counters' values. Raises RankError.
+        `counts` has the values of `COUNTERS`. Raises RankError.
         """
         self._require_whole()
         prefetches = list(local.prefetches[: self._prefetch_places])
         stores = list(local.stores[:STORE_PLACES])
         numbers = [int(local.healthy), *map(int, local.storage)]
         numbers += [local.time_ms, local.writes_done, local.loads_done, *local.figures]
-        for name in self._counters:
+        for name in COUNTERS:
             numbers += [counts[name], -counts[name]]
         for prefetch in prefetches:
             numbers += [int(prefetch.ended), prefetch.pages, int(prefetch.in_time)]
@@ -141,7 +140,7 @@ class Agreement:
             raise
         healthy, opened, read, write, time_ms, writes_done, loads_done = itertools.islice(numbers, 7)
         figures = tuple(itertools.islice(numbers, self._figures))
-        self._require_equal_counters(list(itertools.islice(numbers, 2 * len(self._counters))))
+        self._require_equal_counters(list(itertools.islice(numbers, 2 * len(COUNTERS))))
         places = list(itertools.islice(numbers, 3 * self._prefetch_places))
         return Progress(
             healthy=healthy == 1,
@@ -166,11 +165,11 @@ class Agreement:
             raise self._failure
 
     def _require_equal_counters(self, numbers: list[int]) -> None:
-        for i, name in enumerate(self._counters):
+        for i, name in enumerate(COUNTERS):
             lowest, highest = numbers[2 * i], -numbers[2 * i + 1]
             if lowest != highest:
                 self._failure = RankError(
                     f"the ranks have decided differently: between {lowest} and {highest} {name}; "
-                    "end all ranks and start anew"
+                    "call `close()`, then restart all ranks"
                 )
                 raise self._failure

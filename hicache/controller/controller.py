@@ -114,9 +114,7 @@ class HiCacheController:
         share = config.transfer.store_host_share or (1.0 if ranks is None else STORE_HOST_SHARE_OF_RANKS)
         self._store_pages_max = int(share * host.pages)
         if ranks is not None:
-            self._agreement = Agreement(
-                ranks, COUNTERS, prefetch_places=config.prefetch.operations_max, figures=figures
-            )
+            self._agreement = Agreement(ranks, prefetch_places=config.prefetch.operations_max, figures=figures)
 
     def time_s(self) -> float:
         """Seconds that never go back. With ranks: those since the start that are over everywhere, as of this step."""
@@ -131,14 +129,14 @@ class HiCacheController:
     def replace_backend(self, open_backend: OpenBackend) -> None:
         """Stop using the backend, if there is one, and have another opened on a thread of its own. Does not block.
 
-        What is under way with the old one ends as a miss, or as not stored. Does nothing once closed. REQUIRES: with
+        What is in flight with the old one ends as a miss, or as not stored. Does nothing once closed. REQUIRES: with
         ranks, all call this in the same step.
         """
         if not self.closed:
             self._storage.replace(open_backend)
 
     def detach_backend(self) -> None:
-        """Stop using the backend; it is closed once nothing of it is under way. As `replace_backend` otherwise."""
+        """Stop using the backend; it is closed once nothing of it is in flight. As `replace_backend` otherwise."""
         self._storage.replace(None)
 
     # L1 <-> L2
@@ -421,7 +419,7 @@ class HiCacheController:
 
     @property
     def idle(self) -> bool:
-        """Whether no operation of any kind is queued or under way."""
+        """Whether no operation of any kind is queued or in flight."""
         return not (self._backup_pages or self._load_pages or self._prefetches or self.store_pages)
 
     def statistics(self) -> ControllerStatistics:

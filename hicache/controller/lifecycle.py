@@ -48,7 +48,7 @@ class BackendLifecycle:
         self._clock = clock
         self._retired: list[OpenStore] = []
         self._opening: OpenBackend | None = None  # opens what is wanted, as long as it is not open
-        self._attempt: OpenBackend | None = None  # under way for what is wanted
+        self._attempt: OpenBackend | None = None  # in flight for what is wanted
         self._retry_at = 0.0
         self._backoff = Backoff(REOPEN_S_MIN, REOPEN_S_MAX)
         # How each attempt has ended: the backend, None if it could not be opened.

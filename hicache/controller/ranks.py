@@ -1,7 +1,7 @@
 """Rank groups: how the ranks of one engine find the minimum of a few integers, once per step.
 
 The all-reduce is pipelined: a step starts one and the next step takes its result, so that it runs beside the forward
-and in the usual case nobody waits for it. One is under way at a time, and every rank starts the same ones in the same
+and usually no rank waits for it. One is in flight at a time, and every rank starts the same ones in the same
 order.
 
 A deadline runs from `start`. A peer that died is seen at once (its connection closes), one that stopped or is stuck at
@@ -12,7 +12,7 @@ NCCL communicator beside the engine's own competes with it for the device. NCCL 
 other network.
 
 Locking design: the scheduler thread makes every call. The transport works on threads (or a stream) of its own and
-touches only the buffer of the all-reduce under way, which is not read before that has ended.
+touches only the buffer of the all-reduce in flight, which is not read before that has ended.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RankGroup(Protocol):
     def start(self, values: Int64s) -> None:
         """Begin one MIN all-reduce of `values`, int64 [n], which are copied; returns at once.
 
-        REQUIRES: none is under way, and n is the same on all ranks. Raises RankError.
+        REQUIRES: none is in flight, and n is the same on all ranks. Raises RankError.
         """
 
     def result(self) -> Int64s:
@@ -89,32 +89,35 @@ class TorchRankGroup:
         self.rank = group.rank()
         self.size = group.size()
         device = torch.device(device)
-        self._lane: _HostLane | _DeviceLane
-        self._lane = _HostLane(group, self._deadline_s) if device.type == "cpu" else _DeviceLane(group, device)
-        self._deadline = 0.0  # of the all-reduce under way
-        self._under_way = False
+        self._reduction: _HostReduction | _DeviceReduction
+        if device.type == "cpu":
+            self._reduction = _HostReduction(group, self._deadline_s)
+        else:
+            self._reduction = _DeviceReduction(group, device)
+        self._deadline = 0.0  # of the all-reduce in flight
+        self._in_flight = False
         self._failure: RankError | None = None
 
     def start(self, values: Int64s) -> None:
         """See RankGroup."""
         self._require_whole()
-        if self._under_way:
-            raise InvariantError("rank group: an all-reduce is under way; take its result first")
+        if self._in_flight:
+            raise InvariantError("rank group: an all-reduce is in flight; take its result first")
         self._deadline = time.monotonic() + self._deadline_s
         try:
-            self._lane.start(values)
+            self._reduction.start(values)
         except RuntimeError as error:
             raise self._broken() from error
-        self._under_way = True
+        self._in_flight = True
 
     def result(self) -> Int64s:
         """See RankGroup."""
         self._require_whole()
-        if not self._under_way:
-            raise InvariantError("rank group: no all-reduce is under way; start one first")
-        self._under_way = False
+        if not self._in_flight:
+            raise InvariantError("rank group: no all-reduce is in flight; start one first")
+        self._in_flight = False
         try:
-            return self._lane.result(self._deadline)
+            return self._reduction.result(self._deadline)
         except RuntimeError as error:
             raise self._broken() from error
 
@@ -124,7 +127,7 @@ class TorchRankGroup:
         return self.result()
 
     def close(self) -> None:
-        """See RankGroup. The transport ends what is under way by itself, at the deadline at the latest."""
+        """See RankGroup. The transport ends what is in flight by itself, at the deadline at the latest."""
         if self._failure is None:
             self._failure = RankError("the rank group is closed")
 
@@ -135,7 +138,7 @@ class TorchRankGroup:
     def _broken(self) -> RankError:
         self._failure = RankError(
             f"rank {self.rank} of {self.size}: another rank is gone or did not answer within {self._deadline_s:g} s; "
-            "end all ranks and start anew"
+            "call `close()`, then restart all ranks"
         )
         return self._failure
 
@@ -148,7 +151,7 @@ def _minimum(timeout: timedelta | None = None) -> dist.AllreduceOptions:
     return options
 
 
-class _HostLane:
+class _HostReduction:
     """All-reduces of host memory. The transport itself ends each by the deadline, so that nothing outlives the group:
     the wait alone having a limit would leave a thread behind that keeps the process from ending.
     """
@@ -167,13 +170,13 @@ class _HostLane:
 
     def result(self, deadline: float) -> Int64s:
         work, self._work = self._work, None
-        # At least a moment: what has ended meanwhile counts, however late it is asked for.
+        # At least a moment: a result that has arrived counts, however late it is asked for.
         work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         result: Int64s = self._tensor.numpy().copy()
         return result
 
 
-class _DeviceLane:
+class _DeviceReduction:
     """All-reduces of device memory, on a stream of their own: neither the host nor a stream of the forward waits.
 
     A communicator that was aborted ends its kernels without a result, so the work is asked for an error before its

@@ -25,7 +25,7 @@ class QueueStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ControllerStatistics:
-    """Totals since start. `refused` counts operations turned away by a bound, by queue.
+    """Totals since start. `refused` counts operations that a bound has refused, by queue.
 
     `backend` is what storage as a whole counts, `backends` what each of its stores does, `copies` what goes from one of
     them to another in the background, by part; None and empty without storage.

@@ -1,7 +1,7 @@
 """StorageExecutor: the threads that look prefixes up in storage, read pages into lent frames, and store pages.
 
 A backend is not believed blindly: its answers are checked before they count, because a wrong count would show pages
-that nobody has filled.
+that no store has filled.
 
 Locking design: `look_up`, `read` and `store` run on worker threads, several at once. They write the fields of the
 operation that they were given (see `operations`) and `broken_chains` of its store (see `gate`), and reach back through
@@ -168,7 +168,7 @@ class StorageExecutor:
 
     def store(self, store: Store, beat: _Beat) -> None:
         """Store batch by batch, head first; a page that could not be stored ends the operation, and with it the
-        operations behind it that continue its chain: nobody could reach their pages."""
+        operations behind it that continue its chain: no lookup could reach their pages."""
         if self._clock() >= store.storage.until[Direction.WRITE]:
             return
         broken, complete = store.storage.broken_chains, False
@@ -185,7 +185,7 @@ class StorageExecutor:
         store.complete = complete
 
     def _head_is_stored(self, store: Store, beat: _Beat) -> bool:
-        """Asks the backend only where a store of the head has failed here: somebody else may have stored it since."""
+        """Ask the backend only where a store of the head has failed here: another engine may have stored it since."""
         storage = store.storage
         if store.begins_prompt or not storage.broken_chains:
             return True

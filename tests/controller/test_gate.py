@@ -18,7 +18,7 @@ from hicache.backends.memory import MemoryBackend
 from hicache.config import TransferConfig
 from hicache.config.guard import GuardConfig
 from hicache.controller import Lookup, Read, Store
-from hicache.controller.agreement import Agreement, Progress
+from hicache.controller.agreement import COUNTERS, Agreement, Progress
 from hicache.controller.gate import (
     BACKOFF_S_MAX,
     BACKOFF_S_MIN,
@@ -307,12 +307,12 @@ class Ranks:
 
     def __init__(self, engines: list[Engine]) -> None:
         self.engines = engines
-        self._agreements = [Agreement(g, [], prefetch_places=0, figures=0) for g in Exchange(2).ranks()]
+        self._agreements = [Agreement(g, prefetch_places=0, figures=0) for g in Exchange(2).ranks()]
         self.step()
 
     def step(self) -> None:
         for agreement, one in zip(self._agreements, self.engines, strict=True):
-            agreement.start(Progress(storage=one.gate.offer()), {})
+            agreement.start(Progress(storage=one.gate.offer()), dict.fromkeys(COUNTERS, 0))
         for agreement, one in zip(self._agreements, self.engines, strict=True):
             one.gate.settle(agreement.result().storage)
 

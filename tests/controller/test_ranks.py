@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hicache.config import RanksConfig
 from hicache.controller import Lookup, Store
-from hicache.controller.agreement import STORE_PLACES, Agreement, PrefetchProgress, Progress, StoreProgress
+from hicache.controller.agreement import COUNTERS, STORE_PLACES, Agreement, PrefetchProgress, Progress, StoreProgress
 from hicache.controller.gate import OpenStore, Readiness
 from hicache.controller.ranks import Int64s, TorchRankGroup, require_equal
 from hicache.errors import InvariantError, RankError
@@ -125,7 +125,7 @@ def _named(ranks: list[TorchRankGroup]) -> list[tuple[TorchRankGroup, str]]:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_device_lane_brings_a_vector_there_and_back() -> None:
+def test_the_device_brings_a_vector_there_and_back() -> None:
     """One rank, because two of NCCL need a device each."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
@@ -140,7 +140,7 @@ def test_the_device_lane_brings_a_vector_there_and_back() -> None:
 
 # Agreement
 
-COUNTS = {"writes": 1, "loads": 2}
+COUNTS = dict.fromkeys(COUNTERS, 1) | {"loads": 2}
 # The agreement looks at no operation's backend.
 NO_STORAGE = cast(OpenStore, None)
 
@@ -158,7 +158,7 @@ class Ranks:
 
     def __init__(self, *, places: int = 2, figures: int = 0) -> None:
         groups = Exchange(2).ranks()
-        self.agreements = [Agreement(g, list(COUNTS), prefetch_places=places, figures=figures) for g in groups]
+        self.agreements = [Agreement(g, prefetch_places=places, figures=figures) for g in groups]
 
     def agree(self, first: Progress, second: Progress) -> list[Progress]:
         for agreement, progress in zip(self.agreements, (first, second), strict=True):
