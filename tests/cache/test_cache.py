@@ -173,15 +173,6 @@ def test_a_host_tier_that_is_full_of_pages_in_use_refuses_backups() -> None:
     world.close()
 
 
-def test_cutting_a_prompt_below_what_is_shared_is_refused(world: World) -> None:
-    request = world.begin("a", prompt(1, 2, 3))
-    assert request is not None
-    world.cache.cache_unfinished_req(request, prompt(1, 2, 3))
-    with pytest.raises(InvalidInput):
-        world.cache.cache_unfinished_req(request, prompt(1))
-    world.cache.cache_finished_req(request, prompt(1, 2, 3))
-
-
 def test_a_key_that_goes_on_otherwise_than_what_was_shared_is_refused(world: World) -> None:
     request = world.begin("a", prompt(1, 2, 3).head(9))
     assert request is not None and world.cache.extend(request, 16)
@@ -252,31 +243,6 @@ def test_a_copy_that_cannot_be_started_ends_service_with_a_typed_error(direction
     assert not world.cache.prefetch_from_storage("d", prompt(1, 2, 3, 4, 5, 6, 7))
     assert backend.usage().pages == 3, "nothing is stored once the device cannot be trusted"
     world.close()
-
-
-def test_an_ended_request_cannot_be_used_again(world: World) -> None:
-    request = world.begin("a", prompt(1, 2, 3))
-    assert request is not None
-    world.cache.cache_finished_req(request, prompt(1, 2, 3))
-    for use in (
-        lambda: world.cache.cache_finished_req(request, None),
-        lambda: world.cache.cache_unfinished_req(request, prompt(1, 2, 3)),
-        lambda: world.cache.extend(request, 100),
-    ):
-        with pytest.raises(InvalidInput, match="ended"):
-            use()
-    world.cache.check()
-
-
-def test_a_key_that_is_not_the_requests_own_is_refused_and_changes_nothing(world: World) -> None:
-    request = world.begin("a", prompt(1, 2, 3))
-    assert request is not None
-    world.cache.cache_unfinished_req(request, prompt(1, 2, 3))
-    for key in (prompt(1, 9, 3), prompt(1, 2, 3, salt="tenant"), prompt(1, 2, 3, 4, 5, 6, 7)):
-        with pytest.raises(InvalidInput):
-            world.cache.cache_unfinished_req(request, key)
-        world.cache.check()
-    world.cache.cache_finished_req(request, prompt(1, 2, 3))
 
 
 def test_a_loan_that_cannot_be_met_evicts_nothing() -> None:

@@ -80,23 +80,6 @@ def test_a_full_l1_refuses_and_changes_nothing() -> None:
     assert cache.statistics().skipped["no_device_room"] == 2
 
 
-def test_a_priority_that_is_no_number_is_refused_as_in_every_cache() -> None:
-    cache = chunk_cache()
-    with pytest.raises(InvalidInput, match="priority"):
-        cache.begin_request("a", prompt(1), priority="high")  # type: ignore[arg-type]
-    cache.check()
-
-
-def test_keys_that_a_request_cannot_have_computed_are_refused() -> None:
-    cache = chunk_cache()
-    request = begin(cache, prompt(1))
-    for key in (prompt(1, 2, 3), prompt(1, salt="other")):
-        with pytest.raises(InvalidInput, match=r"not that of the request|pages of tokens"):
-            cache.cache_finished_req(request, key)
-    assert not request.ended
-    cache.check()
-
-
 def test_a_closed_cache_begins_nothing() -> None:
     with chunk_cache() as cache:
         assert cache.drain(0) and not cache.poll()

@@ -59,15 +59,6 @@ def test_after_an_update_no_tier_knows_the_old_pages() -> None:
     world.close()
 
 
-def test_both_pools_are_empty_at_once() -> None:
-    world = World()
-    world.serve("a", KEY)
-    world.settle()
-    world.cache.update_weights(1)
-    assert world.device.allocator.used_pages == world.host.allocator.used_pages == 0
-    world.close()
-
-
 def test_a_running_request_keeps_its_pages_and_shares_none() -> None:
     world = World()
     world.serve("a", prompt(1, 2))
@@ -127,18 +118,6 @@ def test_a_prefetch_under_way_shows_nothing() -> None:
     assert second.host.allocator.used_pages == 0
     second.close()
     first.close()
-
-
-def test_an_epoch_that_is_not_newer_is_refused_and_changes_nothing() -> None:
-    world = World()
-    world.serve("a", KEY)
-    world.cache.update_weights(3)
-    world.serve("b", KEY)
-    for epoch in (3, 2):
-        with pytest.raises(InvalidInput, match="not above"):
-            world.cache.update_weights(epoch)
-    assert len(world.cache.match_prefix(KEY).device_pages) == 3
-    world.close()
 
 
 def test_storage_that_cannot_be_opened_anew_refuses_the_update() -> None:

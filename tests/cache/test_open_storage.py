@@ -11,7 +11,7 @@ import pytest
 from hicache import open_storage
 from hicache.backends.testing import soon
 from hicache.cache import HiRadixCache, create_cache
-from hicache.errors import ConfigError, InvalidInput, NotOurs
+from hicache.errors import ConfigError, InvalidInput
 from hicache.geometry import KVGeometry, PageShape, Piece
 from hicache.keys import Namespace, RadixKey, page_keys
 
@@ -75,9 +75,3 @@ def test_arguments_of_another_type_are_refused(bad: Any) -> None:
         open_storage(bad, NAMESPACE)
     with pytest.raises(InvalidInput, match="pass a Namespace"):
         open_storage(config(), bad)
-
-
-def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a page")
-    with pytest.raises(NotOurs):
-        open_storage(config(storage=file_storage(tmp_path)), NAMESPACE)

@@ -6,7 +6,6 @@ import pytest
 
 from hicache.cache import Eviction
 from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
-from hicache.errors import ConfigError, InvalidInput
 from hicache.keys import RadixKey
 from tests.cache.world import World, memory_backend, prompt
 
@@ -29,31 +28,19 @@ def world(
     )
 
 
-def test_write_through_copies_a_page_when_it_is_computed() -> None:
-    w = world("write_through")
-    w.serve("a", prompt(1, 2))
-    w.settle()
-    assert w.cache.tree.host_pages == 2
-    w.close()
-
-
-def test_selective_copies_a_page_when_the_second_request_uses_it() -> None:
-    w = world("write_through_selective")
-    w.serve("a", prompt(1, 2, 3))
-    w.settle()
-    assert w.cache.tree.host_pages == 0
-    w.serve("b", prompt(1, 2, 4))
-    w.settle()
-    assert w.cache.tree.host_pages == 2
-    w.close()
-
-
-def test_selective_waits_for_as_many_requests_as_configured() -> None:
-    w = world("write_through_selective", selective_hits=3)
-    for count, expected in ((1, 0), (2, 0), (3, 2)):
-        w.serve(f"r{count}", prompt(1, 2))
+@pytest.mark.parametrize(
+    ("policy", "selective_hits", "expected"),
+    [("write_through", 2, (2, 3, 4)), ("write_through_selective", 2, (0, 1, 1)),
+     ("write_through_selective", 3, (0, 0, 1))],
+)  # fmt: skip
+def test_a_page_is_copied_once_as_many_requests_have_used_it_as_the_policy_says(
+    policy: str, selective_hits: int, expected: tuple[int, ...]
+) -> None:
+    w = world(policy, selective_hits=selective_hits)
+    for count, pages in enumerate(expected, 1):
+        w.serve(f"r{count}", prompt(1, count + 1))
         w.settle()
-        assert w.cache.tree.host_pages == expected
+        assert w.cache.tree.host_pages == pages
     w.close()
 
 
@@ -212,11 +199,6 @@ def test_a_higher_priority_keeps_the_whole_prefix_longer() -> None:
     w.close()
 
 
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ConfigError, match="lru"):
-        World(config=HiCacheConfig(eviction_policy="newest"))
-
-
 def test_bigram_keys_share_what_pairs_agree_on() -> None:
     """Four pairs a page: the page that ends before a differing token is not shared, since its last pair differs."""
     w = World(position_bytes=8)
@@ -229,11 +211,4 @@ def test_bigram_keys_share_what_pairs_agree_on() -> None:
     again = w.begin("b", first)
     assert again is not None and again.device_hit_tokens == 8
     w.cache.cache_finished_req(again, None)
-    w.close()
-
-
-def test_a_plain_key_is_refused_by_a_bigram_cache() -> None:
-    w = World(position_bytes=8)
-    with pytest.raises(InvalidInput, match="bigram"):
-        w.cache.begin_request("a", prompt(1))
     w.close()

@@ -184,17 +184,6 @@ def test_a_detach_while_a_store_is_being_opened_leaves_none_open() -> None:
     world.close()
 
 
-def test_a_store_that_cannot_be_opened_is_tried_again() -> None:
-    server = Server()
-    world = world_of(server)
-    server.down = True
-    world.cache.storage.attach()
-    world.until(lambda: world.cache.statistics().controller.open_failures > 0)
-    server.down = False
-    until_open(world)
-    world.close()
-
-
 def test_a_bad_opener_is_refused_before_the_store_is_detached() -> None:
     server = Server()
     world = world_of(server)
@@ -249,9 +238,9 @@ def test_a_cache_is_not_built_with_something_that_cannot_be_called(opener: Any) 
 def test_new_weights_of_an_impossible_epoch_leave_the_store_open() -> None:
     server = Server()
     world = world_of(server)
-    for epoch in (float("nan"), float("inf"), 1.5, 2**64, True):
+    for epoch in (0, 2**64):
         with pytest.raises(InvalidInput, match="weights epoch"):
-            world.cache.update_weights(epoch)  # type: ignore[arg-type]
+            world.cache.update_weights(epoch)
     world.cache.update_weights(2**64 - 1)
     until_open(world)
     world.serve("a", KEY)
