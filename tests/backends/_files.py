@@ -157,7 +157,6 @@ class Faulty(System):
 
 
 def _wrap(name: str) -> Callable[..., Any]:
-    real = getattr(System, name)
 
     def call(self: Faulty, *args: Any, **kwargs: Any) -> Any:
         if self.armed:
@@ -166,7 +165,7 @@ def _wrap(name: str) -> Callable[..., Any]:
             result = self.before(name, number, args)
             if result is not None:
                 return result
-        return real(self, *args, **kwargs)
+        return getattr(super(Faulty, self), name)(*args, **kwargs)
 
     return call
 

@@ -51,22 +51,6 @@ class TestFileRaw(RawContract):
         return lambda: open_raw(path=tmp_path / "store")
 
 
-def test_looking_changes_nothing(tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    store = open_file(root)
-    store_chain(store, KEYS)
-    store.backend.close()
-    before = _snapshot(root)
-    raw = open_raw(path=root)
-    assert len([raw.read(page, PAGE) for page in raw.pages()]) == 6
-    raw.close()
-    assert _snapshot(root) == before
-
-
-def _snapshot(root: Path) -> dict[str, tuple[int, int]]:
-    return {str(path): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in root.rglob("*")}
-
-
 def test_the_capacity_is_kept_by_dropping_the_oldest_tail(tmp_path: Path) -> None:
     root = tmp_path / "store"
     store = open_file(root, capacity=4 * PAGE)

@@ -232,8 +232,9 @@ def test_purge_asks_first_and_takes_no_for_an_answer(store: Store, answer: str) 
     assert store.pages() == PAGES
 
 
-def test_purge_without_a_terminal_to_ask_on_says_what_to_pass(store: Store) -> None:
-    result = invoke("purge", store.root)
+@pytest.mark.parametrize("command", [["purge"], ["trim", "--to", "0"]])
+def test_removing_without_a_terminal_to_ask_on_says_what_to_pass(store: Store, command: list[str]) -> None:
+    result = invoke(command[0], store.root, *command[1:])
     assert result.exit_code == 2 and "pass --yes" in result.stderr
     assert store.pages() == PAGES
 

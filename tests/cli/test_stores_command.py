@@ -14,7 +14,7 @@ import yaml
 
 from hicache.backends.file import FileBackend
 from hicache.backends.registry import open_backend
-from hicache.backends.testing import HIT, MISS, STORED, Store, exists, load, make_keys, store_chain
+from hicache.backends.testing import HIT, STORED, Store, exists, load, make_keys, store_chain
 from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
 from tests.backends._files import open_raw
@@ -304,11 +304,6 @@ def test_trim_takes_the_tails_of_the_oldest_chains(stores: Stores) -> None:
     assert invoke("trim", stores.root("a"), "--to", "1GiB", "--yes").stdout.startswith("removed 0 pages")
 
 
-def test_trim_without_a_terminal_to_ask_on_says_what_to_pass(stores: Stores) -> None:
-    result = invoke("trim", stores.root("a"), "--to", "0")
-    assert result.exit_code == 2 and "pass --yes" in result.stderr
-
-
 def test_purge_of_an_epoch_takes_its_namespaces_alone(stores: Stores) -> None:
     assert invoke("purge", stores.root("a"), "--epoch", "3", "--dry-run").stdout == "to remove: 6 pages, 24.0 KiB\n"
     assert invoke("purge", stores.root("a"), "--epoch", "3", "--yes").stdout == "removed 6 pages, 24.0 KiB\n"
@@ -349,10 +344,3 @@ def test_looking_changes_nothing(stores: Stores) -> None:
         name, *options = command.split()
         assert invoke(name, stores.root("a"), *options).exit_code == 0
     assert {str(path): path.lstat().st_mtime_ns for path in stores.root("a").rglob("*")} == before
-
-
-def test_a_lookup_after_a_trim_ends_at_the_first_hole(stores: Stores) -> None:
-    invoke("trim", stores.root("a"), "--to", str(6 * PAGE), "--yes")
-    store = stores.open("a", OLD)
-    assert load(store, KEYS) == [HIT, HIT, MISS, MISS]
-    store.backend.close()

@@ -65,6 +65,17 @@ class System:
     NotADirectoryError, and the target of a link is not touched. The operating system follows a path without `dir_fd`.
     """
 
+    # By descriptor: as they are, without a frame of Python around each.
+    close = staticmethod(os.close)
+    fstat = staticmethod(os.fstat)
+    preadv = staticmethod(os.preadv)
+    pwritev = staticmethod(os.pwritev)
+    fdatasync = staticmethod(os.fdatasync)
+    flock = staticmethod(fcntl.flock)
+
+    def listdir(self, fd: int) -> list[str]:
+        return os.listdir(fd)
+
     def step(self, name: str, *, dir_fd: int | None = None) -> int:
         """Open a directory to look up names in it; follow no link."""
         return os.open(name, _STEP_FLAGS, dir_fd=dir_fd)
@@ -88,12 +99,6 @@ class System:
     def open(self, path: str, flags: int, mode: int = FILE_MODE, *, dir_fd: int | None = None) -> int:
         return self._walk(path, dir_fd, lambda name, fd: os.open(name, flags, mode, dir_fd=fd))
 
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
-    def fstat(self, fd: int) -> os.stat_result:
-        return os.fstat(fd)
-
     def lstat(self, path: str, *, dir_fd: int | None = None) -> os.stat_result:
         return self._walk(path, dir_fd, lambda name, fd: os.stat(name, dir_fd=fd, follow_symlinks=False))
 
@@ -114,15 +119,6 @@ class System:
         """Return the target of the link that `fd` is."""
         return os.readlink("", dir_fd=fd)
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return os.preadv(fd, buffers, offset)
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return os.pwritev(fd, buffers, offset)
-
-    def fdatasync(self, fd: int) -> None:
-        os.fdatasync(fd)
-
     def rename(self, source: str, target: str, *, dir_fd: int) -> None:
         self._walk(source, dir_fd, lambda old, old_fd: self._walk(
             target, dir_fd, lambda new, new_fd: os.rename(old, new, src_dir_fd=old_fd, dst_dir_fd=new_fd)
@@ -137,14 +133,8 @@ class System:
     def rmdir(self, path: str, *, dir_fd: int) -> None:
         self._walk(path, dir_fd, lambda name, fd: os.rmdir(name, dir_fd=fd))
 
-    def listdir(self, fd: int) -> list[str]:
-        return os.listdir(fd)
-
     def statvfs(self, fd: int) -> os.statvfs_result:
         return os.statvfs(fd)
-
-    def flock(self, fd: int, operation: int) -> None:
-        fcntl.flock(fd, operation)
 
 
 def is_hex(name: str, digits: int) -> bool:
