@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from ...background import BackgroundTask
+from ...backoff import Backoff
 from ..errors import ErrorKind, StoreError
 
 T = TypeVar("T")
@@ -28,7 +29,8 @@ class Refreshed(Generic[T]):
     """
 
     def __init__(self, name: str, load: Callable[[], T], age_max_s: float) -> None:
-        self._task = BackgroundTask(f"s3-{name}", self._run, linger_s=0.0, on_error=self._fail)
+        never = Backoff(math.inf, math.inf)  # who asks next has it done again
+        self._task = BackgroundTask(f"s3-{name}", self._run, backoff=never, linger_s=0.0, on_error=self._fail)
         self._name = name
         self._load = load
         self._age_max_s = age_max_s
@@ -55,7 +57,7 @@ class Refreshed(Generic[T]):
             if self._loading or self._failure is None:
                 raise StoreError(ErrorKind.TIMEOUT, f"{self._name} takes too long")
             failure = self._failure
-            raise StoreError(failure.kind, str(failure))
+            raise StoreError(failure.kind, failure.detail)
 
     def expire(self) -> None:
         """Have the value loaded again when it is asked for next; it stays in use until then."""
