@@ -196,13 +196,16 @@ def _resolve(type_name: str, options: Options) -> tuple[Factory, Options, object
         capacity_bytes = cast(Mapping[str, object], options)[_CAPACITY]
     elif type_name in _LIMITED:
         capacity_bytes = cast(Any, checked).capacity
+    keywords = _keywords(factory, checked)
     try:
-        inspect.signature(factory).bind(None, **_keywords(factory, checked))
+        inspect.signature(factory).bind(None, **keywords)
     except ValueError:
         pass  # an extension type without a signature says itself which options it does not take
     except TypeError as error:
-        names = [name for name in inspect.signature(factory).parameters if name not in ("codec", "self")]
-        raise ConfigError(f"backend {type_name}: {error}; it takes {', '.join(names) or 'none'}") from error
+        names = list(inspect.signature(factory).parameters)[1:]  # the first one is the codec
+        near = [found for name in keywords if name not in names for found in difflib.get_close_matches(name, names, 1)]
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names) or 'none'}"
+        raise ConfigError(f"backend {type_name}: {error}; {hint}") from error
     for part in part_specs(type_name, checked):
         try:
             check_backend(part.backend.type, part.backend.options)

@@ -19,7 +19,7 @@ from hicache.config.guard import GuardConfig
 from hicache.devservers import MooncakeMaster
 from hicache.errors import BackendError
 from hicache.frame import PageBuffer
-from tests.backends._mooncake import open_backend
+from tests.backends.mooncake.store import open_backend
 from tests.cache.world import LastingBackend, World, codec, prompt
 
 KEY = prompt(1, 2, 3)

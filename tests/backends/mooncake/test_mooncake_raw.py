@@ -28,28 +28,8 @@ from hicache.config import MooncakeStorageOptions
 from hicache.devservers import MooncakeMaster
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.units import MIB
-from tests.backends._mooncake import CODEC, LEASE_MS, SideDoor, open_backend, options_for
 
-
-@pytest.fixture(scope="module")
-def master() -> Iterator[MooncakeMaster]:
-    with MooncakeMaster(lease_ms=LEASE_MS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def door(master: MooncakeMaster) -> Iterator[SideDoor]:
-    door = SideDoor(master)
-    yield door
-    door.close()
-
-
-@pytest.fixture(scope="module")
-def here(master: MooncakeMaster) -> Iterator[MooncakeBackend]:
-    """Keeps the client of this process, which takes a second to leave a store."""
-    backend = open_backend(master)
-    yield backend
-    backend.close()
+from .store import CODEC, SideDoor, open_backend, options_for
 
 
 @pytest.fixture(scope="module")

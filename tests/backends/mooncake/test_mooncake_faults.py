@@ -36,9 +36,10 @@ from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
 from hicache.devservers.ports import free_ports
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.units import MIB
-from tests.backends._mooncake import CODEC, LEASE_MS, SEGMENT_BYTES, Memory, open_backend, options_for
 from tests.test_supervised import no_threads
 from tests.waiting import wait_for
+
+from .store import CODEC, LEASE_MS, SEGMENT_BYTES, Memory, open_backend, options_for
 
 T = TypeVar("T")
 # A daemon that hangs has the library wait for 30 s; a verb with a deadline of half a second does not.
@@ -245,7 +246,7 @@ def test_the_raw_store_says_that_the_master_is_gone(master: MooncakeMaster) -> N
 
 
 def test_a_process_that_has_closed_its_backend_listens_on_nothing(master: MooncakeMaster, repository: Path) -> None:
-    child = Path(__file__).with_name("_mooncake_child.py")
+    child = Path(__file__).with_name("child.py")
     done = subprocess.run(
         [sys.executable, str(child), master.address], cwd=repository, env={"PYTHONPATH": str(repository)},
         capture_output=True, text=True, timeout=60, check=False,

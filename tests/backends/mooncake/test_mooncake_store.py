@@ -37,32 +37,12 @@ from hicache.devservers import MooncakeMaster
 from hicache.errors import BackendError, BackendUnavailable, ConfigError, InvalidInput
 from hicache.frame import HEADER_BYTES, FrameCodec, PageView
 from hicache.units import MIB
-from tests.backends._mooncake import CODEC, LEASE_MS, Memory, SideDoor, open_backend, options_for
 from tests.waiting import wait_for
+
+from .store import CODEC, LEASE_MS, Memory, SideDoor, open_backend, options_for
 
 REJECTED = SetOutcome.REJECTED
 LARGE = FrameCodec(NAMESPACE, MIB - HEADER_BYTES)
-
-
-@pytest.fixture(scope="module")
-def master() -> Iterator[MooncakeMaster]:
-    with MooncakeMaster(lease_ms=LEASE_MS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def door(master: MooncakeMaster) -> Iterator[SideDoor]:
-    door = SideDoor(master)
-    yield door
-    door.close()
-
-
-@pytest.fixture(scope="module")
-def here(master: MooncakeMaster) -> Iterator[MooncakeBackend]:
-    """Keeps the client of this process, which takes a second to leave a store."""
-    backend = open_backend(master)
-    yield backend
-    backend.close()
 
 
 @pytest.fixture

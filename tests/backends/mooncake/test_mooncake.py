@@ -9,20 +9,8 @@ import pytest
 from hicache.backends.mooncake import MooncakeBackend
 from hicache.backends.testing import DAMAGES, BackendContract, OpenStore, Store, make_keys
 from hicache.devservers import MooncakeClientDaemon, MooncakeMaster
-from tests.backends._mooncake import LEASE_MS, SideDoor, open_backend
 
-
-@pytest.fixture(scope="module")
-def master() -> Iterator[MooncakeMaster]:
-    with MooncakeMaster(lease_ms=LEASE_MS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def door(master: MooncakeMaster) -> Iterator[SideDoor]:
-    door = SideDoor(master)
-    yield door
-    door.close()
+from .store import SideDoor, open_backend
 
 
 class _MooncakeContract(BackendContract):
@@ -35,14 +23,6 @@ class _MooncakeContract(BackendContract):
         assert isinstance(store.backend, MooncakeBackend)
         assert door.client.put(door.name(store.backend, make_keys(1)[0]), b"") != 0
         assert store.backend.usage().pages == 0
-
-
-@pytest.fixture(scope="module")
-def here(master: MooncakeMaster) -> Iterator[MooncakeBackend]:
-    """Keeps the client of this process, which takes a second to leave a store."""
-    backend = open_backend(master)
-    yield backend
-    backend.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,33 @@
+"""A master that the tests of a module share, a side door to its store, and a backend that keeps this process in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hicache.backends.mooncake import MooncakeBackend
+from hicache.devservers import MooncakeMaster
+
+from .store import LEASE_MS, SideDoor, open_backend
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[MooncakeMaster]:
+    with MooncakeMaster(lease_ms=LEASE_MS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def door(master: MooncakeMaster) -> Iterator[SideDoor]:
+    door = SideDoor(master)
+    yield door
+    door.close()
+
+
+@pytest.fixture(scope="module")
+def here(master: MooncakeMaster) -> Iterator[MooncakeBackend]:
+    """Keeps the client of this process, which takes a second to leave a store."""
+    backend = open_backend(master)
+    yield backend
+    backend.close()
