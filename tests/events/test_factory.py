@@ -27,14 +27,10 @@ def private_file(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_without_an_endpoint_nothing_is_published() -> None:
-    assert create_publisher(EventsConfig(), EventStream(1)) is None
-
-
 def test_the_section_becomes_a_publisher() -> None:
     loopback = "tcp://127.0.0.1:*"
-    section = config(endpoint=loopback, replay_endpoint=loopback, token_ids=False)
-    publisher = create_publisher(section, EventStream(1))
+    assert create_publisher(config(), EventStream(1)) is None
+    publisher = create_publisher(config(endpoint=loopback, replay_endpoint=loopback), EventStream(1))
     assert publisher is not None and publisher.replay_endpoint is not None
     with publisher:
         assert publisher.endpoint.startswith("tcp://127.0.0.1:") and publisher.statistics().alive

@@ -112,13 +112,17 @@ def test_lost_messages_are_fetched_by_replay() -> None:
         assert follower.statistics().losses == 0 and stream.statistics().snapshots == 0
 
 
-def test_who_missed_more_than_is_kept_starts_over_from_a_snapshot() -> None:
-    stream = EventStream(LARGE_BYTES)
+@pytest.mark.parametrize(
+    ("capacity_bytes", "options"), [(LARGE_BYTES, {"replay_buffer": 1, "snapshot_interval": 0.01}), (1, {})],
+    ids=["a subscriber missed more than is kept", "the stream overflows"],
+)  # fmt: skip
+def test_a_follower_starts_over_from_a_snapshot_when(capacity_bytes: int, options: dict[str, Any]) -> None:
+    stream = EventStream(capacity_bytes)
     machine = RecordedMachine(4, rng(1), stream)
-    with published(stream, replay_buffer=1, snapshot_interval=0.01) as publisher:
-        for _ in range(100):
+    with published(stream, **options) as publisher:
+        wait_for(lambda: publisher.statistics().batches > 0)
+        while stream.statistics().events < 100 or (capacity_bytes == 1 and publisher.statistics().gaps == 0):
             machine.step()
-        wait_for(lambda: publisher.statistics().events > stream.statistics().events)
         with follower_of(publisher, timeout_s=0.2) as follower:
 
             def scheduler_and_follower() -> None:
@@ -143,21 +147,6 @@ def test_snapshots_that_subscribers_cause_are_not_more_frequent_than_configured(
 
             wait_for(lambda: publisher.statistics().replays > 10, scheduler_and_follower)
             assert stream.statistics().snapshots == 1
-
-
-def test_a_stream_that_overflows_is_published_as_a_snapshot() -> None:
-    stream = EventStream(1)
-    machine = RecordedMachine(4, rng(2), stream)
-    with published(stream) as publisher, follower_of(publisher) as follower:
-
-        def scheduler_and_follower() -> None:
-            machine.recorder.poll(machine.tree)
-            follower.poll(0.01)
-
-        while publisher.statistics().gaps == 0:
-            machine.step()
-        wait_for(lambda: holds(follower, machine), scheduler_and_follower)
-        assert stream.statistics().snapshots >= 1
 
 
 def test_another_publisher_at_the_same_address_replaces_what_was_known(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.cache.recorder import EventRecorder, snapshot
+from hicache.cache.recorder import EventRecorder
 from hicache.errors import InvariantError
 from hicache.events import Cleared, Event, EventStream, Medium, PrefixIndex, Removed, Stored
 from hicache.keys import RadixKey, page_keys, token_bytes
@@ -52,18 +52,6 @@ def test_a_reader_that_falls_behind_meets_a_gap_and_equals_the_tree_again_after_
         index.check()
         assert reader.in_sync and pages_of_index(index) == pages_of_tree(machine.tree)
     assert reader.gaps == stream.statistics().snapshots > 0
-
-
-@pytest.mark.parametrize("seed", seeds(15))
-def test_a_snapshot_alone_makes_an_empty_index_equal_to_the_tree(seed: int) -> None:
-    machine = RecordedMachine(4, rng(seed), EventStream(LARGE_BYTES))
-    for _ in range(STEPS):
-        machine.step()
-    index = PrefixIndex()
-    index.lose()
-    index.apply([Cleared(), *snapshot(machine.tree)])
-    index.check()
-    assert pages_of_index(index) == pages_of_tree(machine.tree)
 
 
 def everything(stream: EventStream) -> tuple[Event, ...]:
@@ -144,13 +132,6 @@ def test_an_index_out_of_sync_is_empty_and_ignores_events_until_it_is_started_ov
     assert len(index) == 1 and index.in_sync
 
 
-def test_bigrams_have_eight_bytes_a_position() -> None:
-    pairs = token_bytes([1, 2, 2, 3, 3, 4, 4, 5])
-    event = Stored(Medium.DEVICE, tuple(page_keys(pairs, 4)), None, b"", pairs, 2)
-    assert event.position_bytes == 8 and len(event.keys) == 2
-    followed(event).check()
-
-
 def filled_tree(tokens: int = 64) -> tuple[EventStream, RadixTree, RadixKey]:
     stream = EventStream(LARGE_BYTES)
     tree = RadixTree(16, POLICIES["lru"], observer=EventRecorder(stream))
@@ -161,21 +142,15 @@ def filled_tree(tokens: int = 64) -> tuple[EventStream, RadixTree, RadixKey]:
     return stream, tree, key
 
 
-def test_a_stored_event_lets_its_keys_be_computed_again() -> None:
-    stream, tree, key = filled_tree()
-    (event,) = everything(stream)
-    assert isinstance(event, Stored)
-    assert event.keys == tuple(page_keys(event.tokens, tree.page_size, event.seed))
-    assert (event.medium, event.parent, event.seed, event.position_bytes) == (Medium.DEVICE, None, key.seed, 4)
-
-
-def test_a_run_behind_another_names_its_parent_and_no_seed() -> None:
+def test_the_events_of_a_run_and_of_one_behind_it_let_their_keys_be_computed_again() -> None:
     stream, tree, key = filled_tree(32)
     pages = PageAllocator(100, first=50).alloc(3)
     assert pages is not None
     tree.insert(key.extended(range(100, 116)), pages)
     first, second = everything(stream)
     assert isinstance(first, Stored) and isinstance(second, Stored)
+    assert (first.medium, first.parent, first.seed, first.position_bytes) == (Medium.DEVICE, None, key.seed, 4)
+    assert first.keys == tuple(page_keys(first.tokens, 16, first.seed))
     assert (second.parent, second.seed) == (first.keys[-1], b"")
     assert second.keys == tuple(page_keys(second.tokens, 16, first.keys[-1]))
 

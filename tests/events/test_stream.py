@@ -20,23 +20,16 @@ SIZE = removed(0).size_bytes
 STORED = Stored(Medium.DEVICE, (bytes(32),), None, b"", bytes(16), 4)
 
 
-def test_what_was_put_is_drained_in_order_and_in_batches() -> None:
-    stream = EventStream(100 * SIZE)
-    reader = stream.subscribe()
-    for number in range(5):
-        stream.put(removed(number))
-    assert [reader.drain(3) for _ in range(3)] == [tuple(map(removed, range(3))), (removed(3), removed(4)), ()]
-
-
-def test_readers_go_at_their_own_pace_and_a_late_one_gets_what_is_kept() -> None:
+def test_readers_get_what_is_kept_in_order_and_at_their_own_pace() -> None:
     stream = EventStream(100 * SIZE)
     first = stream.subscribe()
-    stream.put(removed(0))
-    assert first.drain(9) == (removed(0),)
+    for number in range(5):
+        stream.put(removed(number))
+    assert [first.drain(3) for _ in range(3)] == [tuple(map(removed, range(3))), (removed(3), removed(4)), ()]
     late = stream.subscribe()
-    stream.put(removed(1))
-    assert late.drain(9) == (removed(0), removed(1))
-    assert first.drain(9) == (removed(1),)
+    stream.put(removed(5))
+    assert late.drain(9) == tuple(map(removed, range(6)))
+    assert first.drain(9) == (removed(5),)
 
 
 def test_over_its_capacity_the_oldest_are_dropped_and_counted() -> None:
@@ -48,62 +41,41 @@ def test_over_its_capacity_the_oldest_are_dropped_and_counted() -> None:
     assert (state.events, state.dropped, state.held_events, state.held_bytes) == (10, 7, 3, 3 * SIZE)
 
 
-def test_an_event_larger_than_the_capacity_is_kept_alone() -> None:
+def test_an_event_larger_than_the_capacity_is_kept_alone_and_a_capacity_of_nothing_refused() -> None:
     stream = EventStream(1)
     for number in range(3):
         stream.put(removed(number))
         stream.check()
     assert stream.statistics().held_events == 1
+    with pytest.raises(InvalidInput, match="holds nothing"):
+        EventStream(0)
 
 
 def test_a_gap_clears_and_nothing_follows_it_but_a_snapshot() -> None:
     stream = EventStream(3 * SIZE)
     reader = stream.subscribe()
-    for number in range(10):
-        stream.put(removed(number))
-    assert reader.drain(5) == (Cleared(),)
-    assert (stream.snapshot_wanted, reader.gaps, reader.in_sync) == (True, 1, False)
-    assert reader.drain(5) == ()
-    stream.put_snapshot([STORED])
-    stream.put(removed(10))
-    assert stream.statistics().snapshots == 1
-    assert (reader.drain(5), reader.in_sync) == ((Cleared(), STORED), True)
-    assert reader.drain(5) == (removed(10),)
+    for gaps in (1, 2):
+        for number in range(10):
+            stream.put(removed(number))
+        assert reader.drain(5) == (Cleared(),)
+        assert (stream.snapshot_wanted, reader.gaps, reader.in_sync) == (True, gaps, False)
+        assert reader.drain(5) == ()
+        stream.put_snapshot([STORED])
+        stream.put(removed(10))
+        assert stream.statistics().snapshots == gaps
+        assert (reader.drain(5), reader.in_sync) == ((Cleared(), STORED), True)
+        assert reader.drain(5) == (removed(10),)
 
 
-def test_a_snapshot_goes_only_to_those_who_asked() -> None:
+def test_a_snapshot_goes_only_to_those_who_asked_and_a_closed_reader_is_forgotten() -> None:
     stream = EventStream(100 * SIZE)
     asks, follows = stream.subscribe(), stream.subscribe()
     asks.request_snapshot()
     stream.put_snapshot([STORED])
-    assert asks.drain(5) == (Cleared(), STORED)
-    assert follows.drain(5) == ()
-
-
-def test_a_reader_that_falls_behind_its_snapshot_meets_another_gap() -> None:
-    stream = EventStream(3 * SIZE)
-    reader = stream.subscribe()
-    for gaps in (1, 2):
-        for number in range(10):
-            stream.put(removed(number))
-        assert reader.drain(5) == (Cleared(),) and reader.gaps == gaps
-        stream.put_snapshot([STORED])
-        for number in range(10):
-            stream.put(removed(number))
-        assert reader.drain(5) == (Cleared(), STORED)
-
-
-def test_a_closed_reader_is_forgotten() -> None:
-    stream = EventStream(SIZE)
-    reader = stream.subscribe()
-    reader.close()
-    reader.close()
-    assert stream.statistics().readers == 0
-
-
-def test_a_capacity_of_nothing_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="holds nothing"):
-        EventStream(0)
+    assert (asks.drain(5), follows.drain(5)) == ((Cleared(), STORED), ())
+    asks.close()
+    asks.close()
+    assert stream.statistics().readers == 1
 
 
 @pytest.mark.parametrize("damage", ["hole", "sum", "capacity"])
