@@ -295,11 +295,6 @@ def test_what_cannot_be_is_refused_with_its_reason(
     assert "test.yaml" in line or line.startswith("integrity and")
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        load_config(tmp_path / "none.yaml", environ={}, overrides={})
-
-
 def test_a_remote_address_for_metrics_needs_to_be_allowed(load: Load) -> None:
     assert load("metrics: {host: 192.0.2.1, allow_remote: true}").metrics.host == "192.0.2.1"
     assert load("metrics: {host: '::1'}").metrics.host == "::1"
@@ -358,12 +353,6 @@ def test_a_key_file_holds_raw_bytes_or_hexadecimal_digits(tmp_path: Path, conten
     assert config.integrity.keys() == (bytes.fromhex(HEX_KEY),)
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o602])
-def test_a_key_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
-    with pytest.raises(ConfigError, match="chmod 600"):
-        read_key_file(_key_file(tmp_path / "key", HEX_KEY.encode(), mode), "MAC key file")
-
-
 @pytest.mark.parametrize("content", [b"", b"short", HEX_KEY.encode()[:-1], b"g" * 64, b"\0" * 33, b"a" * 4096])
 def test_a_key_file_without_a_key_is_refused_and_not_quoted(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ConfigError, match="holds neither") as caught:
@@ -371,17 +360,10 @@ def test_a_key_file_without_a_key_is_refused_and_not_quoted(tmp_path: Path, cont
     assert len(content) < 4 or content.decode() not in str(caught.value)
 
 
-def test_a_key_file_that_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo", 0o600)
-    with pytest.raises(ConfigError, match="not a regular file"):
-        read_key_file(tmp_path / "fifo", "MAC key file")
-    with pytest.raises(ConfigError, match="not a regular file"):
-        read_key_file(tmp_path, "MAC key file")
-    with pytest.raises(ConfigError, match="No such file"):
-        read_key_file(tmp_path / "none", "MAC key file")
-
-
-def test_a_key_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_key_file_that_others_may_use_or_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    for mode in (0o640, 0o604, 0o660, 0o644, 0o602):
+        with pytest.raises(ConfigError, match="chmod 600"):
+            read_key_file(_key_file(tmp_path / "key", HEX_KEY.encode(), mode), "MAC key file")
     path = _key_file(tmp_path / "key", HEX_KEY.encode())
     if os.geteuid() != 0:
         assert read_key_file(path, "MAC key file")  # only root can give files away

@@ -7,7 +7,6 @@ import re
 import urllib.request
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from hicache.backends.guard import (
     LatencyStatistics,
     LeafStatistics,
     Override,
-    Verb,
     leaf_statistics,
 )
 from hicache.backends.memory import MemoryBackend
@@ -34,7 +32,7 @@ from hicache.cache import BreakEven, Decision, Rates, Route
 from hicache.cache.statistics import CacheStatistics
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
-from hicache.events import EventStream, PublisherStatistics
+from hicache.events import PublisherStatistics
 from hicache.frame import FrameCodec
 from hicache.metrics import (
     CACHE_METRICS,
@@ -179,18 +177,11 @@ def test_a_scrape_shows_the_copies_of_compositions_by_the_part_they_go_to() -> N
 
 def test_a_histogram_is_exported_with_its_bounds_cumulated() -> None:
     latency = LatencyStatistics((3, 0, 2, *(0 for _ in BOUNDS_S[3:]), 1), 31.5)
-    guard = GuardedBackend(MemoryBackend(codec()), name="near")
-    with closing(guard):
-        (leaf,) = leaf_statistics(guard)
-    assert leaf.guard is not None
-    guarded = dataclasses.replace(leaf.guard, latency=dict.fromkeys(Verb, latency))
-    found = found_in(Stores(dataclasses.replace(leaf, guard=guarded)))
-    name, labels = "hicache_backend_call_seconds", (("backend", "near"), ("verb", "get"))
-    buckets = {dict(key[1])["le"]: value for key, value in found.items()
-               if key[0] == f"{name}_bucket" and ("verb", "get") in key[1]}  # fmt: skip
-    assert len(buckets) == len(BOUNDS_S) + 1
-    assert [buckets[bound] for bound in ("0.0001", "0.0002", "0.0004", "0.0008", "+Inf")] == [3, 3, 5, 5, 6]
-    assert (found[f"{name}_sum", labels], found[f"{name}_count", labels]) == (31.5, 6)
+    spec: MetricSpec[Any] = MetricSpec("wait_seconds", "Help.", (), lambda snapshot: snapshot)
+    *buckets, count, total = spec.collect([((), latency)]).samples
+    assert [sample.labels["le"] for sample in buckets] == [*(f"{bound:.6g}" for bound in BOUNDS_S), "+Inf"]
+    assert [sample.value for sample in buckets] == [3, 3, *(5 for _ in BOUNDS_S[2:]), 6]
+    assert (count.value, total.value) == (6, 31.5)
 
 
 def test_every_scrape_takes_one_new_snapshot_and_registering_takes_none() -> None:
@@ -245,26 +236,12 @@ def test_the_help_of_decisions_names_all_that_refuse() -> None:
     assert f"(or not: {refused})" in texts["break_even_decisions_total"]
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """A publisher that has only its counters."""
-
-    counters: PublisherStatistics
-
-    def close(self, timeout_s: float) -> None:
-        """Nothing runs."""
-
-    def statistics(self) -> PublisherStatistics:
-        return self.counters
-
-
 def test_a_scrape_shows_what_the_publisher_of_events_counts() -> None:
     counters = PublisherStatistics(
         alive=True, batches=9, events=90, slow=2, gaps=3, replays=5, refused=6, errors={"ZMQError": 8}
     )
     with closing(World()) as world:
-        world.cache.record_events(EventStream(1 << 20), Counters(counters))
-        found = shown(world)
+        found = found_in(CacheCollector(lambda: dataclasses.replace(world.cache.statistics(), publisher=counters)))
     assert found["hicache_event_publisher_alive", ()] == 1
     assert found["hicache_event_slow_batches_total", ()] == 2
     assert found["hicache_event_gaps_total", ()] == 3
