@@ -12,26 +12,28 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from ..errors import InvariantError
 from .types import Cleared, Event, Medium, Removed, Stored
 
 
-class _Page:
-    __slots__ = ("media", "parent", "seed", "tokens")
+@dataclass(slots=True)
+class IndexedPage:
+    """A page as events told it: the key of the page before it, or None and the seed where a prompt begins; its tokens
+    as in `Stored`, empty if withheld; the media that it is on."""
 
-    def __init__(self, parent: bytes | None, seed: bytes, tokens: bytes) -> None:
-        self.parent = parent
-        self.seed = seed
-        self.tokens = tokens
-        self.media: set[Medium] = set()
+    parent: bytes | None
+    seed: bytes
+    tokens: bytes
+    media: set[Medium] = field(default_factory=set)
 
 
 class PrefixIndex:
     """See the module's docstring. An index starts in sync with an empty tree. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._pages: dict[bytes, _Page] = {}
+        self._pages: dict[bytes, IndexedPage] = {}
         self._in_sync = True
         self._contradictions = 0
 
@@ -64,7 +66,7 @@ class PrefixIndex:
             page = self._pages.get(key)
             if page is None:
                 tokens = event.tokens[number * page_bytes : (number + 1) * page_bytes]
-                page = self._pages[key] = _Page(parent, event.seed if parent is None else b"", tokens)
+                page = self._pages[key] = IndexedPage(parent, event.seed if parent is None else b"", tokens)
             page.media.add(event.medium)
             parent = key
 
@@ -105,22 +107,9 @@ class PrefixIndex:
         """The keys of all pages on `medium`."""
         return {key for key, page in self._pages.items() if medium in page.media}
 
-    def media(self, key: bytes) -> frozenset[Medium]:
-        """Where a page is; empty if it is unknown."""
-        page = self._pages.get(key)
-        return frozenset() if page is None else frozenset(page.media)
-
-    def parent(self, key: bytes) -> bytes | None:
-        """The key of the page before `key`, None if that begins a prompt. Raises KeyError for an unknown page."""
-        return self._pages[key].parent
-
-    def seed(self, key: bytes) -> bytes:
-        """What the chain of a first page starts from, empty for all others. Raises KeyError for an unknown page."""
-        return self._pages[key].seed
-
-    def tokens(self, key: bytes) -> bytes:
-        """The tokens of a page as in `Stored`, empty if withheld. Raises KeyError for an unknown page."""
-        return self._pages[key].tokens
+    def page(self, key: bytes) -> IndexedPage:
+        """The page `key`; do not change it. Raises KeyError for an unknown page."""
+        return self._pages[key]
 
     def pages(self) -> Counter[Medium]:
         """How many pages are on each medium, counted over all pages."""

@@ -21,6 +21,8 @@ from .wire import decode_batch
 
 # A batch is some 256 KiB and at most a node of the tree more; a peer that sends larger messages is cut off.
 MESSAGE_BYTES_MAX = 64 << 20
+# Batches that are received and not yet polled; what comes beyond them is asked for again.
+QUEUED_BATCHES_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,8 @@ class FollowerStatistics:
 
 
 class EventFollower:
-    """Connects to the two endpoints of a publisher. Used by one thread; a context manager that closes.
-
-    `queued_batches_max` bounds what is received and not yet polled. Raises ConfigError for an endpoint that is not
-    valid.
+    """Connects to the two endpoints of a publisher. Used by one thread; a context manager that closes. Raises
+    ConfigError for an endpoint that is not valid.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class EventFollower:
         curve: ClientCurve | None = None,
         replay_timeout_s: float = 5.0,
         replay_interval_s: float = 5.0,
-        queued_batches_max: int = 1000,
     ) -> None:
         self.index = PrefixIndex()
         self.index.lose()  # what the publisher has is unknown until it says that it has nothing
@@ -74,7 +73,7 @@ class EventFollower:
         self._batches = self._replays = self._losses = self._refused = 0
         self._context = zmq.Context()
         try:
-            self._sub = self._connect(zmq.SUB, endpoint, curve, queued_batches_max)
+            self._sub = self._connect(zmq.SUB, endpoint, curve, QUEUED_BATCHES_MAX)
             self._sub.setsockopt(zmq.SUBSCRIBE, self._topic)
             # Large enough for a whole replay buffer: what does not fit would be dropped at the other side.
             self._dealer = self._connect(zmq.DEALER, replay_endpoint, curve, 0)

@@ -383,7 +383,7 @@ def test_a_publisher_without_token_ids_still_tells_what_is_where() -> None:
     with published(stream, token_ids=False) as publisher, follower_of(publisher) as follower:
         wait_for(lambda: len(follower.index) == 1, lambda: follower.poll(0.01))
         (key,) = stored(1).keys
-        assert follower.index.prefix_pages([key], Medium.DEVICE) == 1 and follower.index.tokens(key) == b""
+        assert follower.index.prefix_pages([key], Medium.DEVICE) == 1 and follower.index.page(key).tokens == b""
 
 
 # What a publisher keeps, and what it leaves behind if it cannot start

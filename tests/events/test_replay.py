@@ -118,7 +118,7 @@ def test_prefixes_are_found_per_medium() -> None:
     keys = page_keys(token_bytes(range(20)), 4)
     assert [index.prefix_pages(keys, medium) for medium in Medium] == [4, 2, 0]
     assert index.prefix_pages(keys[:3], Medium.DEVICE) == 3
-    assert index.media(keys[0]) == {Medium.DEVICE, Medium.HOST} and index.media(keys[4]) == frozenset()
+    assert index.page(keys[0]).media == {Medium.DEVICE, Medium.HOST}
     assert index.pages() == {Medium.DEVICE: 4, Medium.HOST: 2}
 
 

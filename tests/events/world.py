@@ -78,6 +78,6 @@ def _add_pages_below(node: Node, parent: bytes | None, seed: bytes, page_size: i
 def pages_of_index(index: PrefixIndex) -> dict[Medium, Pages]:
     """The same, from an index."""
     return {
-        medium: {key: (index.parent(key), index.seed(key), index.tokens(key)) for key in index.keys(medium)}
+        medium: {key: (page.parent, page.seed, page.tokens) for key in index.keys(medium) for page in [index.page(key)]}
         for medium in Medium
     }
