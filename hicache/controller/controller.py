@@ -50,7 +50,7 @@ from .agreement import (
     prefetch_progress,
     store_progress,
 )
-from .lifecycle import OpenBackend
+from .gate import OpenBackend
 from .operations import Acks, Backup, Copy, Launch, Load, Lookup, Read, Store
 from .ranks import RankGroup
 from .statistics import ControllerStatistics, QueueStatistics
@@ -447,7 +447,7 @@ class HiCacheController:
             worker_restarts=sum(pool.restarts for pool in pools.values()),
             workers_alive=sum(pool.alive for pool in pools.values()),
             workers_stuck=sum(pool.stuck_threads for pool in pools.values()),
-            open_failures=self._storage.lifecycle.open_failures,
+            open_failures=self.gate.open_failures,
             backend=None if backend is None else backend.statistics(),
             backends=() if backend is None else leaf_statistics(backend),
             copies={} if backend is None else copies_of(backend),

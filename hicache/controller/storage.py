@@ -21,8 +21,7 @@ from ..config import TransferConfig
 from ..errors import BackendError
 from ..supervised import SupervisedPool, WorkerFactory
 from ..tiers import HostPool
-from .gate import StorageGate
-from .lifecycle import BackendLifecycle, OpenBackend
+from .gate import OpenBackend, StorageGate
 from .operations import Lookup, Read, Store
 
 # Dead and stuck workers are looked for this often; a poll in between costs one clock reading.
@@ -53,8 +52,7 @@ class StorageExecutor:
         clock: Callable[[], float],
     ) -> None:
         self.pools: dict[type[Operation], SupervisedPool[Any]] = {}
-        self.gate = StorageGate(clock)
-        self.lifecycle = BackendLifecycle(self.gate, host.memory, workers, clock)
+        self.gate = StorageGate(host.memory, workers, clock)
         self._host = host
         self._config = config
         self._workers = workers
@@ -62,7 +60,7 @@ class StorageExecutor:
         self._next_supervision = 0.0
         self._finished: queue.SimpleQueue[Operation] = queue.SimpleQueue()
         if backend is not None:
-            self.lifecycle.start(backend)
+            self.gate.start(backend)
             self._start()
 
     def _start(self) -> None:
@@ -81,7 +79,7 @@ class StorageExecutor:
         """Have a backend opened in place of the one in use, if there is one; None: only retire that. Does not block."""
         if not self.pools and open_backend is not None:
             self._start()
-        self.lifecycle.replace(open_backend)
+        self.gate.replace(open_backend)
 
     def submit(self, operation: Operation) -> None:
         """Queue an operation for its workers; it comes out of `drain`."""
@@ -96,7 +94,7 @@ class StorageExecutor:
             self._next_supervision = time_s + SUPERVISE_EVERY_S
             for pool in self.pools.values():
                 pool.supervise()
-            self.lifecycle.advance()
+            self.gate.advance()
 
     @property
     def any_finished(self) -> bool:
@@ -120,7 +118,7 @@ class StorageExecutor:
         ended = True
         for pool in self.pools.values():
             ended = pool.close(max(0.0, deadline - self._clock())) and ended
-        return self.lifecycle.close(max(0.0, deadline - self._clock()), workers_ended=ended)
+        return self.gate.close(max(0.0, deadline - self._clock()), workers_ended=ended)
 
     # On the workers
 

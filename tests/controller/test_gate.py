@@ -56,13 +56,13 @@ class Clock:
 class Engine:
     """A scheduler's side with one guarded store; `gate_kind` may ignore a reason, as a control."""
 
-    def __init__(self, gate_kind: Callable[[Callable[[], float]], StorageGate] = StorageGate) -> None:
+    def __init__(self, gate_kind: Callable[..., StorageGate] = StorageGate) -> None:
         self.clock = Clock()
         self.faults = FaultyBackend(MemoryBackend(FrameCodec(bytes(32), 64)))
         self.guard = GuardedBackend(
             self.faults, GuardConfig(failures=1, backoff_min=0.001, backoff_max=0.001, retry_share=0.0)
         )
-        self.gate = gate_kind(self.clock)
+        self.gate = gate_kind(memoryview(b""), SupervisedPool, self.clock)
         self.use()
         self.step()
 
@@ -91,7 +91,7 @@ class Engine:
 
 
 @contextmanager
-def engine(gate_kind: Callable[[Callable[[], float]], StorageGate] = StorageGate) -> Iterator[Engine]:
+def engine(gate_kind: Callable[..., StorageGate] = StorageGate) -> Iterator[Engine]:
     one = Engine(gate_kind)
     assert one.open == {READ, WRITE}
     yield one
@@ -196,7 +196,7 @@ def test_two_reasons_must_both_go() -> None:
 
 
 def test_without_a_store_it_is_closed_and_nothing_is_attached() -> None:
-    gate = StorageGate(Clock())
+    gate = StorageGate(memoryview(b""), SupervisedPool, Clock())
     gate.settle(gate.offer())
     gate.check()
     assert not (gate.attached or gate.may(READ) or gate.may(WRITE))

@@ -10,8 +10,7 @@ from typing import Any, cast
 import pytest
 
 from hicache.backends.base import StorageBackend
-from hicache.controller.gate import StorageGate
-from hicache.controller.lifecycle import REOPEN_S_MIN, BackendLifecycle
+from hicache.controller.gate import REOPEN_S_MIN, StorageGate
 from hicache.errors import BackendError
 from hicache.supervised import SupervisedPool
 from tests.waiting import WAIT_S, wait_for
@@ -37,13 +36,10 @@ def impatient(*arguments: Any, **options: Any) -> SupervisedPool[Any]:
     return SupervisedPool[Any](*arguments, **{**options, "patience_s": 0.1})
 
 
-def lifecycle(
-    backend: Backend, clock: Callable[[], float] = time.monotonic
-) -> tuple[BackendLifecycle, StorageGate]:
-    gate = StorageGate(clock)
-    life = BackendLifecycle(gate, memoryview(b""), impatient, clock)
-    life.start(cast(StorageBackend, backend))
-    return life, gate
+def gate_of(backend: Backend, clock: Callable[[], float] = time.monotonic) -> StorageGate:
+    gate = StorageGate(memoryview(b""), impatient, clock)
+    gate.start(cast(StorageBackend, backend))
+    return gate
 
 
 def opener(backend: Backend, go: threading.Event | None = None) -> Callable[[], StorageBackend]:
@@ -59,16 +55,16 @@ def opener(backend: Backend, go: threading.Event | None = None) -> Callable[[], 
 
 def test_an_opening_that_hangs_does_not_keep_the_next_from_being_opened() -> None:
     first, hanging, wanted = Backend(), Backend(), Backend()
-    (life, gate), go = lifecycle(first), threading.Event()
-    life.replace(opener(hanging, go))
-    life.replace(opener(wanted))
-    wait_for(lambda: gate.storage is not None, life.advance)
+    gate, go = gate_of(first), threading.Event()
+    gate.replace(opener(hanging, go))
+    gate.replace(opener(wanted))
+    wait_for(lambda: gate.storage is not None, gate.advance)
     assert gate.storage is not None and gate.storage.backend is cast(StorageBackend, wanted)
     assert gate.opened == gate.wanted == 3
     go.set()
-    wait_for(hanging.closed.is_set, life.advance)  # nobody wants it any more
+    wait_for(hanging.closed.is_set, gate.advance)  # nobody wants it any more
     assert gate.storage.backend is cast(StorageBackend, wanted) and not wanted.closed.is_set()
-    assert life.close(WAIT_S, workers_ended=True) and wanted.closed.is_set() and first.closed.is_set()
+    assert gate.close(WAIT_S, workers_ended=True) and wanted.closed.is_set() and first.closed.is_set()
 
 
 def test_an_earlier_opening_that_fails_late_does_not_delay_the_one_that_is_wanted() -> None:
@@ -81,37 +77,37 @@ def test_an_earlier_opening_that_fails_late_does_not_delay_the_one_that_is_wante
     def fails() -> StorageBackend:
         raise OSError("not yet")
 
-    life, _ = lifecycle(Backend(), clock=lambda: 0.0)  # time stands still, so nothing is tried twice
-    life.replace(fails_late)
-    life.replace(fails)
-    wait_for(lambda: life.open_failures == 1, life.advance)
-    assert life._retry_at == REOPEN_S_MIN
+    gate = gate_of(Backend(), clock=lambda: 0.0)  # time stands still, so nothing is tried twice
+    gate.replace(fails_late)
+    gate.replace(fails)
+    wait_for(lambda: gate.open_failures == 1, gate.advance)
+    assert gate._retry_at == REOPEN_S_MIN
     go.set()
-    wait_for(lambda: life.open_failures == 2, life.advance)
-    assert life._retry_at == REOPEN_S_MIN
-    assert life.close(WAIT_S, workers_ended=True)
+    wait_for(lambda: gate.open_failures == 2, gate.advance)
+    assert gate._retry_at == REOPEN_S_MIN
+    assert gate.close(WAIT_S, workers_ended=True)
 
 
 def test_a_backend_that_fails_to_close_keeps_no_other_from_being_closed(caplog: pytest.LogCaptureFixture) -> None:
     first, second = Backend(BackendError("the server does not answer")), Backend()
-    life, gate = lifecycle(first)
+    gate = gate_of(first)
     assert gate.storage is not None
     gate.storage.in_flight = 1
-    life.replace(opener(second))
-    wait_for(lambda: gate.storage is not None, life.advance)
-    assert not life.close(WAIT_S, workers_ended=True)
+    gate.replace(opener(second))
+    wait_for(lambda: gate.storage is not None, gate.advance)
+    assert not gate.close(WAIT_S, workers_ended=True)
     assert first.closes == second.closes == 1
     assert "the server does not answer" in caplog.text
 
 
-def test_what_was_closed_with_the_lifecycle_is_not_closed_again() -> None:
+def test_what_was_closed_with_the_gate_is_not_closed_again() -> None:
     backend, threads = Backend(), threading.active_count()
-    life, gate = lifecycle(backend)
+    gate = gate_of(backend)
     assert gate.storage is not None
     store = gate.storage
     store.in_flight = 1
-    life.replace(None)
+    gate.replace(None)
     store.in_flight = 0
-    assert life.close(WAIT_S, workers_ended=True)
-    life.advance()
+    assert gate.close(WAIT_S, workers_ended=True)
+    gate.advance()
     assert (backend.closes, threading.active_count()) == (1, threads)
