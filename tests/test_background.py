@@ -35,12 +35,14 @@ class Work:
         return time.monotonic() + self.next_in_s
 
 
-def test_work_that_is_never_woken_takes_no_thread() -> None:
-    work = Work()
+def test_work_that_is_never_woken_takes_no_thread_and_runs_again_at_the_time_that_it_returned() -> None:
+    work = Work(next_in_s=0.001)
     task = BackgroundTask("test", work)
     task.tend()
-    assert task._pool.alive == 0
-    assert task.close(WAIT_S) and not work.runs
+    assert task._pool.alive == 0 and not work.runs
+    task.wake()
+    wait_for(lambda: work.runs >= 5)
+    assert task.close(WAIT_S)
 
 
 def test_work_runs_once_for_each_wake_that_comes_after_it_began() -> None:
@@ -57,14 +59,6 @@ def test_work_runs_once_for_each_wake_that_comes_after_it_began() -> None:
     work.gate.set()
     wait_for(lambda: work.runs == 5)
     assert task.close(WAIT_S) and work.runs == 5 and not task.errors
-
-
-def test_work_runs_again_at_the_time_that_it_returned() -> None:
-    work = Work(next_in_s=0.001)
-    task = BackgroundTask("test", work)
-    task.wake()
-    wait_for(lambda: work.runs >= 5)
-    assert task.close(WAIT_S)
 
 
 def test_a_wake_brings_work_forward_and_never_puts_it_off() -> None:

@@ -58,33 +58,6 @@ def fill(pool: KVPool, seed: int) -> None:
             block.numpy()[:] = numbers.integers(0, 256, block.shape, dtype=np.uint8)
 
 
-@pytest.mark.parametrize("geometry", [MHA, MLA], ids=["mha", "mla"])
-def test_pages_come_back_as_they_left(geometry: KVGeometry, engine: Make) -> None:
-    device, host = create_device_pool(geometry, 8), HostPool(geometry, 8)
-    fill(device, 1)
-    before = [[block.clone() for block in device.blocks.layers[layer]] for layer in range(geometry.layers)]
-    copies = engine(*pools(device, host))
-    assert copies.backup(ids(3, 1, 8), ids(0, 7, 5)).wait(10)
-    fill(device, 2)
-    transfer = copies.load(ids(7, 5), ids(2, 3))
-    for layer in range(geometry.layers):
-        transfer.wait_layer(layer)
-        for block, old in zip(device.blocks.layers[layer], before[layer], strict=True):
-            assert torch.equal(block[2], old[1]) and torch.equal(block[3], old[8])
-    assert transfer.wait(10) and transfer.done() and transfer.error is None
-    assert copies.close(10)
-
-
-def test_a_page_on_the_host_is_layer_major(engine: Make) -> None:
-    device, host = create_device_pool(MHA, 2), HostPool(MHA, 1)
-    fill(device, 3)
-    copies = engine(*pools(device, host))
-    copies.backup(ids(2), ids(0)).wait(10)
-    expected = b"".join(bytes(block[2].numpy()) for layer in range(MHA.layers) for block in device.blocks.layers[layer])
-    assert bytes(host.payload(0)) == expected
-    copies.close(10)
-
-
 def two_regions(blocks: int, seed: int) -> EngineBlocks:
     """Layers of MHA whose K and V are apart, filled with random bytes."""
     numbers, size = torch.Generator().manual_seed(seed), (2, blocks, MHA.block_bytes)
@@ -210,11 +183,6 @@ def test_blocks_that_do_not_fit_are_refused_before_anything_is_copied(
     assert copies.close(10)
     assert not host.buffer.any()
     assert all(map(torch.equal, before, (region for layer in device.blocks.layers for region in layer)))
-
-
-def test_pools_of_two_geometries_are_refused() -> None:
-    with pytest.raises(InvalidInput):
-        CpuCopyEngine(*pools(create_device_pool(MHA, 2), HostPool(MLA, 2)))
 
 
 class SteppedEngine(CpuCopyEngine):

@@ -150,12 +150,6 @@ def test_processes_that_open_at_the_same_time_share_one_memory(name: str, childr
         child.ask("drop", name)
 
 
-def test_the_name_of_a_full_pool_is_free_again(name: str) -> None:
-    first = [open_here(name), open_here(name)]
-    second = open_here(name)
-    assert second.identity != first[0].identity == first[1].identity
-
-
 def test_a_pool_that_is_kept_stays_until_it_is_unlinked(name: str, children: list[Child]) -> None:
     identity = children[0].ask("open", name, 5, None, WAIT_S)
     children[0].ask("write", name, 2, "kept")

@@ -10,7 +10,7 @@ import pytest
 from hicache import HiCacheConfig, open_storage
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.testing import make_keys, soon
-from hicache.frame import HEADER_BYTES, Damage, Form, FrameCodec, FrameHeader
+from hicache.frame import Form, FrameHeader
 from hicache.geometry import PageShape, Piece
 from hicache.keys import Namespace
 from hicache.tiers import HostPool
@@ -31,15 +31,6 @@ def expected(page: int) -> bytes:
     return b"".join(bytes([16 * page + number + 1]) * piece.bytes for number, piece in enumerate(SHAPE.pieces))
 
 
-def test_each_piece_has_its_place_in_the_frame() -> None:
-    pool = HostPool(SHAPE, 2)
-    for page in range(2):
-        fill(pool, page)
-    assert [bytes(pool.payload(page)) for page in range(2)] == [expected(0), expected(1)]
-    assert not pool.buffer[:, :HEADER_BYTES].any()
-    assert not pool.buffer[:, HEADER_BYTES + SHAPE.payload_bytes :].any()
-
-
 def test_any_run_of_pieces_is_one_slice() -> None:
     pool = HostPool(SHAPE, 1)
     fill(pool, 0)
@@ -49,21 +40,6 @@ def test_any_run_of_pieces_is_one_slice() -> None:
             assert run == b"".join(
                 pool.buffer[0, pool.piece_slice(number)].tobytes() for number in range(first, first + count)
             )
-
-
-def test_damage_in_any_piece_is_found() -> None:
-    pool = HostPool(SHAPE, 2)
-    codec = FrameCodec(NAMESPACE.digest, SHAPE.payload_bytes)
-    fill(pool, 0)
-    (key,) = make_keys(1)
-    pool.frame(1)[:] = codec.seal(key, pool.frame(0))
-    for number in range(len(SHAPE.pieces)):
-        last = pool.piece_slice(number).stop - 1
-        pool.buffer[1, last] ^= 1
-        assert codec.check(key, pool.frame(1)) is Damage.TAG
-        pool.buffer[1, last] ^= 1
-    assert codec.accept(key, pool.frame(1), codec.frame_bytes) is None
-    assert bytes(pool.payload(1)) == expected(0)
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
