@@ -51,7 +51,10 @@ class TreeCache(Protocol):
         """
 
     def prefetch_from_storage(self, rid: str, key: RadixKey) -> bool:
-        """Start reading what storage has of `key`. False if it is not worth it or not possible now."""
+        """Start reading what storage has of `key` beyond L1 and L2. False if it is not worth it or not possible now.
+
+        Then, or once `check_prefetch_progress` says so, the request may begin.
+        """
 
     def check_prefetch_progress(self, rid: str) -> bool:
         """Whether the request need not wait for its prefetch (any more)."""
@@ -69,7 +72,7 @@ class TreeCache(Protocol):
 
     def start_loading(self) -> Transfer | None:
         """Start the loads of this step as one copy, and return what the forward waits for layer by layer: all loads in
-        flight. None if there are none.
+        flight. `wait_layer(i)` raises if any of them failed. None if there are none.
 
         REQUIRES: called once per step, after `begin_request` and before the forward.
         """
@@ -85,8 +88,8 @@ class TreeCache(Protocol):
     def extend(self, request: RequestKV, total_tokens: int) -> bool:
         """Make room for KV of `total_tokens` tokens in all, the prompt included; False if L1 is full now.
 
-        The request is unchanged then. Raises InvalidInput for fewer tokens than the request began with or has shared
-        since, CapacityError for more than L1 holds.
+        The request is unchanged then; while `writeback_pages` is not 0, room is on its way. Raises InvalidInput for
+        fewer tokens than the request began with or has shared since, CapacityError for more than L1 holds.
         """
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
@@ -103,7 +106,10 @@ class TreeCache(Protocol):
         """
 
     def evict(self, pages: int) -> Eviction:
-        """Take `pages` pages off L1, as far as they may leave; tells what is free now, what soon, and what is short."""
+        """Take `pages` pages off L1, as far as they may leave; tells what is free now, what soon, and what is short.
+
+        Never waits: what has to be copied to L2 first leaves L1 when a later `poll` finds it there.
+        """
 
     @property
     def writeback_pages(self) -> int:

@@ -94,11 +94,7 @@ class HiRadixCache(TieredCache):
         return request
 
     def start_loading(self) -> Transfer | None:
-        """Start the loads of this step as one copy. REQUIRES: called once per step, before the forward.
-
-        The forward calls `wait_layer(i)` on what is returned before it reads layer i: it covers all loads in flight,
-        and raises if any of them failed. None if no load is in flight.
-        """
+        """Start the loads of this step as one copy. REQUIRES: called once per step, before the forward."""
         fault, self._untold_fault = self._untold_fault, None
         return self.controller.launch_loads() if fault is None else FailedTransfer(fault)
 
@@ -107,10 +103,7 @@ class HiRadixCache(TieredCache):
         self.controller.record_fence(fence)
 
     def extend(self, request: RequestKV, total_tokens: int) -> bool:
-        """Make room for KV of `total_tokens` tokens in all; False if L1 has none now (the request is then unchanged).
-
-        While `writeback_pages` is not 0, room is on its way.
-        """
+        """Make room for KV of `total_tokens` tokens in all; False if L1 is full (then nothing changed)."""
         self.running.require(request)
         missing = missing_pages(request, total_tokens, self.device)
         if missing <= 0:
@@ -184,10 +177,7 @@ class HiRadixCache(TieredCache):
         return self._l1
 
     def evict(self, pages: int) -> Eviction:
-        """Take `pages` pages off L1, as far as they may leave; tells what is free now, what soon, and what is missing.
-
-        Never waits: what has to be copied to L2 first leaves L1 when a later `poll` finds it there.
-        """
+        """Take `pages` pages off L1, as far as they may leave; tells what is free now, what soon, what is short."""
         return self._l1.evict(whole("pages", pages))
 
     @property
@@ -216,10 +206,7 @@ class HiRadixCache(TieredCache):
     # Storage
 
     def prefetch_from_storage(self, rid: str, key: RadixKey) -> bool:
-        """Start reading what storage has of `key` beyond L1 and L2. False if it is not worth it or not possible now.
-
-        Then, or once `check_prefetch_progress` says so, the request may begin.
-        """
+        """Start reading what storage has of `key` beyond L1 and L2. False if it is not worth it or not possible."""
         instance("rid", rid, str)
         reusable = self._reusable(key)
         in_service = self._device_fault is None and not self._closed

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
-from hicache.backends.base import SetOutcome, StorageBackend
+from hicache.backends.base import StorageBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.cache import RequestKV
 from hicache.errors import BackendError, InvalidInput
-from hicache.frame import FrameCodec, PageBuffer
+from hicache.frame import FrameCodec
 from hicache.keys import RadixKey
-from tests.cache.world import GEOMETRY, NAMESPACE, LastingBackend, World, prompt
+from tests.cache.world import GEOMETRY, NAMESPACE, GatedBackend, LastingBackend, World, prompt
 
 KEY = prompt(1, 2, 3)
 
@@ -78,24 +77,15 @@ def test_a_running_request_keeps_its_pages_and_shares_none() -> None:
 
 
 def test_a_store_under_way_does_not_reach_the_new_epoch() -> None:
-    class Held(LastingBackend):
-        gate = threading.Event()
-        entered = threading.Event()
-
-        def batch_set(
-            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-        ) -> list[SetOutcome]:
-            self.entered.set()
-            assert self.gate.wait(20)
-            return super().batch_set(keys, pages, parent=parent, deadline=deadline)
-
-    stores = Stores(Held)
-    world = world_of(stores)
+    stores = Stores(GatedBackend)
+    world, store = world_of(stores), stores.open(0)
+    assert isinstance(store, GatedBackend)
+    store.writes.clear()
     world.serve("a", KEY)
-    world.until(Held.entered.is_set)
+    world.until(store.entered.is_set)
     world.cache.update_weights(1)
     world.serve("b", prompt(7, 8))
-    Held.gate.set()
+    store.writes.set()
     world.settle()
     until_open(world)
     assert stores.pages(1) == 0

@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-
-from hicache.backends.base import GetOutcome
 from hicache.config import HiCacheConfig, PrefetchConfig
-from hicache.frame import PageBuffer
-from tests.cache.world import LastingBackend, ShiftedClock, World, codec, prompt
+from tests.cache.world import GatedBackend, ShiftedClock, World, prompt
 
 KEY = prompt(*range(1, 9))
 
 
-class Gated(LastingBackend):
-    """Reads wait at a gate, and are counted."""
-
-    def __init__(self) -> None:
-        super().__init__(codec())
-        self.gate = threading.Event()
-        self.gate.set()
-        self.pages_read = 0
-        self.lookups = 0
-
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        self.lookups += 1
-        return super().batch_exists(keys, deadline=deadline)
-
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
-        assert self.gate.wait(30)
-        self.pages_read += len(keys)
-        return super().batch_get(keys, pages, deadline=deadline + 100)
-
-
-def stored() -> Gated:
-    backend = Gated()
+def stored() -> GatedBackend:
+    backend = GatedBackend()
     world = World(backend=backend)
     world.serve("store", KEY)
     world.settle()
@@ -44,7 +19,7 @@ def stored() -> Gated:
 
 
 def world_of(
-    backend: Gated, policy: str, clock: ShiftedClock | None = None, *, write_policy: str = "write_through"
+    backend: GatedBackend, policy: str, clock: ShiftedClock | None = None, *, write_policy: str = "write_through"
 ) -> World:
     options = HiCacheConfig(
         load_back_threshold_tokens=4,
@@ -57,13 +32,13 @@ def world_of(
 def test_best_effort_never_waits_and_takes_what_has_arrived() -> None:
     backend = stored()
     world = world_of(backend, "best_effort")
-    backend.gate.clear()
+    backend.reads.clear()
     assert world.cache.prefetch_from_storage("a", KEY)
     assert world.cache.check_prefetch_progress("a")
     request = world.begin("a", KEY)
     assert request is not None and request.cached_tokens == 0
     world.cache.cache_finished_req(request, None)
-    backend.gate.set()
+    backend.reads.set()
     world.close()
 
 
@@ -81,14 +56,14 @@ def test_wait_complete_waits_where_a_timeout_goes_on() -> None:
     for policy, goes_on in (("timeout", True), ("wait_complete", False)):
         backend, clock = stored(), ShiftedClock()
         world = world_of(backend, policy, clock)
-        backend.gate.clear()
+        backend.reads.clear()
         world.cache.prefetch_from_storage("a", KEY)
         world.until(lambda w=world: w.controller.statistics().queues.reads == 0 and w.controller.read_pages > 0)  # type: ignore[misc]
         assert not world.cache.check_prefetch_progress("a")
         clock.shift_s += 5
         world.step()
         assert world.cache.check_prefetch_progress("a") == goes_on
-        backend.gate.set()
+        backend.reads.set()
         world.until(lambda w=world: w.cache.check_prefetch_progress("a"))  # type: ignore[misc]
         world.cache.abort_prefetch("a")
         world.close()
@@ -97,24 +72,24 @@ def test_wait_complete_waits_where_a_timeout_goes_on() -> None:
 def test_wait_complete_is_bounded_all_the_same() -> None:
     backend, clock = stored(), ShiftedClock()
     world = world_of(backend, "wait_complete", clock)
-    backend.gate.clear()
+    backend.reads.clear()
     world.cache.prefetch_from_storage("a", KEY)
     assert not world.cache.check_prefetch_progress("a")
     clock.shift_s += 100
     world.step()
     assert world.cache.check_prefetch_progress("a")
-    backend.gate.set()
+    backend.reads.set()
     world.close()
 
 
 def test_equal_prompts_that_wait_together_are_read_once() -> None:
     backend = stored()
     world = world_of(backend, "timeout")
-    backend.gate.clear()
+    backend.reads.clear()
     for rid in "abc":
         assert world.cache.prefetch_from_storage(rid, KEY)
     assert not any(world.cache.check_prefetch_progress(rid) for rid in "abc")
-    backend.gate.set()
+    backend.reads.set()
     for rid in "abc":
         world.until(lambda r=rid: world.cache.check_prefetch_progress(r))  # type: ignore[misc]
         request = world.begin(rid, KEY)
@@ -127,12 +102,12 @@ def test_equal_prompts_that_wait_together_are_read_once() -> None:
 def test_a_follower_leads_when_its_leader_is_aborted() -> None:
     backend = stored()
     world = world_of(backend, "timeout")
-    backend.gate.clear()
+    backend.reads.clear()
     world.cache.prefetch_from_storage("a", KEY)
     world.cache.prefetch_from_storage("b", KEY)
     world.cache.abort_prefetch("a")
     assert not world.cache.check_prefetch_progress("b")
-    backend.gate.set()
+    backend.reads.set()
     world.until(lambda: world.cache.check_prefetch_progress("b"))
     request = world.begin("b", KEY)
     assert request is not None and request.storage_hit_tokens == 32
@@ -143,10 +118,10 @@ def test_a_follower_leads_when_its_leader_is_aborted() -> None:
 def test_a_follower_with_a_longer_prompt_fetches_the_rest_itself() -> None:
     backend = stored()
     world = world_of(backend, "timeout")
-    backend.gate.clear()
+    backend.reads.clear()
     world.cache.prefetch_from_storage("a", prompt(1, 2, 3))
     world.cache.prefetch_from_storage("b", KEY)
-    backend.gate.set()
+    backend.reads.set()
     world.until(lambda: world.cache.check_prefetch_progress("b"))
     request = world.begin("b", KEY)
     assert request is not None and request.cached_tokens == 32
@@ -158,12 +133,12 @@ def test_a_follower_with_a_longer_prompt_fetches_the_rest_itself() -> None:
 def test_an_aborted_follower_waits_for_nothing() -> None:
     backend = stored()
     world = world_of(backend, "timeout")
-    backend.gate.clear()
+    backend.reads.clear()
     world.cache.prefetch_from_storage("a", KEY)
     world.cache.prefetch_from_storage("b", KEY)
     world.cache.abort_prefetch("b")
     assert world.cache.check_prefetch_progress("b")
-    backend.gate.set()
+    backend.reads.set()
     world.close()
 
 

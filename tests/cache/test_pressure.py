@@ -73,12 +73,12 @@ def test_a_request_that_finds_no_room_keeps_its_prefetch() -> None:
     world = world_of(backend, "best_effort")
     blocked = world.cache.page_source.alloc(60)
     assert blocked is not None
-    backend.gate.clear()
+    backend.reads.clear()
     world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.controller.read_pages > 0)
     assert world.cache.begin_request("a", KEY) is None
     world.cache.page_source.free(blocked)
-    backend.gate.set()
+    backend.reads.set()
     world.until(lambda: world.controller.statistics().prefetched_pages == 8)
     request = world.begin("a", KEY)
     assert request is not None and request.storage_hit_tokens == 32

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
-from hicache.backends.base import SetOutcome
 from hicache.cache import HiRadixCache
 from hicache.config import TransferConfig
 from hicache.controller import RankGroup
-from hicache.frame import PageBuffer
 from hicache.keys import RadixKey
 from tests.cache.host_world import HostWorld
-from tests.cache.world import LastingBackend, World, codec, prompt
+from tests.cache.world import GatedBackend, World, memory_backend, prompt
 from tests.ranks import gloo_ranks
 
 # All of L2 may wait, so that it does.
@@ -20,19 +17,12 @@ ALL = TransferConfig(store_host_share=1.0)
 HOST_PAGES = 12
 
 
-class Gated(LastingBackend):
-    """Stores wait at a gate."""
+class Gated(GatedBackend):
+    """Stores wait from the first on."""
 
     def __init__(self) -> None:
-        super().__init__(codec())
-        self.gate, self.entered = threading.Event(), threading.Event()
-
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        self.entered.set()
-        assert self.gate.wait(30)
-        return super().batch_set(keys, pages, parent=parent, deadline=deadline + 100)
+        super().__init__()
+        self.writes.clear()
 
     def holds(self, key: RadixKey) -> int:
         """How many leading pages are stored."""
@@ -78,7 +68,7 @@ def test_the_newest_store_that_waits_gives_way_to_a_backup() -> None:
     assert skipped(world)["store_gave_way"] == 1 and "backup_no_host_room" not in skipped(world)
     assert [on_l2(world.cache, pair(number)) for number in range(1, 8)] == [2, 2, 2, 2, 2, 0, 2]
     assert world.serve("again", pair(2)).host_hit_tokens == 8
-    backend.gate.set()
+    backend.writes.set()
     world.settle()
     assert [backend.holds(pair(number)) for number in range(1, 8)] == [2, 2, 2, 2, 2, 0, 2]
     compute(world, pair(6))
@@ -97,7 +87,7 @@ def test_a_page_whose_store_gave_way_is_stored_when_it_is_used_again() -> None:
     compute(world, pair(6))
     assert on_l2(world.cache, prompt(2, 3, 4, 5)) == 2
     assert skipped(world)["store_gave_way"] == 1
-    backend.gate.set()
+    backend.writes.set()
     world.settle()
     assert backend.holds(prompt(2, 3)) == 0
     assert world.serve("again", prompt(2, 3)).host_hit_tokens == 8
@@ -118,7 +108,7 @@ def test_a_store_gives_way_after_all_that_continue_its_chain() -> None:
     compute(world, prompt(11, 12, 13, 14, 15, 16))  # two pages are free, so it needs the last two runs of the chain
     assert skipped(world)["store_gave_way"] == 2
     assert on_l2(world.cache, prompt(2, 3, 4, 5, 6, 7)) == 2
-    backend.gate.set()
+    backend.writes.set()
     world.settle()
     assert backend.holds(prompt(2, 3, 4, 5, 6, 7)) == 2
     assert backend.usage().pages == 10
@@ -127,16 +117,16 @@ def test_a_store_gives_way_after_all_that_continue_its_chain() -> None:
 
 def test_a_store_gives_way_to_a_prefetch() -> None:
     backend = Gated()
-    backend.gate.set()
+    backend.writes.set()
     other = World(backend=backend)
     other.serve("store", pair(9))
     other.settle()
     other.close()
-    backend.gate.clear()
+    backend.writes.clear()
     world = full_world(backend)
     assert world.serve("prefetched", pair(9)).storage_hit_tokens == 8
     assert skipped(world)["store_gave_way"] == 1 and "prefetch_no_host_room" not in skipped(world)
-    backend.gate.set()
+    backend.writes.set()
     world.close()
 
 
@@ -149,7 +139,7 @@ def test_a_store_gives_way_to_a_write_of_an_engine_with_its_own_device_cache() -
     world.write("r7", prompt(7, 107, tail=0))
     assert skipped(world) == {"store_gave_way": 1}
     assert [world.load(f"s{n}", prompt(n, 100 + n, tail=0)) for n in range(1, 8)] == [2, 2, 2, 2, 2, 0, 2]
-    backend.gate.set()
+    backend.writes.set()
     world.close()
 
 
@@ -161,7 +151,7 @@ def test_a_store_of_a_run_that_stays_on_l2_does_not_give_way() -> None:
     compute(world, pair(7))
     assert skipped(world)["store_gave_way"] == 1
     assert [on_l2(world.cache, pair(number)) for number in (5, 6, 7)] == [0, 2, 2]
-    backend.gate.set()
+    backend.writes.set()
     world.settle()
     assert [backend.holds(pair(number)) for number in (5, 6, 7)] == [0, 2, 2]
     pin.release()
@@ -180,7 +170,7 @@ def test_no_store_gives_way_where_that_makes_too_little_room() -> None:
     world.serve("too long", prompt(*range(30, 42)))
     world.step()
     assert "store_gave_way" not in skipped(world)
-    backend.gate.set()
+    backend.writes.set()
     world.settle()
     assert [backend.holds(pair(number)) for number in range(1, 7)] == [2] * 6
     world.close()
@@ -193,7 +183,7 @@ def test_with_ranks_no_store_gives_way() -> None:
     world.step()
     assert skipped(world)["backup_no_host_room"] > 0 and "store_gave_way" not in skipped(world)
     assert on_l2(world.cache, pair(6)) == 2
-    backend.gate.set()
+    backend.writes.set()
     world.close()
 
 
@@ -204,7 +194,7 @@ def test_stores_that_give_way_leave_nothing_in_the_queue_of_a_store_that_hangs()
         compute(world, pair(number))
     assert skipped(world)["store_gave_way"] == 50
     assert world.controller.statistics().queues.backup == 5
-    backend.gate.set()
+    backend.writes.set()
     world.close()
 
 
@@ -215,14 +205,14 @@ def test_no_more_than_the_configured_share_of_l2_waits_to_be_stored() -> None:
         compute(world, pair(number))
     assert world.controller.store_pages == 8
     assert world.controller.statistics().refused["backup"] == 6
-    backend.gate.set()
+    backend.writes.set()
     world.close()
 
 
 def test_all_of_l2_may_wait_to_be_stored_but_a_quarter_where_ranks_keep_stores_from_giving_way() -> None:
     (rank,) = gloo_ranks(1, deadline_s=30.0)
     for transfer, ranks, pages in ((None, None, 32), (None, rank, 8), (TransferConfig(store_host_share=0.5), rank, 16)):
-        world = World(backend=LastingBackend(codec()), host_pages=32, transfer=transfer, ranks=ranks)
+        world = World(backend=memory_backend(), host_pages=32, transfer=transfer, ranks=ranks)
         world.controller.store_pages = 1
         assert world.controller.takes_store(pages - 1) and not world.controller.takes_store(pages)
         world.controller.store_pages = 0
@@ -240,7 +230,7 @@ def test_a_backend_whose_last_store_gave_way_is_closed() -> None:
     backend = Closing()
     world = full_world(backend)
     compute(world, pair(7))
-    backend.gate.set()
+    backend.writes.set()
     world.cache.storage.detach()
     world.until(closed.is_set)
     world.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
+from hicache.backends.base import SetOutcome, StorageBackend
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import Direction, GuardedBackend, Override
 from hicache.backends.memory import MemoryBackend
@@ -17,9 +17,9 @@ from hicache.cache import RequestKV
 from hicache.config.guard import GuardConfig
 from hicache.controller.gate import BACKOFF_S_MAX
 from hicache.errors import BackendError, InvalidInput
-from hicache.frame import FrameCodec, PageBuffer
+from hicache.frame import FrameCodec
 from hicache.keys import RadixKey
-from tests.cache.world import GEOMETRY, NAMESPACE, LastingBackend, World, codec, prompt
+from tests.cache.world import GEOMETRY, NAMESPACE, GatedBackend, LastingBackend, World, codec, prompt
 from tests.ranks import Exchange
 from tests.waiting import wait_for
 
@@ -252,42 +252,15 @@ def test_new_weights_of_an_impossible_epoch_leave_the_store_open() -> None:
 # Work under way
 
 
-class Held(LastingBackend):
-    """Stays in each call until told."""
-
-    def __init__(self, codec: FrameCodec) -> None:
-        super().__init__(codec)
-        self.gate = threading.Event()
-        self.entered = threading.Event()
-
-    def _wait(self) -> None:
-        self.entered.set()
-        assert self.gate.wait(20)
-
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
-        self._wait()
-        return super().batch_get(keys, pages, deadline=deadline)
-
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        self._wait()
-        return super().batch_set(keys, pages, parent=parent, deadline=deadline)
-
-
-def held(server: Server) -> Held:
-    store = server.store()
-    assert isinstance(store, Held)
-    return store
-
-
 def test_a_store_under_way_at_a_detach_is_not_believed_by_the_next_one() -> None:
-    first, second = Server(Held), Server()
-    world = world_of(first)
+    first, second = Server(GatedBackend), Server()
+    world, store = world_of(first), first.store()
+    assert isinstance(store, GatedBackend)
+    store.writes.clear()
     world.serve("a", KEY)
-    world.until(held(first).entered.is_set)
+    world.until(store.entered.is_set)
     world.cache.storage.attach(second.open)
-    held(first).gate.set()
+    store.writes.set()
     world.settle()
     until_open(world)
     assert first.pages() == 3, "a call that is under way ends"

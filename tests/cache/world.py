@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache.backends.base import StorageBackend
+from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.cache import BreakEven, HiRadixCache, Rates, RequestKV
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.controller import HiCacheController
 from hicache.controller.ranks import RankGroup
-from hicache.frame import FrameCodec
+from hicache.frame import FrameCodec, PageBuffer
 from hicache.geometry import KVGeometry
 from hicache.keys import TOKEN_BYTES, Namespace, RadixKey
 from hicache.tiers import (
@@ -58,6 +59,34 @@ class LastingBackend(MemoryBackend):
 
     def close(self) -> None:
         """Stays open for the next engine."""
+
+
+class GatedBackend(LastingBackend):
+    """A store whose reads and writes wait while their gate is not set; both are set at first. It counts its reads."""
+
+    def __init__(self, codec_: FrameCodec | None = None) -> None:
+        super().__init__(codec_ or codec())
+        self.reads, self.writes, self.entered = threading.Event(), threading.Event(), threading.Event()
+        self.reads.set()
+        self.writes.set()
+        self.lookups = self.pages_read = 0
+
+    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        self.lookups += 1
+        return super().batch_exists(keys, deadline=deadline)
+
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+        self.entered.set()
+        assert self.reads.wait(30)
+        self.pages_read += len(keys)
+        return super().batch_get(keys, pages, deadline=deadline + 100)
+
+    def batch_set(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        self.entered.set()
+        assert self.writes.wait(30)
+        return super().batch_set(keys, pages, parent=parent, deadline=deadline + 100)
 
 
 class World:
