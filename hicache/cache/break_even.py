@@ -120,16 +120,18 @@ class RateEstimator:
     different size (Theil 1950, Sen 1968), but no longer than the shortest operation. The speed is the median of the
     speeds without it. Operations of one size have a speed and no fixed part.
 
-    `line` is None before there are `OBSERVATIONS_MIN` operations.
+    `line` is None before there are `OBSERVATIONS_MIN` operations. With a speed that is `given`, in units per second, no
+    operation is taken in, and there is no fixed part.
     """
 
-    def __init__(self) -> None:
-        self.line: Line | None = None
+    def __init__(self, given: int | None = None) -> None:
+        self.given = given is not None
+        self.line = None if given is None else Line(0.0, 1 / given)
         self._seen: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # (units, seconds)
 
     def observe(self, units: int, seconds: float) -> None:
         """Take in one operation. What has no size or no time tells nothing and is ignored."""
-        if units <= 0 or not 0 < seconds < math.inf:
+        if self.given or units <= 0 or not 0 < seconds < math.inf:
             return
         self._seen.append((units, seconds))
         if len(self._seen) >= OBSERVATIONS_MIN:
@@ -149,6 +151,12 @@ class RateEstimator:
         fixed_s = statistics.median(seconds - slope * units for units, seconds in self._seen)
         shortest_s = min(seconds for _, seconds in self._seen)
         return min(max(0.0, fixed_s), FIXED_SHARE_MAX * shortest_s)
+
+    def rates(self) -> tuple[int, int]:
+        """Return units and operations per second, both 0 if unknown."""
+        if self.line is None:
+            return 0, 0
+        return _integer(1 / self.line.per_unit_s), _integer(1 / max(self.line.fixed_s, 1 / OPERATIONS_PER_S_MAX))
 
 
 class BreakEven:
@@ -171,17 +179,15 @@ class BreakEven:
         self._always = config.mode == "always"
         self._margin = config.margin
         self._probe_every = probe_every
-        self._prefill_tokens_per_s = config.prefill_tokens_per_second
-        # Bytes per second that are used instead of the measured ones; such a tier has no fixed part.
-        self._bandwidths = {Route.LOAD: config.host_bandwidth, Route.PREFETCH: config.storage_bandwidth}
         self._page_bytes = page_bytes
-        self._prefill = RateEstimator()
-        self._tiers = {route: RateEstimator() for route in Route}
+        self._prefill = RateEstimator(config.prefill_tokens_per_second)
+        host, storage = RateEstimator(config.host_bandwidth), RateEstimator(config.storage_bandwidth)
+        self._tiers = {Route.LOAD: host, Route.PREFETCH: storage}
         self._decisions: Counter[tuple[Route, Decision]] = Counter()
         self._refused = dict.fromkeys(Route, 0)  # since the last fetch
         self._unmeasured = 0  # fetched for lack of a speed since the last calibration
         # Where all speeds are given, a probe would measure nothing that counts.
-        self._given = {Route.LOAD: bool(config.host_bandwidth), Route.PREFETCH: all(self._bandwidths.values())}
+        self._given = {Route.LOAD: host.given, Route.PREFETCH: host.given and storage.given}
         self._measured = self._agreed = self._estimate()
 
     def observe_transfer(self, route: Route, pages: int, seconds: float) -> None:
@@ -253,24 +259,10 @@ class BreakEven:
         return None if read_s is None else read_s + load_s
 
     def _estimate(self) -> Rates:
-        prefill = self._prefill.line
-        tokens_per_s = 0 if prefill is None else _integer(1 / prefill.per_unit_s)
-        return Rates(
-            # Only what each further token costs: the rest of the prompt is computed in any case, and so is the fixed
-            # part of its forward.
-            self._prefill_tokens_per_s or tokens_per_s,
-            *(rate for route in Route for rate in _tier_rates(self._tiers[route], self._bandwidths[route])),
-        )
-
-
-def _tier_rates(estimator: RateEstimator, given_bytes_per_s: int | None) -> tuple[int, int]:
-    """(bytes/s, operations/s) of a tier, both 0 if it is neither given nor measured."""
-    if given_bytes_per_s:
-        return given_bytes_per_s, OPERATIONS_PER_S_MAX
-    if estimator.line is None:
-        return 0, 0
-    operations_per_s = 1 / max(estimator.line.fixed_s, 1 / OPERATIONS_PER_S_MAX)
-    return _integer(1 / estimator.line.per_unit_s), _integer(operations_per_s)
+        # Of a prefill only what each further token costs: the rest of the prompt is computed in any case, and so is the
+        # fixed part of its forward.
+        tokens_per_s, _ = self._prefill.rates()
+        return Rates(tokens_per_s, *self._tiers[Route.LOAD].rates(), *self._tiers[Route.PREFETCH].rates())
 
 
 def _integer(speed: float) -> int:
