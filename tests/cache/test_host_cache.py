@@ -488,6 +488,8 @@ def test_keys_given_by_the_engine_are_the_page_keys_on_both_tiers() -> None:
     index.apply(reader.drain(1000))
     assert index.keys(Medium.HOST) == set(hashes) == index.keys(Medium.STORAGE)
     world.cache.clear()
+    salted = RadixKey.of_hashes(hashes, cache_salt="another tenant")
+    assert world.prefetch("b", salted) and world.load("b", salted) == 0
     assert world.prefetch("c", key) and world.load("c", key) == 4
     with pytest.raises(InvalidInput, match="of_hashes"):
         world.cache.lookup("d", KEY)

@@ -59,17 +59,6 @@ def test_an_insert_with_the_wrong_number_of_pages_changes_nothing() -> None:
     assert t.node_count == 0
 
 
-def test_eviction_takes_the_least_recently_used_leaf_first() -> None:
-    t = tree()
-    t.insert(RadixKey.of([1, 2, 3, 4]), ids(1, 2))
-    t.insert(RadixKey.of([1, 2, 5, 6]), ids(1, 3))
-    t.match(RadixKey.of([1, 2, 3, 4]))
-    assert t.evict_device(1).pages.tolist() == [3]
-    assert t.evict_device(1).pages.tolist() == [2]
-    assert t.evict_device(1).pages.tolist() == [1]
-    assert t.node_count == 0
-
-
 def test_a_locked_path_is_not_evicted() -> None:
     t = tree()
     t.insert(RadixKey.of([1, 2, 3, 4]), ids(1, 2))
@@ -106,27 +95,6 @@ def test_a_large_victim_is_cut_to_what_is_needed() -> None:
     check_tree(t)
 
 
-def test_what_eviction_has_cut_off_is_not_found_any_more() -> None:
-    t = tree(page_size=1)
-    key = RadixKey.of([5] * 100)  # every piece of the run looks like its beginning
-    t.insert(key, np.arange(1, 101, dtype=np.int32))
-    t.match(key)
-    assert t.evict_device(20).pages.tolist() == list(range(81, 101))
-    check_tree(t)
-    assert t.match(key).device_pages.tolist() == list(range(1, 81))
-
-
-def test_prompts_that_take_turns_are_each_found() -> None:
-    t = tree()
-    prompts = [RadixKey.of([1, 2, 3, 4, last, last]) for last in range(5)]
-    for page, key in enumerate(prompts):
-        t.insert(key, ids(1, 2, 10 + page))
-    for _ in range(2):
-        for page, key in enumerate(prompts):
-            assert t.match(key).device_pages.tolist() == [1, 2, 10 + page]
-    check_tree(t)
-
-
 def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
     t = RadixTree(1, POLICIES["lru"], run_pages_max=30)
     key = RadixKey.of(list(range(100)))
@@ -137,53 +105,6 @@ def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
     assert len(t.insert_host(key, 0, np.arange(100, dtype=np.int32), page_keys(key.tokens, 1))[1]) == 0
     assert t.node_count == 4 and t.match(key).host_hit_pages == 100
     check_tree(t)
-
-
-def test_an_operation_finds_its_run_again_after_it_was_split() -> None:
-    t = tree()
-    t.insert(RadixKey.of([1, 2, 3, 4, 5, 6]), ids(1, 2, 3))
-    node = t.match(RadixKey.of([1, 2, 3, 4, 5, 6])).node
-    t.lock(node)
-    t.match(RadixKey.of([1, 2, 9, 9]))
-    assert len(t.accept_backup(node, ids(10, 11, 12))) == 0
-    t.unlock(node)
-    check_tree(t)
-    t.evict_device(3)
-    assert t.match(RadixKey.of([1, 2, 3, 4, 5, 6])).host_hit_pages == 3
-
-
-def test_prefetched_pages_are_taken_only_behind_a_prefix_on_l2() -> None:
-    t = tree()
-    key = RadixKey.of([1, 2, 3, 4])
-    t.insert(RadixKey.of([1, 2]), ids(1))
-    keys = page_keys(key.tokens, 2)
-    assert t.insert_host(key, 1, ids(11), keys[1:])[1].tolist() == [11]
-    t.accept_backup(t.match(RadixKey.of([1, 2])).node, ids(10))
-    assert t.insert_host(key, 1, ids(11), keys[1:])[1].tolist() == []
-    assert t.match(key).host_hit_pages == 1
-    check_tree(t)
-
-
-def test_prefetched_pages_that_came_by_another_way_are_handed_back() -> None:
-    t = tree()
-    key = RadixKey.of([1, 2, 3, 4])
-    keys = page_keys(key.tokens, 2)
-    assert t.insert_host(key, 0, ids(10, 11), keys)[1].tolist() == []
-    assert t.insert_host(key, 0, ids(12, 13), keys)[1].tolist() == [12, 13]
-    check_tree(t)
-
-
-def test_page_keys_of_nodes_are_the_chain_of_the_whole_prompt() -> None:
-    t = tree()
-    key = RadixKey.of([1, 2, 3, 4, 5, 6], extra_key="adapter")
-    t.insert(key, ids(1, 2, 3))
-    t.match(RadixKey.of([1, 2, 3, 4, 9, 9], extra_key="adapter"))
-    node = t.match(key).node
-    assert node.parent is not None
-    chain = page_keys(key.tokens, 2, key.seed)
-    assert t.page_keys(node) == chain[2:]
-    assert t.page_keys(node.parent) == chain[:2]
-    assert t.last_key(node) == chain[-1]
 
 
 def on_host(t: RadixTree, key: RadixKey, first: int) -> Node:
@@ -280,16 +201,3 @@ def test_a_store_that_nobody_hashed_leaves_the_keys_to_be_found() -> None:
     assert t.page_keys(node) == page_keys(key.tokens, 2)
     again = t.begin_store(node)
     assert again.hashed == page_keys(key.tokens, 2)
-
-
-def test_a_recomputed_tombstone_comes_back_to_l1() -> None:
-    t = tree()
-    key = RadixKey.of([1, 2, 3, 4])
-    t.insert(key, ids(1, 2))
-    t.accept_backup(t.match(key).node, ids(10, 11))
-    t.evict_device(2)
-    assert t.insert(key, ids(5, 6)).present_pages == 0
-    found = t.match(key)
-    assert found.device_pages.tolist() == [5, 6]
-    assert found.host_hit_pages == 0
-    check_tree(t)
