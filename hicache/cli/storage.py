@@ -18,9 +18,8 @@ from ..backends.file.raw import inspect_page, make_store
 from ..backends.raw import RawStore
 from ..backends.tools.copying import CopyProgress, copy_raw
 from ..backends.tools.removal import RemovalProgress, purge_raw, trim_raw
-from ..backends.tools.report import PageKeys, PageReport, form_name, tag_name
-from ..backends.tools.scrub import ScrubProgress, verify_raw
 from ..backends.tools.survey import survey
+from ..backends.tools.verify import PageKeys, PageReport, ScrubProgress, form_name, tag_name, verify_raw
 from ..errors import InvalidInput
 from ..frame import NO_PARENT, Damage
 from ..units import counted, format_size

@@ -12,7 +12,7 @@ import click
 
 from ..backends.raw import RawStore
 from ..backends.registry import BackendSpec, open_raw, part_specs
-from ..backends.tools.report import PageKeys
+from ..backends.tools.verify import PageKeys
 from ..config import HiCacheConfig, entry_of_variable, load_config, read_key_file
 from ..config.storage import FileStorageOptions
 from ..errors import ConfigError

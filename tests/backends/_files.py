@@ -16,8 +16,7 @@ from hicache.backends.file.pages import System, is_hex
 from hicache.backends.file.raw import FileRaw
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store, soon
 from hicache.backends.tools.removal import RemovalProgress, purge_raw
-from hicache.backends.tools.report import NO_KEYS, PageKeys
-from hicache.backends.tools.scrub import ScrubProgress, verify_raw
+from hicache.backends.tools.verify import NO_KEYS, PageKeys, ScrubProgress, verify_raw
 from hicache.config import FileStorageOptions
 from hicache.frame import Compression, FrameCodec
 

@@ -32,8 +32,8 @@ from hicache.backends.testing import (
 )
 from hicache.backends.tools.copying import copy_raw
 from hicache.backends.tools.removal import trim_raw
-from hicache.backends.tools.report import NO_KEYS
 from hicache.backends.tools.survey import survey
+from hicache.backends.tools.verify import NO_KEYS
 from tests.waiting import wait_for
 
 from ._files import CODEC, PAGE, open_file, open_raw

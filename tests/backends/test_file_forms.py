@@ -23,7 +23,7 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
-from hicache.backends.tools.report import PageKeys, form_name, tag_name
+from hicache.backends.tools.verify import PageKeys, form_name, tag_name
 from hicache.frame import FrameCodec
 
 from . import _files
@@ -36,7 +36,6 @@ from ._files import (
     check,
     disk_usage,
     open_file,
-    page_files,
     page_path,
     purge,
     reserved_bytes,
@@ -240,21 +239,6 @@ def test_a_scrub_proves_all_forms_and_removes_only_what_is_damaged(tmp_path: Pat
     assert (last.damaged, last.unsupported, last.unverifiable, last.removed) == ({"tag": 1}, {"tag_kind": 5}, 0, 1)
     assert disk_usage(root)[0] == 11
     assert purge(root).bytes == 6 * PAGE + 5 * SHORT
-
-
-def test_a_really_full_disk_keeps_the_head_of_a_batch_of_short_pages(small_disk: Path) -> None:
-    root = small_disk / "s"
-    store = open_file(root, FORMS["zstd+gcm"])
-    keys = make_keys(1000)
-    outcomes = store_chain(store, keys)
-    stored = outcomes.count(STORED)
-    assert 200 < stored < 1000
-    assert outcomes == [STORED] * stored + [REJECTED] * (1000 - stored), "the head stays, without a hole"
-    assert len(page_files(root)) == stored
-    check(store, root)
-    assert store.backend.delete(keys[stored // 2 :], deadline=float("inf")) == stored - stored // 2
-    assert store_chain(store, make_keys(5, "again")) == [STORED] * 5
-    store.backend.close()
 
 
 def test_a_page_found_by_its_file_alone_is_counted_by_its_length(tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
-from hicache.backends.tools.report import NO_KEYS, tag_name
-from hicache.backends.tools.scrub import verify_raw
+from hicache.backends.tools.verify import NO_KEYS, tag_name, verify_raw
 from hicache.errors import BackendUnavailable, NotOurs
 from hicache.frame import HEADER_BYTES, FrameCodec, TagKind
 

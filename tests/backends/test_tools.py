@@ -15,9 +15,8 @@ from hicache.backends.raw import StoredPage
 from hicache.backends.testing import NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, by_key, make_keys, sealed
 from hicache.backends.tools.copying import copy_raw
 from hicache.backends.tools.removal import purge_raw, trim_raw
-from hicache.backends.tools.report import NO_KEYS, PageKeys
-from hicache.backends.tools.scrub import verify_raw
 from hicache.backends.tools.survey import survey
+from hicache.backends.tools.verify import NO_KEYS, PageKeys, verify_raw
 from hicache.errors import InvalidInput
 from hicache.frame import FrameCodec
 from tests.backends._files import open_raw

@@ -31,7 +31,7 @@ from ...supervised import SupervisedPool
 from ..base import SetOutcome
 from ..pages import PageWrites
 from ..raw import PageId, RawStore, StoredPage
-from ..tools.report import NO_KEYS, PageKeys, PageReport, read_page
+from ..tools.verify import NO_KEYS, PageKeys, PageReport, read_page
 from .index import JOURNAL, Index, IndexDamaged, PageRow
 from .pages import (
     FULL_ERRNOS,

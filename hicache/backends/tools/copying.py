@@ -10,8 +10,7 @@ from ...errors import PageUnreadable
 from ..chains import read_chains
 from ..raw import RawStore, StoredPage
 from .removal import check_prefix
-from .report import PageKeys, read_page
-from .scrub import Pace
+from .verify import Pace, PageKeys, read_page
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ...frame import FrameHeader
 from ..chains import Chains, parent_in, read_header
 from ..raw import RawStore, StoredPage
-from .report import form_name, tag_name
+from .verify import form_name, tag_name
 
 # Pages of a namespace whose headers are read to say what it is: all have the same model, but tags and forms may change.
 SAMPLES = 8
@@ -38,16 +38,9 @@ class NamespaceSurvey:
         """Count a page."""
         self.pages += 1
         self.bytes += page.bytes
-        if page.used_s is not None:
-            self.oldest_s = page.used_s if self.oldest_s is None else min(self.oldest_s, page.used_s)
-            self.newest_s = page.used_s if self.newest_s is None else max(self.newest_s, page.used_s)
-
-    def look(self, header: FrameHeader | None) -> None:
-        """Note what a page says of itself."""
-        if header is not None:
-            self.sample = self.sample or header
-            self.tags[tag_name(header)] += 1
-            self.forms[form_name(header)] += 1
+        if (used_s := page.used_s) is not None:
+            self.oldest_s = used_s if self.oldest_s is None else min(self.oldest_s, used_s)
+            self.newest_s = used_s if self.newest_s is None else max(self.newest_s, used_s)
 
 
 @dataclass(slots=True)
@@ -70,17 +63,6 @@ class StoreSurvey:
         """Bytes of all namespaces."""
         return sum(found.bytes for found in self.namespaces.values())
 
-    def add(self, page: StoredPage) -> NamespaceSurvey:
-        """Count a page; its namespace."""
-        found = self.namespaces.setdefault(page.namespace, NamespaceSurvey(page.namespace))
-        found.add(page)
-        if page.used_s is None:
-            self.ages[-1] += page.bytes
-        else:
-            age_s = self.taken_s - page.used_s
-            self.ages[sum(age_s >= bound for bound in AGE_BOUNDS_S)] += page.bytes
-        return found
-
 
 def survey(raw: RawStore, namespace: str = "", *, with_chains: bool = False) -> Iterator[StoreSurvey]:
     """Look at the pages of the namespaces whose digest starts with `namespace`; one and the same survey for each page.
@@ -91,10 +73,16 @@ def survey(raw: RawStore, namespace: str = "", *, with_chains: bool = False) -> 
     found = StoreSurvey(time.time(), Chains() if with_chains else None)
     yield found
     for page in raw.pages(namespace):
-        its = found.add(page)
+        its = found.namespaces.setdefault(page.namespace, NamespaceSurvey(page.namespace))
+        its.add(page)
+        age_s = None if page.used_s is None else found.taken_s - page.used_s
+        found.ages[-1 if age_s is None else sum(age_s >= bound for bound in AGE_BOUNDS_S)] += page.bytes
         if found.chains is not None or its.pages <= SAMPLES:
             header = read_header(raw, page)
-            its.look(header)
-            if found.chains is not None and header is not None:
-                found.chains.add(page, parent_in(header))
+            if header is not None:
+                its.sample = its.sample or header
+                its.tags[tag_name(header)] += 1
+                its.forms[form_name(header)] += 1
+                if found.chains is not None:
+                    found.chains.add(page, parent_in(header))
         yield found
