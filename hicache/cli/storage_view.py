@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ..backends.chains import parent_in, read_header
-from ..backends.raw import RawStore, StoredPage
+from ..backends.raw import RawStore
 from ..backends.tools.survey import NamespaceSurvey, StoreSurvey, survey
 from ..errors import BackendError, ConfigError
 from ..units import counted, format_share, format_size
@@ -174,33 +174,25 @@ def _list_pages(
     part: StorePart, parts: list[StorePart], raw: RawStore, namespace: str, as_json: bool
 ) -> Iterable[dict[str, Any]]:
     """The pages of one part: a document, or none if they were printed as they came."""
-    now_s = time.time()
-    if as_json:
-        return [{"part": part.name, "pages": [_page_json(raw, page) for page in raw.pages(namespace)]}]
-    if len(parts) > 1:
-        click.echo(f"{part.name}:")
-    click.echo(f"{'NAMESPACE':<{SHORT_HEX}}  {'PAGE':<16}  {'BEHIND':<16}  {'SIZE':>10}  USED")
+    now_s, documents = time.time(), []
+    if not as_json:
+        if len(parts) > 1:
+            click.echo(f"{part.name}:")
+        click.echo(f"{'NAMESPACE':<{SHORT_HEX}}  {'PAGE':<16}  {'BEHIND':<16}  {'SIZE':>10}  USED")
     for page in raw.pages(namespace):
         header = read_header(raw, page)
         parent = None if header is None else parent_in(header)
-        behind = "damaged" if header is None else "-" if parent is None else parent.hex()[:16]
+        space, key, parent_hex = page.namespace.hex(), page.key.hex(), None if parent is None else parent.hex()
+        if as_json:
+            documents.append({
+                "namespace": space, "key": key, "parent": parent_hex, "bytes": page.bytes, "used": page.used_s,
+                "damaged": header is None,
+            })  # fmt: skip
+            continue
+        behind = "damaged" if header is None else (parent_hex or "-")[:16]
         used = "unknown" if page.used_s is None else f"{format_age(max(0.0, now_s - page.used_s))} ago"
-        places = f"{page.namespace.hex()[:SHORT_HEX]}  {page.key.hex()[:16]}  {behind:<16}"
-        click.echo(f"{places}  {format_size(page.bytes):>10}  {used}")
-    return []
-
-
-def _page_json(raw: RawStore, page: StoredPage) -> dict[str, Any]:
-    header = read_header(raw, page)
-    parent = None if header is None else parent_in(header)
-    return {
-        "namespace": page.namespace.hex(),
-        "key": page.key.hex(),
-        "parent": None if parent is None else parent.hex(),
-        "bytes": page.bytes,
-        "used": page.used_s,
-        "damaged": header is None,
-    }
+        click.echo(f"{space[:SHORT_HEX]}  {key[:16]:<16}  {behind:<16}  {format_size(page.bytes):>10}  {used}")
+    return [{"part": part.name, "pages": documents}] if as_json else []
 
 
 def _stat_json(part: StorePart, found: StoreSurvey) -> dict[str, Any]:

@@ -62,7 +62,8 @@ def copy_raw(
     for chains in read_chains(source, namespace):
         progress.seen = len(chains)
         yield progress
-    there = set() if target is None else {(page.namespace, page.key) for page in target.pages(namespace)}
+    found = [] if target is None else target.pages(namespace)
+    there = {(page.namespace, page.key) for page in found if page.damage is None}
     progress.seen, progress.total = 0, len(chains)
     yield progress
     for page, parent in chains.heads_first():
