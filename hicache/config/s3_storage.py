@@ -95,11 +95,6 @@ class S3StorageOptions(Section):
         default=None,
         description="Certificates (PEM) that are trusted in place of the system's. Certificates are always checked.",
     )
-    checksum: Literal["when_required", "when_supported"] = Field(
-        default="when_required",
-        description="Checksums of what is stored, as boto3 calls the choice. `when_supported` sends a CRC32 with each "
-        "page, for buckets that insist; it costs 0.15 s of processor time per GiB. Pages carry a tag anyway.",
-    )
     proxy: str | None = Field(
         default=None,
         description="URL of an HTTP proxy, like `http://proxy.example:3128`, through which the store is reached. Not "

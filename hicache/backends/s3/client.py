@@ -11,9 +11,7 @@ has its connection to itself.
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -116,9 +114,6 @@ class S3Client:
         headers = {"content-type": "application/octet-stream"}
         if if_absent:
             headers["if-none-match"] = "*"
-        if self._access.options.checksum == "when_supported":
-            crc32 = functools.reduce(lambda crc, part: zlib.crc32(part, crc), body, 0)
-            headers["x-amz-checksum-crc32"] = base64.b64encode(crc32.to_bytes(4, "big")).decode()
 
         def read(connection: Connection, head: Head) -> bool:
             reply = _read_small(connection, head, deadline)

@@ -31,7 +31,7 @@ def test_everything_can_be_given(tmp_path: Path) -> None:
     config = load(
         tmp_path,
         "bucket: pages, prefix: kv/, capacity: 2TiB, endpoint_url: 'http://127.0.0.1:8333', region: eu-west-1, "
-        "path_style: true, credentials_file: /etc/s3, profile: p, ca_file: /etc/ca, checksum: when_supported, "
+        "path_style: true, credentials_file: /etc/s3, profile: p, ca_file: /etc/ca, "
         "proxy: 'http://proxy:3128', connections: 3, timeout: 250ms, "
         "connect_timeout: 1s",
     ).storage
@@ -40,7 +40,7 @@ def test_everything_can_be_given(tmp_path: Path) -> None:
         "bucket": "pages", "prefix": "kv/", "capacity": 2 << 40, "endpoint_url": "http://127.0.0.1:8333",
         "region": "eu-west-1", "path_style": True, "access_key_env": None, "secret_key_env": None,
         "session_token_env": None, "credentials_file": Path("/etc/s3"), "profile": "p", "ca_file": Path("/etc/ca"),
-        "checksum": "when_supported", "proxy": "http://proxy:3128",
+        "proxy": "http://proxy:3128",
         "connections": 3, "timeout": 0.25, "connect_timeout": 1.0,
     }  # fmt: skip
 
@@ -60,7 +60,7 @@ def test_a_prefix_ends_with_a_slash_whoever_writes_it() -> None:
      ({"proxy": "https://p:1"}, "proxy"), ({"proxy": "http://me:s3cr3t@p:1"}, "proxy"),
      ({"region": "a\nb"}, "region"), ({"region": "us-east-1\n"}, "region"), ({"region": ""}, "region"),
      ({"connections": 0}, "connections"), ({"connections": True}, "connections"), ({"capacity": 0}, "capacity"),
-     ({"timeout": 0}, "timeout"), ({"timeout": "soon"}, "timeout"), ({"checksum": "md5"}, "checksum"),
+     ({"timeout": 0}, "timeout"), ({"timeout": "soon"}, "timeout"),
      ({"access_key_env": "KEY"}, "secret_key_env"), ({"secret_key": "s3cr3t"}, "secret_key"),
      ({"access_key_env": "s3cr3t/x", "secret_key_env": "B"}, "access_key_env"),
      ({"access_key_env": "A", "secret_key_env": "B", "credentials_file": "/x"}, "not both")],

@@ -3,11 +3,9 @@ than were asked for."""
 
 from __future__ import annotations
 
-import base64
 import itertools
 import socket
 import threading
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -171,15 +169,6 @@ def test_a_page_in_thousands_of_parts_is_one_object(
         ca_file = certificates.ca_file if tls else None
         _round_trip(S3Backend(codec, options(server.url, ca_file=ca_file, timeout=30.0)), codec)
         assert [len(data) for data in server.objects.values()] == [codec.frame_bytes] * 2
-
-
-def test_the_checksum_of_a_page_in_parts_is_that_of_its_bytes(stub: StubS3) -> None:
-    _round_trip(S3Backend(SMALL, options(stub.url, checksum="when_supported")), SMALL)
-    sent = [request for request in stub.requests if request.method == "PUT"]
-    assert len(sent) == 4
-    for request in sent:
-        expected = base64.b64encode(zlib.crc32(request.body).to_bytes(4, "big")).decode()
-        assert request.headers["x-amz-checksum-crc32"] == expected
 
 
 @pytest.mark.parametrize("size", [0, SMALL.frame_bytes - 4096, SMALL.frame_bytes + 4096])

@@ -17,10 +17,10 @@ import pytest
 from hicache.backends.registry import open_backend
 from hicache.backends.s3 import S3Backend
 from hicache.backends.s3.access import open_access
-from hicache.backends.testing import Store, load, make_keys, store_chain
+from hicache.backends.testing import Store, load, make_keys
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
-from tests.backends.s3.bucket import CODEC, Bucket, open_on, open_s3, options
+from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error
 
 SECRETS = ("a-secret-key", "another-secret")
@@ -248,13 +248,4 @@ def test_nothing_shows_a_secret(bucket: Bucket, unique_prefix: str) -> None:
     store = open_s3(bucket, unique_prefix)
     assert isinstance(store.backend, S3Backend)
     assert "SECRET_KEY" in repr(store.backend.options)
-    store.backend.close()
-
-
-@pytest.mark.parametrize(("checksum", "sent"), [("when_required", False), ("when_supported", True)])
-def test_a_checksum_is_sent_when_it_is_asked_for(stub: StubS3, checksum: str, sent: bool) -> None:
-    store = open_on(stub, checksum=checksum)
-    store_chain(store, make_keys(1))
-    headers = stub.requests[0].headers
-    assert any(name.startswith("x-amz-checksum") or name == "x-amz-trailer" for name in headers) is sent
     store.backend.close()
