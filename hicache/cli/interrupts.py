@@ -1,4 +1,4 @@
-"""Commands that have something to end when they are ended: signals become KeyboardInterrupt.
+"""Commands that have something to end when they are ended: signals become KeyboardInterrupt, or are noted.
 
 Locking design: signal handlers belong to the main thread, and so do these functions.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 
 @contextmanager
@@ -32,3 +32,18 @@ def no_more_interrupts() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """A list that gets the number of the first SIGINT or SIGTERM; the second one ends the process as ever."""
+    noted: list[int] = []
+    with ExitStack() as handlers:
+
+        def note(number: int, _: object) -> None:
+            noted.append(number)
+            handlers.close()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handlers.callback(signal.signal, number, signal.signal(number, note))
+        yield noted

@@ -31,11 +31,12 @@ class OutputConsole(Console):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How far a step is: `done` of `total` (None: not known yet), and what was found."""
+    """How far a step is: `done` of `total` (None: not known yet) things of a kind, and what was found."""
 
     done: int
     total: int | None
     found: str
+    kind: str = "pages"
 
 
 def follow(steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -> Step:
@@ -52,8 +53,8 @@ def follow(steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -> S
                 told = tell(last)
                 progress.update(task, completed=told.done, total=told.total, found=told.found)
                 if not bar:
-                    share = f"{told.done:,} pages" if told.total is None else f"{told.done:,} of {told.total:,} pages"
-                    click.echo(f"{title}: {share}, {told.found}", err=True)
+                    of = "" if told.total is None else f" of {told.total:,}"
+                    click.echo(f"{title}: {told.done:,}{of} {told.kind}, {told.found}", err=True)
         told = tell(last)
         progress.update(task, completed=told.done, total=told.total, found=told.found)
     return last

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -22,15 +20,16 @@ from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
 from ..replay.presets import PRESETS
 from ..replay.processes import start_engines
 from ..replay.report import html_report
-from ..replay.result import ReplayResult
+from ..replay.result import ReplayResult, Sample
 from ..replay.synthetic import synthetic_trace
 from ..replay.trace import REQUESTS_MAX, read_trace, write_trace
 from ..units import counted
 from .arguments import DIRECTORY, FILE, Number
 from .config import parse_settings
+from .interrupts import noted_signals
 from .main import Failure, output_failures
-from .progress import OutputConsole
-from .replay_view import LiveView, print_summary, trace_facts
+from .progress import OutputConsole, follow
+from .replay_view import print_summary, progress_of, trace_facts
 
 REPLAY_CONFIG = Path(__file__).with_name("replay.yaml")
 WRONG_BYTES_EXIT_CODE = 1
@@ -95,19 +94,24 @@ def replay(
     for name, value in (("device.tokens", device_tokens), ("host.tokens", host_tokens)):
         if value is not None:
             overrides[name] = str(value)
-    with _stop_signals() as stop, _temporary_directory(console) as temporary:
+    with noted_signals() as stop, _temporary_directory(console) as temporary:
         config = replay_config(overrides, os.environ, temporary, config_file, store)
         job = ReplayJob(config=config, prefill_tokens_per_s=prefill_rate or None, **given)
-        with closing(start_engines(job)) as engines, LiveView(console, job) as view:
-            for sample in engines.run():
-                view.show(sample)
-                if stop:
-                    break
+        console.print(f"replaying {job.trace.name if job.trace else 'a synthetic trace'} ...", highlight=False)
+        with closing(start_engines(job)) as engines:
+            follow(_until(stop, engines.run()), "requests", lambda sample: progress_of(sample, job))
             result = engines.result()
         _tell(console, result, json_file, html_file)
     console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)
     if stop:
         sys.exit(128 + stop[0])
+
+
+def _until(stop: list[int], samples: Iterator[Sample]) -> Iterator[Sample]:
+    for sample in samples:
+        yield sample
+        if stop:
+            return
 
 
 def replay_config(
@@ -217,25 +221,3 @@ def _temporary_directory(console: Console) -> Iterator[Path]:
         yield Path(name)
         if any(Path(name).iterdir()):
             console.print("removing the temporary store ...", style="dim")  # a hundred thousand files take a while
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """A list that gets the number of the first SIGINT or SIGTERM; the second one ends the process as ever."""
-    stop: list[int] = []
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    def note(number: int, frame: FrameType | None) -> None:
-        stop.append(number)
-        restore()
-
-    for number in previous:
-        signal.signal(number, note)
-    try:
-        yield stop
-    finally:
-        restore()

@@ -1,14 +1,11 @@
-"""What `hicache replay` shows: the tiers while it runs, and a summary at the end."""
+"""What `hicache replay` shows: shares of the tiers while it runs, and a summary at the end."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.console import Console
 from rich.table import Table
 
 from ..errors import InvalidInput
@@ -19,68 +16,17 @@ from ..replay.timing import SchedulerTimes
 from ..replay.tokens import TokenSource
 from ..replay.trace import TraceRequest
 from ..units import counted, format_share, format_size
-
-# An eye takes in no more.
-REFRESH_PER_S = 8
-# Of a terminal: everything fits into so many columns.
-WIDTH = 80
+from .progress import Told
 
 
-class LiveView:
-    """The state of all engines, redrawn while they run; on something that is no terminal, one line at the start."""
-
-    def __init__(self, console: Console, job: ReplayJob) -> None:
-        count = job.request_count
-        self._total = None if count is None else count * (job.processes if job.whole_trace_each else 1)
-        self._title = f"replaying {job.trace.name if job.trace else 'a synthetic trace'}"
-        self._console = console
-        self._sample: Sample | None = None
-        self._live = Live(
-            console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self._render, transient=True
-        )
-
-    def show(self, sample: Sample) -> None:
-        """Show this state from now on."""
-        self._sample = sample
-
-    def __enter__(self) -> LiveView:
-        if self._console.is_terminal:
-            self._live.start()
-        else:
-            self._console.print(f"{self._title} ...")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
-
-    def _render(self) -> RenderableType:
-        sample = self._sample
-        if sample is None:
-            return f"{self._title}: starting"
-        done = f"{sample.requests:,} of {counted(self._total, 'request')}" if self._total else (
-            counted(sample.requests, "request"))  # fmt: skip
-        wrong = f"[bold red]{sample.wrong_bytes:,} WRONG BYTES[/]" if sample.wrong_bytes else "0 wrong bytes"
-        head = f"{self._title}: {done} in {sample.elapsed_s:.0f} s, {wrong}"
-        bar = ProgressBar(total=self._total, completed=sample.requests, width=WIDTH)
-        queue = f"{sample.waiting} waiting, {sample.running} running"
-        return Group(head, bar, queue, state_table(sample, self._console.width))
-
-
-def state_table(sample: Sample, width: int) -> Table:
-    """Tokens by source, and how full the tiers are; the latter only where `width` columns have room for it."""
-    hits = [sample.hit_tokens.get(tier, 0) for tier in TIER_NAMES]
-    columns = dict(zip(("from L1", "from L2", "from L3"), map(shortened, hits), strict=True))
-    columns["computed"] = shortened(sample.prompt_tokens - sum(hits))
-    if width >= WIDTH:
-        columns |= {"L1 pages": shortened(sample.device_pages), "L2 pages": shortened(sample.host_pages)}
-    columns["stored"] = format_size(sample.storage_bytes)
-    table = Table()
-    for column in columns:
-        table.add_column(column, justify="right")
-    table.add_row(*columns.values())
-    return table
+def progress_of(sample: Sample, job: ReplayJob) -> Told:
+    """How far a replay is, and where its prompt tokens came from so far."""
+    count = job.request_count
+    total = None if count is None else count * (job.processes if job.whole_trace_each else 1)
+    shares = [f"{name.partition(' ')[0]} {format_share(sample.hit_tokens.get(tier, 0), sample.prompt_tokens)}"
+              for tier, name in TIER_NAMES.items()]  # fmt: skip
+    wrong = f"{sample.wrong_bytes:,} WRONG BYTES" if sample.wrong_bytes else "0 wrong bytes"
+    return Told(sample.requests, total, ", ".join([*shares, wrong]), "requests")
 
 
 def print_summary(console: Console, result: ReplayResult) -> None:
@@ -131,13 +77,6 @@ def _time_rows(times: SchedulerTimes) -> Iterator[Sequence[str]]:
     for name, found in times.distributions().items():
         values = (found.p50_us, found.p90_us, found.p99_us, found.p999_us, found.max_us)
         yield name, f"{found.count:,}", *(milliseconds(value) for value in values)
-
-
-def shortened(number: int) -> str:
-    """A count in at most eight characters up to a billion: `99,999`, `214.7 k`, `27.4 M`."""
-    if number < 100_000:
-        return f"{number:,}"
-    return f"{number / 1e3:.1f} k" if number < 1_000_000 else f"{number / 1e6:,.1f} M"
 
 
 def milliseconds(time_us: float) -> str:

@@ -17,6 +17,7 @@ import enum
 import functools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -74,32 +75,26 @@ class Histogram:
     """Times in nanoseconds, counted in classes of 3 % width (as HdrHistogram does)."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
-        self._total_ns = 0.0
-        self._max_ns = 0.0
+        self._counts: Counter[float] = Counter()  # by upper bound in us
+        self._total_us = self._max_us = 0.0
 
     def add(self, value_ns: float) -> None:
         """Count a value."""
-        upper = upper_bound(max(0, int(value_ns)))
-        self._counts[upper] = self._counts.get(upper, 0) + 1
-        self._total_ns += value_ns
-        self._max_ns = max(self._max_ns, value_ns)
+        self._counts[upper_bound(max(0, int(value_ns))) / 1000] += 1
+        self._total_us += value_ns / 1000
+        self._max_us = max(self._max_us, value_ns / 1000)
 
     def add_all(self, other: Latency) -> None:
         """Count all values of another distribution."""
-        for upper_us, count in other.classes:
-            upper = round(upper_us * 1000)
-            self._counts[upper] = self._counts.get(upper, 0) + count
-        self._total_ns += other.total_us * 1000
-        self._max_ns = max(self._max_ns, other.max_us * 1000)
+        self._counts.update(dict(other.classes))
+        self._total_us += other.total_us
+        self._max_us = max(self._max_us, other.max_us)
 
     def latency(self) -> Latency:
         """All of it as a value."""
-        classes = tuple((upper / 1000, self._counts[upper]) for upper in sorted(self._counts))
-        p50, p90, p99, p999 = (at_percent(classes, self._max_ns / 1000, percent) for percent in (50, 90, 99, 99.9))
-        return Latency(
-            sum(self._counts.values()), self._total_ns / 1000, p50, p90, p99, p999, self._max_ns / 1000, classes
-        )
+        classes = tuple(sorted(self._counts.items()))
+        p50, p90, p99, p999 = (at_percent(classes, self._max_us, percent) for percent in (50, 90, 99, 99.9))
+        return Latency(self._counts.total(), self._total_us, p50, p90, p99, p999, self._max_us, classes)
 
 
 def merged_latency(parts: Iterable[Latency]) -> Latency:

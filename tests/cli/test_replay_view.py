@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
-import pytest
-from rich.console import Console, RenderableType
+from rich.console import Console
 
-from hicache.cli.replay_view import milliseconds, print_summary, shortened, state_table
+from hicache.cli.progress import Told
+from hicache.cli.replay_view import milliseconds, print_summary, progress_of
 from hicache.replay.result import ReplayResult
 from hicache.replay.timing import Latency
 from tests.replay.test_result import example, latency, sample
+from tests.replay.world import job, small_config
 
 MILLION = 1_000_000
 
 
-def shown(what: RenderableType | ReplayResult, width: int = 80) -> str:
+def shown(result: ReplayResult) -> str:
     file = io.StringIO()
-    console = Console(file=file, width=width)
-    if isinstance(what, ReplayResult):
-        print_summary(console, what)
-    else:
-        console.print(what)
+    print_summary(Console(file=file, width=80), result)
     return file.getvalue()
 
 
@@ -48,22 +46,14 @@ def test_nothing_of_the_summary_is_cut_at_80_columns() -> None:
         assert number in text, number
 
 
-@pytest.mark.parametrize("width", [60, 79, 80, 200])
-def test_nothing_of_the_live_table_is_cut_and_narrow_ones_go_without_pages(width: int) -> None:
-    now = replace(
-        sample(100.0, 987 * MILLION, stored_bytes=1023 << 20, device=214_600_000, host=99_999, storage=999_949),
-        device_pages=524_288, host_pages=99_999,
-    )  # fmt: skip
-    text = shown(state_table(now, width), width)
-    assert "\N{HORIZONTAL ELLIPSIS}" not in text
-    assert max(map(len, text.splitlines())) <= width
-    for figure in ("214.6 M", "99,999", "999.9 k", "771.3 M", "1023.0 MiB", "computed"):
-        assert figure in text, figure
-    assert ("L1 pages" in text) == (width >= 80)
+def test_progress_names_the_shares_of_the_tiers_and_wrong_bytes(tmp_path: Path) -> None:
+    one = job(tmp_path, [], small_config(storage=None), requests=20, processes=2, whole_trace_each=True)
+    now = sample(9.0, 1000, device=100, host=200, storage=50)
+    assert progress_of(now, one) == Told(9, 40, "L1 10.0 %, L2 20.0 %, L3 5.0 %, 0 wrong bytes", "requests")
+    assert "7 WRONG BYTES" in progress_of(replace(now, wrong_bytes=7), one).found
 
 
-def test_counts_and_times_are_as_exact_as_their_length_permits() -> None:
-    assert [shortened(number) for number in (0, 99_999, 214_649, 27_441_774)] == ["0", "99,999", "214.6 k", "27.4 M"]
+def test_times_are_as_exact_as_their_length_permits() -> None:
     assert [milliseconds(time_us) for time_us in (12, 12_345, 123_450, 1_234_000)] == [
         "0.012", "12.35", "123.5", "1,234",
     ]  # fmt: skip
