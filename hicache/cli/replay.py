@@ -99,7 +99,7 @@ def replay(
         job = ReplayJob(config=config, prefill_tokens_per_s=prefill_rate or None, **given)
         console.print(f"replaying {job.trace.name if job.trace else 'a synthetic trace'} ...", highlight=False)
         with closing(start_engines(job)) as engines:
-            follow(_until(stop, engines.run()), "requests", lambda sample: progress_of(sample, job))
+            follow(_until(stop, engines.run()), "replay", lambda sample: progress_of(sample, job))
             result = engines.result()
         _tell(console, result, json_file, html_file)
     console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)

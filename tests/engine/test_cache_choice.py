@@ -220,14 +220,6 @@ def order_of(engine: Engine, prompts: Sequence[list[int]]) -> list[int]:
     return [rids.index(rid) for rid in drive(engine)]
 
 
-def test_the_request_with_the_longest_cached_prefix_begins_first() -> None:
-    prompts = [random_tokens(20, seed=7), PROMPTS[1], PROMPTS[4]]
-    with prefix_engine() as engine:
-        generate(engine, PROMPTS[3])
-        assert order_of(engine, prompts) == [2, 1, 0]
-        assert_nothing_leaked(engine)
-
-
 @pytest.mark.parametrize(("policy", "order"), [("longest_prefix", [2, 1, 0]), ("fcfs", [0, 1, 2])])
 def test_the_order_is_as_configured_unless_the_engine_is_told_another(policy: str, order: list[int]) -> None:
     prompts = [random_tokens(20, seed=7), PROMPTS[1], PROMPTS[4]]

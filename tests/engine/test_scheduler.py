@@ -174,11 +174,17 @@ def test_a_request_that_outgrows_l1_fails_with_a_typed_error() -> None:
         assert generate(engine, random_tokens(20, seed=14)).reason is FinishReason.LENGTH
 
 
-def test_a_request_waits_while_l1_has_no_room() -> None:
+def test_a_request_waits_while_l1_has_no_room_and_is_tried_again_once_something_has_ended() -> None:
     with make_engine(CHECKPOINT, page_size=8, device_pages=8) as engine:
-        rids = [engine.submit(random_tokens(60, seed=seed), 4, ignore_eos=True) for seed in (15, 16)]
+        rids = [engine.submit(random_tokens(50, seed=seed), 14, ignore_eos=True) for seed in (15, 16)]
         engine.step()
         assert (engine.running, engine.waiting) == (1, 1)
+        settle_copies = tiers(engine).drain(WAIT_S)
+        engine.step()  # which the copies that have ended let try again
+        tried = engine.cache.statistics().skipped["no_device_room"]
+        for _ in range(5):
+            engine.step()
+        assert settle_copies and engine.cache.statistics().skipped["no_device_room"] == tried
         assert drive(engine).keys() == set(rids)
         assert_nothing_leaked(engine)
 
@@ -241,22 +247,12 @@ def test_numbers_of_numpy_and_tensors_are_taken() -> None:
             assert drive(engine)[rid].output_tokens == plain_greedy(prompt, 4)
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e300])
-def test_an_extreme_temperature_gives_tokens_of_the_vocabulary(temperature: float) -> None:
-    prompt = random_tokens(20, seed=35)
-    with make_engine(CHECKPOINT) as engine:
-        rid = engine.submit(prompt, 8, sampling=Sampling(temperature), ignore_eos=True)
-        record = drive(engine)[rid]
-        assert record.reason is FinishReason.LENGTH
-        assert all(0 <= token < TINY.vocab_size for token in record.output_tokens)
-        assert temperature > 1 or record.output_tokens == plain_greedy(prompt, 8)
-
-
 def test_other_bad_arguments_of_an_engine_are_refused() -> None:
     with make_engine(CHECKPOINT) as engine:
         for rid in (None, 5, ["request-0"]):
             with pytest.raises(InvalidInput, match="rid"):
                 engine.abort(rid)  # type: ignore[arg-type]
+        assert not engine.abort("request-0")
         for timeout_s in (math.nan, -1, "1", None, True, 10**400):
             with pytest.raises(InvalidInput, match="timeout_s"):
                 engine.run_until_done(timeout_s)  # type: ignore[arg-type]
@@ -417,11 +413,6 @@ def test_a_preempted_request_may_be_aborted() -> None:
         assert records[rids[1]].reason is FinishReason.ABORTED and records[rids[1]].output_tokens
         assert records[rids[0]].reason is FinishReason.LENGTH
         assert_nothing_leaked(engine)
-
-
-def test_an_unknown_request_is_not_aborted() -> None:
-    with make_engine(CHECKPOINT) as engine:
-        assert not engine.abort("request-0")
 
 
 class FailingLoads(CpuCopyEngine):
