@@ -1,7 +1,8 @@
 """Which calls a guard makes, which wait and which are refused; the results of calls; the budget for retries.
 
 Locking design: one condition guards everything in here, breakers, budget, damage watch and latencies included. It is
-held for a few instructions, also by an engine's scheduler thread (`may_pass`), and never while a backend is called.
+held for a few instructions, also by an engine's scheduler thread (`may_pass`), and never while a backend is called. It
+is taken before the lock of the task that probes, never after.
 """
 
 from __future__ import annotations
@@ -83,8 +84,10 @@ class CallResult(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call in flight. Belongs to its thread, but for `overdue`."""
+    """A call in flight, until the end of its `with` block. Belongs to its thread, but for `overdue`. The thread sets
+    `result`."""
 
+    control: AdmissionControl
     verb: Verb
     pages: int
     bytes: int
@@ -92,6 +95,13 @@ class Call:
     began_s: float
     admitted: int  # the breaker's round
     overdue: bool = False  # has hung past deadline and grace; counted as failed already
+    result: CallResult = CallResult.UNKNOWN
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.control.leave(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,17 +206,19 @@ class DamageWatch:
 
 
 class AdmissionControl:
-    """See the module's docstring. `clock` is monotonic, in seconds.
+    """See the module's docstring. `clock` is monotonic, in seconds. `wake` is called with the time at which a probe is
+    due, when that is known and then with each call: it must not block.
 
     Invariant: `in_flight_bytes` is the sum over the calls in flight, and over the bound only if one call alone is.
     """
 
-    def __init__(self, options: GuardConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, options: GuardConfig, clock: Callable[[], float], wake: Callable[[float], None]) -> None:
         def jitter() -> float:
             return random.uniform(_JITTER_MIN, 1.0)
 
         self._options = options
         self._clock = clock
+        self._wake = wake
         self._state = threading.Condition()
         self._breakers = {
             Direction.READ: Breaker(options, options.read, jitter),
@@ -229,10 +241,11 @@ class AdmissionControl:
     # Calls
 
     def enter(self, verb: Verb, pages: int, size_bytes: int, deadline: float) -> Call:
-        """Admit a call, to be ended by `leave`. Waits until its bytes have room, in the order of arrival, at most until
-        `deadline`; calls without bytes do not wait. Raises StoreError for a call that is refused."""
+        """Admit a call. Waits until its bytes have room, in the order of arrival, at most until `deadline`; calls
+        without bytes do not wait. Raises StoreError for a call that is refused."""
         direction = verb.direction
         breaker = self._breakers[direction]
+        self._tend()
         with self._state:
             time_s = self._clock()
             if time_s >= self._overdue_at:
@@ -245,14 +258,14 @@ class AdmissionControl:
                 self._refused[direction, refusal] += 1
                 raise StoreError(f"guard_{refusal}")
             self._budget.earn(pages)
-            call = Call(verb, pages, size_bytes, deadline, time_s, breaker.round)
+            call = Call(self, verb, pages, size_bytes, deadline, time_s, breaker.round)
             self._calls.add(call)
             self._in_flight_bytes += size_bytes
             self._overdue_at = min(self._overdue_at, deadline + self._options.grace)
             return call
 
-    def leave(self, call: Call, result: CallResult) -> None:
-        """A call has returned."""
+    def leave(self, call: Call) -> None:
+        """A call has ended."""
         with self._state:
             time_s = self._clock()
             took_s = time_s - call.began_s
@@ -262,8 +275,8 @@ class AdmissionControl:
             self._latency_s[call.verb] += took_s
             if self._waiting:
                 self._state.notify_all()
-            if result is not CallResult.UNKNOWN and not call.overdue:
-                self._record(call, result, time_s)
+            if call.result is not CallResult.UNKNOWN and not call.overdue:
+                self._record(call, call.result, time_s)
 
     def grant_retry(self, call: Call, pages: int) -> int:
         """Return how many pages of a call may be tried again: none if the breaker has opened since, or there is no
@@ -317,6 +330,7 @@ class AdmissionControl:
         if self._clock() >= self._overdue_at:
             with self._state:
                 self._note_overdue()
+        self._tend()
         return self._breakers[direction].state is not BreakerState.OPEN
 
     def set_override(self, direction: Direction, override: Override) -> None:
@@ -403,8 +417,15 @@ class AdmissionControl:
     def _breakers_moved(self) -> None:
         """A breaker may have opened, which those who wait for room have to know, or wants another probe or none."""
         self.probe_at = min(breaker.probe_at for breaker in self._breakers.values())
+        self._tend()
         if self._waiting:
             self._state.notify_all()
+
+    def _tend(self) -> None:
+        """Wake the thread of the probes if one is planned; it is replaced if it died or hangs."""
+        probe_at = self.probe_at
+        if probe_at < math.inf:
+            self._wake(probe_at)
 
     def _note_overdue(self) -> None:
         time_s = self._clock()

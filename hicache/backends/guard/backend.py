@@ -58,8 +58,6 @@ _USAGE_PATIENCE_S = 300.0
 _USAGE_WAIT_S = 0.05
 # How long `close` waits for the guard's own threads before it closes the backend all the same.
 _CLOSE_S = 3.0
-# The error of a call whose backend raised or broke the contract; the kind is counted besides.
-_RAISED = "raised"
 
 
 class GuardedBackend(Compound):
@@ -83,7 +81,6 @@ class GuardedBackend(Compound):
         self.options = instance_or_new("options", options, GuardConfig)
         self._inner = inner
         self._clock = clock
-        self._admission = AdmissionControl(self.options, clock)
         self._closing = threading.Event()
         self._raised: set[str] = set()  # kinds of exceptions that were logged
         self._failed_writes = 0
@@ -94,6 +91,7 @@ class GuardedBackend(Compound):
         self._probes = BackgroundTask(
             f"probe-{name}", self._probe, patience_s, on_error=lambda: self.count("internal")
         )
+        self._admission = AdmissionControl(self.options, clock, self._probes.wake)
         self._sample: Usage | None = None
         self._usage_due_s = self._usage_took_s = 0.0
         self._usage_renewed = threading.Event()
@@ -105,10 +103,10 @@ class GuardedBackend(Compound):
         """The backend behind it."""
         return (self._inner,)
 
-    # Verbs, see Envelope
+    # Verbs, see Envelope. Each raises StoreError where the call is not made.
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
-        """See Envelope. Raises StoreError, as all of these, where the call is not made."""
+        """See Envelope."""
 
         def is_answer(found: object) -> bool:
             return type(found) is int and 0 <= found <= len(keys)
@@ -122,7 +120,7 @@ class GuardedBackend(Compound):
         pages = len(keys)
 
         def is_answer(found: object) -> bool:
-            return isinstance(found, list) and len(found) == pages and all(type(there) is bool for there in found)
+            return isinstance(found, list) and len(found) == pages and set(map(type, found)) == {bool}
 
         return self._look_up(
             lambda: self._inner.batch_has(keys, deadline=deadline), is_answer, deadline, [True] * pages, [False] * pages
@@ -130,8 +128,7 @@ class GuardedBackend(Compound):
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
         """See Envelope. While nothing speaks for what is stored, the head of a batch is read before the rest."""
-
-        def read(call: Call) -> tuple[list[GetOutcome], CallResult]:
+        with self._enter(Verb.GET, len(keys), deadline) as call:
             outcomes: list[GetOutcome] = []
             while len(outcomes) < len(keys):
                 start = len(outcomes)
@@ -141,30 +138,24 @@ class GuardedBackend(Compound):
                 if not self._admission.saw_pages(call, found):
                     break
             outcomes += [GetOutcome.ERROR] * (len(keys) - len(outcomes))
-            return outcomes, self._judge(call, outcomes.count(GetOutcome.ERROR))
-
-        return self._make(Verb.GET, len(keys), deadline, read)
+            call.result = self._judge(call, outcomes.count(GetOutcome.ERROR))
+            return outcomes
 
     def put(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See Envelope."""
-
-        def write(call: Call) -> tuple[list[SetOutcome], CallResult]:
+        with self._enter(Verb.SET, len(keys), deadline) as call:
             outcomes = self._set(call, keys, pages, parent)
-            if SetOutcome.ERROR not in outcomes:
-                return outcomes, CallResult.GOOD
-            for run in runs([p for p, outcome in enumerate(outcomes) if outcome is SetOutcome.ERROR]):
-                granted = self._may_retry(call, run.stop - run.start)
-                if granted:
-                    again = slice(run.start, run.start + granted)
-                    before = parent_outside(keys[again], keys[run.start - 1] if run.start else parent)
-                    outcomes[again] = self._set(call, keys[again], pages[again], before)
-            failed = outcomes.count(SetOutcome.ERROR)
-            self._failed_writes += failed > 0
-            return outcomes, self._judge(call, failed)
-
-        return self._make(Verb.SET, len(keys), deadline, write)
+            if SetOutcome.ERROR in outcomes:
+                for run in runs([p for p, outcome in enumerate(outcomes) if outcome is SetOutcome.ERROR]):
+                    again = slice(run.start, run.start + self._may_retry(call, run.stop - run.start))
+                    if again.stop > again.start:
+                        before = parent_outside(keys[again], keys[run.start - 1] if run.start else parent)
+                        outcomes[again] = self._set(call, keys[again], pages[again], before)
+                self._failed_writes += SetOutcome.ERROR in outcomes
+            call.result = self._judge(call, outcomes.count(SetOutcome.ERROR))
+            return outcomes
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
         """See Envelope."""
@@ -226,9 +217,7 @@ class GuardedBackend(Compound):
 
     def may_pass(self, direction: Direction) -> bool:
         """True if a call of this direction would be made now. Does not block; for each step of a scheduler."""
-        passes = self._admission.may_pass(direction)
-        self._tend()
-        return passes
+        return self._admission.may_pass(direction)
 
     def override(self, direction: Direction, mode: Override) -> None:
         """Switch a direction on or off, or leave it to the breaker. Does not block."""
@@ -256,26 +245,10 @@ class GuardedBackend(Compound):
 
     # Inside
 
-    def _make(self, verb: Verb, pages: int, deadline: float, work: Callable[[Call], tuple[T, CallResult]]) -> T:
-        """Make a call and take in what it says about the store. Raises StoreError for one that is refused."""
+    def _enter(self, verb: Verb, pages: int, deadline: float) -> Call:
         # A lookup or removal, of any number of keys, moves no bytes and is refused as one page would be.
         size_bytes = pages * self.codec.frame_bytes if verb in (Verb.GET, Verb.SET) else 0
-        result = CallResult.UNKNOWN
-        try:
-            call = self._admission.enter(verb, pages, size_bytes, deadline)
-            try:
-                answer, result = work(call)
-            finally:
-                self._admission.leave(call, result)
-        finally:
-            self._tend()
-        return answer
-
-    def _tend(self) -> None:
-        """Wake the probe thread if a probe is planned; replace it if it died or hangs."""
-        probe_at = self._admission.probe_at
-        if probe_at < math.inf:
-            self._probes.wake(probe_at)
+        return self._admission.enter(verb, pages, size_bytes, deadline)
 
     def _probe(self) -> float:
         """Make the probes that are due; return when the next is. Blocks as the store does."""
@@ -296,34 +269,30 @@ class GuardedBackend(Compound):
 
         A store that is down has nothing, as one that is empty has: only its count of errors tells them apart.
         """
-
-        def find(call: Call) -> tuple[T, CallResult]:
-            errors_before = sum(self._inner_statistics().errors.values())
-            writes_before = self._failed_writes
-            answer = self._contain(ask)
-            if not is_answer(answer):
-                return nothing, CallResult.RAISED
-            found = cast(T, answer)
-            if found == whole or sum(self._inner_statistics().errors.values()) == errors_before:
-                return found, CallResult.GOOD
-            if self._failed_writes != writes_before or self._was_short(call):
-                return found, CallResult.UNKNOWN  # the errors may be those of a write that ended meanwhile
-            return found, CallResult.LOOKUP
-
-        def find_or_retry(call: Call) -> tuple[T, CallResult]:
-            found, result = find(call)
-            return find(call) if result.is_failure and self._may_retry(call, 1) else (found, result)
-
-        return self._make(Verb.EXISTS, 1, deadline, find_or_retry)
+        with self._enter(Verb.EXISTS, 1, deadline) as call:
+            while True:
+                errors_before = sum(self._inner_statistics().errors.values())
+                writes_before = self._failed_writes
+                answer = self._contain(ask)
+                found, is_retried = nothing, call.result.is_failure
+                if not is_answer(answer):
+                    call.result = CallResult.RAISED
+                else:
+                    found, call.result = cast(T, answer), CallResult.GOOD
+                    if found != whole and sum(self._inner_statistics().errors.values()) != errors_before:
+                        # The errors may be those of a write that has ended since.
+                        is_unclear = self._failed_writes != writes_before or self._was_short(call)
+                        call.result = CallResult.UNKNOWN if is_unclear else CallResult.LOOKUP
+                if is_retried or not call.result.is_failure or not self._may_retry(call, 1):
+                    return found
 
     def _remove(self, ask: Callable[[], object], deadline: float, most: float) -> int:
-        def remove(_: Call) -> tuple[int, CallResult]:
+        with self._enter(Verb.DELETE, 1, deadline) as call:
             removed = self._contain(ask)
             if type(removed) is int and 0 <= removed <= most:
-                return removed, CallResult.UNKNOWN  # none removed: there were none, or the store is down
-            return 0, CallResult.RAISED
-
-        return self._make(Verb.DELETE, 1, deadline, remove)
+                return removed  # none removed: there were none, or the store is down
+            call.result = CallResult.RAISED
+            return 0
 
     def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
         """Read, and what failed once more."""

@@ -14,7 +14,6 @@ from hicache.backends.guard.admission import (
     BURST_CALLS,
     BURST_PAGES,
     AdmissionControl,
-    CallResult,
     DamageWatch,
     RetryBudget,
 )
@@ -96,12 +95,11 @@ def test_what_follows_a_head_without_damage_is_read_at_once_but_not_after_an_ala
 @given(st.lists(st.floats(0, 1000, allow_nan=False), max_size=50))
 def test_every_call_is_in_the_bucket_of_its_time(seconds: list[float]) -> None:
     time_s = [0.0]
-    admission = AdmissionControl(GuardConfig(), lambda: time_s[0])
+    admission = AdmissionControl(GuardConfig(), lambda: time_s[0], lambda at_s: None)
     for value in seconds:
         time_s[0] = 0.0
-        call = admission.enter(Verb.GET, 1, 0, deadline=2000.0)
-        time_s[0] = value
-        admission.leave(call, CallResult.GOOD)
+        with admission.enter(Verb.GET, 1, 0, deadline=2000.0):
+            time_s[0] = value
     found = admission.statistics().latency[Verb.GET]
     assert found.calls == len(seconds)
     assert found.seconds == pytest.approx(sum(seconds))
