@@ -76,12 +76,12 @@ def test_the_backend_takes_what_the_section_gives(load: Load) -> None:
     found = load(NESTED).storage
     assert found is not None
     check_backend(found.type, found.options)
-    file, remote = part_specs("levels", found.options)
-    assert file.backend.options == FileStorageOptions(path=Path("/fast"), capacity=5 << 30)
-    assert (file.name, remote.name) == ("file", "remote")
-    a, b = part_specs("sharded", remote.backend.options)
-    assert a.backend.guard is not None and a.backend.guard.failures == 5
-    assert [part.name for part in part_specs("levels", b.backend.options)] == ["memory", "memory-2"]
+    parts = part_specs("levels", found.options)
+    assert parts["file"].options == FileStorageOptions(path=Path("/fast"), capacity=5 << 30)
+    assert list(parts) == ["file", "remote"]
+    shards = part_specs("sharded", parts["remote"].options)
+    assert shards["a"].guard is not None and shards["a"].guard.failures == 5
+    assert list(part_specs("levels", shards["b"].options)) == ["memory", "memory-2"]
 
 
 def test_the_effective_configuration_loads_to_an_equal_one(load: Load) -> None:

@@ -263,7 +263,7 @@ def test_a_tier_of_one_page_is_no_slip(load: Load) -> None:
         ("page_size: 256\nhost: {tokens: 255}", "host.tokens: is less than one page; got 255, page_size is 256"),
         ("host: {xyzzy: 1}", "host.xyzzy: unknown entry; host has: size, tokens, ratio, pin"),
         ("host: {pin: atuo}", "host.pin: expected 'auto', 'on' or 'off'; got atuo, did you mean auto?"),
-        ("eviction_policy: slruu", "eviction_policy: no eviction policy is called 'slruu'; did you mean 'slru'?"),
+        ("eviction_policy: slruu", "eviction_policy: 'slruu' is not an eviction policy; did you mean 'slru'?"),
         ("page_size: 16\nhost: {}\npage_size: 32", "page_size: is given twice, before in line 1"),
         ("storage: {type: file, options: {path: /data, io_threads: 65}}",
          "storage.options.io_threads: must be at most 64; got 65"),

@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from ..frame import FrameCodec, PageBuffer
 
@@ -154,39 +154,6 @@ class MemoryRegistration(Protocol):
         """Make `memory`, from which frames will come, known to the network. Called before the first verb; may block.
 
         Other frames still work, at the price of a copy. Raises BackendError.
-        """
-
-
-class EvictedPage(Protocol):
-    """The bytes of a page that leaves its store, readable until `close`, in one thread."""
-
-    @property
-    def stored_bytes(self) -> int:
-        """Length of its stored form."""
-
-    def read(self, frame: memoryview) -> None:
-        """Copy the stored form, unchecked, to the head of `frame`. Blocks.
-
-        REQUIRES: `frame` has at least `stored_bytes` bytes. Raises OSError if less is there.
-        """
-
-    def close(self) -> None:
-        """Let go of the bytes. Called once."""
-
-
-# Called with a key of this namespace, and with what opens the page's bytes, while the page is still stored and the
-# store is locked: it must neither wait nor call a backend. Opening may raise OSError.
-EvictionListener: TypeAlias = Callable[[bytes, Callable[[], EvictedPage]], None]
-
-
-@runtime_checkable
-class EvictionSource(Protocol):
-    """A backend that evicts pages itself and tells of each before it goes. Found with `leaves`."""
-
-    def on_eviction(self, listener: EvictionListener) -> None:
-        """Call `listener` ahead of each eviction by this object; not of those by other openings of the same store.
-
-        REQUIRES: called once, before the first verb.
         """
 
 

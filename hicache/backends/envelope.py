@@ -202,11 +202,29 @@ class Compound(Envelope):
 
 
 class Wrapper(Compound):
-    """A backend in front of one other, to which it passes each call that `reach` lets through."""
+    """A backend in front of one other, `inner`, to which it passes each call that `reach` lets through. A Composite of
+    that part, which it owns."""
 
-    @abstractmethod
+    def __init__(self, inner: StorageBackend) -> None:
+        super().__init__(inner.codec)
+        self._inner = inner
+
+    @property
+    def parts(self) -> Sequence[StorageBackend]:
+        """See Composite."""
+        return (self._inner,)
+
     def reach(self, pages: int, deadline: float) -> StorageBackend:
         """Return the backend behind it, for a call that moves so many pages. Raises StoreError, and may block."""
+        return self._inner
+
+    def measure(self) -> Usage:
+        """See Envelope."""
+        return self._inner.usage()
+
+    def shut(self) -> None:
+        """See Envelope."""
+        self._inner.close()
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
         """See Envelope."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from ..arguments import instance_or_new
 from ..config.guard import InjectConfig
 from ..frame import HEADER_BYTES, PageBuffer
-from .base import GetOutcome, StorageBackend, Usage
+from .base import GetOutcome, StorageBackend
 from .envelope import Wrapper
 from .errors import StoreError
 
@@ -25,27 +25,21 @@ INJECTED = "injected"  # the class of errors that are made here
 
 
 class FaultyBackend(Wrapper):
-    """See the module's docstring. A Composite of one part.
+    """See the module's docstring. Usage is measured without faults.
 
     It keeps the contract: delays end at the deadline, errors are outcomes and counted, damaged pages are removed. Only
     `hang` breaks it, on purpose: calls then stay until `release`, whatever their deadline.
     """
 
     def __init__(self, inner: StorageBackend, options: InjectConfig | None = None) -> None:
-        super().__init__(inner.codec)
+        super().__init__(inner)
         self.options = instance_or_new("options", options, InjectConfig)
-        self._inner = inner
         self._state = threading.Condition()
         self._dice = random.Random(self.options.seed)
         self._hanging = False
         self._failing = False
         self._free_at = 0.0  # when the line has carried what was sent so far
         self.hung_calls = 0  # that hang now
-
-    @property
-    def parts(self) -> Sequence[StorageBackend]:
-        """The backend behind it."""
-        return (self._inner,)
 
     # Faults by hand
 
@@ -95,18 +89,10 @@ class FaultyBackend(Wrapper):
             for key, page, outcome in zip(keys, pages, super().get(keys, pages, deadline), strict=True)
         ]
 
-    def measure(self) -> Usage:
-        """See Envelope. Without faults."""
-        return self._inner.usage()
-
     def close(self) -> None:
         """See StorageBackend. Ends what hangs."""
         self.release()
         super().close()
-
-    def shut(self) -> None:
-        """See Envelope."""
-        self._inner.close()
 
     # Inside
 

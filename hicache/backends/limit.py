@@ -98,7 +98,7 @@ class _Ledger:
 
 
 class LimitedBackend(Wrapper):
-    """`inner` with a limit of `capacity_bytes` for all that its store holds. A Composite of one part.
+    """`inner` with a limit of `capacity_bytes` for all that its store holds.
 
     `open_raw` opens the same store for the sweep, which opens it in its own thread and again after trouble; it raises
     BackendError and ConfigError. The limit counts what is stored as whole frames until a listing knows better, and
@@ -115,11 +115,10 @@ class LimitedBackend(Wrapper):
         capacity_bytes: int,
         list_interval_s: float = LIST_INTERVAL_S,
     ) -> None:
-        super().__init__(inner.codec)
+        super().__init__(inner)
         size = inner.codec.frame_bytes
         if type(capacity_bytes) is not int or capacity_bytes < size:
             raise InvalidInput(f"limit: capacity_bytes must be at least a page of {size} bytes, got {capacity_bytes!r}")
-        self._inner = inner
         self._open_raw = open_raw
         self._interval_s = list_interval_s
         self._usage = Usage(0, 0, capacity_bytes)
@@ -137,15 +136,6 @@ class LimitedBackend(Wrapper):
             "limit", self._sweep_once, backoff=self._backoff, on_error=lambda: self.count("internal")
         )
         self._sweeps.wake()
-
-    @property
-    def parts(self) -> Sequence[StorageBackend]:
-        """The backend that the limit is for."""
-        return (self._inner,)
-
-    def reach(self, pages: int, deadline: float) -> StorageBackend:
-        """See Wrapper."""
-        return self._inner
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
         """See Envelope."""
@@ -233,7 +223,7 @@ class LimitedBackend(Wrapper):
 
     def measure(self) -> Usage:
         """See Envelope: pages and bytes as the backend below counts them, and the limit, which is for all."""
-        return replace(self._inner.usage(), capacity_bytes=self._ledger.capacity_bytes)
+        return replace(super().measure(), capacity_bytes=self._ledger.capacity_bytes)
 
     def close(self) -> None:
         """See StorageBackend. A request of the sweep that hangs is not waited for longer than a few seconds."""
@@ -245,7 +235,7 @@ class LimitedBackend(Wrapper):
     def shut(self) -> None:
         """See Envelope."""
         try:
-            self._inner.close()
+            super().shut()
         finally:
             if self._sweeps.close(_CLOSE_S):
                 self._close_raw()

@@ -82,26 +82,18 @@ class BackendSpec:
         return cls(storage.type, storage.options, storage.guard, name)
 
 
-@dataclass(frozen=True, slots=True)
-class PartSpec:
-    """One part of a composition."""
-
-    name: str
-    backend: BackendSpec
-
-
-def part_specs(type_name: str, options: Options) -> list[PartSpec]:
-    """The parts of a built-in composition; none for any other backend. Opens nothing.
+def part_specs(type_name: str, options: Options) -> dict[str, BackendSpec]:
+    """Return the parts of a built-in composition by their names; none for any other backend. Opens nothing.
 
     A part without a name is called like its type, a second one of that type `<type>-2`. Raises ConfigError.
     """
-    found: dict[str, PartSpec] = {}
+    found: dict[str, BackendSpec] = {}
     for part in parts_of(_checked(type_name, options)) if type_name in STORAGE_SECTIONS else ():
         name = _part_name(part, found)
         if name in found:
             raise ConfigError(f"backend {type_name}: two of its parts are named {name!r}; rename one of them")
-        found[name] = PartSpec(name, BackendSpec.of(part.storage, name))
-    return list(found.values())
+        found[name] = BackendSpec.of(part.storage, name)
+    return found
 
 
 def _part_name(part: PartConfig, others: Mapping[str, object]) -> str:
@@ -206,11 +198,11 @@ def _resolve(type_name: str, options: Options) -> tuple[Factory, Options, object
         near = [found for name in keywords if name not in names for found in difflib.get_close_matches(name, names, 1)]
         hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names) or 'none'}"
         raise ConfigError(f"backend {type_name}: {error}; {hint}") from error
-    for part in part_specs(type_name, checked):
+    for name, part in part_specs(type_name, checked).items():
         try:
-            check_backend(part.backend.type, part.backend.options)
+            check_backend(part.type, part.options)
         except ConfigError as error:
-            raise ConfigError(f"backend {type_name}, part {part.name}: {error}") from error
+            raise ConfigError(f"backend {type_name}, part {name}: {error}") from error
     return factory, checked, capacity_bytes
 
 

@@ -130,8 +130,8 @@ def _parts_of_spec(name: str | None, spec: BackendSpec) -> Iterator[StorePart]:
     parts = part_specs(spec.type, spec.options)
     if not parts:
         yield StorePart(name or spec.type, spec)
-    for part in parts:
-        yield from _parts_of_spec(part.name if name is None else f"{name}/{part.name}", part.backend)
+    for own, part in parts.items():
+        yield from _parts_of_spec(own if name is None else f"{name}/{own}", part)
 
 
 def page_keys(mac_key_files: tuple[Path, ...], encryption_key_files: tuple[Path, ...]) -> PageKeys:

@@ -88,8 +88,8 @@ def open_composed(
     """
     with contextlib.ExitStack() as undo:
         parts: list[Part] = []
-        for spec in part_specs(type_name, options):
-            parts.append(Part(spec.name, open_spec(spec.backend, codec)))
+        for name, spec in part_specs(type_name, options).items():
+            parts.append(Part(name, open_spec(spec, codec)))
             undo.callback(_close_quietly, parts[-1])
         composed = compose(parts)
         undo.pop_all()

@@ -18,7 +18,6 @@ from hicache.backends.guard import Direction, GuardedBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.registry import (
     BackendSpec,
-    PartSpec,
     backend_names,
     check_backend,
     open_backend,
@@ -119,9 +118,9 @@ def test_compositions_nest() -> None:
 
 def test_parts_without_names_are_called_like_their_types() -> None:
     parts = part_specs("levels", {"levels": [MEMORY, {"type": "file", "options": {"path": "x"}}, MEMORY]})
-    assert [part.name for part in parts] == ["memory", "file", "memory-2"]
-    assert parts[0] == PartSpec("memory", BackendSpec("memory", {}, GuardConfig(), "memory"))
-    assert part_specs("file", {"path": "x"}) == []
+    assert list(parts) == ["memory", "file", "memory-2"]
+    assert parts["memory"] == BackendSpec("memory", {}, GuardConfig(), "memory")
+    assert part_specs("file", {"path": "x"}) == {}
 
 
 @pytest.mark.parametrize(
