@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -29,12 +30,12 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except ValueError as error:
         raise OSError(errno.EINVAL, "the name holds a null byte or half a surrogate pair") from error
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, descriptor)
         _require_regular(os.fstat(descriptor))
-        return open(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+        file = os.fdopen(descriptor, "rb")
+        undo.pop_all()
+    return file
 
 
 def require_readable(path: str | os.PathLike[str], what: str) -> None:

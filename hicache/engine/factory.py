@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,12 +45,12 @@ def create_engine(
     folder = model if isinstance(model, Path) else None
     label = "bundled" if folder == BUNDLED_MODEL else folder.resolve().name if folder else ""
     cache = create_cache(config, Namespace(checkpoint.fingerprint, geometry, label=label), device=device)
-    try:
+    with ExitStack() as undo:
+        undo.callback(cache.close)
         if not isinstance(cache.device, MHATokenToKVPool):
             raise InvalidInput("engine: a Llama model needs an MHA pool")
         columns = -(-checkpoint.config.context_tokens // TILE) * TILE
         rows = RequestToTokenPool(options.running_max, columns, device)
-        return Engine(LlamaModel(checkpoint.config, checkpoint.tensors, cache.device, rows), cache, options)
-    except BaseException:
-        cache.close()
-        raise
+        engine = Engine(LlamaModel(checkpoint.config, checkpoint.tensors, cache.device, rows), cache, options)
+        undo.pop_all()
+    return engine

@@ -8,6 +8,7 @@ request has made it ask for. Needs pyzmq and msgspec (extra `events`). Has no th
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import zmq
@@ -72,14 +73,13 @@ class EventFollower:
         self._newest = -1  # the largest number that came by itself and not by a replay
         self._batches = self._replays = self._losses = self._refused = 0
         self._context = zmq.Context()
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
             self._sub = self._connect(zmq.SUB, endpoint, curve, QUEUED_BATCHES_MAX)
             self._sub.setsockopt(zmq.SUBSCRIBE, self._topic)
             # Large enough for a whole replay buffer: what does not fit would be dropped at the other side.
             self._dealer = self._connect(zmq.DEALER, replay_endpoint, curve, 0)
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
+            undo.pop_all()
 
     def poll(self, timeout_s: float) -> int:
         """Wait up to `timeout_s` for a batch, then apply all there are; returns how many were applied.

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 
@@ -98,12 +98,11 @@ class Children:
 
     def __init__(self, job: ReplayJob) -> None:
         self._children: list[_Child] = []
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             for process in range(job.processes):
                 self._children.append(_Child(replace(job, process=process)))
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def run(self) -> Iterator[Sample]:
         while self._read():

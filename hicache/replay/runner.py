@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 
 import torch
 
@@ -206,11 +207,11 @@ def start(job: ReplayJob) -> Replay:
         raise InvalidInput(f"replay: unknown model {job.preset!r}; known: {', '.join(PRESETS)}")
     namespace = PRESETS[job.preset].namespace(job.preset, job.config.page_size)
     cache = create_cache(job.config, namespace, device=torch.device(job.device))
-    try:
-        return Replay(cache, job)
-    except BaseException:
-        cache.close()
-        raise
+    with ExitStack() as undo:
+        undo.callback(cache.close)
+        replay = Replay(cache, job)
+        undo.pop_all()
+    return replay
 
 
 def _setup(job: ReplayJob, cache: TreeCache, state: CacheStatistics) -> Setup:

@@ -53,30 +53,29 @@ def open_servers(options: RedisStorageOptions, page: bytes = b"") -> tuple[Acces
     pools = Pools(connector, options.connections)
     deadline = time.monotonic() + _PATIENCE_TIMEOUTS * options.timeout
     where = access.where
-    try:
-        if access.mode == "cluster":
-            _check_any(access, pools, deadline)
-        router = Router(access, connector, pools, deadline)
-        if access.mode != "cluster":
-            primary = router.routes(deadline).shards[0].primary
-            where = access.shown(primary)
-            with pools.of(primary, Purpose.KEYS).lease(deadline) as channel:
-                check_server(channel, access.mode, deadline)
-        for server in router.by_server([0], [page], to_read=True, deadline=deadline) if page else ():
-            if server is None:
-                continue
-            where = access.shown(server.address)
-            pool = pools.of(server.address, Purpose.KEYS, read_only=server.read_only)
-            with pool.lease(deadline) as channel:
-                reply = channel.call(b"EXISTS", page, deadline=deadline)
-                if isinstance(reply, ErrorReply):
-                    raise reply.failure
-    except StoreError as failure:
-        pools.close()
-        raise unavailable(failure, where) from failure
-    except BaseException:
-        pools.close()
-        raise
+    with contextlib.ExitStack() as undo:
+        undo.callback(pools.close)
+        try:
+            if access.mode == "cluster":
+                _check_any(access, pools, deadline)
+            router = Router(access, connector, pools, deadline)
+            if access.mode != "cluster":
+                primary = router.routes(deadline).shards[0].primary
+                where = access.shown(primary)
+                with pools.of(primary, Purpose.KEYS).lease(deadline) as channel:
+                    check_server(channel, access.mode, deadline)
+            for server in router.by_server([0], [page], to_read=True, deadline=deadline) if page else ():
+                if server is None:
+                    continue
+                where = access.shown(server.address)
+                pool = pools.of(server.address, Purpose.KEYS, read_only=server.read_only)
+                with pool.lease(deadline) as channel:
+                    reply = channel.call(b"EXISTS", page, deadline=deadline)
+                    if isinstance(reply, ErrorReply):
+                        raise reply.failure
+        except StoreError as failure:
+            raise unavailable(failure, where) from failure
+        undo.pop_all()
     return access, pools, router
 
 

@@ -18,6 +18,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from ...config.addresses import Address
@@ -157,24 +158,23 @@ def _dial(endpoint: Endpoint, access: Access) -> socket.socket:
     else:
         # A host may have two addresses, of which the first leads nowhere.
         sock = socket.create_connection((endpoint.host, endpoint.port), timeout_s / 2)
-    try:
+    with ExitStack() as undo:
+        undo.enter_context(sock)
         sock.settimeout(timeout_s)
         if isinstance(endpoint, UnixSocket):
             sock.connect(endpoint.path)
-            return sock
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if not access.tls:
-            return sock
-        # A context for each connection: certificates may be renewed while engines run.
-        options = access.options
-        context = ssl.create_default_context(cafile=options.tls_ca_file)
-        context.check_hostname = options.tls_check_hostname
-        if options.tls_cert_file is not None:
-            context.load_cert_chain(options.tls_cert_file, options.tls_key_file)
-        return context.wrap_socket(sock, server_hostname=endpoint.host)
-    except BaseException:
-        sock.close()
-        raise
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if access.tls:
+                # A context for each connection: certificates may be renewed while engines run.
+                options = access.options
+                context = ssl.create_default_context(cafile=options.tls_ca_file)
+                context.check_hostname = options.tls_check_hostname
+                if options.tls_cert_file is not None:
+                    context.load_cert_chain(options.tls_cert_file, options.tls_key_file)
+                sock = context.wrap_socket(sock, server_hostname=endpoint.host)
+        undo.pop_all()
+    return sock
 
 
 def _close(sock: socket.socket | None) -> None:

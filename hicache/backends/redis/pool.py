@@ -92,20 +92,17 @@ class Pool:
             if not self._state.wait_for(lambda: self._out < self._limit, wait_s):
                 return None
             self._out += 1
-        try:
-            while (channel := self._pop_idle()) is not None:
-                # A connection is not usable if the server has closed it, or has sent anything, since its last use.
-                if channel.is_quiet:
-                    channel.answered = False
-                    return channel
-                channel.close()
-            channel = self._connector.open(
-                self._address, deadline, read_only=self._read_only, no_touch=self._no_touch
-            )
-        except BaseException:
-            self._free()
-            raise
-        channel.answered = True  # fresh: a failure on it is not that of an idle connection
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._free)
+            while (channel := self._pop_idle()) is not None and not channel.is_quiet:
+                channel.close()  # the server has closed it, or has sent anything, since its last use
+            is_fresh = channel is None
+            if channel is None:
+                channel = self._connector.open(
+                    self._address, deadline, read_only=self._read_only, no_touch=self._no_touch
+                )
+            channel.answered = is_fresh  # a failure on a fresh one is not that of an idle connection
+            undo.pop_all()
         return channel
 
     def _pop_idle(self) -> Channel | None:
