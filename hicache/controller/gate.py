@@ -257,10 +257,10 @@ class StorageGate:
             backend = open_backend()
             try:
                 register_memory(backend, self._memory)
-            except BaseException:
-                backend.close()
-                raise
-            opened = backend
+                opened = backend
+            finally:
+                if opened is None:
+                    backend.close()
         finally:
             self._opened.put((open_backend, opened))
 

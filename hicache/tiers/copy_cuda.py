@@ -176,12 +176,14 @@ class CudaCopyEngine(CopyEngine):
         if after is not None:
             self._runtime.wait(after, stream)
         with torch.inference_mode(), self._runtime.use(stream):
+            queued = False
             try:
                 yield
-            except BaseException:
-                # The caller takes the blocks back: no queued part of the copy may still write to them.
-                self._runtime.record().synchronize()
-                raise
+                queued = True
+            finally:
+                if not queued:
+                    # The caller takes the blocks back: no queued part of the copy may still write to them.
+                    self._runtime.record().synchronize()
 
     def _in_pieces(self, blocks: int, block_bytes: int, copy: Callable[[slice], None]) -> None:
         """Copy blocks in pieces that staging has room for; if the device has less, in smaller ones from there on.

@@ -165,16 +165,14 @@ class SharedHostPool(HostPool):
         tokens, pieces = self.shape.tokens, [[piece.name, piece.bytes] for piece in self.shape.pieces]
         digest = hashlib.sha256(json.dumps([tokens, pieces]).encode()).digest()
         wanted = _Control(self._processes, pages, self.frame_bytes, digest)
-        while True:
+        mapping = None
+        while mapping is None:
             descriptor = self._descriptor()
             try:
                 mapping = self._join(descriptor, wanted)
-                if mapping is not None:
-                    break
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
+            finally:
+                if mapping is None:
+                    os.close(descriptor)
         state = os.fstat(descriptor)
         self._identity = (state.st_dev, state.st_ino)
         weakref.finalize(self, _leave, descriptor, self.path, bool(self._processes), os.getpid())
@@ -195,11 +193,10 @@ class SharedHostPool(HostPool):
                         descriptor = os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o600)
                         os.fchmod(descriptor, 0o600)  # the umask may have taken bits away
                         break
-            try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(os.close, descriptor)
                 self._require_own(os.fstat(descriptor))
-            except BaseException:
-                os.close(descriptor)
-                raise
+                undo.pop_all()
         except SharedMemoryError:
             raise
         except OSError as error:
@@ -246,7 +243,8 @@ class SharedHostPool(HostPool):
 
     def _fill(self, descriptor: int, control: _Control) -> None:
         """Write the control block of an empty file and take all memory. The name is removed if that fails."""
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.path.unlink, missing_ok=True)
             system = os.fstatvfs(descriptor)
             free_bytes = system.f_bavail * system.f_frsize
             if system.f_blocks and control.file_bytes > free_bytes:  # no blocks: a tmpfs without a limit
@@ -257,10 +255,7 @@ class SharedHostPool(HostPool):
                 os.posix_fallocate(descriptor, 0, control.file_bytes)
             except OSError as error:
                 raise self._full(control, free_bytes) if error.errno in _FULL else error from error
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)
-            raise
+            undo.pop_all()
 
     def _take_place(self, descriptor: int) -> bool:
         """Lock a byte for this process; the last one removes the name. False if all bytes are taken."""

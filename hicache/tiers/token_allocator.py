@@ -194,11 +194,13 @@ class PagedTokenToKVPoolAllocator:
     @contextmanager
     def _given_back_on_error(self, pages: PageIds) -> Iterator[None]:
         """The device may have no memory for the answer; the pages must not be lost with it."""
+        answered = False
         try:
             yield
-        except BaseException:
-            self.pages.free(pages)
-            raise
+            answered = True
+        finally:
+            if not answered:
+                self.pages.free(pages)
 
     def _to_device(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
         return upload(torch.from_numpy(values), self.device)
