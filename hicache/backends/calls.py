@@ -165,12 +165,13 @@ class Calls:
                 written_bytes=self._sets[SetOutcome.STORED] * self._frame_bytes,
             )
 
-    def close(self) -> bool:
-        """Let no more verbs in and wait for those in flight. False if that was done before."""
+    def close(self, wait_s: float | None = None) -> bool:
+        """Let no more verbs in and wait for those in flight, for `wait_s` at most (None: until all have ended). False
+        if that was done before."""
         with self._lock:
             first = not self._closed
             self._closed = True
-            self._left.wait_for(lambda: not self._calls)
+            self._left.wait_for(lambda: not self._calls, wait_s)
         return first
 
     def after_fork(self) -> None:

@@ -144,8 +144,12 @@ class Envelope(StorageBackend):
 
     def close(self) -> None:
         """See StorageBackend."""
+        self._close()
+
+    def _close(self, wait_s: float | None = None) -> None:
+        """Wait for the verbs in flight, for `wait_s` at most, and shut."""
         with self._close_lock:
-            if self._calls.close():
+            if self._calls.close(wait_s):
                 self.shut()
 
     def _call(

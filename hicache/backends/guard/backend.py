@@ -178,10 +178,11 @@ class GuardedBackend(Compound):
         return replace(own, corrupt=inner.corrupt, errors=dict(errors), evicted_pages=inner.evicted_pages)
 
     def close(self) -> None:
-        """See StorageBackend. Raises the backend's own BackendError; any other exception of it is counted."""
+        """See StorageBackend. Raises the backend's own BackendError; any other exception of it is counted. A call that
+        hangs is waited for no longer than the grace: how it ends is the backend's business, which is closed then."""
         self._closing.set()
         self._admission.close()
-        super().close()
+        self._close(self.options.grace)
 
     def shut(self) -> None:
         """See Envelope."""

@@ -96,6 +96,15 @@ def test_a_call_that_returns_late_is_counted_once(threads: ThreadPoolExecutor, f
     guard.close()
 
 
+def test_closing_does_not_wait_for_a_call_that_hangs(threads: ThreadPoolExecutor, faulty: FaultyBackend) -> None:
+    guard = GuardedBackend(faulty, patient(grace=0.02))
+    faulty.hang()
+    hanging = threads.submit(get, guard)
+    wait_for(lambda: faulty.hung_calls == 1)
+    guard.close()  # closes the backend, which ends what hangs
+    assert hanging.result() in ([MISS], [GET_ERROR])
+
+
 # Room
 
 
