@@ -17,16 +17,15 @@ is, and counts as none.
 
 A part that is down makes its pages ERROR and the prefix end before the first of them; the others go on.
 
-Locking design: `_tails` guards itself. During a verb the threads of a SupervisedPool and the caller call one part each,
-on pages that are that part's alone, and fill in the answers of their own positions.
+Locking design: `_tails` and `_parents` guard themselves. During a verb the threads of a SupervisedPool and the caller
+call one part each, on pages that are that part's alone, and fill in the answers of their own positions.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import xxhash
 
@@ -38,6 +37,7 @@ from ..calls import parent_outside, parents_of
 from .composed import INTERNAL, ComposedBackend, Part
 
 Answer = TypeVar("Answer")
+Value = TypeVar("Value")
 
 # Chains whose last pages are remembered. At some 100 bytes and 8 for each part they take a few MiB.
 TAILS_MAX = 16_384
@@ -64,33 +64,47 @@ class Placement:
         return found
 
 
+class _Latest(Generic[Value]):
+    """The entries by page key that were noted last; beyond `entries_max` the oldest go.
+
+    Locking design: a lock is held while entries are noted; a lookup is atomic. Values are never changed.
+    """
+
+    def __init__(self, entries_max: int) -> None:
+        self._entries_max = entries_max
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, Value] = {}  # the latest last
+
+    def get(self, key: bytes, default: Value) -> Value:
+        """Return the value of `key`, or `default` if it is not known."""
+        return self._entries.get(key, default)
+
+    def note(self, keys: Iterable[bytes], values: Iterable[Value]) -> None:
+        """Remember a value for each key."""
+        with self._lock:
+            for key, value in zip(keys, values, strict=True):
+                self._entries.pop(key, None)
+                self._entries[key] = value
+            while len(self._entries) > self._entries_max:
+                del self._entries[next(iter(self._entries))]
+
+
 class ShardCodec(FrameCodec):
     """The codec of all parts of a sharded set: as `codec`, but the parent that it seals is the page before in the chain
     and not the one before on that part, which is what the part gives it.
 
-    A key names the whole prefix of its page, so calls that store a page at once agree on its parent.
-
-    Locking design: a lock is held for the keys of a batch that is noted; a lookup in `_parents` is atomic.
+    `parents` are the pages before those that are being stored. A key names the whole prefix of its page, so calls that
+    store a page at once agree on its parent.
     """
 
     def __init__(self, codec: FrameCodec) -> None:
         vars(self).update(vars(codec))  # one namespace, one set of keys and buffers: this is the same codec
         self._codec = codec
-        self._lock = threading.Lock()
-        self._parents: dict[bytes, bytes | None] = {}  # the latest last
-
-    def note(self, keys: Sequence[bytes], parent: bytes | None) -> None:
-        """The page before the first of `keys`, which are about to be stored, is `parent`."""
-        with self._lock:
-            for key, before in zip(keys, parents_of(keys, parent), strict=True):
-                self._parents.pop(key, None)
-                self._parents[key] = before
-            while len(self._parents) > PARENTS_MAX:
-                del self._parents[next(iter(self._parents))]
+        self.parents = _Latest[bytes | None](PARENTS_MAX)
 
     def seal_buffers(self, key: bytes, page: PageBuffer, *, parent: bytes | None = None) -> list[memoryview]:
         """See FrameCodec. Of a page that is not stored through the set, such as a probe, `parent` counts."""
-        return self._codec.seal_buffers(key, page, parent=self._parents.get(key, parent))
+        return self._codec.seal_buffers(key, page, parent=self.parents.get(key, parent))
 
     def accept(
         self, key: bytes, page: PageBuffer, stored_bytes: int, arrived: TagStream | None = None
@@ -111,9 +125,9 @@ class ShardedBackend(ComposedBackend):
         if len({part.name for part in parts}) != len(parts) or len(parts) < 2:
             raise InvalidInput(f"sharded: two or more parts of different names are needed, got {len(parts)}")
         super().__init__(codec, parts)
-        self._shard_codec = codec
+        self._parents = codec.parents
         self.placement = Placement(self._names)
-        self._tails = _Tails(tails_max)
+        self._tails = _Latest[Mapping[int, bytes]](tails_max)  # by the end of a chain: its last page on each part
         # Two verbs at once find a thread each for every part but the one that they serve themselves.
         self._pool = SupervisedPool[Any](
             "shard", 2 * (len(parts) - 1), on_error=lambda: self._calls.count(errors=[INTERNAL])
@@ -173,7 +187,7 @@ class ShardedBackend(ComposedBackend):
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See Envelope. All parts at once, one call each."""
-        before = self._tails.before(parent)
+        before = {} if parent is None else self._tails.get(parent, {})
         lasts: dict[int, bytes] = {}
 
         def store(part: int, positions: list[int]) -> list[SetOutcome]:
@@ -183,9 +197,9 @@ class ShardedBackend(ComposedBackend):
             lasts[part] = its[-1]
             return answers
 
-        self._shard_codec.note(keys, parent)
+        self._parents.note(keys, parents_of(keys, parent))
         outcomes = self._ask_parts(keys, SetOutcome.ERROR, store)
-        self._tails.note(keys[-1], {**before, **lasts})
+        self._tails.note(keys[-1:], [{**before, **lasts}])
         return outcomes
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> int:
@@ -214,30 +228,3 @@ class ShardedBackend(ComposedBackend):
 
     def _before_parts_close(self) -> None:
         self._pool.close()
-
-
-class _Tails:
-    """The last page of a chain on each part, by the last page of the chain. Beyond `chains_max` the oldest go.
-
-    Locking design: one lock, held for a few instructions. What is returned is never changed.
-    """
-
-    def __init__(self, chains_max: int) -> None:
-        self._chains_max = chains_max
-        self._lock = threading.Lock()
-        self._lasts: OrderedDict[bytes, Mapping[int, bytes]] = OrderedDict()
-
-    def before(self, parent: bytes | None) -> Mapping[int, bytes]:
-        """By part, the last page up to `parent`; empty at the start of a chain or if that is not known."""
-        if parent is None:
-            return {}
-        with self._lock:
-            return self._lasts.get(parent, {})
-
-    def note(self, key: bytes, lasts: Mapping[int, bytes]) -> None:
-        """Remember the last pages of the chain that ends with `key`."""
-        with self._lock:
-            self._lasts[key] = lasts
-            self._lasts.move_to_end(key)
-            while len(self._lasts) > self._chains_max:
-                self._lasts.popitem(last=False)
