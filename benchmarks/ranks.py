@@ -40,7 +40,7 @@ class _Measurer:
     def __init__(self) -> None:
         assert dist.group.WORLD is not None
         group = TorchRankGroup(cast(Reducer, dist.group.WORLD), RanksConfig(deadline=DEADLINE_S))
-        self.agreement = Agreement(group, prefetch_places=PREFETCH_PLACES, figures=0)
+        self.agreement = Agreement(group, prefetch_places=PREFETCH_PLACES, rates=0)
         self.vector = torch.zeros(_vector_length(), dtype=torch.int64)
 
     def bare(self) -> None:
@@ -69,7 +69,7 @@ def _vector_length() -> int:
             lengths.append(len(values))
 
     looking = cast(TorchRankGroup, Looking())
-    Agreement(looking, prefetch_places=PREFETCH_PLACES, figures=0).start(Progress(), COUNTS)
+    Agreement(looking, prefetch_places=PREFETCH_PLACES, rates=0).start(Progress(), COUNTS)
     return lengths[0]
 
 

@@ -1,4 +1,4 @@
-"""The price of a page's proof and of its stored form: tags, encryption, compression.
+"""The price of a page's proof and of its encoded page: tags, encryption, compression.
 
     python -m benchmarks.tags [--path DIRECTORY]
 

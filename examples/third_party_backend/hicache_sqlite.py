@@ -1,6 +1,6 @@
 """Pages of HiCache in one SQLite file: a small store, complete in every promise of the storage contract.
 
-    pages  id, namespace, key, used (Unix time), frame (the stored form of the page)
+    pages  id, namespace, key, used (Unix time), frame (the encoded page)
 
 Good for a few gigabytes on one machine, where one file is easier to keep than many. Several processes may share it.
 

@@ -15,8 +15,8 @@ repeating is the guard's business, which has one budget for it.
 
 A store derives from `PageStore` (see `store`), which makes the verbs out of a few functions that move bytes, and proves
 each page; one made of others from `Compound` or `Wrapper` (see `envelope`). One process may open a store several times.
-Damage that `is_misfit`, such as a compressed page where zstd is missing, is a MISS and an error of that class: the page
-stays for others.
+Damage that `is_unsupported`, such as a compressed page where zstd is missing, is a MISS and an error of that class: the
+page stays for others.
 
 Locking design: all verbs may be called from any threads at once and may block up to the deadline; none is called on an
 engine's scheduler thread. `close` waits for the calls in flight; verbs after it report ERROR.

@@ -165,13 +165,13 @@ class MemoryBackend(PageStore[bytes]):
                 raise InvariantError("memory backend: over its capacity")
 
     def peek(self, key: bytes) -> bytes | None:
-        """The stored form as it is, unchecked; for tests."""
+        """The encoded page as it is, unchecked; for tests."""
         with self._lock:
             page = self._pages.get(key)
             return None if page is None else page.stored
 
     def poke(self, key: bytes, stored: bytes) -> None:
-        """Put bytes in place of a stored form, unchecked; for tests. A key that is not stored is added."""
+        """Put bytes in place of a encoded page, unchecked; for tests. A key that is not stored is added."""
         with self._lock:
             page = self._pages.get(key)
             self._bytes += len(stored) - (len(page.stored) if page else 0)

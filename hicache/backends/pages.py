@@ -122,7 +122,7 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
             if frame is not None and isinstance(page, PageView):
                 page.scatter(frame)
             self._outcomes[position] = GetOutcome.HIT
-        elif damage.is_misfit:
+        elif damage.is_unsupported:
             self._outcomes[position] = GetOutcome.MISS  # nothing is wrong with the page: it stays for other readers
             self.errors.append(damage.value)
         else:
@@ -189,14 +189,14 @@ class PageWrites(_Pages[SetOutcome]):
         return self._outcomes[position]
 
     def sealed(self, position: int) -> list[memoryview]:
-        """Return the stored form of a page as the buffers to write, in order; a multiple of 4096 bytes together. They
+        """Return the encoded page as the buffers to write, in order; a multiple of 4096 bytes together. They
         stay while they are referred to."""
         return self.codec.seal_buffers(
             self.keys[position], self._pages[position], parent=self.parents[position]
         )
 
     def sealed_frame(self, position: int) -> memoryview:
-        """Return the stored form of a page as one buffer."""
+        """Return the encoded page as one buffer."""
         buffers = self.sealed(position)
         if len(buffers) == 1:
             return buffers[0]

@@ -33,7 +33,7 @@ from .statistics import NO_TIER, CacheCounters, CacheStatistics, TierStatistics
 
 _IDLE = ControllerStatistics(
     queues=QueueStatistics(
-        write=0, load=0, prefetch=0, reads=0, backup=0, device_pages_lent=0, host_pages_lent=0
+        write=0, load=0, prefetch=0, reads=0, backup=0, device_pages_reserved=0, host_pages_reserved=0
     ),
     written_pages=0, loaded_pages=0, prefetched_pages=0, stored_pages=0, refused={}, worker_errors={},
     worker_restarts=0, workers_alive=0, workers_stuck=0, open_failures=0, backend=None, backends=(),

@@ -184,7 +184,7 @@ def _start(  # noqa: PLR0917 - what the two kinds of caches differ in
         undo.callback(backend.close)
     try:
         controller = HiCacheController(
-            host, copies, backend, config, ranks=ranks, stores_pages=namespace.writes, figures=len(Rates())
+            host, copies, backend, config, ranks=ranks, stores_pages=namespace.writes, rates=len(Rates())
         )
         undo.pop_all()  # the controller closes its backend
         undo.callback(controller.close, 1.0)

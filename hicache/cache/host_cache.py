@@ -410,7 +410,7 @@ class HostCache(TieredCache):
             queues,
             load=len(self._loads),
             write=len(self._writes),
-            host_pages_lent=queues.host_pages_lent + copying_pages,
+            host_pages_reserved=queues.host_pages_reserved + copying_pages,
         )
         controller = replace(
             state.controller, queues=queues, loaded_pages=self._loaded_pages, written_pages=self._written_pages

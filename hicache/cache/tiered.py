@@ -163,7 +163,7 @@ class TieredCache:
             self._events.poll(self.tree)
         self.controller.launch_backups()
         self.controller.report(self.break_even.rates())
-        self.break_even.use_rates(Rates(*self.controller.figures))
+        self.break_even.use_rates(Rates(*self.controller.rates))
         return acks is not None
 
     def _take_in(self, acks: Acks) -> None:

@@ -79,7 +79,7 @@ def queue_table(state: CacheStatistics) -> Table:
     table = Table()
     for name in ("write", "load", "prefetch", "reads", "backup", "pages lent"):
         table.add_column(name, justify="right")
-    depths = (queues.write, queues.load, queues.prefetch, queues.reads, queues.backup, queues.host_pages_lent)
+    depths = (queues.write, queues.load, queues.prefetch, queues.reads, queues.backup, queues.host_pages_reserved)
     table.add_row(*(str(depth) for depth in depths))
     return table
 

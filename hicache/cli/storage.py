@@ -19,7 +19,7 @@ from ..backends.raw import RawStore
 from ..backends.tools.copying import CopyProgress, copy_raw
 from ..backends.tools.removal import RemovalProgress, purge_raw, trim_raw
 from ..backends.tools.survey import survey
-from ..backends.tools.verify import PageKeys, PageReport, ScrubProgress, form_name, tag_name, verify_raw
+from ..backends.tools.verify import PageKeys, PageReport, ScrubProgress, encoding_name, tag_name, verify_raw
 from ..errors import InvalidInput
 from ..frame import NO_PARENT, Damage
 from ..units import counted, format_size
@@ -326,7 +326,7 @@ def _report_lines(report: PageReport) -> Iterator[tuple[str, str]]:
         return
     yield "version", str(header.version)
     yield "tag", tag_name(header)
-    form = form_name(header)
+    form = encoding_name(header)
     stored = "" if form == "plain" else f", stored as {form} in {header.stored_bytes}"
     yield "payload", f"{header.payload_bytes} bytes{stored}"
     yield "key", header.page_key.hex()

@@ -132,7 +132,7 @@ def _details(one: NamespaceSurvey) -> str:
     if one.sample is None:
         return "no sound page among those looked at: see `hicache verify`"
     label, size = one.sample.label or "model not named", format_size(one.sample.payload_bytes)
-    return f"{label}, payload {size}, {_names(one.tags)}, {_names(one.forms)}"
+    return f"{label}, payload {size}, {_names(one.tags)}, {_names(one.encodings)}"
 
 
 def _names(counts: dict[str, int]) -> str:
@@ -162,7 +162,7 @@ def _namespace_json(one: NamespaceSurvey) -> dict[str, Any]:
         "weights_epoch": None if sample is None else sample.weights_epoch,
         "payload_bytes": None if sample is None else sample.payload_bytes,
         "tags": sorted(one.tags),
-        "forms": sorted(one.forms),
+        "encodings": sorted(one.encodings),
         "pages": one.pages,
         "bytes": one.bytes,
         "oldest_use": one.oldest_s,

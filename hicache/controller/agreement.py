@@ -11,7 +11,7 @@ MIN all-reduce, and acts on what the one before gave. Every number is made so th
     a prefetch: ended, in time       ended everywhere; its time is over as soon as it is somewhere
     healthy                          not healthy as soon as one rank says so
     storage: opened, read, write     not open, or closed in a direction, as long as it is on one rank
-    time, figures                    the earliest time, the smallest measurement
+    time, rates                    the earliest time, the smallest measurement
     counters, each as +x and -x      equal on all ranks, else the ranks have decided differently: RankError
 
 The vector has fixed places for the oldest operations of each kind. All ranks submit the same operations in the same
@@ -64,14 +64,14 @@ class PrefetchProgress(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What has ended and what is possible: on this rank, or on all of them. `figures` are measurements."""
+    """What has ended and what is possible: on this rank, or on all of them. `rates` are measurements."""
 
     healthy: bool = True
     storage: Readiness = field(default_factory=Readiness)
     time_ms: int = 0  # since the start
     writes_done: int = 0
     loads_done: int = 0
-    figures: tuple[int, ...] = ()
+    rates: tuple[int, ...] = ()
     prefetches: Sequence[PrefetchProgress] = ()
     stores: Sequence[tuple[Store, StoreProgress]] = ()
 
@@ -98,10 +98,10 @@ class Agreement:
     and then `start` once per step. Once something raised RankError, everything does.
     """
 
-    def __init__(self, group: RankGroup, *, prefetch_places: int, figures: int) -> None:
+    def __init__(self, group: RankGroup, *, prefetch_places: int, rates: int) -> None:
         self._group = group
         self._prefetch_places = prefetch_places
-        self._figures = figures
+        self._rates = rates
         self._sent: tuple[list[Lookup | Read], list[Store]] | None = None
         self._failure: RankError | None = None
 
@@ -114,7 +114,7 @@ class Agreement:
         prefetches = list(local.prefetches[: self._prefetch_places])
         stores = list(local.stores[:STORE_PLACES])
         numbers = [int(local.healthy), *map(int, local.storage)]
-        numbers += [local.time_ms, local.writes_done, local.loads_done, *local.figures]
+        numbers += [local.time_ms, local.writes_done, local.loads_done, *local.rates]
         for name in COUNTERS:
             numbers += [counts[name], -counts[name]]
         for prefetch in prefetches:
@@ -131,7 +131,7 @@ class Agreement:
         """
         self._require_whole()
         if self._sent is None:
-            return Progress(figures=(0,) * self._figures)
+            return Progress(rates=(0,) * self._rates)
         (prefetches, stores), self._sent = self._sent, None
         try:
             numbers = iter(self._group.result().tolist())
@@ -139,7 +139,7 @@ class Agreement:
             self._failure = error
             raise
         healthy, opened, read, write, time_ms, writes_done, loads_done = itertools.islice(numbers, 7)
-        figures = tuple(itertools.islice(numbers, self._figures))
+        rates = tuple(itertools.islice(numbers, self._rates))
         self._require_equal_counters(list(itertools.islice(numbers, 2 * len(COUNTERS))))
         places = list(itertools.islice(numbers, 3 * self._prefetch_places))
         return Progress(
@@ -148,7 +148,7 @@ class Agreement:
             time_ms=time_ms,
             writes_done=writes_done,
             loads_done=loads_done,
-            figures=figures,
+            rates=rates,
             prefetches=[
                 PrefetchProgress(prefetch, places[3 * i] == 1, places[3 * i + 1], places[3 * i + 2] == 1)
                 for i, prefetch in enumerate(prefetches)

@@ -69,7 +69,7 @@ class HiCacheController:
     `config`.
 
     `workers` makes the worker groups and `clock` tells the time (monotonic, seconds); tests give their own. With
-    `ranks`, `figures` is how many measurements are agreed on per step, and one rank of those that share their pages has
+    `ranks`, `rates` is how many measurements are agreed on per step, and one rank of those that share their pages has
     `stores_pages`.
     """
 
@@ -82,7 +82,7 @@ class HiCacheController:
         *,
         ranks: RankGroup | None = None,
         stores_pages: bool = True,
-        figures: int = 0,
+        rates: int = 0,
         workers: WorkerFactory = SupervisedPool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -90,7 +90,7 @@ class HiCacheController:
         self.host = host
         self.stores_pages = stores_pages
         self.closed = False
-        self.figures: tuple[int, ...] = (0,) * figures
+        self.rates: tuple[int, ...] = (0,) * rates
         self.refused: Counter[str] = Counter()
         self.clock = clock
         self._started_s = clock()
@@ -114,7 +114,7 @@ class HiCacheController:
         share = config.transfer.store_host_share or (1.0 if ranks is None else STORE_HOST_SHARE_OF_RANKS)
         self._store_pages_max = int(share * host.pages)
         if ranks is not None:
-            self._agreement = Agreement(ranks, prefetch_places=config.prefetch.operations_max, figures=figures)
+            self._agreement = Agreement(ranks, prefetch_places=config.prefetch.operations_max, rates=rates)
 
     def time_s(self) -> float:
         """Seconds that never go back. With ranks: those since the start that are over everywhere, as of this step."""
@@ -295,7 +295,7 @@ class HiCacheController:
         acks = Acks()
         self._agreed_s = max(self._agreed_s, agreed.time_ms / 1000)
         self.gate.settle(agreed.storage)
-        self.figures = agreed.figures
+        self.rates = agreed.rates
         if not agreed.healthy and self._fault is None:
             acks.fault = self._fault = TransferError("a copy between device and host failed on one of the ranks")
         self._take_copies(agreed.writes_done, agreed.loads_done, acks)
@@ -320,7 +320,7 @@ class HiCacheController:
             self._take_prefetch(prefetch, acks)
         return acks if acks.any else None
 
-    def report(self, figures: tuple[int, ...] = ()) -> None:
+    def report(self, rates: tuple[int, ...] = ()) -> None:
         """Last of a step: tell the other ranks what has ended here, and whether this one would use storage now.
 
         Does not wait. REQUIRES, with ranks: one `report` after each `poll`, equally many on all. Raises RankError.
@@ -328,7 +328,7 @@ class HiCacheController:
         storage = self.gate.offer()
         if self._agreement is None:
             self.gate.settle(storage)
-            self.figures = figures
+            self.rates = rates
             return
         self._storage.drain()
         backups, loads = _leading_done(self._launched_backups), _leading_done(self._launched_loads)
@@ -340,7 +340,7 @@ class HiCacheController:
             time_ms=int(1000 * (self.clock() - self._started_s)),
             writes_done=backups,
             loads_done=loads,
-            figures=figures,
+            rates=rates,
             prefetches=prefetch_progress(self._prefetches, self.clock()),
             stores=[
                 (store, store_progress(store, elsewhere=not self.stores_pages))
@@ -435,8 +435,8 @@ class HiCacheController:
                 prefetch=pools[Lookup].queued if pools else 0,
                 reads=pools[Read].queued if pools else 0,
                 backup=pools[Store].queued if pools else 0,
-                device_pages_lent=self._backup_pages + self._load_pages,
-                host_pages_lent=self._backup_pages + self._load_pages + self.read_pages + self.store_pages,
+                device_pages_reserved=self._backup_pages + self._load_pages,
+                host_pages_reserved=self._backup_pages + self._load_pages + self.read_pages + self.store_pages,
             ),
             written_pages=self._moved["written"],
             loaded_pages=self._moved["loaded"],

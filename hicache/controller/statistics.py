@@ -19,8 +19,8 @@ class QueueStatistics:
     prefetch: int
     reads: int
     backup: int
-    device_pages_lent: int
-    host_pages_lent: int
+    device_pages_reserved: int
+    host_pages_reserved: int
 
 
 @dataclass(frozen=True, slots=True)

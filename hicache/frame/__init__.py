@@ -9,7 +9,7 @@ A reader builds the header it expects and compares: nothing in a stored header s
 allocation. The tag covers the header behind it and the payload as stored, so a page is bound to its key and its
 namespace.
 
-    codec         FrameCodec: seals pages into their stored form and proves what comes back
+    codec         FrameCodec: encodes and seals pages, and proves what comes back
     header        the 256 bytes, the keys that they name, and why a page is refused
     compression   payloads made shorter by zstd
     buffers       frames, pages whose payload is in foreign memory, and memory for encoded pages
@@ -26,7 +26,7 @@ from .header import (
     MAGIC,
     NO_PARENT,
     Damage,
-    Form,
+    Encoding,
     FrameHeader,
     TagKind,
     frame_bytes,
@@ -41,7 +41,7 @@ __all__ = [
     "NO_PARENT",
     "Compression",
     "Damage",
-    "Form",
+    "Encoding",
     "FrameCodec",
     "FrameHeader",
     "PageBuffer",

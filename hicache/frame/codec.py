@@ -1,6 +1,6 @@
-"""Pages into their stored form, and proof of what comes back.
+"""Encodes pages for storage, and proves what comes back.
 
-A page is stored as it lies in its frame, unless the codec compresses or encrypts: then its stored form is made in
+A page is stored as it is in its frame, unless the codec compresses or encrypts: then the encoded page is made in
 another buffer and the frame stays plain. What is read back lies in the frame until it is proved, and is undone there.
 
 Locking design: nothing of a codec changes but its pool of buffers, and a buffer has one borrower (see `BufferPool`).
@@ -23,16 +23,16 @@ from ..keys import FORMAT_VERSION, PAGE_KEY_BYTES
 from .buffers import BufferPool, PageBuffer, PageView, header_of
 from .compression import Compression, compress, expand, is_available, join_planes, require_zstandard, split_planes
 from .header import (
-    CARD,
     COVERED_FROM,
+    ENCODING,
+    ENCODINGS,
     FIXED,
-    FORM,
-    FORMS,
     FRAME_ALIGN,
     HEADER_BYTES,
     KEY_ID,
     LENGTH_AND_KEY,
     MAGIC,
+    METADATA,
     NAMESPACE,
     NO_KEY_ID,
     NO_NONCE,
@@ -44,10 +44,10 @@ from .header import (
     TAG,
     VERSION_AND_KIND,
     Damage,
-    Form,
+    Encoding,
     FrameHeader,
     TagKind,
-    encode_card,
+    encode_metadata,
     frame_bytes,
     key_table,
     pack_fixed,
@@ -132,7 +132,7 @@ class FrameCodec:
         self._known_ids = frozenset(keys) or frozenset({NO_KEY_ID})
         self._encrypts = self.tag_kind is TagKind.AES_256_GCM
         self._compression = compression
-        self._card = encode_card(weights_epoch, label)
+        self._metadata = encode_metadata(weights_epoch, label)
         self._version_and_kind = struct.pack("<HB", FORMAT_VERSION, self.tag_kind)
         self._length = payload_bytes.to_bytes(8, "little")
         self._buffers = BufferPool(self.frame_bytes)
@@ -147,29 +147,29 @@ class FrameCodec:
         return self._encrypts or self._compression is not None
 
     def seal(self, key: bytes, frame: memoryview, *, parent: bytes | None = None) -> memoryview:
-        """The stored form of the page in `frame`: what a backend writes, a multiple of 4096 bytes and at most as long.
+        """Return the page in `frame` encoded: what a backend writes, a multiple of 4096 bytes and at most as long.
 
         Usually `frame` itself: then its header is written, unless it is sealed for `key` already. A compressed or
-        encrypted form lies in a buffer of its own, which lives as long as the view, and `frame` stays as it is.
+        encrypted page lies in a buffer of its own, which lives as long as the view, and `frame` stays as it is.
         `parent` is the key of the page before this one, None for the first page of a chain.
-        REQUIRES: the payload is complete, and nobody writes it until the stored form has been written.
+        REQUIRES: the payload is complete, and nobody writes it until the encoded page has been written.
         Raises InvalidInput if the page is its own parent.
         """
         if parent == key:
             raise InvalidInput(f"frame: the page {key.hex()} is its own parent; give the key of the page before it")
-        plain = self._fixed(Form(0), key, parent, self.payload_bytes)
+        plain = self._fixed(Encoding(0), key, parent, self.payload_bytes)
         if not self._encrypts and frame[:8] == MAGIC and frame[FIXED] == plain:
             return frame
-        form, body = Form(0), frame[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]
+        encoding, body = Encoding(0), frame[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]
         if self._compression is not None:
-            form, body = self._shortened(body, self._compression)
-        if not form and not self._encrypts:
+            encoding, body = self._shortened(body, self._compression)
+        if not encoding and not self._encrypts:
             self._write_header(frame, plain, [frame[COVERED_FROM : HEADER_BYTES + self.payload_bytes]])
             return frame
-        return self._transformed(body, self._fixed(form, key, parent, len(body)))
+        return self._transformed(body, self._fixed(encoding, key, parent, len(body)))
 
     def seal_buffers(self, key: bytes, page: PageBuffer, *, parent: bytes | None = None) -> list[memoryview]:
-        """The stored form of a page as the buffers to write, in order. As `seal`, for pages in parts too: those are not
+        """Return the encoded page as the buffers to write, in order. As `seal`, for pages in parts too: those are not
         copied but for a codec that compresses or encrypts, and of them only the header is written to."""
         if not isinstance(page, PageView):
             return [self.seal(key, page, parent=parent)]
@@ -177,13 +177,13 @@ class FrameCodec:
             return [self.seal(key, self._joined(page), parent=parent)]
         if parent == key:
             raise InvalidInput(f"frame: the page {key.hex()} is its own parent; give the key of the page before it")
-        plain = self._fixed(Form(0), key, parent, self.payload_bytes)
+        plain = self._fixed(Encoding(0), key, parent, self.payload_bytes)
         if page.header[:8] != MAGIC or page.header[FIXED] != plain:
             self._write_header(page.header, plain, [page.header[COVERED_FROM:], *page.parts])
         return [page.header, *page.parts, self._zeros]
 
     def buffers(self, page: PageBuffer) -> list[memoryview]:
-        """Where the stored form of a page is read to, in order; `frame_bytes` together. See `first_bytes`."""
+        """Return the buffers that an encoded page is read into, in order; `frame_bytes` together. See `first_bytes`."""
         return [page.header, *page.parts, self._ignored] if isinstance(page, PageView) else [page]
 
     def gather(self, page: PageBuffer, frame: memoryview) -> None:
@@ -205,24 +205,24 @@ class FrameCodec:
         self.gather(page, frame)
         return frame
 
-    def _fixed(self, form: Form, key: bytes, parent: bytes | None, stored_bytes: int) -> bytes:
-        start = pack_start(self.tag_kind, form, self._key_id, self.payload_bytes)
-        return pack_fixed(start, key, parent or NO_PARENT, self.namespace, stored_bytes, self._card)
+    def _fixed(self, encoding: Encoding, key: bytes, parent: bytes | None, stored_bytes: int) -> bytes:
+        start = pack_start(self.tag_kind, encoding, self._key_id, self.payload_bytes)
+        return pack_fixed(start, key, parent or NO_PARENT, self.namespace, stored_bytes, self._metadata)
 
-    def _shortened(self, payload: memoryview, compression: Compression) -> tuple[Form, memoryview]:
+    def _shortened(self, payload: memoryview, compression: Compression) -> tuple[Encoding, memoryview]:
         """The payload compressed, or as it is if that saves no block."""
-        form, source = Form.ZSTD, payload
+        encoding, source = Encoding.ZSTD, payload
         if compression.byte_planes and not self.payload_bytes % 2:
-            form |= Form.BYTE_PLANES
+            encoding |= Encoding.BYTE_PLANES
             source = self._buffers.take()[: self.payload_bytes]
             split_planes(payload, source)
         packed = compress(source, compression.level)
         if frame_bytes(len(packed)) >= self.frame_bytes:
-            return Form(0), payload
-        return form, memoryview(packed)
+            return Encoding(0), payload
+        return encoding, memoryview(packed)
 
     def _transformed(self, body: memoryview, fixed: bytes) -> memoryview:
-        """The stored form with `body`, encrypted if need be, in a buffer of its own."""
+        """Return the encoded page with `body`, encrypted if need be, in a buffer of its own."""
         end = HEADER_BYTES + len(body)
         stored = self._buffers.take()[: frame_bytes(len(body))]
         stored[end:] = bytes(len(stored) - end)
@@ -262,11 +262,11 @@ class FrameCodec:
     def accept(
         self, key: bytes, page: PageBuffer, stored_bytes: int, arrived: TagStream | None = None
     ) -> Damage | None:
-        """None if the stored form of the page `key` lies in the first bytes of `page`, else what is wrong with it.
+        """Return None if the first bytes of `page` are the encoded page `key`, else what is wrong with it.
 
         After None the frame holds the page as it was given to `seal`; after damage its header is what arrived and its
-        payload means nothing. Damage that `is_misfit` is a miss and a counted error; any other is corruption, and what
-        lies there is removed. A page that was compressed or encrypted is proved now and carries no tag any more: the
+        payload means nothing. Damage that `is_unsupported` is a miss and a counted error; any other is corruption, and
+        the object is removed. A page that was compressed or encrypted is proved now and carries no tag any more: the
         next `seal` makes one. `arrived`, if given, comes from `stream` and has taken in exactly those bytes.
         REQUIRES: nobody else uses `page` meanwhile.
         """
@@ -280,19 +280,20 @@ class FrameCodec:
         if damage is not None:
             return damage
         body = frame[HEADER_BYTES : HEADER_BYTES + int.from_bytes(header[STORED], "little")]
-        form = header[FORM]
+        encoding = header[ENCODING]
         if not self._encrypts:
             if not self._is_proved(header, [frame[COVERED_FROM : HEADER_BYTES + len(body)]], arrived):
                 return Damage.TAG
-            if not form:
+            if not encoding:
                 return None
             body = self._copied(body)
         else:
-            target = self._buffers.take()[: len(body)] if form else body
+            target = self._buffers.take()[: len(body)] if encoding else body
             if not self._decrypt(header, body, target):
                 return Damage.TAG
             body = target
-        if form and not self._expand(Form(form), body, frame[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]):
+        payload = frame[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]
+        if encoding and not self._expand(Encoding(encoding), body, payload):
             return Damage.COMPRESSION
         frame[:HEADER_BYTES] = self._proved_header(header, key)
         return None
@@ -306,7 +307,7 @@ class FrameCodec:
         damage = self._refusal(header, key, stored_bytes)
         if damage is not None:
             return damage
-        if not self._encrypts and not header[FORM]:
+        if not self._encrypts and not header[ENCODING]:
             is_proved = self._is_proved(header, [page.header[COVERED_FROM:], *page.parts], arrived)
             return None if is_proved else Damage.TAG
         frame = self._buffers.take()
@@ -321,8 +322,8 @@ class FrameCodec:
         copy[:] = body
         return copy
 
-    def _expand(self, form: Form, body: memoryview, payload: memoryview) -> bool:
-        if not form & Form.BYTE_PLANES:
+    def _expand(self, encoding: Encoding, body: memoryview, payload: memoryview) -> bool:
+        if not encoding & Encoding.BYTE_PLANES:
             return expand(body, payload)
         planes = self._buffers.take()[: self.payload_bytes]
         if self.payload_bytes % 2 or not expand(body, planes):
@@ -332,8 +333,8 @@ class FrameCodec:
 
     def _proved_header(self, header: bytes, key: bytes) -> bytes:
         """The header of a plain page without a tag."""
-        start = pack_start(TagKind.NONE, Form(0), NO_KEY_ID, self.payload_bytes)
-        fixed = pack_fixed(start, key, header[PARENT], self.namespace, self.payload_bytes, header[CARD])
+        start = pack_start(TagKind.NONE, Encoding(0), NO_KEY_ID, self.payload_bytes)
+        fixed = pack_fixed(start, key, header[PARENT], self.namespace, self.payload_bytes, header[METADATA])
         return (MAGIC + _NO_TAG + NO_NONCE + fixed).ljust(HEADER_BYTES, b"\0")
 
     def check(self, key: bytes, stored: memoryview, arrived: TagStream | None = None) -> Damage | None:
@@ -361,16 +362,16 @@ class FrameCodec:
             or header[LENGTH_AND_KEY] != self._length + key
             or header[PARENT] == key != NO_PARENT
             or header[NAMESPACE] != self.namespace
-            or header[FORM] not in FORMS
+            or header[ENCODING] not in ENCODINGS
             or not header.startswith(MAGIC)
         ):
             return self._first_difference(header, key)
         stored = int.from_bytes(header[STORED], "little")
-        if stored > self.payload_bytes or not stored or (not header[FORM] and stored != self.payload_bytes):
+        if stored > self.payload_bytes or not stored or (not header[ENCODING] and stored != self.payload_bytes):
             return Damage.LENGTH
         if frame_bytes(stored) != stored_bytes:
             return Damage.SIZE
-        return Damage.NO_ZSTD if header[FORM] and not is_available() else None
+        return Damage.NO_ZSTD if header[ENCODING] and not is_available() else None
 
     def _is_proved(self, header: bytes, covered: Sequence[memoryview], arrived: TagStream | None) -> bool:
         if self.tag_kind is TagKind.NONE:

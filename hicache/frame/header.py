@@ -34,20 +34,20 @@ NO_KEY_ID = bytes(KEY_ID_BYTES)
 # The current key and one more: a change of keys needs two, and a third would be one nobody remembers to remove.
 KEYS_MAX = 2
 
-# magic, tag | nonce, version, tag kind, form, key id, payload bytes, page key, parent key, namespace, stored payload
-# bytes, weights epoch, label
+# magic, tag | nonce, version, tag kind, encoding, key id, payload bytes, page key, parent key, namespace, stored
+# payload bytes, weights epoch, label
 _HEADER = struct.Struct("<8s16s12sHBB8sQ32s32s32sQQ32s")
 # Where the fields are that codecs write and compare one by one.
 TAG: Final = slice(8, 24)
 NONCE: Final = slice(24, 36)
 VERSION_AND_KIND: Final = slice(36, 39)
-FORM: Final = 39
+ENCODING: Final = 39
 KEY_ID: Final = slice(40, 48)
 LENGTH_AND_KEY: Final = slice(48, 88)
 PARENT: Final = slice(88, 120)
 NAMESPACE: Final = slice(120, 152)
 STORED: Final = slice(152, 160)
-CARD: Final = slice(160, 200)
+METADATA: Final = slice(160, 200)
 # All that a seal writes but for tag and nonce.
 FIXED: Final = slice(36, _HEADER.size)
 # What the tag covers begins here.
@@ -63,7 +63,7 @@ class TagKind(enum.IntEnum):
     AES_256_GCM = 3  # keyed, and the payload is encrypted: who can read the store learns nothing of it but its length
 
 
-class Form(enum.IntFlag):
+class Encoding(enum.IntFlag):
     """How the stored payload differs from that of the page; plain if no bit is set. The tag covers what is stored."""
 
     ZSTD = 1  # a zstd frame
@@ -71,7 +71,7 @@ class Form(enum.IntFlag):
 
 
 # What a reader knows how to undo.
-FORMS: Final = frozenset({Form(0), Form.ZSTD, Form.ZSTD | Form.BYTE_PLANES})
+ENCODINGS: Final = frozenset({Encoding(0), Encoding.ZSTD, Encoding.ZSTD | Encoding.BYTE_PLANES})
 
 
 class Damage(enum.StrEnum):
@@ -93,7 +93,7 @@ class Damage(enum.StrEnum):
     NO_ZSTD = "no_zstd"
 
     @property
-    def is_misfit(self) -> bool:
+    def is_unsupported(self) -> bool:
         """Whether it is this installation that cannot use the page, with which nothing is wrong: it is left alone."""
         return self is Damage.NO_ZSTD
 
@@ -103,7 +103,7 @@ def frame_bytes(payload_bytes: int) -> int:
     return -(-(HEADER_BYTES + payload_bytes) // FRAME_ALIGN) * FRAME_ALIGN
 
 
-def encode_card(weights_epoch: int, label: str) -> bytes:
+def encode_metadata(weights_epoch: int, label: str) -> bytes:
     """What tells an operator whose page this is: it is no part of its identity, which the namespace digest is.
 
     A label is cut to 32 bytes of UTF-8. Raises InvalidInput for an epoch that is not an unsigned 64-bit integer.
@@ -129,7 +129,7 @@ class FrameHeader:
     tag: bytes
     version: int
     tag_kind: int
-    form: int
+    encoding: int
     key_id: bytes
     payload_bytes: int
     page_key: bytes
@@ -144,11 +144,11 @@ class FrameHeader:
         """The header at the start of `data`, or None if there is none."""
         if len(data) < _HEADER.size or data[:8] != MAGIC:
             return None
-        _, tag, _, version, kind, form, key_id, payload, key, parent, namespace, stored, epoch, label = (
+        _, tag, _, version, kind, encoding, key_id, payload, key, parent, namespace, stored, epoch, label = (
             _HEADER.unpack_from(data)
         )
         text = _printable(label.rstrip(b"\0").decode(errors="replace"))
-        return cls(tag, version, kind, form, key_id, payload, key, parent, namespace, stored, epoch, text)
+        return cls(tag, version, kind, encoding, key_id, payload, key, parent, namespace, stored, epoch, text)
 
     @property
     def object_bytes(self) -> int:
@@ -156,14 +156,14 @@ class FrameHeader:
         return frame_bytes(self.stored_bytes)
 
 
-def pack_start(kind: TagKind, form: Form, key_id: bytes, payload_bytes: int) -> bytes:
+def pack_start(kind: TagKind, encoding: Encoding, key_id: bytes, payload_bytes: int) -> bytes:
     """The fields from the version to the payload's length."""
-    return struct.pack("<HBB8sQ", FORMAT_VERSION, kind, form, key_id, payload_bytes)
+    return struct.pack("<HBB8sQ", FORMAT_VERSION, kind, encoding, key_id, payload_bytes)
 
 
-def pack_fixed(start: bytes, key: bytes, parent: bytes, namespace: bytes, stored_bytes: int, card: bytes) -> bytes:
+def pack_fixed(start: bytes, key: bytes, parent: bytes, namespace: bytes, stored_bytes: int, metadata: bytes) -> bytes:
     """All fields of a header but magic, tag and nonce; `start` is what `pack_start` made."""
-    return b"".join((start, key, parent, namespace, struct.pack("<Q", stored_bytes), card))
+    return b"".join((start, key, parent, namespace, struct.pack("<Q", stored_bytes), metadata))
 
 
 _DOMAINS = {TagKind.AES_256_GMAC: b"hicache.mac_key_id", TagKind.AES_256_GCM: b"hicache.encryption_key_id"}

@@ -1,4 +1,4 @@
-"""L2: host memory as frames, one contiguous allocation, so that a page is in its stored form all the time.
+"""L2: host memory as frames, one contiguous allocation, so that a page is encoded all the time.
 
 Locking design: the allocator belongs to the scheduler thread. The bytes of a page belong to whoever holds it (a node of
 the tree, or the operation it is lent to); no lock guards them. A page comes out of `alloc` unsealed.

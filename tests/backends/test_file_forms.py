@@ -23,7 +23,7 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
-from hicache.backends.tools.verify import PageKeys, form_name, tag_name
+from hicache.backends.tools.verify import PageKeys, encoding_name, tag_name
 from hicache.frame import FrameCodec
 
 from . import _files
@@ -170,7 +170,7 @@ for backend in (file, memory):
 
 
 def test_stored_forms_are_written_by_direct_io_without_falling_back(disk_path: Path) -> None:
-    """The buffers of stored forms are aligned, whatever the frames are."""
+    """The buffers of encoded pages are aligned, whatever the frames are."""
     misaligned: list[int] = []
 
     def note(name: str, number: int, arguments: tuple[Any, ...]) -> None:
@@ -207,7 +207,7 @@ def test_inspect_tells_the_form_and_the_card_of_a_page(tmp_path: Path) -> None:
     report = inspect_page(path)
     header = report.header
     assert header is not None
-    assert (tag_name(header), form_name(header), header.label, header.weights_epoch) == (
+    assert (tag_name(header), encoding_name(header), header.label, header.weights_epoch) == (
         "AES_256_GCM", "zstd+byte_planes", "llama", 7,
     )  # fmt: skip
     assert (report.is_proved, report.damage, report.note) == (False, None, "unverifiable: encryption key needed")

@@ -40,7 +40,7 @@ class HostWorld:
     ) -> None:
         self.host = HostPool(GEOMETRY, host_pages)
         self.controller = HiCacheController(
-            self.host, None, backend, configured(config, transfer), figures=len(Rates())
+            self.host, None, backend, configured(config, transfer), rates=len(Rates())
         )
         self.cache = kind(
             self.host,

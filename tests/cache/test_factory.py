@@ -14,7 +14,7 @@ import pytest
 from hicache.cache import ChunkCache, HiRadixCache, TreeCache, create_cache
 from hicache.config import HiCacheConfig
 from hicache.errors import CapacityError, ConfigError, InvalidInput, NotOurs, RankError
-from hicache.frame import Form, FrameHeader, TagKind
+from hicache.frame import Encoding, FrameHeader, TagKind
 from hicache.frame.header import key_id
 from hicache.geometry import DTYPE_BYTES, KVGeometry
 from hicache.keys import Namespace, RadixKey
@@ -82,8 +82,8 @@ def test_a_storage_format_makes_stored_pages_short_and_secret(tmp_path: Path) ->
     wide = replace(GEOMETRY, head_dim=1024)
     for header in store_two_pages(settings, replace(NAMESPACE, geometry=wide), root):
         assert header.tag_kind == TagKind.AES_256_GCM
-        assert header.form & Form.ZSTD and header.stored_bytes < header.payload_bytes
-        assert bool(header.form & Form.BYTE_PLANES) is (DTYPE_BYTES[wide.dtype] == 2)
+        assert header.encoding & Encoding.ZSTD and header.stored_bytes < header.payload_bytes
+        assert bool(header.encoding & Encoding.BYTE_PLANES) is (DTYPE_BYTES[wide.dtype] == 2)
 
 
 def test_stored_pages_carry_the_card_of_their_namespace(tmp_path: Path) -> None:

@@ -503,7 +503,7 @@ def test_statistics_show_l2_storage_and_the_engines_copies() -> None:
     write = world.cache.begin_write("c", prompt(5, tail=0))
     assert load is not None and write is not None
     queues = world.cache.statistics().controller.queues
-    assert (queues.load, queues.write) == (1, 1) and queues.host_pages_lent >= 4
+    assert (queues.load, queues.write) == (1, 1) and queues.host_pages_reserved >= 4
     world.cache.end_load(load, 0.1)
     world.cache.end_write(write, complete=False)
     world.settle()

@@ -73,11 +73,11 @@ def test_a_late_prefetch_gives_what_has_arrived_and_keeps_its_buffers_until_it_e
     assert request is not None
     assert request.storage_hit_tokens == 4 * GEOMETRY.page_size
     world.cache.cache_finished_req(request, KEY)
-    lent = world.controller.statistics().queues.host_pages_lent
+    lent = world.controller.statistics().queues.host_pages_reserved
     assert lent >= 8, "the stuck read must keep its pages"
     backend.gate.set()
     world.settle()
-    assert world.controller.statistics().queues.host_pages_lent == 0
+    assert world.controller.statistics().queues.host_pages_reserved == 0
     world.close()
 
 
@@ -388,7 +388,7 @@ def test_a_full_backup_queue_drops_the_newest_store() -> None:
     backend = Slow(codec())
     world = World(backend=backend, transfer=TransferConfig(store_host_share=2 / 32))
     world.serve("a", prompt(1, 2))
-    world.until(lambda: world.controller.statistics().queues.host_pages_lent == 2)
+    world.until(lambda: world.controller.statistics().queues.host_pages_reserved == 2)
     world.serve("b", prompt(3, 4))
     world.until(lambda: world.controller.statistics().refused.get("backup") == 1)
     backend.gate.set()

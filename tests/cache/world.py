@@ -120,7 +120,7 @@ class World:
         self.host = HostPool(GEOMETRY, host_pages) if host is None else host
         self.controller = HiCacheController(
             self.host, copies(self.device.blocks, HostWindow(self.host)), backend, configured(config, transfer),
-            ranks=ranks, stores_pages=stores_pages, figures=len(Rates()), clock=clock,
+            ranks=ranks, stores_pages=stores_pages, rates=len(Rates()), clock=clock,
         )  # fmt: skip
         self.cache = kind(
             self.device,

@@ -307,7 +307,7 @@ class Ranks:
 
     def __init__(self, engines: list[Engine]) -> None:
         self.engines = engines
-        self._agreements = [Agreement(g, prefetch_places=0, figures=0) for g in Exchange(2).ranks()]
+        self._agreements = [Agreement(g, prefetch_places=0, rates=0) for g in Exchange(2).ranks()]
         self.step()
 
     def step(self) -> None:

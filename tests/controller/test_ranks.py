@@ -156,9 +156,9 @@ def store() -> Store:
 class Ranks:
     """The agreements of two ranks, driven in turn."""
 
-    def __init__(self, *, places: int = 2, figures: int = 0) -> None:
+    def __init__(self, *, places: int = 2, rates: int = 0) -> None:
         groups = Exchange(2).ranks()
-        self.agreements = [Agreement(g, prefetch_places=places, figures=figures) for g in groups]
+        self.agreements = [Agreement(g, prefetch_places=places, rates=rates) for g in groups]
 
     def agree(self, first: Progress, second: Progress) -> list[Progress]:
         for agreement, progress in zip(self.agreements, (first, second), strict=True):
@@ -167,8 +167,8 @@ class Ranks:
 
 
 def test_before_the_first_exchange_nothing_has_ended_anywhere() -> None:
-    for agreement in Ranks(figures=2).agreements:
-        assert agreement.result() == Progress(figures=(0, 0))
+    for agreement in Ranks(rates=2).agreements:
+        assert agreement.result() == Progress(rates=(0, 0))
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,10 @@ def test_before_the_first_exchange_nothing_has_ended_anywhere() -> None:
 )
 def test_the_least_of_what_the_ranks_say_counts_on_all(mine: Progress, other: Progress, agreed: Progress) -> None:
     none = (0, 0)
-    results = Ranks(figures=2).agree(replace(mine, figures=(5, 10)), replace(other, figures=(7, 3)))
+    results = Ranks(rates=2).agree(replace(mine, rates=(5, 10)), replace(other, rates=(7, 3)))
     for result in results:
-        assert replace(result, figures=none, prefetches=(), stores=()) == replace(agreed, figures=none)
-        assert result.figures == (5, 3)
+        assert replace(result, rates=none, prefetches=(), stores=()) == replace(agreed, rates=none)
+        assert result.rates == (5, 3)
 
 
 def test_a_prefetch_is_as_long_as_on_the_rank_that_has_least_and_late_as_soon_as_one_is() -> None:

@@ -44,7 +44,7 @@ def filled(codec: FrameCodec, payload: bytes) -> memoryview:
 
 
 def arrived(codec: FrameCodec, stored: bytes | bytearray | memoryview) -> memoryview:
-    """A frame in which a stored form has just arrived, with rubbish behind it."""
+    """A frame in which a encoded page has just arrived, with rubbish behind it."""
     frame = memoryview(bytearray(b"\xee" * codec.frame_bytes))
     frame[: len(stored)] = stored
     return frame

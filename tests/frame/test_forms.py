@@ -21,7 +21,7 @@ from hicache.frame import (
     HEADER_BYTES,
     Compression,
     Damage,
-    Form,
+    Encoding,
     FrameCodec,
     FrameHeader,
     TagKind,
@@ -81,17 +81,17 @@ def test_what_compresses_is_stored_in_fewer_blocks_and_what_does_not_is_stored_p
     assert len(long) == codec.frame_bytes
     header = FrameHeader.parse(short)
     assert header is not None and header.object_bytes == len(short)
-    assert header.form == Form.ZSTD | Form.BYTE_PLANES and header.payload_bytes == PAYLOAD
+    assert header.encoding == Encoding.ZSTD | Encoding.BYTE_PLANES and header.payload_bytes == PAYLOAD
     assert short[HEADER_BYTES + header.stored_bytes :] == bytes(len(short) - HEADER_BYTES - header.stored_bytes)
     plain = FrameHeader.parse(long)
-    assert plain is not None and (plain.form, plain.stored_bytes) == (0, PAYLOAD)
+    assert plain is not None and (plain.encoding, plain.stored_bytes) == (0, PAYLOAD)
 
 
 def test_a_payload_of_odd_length_is_compressed_without_planes() -> None:
     codec = FrameCodec(NAMESPACE, PAYLOAD - 1, compression=Compression())
     stored = stored_page(codec, bytes(PAYLOAD - 1))
     header = FrameHeader.parse(stored)
-    assert header is not None and header.form == Form.ZSTD
+    assert header is not None and header.encoding == Encoding.ZSTD
     assert accept(codec, stored) is None
 
 
@@ -144,7 +144,7 @@ def test_a_page_that_was_read_can_be_stored_again_by_any_codec(name: str) -> Non
     frame = arrived(codec, stored)
     codec.accept(KEY, frame, len(stored))
     header = FrameHeader.parse(frame)
-    assert header is not None and (header.tag_kind, header.form, header.parent_key) == (TagKind.NONE, 0, b"p" * 32)
+    assert header is not None and (header.tag_kind, header.encoding, header.parent_key) == (TagKind.NONE, 0, b"p" * 32)
     for other in CODECS.values():
         again = other.seal(KEY, memoryview(bytearray(frame)), parent=b"p" * 32)
         assert accept(other, again) is None, "a header of a proved page is not taken for a seal"
@@ -281,7 +281,7 @@ def test_while_encryption_keys_are_changed_pages_of_both_are_read() -> None:
     assert accept(after, stored_page(before)) is Damage.ENCRYPTION_KEY
 
 
-def forged(codec: FrameCodec, body: bytes, *, form: int = Form.ZSTD, stored: int | None = None) -> bytes:
+def forged(codec: FrameCodec, body: bytes, *, form: int = Encoding.ZSTD, stored: int | None = None) -> bytes:
     """A page with a right checksum around anything: what somebody makes who can write the store."""
     page = bytearray(stored_page(FrameCodec(NAMESPACE, codec.payload_bytes), bytes(codec.payload_bytes)))
     page[HEADER_BYTES:] = body
@@ -300,15 +300,15 @@ BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 28))
 @pytest.mark.parametrize(
     ("body", "form", "damage"),
     [
-        (zstandard.ZstdCompressor().compress(SMOOTH[:-1]), Form.ZSTD, Damage.COMPRESSION),
-        (zstandard.ZstdCompressor().compress(SMOOTH + b"x"), Form.ZSTD, Damage.COMPRESSION),
-        (zstandard.ZstdCompressor(write_content_size=False).compress(SMOOTH), Form.ZSTD, Damage.COMPRESSION),
-        (zstandard.ZstdCompressor().compress(SMOOTH)[:-5], Form.ZSTD, Damage.COMPRESSION),
-        (BOMB, Form.ZSTD, Damage.COMPRESSION),
-        (b"", Form.ZSTD, Damage.LENGTH),
-        (b"no zstd at all" * 50, Form.ZSTD, Damage.COMPRESSION),
-        (b"\x50\x2a\x4d\x18\x10\0\0\0" + bytes(16), Form.ZSTD, Damage.COMPRESSION),
-        (SMOOTH, Form.BYTE_PLANES, Damage.HEADER),
+        (zstandard.ZstdCompressor().compress(SMOOTH[:-1]), Encoding.ZSTD, Damage.COMPRESSION),
+        (zstandard.ZstdCompressor().compress(SMOOTH + b"x"), Encoding.ZSTD, Damage.COMPRESSION),
+        (zstandard.ZstdCompressor(write_content_size=False).compress(SMOOTH), Encoding.ZSTD, Damage.COMPRESSION),
+        (zstandard.ZstdCompressor().compress(SMOOTH)[:-5], Encoding.ZSTD, Damage.COMPRESSION),
+        (BOMB, Encoding.ZSTD, Damage.COMPRESSION),
+        (b"", Encoding.ZSTD, Damage.LENGTH),
+        (b"no zstd at all" * 50, Encoding.ZSTD, Damage.COMPRESSION),
+        (b"\x50\x2a\x4d\x18\x10\0\0\0" + bytes(16), Encoding.ZSTD, Damage.COMPRESSION),
+        (SMOOTH, Encoding.BYTE_PLANES, Damage.HEADER),
         (SMOOTH, 4, Damage.HEADER),
         (SMOOTH[:-1], 0, Damage.LENGTH),
     ],
@@ -459,7 +459,7 @@ codec = FrameCodec(b"n" * 32, int(sys.argv[1]))
 frame = memoryview(bytearray(codec.frame_bytes))
 frame[: len(stored)] = stored
 damage = codec.accept(b"k" * 32, frame, len(stored))
-assert damage is Damage.NO_ZSTD and damage.is_misfit, damage
+assert damage is Damage.NO_ZSTD and damage.is_unsupported, damage
 try:
     FrameCodec(b"n" * 32, 1000, compression=Compression())
 except ConfigError as error:
@@ -472,7 +472,7 @@ def test_without_the_package_a_compressed_page_is_a_misfit_and_compressing_is_re
     ended = subprocess.run(command, input=stored_page(CODECS["zstd"]), capture_output=True, check=False, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert b'pip install "hicache[compression]"' in ended.stdout
-    assert not any(damage.is_misfit for damage in Damage if damage is not Damage.NO_ZSTD)
+    assert not any(damage.is_unsupported for damage in Damage if damage is not Damage.NO_ZSTD)
 
 
 @pytest.mark.parametrize("level", [0, -1, 13, 1.5, True])

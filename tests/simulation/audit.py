@@ -69,7 +69,8 @@ class Auditor:
             if node.lock_ref or node.host_ref or node.pin_ref or node.backup_pending or node.store_pending:
                 raise Finding("left behind", f"{node!r} is locked, held or waits for a copy, but nothing is under way")
         queues = cache.statistics().controller.queues
-        if queues.device_pages_lent or queues.host_pages_lent or queues.prefetch or queues.reads or queues.backup:
+        reserved = queues.device_pages_reserved or queues.host_pages_reserved
+        if reserved or queues.prefetch or queues.reads or queues.backup:
             raise Finding("left behind", f"queues and loans are not empty: {queues}")
         if cache.writeback_pages or cache.tree.device_protected_pages:
             raise Finding("left behind", f"{cache.writeback_pages} pages are being written back, although nothing runs")

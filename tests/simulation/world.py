@@ -41,7 +41,7 @@ class World(ABC):
         self.stores.attached = has_storage = setting.storage_pages is not None
         self.controller = parts.controller(
             self.host, self.copies, self.stores.open_now(0) if has_storage else None, setting.config,
-            figures=len(Rates()), workers=self._make_workers, clock=self.clock,
+            rates=len(Rates()), workers=self._make_workers, clock=self.clock,
         )  # fmt: skip
         self.cache = HiRadixCache(
             self.device, self.host, self.controller,

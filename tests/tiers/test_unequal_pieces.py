@@ -10,7 +10,7 @@ import pytest
 from hicache import HiCacheConfig, open_storage
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.testing import make_keys, soon
-from hicache.frame import Form, FrameHeader
+from hicache.frame import Encoding, FrameHeader
 from hicache.geometry import PageShape, Piece
 from hicache.keys import Namespace
 from hicache.tiers import HostPool
@@ -63,4 +63,5 @@ def test_pages_go_through_a_store_without_a_cache(tmp_path: Path, compression: s
     assert [bytes(read.payload(page)) for page in range(3)] == [expected(page) for page in range(3)]
     # The elements of a PageShape have no known length, so their bytes are not sorted into planes.
     headers = [FrameHeader.parse(path.read_bytes()) for path in page_files(root)]
-    assert [header and header.form for header in headers] == [Form.ZSTD if compression == "zstd" else Form(0)] * 3
+    expected = Encoding.ZSTD if compression == "zstd" else Encoding(0)
+    assert [header and header.encoding for header in headers] == [expected] * 3

@@ -1,7 +1,7 @@
 """Single pages as files: their names, and the system calls that read, write, publish and remove one of them.
 
 A page lives at `<namespace, 64 hex>/<first 2 hex of the key>/<key, 64 hex>` below the root of its store, and the file
-is exactly one page in its stored form. Every call goes through a `System`, so that a test can fail or kill at each of
+is exactly one page encoded. Every call goes through a `System`, so that a test can fail or kill at each of
 them, and is relative to the root's descriptor, so that a renamed or replaced root is never written by accident. A
 `System` also walks each directory below the root by itself: no link below the root is followed, at any level.
 

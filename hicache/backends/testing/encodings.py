@@ -61,7 +61,7 @@ class _WithoutZstd(FrameCodec):
     ) -> Damage | None:
         header = FrameHeader.parse(header_of(page))
         damage = super().accept(key, page, stored_bytes, arrived)
-        return Damage.NO_ZSTD if damage is None and header is not None and header.form else damage
+        return Damage.NO_ZSTD if damage is None and header is not None and header.encoding else damage
 
 
 def _views(codec: FrameCodec, keys: list[bytes]) -> list[PageView]:

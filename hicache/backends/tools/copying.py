@@ -10,7 +10,7 @@ from ...errors import PageUnreadable
 from ..chains import read_chains
 from ..raw import RawStore, StoredPage
 from .removal import check_prefix
-from .verify import Pace, PageKeys, read_page
+from .verify import PageKeys, RateLimit, read_page
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ def copy_raw(
     Holds some 700 bytes a page. Raises InvalidInput for a wrong prefix or rate.
     """
     check_prefix(namespace)
-    pace = Pace(rate_bytes_per_s)
+    limit = RateLimit(rate_bytes_per_s)
     progress = CopyProgress()
     for chains in read_chains(source, namespace):
         progress.seen = len(chains)
@@ -83,7 +83,7 @@ def copy_raw(
             there.add(where)
         yield progress
         if not dry_run:
-            pace.wait(progress.bytes)
+            limit.wait(progress.bytes)
 
 
 def _copy(

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from ...frame import FrameHeader
 from ..chains import Chains, parent_in, read_header
 from ..raw import RawStore, StoredPage
-from .verify import form_name, tag_name
+from .verify import encoding_name, tag_name
 
-# Pages of a namespace whose headers are read to say what it is: all have the same model, but tags and forms may change.
+# Pages of a namespace whose headers are read to say what it is: all have the same model, but tags and encodings may
+# change.
 SAMPLES = 8
 # Upper ends of the classes of age, in seconds; what is older is the last class.
 AGE_BOUNDS_S = (3600.0, 86_400.0, 7 * 86_400.0, 30 * 86_400.0)
@@ -22,7 +23,7 @@ AGE_BOUNDS_S = (3600.0, 86_400.0, 7 * 86_400.0, 30 * 86_400.0)
 class NamespaceSurvey:
     """What was found of one namespace. `oldest_s` and `newest_s` are Unix times of last uses, None if not known.
 
-    `sample` is the header of a page, None if none of those looked at was sound; `tags` and `forms` are of all of them.
+    `sample` is the header of a page, None if none of those looked at was sound; `tags` and `encodings` are of all.
     """
 
     namespace: bytes
@@ -32,7 +33,7 @@ class NamespaceSurvey:
     newest_s: float | None = None
     sample: FrameHeader | None = None
     tags: Counter[str] = field(default_factory=Counter)
-    forms: Counter[str] = field(default_factory=Counter)
+    encodings: Counter[str] = field(default_factory=Counter)
 
     def add(self, page: StoredPage) -> None:
         """Count a page."""
@@ -82,7 +83,7 @@ def survey(raw: RawStore, namespace: str = "", *, with_chains: bool = False) -> 
             if header is not None:
                 its.sample = its.sample or header
                 its.tags[tag_name(header)] += 1
-                its.forms[form_name(header)] += 1
+                its.encodings[encoding_name(header)] += 1
                 if found.chains is not None:
                     found.chains.add(page, parent_in(header))
         yield found

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ...errors import InvalidInput, PageUnreadable
-from ...frame import FRAME_KEY_BYTES, HEADER_BYTES, Damage, Form, FrameCodec, FrameHeader, TagKind
+from ...frame import FRAME_KEY_BYTES, HEADER_BYTES, Damage, Encoding, FrameCodec, FrameHeader, TagKind
 from ...keys import FORMAT_VERSION
 from ..raw import RawStore
 
@@ -148,12 +148,12 @@ def tag_name(header: FrameHeader) -> str:
     return TagKind(header.tag_kind).name if header.tag_kind in list(TagKind) else str(header.tag_kind)
 
 
-def form_name(header: FrameHeader) -> str:
+def encoding_name(header: FrameHeader) -> str:
     """The form of a header's payload in words."""
-    if not header.form:
+    if not header.encoding:
         return "plain"
-    names = [form.name or "" for form in Form if header.form & form]
-    return "+".join([*names, *([hex(unknown)] if (unknown := header.form & ~sum(Form)) else [])]).lower()
+    names = [form.name or "" for form in Encoding if header.encoding & form]
+    return "+".join([*names, *([hex(unknown)] if (unknown := header.encoding & ~sum(Encoding)) else [])]).lower()
 
 
 @dataclass(slots=True)
@@ -187,7 +187,7 @@ class ScrubProgress:
             self.unverifiable += not report.is_proved
 
 
-class Pace:
+class RateLimit:
     """Keeps to a rate of bytes per second from now on, None for no limit. Raises InvalidInput for one not positive."""
 
     def __init__(self, rate_bytes_per_s: float | None) -> None:
@@ -212,7 +212,7 @@ def verify_raw(
     now. Reads at most `rate_bytes_per_s` on average, by sleeping between pages. Raises InvalidInput for a rate that is
     not positive.
     """
-    pace = Pace(rate_bytes_per_s)
+    limit = RateLimit(rate_bytes_per_s)
     progress = ScrubProgress(pages_total=sum(1 for _ in raw.pages()))
     yield progress
     for page in raw.pages():
@@ -233,4 +233,4 @@ def verify_raw(
         if report.damage is not None and remove:
             progress.removed += raw.remove([page])
         yield progress
-        pace.wait(progress.bytes)
+        limit.wait(progress.bytes)
