@@ -76,11 +76,6 @@ class CallResult(enum.StrEnum):
     RAISED = "raised"  # the backend raised, or broke the contract
     OVERDUE = "overdue"  # the call hung past deadline and grace
 
-    @property
-    def is_failure(self) -> bool:
-        """True if the store failed."""
-        return self not in (CallResult.GOOD, CallResult.UNKNOWN)
-
 
 @dataclass(slots=True, eq=False)
 class Call:
@@ -405,13 +400,14 @@ class AdmissionControl:
 
     def _record(self, call: Call, result: CallResult, time_s: float) -> None:
         direction = call.verb.direction
-        if result.is_failure:
+        is_good = result is CallResult.GOOD
+        if not is_good:
             self._failures[direction, result.value] += 1
         breaker = self._breakers[direction]
         before = breaker.state
-        breaker.record(call.admitted, result is CallResult.GOOD, result.value, time_s)
+        breaker.record(call.admitted, is_good, result.value, time_s)
         # A good call moves a breaker only if it closes it, or ends a suspicion.
-        if result.is_failure or breaker.state is not before or self.probe_at < math.inf:
+        if not is_good or breaker.state is not before or self.probe_at < math.inf:
             self._breakers_moved()
 
     def _breakers_moved(self) -> None:

@@ -271,21 +271,24 @@ class GuardedBackend(Compound):
         A store that is down has nothing, as one that is empty has: only its count of errors tells them apart.
         """
         with self._enter(Verb.EXISTS, 1, deadline) as call:
-            while True:
+            for is_retried in (False, True):
                 errors_before = sum(self._inner_statistics().errors.values())
                 writes_before = self._failed_writes
                 answer = self._contain(ask)
-                found, is_retried = nothing, call.result.is_failure
-                if not is_answer(answer):
+                found = cast(T, answer) if is_answer(answer) else nothing
+                if found is not answer:
                     call.result = CallResult.RAISED
+                elif found == whole or sum(self._inner_statistics().errors.values()) == errors_before:
+                    call.result = CallResult.GOOD
+                    break
+                elif self._failed_writes != writes_before or self._was_short(call):
+                    call.result = CallResult.UNKNOWN  # the errors may be those of a write that has ended since
+                    break
                 else:
-                    found, call.result = cast(T, answer), CallResult.GOOD
-                    if found != whole and sum(self._inner_statistics().errors.values()) != errors_before:
-                        # The errors may be those of a write that has ended since.
-                        is_unclear = self._failed_writes != writes_before or self._was_short(call)
-                        call.result = CallResult.UNKNOWN if is_unclear else CallResult.LOOKUP
-                if is_retried or not call.result.is_failure or not self._may_retry(call, 1):
-                    return found
+                    call.result = CallResult.LOOKUP
+                if is_retried or not self._may_retry(call, 1):
+                    break
+            return found
 
     def _remove(self, ask: Callable[[], object], deadline: float, most: float) -> int:
         with self._enter(Verb.DELETE, 1, deadline) as call:
