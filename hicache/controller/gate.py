@@ -16,10 +16,9 @@ a supervised worker of their own, which is started when first needed. Until the 
 costs hits and nothing else. An attempt that fails is repeated with growing delays.
 
 Locking design: the scheduler thread makes every call but `_open` and owns all fields, so there is no lock. The opening
-worker hands back what it has opened through one `SimpleQueue`. A guard that is asked
-takes a lock of its own and holds it for a few instructions. Of an `OpenStore`, the scheduler writes `until`, one
-reference to a value that never changes, whose times only ever get earlier, and `in_flight`; workers set and remove the
-entries of `broken_chains` one by one.
+worker hands back what it has opened through one `SimpleQueue`. A guard that is asked takes a lock of its own and holds
+it for a few instructions. Of an `OpenStore`, the scheduler writes `until`, one reference to a value that never changes,
+whose times only ever get earlier, and `in_flight`; workers set and remove the entries of `broken_chains` one by one.
 """
 
 from __future__ import annotations
@@ -168,14 +167,10 @@ class StorageGate:
             del self._overrides[direction]
 
     def _apply_overrides(self) -> None:
-        """Pass the overrides to all guards of the open store. Often: a composition may open a part later."""
-        if self.storage is None or not self._overrides:
-            return
-        for guard in guards_of(self.storage.backend):
-            breakers = guard.guard_statistics().breakers
+        """Pass the overrides to all guards of the open store."""
+        for guard in () if self.storage is None else guards_of(self.storage.backend):
             for direction, mode in self._overrides.items():
-                if breakers[direction].override is not mode:
-                    guard.override(direction, mode)
+                guard.override(direction, mode)
 
     # Stores
 
@@ -209,7 +204,6 @@ class StorageGate:
         if self._opening is not None and self._attempt is None and self._clock() >= self._retry_at:
             self._attempt = self._opening
             self._submit(functools.partial(self._open, self._opening))
-        self._apply_overrides()
         for store in [store for store in self._retired if store.in_flight == 0]:
             self._retired.remove(store)
             self._submit(store.backend.close)

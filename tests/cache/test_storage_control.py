@@ -19,7 +19,7 @@ from hicache.controller.gate import BACKOFF_S_MAX
 from hicache.errors import BackendError, InvalidInput
 from hicache.frame import FrameCodec
 from hicache.keys import RadixKey
-from tests.cache.world import GEOMETRY, NAMESPACE, GatedBackend, LastingBackend, World, codec, prompt
+from tests.cache.world import GEOMETRY, NAMESPACE, GatedBackend, LastingBackend, World, prompt
 from tests.ranks import Exchange
 from tests.waiting import wait_for
 
@@ -385,26 +385,6 @@ def test_what_the_operator_has_switched_off_stays_off_under_new_weights() -> Non
     assert server.guards[-1].guard_statistics().breakers[READ].override is Override.OFF
     assert not world.controller.gate.may(READ)
     world.close()
-
-
-def test_a_part_that_is_opened_later_hears_of_what_was_switched_off() -> None:
-    class Growing(LastingBackend):
-        """A composition whose second part comes late."""
-
-        parts: tuple[StorageBackend, ...] = ()
-
-    server, growing = Server(), Growing(codec())
-    growing.parts = (server.open(0),)
-    world = World(backend=growing)
-    world.cache.storage.override(WRITE, Override.OFF)
-    growing.parts = (*growing.parts, server.open(0))
-    wait_for(lambda: not server.guards[1].may_pass(WRITE), world.step)
-    assert not world.controller.gate.may(WRITE)
-    world.cache.storage.override(WRITE, Override.AUTO)
-    assert all(guard.may_pass(WRITE) for guard in server.guards)
-    world.close()
-    for guard in server.guards:
-        guard.close()
 
 
 def test_statistics_have_an_entry_for_each_store_and_do_not_wait_for_it() -> None:
