@@ -93,7 +93,7 @@ with backend._store.transaction(soon()) as index:
         print(set(backend.batch_set(keys, full_frames(CODEC, keys), parent=None, deadline=soon())), end=" ")
         print(backend.batch_exists(keys, deadline=soon()), backend.delete(keys, deadline=soon()), end=" ")
         print(any(backend.batch_has(keys, deadline=soon())), backend.clear(deadline=soon()), end=" ")
-        print(backend.usage().pages, dict(backend.statistics().errors))
+        print(backend.usage().pages, *backend.statistics().errors.items())
         backend.close()
         for fd in fresh:
             os.close(fd)
@@ -117,7 +117,7 @@ def test_a_child_is_refused_and_its_end_leaves_the_transaction_of_its_parent_alo
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60)
     child, stub, parent = result.stdout.splitlines()
     assert child == (
-        "{<GetOutcome.ERROR: 'error'>} {<SetOutcome.ERROR: 'error'>} 0 0 False 0 0 {'forked': 204}"
+        "{<GetOutcome.ERROR: 'error'>} {<SetOutcome.ERROR: 'error'>} 0 0 False 0 0 (<ErrorKind.FORKED: 'forked'>, 204)"
     )
     assert stub == "ProgrammingError"
     assert parent == "100 True {<SetOutcome.STORED: 'stored'>}"
