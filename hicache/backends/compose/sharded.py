@@ -30,10 +30,11 @@ from typing import Any, Generic, TypeVar
 import xxhash
 
 from ...errors import InvalidInput
-from ...frame import Damage, FrameCodec, PageBuffer, TagStream
+from ...frame import Damage, FrameCodec, FrameHeader, PageBuffer, TagStream, header_of
 from ...supervised import SupervisedPool
 from ..base import GetOutcome, SetOutcome, Usage
 from ..calls import parent_outside, parents_of
+from ..chains import parent_in
 from .composed import INTERNAL, ComposedBackend, Part
 
 Answer = TypeVar("Answer")
@@ -67,7 +68,7 @@ class Placement:
 class _Latest(Generic[Value]):
     """The entries by page key that were noted last; beyond `entries_max` the oldest go.
 
-    Locking design: a lock is held while entries are noted; a lookup is atomic. Values are never changed.
+    Locking design: a lock is held while entries are noted or looked up. Values are never changed.
     """
 
     def __init__(self, entries_max: int) -> None:
@@ -77,7 +78,8 @@ class _Latest(Generic[Value]):
 
     def get(self, key: bytes, default: Value) -> Value:
         """Return the value of `key`, or `default` if it is not known."""
-        return self._entries.get(key, default)
+        with self._lock:
+            return self._entries.get(key, default)
 
     def note(self, keys: Iterable[bytes], values: Iterable[Value]) -> None:
         """Remember a value for each key."""
@@ -103,8 +105,13 @@ class ShardCodec(FrameCodec):
         self.parents = _Latest[bytes | None](PARENTS_MAX)
 
     def seal_buffers(self, key: bytes, page: PageBuffer, *, parent: bytes | None = None) -> list[memoryview]:
-        """See FrameCodec. Of a page that is not stored through the set, such as a probe, `parent` counts."""
-        return self._codec.seal_buffers(key, page, parent=self.parents.get(key, parent))
+        """See FrameCodec. A copy of a page keeps the parent in its header; of a new one that is not stored through the
+        set, such as a probe, `parent` counts."""
+        before = self.parents.get(key, b"")
+        if before == b"":
+            header = FrameHeader.parse(header_of(page))
+            before = parent if header is None or header.page_key != key else parent_in(header)
+        return self._codec.seal_buffers(key, page, parent=before)
 
     def accept(
         self, key: bytes, page: PageBuffer, stored_bytes: int, arrived: TagStream | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -11,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.compose import Part, Placement, ShardCodec, ShardedBackend
+from hicache.backends.compose import LevelsBackend, Part, Placement, ShardCodec, ShardedBackend
 from hicache.backends.compose.sharded import TAILS_MAX
 from hicache.backends.testing import HIT, MISS, STORED, Store, full_frames, load, make_keys, soon, store_chain
 from hicache.errors import InvalidInput
 from hicache.frame import FrameHeader
 from tests.seeds import rng, seeds
 
-from ._parts import CODEC, PAGE, Switched, named
+from ._parts import CODEC, PAGE, Switched, named, settle
 
 
 class World:
@@ -137,6 +138,32 @@ def test_pages_hang_on_the_last_page_before_them_on_their_part_over_batches() ->
         header = FrameHeader.parse(world.parts[world.part_of(key)].peek(key) or b"")
         assert header is not None and header.parent_key == before, "the header names the page before in the chain"
     world.backend.close()
+
+
+def test_a_page_that_levels_in_a_part_promote_keeps_the_page_before_it_in_its_header() -> None:
+    codec, keys = ShardCodec(CODEC), make_keys(12)
+    tops, bottoms = [Switched(codec), Switched(codec)], [Switched(codec), Switched(codec)]
+    levels = [LevelsBackend(codec, named(*both)) for both in zip(tops, bottoms, strict=True)]
+    backend = ShardedBackend(codec, named(*levels))
+    store_chain(Store(ShardedBackend(codec, named(*bottoms)), bottoms[0].peek, bottoms[0].poke), keys)
+    codec.parents._entries.clear()  # as after a restart
+    assert load(Store(backend, tops[0].peek, tops[0].poke), keys) == [HIT] * 12
+    for part in levels:
+        settle(part)
+    for before, key in pairwise([bytes(32), *keys]):
+        header = FrameHeader.parse(tops[backend.placement.part_of(key)].peek(key) or b"")
+        assert header is not None and header.parent_key == before
+    backend.close()
+
+
+@pytest.mark.usefixtures("threads_switch_often")
+def test_a_parent_stays_known_while_other_calls_store_the_same_page() -> None:
+    parents, keys = ShardCodec(CODEC).parents, make_keys(50)
+    parents.note(keys, keys)
+    with ThreadPoolExecutor(1) as pool:
+        noting = pool.submit(lambda: [parents.note(keys, keys) for _ in range(3000)])
+        while not noting.done():
+            assert None not in [parents.get(key, None) for key in keys]
 
 
 @pytest.mark.parametrize("seed", seeds(5))
