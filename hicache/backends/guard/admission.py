@@ -228,7 +228,8 @@ class AdmissionControl:
         self._retried_calls: Counter[Direction] = Counter()
         self._calls: set[Call] = set()
         self._in_flight_bytes = 0
-        self._overdue_at = math.inf  # when the next of `_calls` will be overdue
+        self._probing: dict[Direction, tuple[int, float]] = {}  # rounds of probes in flight, and when they are overdue
+        self._overdue_at = math.inf  # when the next of `_calls`, or a probe, will be overdue
         self._waiting: deque[object] = deque()
         self._closed = False
         self.probe_at = math.inf  # when the next probe is due; read by others without the lock
@@ -309,14 +310,18 @@ class AdmissionControl:
     def begin_probe(self, direction: Direction) -> int | None:
         """Return the round of the breaker, for `probed`; None if no probe of this direction is due."""
         with self._state:
-            breaker = self._breakers[direction]
-            return None if self._closed or breaker.probe_at > self._clock() else breaker.round
+            breaker, time_s = self._breakers[direction], self._clock()
+            if self._closed or breaker.probe_at > time_s:
+                return None
+            overdue_at = time_s + self._options.probe_timeout + self._options.grace
+            self._probing[direction] = breaker.round, overdue_at
+            self._overdue_at = min(self._overdue_at, overdue_at)
+            return breaker.round
 
     def probed(self, direction: Direction, begun: int, ok: bool) -> None:
         """A probe has ended."""
         with self._state:
-            self._breakers[direction].probed(begun, ok, self._clock())
-            self._breakers_moved()
+            self._end_probe(direction, begun, ok)
 
     # State
 
@@ -423,7 +428,13 @@ class AdmissionControl:
         if probe_at < math.inf:
             self._wake(probe_at)
 
+    def _end_probe(self, direction: Direction, begun: int, ok: bool) -> None:
+        self._probing.pop(direction, None)
+        self._breakers[direction].probed(begun, ok, self._clock())
+        self._breakers_moved()
+
     def _note_overdue(self) -> None:
+        """Calls and probes that hang have failed, while they hang."""
         time_s = self._clock()
         if time_s < self._overdue_at:
             return
@@ -432,4 +443,9 @@ class AdmissionControl:
             if not call.overdue and time_s >= call.deadline + grace_s:
                 call.overdue = True
                 self._record(call, CallResult.OVERDUE, time_s)
-        self._overdue_at = min((c.deadline + grace_s for c in self._calls if not c.overdue), default=math.inf)
+        for direction, (begun, overdue_at) in list(self._probing.items()):
+            if time_s >= overdue_at:
+                self._end_probe(direction, begun, False)
+        probes = (overdue_at for _, overdue_at in self._probing.values())
+        calls = (call.deadline + grace_s for call in self._calls if not call.overdue)
+        self._overdue_at = min((*probes, *calls), default=math.inf)

@@ -168,7 +168,9 @@ class GuardedBackend(Compound):
     def measure(self) -> Usage:
         """See Envelope. What was found last, if the backend raises or is left alone; blocks as it does."""
         usage = self._contain(self._inner.usage) if self._admission.may_pass(Direction.READ) else None
-        return usage if isinstance(usage, Usage) else self._usage
+        if isinstance(usage, Usage):
+            self._sample = self._usage = usage
+        return self._usage
 
     def statistics(self) -> BackendStatistics:
         """See StorageBackend, and this class."""
@@ -353,9 +355,7 @@ class GuardedBackend(Compound):
     def _renew_usage(self) -> float:
         began_s = time.monotonic()
         try:
-            if self._admission.may_pass(Direction.READ):
-                found = self._contain(self._inner.usage)
-                self._sample = found if isinstance(found, Usage) else self._sample
+            self.measure()
         finally:
             ended_s = time.monotonic()
             self._usage_took_s = ended_s - began_s

@@ -278,11 +278,15 @@ class HalfDeaf(Store):
         return super().batch_get(keys, pages, deadline=deadline)
 
 
-def test_a_probe_that_hangs_for_ever_does_not_keep_the_store_closed(threads: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize(("failures", "reason"), [(1, "overdue"), (3, "probe")])
+def test_after_one_call_that_hangs_a_probe_that_does_opens_the_breaker_and_does_not_keep_it_open(
+    threads: ThreadPoolExecutor, failures: int, reason: str
+) -> None:
     store = HalfDeaf()
-    guard = GuardedBackend(store, quick(probe_timeout=0.02, grace=0.02, failures=1))
+    guard = GuardedBackend(store, quick(probe_timeout=0.02, grace=0.02, failures=failures))
     threads.submit(get, guard, seconds=SHORT_S)
     until_passing(guard, READ, passes=False)
+    assert guard.guard_statistics().breakers[READ].reason == reason
     wait_for(lambda: guard._probes._pool.stuck_threads > 0, lambda: guard.may_pass(READ))  # another thread tries
     store.heard.set()
     until_passing(guard, READ)
@@ -395,9 +399,11 @@ def test_a_store_that_is_left_alone_is_not_asked_for_its_usage() -> None:
     guard.override(READ, Override.OFF)
     assert guard.usage().pages == 2
     wait_for(lambda: guard._usage_due_s > 0.0, guard.usage_sample)
-    assert (guard.usage_sample(), store.asked) == (None, 1)
+    assert (guard.usage_sample(), store.asked) == (guard.usage(), 1)
     guard.override(READ, Override.AUTO)
     wait_for(lambda: (sample := guard.usage_sample()) is not None and sample.pages == 3)
+    guard.override(READ, Override.OFF)
+    assert guard.usage().pages == 3, "what was found last, by whichever way"
     guard.close()
 
 
