@@ -37,7 +37,8 @@ from hicache.backends.tools.verify import NO_KEYS
 from tests.waiting import wait_for
 
 from ._files import CODEC, PAGE, open_file, open_raw
-from .compose._parts import COPIES, Switched, named, settle
+from ._troubled import Troubled
+from .compose._parts import COPIES, named, settle
 
 SELVES = make_keys(8, "self")
 CYCLE = make_keys(2, "cycle")
@@ -87,7 +88,7 @@ def test_reading_forged_pages_does_not_wedge_the_local_level(tmp_path: Path, kin
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_header_that_the_order_of_a_batch_contradicts_is_not_believed(first: int) -> None:
-    local, keys = Switched(), CYCLE[first:] + CYCLE[:first]
+    local, keys = Troubled(), CYCLE[first:] + CYCLE[:first]
     store, backend = levels_over_forged(Store(local, local.peek, local.poke))
     assert load(store, keys) == [HIT] * 2
     settle(backend)
@@ -96,7 +97,7 @@ def test_a_header_that_the_order_of_a_batch_contradicts_is_not_believed(first: i
 
 
 def test_the_header_of_the_first_page_of_a_batch_says_what_the_batch_does_not() -> None:
-    local, (key, _) = Switched(), CYCLE
+    local, (key, _) = Troubled(), CYCLE
     store, backend = levels_over_forged(Store(local, local.peek, local.poke))
     assert load(store, [key]) == [HIT]
     settle(backend)

@@ -18,8 +18,6 @@ from hicache.backends.testing import (
     STORED,
     Store,
     empty_frames,
-    full_frames,
-    holds,
     load,
     make_keys,
     soon,
@@ -29,7 +27,8 @@ from hicache.errors import InvalidInput
 from hicache.frame import FrameHeader
 from tests.waiting import wait_for
 
-from ._parts import CODEC, COPIES, PAGE, Switched, named, settle
+from .._troubled import CODEC, Troubled
+from ._parts import COPIES, PAGE, named, settle
 
 REJECTED = SetOutcome.REJECTED
 
@@ -41,7 +40,7 @@ class World:
         self, levels: int = 2, *, first_pages: int | None = None, promote: bool = True, copies: int = COPIES
     ) -> None:
         capacity = None if first_pages is None else first_pages * PAGE
-        self.levels = [Switched(capacity_bytes=capacity), *(Switched() for _ in range(levels - 1))]
+        self.levels = [Troubled(capacity_bytes=capacity), *(Troubled() for _ in range(levels - 1))]
         self.backend = LevelsBackend(CODEC, named(*self.levels), promote=promote, cascade_bytes_max=copies)
         self.store = Store(self.backend, self.levels[0].peek, self.levels[0].poke)
 
@@ -236,35 +235,6 @@ def test_copies_beyond_the_bound_are_dropped_and_counted() -> None:
     world.backend.close()
 
 
-def test_a_copy_does_not_use_the_frames_of_the_call() -> None:
-    world, keys = World(), make_keys(3)
-    world.levels[1].gate.clear()
-    frames = full_frames(CODEC, keys)
-    world.backend.batch_set(keys, frames, parent=None, deadline=soon())
-    for frame in frames:
-        frame[:] = b"\xff" * PAGE  # the caller's next page
-    world.levels[1].gate.set()
-    world.settle()
-    for key in keys:
-        raw = world.levels[1].peek(key)
-        assert raw is not None and holds(CODEC, key, memoryview(raw))
-    world.backend.close()
-
-
-def test_a_deleted_page_does_not_come_back_from_the_queue() -> None:
-    world, keys, others = World(), make_keys(4), make_keys(2, "other")
-    world.levels[1].gate.clear()
-    for chain in (make_keys(1, "in flight"), keys, others):
-        store_chain(world.store, chain)
-    assert world.backend.delete(keys[1:], deadline=soon()) == 3
-    world.levels[1].gate.set()
-    world.settle()
-    assert world.on(0, keys) == [True, False, False, False]
-    assert world.on(1, keys) == [False] * 4, "the copy of a run is dropped as a whole"
-    assert world.on(1, others) == [True] * 2
-    world.backend.close()
-
-
 def test_a_deletion_waits_for_the_copy_under_way() -> None:
     world, keys = World(), make_keys(2)
     world.levels[1].gate.clear()
@@ -304,26 +274,18 @@ def test_usage_is_that_of_the_fullest_level() -> None:
 
 
 def test_a_copy_that_raises_is_counted_and_the_next_one_is_made() -> None:
-    class Raising(Switched):
-        raises = True
-
-        def batch_set(self, *args: object, **kwargs: object) -> list[SetOutcome]:
-            if self.raises:
-                raise RuntimeError("a bug")
-            return super().batch_set(*args, **kwargs)  # type: ignore[arg-type]
-
-    first, below, keys = Switched(), Raising(), make_keys(2)
-    backend = LevelsBackend(CODEC, named(first, below), cascade_bytes_max=COPIES)
-    store = Store(backend, first.peek, first.poke)
-    assert store_chain(store, keys[:1]) == [STORED]
-    settle(backend)
-    below.raises = False
-    assert store_chain(store, keys[1:], keys[0]) == [STORED]
-    settle(backend)
+    world, keys = World(), make_keys(2)
+    below = world.levels[1]
+    below.raises = RuntimeError("a bug")
+    assert store_chain(world.store, keys[:1]) == [STORED]
+    world.settle()
+    below.raises = None
+    assert store_chain(world.store, keys[1:], keys[0]) == [STORED]
+    world.settle()
     assert [below.peek(key) is not None for key in keys] == [False, True]
-    copies = backend.copies()["part-1"]
+    copies = world.backend.copies()["part-1"]
     assert (copies.failed, copies.copied) == (1, 1)
-    backend.close()
+    world.backend.close()
 
 
 def test_closing_writes_what_waits_and_then_closes_each_level_once() -> None:

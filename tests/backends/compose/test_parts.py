@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from hicache.backends.guard import Direction, GuardedBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.registry import (
     BackendSpec,
-    backend_names,
     check_backend,
     open_backend,
     open_raw,
@@ -38,9 +36,10 @@ from tests.ranks import gloo_ranks
 from tests.waiting import wait_for
 
 from .._files import open_descriptors
-from ._parts import CODEC, PAGE, Switched
+from .._troubled import CODEC, Troubled
+from ._parts import PAGE
 
-OPENED: list[Switched] = []
+OPENED: list[Troubled] = []
 REFUSING = threading.Event()
 
 
@@ -53,27 +52,23 @@ def nothing_left() -> Iterator[None]:
     assert [backend.closes for backend in OPENED] == [1] * len(OPENED)
 
 
-def open_switched(codec: FrameCodec) -> Switched:
+def open_switched(codec: FrameCodec) -> Troubled:
     """A factory whose backends can be found, and which refuses while REFUSING is set."""
     if REFUSING.is_set():
         raise BackendUnavailable("this server is not up yet")
-    OPENED.append(Switched(codec))
+    OPENED.append(Troubled(codec))
     return OPENED[-1]
 
 
-def open_always(codec: FrameCodec) -> Switched:
+def open_always(codec: FrameCodec) -> Troubled:
     """As `open_switched`, but refuses never."""
-    OPENED.append(Switched(codec))
+    OPENED.append(Troubled(codec))
     return OPENED[-1]
 
 
 SWITCHED, ALWAYS = f"{__name__}:open_switched", f"{__name__}:open_always"
 MEMORY: dict[str, Any] = {"type": "memory"}
 ENTRIES: dict[str, Any] = {"page_size": 4, "device": {"tokens": 32}, "host": {"tokens": 32}}
-
-
-def test_compositions_are_built_in() -> None:
-    assert {"levels", "sharded"} <= set(backend_names())
 
 
 @pytest.mark.parametrize(
@@ -218,13 +213,6 @@ def test_if_one_part_cannot_be_opened_those_before_it_are_closed(name: str) -> N
     with pytest.raises(BackendUnavailable):
         open_backend(name, CODEC, {"levels" if name == "levels" else "parts": parts})
     assert len(OPENED) == 1
-
-
-@pytest.mark.parametrize("wrapper", [LevelsBackend, ShardedBackend])
-def test_every_composition_answers_for_every_name_itself(wrapper: type[StorageBackend]) -> None:
-    for name in StorageBackend.__abstractmethods__:
-        assert getattr(wrapper, name) is not getattr(StorageBackend, name), name
-        assert inspect.signature(getattr(wrapper, name)) == inspect.signature(getattr(StorageBackend, name)), name
 
 
 def test_memory_and_compositions_have_no_raw_store_and_say_so() -> None:

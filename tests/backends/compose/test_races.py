@@ -11,13 +11,14 @@ from hicache.backends.compose import LevelsBackend
 from hicache.backends.testing import empty_frames, full_frames, holds, in_threads, make_keys, soon
 from tests.seeds import rng, seeds
 
-from ._parts import CODEC, PAGE, Switched, named, settle
+from .._troubled import CODEC, Troubled
+from ._parts import PAGE, named, settle
 
 CHAINS = [make_keys(12, f"chain {number}") for number in range(4)]
 ROUNDS = 120
 
 
-def use(backend: LevelsBackend, parts: list[Switched], dice: random.Random) -> None:
+def use(backend: LevelsBackend, parts: list[Troubled], dice: random.Random) -> None:
     """Random verbs; each frame is overwritten at once when its call has returned. Now and then a part hurts a page or
     is down for a moment."""
     for _ in range(ROUNDS):
@@ -57,7 +58,7 @@ def use(backend: LevelsBackend, parts: list[Switched], dice: random.Random) -> N
 @pytest.mark.usefixtures("threads_switch_often")
 @pytest.mark.parametrize("seed", seeds(3))
 def test_random_use_by_many_threads_serves_no_wrong_page_and_forgets_what_is_deleted(seed: int) -> None:
-    parts = [Switched(capacity_bytes=15 * PAGE), Switched()]
+    parts = [Troubled(capacity_bytes=15 * PAGE), Troubled()]
     backend = LevelsBackend(CODEC, named(*parts), cascade_bytes_max=9 * PAGE)
     in_threads(4, lambda number: use(backend, parts, rng(10 * seed + number)))
     for part in parts:

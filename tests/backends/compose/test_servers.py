@@ -31,7 +31,8 @@ from tests.backends.redis.store import open_on
 from tests.waiting import wait_for
 
 from .._files import open_file
-from ._parts import CODEC, settle, side_door
+from .._troubled import CODEC
+from ._parts import settle, side_door
 
 ROOM = 8 << 20
 

@@ -151,15 +151,6 @@ def test_a_good_probe_lets_calls_through_and_the_first_that_succeeds_closes() ->
     assert world.state is CLOSED
 
 
-def test_a_failed_call_when_half_open_opens_it_at_once_with_a_longer_pause() -> None:
-    world = opened()
-    world.probe(True)
-    before = world.time_s
-    assert world.call(False)
-    assert world.state is OPEN
-    assert world.breaker.probe_at - before == 1.0
-
-
 def test_pauses_keep_growing_for_a_store_that_takes_probes_and_fails_calls() -> None:
     world = opened()
     pauses = []

@@ -51,12 +51,6 @@ def test_a_large_batch_is_tried_again_as_far_as_the_budget_goes() -> None:
     assert budget.spend(1000) == 0
 
 
-def test_no_share_is_no_retry() -> None:
-    budget = RetryBudget(0.0)
-    budget.earn(100)
-    assert budget.spend(1) == 0
-
-
 def test_damaged_pages_without_a_sound_one_raise_the_alarm() -> None:
     watch = DamageWatch(GuardConfig(damage_pages=3, damage_backoff=30.0))
     assert watch.saw([CORRUPT, MISS, CORRUPT, ERROR]) is None

@@ -16,7 +16,8 @@ from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import HIT, MISS, STORED, empty_frames, full_frames, make_keys, soon
 from hicache.config.guard import GuardConfig
 from hicache.frame import PageBuffer
-from tests.backends.guard.stores import CODEC, Store, past, patient, quick, refused, until_passing
+from tests.backends._troubled import CODEC, Troubled
+from tests.backends.guard.stores import past, patient, quick, refused, until_passing
 from tests.waiting import wait_for
 
 READ, WRITE = Direction.READ, Direction.WRITE
@@ -50,38 +51,28 @@ def put(guard: GuardedBackend, count: int = 1, *, name: str = "page", seconds: f
 # Calls that hang
 
 
+@pytest.mark.parametrize("mode", ["auto", "on"])
 def test_calls_that_hang_past_their_deadline_open_the_breaker_while_they_hang(
-    threads: ThreadPoolExecutor, faulty: FaultyBackend
+    threads: ThreadPoolExecutor, faulty: FaultyBackend, mode: str
 ) -> None:
-    guard = GuardedBackend(faulty, patient(grace=0.05))
+    """Switched on by its operator, the control, it stays closed and calls go on to the store."""
+    guard = GuardedBackend(faulty, patient(grace=0.05, read=mode))
     faulty.hang()
     hanging = [threads.submit(get, guard, seconds=SHORT_S) for _ in range(3)]
-    wait_for(lambda: faulty.hung_calls >= 3)
-    until_passing(guard, READ, passes=False)
+    wait_for(lambda: guard.guard_statistics().overdue_calls == 3)
     assert not any(call.done() for call in hanging), "nobody has abandoned them"
-    found = guard.guard_statistics()
-    assert (found.in_flight_calls, found.overdue_calls, found.breakers[READ].reason) == (3, 3, "overdue")
-    assert get(guard) == [GET_ERROR], "at once"
-    assert refused(guard, READ, Refusal.OPEN) == 1
+    assert guard.guard_statistics().in_flight_calls == 3
+    if mode == "auto":
+        until_passing(guard, READ, passes=False)
+        assert guard.guard_statistics().breakers[READ].reason == "overdue"
+        assert get(guard) == [GET_ERROR], "at once"
+    else:
+        assert guard.may_pass(READ)
+    assert refused(guard, READ, Refusal.OPEN) == (mode == "auto")
     faulty.release()
     assert [call.result() for call in hanging] == [[GET_ERROR]] * 3
     assert guard.guard_statistics().overdue_calls == 0
     guard.check()
-    guard.close()
-
-
-def test_without_a_breaker_every_call_waits_for_the_store_that_hangs(
-    threads: ThreadPoolExecutor, faulty: FaultyBackend
-) -> None:
-    """The control of the test above."""
-    guard = GuardedBackend(faulty, patient(grace=0.05, read="on"))
-    faulty.hang()
-    hanging = [threads.submit(get, guard, seconds=SHORT_S) for _ in range(6)]
-    wait_for(lambda: guard.guard_statistics().overdue_calls == 6)
-    assert guard.may_pass(READ)
-    assert refused(guard, READ, Refusal.OPEN) == 0
-    faulty.release()
-    assert [call.result() for call in hanging] == [[GET_ERROR]] * 6
     guard.close()
 
 
@@ -140,15 +131,20 @@ def submit_in_order(
     return submitted
 
 
-def test_frames_under_way_stay_within_their_bound(threads: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize(
+    ("bound", "counts", "at_first", "at_most"), [(5, (2, 2, 2, 1, 3), 4, 5), (1, (1, 9, 1), 1, 9)]
+)
+def test_frames_under_way_stay_within_their_bound_and_a_larger_batch_goes_alone(
+    threads: ThreadPoolExecutor, bound: int, counts: tuple[int, ...], at_first: int, at_most: int
+) -> None:
     gate = Gate()
-    guard = GuardedBackend(gate, patient(in_flight=5 * CODEC.frame_bytes))
-    calls = submit_in_order(threads, guard, [2, 2, 2, 1, 3])
-    assert guard.guard_statistics().in_flight_bytes == 4 * CODEC.frame_bytes
+    guard = GuardedBackend(gate, patient(in_flight=bound * CODEC.frame_bytes))
+    calls = submit_in_order(threads, guard, counts)
+    assert guard.guard_statistics().in_flight_bytes == at_first * CODEC.frame_bytes
     gate.open.set()
-    assert [call.result() for call in calls] == [[MISS] * count for count in (2, 2, 2, 1, 3)]
-    assert gate.frames_max <= 5
-    assert gate.entered == [2, 2, 2, 1, 3], "in the order of arrival"
+    assert [call.result() for call in calls] == [[MISS] * count for count in counts]
+    assert gate.frames_max <= at_most
+    assert gate.entered == list(counts), "in the order of arrival"
     guard.check()
     guard.close()
 
@@ -161,17 +157,6 @@ def test_without_a_bound_all_are_under_way_at_once(threads: ThreadPoolExecutor) 
     wait_for(lambda: gate.frames == 10)
     gate.open.set()
     assert all(call.result() for call in calls)
-    guard.close()
-
-
-def test_a_batch_larger_than_the_bound_goes_alone(threads: ThreadPoolExecutor) -> None:
-    gate = Gate()
-    guard = GuardedBackend(gate, patient(in_flight=CODEC.frame_bytes))
-    calls = submit_in_order(threads, guard, [1, 9, 1])
-    gate.open.set()
-    assert [len(call.result()) for call in calls] == [1, 9, 1]
-    assert gate.frames_max == 9
-    guard.check()
     guard.close()
 
 
@@ -225,7 +210,7 @@ def test_switching_off_sends_those_away_who_wait_for_room(threads: ThreadPoolExe
 
 
 def test_a_store_that_heals_is_used_again_by_itself() -> None:
-    store = Store()
+    store = Troubled()
     guard = GuardedBackend(store, quick())
     put(guard, 3)
     store.down = True
@@ -246,7 +231,7 @@ def test_a_store_that_heals_is_used_again_by_itself() -> None:
 
 def test_a_closed_breaker_with_a_store_that_works_probes_nothing() -> None:
     """The control: it is the failures that bring probes."""
-    store = Store()
+    store = Troubled()
     guard = GuardedBackend(store, quick())
     for _ in range(20):
         put(guard, 2)
@@ -257,7 +242,7 @@ def test_a_closed_breaker_with_a_store_that_works_probes_nothing() -> None:
 
 
 def test_a_store_that_goes_down_is_known_after_one_call() -> None:
-    store = Store()
+    store = Troubled()
     guard = GuardedBackend(store, patient())
     store.down = True
     assert get(guard) == [GET_ERROR]
@@ -266,7 +251,7 @@ def test_a_store_that_goes_down_is_known_after_one_call() -> None:
     guard.close()
 
 
-class HalfDeaf(Store):
+class HalfDeaf(Troubled):
     """Reads do not come to an end when told so, writes work."""
 
     def __init__(self) -> None:
@@ -295,7 +280,7 @@ def test_after_one_call_that_hangs_a_probe_that_does_opens_the_breaker_and_does_
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dead_prober_is_replaced() -> None:
-    class Deadly(Store):
+    class Deadly(Troubled):
         deaths = 0
 
         def batch_get(
@@ -332,7 +317,7 @@ def test_probes_of_a_full_store_are_good() -> None:
 
 
 def test_what_a_probe_could_not_remove_goes_with_a_later_one() -> None:
-    class Sticky(Store):
+    class Sticky(Troubled):
         sticks = 2
 
         def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
@@ -356,35 +341,26 @@ def test_what_a_probe_could_not_remove_goes_with_a_later_one() -> None:
 
 
 def test_a_sample_of_usage_does_not_wait_for_a_store_that_hangs() -> None:
-    class Slow(Store):
-        gate = threading.Event()
+    class Slow(Troubled):
+        hold = threading.Event()
 
         def usage(self):  # type: ignore[no-untyped-def]
-            self.gate.wait(60.0)
+            self.hold.wait(60.0)
             return super().usage()
 
     store = Slow()
     guard = GuardedBackend(store, patient())
     put(guard, 3)
     assert [guard.usage_sample() for _ in range(20)] == [None] * 20
-    store.gate.set()
+    store.hold.set()
     wait_for(lambda: guard.usage_sample() is not None)
     usage = guard.usage_sample()
     assert usage is not None and usage.pages == 3
     guard.close()
 
 
-def test_usage_is_renewed() -> None:
-    guard = GuardedBackend(Store(), patient())
-    for pages in (3, 5):
-        put(guard, pages)
-        wait_for(lambda: guard.usage_sample() == guard.usage())
-        assert guard.usage().pages == pages
-    guard.close()
-
-
 def test_a_store_that_is_left_alone_is_not_asked_for_its_usage() -> None:
-    class Counting(Store):
+    class Counting(Troubled):
         asked = 0
 
         def usage(self) -> Usage:
@@ -413,7 +389,7 @@ def test_a_store_that_is_left_alone_is_not_asked_for_its_usage() -> None:
 def test_random_traffic_over_a_store_that_comes_and_goes_leaves_the_books_at_zero(
     threads: ThreadPoolExecutor, threads_switch_often: None
 ) -> None:
-    store = Store()
+    store = Troubled()
     guard = GuardedBackend(
         store, GuardConfig(backoff_min=0.005, backoff_max=0.01, in_flight=4 * CODEC.frame_bytes)
     )

@@ -16,7 +16,7 @@ from hicache.backends.registry import BackendSpec, open_spec
 from hicache.cache import HiRadixCache, create_cache
 from hicache.config import HiCacheConfig
 from hicache.frame import FrameCodec
-from tests.backends.guard.stores import CODEC
+from tests.backends._troubled import CODEC
 from tests.cache.world import NAMESPACE
 
 ENTRIES: dict[str, Any] = {"page_size": 4, "device": {"tokens": 32}, "host": {"tokens": 32}}
