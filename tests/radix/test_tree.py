@@ -20,31 +20,6 @@ def ids(*pages: int) -> PageIds:
     return np.array(pages, dtype=np.int32)
 
 
-def test_a_prompt_matches_in_whole_pages_only() -> None:
-    t = tree()
-    t.insert(RadixKey.of([1, 2, 3, 4, 5]), ids(7, 8))
-    assert t.match(RadixKey.of([1, 2, 3, 4, 5])).device_pages.tolist() == [7, 8]
-    assert t.match(RadixKey.of([1, 2, 3])).device_pages.tolist() == [7]
-    assert t.match(RadixKey.of([1])).pages == 0
-
-
-def test_a_match_that_ends_inside_a_run_splits_it() -> None:
-    t = tree()
-    t.insert(RadixKey.of([1, 2, 3, 4, 5, 6]), ids(1, 2, 3))
-    assert t.node_count == 1
-    assert t.match(RadixKey.of([1, 2, 3, 4, 9, 9])).device_pages.tolist() == [1, 2]
-    assert t.node_count == 2
-    check_tree(t)
-
-
-def test_equal_tokens_under_two_salts_share_nothing() -> None:
-    t = tree()
-    t.insert(RadixKey.of([1, 2], cache_salt="a"), ids(1))
-    assert t.match(RadixKey.of([1, 2], cache_salt="b")).pages == 0
-    assert t.match(RadixKey.of([1, 2])).pages == 0
-    assert t.match(RadixKey.of([1, 2], cache_salt="a")).device_pages.tolist() == [1]
-
-
 def test_lookups_of_unknown_salts_leave_nothing_behind() -> None:
     t = tree()
     for i in range(50):
@@ -59,40 +34,11 @@ def test_an_insert_with_the_wrong_number_of_pages_changes_nothing() -> None:
     assert t.node_count == 0
 
 
-def test_a_locked_path_is_not_evicted() -> None:
-    t = tree()
-    t.insert(RadixKey.of([1, 2, 3, 4]), ids(1, 2))
-    node = t.match(RadixKey.of([1, 2, 3, 4])).node
-    t.lock(node)
-    assert t.evict_device(9).pages.tolist() == []
-    t.unlock(node)
-    assert sorted(t.evict_device(9).pages.tolist()) == [1, 2]
-
-
 def test_unlocking_what_is_not_locked_is_refused() -> None:
     t = tree()
     t.insert(RadixKey.of([1, 2]), ids(1))
     with pytest.raises(InvariantError):
         t.unlock(t.match(RadixKey.of([1, 2])).node)
-
-
-def test_a_backed_up_run_stays_as_a_tombstone() -> None:
-    t = tree()
-    t.insert(RadixKey.of([1, 2, 3, 4]), ids(1, 2))
-    t.accept_backup(t.match(RadixKey.of([1, 2, 3, 4])).node, ids(10, 11))
-    assert sorted(t.evict_device(2).pages.tolist()) == [1, 2]
-    found = t.match(RadixKey.of([1, 2, 3, 4]))
-    assert (len(found.device_pages), found.host_hit_pages) == (0, 2)
-    assert sorted(t.evict_host(2).tolist()) == [10, 11]
-    assert t.match(RadixKey.of([1, 2, 3, 4])).pages == 0
-
-
-def test_a_large_victim_is_cut_to_what_is_needed() -> None:
-    t = tree(page_size=1)
-    t.insert(RadixKey.of(list(range(100))), np.arange(1, 101, dtype=np.int32))
-    assert t.evict_device(20).pages.tolist() == list(range(81, 101))
-    assert len(t.match(RadixKey.of(list(range(100)))).device_pages) == 80
-    check_tree(t)
 
 
 def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:
