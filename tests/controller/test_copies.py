@@ -16,7 +16,7 @@ from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import PageIds
 from tests.cache.world import GEOMETRY, World, prompt
 from tests.steps import StepCounter
-from tests.waiting import WAIT_S, wait_for
+from tests.waiting import WAIT_S
 
 
 def pages(*numbers: int) -> PageIds:
@@ -61,33 +61,6 @@ def rig() -> Iterator[Rig]:
     for _ in range(10):
         rig.steps.advance()
     assert rig.controller.close(WAIT_S)
-
-
-def test_each_copy_comes_after_the_fence_that_is_the_latest_at_its_launch(rig: Rig) -> None:
-    first, second = rig.steps.fence(0), rig.steps.fence(0)
-    rig.controller.submit_backup(pages(1), pages(1))
-    rig.controller.launch_backups()
-    rig.controller.record_fence(first)
-    rig.controller.submit_backup(pages(2), pages(2))
-    rig.controller.launch_backups()
-    rig.controller.submit_load(pages(3), pages(3))
-    rig.controller.record_fence(second)
-    rig.controller.launch_loads()
-    assert [id(fence) for fence in rig.copies.fences] == [id(None), id(first), id(second)]
-
-
-def test_a_backup_has_the_bytes_that_the_forward_before_its_fence_wrote(rig: Rig) -> None:
-    block = rig.device.blocks.layers[0][0].numpy()
-    rig.controller.record_fence(rig.steps.fence(1))
-    backup = rig.controller.submit_backup(pages(1), pages(1))
-    rig.controller.launch_backups()
-    assert rig.controller.poll() is None
-    block[1] = 7
-    rig.steps.advance()
-    wait_for(rig.controller._launched_backups[0].transfer.done)
-    acks = rig.controller.poll()
-    assert acks is not None and acks.written == [backup]
-    assert (rig.host.buffer[1, rig.host.piece_slice(0)][: block.shape[1]] == 7).all()
 
 
 def test_a_failed_load_is_not_hidden_by_a_later_one_that_is_fine(rig: Rig) -> None:

@@ -48,13 +48,6 @@ def test_every_rank_gets_the_minimum_of_what_was_started_one_step_before(size: i
             assert rank.result().tolist() == [step, 1 - size]
 
 
-def test_agreeing_waits_for_all_ranks(size: int) -> None:
-    ranks = gloo_ranks(size, deadline_s=NEVER_S)
-    with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(lambda rank: rank.agree(vector(10 + rank.rank)).tolist(), ranks))
-    assert results == [[10]] * size
-
-
 def test_a_rank_that_takes_no_part_is_an_error_at_the_deadline_and_for_good(size: int) -> None:
     ranks = gloo_ranks(size, deadline_s=SOON_S)
     for rank in ranks[1:]:

@@ -142,36 +142,10 @@ def filled_tree(tokens: int = 64) -> tuple[EventStream, RadixTree, RadixKey]:
     return stream, tree, key
 
 
-def test_the_events_of_a_run_and_of_one_behind_it_let_their_keys_be_computed_again() -> None:
-    stream, tree, key = filled_tree(32)
-    pages = PageAllocator(100, first=50).alloc(3)
-    assert pages is not None
-    tree.insert(key.extended(range(100, 116)), pages)
-    first, second = everything(stream)
-    assert isinstance(first, Stored) and isinstance(second, Stored)
-    assert (first.medium, first.parent, first.seed, first.position_bytes) == (Medium.DEVICE, None, key.seed, 4)
-    assert first.keys == tuple(page_keys(first.tokens, 16, first.seed))
-    assert (second.parent, second.seed) == (first.keys[-1], b"")
-    assert second.keys == tuple(page_keys(second.tokens, 16, first.keys[-1]))
-
-
 def test_a_split_is_no_event() -> None:
     stream, tree, key = filled_tree()
     assert tree.match(RadixKey(key.tokens[:64], key.seed)).pages == 1 and tree.node_count == 2
     assert len(everything(stream)) == 1
-
-
-def test_a_page_that_came_from_storage_is_reported_on_both_and_leaves_both() -> None:
-    stream = EventStream(LARGE_BYTES)
-    tree = RadixTree(16, POLICIES["lru"], observer=EventRecorder(stream))
-    key = RadixKey(token_bytes(range(32)))
-    pages = PageAllocator(100).alloc(2)
-    assert pages is not None
-    tree.insert_host(key, 0, pages, page_keys(key.tokens, 16))
-    tree.evict_host(2)
-    assert [(type(event), getattr(event, "medium", None)) for event in everything(stream)] == [
-        (Stored, Medium.HOST), (Stored, Medium.STORAGE), (Removed, Medium.HOST), (Removed, Medium.STORAGE),
-    ]  # fmt: skip
 
 
 def test_a_tree_is_walked_only_if_a_reader_waits_for_it() -> None:

@@ -20,18 +20,6 @@ SIZE = removed(0).size_bytes
 STORED = Stored(Medium.DEVICE, (bytes(32),), None, b"", bytes(16), 4)
 
 
-def test_readers_get_what_is_kept_in_order_and_at_their_own_pace() -> None:
-    stream = EventStream(100 * SIZE)
-    first = stream.subscribe()
-    for number in range(5):
-        stream.put(removed(number))
-    assert [first.drain(3) for _ in range(3)] == [tuple(map(removed, range(3))), (removed(3), removed(4)), ()]
-    late = stream.subscribe()
-    stream.put(removed(5))
-    assert late.drain(9) == tuple(map(removed, range(6)))
-    assert first.drain(9) == (removed(5),)
-
-
 def test_over_its_capacity_the_oldest_are_dropped_and_counted() -> None:
     stream = EventStream(3 * SIZE)
     for number in range(10):
@@ -49,22 +37,6 @@ def test_an_event_larger_than_the_capacity_is_kept_alone_and_a_capacity_of_nothi
     assert stream.statistics().held_events == 1
     with pytest.raises(InvalidInput, match="holds nothing"):
         EventStream(0)
-
-
-def test_a_gap_clears_and_nothing_follows_it_but_a_snapshot() -> None:
-    stream = EventStream(3 * SIZE)
-    reader = stream.subscribe()
-    for gaps in (1, 2):
-        for number in range(10):
-            stream.put(removed(number))
-        assert reader.drain(5) == (Cleared(),)
-        assert (stream.snapshot_wanted, reader.gaps, reader.in_sync) == (True, gaps, False)
-        assert reader.drain(5) == ()
-        stream.put_snapshot([STORED])
-        stream.put(removed(10))
-        assert stream.statistics().snapshots == gaps
-        assert (reader.drain(5), reader.in_sync) == ((Cleared(), STORED), True)
-        assert reader.drain(5) == (removed(10),)
 
 
 def test_a_snapshot_goes_only_to_those_who_asked_and_a_closed_reader_is_forgotten() -> None:

@@ -200,21 +200,6 @@ def test_a_worker_that_dies_during_a_copy_is_replaced_and_the_tokens_stay_equal(
         assert hits(warm) == [whole_pages(PROMPTS[0]), whole_pages(OTHER)]
 
 
-def test_pages_that_a_dead_worker_did_not_write_are_not_stored(tmp_path: Path) -> None:
-    with started(tmp_path, 2, keep_pool=True) as world:
-        world.serve(OTHER)
-        world.engine.workers.send(Hold(True), 1)
-        world.submit(PROMPTS[0])
-        wait_for(lambda: world.engine.copying_ranks == {1}, world.engine.step)
-        world.engine.workers.processes[1].kill()
-        wait_for(lambda: world.engine.lost_workers == 1, world.engine.step)
-        world.replace_workers()
-    with started(tmp_path, 2) as world:
-        requests = world.serve(PROMPTS[0], OTHER)
-        assert hits(requests) == [0, whole_pages(OTHER)]
-        assert outputs(requests) == [expected_tokens(PROMPTS[0]), expected_tokens(OTHER)]
-
-
 def disturb(world: World, chance: random.Random) -> None:
     """Do something to the workers or to the cache, or nothing."""
     workers, rank = world.engine.workers, chance.randrange(2)
