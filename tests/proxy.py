@@ -118,6 +118,10 @@ class Proxy:
         """End all connections that are open now, with RST if `reset`. New ones are taken."""
         self._await(self._drop(reset))
 
+    def forget(self) -> None:
+        """Forget all connections that are open now, as networks do: the next request on each is answered by RST."""
+        self._await(self._forget())
+
     def _await(self, work: Coroutine[Any, Any, _T]) -> _T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_WAIT_S)
 
@@ -134,6 +138,10 @@ class Proxy:
             await self._close()
         elif self._server is None:
             await self._listen()
+
+    async def _forget(self) -> None:
+        for pair in self._pairs:
+            pair.set(Faults(cut_after_bytes=0, reset=True, direction=Direction.UP))
 
     async def _drop(self, reset: bool) -> None:
         for pair in list(self._pairs):

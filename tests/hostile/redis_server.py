@@ -17,7 +17,6 @@ import os
 import random
 import socket
 import tempfile
-import threading
 import time
 import traceback
 import urllib.parse
@@ -32,10 +31,11 @@ from hicache.backends.redis import RedisBackend
 from hicache.backends.redis.raw import RedisRawStore
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, full_frames, make_keys
 from hicache.config.redis_storage import RedisStorageOptions
+from hicache.devservers.ports import LOOPBACK
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
+from tests.listening import Listener
 
-LOOPBACK = "127.0.0.1"
 # Another address of the loopback network: a client that connects to it has followed the hostile server.
 ELSEWHERE = "127.0.0.2"
 # A password that is a valid host name, so that a server can name a node like it.
@@ -88,7 +88,7 @@ class Trap:
         return caught
 
 
-class HostileServer:
+class HostileServer(Listener):
     """Answers as an honest server of `mode` does; once it is `hostile`, a share of its replies is hostile.
 
     `lie` makes the hostile reply to a request, None for an honest one; without it replies of all kinds are drawn. Each
@@ -105,50 +105,20 @@ class HostileServer:
         self._trap_path = trap_path
         self._lie = lie
         self._share = share
-        self._listener = socket.create_server((LOOPBACK, 0))
-        self.port: int = self._listener.getsockname()[1]
         self.hostile = False
-        self.connections = 0
         self.requests: Counter[bytes] = Counter()  # by verb
         self.sent: Counter[str] = Counter()  # hostile replies by kind
-        self._sockets: set[socket.socket] = set()
-        self._threads: list[threading.Thread] = []
-        self._accepting = threading.Thread(target=self._accept, daemon=True)
-        self._accepting.start()
+        super().__init__(self._answer)
 
-    def close(self) -> None:
-        """End all connections and wait for their threads."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._accepting.join()
-        for sock in list(self._sockets):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = self._listener.accept()
-                self.connections += 1
-                self._sockets.add(sock)
-                dice = random.Random(f"{self._seed} {self.connections}")
-                thread = threading.Thread(target=self._serve, args=(sock, dice), daemon=True)
-                self._threads.append(thread)
-                thread.start()
-
-    def _serve(self, sock: socket.socket, dice: random.Random) -> None:
-        with sock, sock.makefile("rb") as lines, contextlib.suppress(OSError, ValueError):
-            try:
-                for request in _requests(lines):
-                    self.requests[request[0]] += 1
-                    if self.hostile and dice.random() < self._share:
-                        self._attack(sock, dice, request)
-                    else:
-                        sock.sendall(self._honest(request))
-            finally:
-                self._sockets.discard(sock)
+    def _answer(self, sock: socket.socket, number: int) -> None:
+        dice = random.Random(f"{self._seed} {number}")
+        with sock.makefile("rb") as lines, contextlib.suppress(ValueError):
+            for request in _requests(lines):
+                self.requests[request[0]] += 1
+                if self.hostile and dice.random() < self._share:
+                    self._attack(sock, dice, request)
+                else:
+                    sock.sendall(self._honest(request))
 
     def _honest(self, request: list[bytes]) -> bytes:
         verb = b" ".join(request[:2]).upper() if request[0].upper() in (b"CLUSTER", b"SENTINEL") else request[0].upper()

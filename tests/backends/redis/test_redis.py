@@ -205,19 +205,15 @@ def test_pages_in_a_thousand_parts_and_more_are_moved_whole(
     store.backend.close()
 
 
-def test_two_prefixes_on_one_server_are_two_stores(valkey: ValkeyServer) -> None:
+@pytest.mark.parametrize("of_other", [{}, {"key_prefix": "same:", "db": 1}], ids=["prefix", "database"])
+def test_another_prefix_or_database_of_a_server_is_another_store(
+    valkey: ValkeyServer, of_other: dict[str, Any]
+) -> None:
     keys = make_keys(3)
-    with opened(valkey) as (_, one), opened(valkey) as (_, other):
+    with opened(valkey, key_prefix="same:") as (_, one), opened(valkey, **of_other) as (_, other):
         store_chain(one, keys)
         assert load(other, keys) == [MISS] * 3
         assert (one.backend.usage().pages, other.backend.usage().pages) == (3, 0)
-
-
-def test_a_database_of_its_own_is_another_store(valkey: ValkeyServer) -> None:
-    keys = make_keys(2)
-    with opened(valkey, key_prefix="same:") as (_, one), opened(valkey, key_prefix="same:", db=1) as (_, other):
-        store_chain(one, keys)
-        assert load(other, keys) == [MISS] * 2
 
 
 def test_pages_live_for_their_time_after_the_last_use(valkey: ValkeyServer) -> None:
@@ -249,14 +245,6 @@ def test_reading_and_storing_again_are_uses_for_the_servers_eviction_and_a_looku
         assert backend.batch_exists(keys, deadline=soon()) == 3
         idle = [client.object("idletime", name_of(backend, key)) >= 1000 for key in keys]
         assert idle == [False, False, True]
-
-
-def test_without_a_time_to_live_pages_stay(valkey: ValkeyServer) -> None:
-    (key,) = make_keys(1)
-    with opened(valkey) as (backend, store), valkey.client() as client:
-        store_chain(store, [key])
-        load(store, [key])
-        assert client.ttl(name_of(backend, key)) == -1
 
 
 def test_a_lookup_is_one_round_trip(valkey: ValkeyServer) -> None:
@@ -294,19 +282,6 @@ def test_replicas_serve_reads_and_the_primary_takes_writes(redis_sentinel: Redis
         backend.close()
 
 
-def test_replicas_of_a_single_server_are_named(redis_sentinel: RedisSentinel, unique_prefix: str) -> None:
-    keys = make_keys(2)
-    options = redis_sentinel.primary.storage(
-        key_prefix=unique_prefix, read_from="replica", replicas=[f"127.0.0.1:{redis_sentinel.replica.port}"]
-    )[1]
-    with redis_sentinel.primary.client() as client:
-        store = open_on(client, options)
-        store_chain(store, keys)
-        wait_for(lambda: store.backend.batch_exists(keys, deadline=soon()) == 2)
-        assert load(store, keys) == [HIT] * 2
-        store.backend.close()
-
-
 def test_usage_says_what_the_server_may_hold(valkey: ValkeyServer) -> None:
     with opened(valkey) as (_, store):
         assert store.backend.usage().capacity_bytes is None
@@ -336,4 +311,5 @@ def test_pages_are_one_string_each_under_a_readable_key(valkey: ValkeyServer) ->
         store_chain(store, [key])
         name = f"cache/1:{CODEC.namespace.hex()}:{key.hex()}"
         assert client.strlen(name) == PAGE
+        assert client.ttl(name) == -1, "without a time to live pages stay"
         store.backend.delete([key], deadline=soon())

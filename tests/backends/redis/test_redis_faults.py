@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
-import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -111,49 +108,10 @@ def test_connections_that_the_server_closed_while_idle_are_opened_again_silently
         assert errors_of(store) == {}
 
 
-class Forgetful:
-    """Hands connections on to a server until it forgets them, without a word: their next request is answered by RST."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._listener = socket.create_server((LOOPBACK, 0))
-        self.port = int(self._listener.getsockname()[1])
-        self.connections = 0
-        self._forgotten = 0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def forget(self) -> None:
-        """Forget all connections there are."""
-        self._forgotten = self.connections
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                self.connections += 1
-                threading.Thread(target=self._hand_on, args=(client, self.connections), daemon=True).start()
-
-    def _hand_on(self, client: socket.socket, number: int) -> None:
-        with client, socket.create_connection((LOOPBACK, self._target)) as server, contextlib.suppress(OSError):
-            while True:
-                ready, _, _ = select.select([client, server], [], [])
-                data = ready[0].recv(65536)
-                if ready[0] is client and number <= self._forgotten:
-                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    return
-                if not data:
-                    return
-                (server if ready[0] is client else client).sendall(data)
-
-
 def test_connections_that_the_network_forgot_are_opened_again_silently(valkey: ValkeyServer) -> None:
     """Nothing is to be seen of it before the first request, however many connections are idle."""
     keys = make_keys(40)
-    with contextlib.closing(Forgetful(valkey.port)) as relay, valkey.client() as client:
+    with Proxy(valkey.port) as relay, valkey.client() as client:
         options = {"url": f"redis://{LOOPBACK}:{relay.port}", "key_prefix": fresh_prefix(), "connections": 8}
         store = open_on(client, options)
         for verb in (lambda: store_chain(store, keys), lambda: load(store, keys),
@@ -296,32 +254,6 @@ def test_reads_step_around_a_replica_that_died() -> None:
             assert errors_of(store) == {"connection_refused": 6}
         finally:
             store.backend.close()
-
-
-def test_many_threads_on_a_dying_server_all_come_back() -> None:
-    keys = make_keys(30)
-    with ValkeyServer() as server, opened(server, timeout=TIMEOUT_S) as (_, store):
-        store_chain(store, keys)
-        stop = threading.Event()
-
-        def use() -> None:
-            while not stop.is_set():
-                load(store, keys)
-                store_chain(store, keys)
-
-        threads = [threading.Thread(target=use, daemon=True) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        try:
-            server.kill()
-            wait_for(lambda: bool(errors_of(store)))
-            server.start()
-            wait_for(lambda: load(store, keys) == [HIT] * 30)
-        finally:
-            stop.set()
-        for thread in threads:
-            thread.join(30.0)
-            assert not thread.is_alive()
 
 
 def test_a_bug_on_one_connection_is_one_error_for_each_of_its_pages(

@@ -71,13 +71,6 @@ def test_one_full_node_of_a_cluster_ends_the_batch_at_its_first_page(own_cluster
     store.backend.close()
 
 
-def test_a_server_with_room_takes_all() -> None:
-    """The control of the tests above."""
-    keys = make_keys(PAGES)
-    with ValkeyServer() as server, opened(server) as (_, store):
-        assert store_chain(store, keys) == [STORED] * PAGES
-
-
 @pytest.mark.parametrize("kind", ["valkey", "old_redis", "redis_cluster"])
 def test_a_capacity_is_kept_on_a_server_that_has_none(request: pytest.FixtureRequest, kind: str) -> None:
     """The chain that was used last stays whole, and the other one loses its end."""
@@ -123,17 +116,6 @@ def test_after_random_evictions_a_hit_ends_at_the_first_hole_exactly() -> None:
         assert load(store, keys) == [HIT if one else MISS for one in there]
         whole = [key for key, one in zip(keys, there, strict=True) if one]
         assert backend.batch_exists(whole, deadline=soon()) == len(whole)
-
-
-def test_an_emptied_server_has_misses_and_takes_pages_again() -> None:
-    keys = make_keys(20)
-    with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:
-        store_chain(store, keys)
-        client.flushall()
-        assert backend.batch_exists(keys, deadline=soon()) == 0
-        assert load(store, keys) == [MISS] * 20
-        assert store_chain(store, keys) == [STORED] * 20
-        assert dict(backend.statistics().errors) == {}
 
 
 @pytest.mark.parametrize("kind", ["list", "hash", "stream"])

@@ -90,20 +90,6 @@ class Slot:
             client.close()
 
 
-def test_pages_of_a_slot_that_moved_are_found_where_they_are(cluster: RedisCluster, store: Store) -> None:
-    keys = make_keys(20, "moved")
-    store_chain(store, keys)
-    slot = Slot(cluster, store, keys[7])
-    slot.open()
-    slot.carry()
-    slot.end()
-    assert load(store, keys) == [HIT] * 20
-    assert store.backend.batch_exists(keys, deadline=soon()) == 20
-    assert store_chain(store, keys) == [PRESENT] * 20
-    assert store.backend.delete(keys, deadline=soon()) == 20
-    assert dict(store.backend.statistics().errors) == {}
-
-
 @pytest.mark.parametrize("verb", ["exists", "get", "set", "delete"])
 def test_each_verb_follows_a_slot_that_moved(cluster: RedisCluster, store: Store, verb: str) -> None:
     keys = make_keys(20, verb)

@@ -114,23 +114,6 @@ def test_a_page_in_parts_is_read_and_proved_wherever_its_bytes_are_cut(parts: in
         assert b"".join(page.parts) == b"".join(whole.parts)
 
 
-@pytest.mark.parametrize("parts", [3, 2500])
-def test_a_page_of_long_parts_or_more_than_one_call_takes_is_read_and_proved(parts: int) -> None:
-    codec = FrameCodec(NAMESPACE, 300_000)
-    (key,) = make_keys(1)
-    whole = in_parts(codec, full_frames(codec, [key])[0], parts=3000)
-    stored = codec.seal_buffers(key, whole)
-    page = in_parts(codec, memoryview(bytearray(codec.frame_bytes)), parts)
-    tag = codec.stream()
-    with peers() as (channel, theirs):
-        channel.send([b"x"], 1, soon())
-        sender = feed(theirs, [b"$%d\r\n" % codec.frame_bytes, *map(bytes, stored), b"\r\n"])
-        assert channel.read_page(codec.buffers(page), codec.fits, tag, soon()) == codec.frame_bytes
-        sender.join()
-    assert codec.accept(key, page, codec.frame_bytes, tag) is None
-    assert b"".join(page.parts) == b"".join(whole.parts)
-
-
 _VALUES: st.SearchStrategy[Reply] = st.recursive(
     st.one_of(st.integers(-(2**63), 2**63 - 1), st.none(), st.binary(max_size=50)),
     lambda inner: st.lists(inner, max_size=4),
@@ -239,38 +222,6 @@ def test_sending_to_a_peer_that_does_not_read_ends_too() -> None:
         channel.send([b"head", body, b"tail"], 1, soon())
     assert raised.value.kind is ErrorKind.TIMEOUT and not channel.reusable
     assert raised.value.__context__ is None  # texts of a TLS library quote names of hosts
-
-
-def test_a_request_of_many_parts_arrives_whole() -> None:
-    body = memoryview(bytes(range(256)) * 40_000)
-    received = bytearray()
-    with peers() as (channel, theirs):
-
-        def receive() -> None:
-            while len(received) < 3 * (len(body) + 8):
-                received.extend(theirs.recv(100_003))
-
-        reader = threading.Thread(target=receive, daemon=True)
-        reader.start()
-        channel.send([b"head", body, b"tail"] * 3, 3, soon())
-        reader.join(30.0)
-    assert bytes(received) == (b"head" + bytes(body) + b"tail") * 3
-
-
-def test_a_request_of_more_parts_than_one_call_takes_arrives_whole() -> None:
-    parts = [memoryview(b"%d," % number * (number % 3)) for number in range(5000)]
-    expected, received = b"".join(parts), bytearray()
-    with peers() as (channel, theirs):
-
-        def receive() -> None:
-            while len(received) < len(expected):
-                received.extend(theirs.recv(100_003))
-
-        reader = threading.Thread(target=receive, daemon=True)
-        reader.start()
-        channel.send(parts, 1, soon())
-        reader.join(30.0)
-    assert bytes(received) == expected
 
 
 @pytest.mark.parametrize(

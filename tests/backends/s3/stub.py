@@ -14,10 +14,12 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from urllib.parse import parse_qs, unquote
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
+
+from hicache.devservers.ports import LOOPBACK
+from tests.listening import Listener
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,9 @@ class _Counts:
     requests: list[Request] = field(default_factory=list)
     running: int = 0
     running_max: int = 0
-    connections: int = 0
-    closed: int = 0
 
 
-class StubS3:
+class StubS3(Listener):
     """See the module's docstring. A context manager; ends all its threads and connections."""
 
     def __init__(self, bucket: str, tls: ssl.SSLContext | None = None) -> None:
@@ -79,35 +79,13 @@ class StubS3:
         self.fault: Callable[[Request], Answer | None] = lambda request: None
         self.released = threading.Event()  # those who hang go on
         self._tls = tls
-        self._lock = threading.Lock()
         self._counts = _Counts()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._open: set[socket.socket] = set()
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self.port = int(self._listener.getsockname()[1])
-        self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{self.port}"
+        super().__init__(self._answer_all)
+        self.url = f"{'http' if tls is None else 'https'}://{LOOPBACK}:{self.port}"
 
-    def __enter__(self) -> StubS3:
-        self._threads[0].start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self.released.set()
-        self._shut(self._listener)
-        self._threads[0].join()
-        with self._lock:
-            for connection in self._open:
-                self._shut(connection)
-        for thread in self._threads:
-            thread.join()
-        self._listener.close()
-
-    @staticmethod
-    def _shut(sock: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+        super().close()
 
     @property
     def requests(self) -> list[Request]:
@@ -140,54 +118,27 @@ class StubS3:
             return self._counts.running_max
 
     @property
-    def connections(self) -> int:
-        """Connections that were made so far."""
-        with self._lock:
-            return self._counts.connections
-
-    @property
     def open_connections(self) -> int:
         """Connections that the server has not closed yet."""
         with self._lock:
-            return self._counts.connections - self._counts.closed
+            return self.connections - self.ended
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-            with self._lock:
-                self._counts.connections += 1
-                self._open.add(connection)
-                self._threads.append(thread)
-            thread.start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            served = connection if self._tls is None else self._tls.wrap_socket(connection, server_side=True)
-            with self._lock:
-                self._open.add(served)  # wrapping took the connection out of the socket that was accepted
-            with served, served.makefile("rb") as stream:
-                for request in self._read(stream.readline, stream.read):
-                    with self._running(request):
-                        answer = self.fault(request) or self._answer(request)
-                        served.sendall(answer.data)
-                        for piece in answer.more:
-                            served.sendall(piece)
-                        if answer.then == "hang":
-                            self.released.wait()
-                    if answer.then == "reset":
-                        served.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    if answer.then != "keep":
-                        return
-        except OSError:
-            pass  # the client has gone, which is its right
-        finally:
-            connection.close()
-            with self._lock:
-                self._counts.closed += 1
+    def _answer_all(self, connection: socket.socket, number: int) -> None:
+        served = connection if self._tls is None else self._tls.wrap_socket(connection, server_side=True)
+        self.also_end(served)  # wrapping took the connection out of the socket that was accepted
+        with served, served.makefile("rb") as stream:
+            for request in self._read(stream.readline, stream.read):
+                with self._running(request):
+                    answer = self.fault(request) or self._answer(request)
+                    served.sendall(answer.data)
+                    for piece in answer.more:
+                        served.sendall(piece)
+                    if answer.then == "hang":
+                        self.released.wait()
+                if answer.then == "reset":
+                    served.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                if answer.then != "keep":
+                    return
 
     @contextlib.contextmanager
     def _running(self, request: Request) -> Iterator[None]:

@@ -21,7 +21,6 @@ from hicache.backends.testing import (
     CORRUPT,
     GET_ERROR,
     HIT,
-    MISS,
     NAMESPACE,
     PRESENT,
     SET_ERROR,
@@ -216,15 +215,6 @@ def test_a_damaged_page_is_removed_where_conditions_are_unknown(store: Store, st
     assert load(store, [key]) == [CORRUPT]
     assert stub.methods() == ["GET", "DELETE", "HEAD", "DELETE"]
     assert name(key) not in stub.objects
-
-
-def test_a_page_that_vanishes_after_exists_is_a_miss(store: Store, stub: StubS3) -> None:
-    keys = make_keys(4)
-    store_chain(store, keys)
-    assert store.backend.batch_exists(keys, deadline=soon()) == 4
-    del stub.objects[name(keys[2])]
-    assert load(store, keys) == [HIT, HIT, MISS, HIT]
-    assert errors(store) == {}
 
 
 def test_a_bucket_that_vanishes_is_an_error_and_no_miss(store: Store, stub: StubS3) -> None:

@@ -30,21 +30,6 @@ def test_exists_of_500_keys_takes_at_most_12_requests_when_all_or_none_are_there
     assert 0 < len(stub.requests) <= 12
 
 
-@pytest.mark.parametrize("stored", [1, 7, 250, 498, 499])
-def test_exists_finds_the_end_of_a_long_prefix_in_few_requests(store: Store, stub: StubS3, stored: int) -> None:
-    keys = make_keys(500)
-    stub.objects.update({name(key): b"x" for key in keys[:stored]})
-    assert store.backend.batch_exists(keys, deadline=soon()) == stored
-    assert len(stub.requests) <= 20
-
-
-def test_exists_of_a_short_batch_is_exact_whatever_is_missing(stub: StubS3) -> None:
-    store, keys = open_on(stub), make_keys(EXACT_KEYS_MAX)
-    stub.objects.update({name(key): b"x" for number, key in enumerate(keys) if number not in (5, 11)})
-    assert store.backend.batch_exists(keys, deadline=soon()) == 5
-    store.backend.close()
-
-
 @given(count=st.integers(0, 700), data=st.data())
 def test_the_search_finds_the_end_of_every_prefix(count: int, data: st.DataObject) -> None:
     stored = data.draw(st.integers(0, count))

@@ -25,11 +25,13 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.devservers import SeaweedServer
+from hicache.devservers.ports import LOOPBACK
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
 from tests.backends.s3.bucket import CODEC, Bucket, errors, open_s3, options
 from tests.backends.s3.stub import StubS3
 from tests.certificates import Certificates, make_certificates
+from tests.listening import Listener
 from tests.proxy import Direction, Faults, Proxy
 
 KEYS = make_keys(6)
@@ -96,15 +98,6 @@ def proxy(seaweed: SeaweedServer) -> Iterator[Proxy]:
         yield proxy
 
 
-def test_pooled_connections_that_died_cost_no_page(bucket: Bucket, proxy: Proxy, unique_prefix: str) -> None:
-    store = open_s3(through(bucket, f"http://127.0.0.1:{proxy.port}"), unique_prefix, timeout=30.0)
-    assert store_chain(store, KEYS) == [STORED] * 6
-    proxy.drop()
-    assert load(store, KEYS) == [HIT] * 6
-    assert errors(store) == {}
-    store.backend.close()
-
-
 def test_a_page_that_trickles_costs_no_more_than_the_deadline(
     bucket: Bucket, proxy: Proxy, unique_prefix: str
 ) -> None:
@@ -145,36 +138,21 @@ def tunnels(answer: bytes) -> Iterator[tuple[int, list[bytes]]]:
                 target.sendall(data)
             target.shutdown(socket.SHUT_WR)
 
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = listener.accept()
-                head = b""
-                while not head.endswith(b"\r\n\r\n"):
-                    head += near.recv(1)
-                asked.append(head.partition(b"\r\n")[0])
-                near.sendall(answer)
-                port = int(head.split()[1].rpartition(b":")[2])
-                far = socket.create_connection(("127.0.0.1", port))
-                sockets.extend((near, far))
-                threads.extend(threading.Thread(target=carry, args=pair) for pair in ((near, far), (far, near)))
-                for thread in threads[-2:]:
-                    thread.start()
+    def serve(near: socket.socket, number: int) -> None:
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            head += near.recv(1)
+        asked.append(head.partition(b"\r\n")[0])
+        near.sendall(answer)
+        with socket.create_connection((LOOPBACK, int(head.split()[1].rpartition(b":")[2]))) as far:
+            listener.also_end(far)
+            back = threading.Thread(target=carry, args=(far, near))
+            back.start()
+            carry(near, far)
+            back.join()
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        sockets: list[socket.socket] = []
-        threads = [threading.Thread(target=serve)]
-        threads[0].start()
-        yield listener.getsockname()[1], asked
-        listener.shutdown(socket.SHUT_RDWR)
-        threads[0].join()
-        for one in sockets:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-        for thread in threads[1:]:
-            thread.join()
-        for one in sockets:
-            one.close()
+    with Listener(serve) as listener:
+        yield listener.port, asked
 
 
 def test_a_proxy_carries_tls_that_it_cannot_read(stub: StubS3, certificates: Certificates) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from hicache.backends.raw import RawStore, StoredPage
-from hicache.backends.registry import BackendSpec, open_raw
 from hicache.backends.s3 import S3RawStore
 from hicache.backends.s3.objects import object_name, parse_name
 from hicache.backends.testing import (
@@ -128,15 +127,6 @@ def test_a_failure_is_an_error_for_an_operator(raw: S3RawStore, stub: StubS3, ve
 def test_a_full_store_has_no_room_for_a_page(raw: S3RawStore, stub: StubS3) -> None:
     stub.fault = lambda request: error(507, "InsufficientStorage")
     assert not raw.write(StoredPage(NAMESPACE, KEYS[0], 1, None), b"x", None)
-
-
-def test_the_registry_opens_it(bucket: Bucket, unique_prefix: str) -> None:
-    store = open_raw(BackendSpec("s3", {
-        "bucket": bucket.name, "endpoint_url": bucket.url, "prefix": unique_prefix,
-        "access_key_env": "S3_ACCESS_KEY", "secret_key_env": "S3_SECRET_KEY",
-    }))  # fmt: skip
-    assert list(store.pages()) == []
-    store.close()
 
 
 def test_names_lead_back_to_pages_and_spread_over_prefixes() -> None:

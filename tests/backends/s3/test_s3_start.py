@@ -14,14 +14,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from hicache.backends.registry import open_backend
 from hicache.backends.s3 import S3Backend
 from hicache.backends.s3.access import open_access
-from hicache.backends.testing import Store, load, make_keys
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
-from tests.backends.s3.stub import Answer, Request, StubS3, error
+from tests.backends.s3.stub import Answer, Request, StubS3
 
 SECRETS = ("a-secret-key", "another-secret")
 
@@ -70,24 +68,6 @@ def test_a_server_that_is_silent_is_said_at_start(stub: StubS3) -> None:
     stub.fault = lambda request: Answer(b"", "hang")
     chosen = options(stub.url, timeout=0.1, connect_timeout=0.1)
     assert "timeout" in refused(BackendUnavailable, chosen)
-
-
-def test_a_store_that_is_ill_later_than_at_start_costs_no_exception(store: Store, stub: StubS3) -> None:
-    """The control of the errors above: the same faults are outcomes once the store is open."""
-    stub.fault = lambda request: error(403, "InvalidAccessKeyId")
-    assert set(load(store, make_keys(2))) == {"error"}
-
-
-def test_the_registry_knows_it_by_name(bucket: Bucket, unique_prefix: str) -> None:
-    with pytest.raises(ConfigError, match="did you mean bucket"):
-        open_backend("s3", CODEC, {"buckt": "x"})
-    chosen = {
-        "bucket": bucket.name, "endpoint_url": bucket.url, "prefix": unique_prefix,
-        "access_key_env": "S3_ACCESS_KEY", "secret_key_env": "S3_SECRET_KEY",
-    }  # fmt: skip
-    backend = open_backend("s3", CODEC, chosen)
-    assert isinstance(backend, S3Backend)
-    backend.close()
 
 
 def test_a_variable_that_is_not_set_is_named(stub: StubS3, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,80 @@
+"""A listener on a free loopback port that serves each connection on a thread of its own, for stand-ins of servers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from hicache.devservers.ports import LOOPBACK
+
+
+class Listener:
+    """Listens until `close`; `serve` gets each connection and its number, from 1 on, and may leave it by an OSError.
+
+    Locking design: `_lock` guards the sockets, the threads and the counters; no other lock is taken under it.
+    """
+
+    def __init__(self, serve: Callable[[socket.socket, int], None]) -> None:
+        self._serve = serve
+        self._lock = threading.Lock()
+        self._listener = socket.create_server((LOOPBACK, 0))
+        self.port = int(self._listener.getsockname()[1])
+        self.connections = 0  # accepted so far
+        self.ended = 0  # of these
+        self._open: set[socket.socket] = set()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take no more connections, end those that are open, and wait for their threads."""
+        self._shut(self._listener)
+        self._threads[0].join()
+        self._listener.close()
+        with self._lock:
+            for sock in self._open:
+                self._shut(sock)
+        for thread in self._threads:
+            thread.join()
+
+    def also_end(self, sock: socket.socket) -> None:
+        """Have `close` end this socket too: one that was made of a connection, or belongs to it."""
+        with self._lock:
+            self._open.add(sock)
+
+    @staticmethod
+    def _shut(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                with self._lock:
+                    self.connections += 1
+                    self._open.add(sock)
+                    thread = threading.Thread(target=self._run, args=(sock, self.connections), daemon=True)
+                    self._threads.append(thread)
+                thread.start()
+
+    def _run(self, sock: socket.socket, number: int) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                self._serve(sock, number)
+        finally:
+            sock.close()
+            with self._lock:
+                self._open.discard(sock)
+                self.ended += 1
