@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hicache.cli.demo import DEMO_CONFIG
 from hicache.cli.demo_report import differences
 from hicache.cli.demo_run import Answer
 from tests.cli.processes import DEMO_TIMEOUT_S, demo_timeout, finish, hicache, start
@@ -73,8 +72,3 @@ def test_a_demo_without_storage_is_refused(repository: Path, tmp_path: Path) -> 
     code, output = hicache(repository, *DEMO, "-c", str(config))
     assert code == 2
     assert "storage" in output
-
-
-def test_the_configuration_of_the_demo_is_the_one_among_the_configs(repository: Path) -> None:
-    """The package carries a copy, because an installed wheel has no configs folder."""
-    assert DEMO_CONFIG.read_text(encoding="utf-8") == (repository / "configs" / "demo.yaml").read_text(encoding="utf-8")
