@@ -16,6 +16,8 @@ from rich.progress import Progress
 PLAIN_INTERVAL_S = 10.0
 # A bar need not move more often than somebody sees it move; steps may be microseconds apart.
 BAR_INTERVAL_S = 0.05
+# These are shown however soon they come: behind them a slow rate may keep the next step away for hours.
+BAR_FIRST_STEPS = 16
 
 Step = TypeVar("Step")
 
@@ -47,8 +49,8 @@ def follow(steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -> S
     with Progress(*columns, "{task.fields[found]}", console=Console(stderr=True), disable=not bar) as progress:
         task = progress.add_task(title, total=None, found="")
         shown_s = time.monotonic()
-        for last in steps:
-            if time.monotonic() - shown_s >= interval_s:
+        for number, last in enumerate(steps):
+            if time.monotonic() - shown_s >= interval_s or (bar and number < BAR_FIRST_STEPS):
                 shown_s = time.monotonic()
                 told = tell(last)
                 progress.update(task, completed=told.done, total=told.total, found=told.found)

@@ -122,7 +122,7 @@ def test_ls_of_a_namespace_and_as_json_has_plain_numbers(stores: Stores) -> None
     assert found.pop("oldest_use") <= found.pop("newest_use") <= time.time()
     assert found == {
         "namespace": NEW.hex(), "label": "small-model", "weights_epoch": 4, "payload_bytes": PAYLOAD_BYTES,
-        "tags": ["XXH3_128"], "forms": ["plain"], "pages": 4, "bytes": 4 * PAGE,
+        "tags": ["XXH3_128"], "encodings": ["plain"], "pages": 4, "bytes": 4 * PAGE,
     }  # fmt: skip
 
 
