@@ -6,9 +6,10 @@ Exit codes: 0 for sound, 1 for damage found or an answer of "no", 2 for whatever
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -135,24 +136,9 @@ def purge(
     STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Engines
     may use it meanwhile; what is removed is a miss for them.
     """
-    _require_consent(dry_run, yes)
-    chosen = [(one, prefix) for one in parts_of(store, part) for prefix in _prefixes(one, namespace, epoch)]
-
-    def remove(dry_run: bool) -> list[RemovalProgress]:
-        done = []
-        for one, prefix in chosen:
-            with one.opened() as raw:
-                steps = purge_raw(raw, namespace=prefix, older_than_s=older_than, dry_run=dry_run)
-                done.append(follow(steps, "looking" if dry_run else "removing", _tell_purge))
-        return done
-
-    done = _removed(remove, dry_run, yes)
-    if done is not None:
-        click.echo(f"removed {_total(done)}")
-
-
-def _tell_purge(step: RemovalProgress) -> Told:
-    return Told(step.seen, step.total, amount(step.pages, step.bytes))
+    chosen = ((one, prefix) for one in parts_of(store, part) for prefix in _prefixes(one, namespace, epoch))
+    done = _removed(chosen, functools.partial(purge_raw, older_than_s=older_than), dry_run, yes)
+    click.echo(f"removed {_total(done)}")
 
 
 def _prefixes(part: StorePart, namespace: str, epoch: int | None) -> list[str]:
@@ -180,28 +166,9 @@ def trim(
     STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Engines
     may use it meanwhile; what is removed is a miss for them.
     """
-    _require_consent(dry_run, yes)
-    parts = parts_of(store, part)
-
-    def remove(dry_run: bool) -> list[RemovalProgress]:
-        done = []
-        for one in parts:
-            with one.opened() as raw:
-                steps = trim_raw(raw, target_bytes, namespace=namespace, dry_run=dry_run)
-                done.append(follow(steps, "looking" if dry_run else "trimming", _tell_trim))
-        return done
-
-    done = _removed(remove, dry_run, yes)
-    if done is not None:
-        click.echo(f"removed {_total(done)}; {format_size(sum(one.left_bytes for one in done))} left")
-
-
-def _total(found: list[RemovalProgress]) -> str:
-    return amount(sum(one.pages for one in found), sum(one.bytes for one in found))
-
-
-def _tell_trim(step: RemovalProgress) -> Told:
-    return Told(step.pages if step.total is not None else step.seen, None, f"{format_size(step.left_bytes)} left")
+    chosen = ((one, namespace) for one in parts_of(store, part))
+    done = _removed(chosen, functools.partial(trim_raw, target_bytes=target_bytes), dry_run, yes)
+    click.echo(f"removed {_total(done)}; {format_size(sum(one.left_bytes for one in done))} left")
 
 
 @click.command()
@@ -284,26 +251,46 @@ def _copy_lines(last: CopyProgress, dry_run: bool) -> list[str]:
     return lines
 
 
-def _require_consent(dry_run: bool, yes: bool) -> None:
-    """Raise UsageError if there is nobody to ask and the command line does not say yes."""
+def _removed(
+    chosen: Iterable[tuple[StorePart, str]],
+    steps: Callable[..., Iterator[RemovalProgress]],
+    dry_run: bool,
+    yes: bool,
+) -> list[RemovalProgress]:
+    """Remove by `steps` from the chosen parts, of namespaces with a prefix each. If the command line does not say yes,
+    that comes after a dry run and a question. Ends the command if nothing is to be removed or the answer is no.
+
+    Raises UsageError, before it looks at any part, if there is no terminal to ask on.
+    """
     if not (dry_run or yes or sys.stdin.isatty()):
         raise click.UsageError("there is no terminal to ask on; pass --yes to remove pages without being asked")
+    places = list(chosen)
 
+    def run(title: str, dry_run: bool) -> list[RemovalProgress]:
+        done = []
+        for one, prefix in places:
+            with one.opened() as raw:
+                done.append(follow(steps(raw, namespace=prefix, dry_run=dry_run), title, _tell_removal))
+        return done
 
-def _removed(
-    remove: Callable[[bool], list[RemovalProgress]], dry_run: bool, yes: bool
-) -> list[RemovalProgress] | None:
-    """Run `remove`, after a dry run and a question if the command line does not say yes; None if it did not run."""
     if not yes or dry_run:
-        found = remove(True)
+        found = run("looking", True)
         click.echo(f"to remove: {_total(found)}")
         if dry_run or not sum(one.pages for one in found):
-            return None
+            raise click.exceptions.Exit(0)
         click.echo("Remove them? [y/N]: ", nl=False, err=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # what is not a clear yes is a no
             click.echo("nothing removed")
             raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
-    return remove(False)
+    return run("removing", False)
+
+
+def _tell_removal(step: RemovalProgress) -> Told:
+    return Told(step.seen, step.total, amount(step.pages, step.bytes))
+
+
+def _total(found: list[RemovalProgress]) -> str:
+    return amount(sum(one.pages for one in found), sum(one.bytes for one in found))
 
 
 def _state(report: PageReport) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +37,16 @@ def ls(store: Path, part: str | None, namespace: str, with_pages: bool, as_json:
     STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Changes
     nothing; engines may use the store meanwhile. Exit code 2 if a part of it cannot be listed.
     """
-    parts = parts_of(store, part)
-    documents: list[dict[str, Any]] = []
-    for one in parts:
-        with _reported(one, parts, documents), one.opened() as raw:
-            if with_pages:
-                documents += _list_pages(one, parts, raw, namespace, as_json)
-                continue
-            found = _look(raw, namespace, with_chains=False)
-            if as_json:
-                documents.append({"part": one.name, "namespaces": [_namespace_json(n) for n in _sorted(found)]})
-            else:
-                click.echo("\n".join(_ls_lines(one, parts, found)))
-    _finish(documents, as_json)
+
+    def show(one: StorePart, raw: RawStore, heading: bool) -> dict[str, Any]:
+        if with_pages:
+            return _list_pages(one, heading, raw, namespace, as_json)
+        found = _look(raw, namespace, with_chains=False)
+        if not as_json:
+            click.echo("\n".join(_ls_lines(one, heading, found)))
+        return {"namespaces": [_namespace_json(n) for n in _sorted(found)]}
+
+    _show_parts(store, part, as_json, show)
 
 
 @click.command()
@@ -65,31 +61,34 @@ def stat(store: Path, part: str | None, namespace: str, chains: bool, as_json: b
     STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Changes
     nothing; engines may use the store meanwhile. Exit code 2 if a part of it cannot be listed.
     """
+
+    def show(one: StorePart, raw: RawStore, _: bool) -> dict[str, Any]:
+        found = _look(raw, namespace, with_chains=chains)
+        if not as_json:
+            click.echo("\n".join(_stat_lines(one, found)))
+        return _stat_json(one, found)
+
+    _show_parts(store, part, as_json, show)
+
+
+def _show_parts(
+    store: Path, part: str | None, as_json: bool, show: Callable[[StorePart, RawStore, bool], dict[str, Any]]
+) -> None:
+    """Have `show` print each part of a store, with a heading if there are several, or print what it returns as JSON.
+
+    Tells of a part that cannot be listed and goes on with the others; a store of one part ends the command.
+    """
     parts = parts_of(store, part)
     documents: list[dict[str, Any]] = []
     for one in parts:
-        with _reported(one, parts, documents), one.opened() as raw:
-            found = _look(raw, namespace, with_chains=chains)
-            if as_json:
-                documents.append(_stat_json(one, found))
-            else:
-                click.echo("\n".join(_stat_lines(one, found)))
-    _finish(documents, as_json)
-
-
-@contextlib.contextmanager
-def _reported(part: StorePart, parts: list[StorePart], documents: list[dict[str, Any]]) -> Iterator[None]:
-    """Tells of a part that cannot be listed and goes on with the others; a store of one part ends the command."""
-    try:
-        yield
-    except (BackendError, ConfigError) as error:
-        if len(parts) == 1:
-            raise
-        click.echo(f"hicache: part {part.name}: {error}", err=True)
-        documents.append({"part": part.name, "error": str(error)})
-
-
-def _finish(documents: list[dict[str, Any]], as_json: bool) -> None:
+        try:
+            with one.opened() as raw:
+                documents.append({"part": one.name, **show(one, raw, len(parts) > 1)})
+        except (BackendError, ConfigError) as error:
+            if len(parts) == 1:
+                raise
+            click.echo(f"hicache: part {one.name}: {error}", err=True)
+            documents.append({"part": one.name, "error": str(error)})
     if as_json:
         click.echo(json.dumps({"parts": documents}, indent=2))
     if any("error" in document for document in documents):
@@ -109,8 +108,8 @@ def _sorted(found: StoreSurvey) -> list[NamespaceSurvey]:
     return sorted(found.namespaces.values(), key=lambda one: (-one.bytes, one.namespace))
 
 
-def _ls_lines(part: StorePart, parts: list[StorePart], found: StoreSurvey) -> Iterator[str]:
-    if len(parts) > 1:
+def _ls_lines(part: StorePart, heading: bool, found: StoreSurvey) -> Iterator[str]:
+    if heading:
         yield f"{part.name}: {counted(len(found.namespaces), 'namespace')}, {amount(found.pages, found.bytes)}"
     elif not found.namespaces:
         yield "no pages"
@@ -171,12 +170,12 @@ def _namespace_json(one: NamespaceSurvey) -> dict[str, Any]:
 
 
 def _list_pages(
-    part: StorePart, parts: list[StorePart], raw: RawStore, namespace: str, as_json: bool
-) -> Iterable[dict[str, Any]]:
-    """The pages of one part: a document, or none if they were printed as they came."""
+    part: StorePart, heading: bool, raw: RawStore, namespace: str, as_json: bool
+) -> dict[str, Any]:
+    """The pages of one part: a document, without pages if they were printed as they came."""
     now_s, documents = time.time(), []
     if not as_json:
-        if len(parts) > 1:
+        if heading:
             click.echo(f"{part.name}:")
         click.echo(f"{'NAMESPACE':<{SHORT_HEX}}  {'PAGE':<16}  {'BEHIND':<16}  {'SIZE':>10}  USED")
     for page in raw.pages(namespace):
@@ -192,13 +191,12 @@ def _list_pages(
         behind = "damaged" if header is None else (parent_hex or "-")[:16]
         used = "unknown" if page.used_s is None else f"{format_age(max(0.0, now_s - page.used_s))} ago"
         click.echo(f"{space[:SHORT_HEX]}  {key[:16]:<16}  {behind:<16}  {format_size(page.bytes):>10}  {used}")
-    return [{"part": part.name, "pages": documents}] if as_json else []
+    return {"pages": documents}
 
 
 def _stat_json(part: StorePart, found: StoreSurvey) -> dict[str, Any]:
     chains = found.chains
     return {
-        "part": part.name,
         "type": part.spec.type,
         "pages": found.pages,
         "bytes": found.bytes,

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...errors import InvalidInput
 from ..chains import read_chains
 from ..raw import RawStore, StoredPage
 
@@ -26,12 +25,6 @@ class RemovalProgress:
     left_bytes: int = 0
 
 
-def check_prefix(namespace: str) -> None:
-    """Raise InvalidInput unless `namespace` can be the beginning of a digest; empty stands for all."""
-    if len(namespace) > 64 or namespace.strip("0123456789abcdef"):
-        raise InvalidInput("the namespace must be 1 to 64 lower-case hexadecimal digits")
-
-
 def purge_raw(
     raw: RawStore, *, namespace: str = "", older_than_s: float | None = None, dry_run: bool = False
 ) -> Iterator[RemovalProgress]:
@@ -39,11 +32,8 @@ def purge_raw(
     `older_than_s` seconds, damaged ones too; the same progress after each page. A page whose last use the store does
     not know is never old. With `dry_run` nothing is changed.
 
-    Raises InvalidInput for a prefix that is not hexadecimal or an age that is negative.
+    REQUIRES: the prefix is lower-case hexadecimal and the age is not negative.
     """
-    check_prefix(namespace)
-    if older_than_s is not None and not older_than_s >= 0:
-        raise InvalidInput(f"the age must not be negative, got {older_than_s!r} seconds")
     before_s = None if older_than_s is None else time.time() - older_than_s
     chunk: list[StoredPage] = []
     progress = RemovalProgress()
@@ -73,10 +63,8 @@ def trim_raw(
     least recently used of those on which none hangs, so that chains lose their tails and keep their heads.
 
     Pages that engines store meanwhile are not seen. Reads all headers first, and holds some 600 bytes a page.
+    REQUIRES: the prefix is lower-case hexadecimal and the size is not negative.
     """
-    check_prefix(namespace)
-    if target_bytes < 0:
-        raise InvalidInput(f"the size to trim to must not be negative, got {target_bytes}")
     progress = RemovalProgress()
     for chains in read_chains(raw, namespace):
         progress.seen, progress.left_bytes = len(chains), chains.bytes
