@@ -258,7 +258,8 @@ class LimitedBackend(Wrapper):
         except (BackendError, ConfigError) as error:
             self.count("listing")
             _log.warning("limit: the store cannot be listed or swept: %s", error)
-            return time.monotonic() + self._backoff.next_s()
+            self._not_before = time.monotonic() + self._backoff.next_s()
+            return self._not_before
         finally:
             if not swept or self._closed:
                 self._close_raw()  # a store that was away may want new connections
@@ -310,7 +311,8 @@ class LimitedBackend(Wrapper):
                 return
             header = read_header(raw, page)
             self._chains.add(page, None if header is None else parent_in(header))
-        excess = used - math.floor(LOW_WATER * capacity)
+        # In a store of few pages one of them is more than the share that is to be free.
+        excess = used - min(math.floor(LOW_WATER * capacity), capacity - self.codec.frame_bytes)
         chosen = []
         for page in self._chains.tails_first():
             if excess <= 0:

@@ -78,9 +78,9 @@ class MemoryRaw(RawStore):
         """Nothing is held."""
 
 
-def limited_memory(codec: FrameCodec, pages: int = 0) -> Store:
+def limited_memory(codec: FrameCodec, pages: int = 0, capacity_bytes: int = LARGE) -> Store:
     memory = MemoryBackend(codec)
-    capacity_bytes = pages * codec.frame_bytes or LARGE
+    capacity_bytes = pages * codec.frame_bytes or capacity_bytes
     backend = LimitedBackend(memory, lambda: MemoryRaw(memory), capacity_bytes=capacity_bytes)
     wait_for(lambda: backend._ledger.is_listed)
     return Store(backend, memory.peek, memory.poke)
@@ -160,6 +160,13 @@ def test_what_has_no_room_is_turned_away_and_the_head_stays(opened: Opened) -> N
     (shown,) = leaf_statistics(store.backend)
     assert (shown.name, dict(shown.statistics.sets)) == ("file", {STORED: 5, REJECTED: 3})
     assert shown.usage is not None and shown.usage.capacity_bytes == 5 * PAGE
+
+
+def test_a_store_with_room_for_few_pages_and_a_part_of_one_makes_room_too() -> None:
+    store, more = limited_memory(CODEC, capacity_bytes=6 * PAGE - 1), make_keys(1, "more")
+    assert store_chain(store, make_keys(5)) == [STORED] * 5
+    wait_for(lambda: store_chain(store, more) == [STORED])
+    store.backend.close()
 
 
 def test_without_the_limit_all_of_it_is_stored(tmp_path: Path) -> None:
@@ -311,6 +318,13 @@ def test_a_store_that_cannot_be_listed_takes_no_pages_until_it_can(
         assert load(store, keys) == [MISS] * 2
         troubles.clear()
         wait_for(lambda: store_chain(store, keys) == [STORED] * 2)
+
+
+def test_after_a_listing_that_failed_a_verb_has_the_next_one_made_no_sooner(tmp_path: Path) -> None:
+    with troubled(tmp_path / "store", BackendUnavailable("it is away")) as (store, _, _):
+        assert isinstance(store.backend, LimitedBackend)
+        store.backend._sweeps.close(10.0)
+        assert store.backend._sweep_once() == store.backend._not_before
 
 
 def test_a_sweep_that_got_no_thread_is_made_once_there_are_threads(tmp_path: Path) -> None:
