@@ -251,7 +251,7 @@ class SupervisedPool(Generic[Job]):
     def withdraw(self, job: Job) -> bool:
         """Take back a job that no thread has taken; it is not acknowledged. False for others, and once closed.
 
-        REQUIRES: the pool takes jobs alone, and has no `linger_s`.
+        REQUIRES: the pool takes jobs alone.
         """
         if self._closed:
             return False
@@ -259,8 +259,9 @@ class SupervisedPool(Generic[Job]):
             self._jobs.remove(job)
         except ValueError:
             return False
-        with suppress(queue.Empty):  # a thread has it, and finds no job for it
+        with suppress(queue.Empty), self._state:  # a thread has it, and finds no job for it
             self._queue.get_nowait()
+            self._load -= self._linger_s is not None
         return True
 
     def run(self, count: int, work: Callable[[int], None]) -> None:

@@ -158,8 +158,9 @@ def test_closing_leaves_a_hanging_thread_behind_and_says_so() -> None:
     assert harness.done.get(timeout=WAIT_S) is hang
 
 
-def test_a_job_that_waits_can_be_withdrawn_and_one_that_a_thread_has_cannot() -> None:
-    harness = Harness()
+@pytest.mark.parametrize("linger_s", [None, 10.0])
+def test_a_job_that_waits_can_be_withdrawn_and_one_that_a_thread_has_cannot(linger_s: float | None) -> None:
+    harness = Harness(linger_s=linger_s)
     gate, entered = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -176,7 +177,7 @@ def test_a_job_that_waits_can_be_withdrawn_and_one_that_a_thread_has_cannot() ->
     gate.set()
     assert [harness.done.get(timeout=WAIT_S) for _ in range(3)] == [hang, waiting[0], waiting[2]]
     assert harness.pool.close(WAIT_S) and harness.done.empty()
-    assert not harness.pool.withdraw(waiting[0])
+    assert not harness.pool.withdraw(waiting[0]) and harness.pool._load == 0
 
 
 def test_a_job_is_either_withdrawn_or_handled_while_threads_take_jobs_all_the_time() -> None:
