@@ -164,6 +164,10 @@ class SessionManager:
         self._workers.submit(functools.partial(self._replace, session))
 
     def _replace(self, old: ClientSession) -> None:
+        with self._state:
+            is_wanted = self._current is old and not self._closed
+        if not is_wanted:
+            return
         old.client.forget()
         try:
             new = self._make()

@@ -153,8 +153,13 @@ def test_a_page_that_levels_in_a_part_promote_keeps_the_page_before_it_in_its_he
 def test_a_parent_stays_known_while_other_calls_store_the_same_page() -> None:
     parents, keys = ShardCodec(CODEC).parents, make_keys(50)
     parents.note(keys, keys)
+
+    def note_again_and_again() -> None:
+        for _ in range(3000):
+            parents.note(keys, keys)
+
     with ThreadPoolExecutor(1) as pool:
-        noting = pool.submit(lambda: [parents.note(keys, keys) for _ in range(3000)])
+        noting = pool.submit(note_again_and_again)
         while not noting.done():
             assert None not in [parents.get(key, None) for key in keys]
 
