@@ -13,6 +13,8 @@ from .._troubled import CODEC
 
 PAGE = CODEC.frame_bytes
 COPIES = 64 * PAGE
+# By the worlds of the tests; closed after each test.
+OPENED: list[ComposedBackend] = []
 
 
 def named(*backends: StorageBackend) -> list[Part]:

@@ -1,8 +1,9 @@
-"""What is levels' own: the way of pages between levels, and what a level that fails costs."""
+"""What is levels' own: the way of pages between levels, what a level that fails costs, and random use by threads."""
 
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 
 import pytest
@@ -18,6 +19,9 @@ from hicache.backends.testing import (
     STORED,
     Store,
     empty_frames,
+    full_frames,
+    holds,
+    in_threads,
     load,
     make_keys,
     soon,
@@ -25,10 +29,11 @@ from hicache.backends.testing import (
 )
 from hicache.errors import InvalidInput
 from hicache.frame import FrameHeader
+from tests.seeds import rng, seeds
 from tests.waiting import wait_for
 
 from .._troubled import CODEC, Troubled
-from ._parts import COPIES, PAGE, named, settle
+from ._parts import COPIES, OPENED, PAGE, named, settle
 
 REJECTED = SetOutcome.REJECTED
 
@@ -42,6 +47,7 @@ class World:
         capacity = None if first_pages is None else first_pages * PAGE
         self.levels = [Troubled(capacity_bytes=capacity), *(Troubled() for _ in range(levels - 1))]
         self.backend = LevelsBackend(CODEC, named(*self.levels), promote=promote, cascade_bytes_max=copies)
+        OPENED.append(self.backend)
         self.store = Store(self.backend, self.levels[0].peek, self.levels[0].poke)
 
     def settle(self) -> None:
@@ -68,7 +74,6 @@ def test_a_stored_page_reaches_every_level_with_its_parent() -> None:
             assert raw is not None and raw == world.levels[0].peek(key)
             header = FrameHeader.parse(raw)
             assert header is not None and header.parent_key == before
-    world.backend.close()
 
 
 def test_a_run_is_copied_in_one_call_and_a_hole_ends_it() -> None:
@@ -81,7 +86,6 @@ def test_a_run_is_copied_in_one_call_and_a_hole_ends_it() -> None:
     world.settle()
     assert world.levels[1].called("set")[1:] == [tuple(keys[:2]), tuple(keys[3:])]
     assert [parent for verb, _, parent in world.levels[1].calls if verb == "set"][1:] == [None, keys[2]]
-    world.backend.close()
 
 
 def test_a_page_found_below_is_read_and_promoted() -> None:
@@ -94,7 +98,6 @@ def test_a_page_found_below_is_read_and_promoted() -> None:
     assert load(world.store, keys) == [HIT] * 4
     assert len(world.levels[1].called("get")) == asked, "the second read ends at the first level"
     assert world.backend.copies()["part-0"].copied == 4
-    world.backend.close()
 
 
 def test_without_promotion_pages_stay_where_they_are() -> None:
@@ -104,7 +107,6 @@ def test_without_promotion_pages_stay_where_they_are() -> None:
     assert load(world.store, keys) == [HIT] * 4
     world.settle()
     assert world.on(0, keys) == [False] * 4
-    world.backend.close()
 
 
 def test_a_promoted_page_keeps_its_parent_so_that_tails_leave_first() -> None:
@@ -115,7 +117,6 @@ def test_a_promoted_page_keeps_its_parent_so_that_tails_leave_first() -> None:
     world.put_on(0, make_keys(2, "new"))
     assert world.on(0, keys) == [True] * 3 + [False] * 2
     world.levels[0].check()
-    world.backend.close()
 
 
 def test_only_what_a_level_lacks_is_asked_below() -> None:
@@ -124,7 +125,6 @@ def test_only_what_a_level_lacks_is_asked_below() -> None:
     world.put_on(1, keys[:3])
     assert load(world.store, keys) == [HIT, HIT, HIT, HIT, MISS]
     assert world.levels[1].called("get") == [(keys[1], keys[2], keys[4])]
-    world.backend.close()
 
 
 def test_a_damaged_page_is_served_from_below_and_repaired() -> None:
@@ -137,7 +137,6 @@ def test_a_damaged_page_is_served_from_below_and_repaired() -> None:
     assert world.levels[0].peek(keys[1]) == world.levels[1].peek(keys[1])
     assert world.backend.statistics().corrupt == {}
     assert sum(world.levels[0].statistics().corrupt.values()) == 1
-    world.backend.close()
 
 
 def test_a_lookup_follows_a_prefix_from_level_to_level_and_back() -> None:
@@ -146,7 +145,6 @@ def test_a_lookup_follows_a_prefix_from_level_to_level_and_back() -> None:
     world.put_on(1, keys[2:5])
     assert world.backend.batch_exists(keys, deadline=soon()) == 7
     assert world.levels[1].called("exists")[0] == tuple(keys[3:]), "level 1 is asked from the first hole on"
-    world.backend.close()
 
 
 def test_a_lookup_of_a_prefix_in_shreds_ends_after_a_bounded_number_of_calls() -> None:
@@ -155,7 +153,6 @@ def test_a_lookup_of_a_prefix_in_shreds_ends_after_a_bounded_number_of_calls() -
     world.put_on(1, keys[1::2])
     assert world.backend.batch_exists(keys, deadline=soon()) == LOOKUPS_MAX
     assert sum(len(level.called("exists")) for level in world.levels) == LOOKUPS_MAX
-    world.backend.close()
 
 
 def test_what_the_first_level_turns_away_is_stored_on_the_next() -> None:
@@ -167,7 +164,6 @@ def test_what_the_first_level_turns_away_is_stored_on_the_next() -> None:
     assert world.on(0, keys) == [True] * 3 + [False] * 2
     assert world.on(1, keys) == [True] * 5
     assert world.backend.batch_exists(keys, deadline=soon()) == 5
-    world.backend.close()
 
 
 def test_a_level_that_is_down_is_stepped_over_and_heals_by_itself() -> None:
@@ -183,7 +179,6 @@ def test_a_level_that_is_down_is_stepped_over_and_heals_by_itself() -> None:
     assert load(world.store, keys) == [HIT] * 4
     world.settle()
     assert world.on(0, keys) == [True] * 4, "promoted once the level works again"
-    world.backend.close()
 
 
 def test_a_lower_level_that_is_down_costs_its_own_pages_only() -> None:
@@ -195,7 +190,6 @@ def test_a_lower_level_that_is_down_costs_its_own_pages_only() -> None:
     assert world.backend.copies()["part-1"].failed == 3
     world.levels[1].down = False
     assert load(world.store, keys) == [HIT, HIT, HIT, MISS]
-    world.backend.close()
 
 
 def test_a_level_that_hangs_is_left_at_the_deadline() -> None:
@@ -207,7 +201,6 @@ def test_a_level_that_hangs_is_left_at_the_deadline() -> None:
     outcomes = world.backend.batch_get(keys, frames, deadline=deadline)
     assert outcomes == [GetOutcome.ERROR] * 2
     world.levels[0].released.set()
-    world.backend.close()
 
 
 def test_every_level_down_is_an_error_and_no_exception() -> None:
@@ -218,7 +211,6 @@ def test_every_level_down_is_an_error_and_no_exception() -> None:
     assert load(world.store, keys) == [GetOutcome.ERROR] * 2
     assert store_chain(world.store, keys) == [SetOutcome.ERROR] * 2
     assert world.backend.delete(keys, deadline=soon()) == 0
-    world.backend.close()
 
 
 def test_copies_beyond_the_bound_are_dropped_and_counted() -> None:
@@ -232,7 +224,19 @@ def test_copies_beyond_the_bound_are_dropped_and_counted() -> None:
     assert (copies.copied, copies.dropped) == (3, 5)
     assert world.on(1, keys) == [True] * 3 + [False] * 5, "the head of the chain is what is kept"
     assert load(world.store, keys) == [HIT] * 8
-    world.backend.close()
+
+
+def test_a_deleted_page_does_not_come_back_from_the_queue() -> None:
+    world, keys, others = World(), make_keys(4), make_keys(2, "other")
+    world.levels[1].gate.clear()
+    for chain in (make_keys(1, "in flight"), keys, others):
+        store_chain(world.store, chain)
+    assert world.backend.delete(keys[1:], deadline=soon()) == 3
+    world.levels[1].gate.set()
+    world.settle()
+    assert world.on(0, keys) == [True, False, False, False]
+    assert world.on(1, keys) == [False] * 4, "the copy of a run is dropped as a whole"
+    assert world.on(1, others) == [True] * 2
 
 
 def test_a_deletion_waits_for_the_copy_under_way() -> None:
@@ -252,7 +256,6 @@ def test_a_deletion_waits_for_the_copy_under_way() -> None:
     world.levels[1].gate.set()
     thread.join(30.0)
     assert world.on(0, keys) == world.on(1, keys) == [False, False]
-    world.backend.close()
 
 
 def test_a_page_on_several_levels_counts_once() -> None:
@@ -262,7 +265,6 @@ def test_a_page_on_several_levels_counts_once() -> None:
     world.put_on(2, keys[2:5])
     assert world.backend.delete([*keys, keys[1]], deadline=soon()) == 4
     assert [level.usage().pages for level in world.levels] == [0, 0, 0]
-    world.backend.close()
 
 
 def test_usage_is_that_of_the_fullest_level() -> None:
@@ -270,7 +272,6 @@ def test_usage_is_that_of_the_fullest_level() -> None:
     world.put_on(0, keys[:2])
     world.put_on(1, keys)
     assert world.backend.usage() == Usage(4, 4 * PAGE, None)
-    world.backend.close()
 
 
 def test_a_copy_that_raises_is_counted_and_the_next_one_is_made() -> None:
@@ -285,7 +286,6 @@ def test_a_copy_that_raises_is_counted_and_the_next_one_is_made() -> None:
     assert [below.peek(key) is not None for key in keys] == [False, True]
     copies = world.backend.copies()["part-1"]
     assert (copies.failed, copies.copied) == (1, 1)
-    world.backend.close()
 
 
 def test_closing_writes_what_waits_and_then_closes_each_level_once() -> None:
@@ -317,3 +317,65 @@ def test_a_bound_below_one_page_and_a_single_level_are_refused() -> None:
         World(copies=PAGE - 1)
     with pytest.raises(InvalidInput, match="two or more"):
         LevelsBackend(CODEC, named(MemoryBackend(CODEC)))
+
+
+# Among threads
+
+
+CHAINS = [make_keys(12, f"chain {number}") for number in range(4)]
+ROUNDS = 120
+
+
+def use(backend: LevelsBackend, parts: list[Troubled], dice: random.Random) -> None:
+    """Random verbs; each frame is overwritten at once when its call has returned. Now and then a part hurts a page or
+    is down for a moment."""
+    for _ in range(ROUNDS):
+        chain = dice.choice(CHAINS)
+        first = dice.randrange(12)
+        keys = chain[first : first + dice.randrange(1, 8)]
+        action = dice.randrange(20)
+        if action < 8:
+            frames = full_frames(CODEC, keys)
+            parent = chain[first - 1] if first else None
+            outcomes = backend.batch_set(keys, frames, parent=parent, deadline=soon())
+            assert all(type(outcome) is SetOutcome for outcome in outcomes)
+        elif action < 16:
+            frames = empty_frames(CODEC, len(keys))
+            found = backend.batch_get(keys, frames, deadline=soon())
+            for key, frame, outcome in zip(keys, frames, found, strict=True):
+                assert outcome is not GetOutcome.HIT or holds(CODEC, key, frame), "a wrong page was served"
+        elif action == 16:
+            assert 0 <= backend.batch_exists(keys, deadline=soon()) <= len(keys)
+            continue
+        elif action == 17:
+            assert 0 <= backend.delete(keys, deadline=soon()) <= len(keys)
+            continue
+        elif action == 18:
+            part = dice.choice(parts)
+            if part.peek(keys[0]) is not None:
+                part.poke(keys[0], bytes(PAGE))
+            continue
+        else:
+            part = dice.choice(parts)
+            part.down = not part.down
+            continue
+        for frame in frames:
+            frame[:] = b"\xee" * PAGE
+
+
+@pytest.mark.usefixtures("threads_switch_often")
+@pytest.mark.parametrize("seed", seeds(3))
+def test_random_use_by_many_threads_serves_no_wrong_page_and_forgets_what_is_deleted(seed: int) -> None:
+    parts = [Troubled(capacity_bytes=15 * PAGE), Troubled()]
+    backend = LevelsBackend(CODEC, named(*parts), cascade_bytes_max=9 * PAGE)
+    in_threads(4, lambda number: use(backend, parts, rng(10 * seed + number)))
+    for part in parts:
+        part.down = False
+    for chain in CHAINS:
+        backend.delete(chain, deadline=soon())
+    settle(backend)
+    assert [part.usage().pages for part in parts] == [0, 0]
+    for part in parts:
+        part.check()
+    backend.close()
+    assert all(copies.waiting == 0 for copies in backend.copies().values())

@@ -24,7 +24,7 @@ from hicache.frame import PageBuffer
 from tests.waiting import wait_for
 
 from .._troubled import CODEC, Troubled
-from ._parts import COPIES, named, settle
+from ._parts import COPIES, OPENED, named, settle
 
 
 def views(keys: list[bytes]) -> list[PageBuffer]:
@@ -39,8 +39,10 @@ def put(backend: StorageBackend, keys: list[bytes], pages: Sequence[PageBuffer])
     return backend.batch_set(keys, pages, parent=None, deadline=soon())
 
 
-def levels(*parts: Troubled) -> LevelsBackend:
-    return LevelsBackend(CODEC, named(*parts), cascade_bytes_max=COPIES)
+def levels(*parts: Troubled, copies: int = COPIES) -> LevelsBackend:
+    backend = LevelsBackend(CODEC, named(*parts), cascade_bytes_max=copies)
+    OPENED.append(backend)
+    return backend
 
 
 def test_a_cascade_and_a_promotion_of_a_page_in_parts_are_the_page_itself() -> None:
@@ -56,13 +58,12 @@ def test_a_cascade_and_a_promotion_of_a_page_in_parts_are_the_page_itself() -> N
     assert all(holds(CODEC, key, page) for key, page in zip(keys, pages, strict=True))
     settle(backend)
     assert [fast.peek(key) for key in keys] == stored
-    backend.close()
 
 
 def test_a_staged_page_in_parts_keeps_nothing_of_the_page_before_it() -> None:
     """The copier's frame is used again: what lay in the padding must not be stored under another key."""
     fast, slow = Troubled(), Troubled()
-    backend = LevelsBackend(CODEC, named(fast, slow), cascade_bytes_max=CODEC.frame_bytes)
+    backend = levels(fast, slow, copies=CODEC.frame_bytes)
     one, two = make_keys(2)
     (frame,) = full_frames(CODEC, [one])
     frame[-16:] = b"\xff" * 16
@@ -71,7 +72,6 @@ def test_a_staged_page_in_parts_keeps_nothing_of_the_page_before_it() -> None:
     put(backend, [two], views([two]))
     settle(backend)
     assert (slow.peek(one) or b"")[-16:] == b"\xff" * 16 and (slow.peek(two) or b"\1")[-16:] == bytes(16)
-    backend.close()
 
 
 def test_a_page_is_there_if_any_level_has_it_and_each_is_asked_for_the_rest_alone() -> None:
@@ -84,13 +84,13 @@ def test_a_page_is_there_if_any_level_has_it_and_each_is_asked_for_the_rest_alon
     assert two.called("has") == [tuple(key for key in keys if key != keys[1])]
     one.down = True
     assert backend.batch_has(keys, deadline=soon()) == [False, True, False, False, True, False]
-    backend.close()
 
 
 def test_a_shard_is_asked_for_its_own_pages_in_one_call() -> None:
     codec, keys = ShardCodec(CODEC), make_keys(20)
     parts = [Troubled(codec) for _ in range(3)]
     backend = ShardedBackend(codec, named(*parts))
+    OPENED.append(backend)
     put(backend, keys[::2], full_frames(CODEC, keys[::2]))
     assert backend.batch_has(keys, deadline=soon()) == [True, False] * 10
     asked = [part.called("has") for part in parts]
@@ -101,7 +101,6 @@ def test_a_shard_is_asked_for_its_own_pages_in_one_call() -> None:
     parts[0].down = False
     assert backend.clear(deadline=soon()) == 10
     assert [part.usage().pages for part in parts] == [0] * 3
-    backend.close()
 
 
 def test_clearing_levels_clears_all_of_them_and_no_copy_comes_later() -> None:
@@ -121,7 +120,6 @@ def test_clearing_levels_clears_all_of_them_and_no_copy_comes_later() -> None:
     assert put(backend, keys, full_frames(CODEC, keys)) == [PRESENT] * 6
     assert backend.clear(deadline=soon()) == 6
     assert (fast.usage().pages, slow.usage().pages) == (0, 0)
-    backend.close()
 
 
 @pytest.mark.parametrize("waiting", [True, False])
@@ -136,4 +134,3 @@ def test_copies_that_wait_are_forgotten_when_all_is_cleared(waiting: bool) -> No
         slow.gate.set()
     settle(backend)
     assert [slow.peek(key) is not None for key in keys] == [True, False, not waiting, not waiting]
-    backend.close()

@@ -19,7 +19,7 @@ from hicache.frame import FrameHeader
 from tests.seeds import rng, seeds
 
 from .._troubled import CODEC, Troubled
-from ._parts import PAGE, named, settle
+from ._parts import OPENED, PAGE, named, settle
 
 
 class World:
@@ -30,6 +30,7 @@ class World:
         codec = ShardCodec(CODEC)
         self.parts = [Troubled(codec, capacity) for _ in range(parts)]
         self.backend = ShardedBackend(codec, named(*self.parts), tails_max=tails_max)
+        OPENED.append(self.backend)
         self.store = Store(self.backend, self.parts[0].peek, self.parts[0].poke)
 
     def part_of(self, key: bytes) -> int:
@@ -41,7 +42,6 @@ def test_each_page_lies_on_the_part_of_its_key_alone() -> None:
     store_chain(world.store, keys)
     for key in keys:
         assert [number for number, part in enumerate(world.parts) if part.peek(key)] == [world.part_of(key)]
-    world.backend.close()
 
 
 def test_placement_depends_on_names_and_not_on_their_order() -> None:
@@ -89,6 +89,7 @@ def test_the_first_hole_is_exact_for_any_pages_and_any_number_of_parts(present: 
     assert world.backend.batch_exists(keys, deadline=soon()) == expected
     assert all(len(part.called("exists")) <= 1 for part in world.parts)
     world.backend.close()
+    OPENED.clear()
 
 
 def test_a_part_that_is_down_ends_the_prefix_at_its_first_page_and_heals() -> None:
@@ -105,7 +106,6 @@ def test_a_part_that_is_down_ends_the_prefix_at_its_first_page_and_heals() -> No
     world.parts[down].down = False
     assert world.backend.batch_exists(keys, deadline=soon()) == 30
     assert load(world.store, keys) == [HIT] * 30
-    world.backend.close()
 
 
 def test_a_part_that_hangs_is_left_at_the_deadline_and_the_others_answer() -> None:
@@ -116,7 +116,6 @@ def test_a_part_that_hangs_is_left_at_the_deadline_and_the_others_answer() -> No
     outcomes = world.backend.batch_set(keys, frames, parent=None, deadline=soon(0.05))
     assert outcomes == [SetOutcome.ERROR if world.part_of(key) == slow else STORED for key in keys]
     world.parts[slow].released.set()
-    world.backend.close()
 
 
 def test_pages_hang_on_the_last_page_before_them_on_their_part_over_batches() -> None:
@@ -130,7 +129,6 @@ def test_pages_hang_on_the_last_page_before_them_on_their_part_over_batches() ->
     for before, key in pairwise([bytes(32), *keys]):
         header = FrameHeader.parse(world.parts[world.part_of(key)].peek(key) or b"")
         assert header is not None and header.parent_key == before, "the header names the page before in the chain"
-    world.backend.close()
 
 
 def test_a_page_that_levels_in_a_part_promote_keeps_the_page_before_it_in_its_header() -> None:
@@ -176,7 +174,6 @@ def test_full_parts_drop_tails_before_heads(seed: int) -> None:
         part.check()
         kept = [part.peek(key) is not None for key in old if world.part_of(key) == number]
         assert kept == sorted(kept, reverse=True), "of each part's pages a prefix is left"
-    world.backend.close()
 
 
 def test_without_links_over_batches_the_head_goes_first() -> None:
@@ -189,7 +186,6 @@ def test_without_links_over_batches_the_head_goes_first() -> None:
     store_chain(world.store, make_keys(22, "new 0"))
     kept = [[part.peek(key) is not None for key in old if world.part_of(key) == n] for n, part in enumerate(parts)]
     assert any(part != sorted(part, reverse=True) for part in kept)
-    world.backend.close()
 
 
 def test_usage_is_the_sum_and_has_a_capacity_if_all_parts_have_one() -> None:
@@ -197,7 +193,6 @@ def test_usage_is_the_sum_and_has_a_capacity_if_all_parts_have_one() -> None:
     store_chain(world.store, keys)
     usage = world.backend.usage()
     assert (usage.pages, usage.bytes, usage.capacity_bytes) == (20, 20 * PAGE, 120 * PAGE)
-    world.backend.close()
     open_ended = ShardedBackend(ShardCodec(CODEC), named(Troubled(), Troubled(capacity_bytes=PAGE)))
     assert open_ended.usage().capacity_bytes is None
     open_ended.close()

@@ -7,10 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.backends.guard.stores import GUARDS
+
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    """A guard that is closed has ended its threads."""
+    """The guards of a test are closed at its end, and have ended their threads then."""
     yield
+    while GUARDS:
+        GUARDS.pop().close()
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith(("hicache-probe", "hicache-usage"))]

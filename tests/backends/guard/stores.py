@@ -5,12 +5,21 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from hicache.backends.base import StorageBackend
 from hicache.backends.guard import Direction, GuardedBackend, Refusal
 from hicache.config.guard import GuardConfig
 from tests.waiting import wait_for
 
 # A breaker that stays open for as long as a test takes: nobody probes meanwhile.
 LONG_S = 1000.0
+# Closed after each test.
+GUARDS: list[GuardedBackend] = []
+
+
+def guard_of(store: StorageBackend, options: GuardConfig | None = None) -> GuardedBackend:
+    """A guard over `store`, `patient` if nothing else is said. Closed after the test."""
+    GUARDS.append(GuardedBackend(store, options or patient(), name="test"))
+    return GUARDS[-1]
 
 
 def patient(**options: Any) -> GuardConfig:

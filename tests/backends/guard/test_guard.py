@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from typing import Any
 
@@ -28,7 +28,7 @@ from hicache.config.guard import GuardConfig, InjectConfig
 from hicache.errors import BackendError
 from hicache.frame import FrameCodec, PageBuffer
 from tests.backends._troubled import CODEC, Troubled
-from tests.backends.guard.stores import LONG_S, past, patient, refused
+from tests.backends.guard.stores import LONG_S, guard_of, past, patient, refused
 
 READ, WRITE = Direction.READ, Direction.WRITE
 GET_ERROR, SET_ERROR = GetOutcome.ERROR, SetOutcome.ERROR
@@ -40,21 +40,9 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
 
 
-_guards: list[GuardedBackend] = []
-
-
 @pytest.fixture
-def store() -> Iterator[Troubled]:
-    """A store; the guards of a test are closed with it."""
-    yield Troubled()
-    while _guards:
-        _guards.pop().close()
-
-
-def guard_of(store: MemoryBackend, options: GuardConfig | None = None) -> GuardedBackend:
-    guard = GuardedBackend(store, options or patient(), name="test")
-    _guards.append(guard)
-    return guard
+def store() -> Troubled:
+    return Troubled()
 
 
 def put(guard: StorageBackend, keys: list[bytes], parent: bytes | None = None) -> list[SetOutcome]:
@@ -109,12 +97,12 @@ def test_failing_stores_close_the_direction_of_writing_alone(store: Troubled) ->
 
 def test_a_full_store_is_no_failure() -> None:
     memory = MemoryBackend(CODEC, CODEC.frame_bytes)
-    with closing(guard_of(memory)) as guard:
-        (first,) = make_keys(1)
-        put(guard, [first])
-        for number in range(10):
-            assert put(guard, make_keys(1, f"more {number}"), parent=first) == [SetOutcome.REJECTED]
-        assert guard.may_pass(WRITE)
+    guard = guard_of(memory)
+    (first,) = make_keys(1)
+    put(guard, [first])
+    for number in range(10):
+        assert put(guard, make_keys(1, f"more {number}"), parent=first) == [SetOutcome.REJECTED]
+    assert guard.may_pass(WRITE)
 
 
 @pytest.mark.parametrize("verb", ["batch_exists", "batch_has"])
@@ -316,11 +304,11 @@ class Unable(Troubled):
 
 
 def test_usage_and_statistics_that_raise_are_what_they_were() -> None:
-    with closing(guard_of(Unable())) as guard:
-        assert guard.usage() == Usage(0, 0, None)
-        assert set(guard.statistics().errors) == {"raised_ConnectionError"}
-        assert guard.usage_sample() is None
-        assert get(guard, make_keys(1)) == [MISS]
+    guard = guard_of(Unable())
+    assert guard.usage() == Usage(0, 0, None)
+    assert set(guard.statistics().errors) == {"raised_ConnectionError"}
+    assert guard.usage_sample() is None
+    assert get(guard, make_keys(1)) == [MISS]
 
 
 # Damage
@@ -422,8 +410,6 @@ def test_each_store_shows_its_own_counts_under_its_own_name(store: Troubled) -> 
     assert [dict(leaf.statistics.sets) for leaf in found] == [{}, {STORED: 2}]
     (alone,) = leaf_statistics(store)
     assert (alone.name, alone.guard, alone.usage) == ("troubled", None, Usage(0, 0, None))
-    for part in pair.parts:
-        part.close()
 
 
 def test_a_wrapper_without_a_guard_counts_for_its_store(store: Troubled) -> None:
@@ -431,6 +417,6 @@ def test_a_wrapper_without_a_guard_counts_for_its_store(store: Troubled) -> None
     assert put(faulty, make_keys(2)) == [SET_ERROR] * 2
     (found,) = leaf_statistics(faulty)
     assert (found.name, found.guard, dict(found.statistics.sets)) == ("troubled", None, {SetOutcome.ERROR: 2})
-    with closing(guard_of(MemoryBackend(CODEC))) as guard:
-        (guarded,) = leaf_statistics(FaultyBackend(guard))
-        assert guarded.guard is not None, "a guard shows more"
+    guard = guard_of(MemoryBackend(CODEC))
+    (guarded,) = leaf_statistics(FaultyBackend(guard))
+    assert guarded.guard is not None, "a guard shows more"

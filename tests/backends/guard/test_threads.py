@@ -17,7 +17,7 @@ from hicache.backends.testing import HIT, MISS, STORED, empty_frames, full_frame
 from hicache.config.guard import GuardConfig
 from hicache.frame import PageBuffer
 from tests.backends._troubled import CODEC, Troubled
-from tests.backends.guard.stores import past, patient, quick, refused, until_passing
+from tests.backends.guard.stores import guard_of, past, patient, quick, refused, until_passing
 from tests.waiting import wait_for
 
 READ, WRITE = Direction.READ, Direction.WRITE
@@ -56,7 +56,7 @@ def test_calls_that_hang_past_their_deadline_open_the_breaker_while_they_hang(
     threads: ThreadPoolExecutor, faulty: FaultyBackend, mode: str
 ) -> None:
     """Switched on by its operator, the control, it stays closed and calls go on to the store."""
-    guard = GuardedBackend(faulty, patient(grace=0.05, read=mode))
+    guard = guard_of(faulty, patient(grace=0.05, read=mode))
     faulty.hang()
     hanging = [threads.submit(get, guard, seconds=SHORT_S) for _ in range(3)]
     wait_for(lambda: guard.guard_statistics().overdue_calls == 3)
@@ -73,22 +73,20 @@ def test_calls_that_hang_past_their_deadline_open_the_breaker_while_they_hang(
     assert [call.result() for call in hanging] == [[GET_ERROR]] * 3
     assert guard.guard_statistics().overdue_calls == 0
     guard.check()
-    guard.close()
 
 
 def test_a_call_that_returns_late_is_counted_once(threads: ThreadPoolExecutor, faulty: FaultyBackend) -> None:
-    guard = GuardedBackend(faulty, patient(grace=0.02, failures=2))
+    guard = guard_of(faulty, patient(grace=0.02, failures=2))
     faulty.hang()
     hanging = threads.submit(put, guard, seconds=SHORT_S)
     wait_for(lambda: guard.guard_statistics().overdue_calls == 1)
     faulty.release()
     assert hanging.result() == [SET_ERROR]
     assert guard.guard_statistics().failures == {(WRITE, "overdue"): 1}
-    guard.close()
 
 
 def test_closing_does_not_wait_for_a_call_that_hangs(threads: ThreadPoolExecutor, faulty: FaultyBackend) -> None:
-    guard = GuardedBackend(faulty, patient(grace=0.02))
+    guard = guard_of(faulty, patient(grace=0.02))
     faulty.hang()
     hanging = threads.submit(get, guard)
     wait_for(lambda: faulty.hung_calls == 1)
@@ -138,7 +136,7 @@ def test_frames_under_way_stay_within_their_bound_and_a_larger_batch_goes_alone(
     threads: ThreadPoolExecutor, bound: int, counts: tuple[int, ...], at_first: int, at_most: int
 ) -> None:
     gate = Gate()
-    guard = GuardedBackend(gate, patient(in_flight=bound * CODEC.frame_bytes))
+    guard = guard_of(gate, patient(in_flight=bound * CODEC.frame_bytes))
     calls = submit_in_order(threads, guard, counts)
     assert guard.guard_statistics().in_flight_bytes == at_first * CODEC.frame_bytes
     gate.open.set()
@@ -146,23 +144,21 @@ def test_frames_under_way_stay_within_their_bound_and_a_larger_batch_goes_alone(
     assert gate.frames_max <= at_most
     assert gate.entered == list(counts), "in the order of arrival"
     guard.check()
-    guard.close()
 
 
 def test_without_a_bound_all_are_under_way_at_once(threads: ThreadPoolExecutor) -> None:
     """The control of the test above."""
     gate = Gate()
-    guard = GuardedBackend(gate, patient())
+    guard = guard_of(gate, patient())
     calls = submit_in_order(threads, guard, [2, 2, 2, 1, 3])
     wait_for(lambda: gate.frames == 10)
     gate.open.set()
     assert all(call.result() for call in calls)
-    guard.close()
 
 
 def test_who_finds_no_room_until_its_deadline_is_busy_and_no_failure(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
-    guard = GuardedBackend(gate, patient(in_flight=1))
+    guard = guard_of(gate, patient(in_flight=1))
     (first,) = submit_in_order(threads, guard, [1])
     late = [threads.submit(get, guard, 1, seconds=SHORT_S) for _ in range(4)]
     assert [call.result() for call in late] == [[GET_ERROR]] * 4
@@ -171,22 +167,20 @@ def test_who_finds_no_room_until_its_deadline_is_busy_and_no_failure(threads: Th
     gate.open.set()
     assert first.result() == [MISS]
     assert guard.guard_statistics().failures == {}
-    guard.close()
 
 
 def test_who_has_all_the_time_in_the_world_waits_for_room(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
-    guard = GuardedBackend(gate, patient(in_flight=1))
+    guard = guard_of(gate, patient(in_flight=1))
     calls = [threads.submit(get, guard, seconds=math.inf) for _ in range(3)]
     wait_for(lambda: len(guard._admission._waiting) == 2 or any(call.done() for call in calls))
     gate.open.set()
     assert [call.result() for call in calls] == [[MISS]] * 3
-    guard.close()
 
 
 def test_closing_sends_those_away_who_wait_for_room(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
-    guard = GuardedBackend(gate, patient(in_flight=1))
+    guard = guard_of(gate, patient(in_flight=1))
     calls = submit_in_order(threads, guard, [1, 1, 1])
     closing = threads.submit(guard.close)
     assert [call.result() for call in calls[1:]] == [[GET_ERROR]] * 2
@@ -197,13 +191,12 @@ def test_closing_sends_those_away_who_wait_for_room(threads: ThreadPoolExecutor)
 
 def test_switching_off_sends_those_away_who_wait_for_room(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
-    guard = GuardedBackend(gate, patient(in_flight=1))
+    guard = guard_of(gate, patient(in_flight=1))
     calls = submit_in_order(threads, guard, [1, 1])
     guard.override(READ, Override.OFF)
     assert calls[1].result() == [GET_ERROR]
     gate.open.set()
     assert calls[0].result() == [MISS]
-    guard.close()
 
 
 # Probes
@@ -211,7 +204,7 @@ def test_switching_off_sends_those_away_who_wait_for_room(threads: ThreadPoolExe
 
 def test_a_store_that_heals_is_used_again_by_itself() -> None:
     store = Troubled()
-    guard = GuardedBackend(store, quick())
+    guard = guard_of(store, quick())
     put(guard, 3)
     store.down = True
     for _ in range(3):
@@ -226,29 +219,26 @@ def test_a_store_that_heals_is_used_again_by_itself() -> None:
     assert put(guard, 2, name="new") == [STORED] * 2
     guard.check()
     wait_for(lambda: store.pages == 5)  # no page of a probe is left
-    guard.close()
 
 
 def test_a_closed_breaker_with_a_store_that_works_probes_nothing() -> None:
     """The control: it is the failures that bring probes."""
     store = Troubled()
-    guard = GuardedBackend(store, quick())
+    guard = guard_of(store, quick())
     for _ in range(20):
         put(guard, 2)
         get(guard, 2)
     assert all(not b.good_probes + b.failed_probes for b in guard.guard_statistics().breakers.values())
     assert not guard._probes._pool.alive
-    guard.close()
 
 
 def test_a_store_that_goes_down_is_known_after_one_call() -> None:
     store = Troubled()
-    guard = GuardedBackend(store, patient())
+    guard = guard_of(store, patient())
     store.down = True
     assert get(guard) == [GET_ERROR]
     until_passing(guard, READ, passes=False)
     assert guard.guard_statistics().failures == {(READ, "error"): 1}
-    guard.close()
 
 
 class HalfDeaf(Troubled):
@@ -268,14 +258,13 @@ def test_after_one_call_that_hangs_a_probe_that_does_opens_the_breaker_and_does_
     threads: ThreadPoolExecutor, failures: int, reason: str
 ) -> None:
     store = HalfDeaf()
-    guard = GuardedBackend(store, quick(probe_timeout=0.02, grace=0.02, failures=failures))
+    guard = guard_of(store, quick(probe_timeout=0.02, grace=0.02, failures=failures))
     threads.submit(get, guard, seconds=SHORT_S)
     until_passing(guard, READ, passes=False)
     assert guard.guard_statistics().breakers[READ].reason == reason
     wait_for(lambda: guard._probes._pool.stuck_threads > 0, lambda: guard.may_pass(READ))  # another thread tries
     store.heard.set()
     until_passing(guard, READ)
-    guard.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -292,20 +281,19 @@ def test_a_dead_prober_is_replaced() -> None:
             return super().batch_get(keys, pages, deadline=deadline)
 
     store = Deadly()
-    guard = GuardedBackend(store, quick(failures=1))
+    guard = guard_of(store, quick(failures=1))
     store.down = True
     get(guard)
     until_passing(guard, READ, passes=False)
     store.down = False
     until_passing(guard, READ)
     assert store.deaths == 3
-    guard.close()
 
 
 def test_probes_of_a_full_store_are_good() -> None:
     memory = MemoryBackend(CODEC, CODEC.frame_bytes)
     faulty = FaultyBackend(memory)
-    guard = GuardedBackend(faulty, quick())
+    guard = guard_of(faulty, quick())
     put(guard)
     faulty.fail()
     for _ in range(3):
@@ -313,7 +301,6 @@ def test_probes_of_a_full_store_are_good() -> None:
     assert not guard.may_pass(WRITE)
     faulty.fail(False)
     until_passing(guard, WRITE)
-    guard.close()
 
 
 def test_what_a_probe_could_not_remove_goes_with_a_later_one() -> None:
@@ -325,7 +312,7 @@ def test_what_a_probe_could_not_remove_goes_with_a_later_one() -> None:
             return 0 if self.sticks >= 0 else super().delete(keys, deadline=deadline)
 
     store = Sticky()
-    guard = GuardedBackend(store, quick())
+    guard = guard_of(store, quick())
     for _ in range(4):
         store.down = True
         for _ in range(3):
@@ -334,7 +321,6 @@ def test_what_a_probe_could_not_remove_goes_with_a_later_one() -> None:
         until_passing(guard, WRITE)
         assert put(guard, name="some")[0].is_stored
     wait_for(lambda: store.pages == 1)
-    guard.close()
 
 
 # Usage
@@ -349,14 +335,13 @@ def test_a_sample_of_usage_does_not_wait_for_a_store_that_hangs() -> None:
             return super().usage()
 
     store = Slow()
-    guard = GuardedBackend(store, patient())
+    guard = guard_of(store, patient())
     put(guard, 3)
     assert [guard.usage_sample() for _ in range(20)] == [None] * 20
     store.hold.set()
     wait_for(lambda: guard.usage_sample() is not None)
     usage = guard.usage_sample()
     assert usage is not None and usage.pages == 3
-    guard.close()
 
 
 def test_a_store_that_is_left_alone_is_not_asked_for_its_usage() -> None:
@@ -368,7 +353,7 @@ def test_a_store_that_is_left_alone_is_not_asked_for_its_usage() -> None:
             return super().usage()
 
     store = Counting()
-    guard = GuardedBackend(store, patient())
+    guard = guard_of(store, patient())
     put(guard, 2)
     assert guard.usage().pages == 2
     put(guard, 1, name="more")
@@ -380,7 +365,6 @@ def test_a_store_that_is_left_alone_is_not_asked_for_its_usage() -> None:
     wait_for(lambda: (sample := guard.usage_sample()) is not None and sample.pages == 3)
     guard.override(READ, Override.OFF)
     assert guard.usage().pages == 3, "what was found last, by whichever way"
-    guard.close()
 
 
 # All at once
@@ -390,7 +374,7 @@ def test_random_traffic_over_a_store_that_comes_and_goes_leaves_the_books_at_zer
     threads: ThreadPoolExecutor, threads_switch_often: None
 ) -> None:
     store = Troubled()
-    guard = GuardedBackend(
+    guard = guard_of(
         store, GuardConfig(backoff_min=0.005, backoff_max=0.01, in_flight=4 * CODEC.frame_bytes)
     )
     stop = threading.Event()
@@ -422,4 +406,3 @@ def test_random_traffic_over_a_store_that_comes_and_goes_leaves_the_books_at_zer
     assert (found.in_flight_calls, found.in_flight_bytes, found.overdue_calls) == (0, 0, 0)
     assert min(done) > 0
     guard.check()
-    guard.close()
