@@ -1,4 +1,4 @@
-"""What a replay shows fits a terminal of 80 columns, also with the numbers of a long one."""
+"""What commands that take long show: a replay within 80 columns, also with large numbers, and lines of progress."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from hicache.cli.progress import Told
+from hicache.cli import progress
+from hicache.cli.progress import Told, follow
 from hicache.cli.replay_view import milliseconds, print_summary, progress_of
 from hicache.replay.result import ReplayResult
 from hicache.replay.timing import Latency
@@ -57,3 +59,24 @@ def test_times_are_as_exact_as_their_length_permits() -> None:
     assert [milliseconds(time_us) for time_us in (12, 12_345, 123_450, 1_234_000)] == [
         "0.012", "12.35", "123.5", "1,234",
     ]  # fmt: skip
+
+
+def tell(step: int) -> Told:
+    return Told(step, 3 if step else None, f"{step} found")
+
+
+def test_a_line_now_and_then_goes_to_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", 0.0)
+    assert follow(iter([0, 1, 3]), "counting", tell) == 3
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines() == [
+        "counting: 0 pages, 0 found", "counting: 1 of 3 pages, 1 found", "counting: 3 of 3 pages, 3 found",
+    ]  # fmt: skip
+
+
+def test_what_is_done_soon_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert follow(iter([0, 1, 2]), "counting", tell) == 2
+    assert capsys.readouterr().err == ""

@@ -8,7 +8,8 @@ import pytest
 from hicache.errors import InvalidInput, InvariantError
 from hicache.keys import PageChain, RadixKey, page_keys
 from hicache.policies import POLICIES
-from hicache.radix import Node, RadixTree, check_tree
+from hicache.radix import Node, RadixTree, check_tree, pretty_print
+from hicache.radix.check import PRETTY_NODES_MAX
 from hicache.types import PageIds
 
 
@@ -147,3 +148,33 @@ def test_a_store_that_nobody_hashed_leaves_the_keys_to_be_found() -> None:
     assert t.page_keys(node) == page_keys(key.tokens, 2)
     again = t.begin_store(node)
     assert again.hashed == page_keys(key.tokens, 2)
+
+
+# As text
+
+
+def shown_tree() -> RadixTree:
+    t = tree()
+    t.insert(RadixKey.of([424242, 2, 3, 4]), np.array([1, 2], dtype=np.int32), priority=7)
+    node = t.insert(RadixKey.of([424242, 2, 5, 6], cache_salt=None), np.array([3, 4], dtype=np.int32)).node
+    t.accept_backup(node.parent or node, np.array([9], dtype=np.int32))
+    t.lock(node)
+    return t
+
+
+def test_the_text_has_a_line_per_node_indented_below_its_parent() -> None:
+    lines = pretty_print(shown_tree()).splitlines()
+    assert len(lines) == 4
+    assert "3 nodes" in lines[0]
+    assert [len(line) - len(line.lstrip()) for line in lines] == [0, 2, 4, 4]
+    assert "L1+L2" in lines[1] and "locks 1" in lines[1]
+    assert "424242" not in pretty_print(shown_tree()), "tokens are prompts"
+
+
+def test_the_text_of_a_large_tree_is_cut() -> None:
+    t = RadixTree(1, POLICIES["lru"])
+    for token in range(PRETTY_NODES_MAX + 5):
+        t.insert(RadixKey.of([token]), np.array([token + 1], dtype=np.int32))
+    lines = pretty_print(t).splitlines()
+    assert len(lines) == PRETTY_NODES_MAX + 2
+    assert "5 nodes more" in lines[-1]
