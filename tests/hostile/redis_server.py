@@ -246,6 +246,16 @@ def _requests(lines: io.BufferedReader) -> Iterator[list[bytes]]:
         yield request
 
 
+def texts_of(error: BaseException) -> list[str]:
+    """The exception with its chain, the suppressed part too, and everything that they carry."""
+    texts = traceback.format_exception(error)
+    link: BaseException | None = error
+    while link is not None:
+        texts.append(repr((link, vars(link))))
+        link = link.__cause__ or link.__context__
+    return texts
+
+
 class _Texts(logging.Handler):
     """Everything that was logged, and every exception that was caught, as text."""
 
@@ -257,12 +267,7 @@ class _Texts(logging.Handler):
         self.texts.append(self.format(record))
 
     def note(self, error: BaseException) -> None:
-        """The exception with its chain, the suppressed part too, and everything that they carry."""
-        self.texts += traceback.format_exception(error)
-        link: BaseException | None = error
-        while link is not None:
-            self.texts.append(repr((link, vars(link))))
-            link = link.__cause__ or link.__context__
+        self.texts += texts_of(error)
 
 
 def run_round(seed: int) -> Counter[str]:

@@ -39,7 +39,7 @@ from tests.certificates import make_certificates
 from tests.proxy import Proxy
 from tests.waiting import wait_for
 
-from .store import CODEC, PAGE, name_of, open_on, opened
+from .store import CODEC, PAGE, grow_old, name_of, open_on, opened
 
 # What the contract says holds on a busy machine too, where a handshake may take longer than a second.
 _PATIENT = {"timeout": 20.0}
@@ -237,9 +237,7 @@ def test_reading_and_storing_again_are_uses_for_the_servers_eviction_and_a_looku
     keys = make_keys(3)
     with opened(valkey) as (backend, store), valkey.client() as client:
         store_chain(store, keys)
-        for key in keys:
-            name = name_of(backend, key)
-            client.restore(name, 0, client.dump(name), replace=True, idletime=1000)
+        grow_old(client, [name_of(backend, key) for key in keys])
         assert load(store, keys[:1]) == [HIT]
         assert store_chain(store, keys[1:2]) == [PRESENT]
         assert backend.batch_exists(keys, deadline=soon()) == 3

@@ -207,21 +207,18 @@ def test_a_network_that_stands_still_is_not(proxied: tuple[Store, Proxy]) -> Non
 
 def test_a_server_that_hangs_costs_the_pages_of_a_cluster_that_it_has(own_cluster: RedisCluster) -> None:
     keys = make_keys(60)
-    store = open_on(None, own_cluster.storage(key_prefix=fresh_prefix(), timeout=TIMEOUT_S)[1])
-    try:
+    with opened(own_cluster, timeout=TIMEOUT_S) as (backend, store):
         assert store_chain(store, keys) == [STORED] * 60
         own_cluster.nodes[1].pause()
         try:
             found = load(store, keys)
             assert set(found) == {HIT, GET_ERROR}
             first = found.index(GET_ERROR)
-            assert store.backend.batch_exists(keys, deadline=soon()) == first
+            assert backend.batch_exists(keys, deadline=soon()) == first
         finally:
             own_cluster.nodes[1].resume()
         # It was away for so long that the others may have given it up; then it comes back to them in a moment.
         wait_for(lambda: load(store, keys) == [HIT] * 60)
-    finally:
-        store.backend.close()
 
 
 def test_after_a_failover_the_sentinels_lead_to_the_new_primary() -> None:

@@ -7,7 +7,6 @@ import gc
 import os
 import socket
 import threading
-import traceback
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +36,7 @@ from tests.hostile.redis_server import (
     bulk,
     encodings,
     run_round,
+    texts_of,
 )
 from tests.proxy import Proxy
 from tests.seeds import seeds
@@ -77,12 +77,17 @@ def hostile(lie: Callable[[list[bytes]], bytes | None], mode: str = "single") ->
 
 
 @contextlib.contextmanager
-def opened_hostile(lie: Callable[[list[bytes]], bytes | None]) -> Iterator[tuple[HostileServer, RedisBackend]]:
-    """A backend on a server that will lie."""
-    with hostile(lie) as (server, options), contextlib.closing(
-        RedisBackend(CODEC, RedisStorageOptions(**options))
-    ) as backend:
+def opened_hostile(
+    lie: Callable[[list[bytes]], bytes | None], mode: str = "single", **more: Any
+) -> Iterator[tuple[HostileServer, RedisBackend]]:
+    """A backend on a server that lies from now on."""
+    with hostile(lie, mode) as (server, options), contextlib.closing(open_on(options | more)) as backend:
+        server.hostile = True
         yield server, backend
+
+
+def open_on(options: dict[str, Any]) -> RedisBackend:
+    return RedisBackend(CODEC, RedisStorageOptions(**options))
 
 
 def use_all(backend: Any, keys: list[bytes]) -> None:
@@ -125,11 +130,9 @@ def test_only_clusters_are_followed(trap: Trap, mode: str, word: bytes, target: 
     """400 redirections cost neither a connection to another address nor one to the server."""
     where = {"port": f"{ELSEWHERE}:{trap.port}", "unix socket": f"{trap.path}:0", "not a name": "a..b:7000"}[target]
     keys = make_keys(100)
-    with hostile(lambda request: b"-%b 1 %b\r\n" % (word, where.encode()), mode) as (server, options):
-        with contextlib.closing(RedisBackend(CODEC, RedisStorageOptions(**options))) as backend:
-            server.hostile = True
-            use_all(backend, keys)
-            assert backend.statistics().errors[word.decode().lower()] >= 301
+    with opened_hostile(lambda request: b"-%b 1 %b\r\n" % (word, where.encode()), mode) as (server, backend):
+        use_all(backend, keys)
+        assert backend.statistics().errors[word.decode().lower()] >= 301
         assert server.connections < 10
 
 
@@ -146,12 +149,10 @@ def test_a_cluster_is_followed_to_its_own_nodes_alone(trap: Trap, word: bytes, t
             return None
         return b"-%b 1 %b\r\n" % (word, where.encode())
 
-    with hostile(lie, "cluster") as (server, options):
-        with contextlib.closing(RedisBackend(CODEC, RedisStorageOptions(**options))) as backend:
-            server.hostile = True
-            use_all(backend, make_keys(100))
-            expected = "foreign_address" if target == "port" else word.decode().lower()
-            assert set(backend.statistics().errors) == {expected}
+    with opened_hostile(lie, "cluster") as (server, backend):
+        use_all(backend, make_keys(100))
+        expected = "foreign_address" if target == "port" else word.decode().lower()
+        assert set(backend.statistics().errors) == {expected}
         assert server.connections < 10
         assert server.requests[b"CLUSTER"] < 10  # the way is asked for once a call, not once a redirection
 
@@ -163,13 +164,11 @@ def test_a_node_without_slots_is_followed_to_if_it_is_allowed(allowed: bool) -> 
     with hostile(lambda request: None, "cluster") as (new_node, _):
         new_node.hostile = True
         ask = b"-ASK 1 %b:%d\r\n" % (LOOPBACK.encode(), new_node.port)
-        with hostile(lambda request: ask if request[0] == b"GET" else None, "cluster") as (server, options):
-            more = {"allowed_nodes": ["127.0.0.0/8"]} if allowed else {}
-            with contextlib.closing(RedisBackend(CODEC, RedisStorageOptions(**options, **more))) as backend:
-                server.hostile = True
-                outcomes = backend.batch_get(keys, full_frames(CODEC, keys), deadline=soon())
-                assert outcomes == [MISS if allowed else GET_ERROR] * 3
-                assert dict(backend.statistics().errors) == ({} if allowed else {"foreign_address": 3})
+        more: dict[str, Any] = {"allowed_nodes": ["127.0.0.0/8"]} if allowed else {}
+        with opened_hostile(lambda request: ask if request[0] == b"GET" else None, "cluster", **more) as (_, backend):
+            outcomes = backend.batch_get(keys, full_frames(CODEC, keys), deadline=soon())
+            assert outcomes == [MISS if allowed else GET_ERROR] * 3
+            assert dict(backend.statistics().errors) == ({} if allowed else {"foreign_address": 3})
         assert new_node.requests[b"GET"] == (3 if allowed else 0)
 
 
@@ -207,7 +206,7 @@ def test_sentinels_and_nodes_name_addresses_on_the_network_only(trap: Trap, host
         with hostile(lambda request, lies=lies: lies.get(request[0]), mode) as (server, options):  # type: ignore[misc]
             server.hostile = True
             with pytest.raises(BackendUnavailable, match="protocol"):
-                RedisBackend(CODEC, RedisStorageOptions(**options))
+                open_on(options)
 
 
 def test_a_node_that_a_cluster_names_is_spoken_to_in_tls_alone(tmp_path: Path) -> None:
@@ -230,7 +229,7 @@ def test_a_node_that_a_cluster_names_is_spoken_to_in_tls_alone(tmp_path: Path) -
                     "cluster": [f"{LOOPBACK}:{proxy.port}"], "tls": True, "tls_ca_file": made.ca_file, "timeout": 5.0,
                 })  # fmt: skip
                 with pytest.raises(BackendUnavailable):
-                    RedisBackend(CODEC, RedisStorageOptions(**options))
+                    open_on(options)
         thread.join(30.0)
     assert heard[0][:1] == bytes([0x16])  # a TLS handshake
     assert PASSWORD.encode() not in heard[0]
@@ -264,13 +263,8 @@ def test_no_text_of_a_server_gets_into_a_message(mode: str, form: str) -> None:
                 options["sentinel_password_env"] = options.pop("password_env")
             server.hostile = True
             with pytest.raises(BackendUnavailable) as raised:
-                RedisBackend(CODEC, RedisStorageOptions(**options))
-        link: BaseException | None = raised.value
-        texts = "".join(traceback.format_exception(link))
-        while link is not None:
-            texts += repr((link, vars(link)))
-            link = link.__cause__ or link.__context__
-        assert secret not in texts
+                open_on(options)
+        assert not any(secret in text for text in texts_of(raised.value))
 
 
 def test_no_text_of_the_tls_library_gets_into_a_chain_of_exceptions(tmp_path: Path) -> None:
@@ -288,11 +282,7 @@ def test_no_text_of_the_tls_library_gets_into_a_chain_of_exceptions(tmp_path: Pa
         with pytest.raises(BackendUnavailable, match="IP address mismatch") as raised:
             RedisBackend(CODEC, RedisStorageOptions(url=url, tls_ca_file=made.ca_file, timeout=5.0))
         thread.join(30.0)
-    assert "not valid for" not in "".join(traceback.format_exception(raised.value))
-    link: BaseException | None = raised.value
-    while link is not None:  # along the suppressed context, too
-        assert "not valid for" not in repr((link, vars(link)))
-        link = link.__cause__ or link.__context__
+    assert not any("not valid for" in text for text in texts_of(raised.value))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +304,7 @@ def test_a_version_that_is_none_is_not_shown(version: bytes) -> None:
     with hostile(lambda request: hello if request[0] == b"HELLO" else None) as (server, options):
         server.hostile = True
         with pytest.raises(BackendUnavailable, match=r"no version; use Redis 6\.2"):
-            RedisBackend(CODEC, RedisStorageOptions(**options))
+            open_on(options)
 
 
 ENDLESS = {
@@ -335,7 +325,7 @@ def test_a_reply_without_an_end_takes_bounded_memory(kind: str, verb: str) -> No
     with hostile(lambda request: ENDLESS[kind], mode) as (server, options), contextlib.ExitStack() as opened:
         store: Any = None
         if verb in ("usage", "exists"):
-            store = opened.enter_context(contextlib.closing(RedisBackend(CODEC, RedisStorageOptions(**options))))
+            store = opened.enter_context(contextlib.closing(open_on(options)))
         elif verb == "list":
             store = opened.enter_context(contextlib.closing(RedisRawStore(RedisStorageOptions(**options))))
         keys = make_keys(1000)
@@ -344,7 +334,7 @@ def test_a_reply_without_an_end_takes_bounded_memory(kind: str, verb: str) -> No
         try:
             if store is None:
                 with pytest.raises(BackendUnavailable):
-                    RedisBackend(CODEC, RedisStorageOptions(**options))
+                    open_on(options)
             elif verb == "usage":
                 assert store.usage().pages == 0 and store.statistics().errors
             elif verb == "exists":
@@ -368,8 +358,7 @@ def test_many_bounded_replies_take_bounded_memory() -> None:
         number = next(names)
         return array(bulk(b"0" if number == 11 else b"5"), array(bulk(b"%08d" % number + bytes((8 << 20) - 200))))
 
-    with opened_hostile(lie) as (server, backend):
-        server.hostile = True
+    with opened_hostile(lie) as (_, backend):
         tracemalloc.start()
         try:
             assert backend.usage().pages == 0 and not backend.statistics().errors
@@ -389,7 +378,7 @@ def test_bytes_that_tls_has_deciphered_are_not_the_reply_to_the_next_verb(tmp_pa
         Proxy(server.port, tls=made.server_context()) as proxy,
     ):
         options.update({"url": f"rediss://{LOOPBACK}:{proxy.port}", "tls_ca_file": made.ca_file})
-        with contextlib.closing(RedisBackend(CODEC, RedisStorageOptions(**options))) as backend:
+        with contextlib.closing(open_on(options)) as backend:
             server.hostile = True
             for _ in range(2):
                 assert backend.batch_get([key], full_frames(CODEC, [key]), deadline=soon()) == [GET_ERROR]
@@ -411,7 +400,6 @@ def test_a_connection_on_which_a_longer_reply_begins_is_not_used_again(verb: byt
     keys = make_keys(1)
     with opened_hostile(lie) as (server, backend):
         frames = full_frames(CODEC, keys)
-        server.hostile = True
         for _ in range(2):
             backend.batch_set(keys, frames, parent=None, deadline=soon())
             backend.batch_get(keys, frames, deadline=soon())
@@ -446,7 +434,7 @@ def test_connections_open_again_once_threads_can_start() -> None:
 def test_a_usage_that_is_none_is_an_error(verb: str, reply: bytes) -> None:
     with (
         hostile(lambda request: reply if request[0] == verb.encode() else None) as (server, options),
-        contextlib.closing(RedisBackend(CODEC, RedisStorageOptions(**options))) as backend,
+        contextlib.closing(open_on(options)) as backend,
     ):
         honest = backend.usage()
         server.hostile = True
@@ -468,11 +456,7 @@ def test_clear_removes_pages_of_its_namespace_alone_whatever_a_server_lists() ->
         listed = array(*(bulk(name.encode()) for name in names))
         return array(bulk(next(cursors, b"5")), listed) if request[0] == b"SCAN" else None
 
-    with (
-        hostile(lie) as (server, options),
-        contextlib.closing(RedisBackend(CODEC, RedisStorageOptions(**options))) as backend,
-    ):
-        server.hostile = True
+    with opened_hostile(lie) as (_, backend):
         assert backend.clear(deadline=soon()) == 2  # a server that says twice that it removed it
         assert dict(backend.statistics().errors) == {}
         backend.clear(deadline=soon(0.5))
@@ -485,7 +469,7 @@ def test_a_limit_that_is_none_is_not_reported(text: bytes) -> None:
     info = bulk(b"maxmemory:" + text + b"\r\n")
     with hostile(lambda request: info if request[0] == b"INFO" else None) as (server, options):
         server.hostile = True
-        with contextlib.closing(RedisBackend(CODEC, RedisStorageOptions(**options))) as backend:
+        with contextlib.closing(open_on(options)) as backend:
             assert backend.usage().capacity_bytes is None
 
 

@@ -28,7 +28,7 @@ from hicache.devservers import RedisCluster, RedisServer, ValkeyServer
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
 
-from .store import CODEC, PAGE, fresh_prefix, name_of, open_on, opened
+from .store import CODEC, PAGE, fresh_prefix, grow_old, name_of, open_on, opened
 
 OTHER = FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES)
 
@@ -106,18 +106,12 @@ def test_what_is_no_page_is_not_listed_and_a_list_in_a_pages_place_is(valkey: Va
         assert raw.remove([page]) == 1
 
 
-def grow_old(client: Any, names: list[str], seconds: int) -> None:
-    """Let the server believe that these were used so long ago."""
-    for name in names:
-        client.restore(name, 0, client.dump(name), replace=True, idletime=seconds)
-
-
 def test_looking_at_pages_does_not_count_as_their_use(valkey: ValkeyServer) -> None:
     keys = make_keys(5)
     with opened(valkey) as (backend, store), valkey.client() as client:
         store_chain(store, keys)
         names = [name_of(backend, key) for key in keys]
-        grow_old(client, names, 1000)
+        grow_old(client, names)
         with raw_on(valkey.storage(key_prefix=backend.options.key_prefix)[1]) as raw:
             for page in [*raw.pages(), *raw.pages()]:
                 assert page.used_s is not None and 900 < time.time() - page.used_s < 1100
@@ -131,7 +125,7 @@ def test_an_old_server_tells_the_last_use_once(old_redis: RedisServer) -> None:
     keys = make_keys(5)
     with opened(old_redis) as (backend, store), old_redis.client() as client:
         store_chain(store, keys)
-        grow_old(client, [name_of(backend, key) for key in keys], 1000)
+        grow_old(client, [name_of(backend, key) for key in keys])
         with raw_on(old_redis.storage(key_prefix=backend.options.key_prefix)[1]) as raw:
             ages_s = [[time.time() - (page.used_s or 0.0) for page in raw.pages()] for _ in range(2)]
         assert [age_s > 900 for age_s in ages_s[0] + ages_s[1]] == [True] * 5 + [False] * 5

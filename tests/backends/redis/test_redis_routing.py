@@ -10,7 +10,6 @@ import redis
 from redis.crc import key_slot
 
 from hicache.backends.errors import ErrorKind, StoreError
-from hicache.backends.redis import RedisBackend
 from hicache.backends.redis.channel import Reply
 from hicache.backends.redis.errors import ErrorReply
 from hicache.backends.redis.options import open_access
@@ -34,7 +33,7 @@ from hicache.devservers import RedisCluster
 from hicache.devservers.ports import LOOPBACK
 from tests.waiting import wait_for
 
-from .store import fresh_prefix, name_of, open_on
+from .store import fresh_prefix, name_of, open_on, opened
 
 
 @pytest.fixture
@@ -145,10 +144,9 @@ def test_a_slot_that_nobody_has_costs_its_pages(cluster: RedisCluster, store: St
 
 def test_the_way_is_asked_of_nodes_that_have_not_failed_lately(cluster: RedisCluster) -> None:
     """One that hangs would cost a timeout each time."""
-    store = open_on(None, cluster.storage(key_prefix=fresh_prefix())[1])
-    assert isinstance(store.backend, RedisBackend)
-    router, failed = store.backend._context.router, cluster.nodes[1]
-    with failed.client() as client:
+    failed = cluster.nodes[1]
+    with opened(cluster) as (backend, _), failed.client() as client:
+        router = backend._context.router
 
         def asked() -> int:
             return int(client.info("commandstats").get("cmdstat_cluster|slots", {"calls": 0})["calls"])
@@ -158,7 +156,6 @@ def test_the_way_is_asked_of_nodes_that_have_not_failed_lately(cluster: RedisClu
             router.note(ErrorKind.TIMEOUT, Server(Address(LOOPBACK, failed.port)))
             router.routes(soon())
         assert asked() == before
-    store.backend.close()
 
 
 @pytest.fixture(scope="module")
@@ -171,12 +168,11 @@ def pair() -> Iterator[RedisCluster]:
 def test_replicas_of_a_cluster_serve_reads(pair: RedisCluster) -> None:
     keys = make_keys(8)
     primary, replica = pair.nodes
-    store = open_on(None, pair.storage(key_prefix=fresh_prefix(), read_from="replica")[1])
-    assert store_chain(store, keys) == [STORED] * 8
-    wait_for(lambda: store.backend.batch_exists(keys, deadline=soon()) == 8)
-    assert load(store, keys) == [HIT] * 8
-    assert dict(store.backend.statistics().errors) == {}
-    store.backend.close()
+    with opened(pair, read_from="replica") as (backend, store):
+        assert store_chain(store, keys) == [STORED] * 8
+        wait_for(lambda: backend.batch_exists(keys, deadline=soon()) == 8)
+        assert load(store, keys) == [HIT] * 8
+        assert dict(backend.statistics().errors) == {}
     with primary.client() as there, replica.client() as here:
         assert "cmdstat_get" not in there.info("commandstats")
         assert here.info("commandstats")["cmdstat_get"]["calls"] == 8
@@ -185,8 +181,7 @@ def test_replicas_of_a_cluster_serve_reads(pair: RedisCluster) -> None:
 def test_after_a_failover_the_nodes_lead_to_the_new_primary(pair: RedisCluster) -> None:
     keys = make_keys(8)
     primary, replica = pair.nodes
-    store = open_on(None, pair.storage(key_prefix=fresh_prefix())[1])
-    with primary.client() as there, replica.client() as here:
+    with opened(pair) as (_, store), primary.client() as there, replica.client() as here:
         store_chain(store, keys)
         there.wait(1, 5000)
         here.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
@@ -197,7 +192,6 @@ def test_after_a_failover_the_nodes_lead_to_the_new_primary(pair: RedisCluster) 
         assert dict(store.backend.statistics().errors) == {}
         primary.kill()
         assert load(store, keys) == [HIT] * 8
-    store.backend.close()
 
 
 ASKED = Address("asked", 7000)

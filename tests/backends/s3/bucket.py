@@ -15,6 +15,8 @@ CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 PAGE = CODEC.frame_bytes
 # For servers that answer, if on a busy machine not at once.
 PATIENCE_S = 30.0
+# On the stub; closed after each test.
+OPENED: list[S3Backend] = []
 
 
 class Bucket:
@@ -65,8 +67,9 @@ def open_s3(bucket: Bucket, prefix: str, codec: FrameCodec = CODEC, **changes: A
 
 
 def open_on(stub: StubS3, **changes: Any) -> Store:
-    """A store on the stub, with its dictionary as the side door."""
+    """A store on the stub, with its dictionary as the side door. Closed after the test."""
     backend = S3Backend(CODEC, options(stub.url, **{"timeout": PATIENCE_S, "connections": 4, **changes}))
+    OPENED.append(backend)
 
     def write(key: bytes, data: bytes) -> None:
         stub.objects[name(key)] = data

@@ -9,7 +9,7 @@ import pytest
 from hicache.backends.s3 import S3RawStore
 from hicache.backends.testing import Store
 from hicache.devservers import DevService, SeaweedServer
-from tests.backends.s3.bucket import Bucket, open_on, options
+from tests.backends.s3.bucket import OPENED, Bucket, open_on, options
 from tests.backends.s3.stub import StubS3
 
 
@@ -35,14 +35,15 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubS3]:
     monkeypatch.setenv("S3_SECRET_KEY", "a-secret-key")
     with StubS3("pages") as server:
         yield server
+        server.released.set()
+        while OPENED:
+            OPENED.pop().close()
 
 
 @pytest.fixture
-def store(stub: StubS3) -> Iterator[Store]:
+def store(stub: StubS3) -> Store:
     """A backend on the stub, with its dictionary as the side door."""
-    found = open_on(stub)
-    yield found
-    found.backend.close()
+    return open_on(stub)
 
 
 @pytest.fixture

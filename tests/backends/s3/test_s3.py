@@ -1,15 +1,22 @@
-"""The S3 backend against the contract: on a real SeaweedFS, and on a server that knows no conditions."""
+"""The S3 backend against the contract: on a real SeaweedFS, and on a server that knows no conditions; its capacity."""
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
+from hicache.backends.base import SetOutcome, Usage
+from hicache.backends.limit import LimitedBackend
+from hicache.backends.registry import open_backend
 from hicache.backends.s3 import S3Backend
 from hicache.backends.s3.objects import object_name
-from hicache.backends.testing import BackendContract, OpenStore, Store
+from hicache.backends.testing import HIT, MISS, STORED, BackendContract, OpenStore, Store, load, make_keys, store_chain
+from hicache.devservers import SeaweedServer
 from hicache.frame import FrameCodec
-from tests.backends.s3.bucket import Bucket, open_s3, options
+from tests.backends.s3.bucket import CODEC, PAGE, Bucket, open_s3, options
 from tests.backends.s3.stub import StubS3, error
+from tests.waiting import wait_for
 
 
 class TestS3(BackendContract):
@@ -38,3 +45,40 @@ class TestWithoutConditions(BackendContract):
             )
 
         return open_it
+
+
+PAGES = 40
+OLD, OTHER, NEW, MORE = make_keys(18, "old"), make_keys(18, "other"), make_keys(4, "new"), make_keys(10, "more")
+
+
+def open_it(seaweed: SeaweedServer, bucket: Bucket, prefix: str, capacity_bytes: int | None) -> Store:
+    type_name, options = seaweed.storage(prefix=prefix, capacity=capacity_bytes)
+    return Store(open_backend(type_name, CODEC, options), lambda key: None, lambda key, data: None)
+
+
+def test_ends_of_what_is_not_used_make_room(seaweed: SeaweedServer, bucket: Bucket, unique_prefix: str) -> None:
+    """The chain that was stored first is read meanwhile and stays. Of the others a bucket tells in which second
+    they were stored, so that either may lose its end."""
+    with contextlib.closing(open_it(seaweed, bucket, unique_prefix, None).backend) as unlimited:
+        assert not isinstance(unlimited, LimitedBackend)
+        store = Store(unlimited, lambda key: None, lambda key, data: None)
+        assert store_chain(store, OLD) + store_chain(store, OTHER) == [STORED] * 36
+    store = open_it(seaweed, bucket, unique_prefix, PAGES * PAGE)
+    with contextlib.closing(store.backend) as limited:
+        assert load(store, OLD) == [HIT] * 18
+        assert store_chain(store, NEW) == [STORED] * 4
+        wait_for(lambda: limited.statistics().evicted_pages > 0)
+        assert limited.statistics().evicted_pages == 4
+        assert load(store, OLD) == [HIT] * 18
+        others = [load(store, chain) for chain in (OTHER, NEW)]
+        assert sum(outcomes.count(HIT) for outcomes in others) == 18
+        for outcomes in others:
+            assert outcomes == [HIT] * outcomes.count(HIT) + [MISS] * outcomes.count(MISS), "a chain has a hole"
+        assert limited.usage() == Usage(36, 36 * PAGE, PAGES * PAGE)
+        stored = store_chain(store, MORE)
+        head = stored.count(STORED)
+        assert 0 < head < 10 and stored == [STORED] * head + [SetOutcome.REJECTED] * (10 - head)
+        assert dict(limited.statistics().errors) == {}
+    with contextlib.closing(open_it(seaweed, bucket, unique_prefix, None).backend) as unlimited:
+        rest = store_chain(Store(unlimited, lambda key: None, lambda key, data: None), MORE)
+        assert all(outcome.is_stored for outcome in rest), "the control: without a capacity there is room"

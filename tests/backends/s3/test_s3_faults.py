@@ -109,14 +109,12 @@ def test_a_fault_of_the_server_is_an_outcome_of_every_verb_and_counted_by_its_ki
         assert store_chain(store, keys) == [PRESENT, PRESENT, STORED]
         assert load(store, keys) == [HIT] * 3
         assert sum(errors(store).values()) == 13
-    store.backend.close()
 
 
 def _fill(stub: StubS3, keys: list[bytes]) -> None:
     """Have pages stored, by somebody else."""
     store = open_on(stub)
     assert store_chain(store, keys) == [STORED] * len(keys)
-    store.backend.close()
 
 
 def _page(store: Store, stub: StubS3) -> tuple[bytes, bytes]:
@@ -152,7 +150,6 @@ def test_a_body_that_does_not_arrive_is_an_error_and_the_object_stays(stub: Stub
     assert name(key) in stub.objects
     stub.fault = lambda request: None
     assert load(store, [key]) == [HIT]
-    store.backend.close()
 
 
 @pytest.mark.parametrize("header", [
@@ -232,7 +229,6 @@ def test_a_full_store_turns_away_the_page_and_its_tail(stub: StubS3) -> None:
     assert store_chain(store, keys) == [STORED] * 2 + [SetOutcome.REJECTED] * 3
     assert len(stub.objects) == 2
     assert errors(store) == {"no_space": 1}
-    store.backend.close()
 
 
 @pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (400, "InvalidRequest")])
@@ -243,7 +239,6 @@ def test_a_server_without_conditions_is_found_out_once(stub: StubS3, refusal: tu
     assert stub.methods() == ["PUT", "HEAD", "PUT", "HEAD", "PUT", "HEAD", "PUT"]
     assert store_chain(store, keys) == [PRESENT] * 3
     assert errors(store) == {}
-    store.backend.close()
 
 
 def test_each_page_is_asked_for_once_however_the_server_answers(store: Store, stub: StubS3) -> None:
@@ -264,7 +259,6 @@ def test_an_idle_connection_that_the_server_closed_costs_no_page(stub: StubS3) -
         wait_for(lambda: stub.open_connections == 0)
     assert errors(store) == {}
     assert stub.connections >= 3
-    store.backend.close()
 
 
 def test_a_connection_that_closes_under_a_request_is_replaced_once_if_it_was_idle(stub: StubS3) -> None:
@@ -278,7 +272,6 @@ def test_a_connection_that_closes_under_a_request_is_replaced_once_if_it_was_idl
     stub.forget_requests()
     assert load(store, keys[:1]) == [GET_ERROR]
     assert len(stub.requests) <= 2
-    store.backend.close()
 
 
 def test_connections_are_used_again(stub: StubS3) -> None:
@@ -288,7 +281,6 @@ def test_connections_are_used_again(stub: StubS3) -> None:
     load(store, keys + make_keys(3, "missing"))
     store.backend.batch_exists(keys, deadline=soon())
     assert stub.connections <= 2
-    store.backend.close()
 
 
 @pytest.mark.parametrize("tls", [False, True])
@@ -356,8 +348,6 @@ def test_nothing_holds_a_frame_once_the_verb_has_returned(stub: StubS3, body: st
         memory.append(0)  # raises BufferError while there is a view of it
     finally:
         gc.enable()
-    stub.released.set()
-    store.backend.close()
 
 
 def test_an_infinite_deadline_still_has_the_timeout(stub: StubS3) -> None:
@@ -365,4 +355,3 @@ def test_an_infinite_deadline_still_has_the_timeout(stub: StubS3) -> None:
     stub.fault = always(Answer(b"", "hang"))
     assert store.backend.batch_get(keys, empty_frames(CODEC, 2), deadline=math.inf) == [GetOutcome.ERROR] * 2
     assert errors(store) == {"timeout": 2}
-    store.backend.close()

@@ -187,7 +187,6 @@ def test_no_redirection_is_followed_and_no_region_is_asked_for(stub: StubS3, sta
         store.backend.batch_exists(KEYS[:1], deadline=soon())
         assert load(store, KEYS[:1]) == [GET_ERROR]
         assert stub.methods() == ["HEAD", "GET"] and not elsewhere.connections
-        store.backend.close()
 
 
 def test_memory_is_taken_for_what_has_come_and_not_for_what_was_announced(raw: S3RawStore, stub: StubS3) -> None:

@@ -113,7 +113,6 @@ def test_no_more_requests_are_in_flight_than_allowed(stub: StubS3, connections: 
         thread.join()
     assert results == [[HIT] * 24] * 3
     assert stub.running_max == connections
-    store.backend.close()
 
 
 @pytest.mark.parametrize(("asked", "sent"), [("30", 1), ("0", 2), ("soon", 2)])
