@@ -151,11 +151,6 @@ def test_a_key_file_open_to_others_is_refused(store: Store, mac_key_file: Path) 
     assert result.exit_code == 2 and "chmod 600" in result.stderr
 
 
-def test_verify_of_a_sound_store_succeeds(store: Store) -> None:
-    result = invoke("verify", store.root, "--rate", "200MiB")
-    assert (result.exit_code, result.stdout) == (0, "checked 4 pages, 16.0 KiB: none damaged\n")
-
-
 def test_verify_counts_damage_by_reason_and_removes_it_only_if_told_to(store: Store) -> None:
     store.damage(2)
     assert "damaged: tag" in invoke("inspect", store.page(2)).stdout
@@ -261,14 +256,6 @@ def test_a_rate_or_an_age_without_sense_is_a_usage_error_that_shows_how(
 ) -> None:
     result = invoke(args[0], store.root, *args[1:])
     assert result.exit_code == 2 and words in result.stderr
-
-
-def test_a_dry_run_removes_nothing(store: Store) -> None:
-    os.truncate(store.page(2), 4095)
-    result = invoke("purge", store.root, "--dry-run", "--yes")
-    assert (result.exit_code, result.stdout) == (0, "to remove: 4 pages, 16.0 KiB\n")
-    assert "to remove: 0 pages" in invoke("purge", store.root, "--dry-run", "--older-than", "7d").stdout
-    assert store.pages() == PAGES
 
 
 def test_purge_keeps_to_the_namespace_and_the_age(store: Store) -> None:

@@ -340,7 +340,7 @@ def test_verify_looks_at_every_part(stores: Stores) -> None:
 
 def test_looking_changes_nothing(stores: Stores) -> None:
     before = {str(path): path.lstat().st_mtime_ns for path in stores.root("a").rglob("*")}
-    for command in ("ls", "ls --pages", "stat --chains", "purge --dry-run", "trim --to 0 --dry-run"):
+    for command in ("ls", "ls --pages", "stat --chains", "purge --dry-run --yes", "trim --to 0 --dry-run"):
         name, *options = command.split()
         assert invoke(name, stores.root("a"), *options).exit_code == 0
     assert {str(path): path.lstat().st_mtime_ns for path in stores.root("a").rglob("*")} == before
