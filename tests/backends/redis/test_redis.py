@@ -309,5 +309,5 @@ def test_pages_are_one_string_each_under_a_readable_key(valkey: ValkeyServer) ->
         store_chain(store, [key])
         name = f"cache/1:{CODEC.namespace.hex()}:{key.hex()}"
         assert client.strlen(name) == PAGE
-        assert client.ttl(name) == -1, "without a time to live pages stay"
+        assert load(store, [key]) == [HIT] and client.ttl(name) == -1, "without a time to live pages stay"
         store.backend.delete([key], deadline=soon())
