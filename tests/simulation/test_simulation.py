@@ -8,6 +8,7 @@ import pytest
 
 from tests.seeds import seeds
 from tests.simulation.memory import Finding
+from tests.simulation.races import RACES, Race
 from tests.simulation.simulation import Simulation
 
 pytestmark = pytest.mark.long
@@ -51,3 +52,22 @@ def test_a_seed_runs_the_same_way_twice() -> None:
     assert first.trace == second.trace
     assert first.verified_pages == second.verified_pages
     assert first.cache.statistics() == second.cache.statistics()
+
+
+# Negative control: it finds the races that other caches have had, planted one at a time
+
+
+def first_finding(race: Race) -> tuple[int, str] | None:
+    """The first seed that shows the race as itself, and what it shows."""
+    for seed in range(race.seeds):
+        try:
+            Simulation(seed, race.parts).run()
+        except Finding as finding:
+            if finding.kind in race.kinds:
+                return seed, str(finding)
+    return None
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_the_simulation_finds_that(name: str) -> None:
+    assert first_finding(RACES[name]) is not None, f"not found within {RACES[name].seeds} seeds"
