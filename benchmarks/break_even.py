@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hicache.backends import GetOutcome
+from hicache.backends.base import GetOutcome
 from hicache.backends.memory import MemoryBackend
 from hicache.cache import HiRadixCache
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig

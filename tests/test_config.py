@@ -14,20 +14,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hicache.cli.config import effective_yaml
-from hicache.config import (
-    FileStorage,
-    FileStorageOptions,
-    HiCacheConfig,
-    HostConfig,
-    IntegrityConfig,
-    PluginStorage,
-    load_config,
-    read_key_file,
-)
+from hicache.config import FileStorageOptions, HiCacheConfig, HostConfig, load_config, read_key_file
 from hicache.config.entries import all_entries, entry_names
+from hicache.config.integrity import IntegrityConfig
 from hicache.config.redis_storage import RedisStorage, RedisStorageOptions
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.config.section import Section
+from hicache.config.storage import FileStorage, PluginStorage
 from hicache.errors import ConfigError, InvalidInput
 
 GIB = 1 << 30

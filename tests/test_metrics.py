@@ -28,22 +28,15 @@ from hicache.backends.guard import (
 )
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_keys, soon
-from hicache.cache import BreakEven, Decision, Rates, Route
+from hicache.cache.break_even import BreakEven, Decision, Rates, Route
 from hicache.cache.statistics import CacheStatistics
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import PublisherStatistics
 from hicache.frame import FrameCodec
-from hicache.metrics import (
-    CACHE_METRICS,
-    LABELS,
-    STORE_METRICS,
-    CacheCollector,
-    MetricSpec,
-    MetricsServer,
-    serve_configured,
-    store_families,
-)
+from hicache.metrics import serve_configured
+from hicache.metrics.families import CACHE_METRICS, LABELS, STORE_METRICS, CacheCollector, MetricSpec, store_families
+from hicache.metrics.server import MetricsServer
 from tests.cache.world import World, codec, prompt
 from tests.waiting import wait_for
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hicache.metrics import MetricsServer
-from hicache.metrics.server import CONNECTIONS_MAX, HEAD_BYTES_MAX, read_head
+from hicache.metrics.server import CONNECTIONS_MAX, HEAD_BYTES_MAX, MetricsServer, read_head
 
 pytestmark = pytest.mark.long
 

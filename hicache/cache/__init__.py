@@ -2,7 +2,6 @@
 if the engine keeps its own device cache, `HostCache` and `create_host_cache`.
 """
 
-from .break_even import BreakEven, BreakEvenStatistics, Decision, Rates, Route
 from .chunk_cache import ChunkCache
 from .device_tier import Eviction
 from .factory import create_cache, create_host_cache, open_storage
@@ -16,12 +15,9 @@ from .session_cache import SessionCache
 from .statistics import CacheStatistics, SessionStatistics, TierStatistics
 
 __all__ = [
-    "BreakEven",
-    "BreakEvenStatistics",
     "CacheStatistics",
     "Candidate",
     "ChunkCache",
-    "Decision",
     "Eviction",
     "HiRadixCache",
     "HostCache",
@@ -30,9 +26,7 @@ __all__ = [
     "HostWrite",
     "Order",
     "Pin",
-    "Rates",
     "RequestKV",
-    "Route",
     "SessionCache",
     "SessionStatistics",
     "TierStatistics",

@@ -4,12 +4,9 @@
 once, `secret` reads keys.
 """
 
-from .integrity import IntegrityConfig, StorageFormatConfig
 from .loading import ENVIRON_PREFIX, entry_of_variable, load_config, read_tree
-from .mooncake_storage import MooncakeStorage, MooncakeStorageOptions
-from .publishing import EventsConfig, MetricsConfig
-from .redis_storage import RedisStorageOptions
-from .s3_storage import S3StorageOptions
+from .mooncake_storage import MooncakeStorageOptions
+from .publishing import EventsConfig
 from .schema import (
     BreakEvenConfig,
     DeviceConfig,
@@ -18,36 +15,25 @@ from .schema import (
     PrefetchConfig,
     RanksConfig,
     ScheduleConfig,
-    SessionsConfig,
     TransferConfig,
 )
 from .secret import read_key, read_key_file
 from .section import Section
-from .storage import FileStorage, FileStorageOptions, PluginStorage, StorageConfig
+from .storage import FileStorageOptions
 
 __all__ = [
     "ENVIRON_PREFIX",
     "BreakEvenConfig",
     "DeviceConfig",
     "EventsConfig",
-    "FileStorage",
     "FileStorageOptions",
     "HiCacheConfig",
     "HostConfig",
-    "IntegrityConfig",
-    "MetricsConfig",
-    "MooncakeStorage",
     "MooncakeStorageOptions",
-    "PluginStorage",
     "PrefetchConfig",
     "RanksConfig",
-    "RedisStorageOptions",
-    "S3StorageOptions",
     "ScheduleConfig",
     "Section",
-    "SessionsConfig",
-    "StorageConfig",
-    "StorageFormatConfig",
     "TransferConfig",
     "entry_of_variable",
     "load_config",

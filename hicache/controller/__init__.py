@@ -1,7 +1,6 @@
 """The controller: queues, supervised workers, and the acks they come back with."""
 
 from .controller import PREFETCH_S_MAX, HiCacheController
-from .gate import OpenBackend
 from .operations import Acks, Backup, Load, Lookup, Read, Store
 from .ranks import RankGroup, TorchRankGroup
 from .statistics import ControllerStatistics, QueueStatistics
@@ -14,7 +13,6 @@ __all__ = [
     "HiCacheController",
     "Load",
     "Lookup",
-    "OpenBackend",
     "QueueStatistics",
     "RankGroup",
     "Read",

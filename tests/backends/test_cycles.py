@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.compose import LevelsBackend, ShardCodec, ShardedBackend
+from hicache.backends.compose import LevelsBackend
+from hicache.backends.compose.sharded import ShardCodec, ShardedBackend
 from hicache.backends.file.raw import make_store
 from hicache.backends.limit import LimitedBackend
 from hicache.backends.memory import MemoryBackend

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from hicache.backends.base import StorageBackend
-from hicache.backends.compose import LevelsBackend, Part, ShardCodec, ShardedBackend
+from hicache.backends.compose import LevelsBackend, Part
+from hicache.backends.compose.sharded import ShardCodec, ShardedBackend
 from hicache.backends.envelope import Envelope
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import GuardedBackend

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 
 from hicache.backends.base import StorageBackend
-from hicache.cache import BreakEven, HostCache, HostLoad, HostWrite, Rates
+from hicache.cache import HostCache, HostLoad, HostWrite
+from hicache.cache.break_even import BreakEven, Rates
 from hicache.config import HiCacheConfig, TransferConfig
 from hicache.controller import HiCacheController
 from hicache.keys import TOKEN_BYTES, RadixKey

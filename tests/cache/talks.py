@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from hicache.cache import RequestKV, SessionCache
-from hicache.config import HiCacheConfig, SessionsConfig
+from hicache.config import HiCacheConfig
+from hicache.config.schema import SessionsConfig
 from hicache.keys import BIGRAM_BYTES, RadixKey
 from tests.cache.world import GEOMETRY, World, every_hit
 

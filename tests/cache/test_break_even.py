@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.cache import BreakEven, Decision, Rates, Route
 from hicache.cache.break_even import (
     CALIBRATIONS_MAX,
     OBSERVATIONS_MIN,
     PREFILL_TOKENS_MIN,
     PROBE_EVERY,
     WINDOW,
+    BreakEven,
+    Decision,
     RateEstimator,
+    Rates,
+    Route,
 )
 from hicache.config import BreakEvenConfig, HiCacheConfig
 from hicache.errors import InvalidInput, InvariantError

@@ -11,7 +11,7 @@ from hicache.cache import ChunkCache, Eviction, HiRadixCache, RequestKV, create_
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput, InvariantError
 from hicache.keys import BIGRAM_BYTES, RadixKey
-from hicache.metrics import CACHE_METRICS
+from hicache.metrics.families import CACHE_METRICS
 from hicache.tiers import create_device_pool
 from tests.cache.world import GEOMETRY, NAMESPACE, prompt
 

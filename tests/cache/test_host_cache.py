@@ -11,14 +11,15 @@ import pytest
 
 from hicache.backends.base import GetOutcome
 from hicache.backends.guard import Direction
-from hicache.cache import BreakEven, HostCache, HostLoad, HostMatch, create_host_cache
+from hicache.cache import HostCache, HostLoad, HostMatch, create_host_cache
+from hicache.cache.break_even import BreakEven
 from hicache.cache.statistics import NO_TIER
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream, Medium, PrefixIndex
 from hicache.geometry import PageShape, Piece
 from hicache.keys import PAGE_KEY_BYTES, Namespace, RadixKey
-from hicache.metrics import CacheCollector
+from hicache.metrics.families import CacheCollector
 from hicache.tiers import HostPool
 from tests.cache.host_world import GEOMETRY, NAMESPACE, HostWorld, every_hit, memory_backend, prompt
 

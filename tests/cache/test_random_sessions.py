@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from hicache.backends import StorageBackend
+from hicache.backends.base import StorageBackend
 from hicache.cache import RequestKV, SessionCache
 from hicache.cache import session_cache as module
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, TransferConfig

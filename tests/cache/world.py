@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
 from hicache.backends.memory import MemoryBackend
-from hicache.cache import BreakEven, HiRadixCache, Rates, RequestKV
+from hicache.cache import HiRadixCache, RequestKV
+from hicache.cache.break_even import BreakEven, Rates
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.controller import HiCacheController
 from hicache.controller.ranks import RankGroup

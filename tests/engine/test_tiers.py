@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hicache.backends import StorageBackend
+from hicache.backends.base import StorageBackend
 from hicache.backends.file import FileBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.config import FileStorageOptions

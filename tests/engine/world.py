@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from hicache.backends import StorageBackend
+from hicache.backends.base import StorageBackend
 from hicache.cache import HiRadixCache
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
 from hicache.controller import HiCacheController

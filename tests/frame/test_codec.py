@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.errors import InvalidInput
-from hicache.frame import HEADER_BYTES, MAGIC, Damage, FrameCodec, FrameHeader, TagKind, frame_bytes, unseal
+from hicache.frame import HEADER_BYTES, Damage, FrameCodec, FrameHeader, TagKind, frame_bytes, unseal
+from hicache.frame.header import MAGIC
 
 NAMESPACE = b"n" * 32
 KEY = b"k" * 32

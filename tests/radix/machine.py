@@ -16,11 +16,11 @@ from hicache.radix import (
     Fate,
     Node,
     RadixTree,
-    TreeObserver,
     check_tree,
     make_policy,
     may_leave_device,
 )
+from hicache.radix.tree import TreeObserver
 from hicache.tiers import PageAllocator
 from hicache.types import PageIds
 from tests.radix.oracle import Oracle, Page, Pages

@@ -6,7 +6,8 @@ import random
 from abc import ABC, abstractmethod
 from typing import Any
 
-from hicache.cache import BreakEven, HiRadixCache, Rates
+from hicache.cache import HiRadixCache
+from hicache.cache.break_even import BreakEven, Rates
 from hicache.events import EventStream
 from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, Namespace, RadixKey
 from hicache.keys import page_keys as chained_keys

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from ...config.storage import LevelsOptions, ShardedOptions
 from ...frame import FrameCodec
-from .composed import ComposedBackend, Part, open_composed
+from .composed import Part, open_composed
 from .copier import CopyStatistics
 from .levels import LevelsBackend, copies_of
-from .sharded import Placement, ShardCodec, ShardedBackend
+from .sharded import ShardCodec, ShardedBackend
 
 __all__ = [
-    "ComposedBackend",
     "CopyStatistics",
     "LevelsBackend",
     "Part",
-    "Placement",
-    "ShardCodec",
-    "ShardedBackend",
     "copies_of",
     "open_levels",
     "open_sharded",

@@ -1,21 +1,17 @@
 """The guard: what stands in front of every storage backend, so that its troubles stay its own."""
 
 from ...config.guard import Override
-from .admission import BOUNDS_S, Direction, GuardStatistics, LatencyStatistics, Refusal, Verb
+from .admission import BOUNDS_S, Direction, GuardStatistics, LatencyStatistics, Verb
 from .backend import GuardedBackend, LeafStatistics, guards_of, leaf_statistics, may_pass
-from .breaker import BreakerState, BreakerStatistics
 
 __all__ = [
     "BOUNDS_S",
-    "BreakerState",
-    "BreakerStatistics",
     "Direction",
     "GuardStatistics",
     "GuardedBackend",
     "LatencyStatistics",
     "LeafStatistics",
     "Override",
-    "Refusal",
     "Verb",
     "guards_of",
     "leaf_statistics",

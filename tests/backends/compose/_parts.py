@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hicache.backends.base import StorageBackend
-from hicache.backends.compose import ComposedBackend, LevelsBackend, Part
+from hicache.backends.compose import LevelsBackend, Part
+from hicache.backends.compose.composed import ComposedBackend
 from hicache.backends.testing import Store
 from tests.waiting import wait_for
 

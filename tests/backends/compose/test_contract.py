@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.compose import LevelsBackend, Part, ShardCodec, ShardedBackend
+from hicache.backends.compose import LevelsBackend, Part
+from hicache.backends.compose.sharded import ShardCodec, ShardedBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import BackendContract, OpenStore, SoleBackendContract, Store
 from hicache.frame import FrameCodec

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from hicache.backends.base import StorageBackend
-from hicache.backends.compose import LevelsBackend, ShardCodec, ShardedBackend
+from hicache.backends.compose import LevelsBackend
+from hicache.backends.compose.sharded import ShardCodec, ShardedBackend
 from hicache.backends.testing import (
     HIT,
     MISS,

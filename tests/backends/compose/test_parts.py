@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import StorageBackend, leaves
-from hicache.backends.compose import LevelsBackend, ShardedBackend
+from hicache.backends.compose import LevelsBackend
+from hicache.backends.compose.sharded import ShardedBackend
 from hicache.backends.guard import Direction, GuardedBackend
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.registry import (

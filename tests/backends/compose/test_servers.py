@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import GetOutcome
-from hicache.backends.compose import LevelsBackend, Part, ShardCodec, ShardedBackend
+from hicache.backends.compose import LevelsBackend, Part
+from hicache.backends.compose.sharded import ShardCodec, ShardedBackend
 from hicache.backends.registry import open_backend
 from hicache.backends.testing import (
     HIT,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.compose import LevelsBackend, Part, Placement, ShardCodec, ShardedBackend
-from hicache.backends.compose.sharded import TAILS_MAX
+from hicache.backends.compose import LevelsBackend, Part
+from hicache.backends.compose.sharded import TAILS_MAX, Placement, ShardCodec, ShardedBackend
 from hicache.backends.testing import HIT, MISS, STORED, Store, full_frames, load, make_keys, soon, store_chain
 from hicache.errors import InvalidInput
 from hicache.frame import FrameHeader

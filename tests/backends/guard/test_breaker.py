@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.backends.guard import BreakerState, Override
-from hicache.backends.guard.breaker import WINDOW_CALLS, Breaker
+from hicache.backends.guard import Override
+from hicache.backends.guard.breaker import WINDOW_CALLS, Breaker, BreakerState
 from hicache.config.guard import GuardConfig
 from hicache.errors import InvariantError
 

@@ -32,7 +32,8 @@ from hicache.backends.testing import (
     payload_of,
     soon,
 )
-from hicache.config import MooncakeStorage, MooncakeStorageOptions, load_config
+from hicache.config import MooncakeStorageOptions, load_config
+from hicache.config.mooncake_storage import MooncakeStorage
 from hicache.devservers import MooncakeMaster
 from hicache.errors import BackendError, BackendUnavailable, ConfigError, InvalidInput
 from hicache.frame import HEADER_BYTES, FrameCodec, PageView
