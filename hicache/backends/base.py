@@ -64,6 +64,13 @@ class Usage:
     bytes: int
     capacity_bytes: int | None
 
+    @classmethod
+    def total(cls, found: Sequence[Usage]) -> Usage:
+        """Return the sum over stores that share no page, with a capacity if each of them has one."""
+        limits = [usage.capacity_bytes for usage in found if usage.capacity_bytes is not None]
+        capacity = sum(limits) if len(limits) == len(found) else None
+        return cls(sum(usage.pages for usage in found), sum(usage.bytes for usage in found), capacity)
+
 
 @dataclass(frozen=True, slots=True)
 class BackendStatistics:

@@ -50,11 +50,4 @@ class ControllerStatistics:
     def usage(self) -> Usage | None:
         """What all stores hold together; None as long as that of one is not known, and without storage."""
         usages = [leaf.usage for leaf in self.backends if leaf.usage is not None]
-        if not usages or len(usages) < len(self.backends):
-            return None
-        limits = [usage.capacity_bytes for usage in usages if usage.capacity_bytes is not None]
-        return Usage(
-            pages=sum(usage.pages for usage in usages),
-            bytes=sum(usage.bytes for usage in usages),
-            capacity_bytes=sum(limits) if len(limits) == len(usages) else None,
-        )
+        return Usage.total(usages) if usages and len(usages) == len(self.backends) else None

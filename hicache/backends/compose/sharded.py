@@ -228,10 +228,7 @@ class ShardedBackend(ComposedBackend):
 
     def measure(self) -> Usage:
         """See Envelope. The sum over the parts, with a capacity if all of them have one."""
-        found = [part.usage() for part in self._parts]
-        capacities = [usage.capacity_bytes for usage in found if usage.capacity_bytes is not None]
-        capacity = sum(capacities) if len(capacities) == len(found) else None
-        return Usage(sum(usage.pages for usage in found), sum(usage.bytes for usage in found), capacity)
+        return Usage.total([part.usage() for part in self._parts])
 
     def _before_parts_close(self) -> None:
         self._pool.close()

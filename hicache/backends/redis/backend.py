@@ -157,12 +157,7 @@ class RedisBackend(PageStore[StoredValue]):
         deadline = time.monotonic() + _PATIENCE_TIMEOUTS * self.options.timeout
         with self._primaries(deadline) as pools:
             held = [pool.run(lambda channel: measure(channel, prefix, deadline), deadline) for pool in pools]
-        limits = [one.capacity_bytes for one in held]
-        return Usage(
-            sum(one.pages for one in held),
-            sum(one.bytes for one in held),
-            None if None in limits else sum(limit or 0 for limit in limits),
-        )
+        return Usage.total(held)
 
     @contextlib.contextmanager
     def _primaries(self, deadline: float) -> Iterator[list[Pool]]:
