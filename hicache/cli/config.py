@@ -18,8 +18,7 @@ from ..errors import ConfigError
 from ..events.security import check_events
 from ..units import counted
 from .arguments import PATH
-
-REFUSED_EXIT_CODE = 1
+from .main import FOUND_EXIT_CODE
 
 _MARKDOWN_HEAD = f"""\
 # Configuration
@@ -69,7 +68,7 @@ def check(file: Path, settings: tuple[str, ...]) -> None:
         check_surroundings(loaded)
     except ConfigError as error:
         click.echo(f"hicache: {error}", err=True)
-        raise click.exceptions.Exit(REFUSED_EXIT_CODE) from error
+        raise click.exceptions.Exit(FOUND_EXIT_CODE) from error
     # Beside the YAML, so that what goes to standard output can be loaded as it is.
     click.echo("ok", err=True)
     click.echo(effective_yaml(loaded), nl=False)

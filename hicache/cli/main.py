@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 # The extra that brings what a command needs beyond the package's own dependencies.
 EXTRAS: Mapping[str, str] = {"demo": "engine"}
+FOUND_EXIT_CODE = 1  # what a check has found, and an answer of "no"
 USAGE_EXIT_CODE = 2
 BUG_EXIT_CODE = 3
 INTERRUPTED_EXIT_CODE = 130  # 128 and the number of SIGINT, as shells have it

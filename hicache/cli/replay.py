@@ -27,12 +27,11 @@ from ..units import counted
 from .arguments import DIRECTORY, FILE, Number
 from .config import parse_settings
 from .interrupts import noted_signals
-from .main import Failure, output_failures
+from .main import FOUND_EXIT_CODE, Failure, output_failures
 from .progress import OutputConsole, follow
 from .replay_view import print_summary, progress_of, trace_facts
 
 REPLAY_CONFIG = Path(__file__).with_name("replay.yaml")
-WRONG_BYTES_EXIT_CODE = 1
 # Computing takes this long by default: fast enough for 2,000 real requests in two minutes, slow enough that copies and
 # a local disk keep up with it.
 PREFILL_TOKENS_PER_S = 250_000
@@ -204,7 +203,7 @@ def show(file: Path, requests: int | None) -> None:
 class WrongBytes(Failure):
     """A replay that found wrong bytes."""
 
-    exit_code = WRONG_BYTES_EXIT_CODE
+    exit_code = FOUND_EXIT_CODE
 
 
 def _write(path: Path, text: str) -> None:

@@ -20,22 +20,21 @@ from ..backends.raw import RawStore
 from ..backends.tools.copying import CopyProgress, copy_raw
 from ..backends.tools.removal import RemovalProgress, purge_raw, trim_raw
 from ..backends.tools.survey import survey
-from ..backends.tools.verify import PageKeys, PageReport, ScrubProgress, encoding_name, tag_name, verify_raw
+from ..backends.tools.verify import PageReport, ScrubProgress, encoding_name, tag_name, verify_raw
 from ..errors import InvalidInput
 from ..frame import NO_PARENT, Damage
 from ..units import counted, format_size
 from .arguments import DURATION, PATH, SIZE
+from .main import FOUND_EXIT_CODE
 from .progress import Told, follow
 from .stores import (
-    DAMAGE_EXIT_CODE,
     DRY_RUN,
-    ENCRYPTION_KEYS,
-    MAC_KEYS,
     NAMESPACE,
     PART,
     STORE,
     StorePart,
     amount,
+    key_options,
     only_part,
     page_keys,
     parts_of,
@@ -51,20 +50,19 @@ _UNSUPPORTED = {
 
 @click.command()
 @click.argument("path", type=PATH)
-@MAC_KEYS
-@ENCRYPTION_KEYS
-def inspect(path: Path, mac_key_files: tuple[Path, ...], encryption_key_files: tuple[Path, ...]) -> None:
+@key_options
+def inspect(path: Path, **key_files: tuple[Path, ...]) -> None:
     """Show the header of the stored page PATH, and whether the page is sound.
 
     Exit code 1 if it is damaged, is no page, or does not fit the keys that were given.
     """
     if path.is_dir() and not path.is_symlink():
         raise InvalidInput(f"{path} is a directory; name a page file in it")
-    report = inspect_page(path, keys=page_keys(mac_key_files, encryption_key_files))
+    report = inspect_page(path, keys=page_keys(**key_files))
     for name, value in _report_lines(report):
         click.echo(f"{name + ':':<12} {value}")
     if report.damage is not None or report.unsupported is not None:
-        raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
+        raise click.exceptions.Exit(FOUND_EXIT_CODE)
 
 
 @click.command()
@@ -72,38 +70,27 @@ def inspect(path: Path, mac_key_files: tuple[Path, ...], encryption_key_files: t
 @PART
 @click.option("--rate", type=SIZE, help="Bytes to read per second, such as 200MiB, to leave the store to others.")
 @click.option("--remove", is_flag=True, help="Remove what is damaged. A removed page is a miss, nothing worse.")
-@MAC_KEYS
-@ENCRYPTION_KEYS
-def verify(
-    store: Path,
-    part: str | None,
-    rate: int | None,
-    remove: bool,
-    mac_key_files: tuple[Path, ...],
-    encryption_key_files: tuple[Path, ...],
-) -> None:
+@key_options
+def verify(store: Path, part: str | None, rate: int | None, remove: bool, **key_files: tuple[Path, ...]) -> None:
     """Read every page of STORE and report damage. Engines may use the store meanwhile.
 
     STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Changes
     nothing without --remove. Exit code 1 if damage was found, also if it was removed, or if pages do not fit the keys
     that were given; those are never removed.
     """
-    keys = page_keys(mac_key_files, encryption_key_files)
+    keys = page_keys(**key_files)
     parts = parts_of(store, part)
     bad = False
     for one in parts:
-        last = _verified(one, keys, rate, remove)
+        with one.opened() as raw:
+            steps = verify_raw(raw, keys=keys, rate_bytes_per_s=rate, remove=remove)
+            last = follow(steps, "checking", _tell_scrub)
         if len(parts) > 1:
             click.echo(f"{one.name}:")
         click.echo(_verdict(last))
         bad = bad or bool(last.damaged or last.unsupported)
     if bad:
-        raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
-
-
-def _verified(part: StorePart, keys: PageKeys, rate: int | None, remove: bool) -> ScrubProgress:
-    with part.opened() as raw:
-        return follow(verify_raw(raw, keys=keys, rate_bytes_per_s=rate, remove=remove), "checking", _tell_scrub)
+        raise click.exceptions.Exit(FOUND_EXIT_CODE)
 
 
 def _tell_scrub(step: ScrubProgress) -> Told:
@@ -179,9 +166,8 @@ def trim(
 @NAMESPACE
 @DRY_RUN
 @click.option("--rate", type=SIZE, help="Bytes to copy per second, such as 200MiB, to leave the stores to others.")
-@MAC_KEYS
-@ENCRYPTION_KEYS
-def copy(  # noqa: PLR0913  one for each option
+@key_options
+def copy(
     *,
     source: Path,
     target: Path,
@@ -190,8 +176,7 @@ def copy(  # noqa: PLR0913  one for each option
     namespace: str,
     dry_run: bool,
     rate: int | None,
-    mac_key_files: tuple[Path, ...],
-    encryption_key_files: tuple[Path, ...],
+    **key_files: tuple[Path, ...],
 ) -> None:
     """Store the pages of FROM in TO as well. What is there already is skipped, so a copy that was stopped goes on.
 
@@ -199,7 +184,7 @@ def copy(  # noqa: PLR0913  one for each option
     `storage` names a store. Pages are checked on the way; a chain comes head first, the one used last at first. Exit
     code 1 if pages were left out: damaged ones, and those without room.
     """
-    keys = page_keys(mac_key_files, encryption_key_files)
+    keys = page_keys(**key_files)
     done: list[CopyProgress] = []
     with contextlib.ExitStack() as stack:
         sources = [(one, stack.enter_context(one.opened())) for one in parts_of(source, part)]
@@ -211,7 +196,7 @@ def copy(  # noqa: PLR0913  one for each option
             done.append(follow(steps, "copying", _tell_copy))
             click.echo("\n".join(_copy_lines(done[-1], dry_run)))
     if not all(one.is_whole for one in done):
-        raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
+        raise click.exceptions.Exit(FOUND_EXIT_CODE)
 
 
 def _target(part: StorePart, dry_run: bool, stack: contextlib.ExitStack) -> RawStore | None:
@@ -281,7 +266,7 @@ def _removed(
         click.echo("Remove them? [y/N]: ", nl=False, err=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # what is not a clear yes is a no
             click.echo("nothing removed")
-            raise click.exceptions.Exit(DAMAGE_EXIT_CODE)
+            raise click.exceptions.Exit(FOUND_EXIT_CODE)
     return run("removing", False)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
@@ -19,10 +20,8 @@ from ..errors import ConfigError
 from ..units import counted, format_size
 from .arguments import PATH, NamespacePrefix
 
-# Exit code for damage that was found, and for an answer of "no".
-DAMAGE_EXIT_CODE = 1
 _YAML = (".yaml", ".yml")
-
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 STORE = click.argument("store", metavar="STORE", type=PATH)
 PART = click.option("--part", metavar="NAME", help="Only this part of a store of several; `stat` shows their names.")
@@ -31,15 +30,15 @@ NAMESPACE = click.option(
     help="Only namespaces whose digest starts so; `ls` shows them.",
 )  # fmt: skip
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Say what would be done and do nothing.")
-MAC_KEYS = click.option(
-    "--mac-key-file", "mac_key_files",
+_MAC_KEYS = click.option(
+    "--mac-key-file", "mac",
     type=PATH,
     multiple=True,
     help="Key the pages were sealed with; twice while keys are being changed. Without it, keyed pages are checked as "
     "far as their headers go.",
 )  # fmt: skip
-ENCRYPTION_KEYS = click.option(
-    "--encryption-key-file", "encryption_key_files",
+_ENCRYPTION_KEYS = click.option(
+    "--encryption-key-file", "encryption",
     type=PATH,
     multiple=True,
     help="The same for encrypted pages.",
@@ -65,14 +64,9 @@ class StorePart:
         """Where a file store is; None for others."""
         return self.spec.options.path if isinstance(self.spec.options, FileStorageOptions) else None
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[RawStore]:
+    def opened(self) -> contextlib.closing[RawStore]:
         """The store as its operator sees it. Raises ConfigError and BackendError."""
-        raw = open_raw(self.spec)
-        try:
-            yield raw
-        finally:
-            raw.close()
+        return contextlib.closing(open_raw(self.spec))
 
 
 def parts_of(store: Path, part: str | None = None) -> list[StorePart]:
@@ -134,11 +128,16 @@ def _parts_of_spec(name: str | None, spec: BackendSpec) -> Iterator[StorePart]:
         yield from _parts_of_spec(own if name is None else f"{name}/{own}", part)
 
 
-def page_keys(mac_key_files: tuple[Path, ...], encryption_key_files: tuple[Path, ...]) -> PageKeys:
+def key_options(command: Command) -> Command:
+    """Give a command the options from which `page_keys` reads keys."""
+    return _MAC_KEYS(_ENCRYPTION_KEYS(command))
+
+
+def page_keys(mac: tuple[Path, ...], encryption: tuple[Path, ...]) -> PageKeys:
     """The keys in the files that a command was given. Raises ConfigError."""
     return PageKeys(
-        tuple(read_key_file(path, "MAC key file") for path in mac_key_files),
-        tuple(read_key_file(path, "encryption key file") for path in encryption_key_files),
+        tuple(read_key_file(path, "MAC key file") for path in mac),
+        tuple(read_key_file(path, "encryption key file") for path in encryption),
     )
 
 
