@@ -95,10 +95,15 @@ class S3StorageOptions(Section):
         default=None,
         description="Certificates (PEM) that are trusted in place of the system's. Certificates are always checked.",
     )
+    client: Literal["direct", "boto3"] = Field(
+        default="direct",
+        description="The client that makes the requests. `boto3` copies each page and takes several times the "
+        "processor time: for S3 Express, for a proxy with a password, and for stores that `direct` does not work with.",
+    )
     proxy: str | None = Field(
         default=None,
         description="URL of an HTTP proxy, like `http://proxy.example:3128`, through which the store is reached. Not "
-        "set: none, whatever the environment says.",
+        "set: none with `direct`, whatever the environment says; the one of the environment with `boto3`.",
     )
     connections: Count = Field(
         default=8, ge=1, le=256,

@@ -33,6 +33,7 @@ CredentialsSource: TypeAlias = Callable[[float], Credentials]
 @dataclass(frozen=True, slots=True)
 class Access:
     """Where the store is and who we are. Requests name `host` and begin with `path`; a proxy wants `origin` before it.
+    `session` is botocore's, with the same credentials.
     """
 
     options: S3StorageOptions
@@ -42,6 +43,8 @@ class Access:
     origin: str
     region: str
     credentials: CredentialsSource
+    is_path_style: bool
+    session: Any
 
 
 def open_access(options: S3StorageOptions) -> Access:
@@ -85,8 +88,10 @@ def open_access(options: S3StorageOptions) -> Access:
             tunnel = host if host.endswith(f":{url.port}") else f"{host}:{url.port}"
     server = Server(*reached, tls, name, tunnel, options.connect_timeout, options.timeout)
     fixed = _fixed_credentials(options)
+    if fixed is not None:
+        session.set_credentials(fixed.access_key, fixed.secret_key, fixed.session_token)
     source = _from_boto(session) if fixed is None else lambda deadline: fixed
-    return Access(options, server, host, path, origin, region, source)
+    return Access(options, server, host, path, origin, region, source, path_style, session)
 
 
 def _tls_context(ca_file: str | os.PathLike[str] | None) -> ssl.SSLContext:
@@ -115,13 +120,13 @@ def _session(options: S3StorageOptions) -> Any:
 
 def _usual_endpoint(session: Any, region: str) -> str:
     """What AWS has for the region, or boto3 is configured for."""
-    with _config_errors("boto3 has no endpoint for the region"):
+    with config_errors("boto3 has no endpoint for the region"):
         client = session.create_client("s3", region_name=region, aws_access_key_id="-", aws_secret_access_key="-")
     return str(client.meta.endpoint_url)
 
 
 @contextlib.contextmanager
-def _config_errors(what: str) -> Iterator[None]:
+def config_errors(what: str) -> Iterator[None]:
     """Turn what botocore raises for values and sources that do not work into ConfigError, without its text: that may
     quote the answer of a source of credentials."""
     import botocore.exceptions  # noqa: PLC0415
@@ -182,7 +187,7 @@ def _from_boto(session: Any) -> CredentialsSource:
         except (BotoCoreError, LookupError, TypeError, ValueError) as error:
             raise StoreError(ErrorKind.WRONG_CREDENTIALS, type(error).__name__) from None
 
-    with _config_errors("boto3 cannot get credentials"):
+    with config_errors("boto3 cannot get credentials"):
         found = session.get_credentials()
         fixed = None if found is None or isinstance(found, RefreshableCredentials) else load()
     if found is None:

@@ -81,7 +81,7 @@ class S3Client:
             if head.status != 200:
                 _missing(connection, head, deadline)
                 return None
-            size = _object_length(head)
+            size = object_length(head)
             buffers = target(size)
             if buffers:
                 connection.read_into(buffers, deadline, arrived)
@@ -100,7 +100,7 @@ class S3Client:
             if head.status not in (200, 206):
                 _missing(connection, head, deadline)
                 return None
-            length = _object_length(head)
+            length = object_length(head)
             data = connection.read_exactly(min(length, bytes_max), deadline)
             if length == len(data):
                 connection.finish()
@@ -243,8 +243,8 @@ def _early_reply(connection: Connection, deadline: float, error: OSError) -> Hea
         raise StaleConnection from error
 
 
-def _object_length(head: Head) -> int:
-    """The length of the object in a reply. Raises StoreError if the reply does not say it."""
+def object_length(head: Head) -> int:
+    """Return the length of the object in a reply. Raises StoreError if the reply does not say it."""
     if head.length is None or head.is_chunked:
         raise StoreError(ErrorKind.PROTOCOL, "the reply does not say how long the object is")
     return head.length

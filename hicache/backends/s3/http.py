@@ -19,7 +19,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -234,7 +234,11 @@ class Connection:
     def read_body(self, head: Head, bytes_max: int, deadline: float) -> bytes:
         """The body of a small reply. Raises OSError, and StoreError if it is longer than `bytes_max` or cut."""
         if head.is_chunked:
-            return self._read_chunks(bytes_max, deadline)
+            return read_chunks(
+                lambda: self._read_to(b"\r\n", _HEAD_BYTES_MAX, deadline),
+                lambda size: self.read_exactly(size, deadline),
+                bytes_max,
+            )
         length = head.length
         if length is None:
             return self._read_to_end(bytes_max, deadline)
@@ -250,32 +254,6 @@ class Connection:
             self.read_into([memoryview(piece)], deadline)
             data += piece
         return bytes(data)
-
-    def _read_chunks(self, bytes_max: int, deadline: float) -> bytes:
-        """A body in chunks (RFC 9112, 7.1), of at most `bytes_max` bytes and a sixteenth of that around the chunks."""
-        body = bytearray()
-        framing_left = bytes_max // 16 + _HEAD_BYTES_MAX
-        is_trailer = False
-        while framing_left > 0:
-            try:
-                line = self._read_to(b"\r\n", _HEAD_BYTES_MAX, deadline)
-            except StaleConnection as error:
-                raise StoreError(ErrorKind.PROTOCOL, "the connection ended within the chunks") from error
-            framing_left -= len(line)
-            if is_trailer:
-                if line == b"\r\n":
-                    return bytes(body)
-                continue
-            found = _CHUNK_SIZE.fullmatch(line)
-            size = int(found[1], 16) if found else -1
-            if not 0 <= size <= bytes_max - len(body):
-                raise StoreError(ErrorKind.PROTOCOL, "a chunk of the reply has no proper size")
-            is_trailer = not size
-            if size:
-                body += self.read_exactly(size, deadline)
-                if self.read_exactly(2, deadline) != b"\r\n":
-                    break
-        raise StoreError(ErrorKind.PROTOCOL, "the chunks of the reply make no sense")
 
     def _read_to_end(self, bytes_max: int, deadline: float) -> bytes:
         self._has_closing_reply = True
@@ -297,6 +275,34 @@ class Connection:
     def close(self) -> None:
         """Close it, whatever state it is in."""
         self._sock.close()
+
+
+def read_chunks(read_line: Callable[[], bytes], read_exactly: Callable[[int], bytes], bytes_max: int) -> bytes:
+    """Read a body in chunks (RFC 9112, 7.1), of at most `bytes_max` bytes and a sixteenth of that around the chunks.
+    Raises StoreError, and what the readers raise."""
+    body = bytearray()
+    framing_left = bytes_max // 16 + _HEAD_BYTES_MAX
+    is_trailer = False
+    while framing_left > 0:
+        try:
+            line = read_line()
+        except StaleConnection as error:
+            raise StoreError(ErrorKind.PROTOCOL, "the connection ended within the chunks") from error
+        framing_left -= len(line)
+        if is_trailer and line:
+            if line == b"\r\n":
+                return bytes(body)
+            continue
+        found = _CHUNK_SIZE.fullmatch(line)
+        size = int(found[1], 16) if found else -1
+        if not 0 <= size <= bytes_max - len(body):
+            raise StoreError(ErrorKind.PROTOCOL, "a chunk of the reply has no proper size")
+        is_trailer = not size
+        if size:
+            body += read_exactly(size)
+            if read_exactly(2) != b"\r\n":
+                break
+    raise StoreError(ErrorKind.PROTOCOL, "the chunks of the reply make no sense")
 
 
 def resolve(server: Server) -> Sequence[Address]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ...config.s3_storage import S3StorageOptions
 from ...errors import BackendUnavailable
@@ -18,6 +19,9 @@ from ..raw import StoredPage
 from .access import open_access
 from .client import S3Client
 from .replies import LISTED_MAX
+
+if TYPE_CHECKING:
+    from .boto import BotoClient
 
 _NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})")
 # RFC 9110, 8.8.3, without the bytes beyond ASCII that it allows in a tag.
@@ -50,6 +54,15 @@ def parse_name(prefix: str, name: str) -> tuple[bytes, bytes] | None:
     return None if match is None else (bytes.fromhex(match[1]), bytes.fromhex(match[3]))
 
 
+def _open_client(options: S3StorageOptions) -> S3Client | BotoClient:
+    access = open_access(options)
+    if options.client == "direct":
+        return S3Client(access)
+    from .boto import BotoClient  # noqa: PLC0415 - an optional dependency
+
+    return BotoClient(access)
+
+
 class Objects:
     """See the module's docstring. Thread-safe. All verbs block up to the deadline and raise StoreError. `client` makes
     the plain requests, and is closed by `close`.
@@ -58,7 +71,7 @@ class Objects:
     """
 
     def __init__(self, options: S3StorageOptions) -> None:
-        self.client = S3Client(open_access(options))
+        self.client = _open_client(options)
         self._prefix = options.prefix
         self._is_conditional = True
         try:

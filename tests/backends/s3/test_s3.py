@@ -25,6 +25,14 @@ class TestS3(BackendContract):
         return lambda codec: open_s3(bucket, unique_prefix, codec)
 
 
+class TestBotoClient(BackendContract):
+    machine_examples = 5  # random walks, where only the way to the server differs
+
+    @pytest.fixture
+    def open_store(self, bucket: Bucket, unique_prefix: str) -> OpenStore:
+        return lambda codec: open_s3(bucket, unique_prefix, codec, client="boto3")
+
+
 class TestWithoutConditions(BackendContract):
     """Pages are asked for before they are stored."""
 
