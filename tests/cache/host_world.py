@@ -16,7 +16,7 @@ from hicache.controller import HiCacheController
 from hicache.keys import TOKEN_BYTES, RadixKey
 from hicache.radix import RadixTree
 from hicache.tiers import HostPool
-from tests.cache.world import GEOMETRY, NAMESPACE, configured, every_hit, memory_backend, prompt
+from tests.cache.world import GEOMETRY, NAMESPACE, Ending, configured, every_hit, memory_backend, prompt
 from tests.stamps import Stamps
 from tests.waiting import wait_for
 
@@ -24,7 +24,7 @@ __all__ = ["GEOMETRY", "NAMESPACE", "HostWorld", "every_hit", "memory_backend", 
 PAGE_TOKENS = GEOMETRY.page_size
 
 
-class HostWorld:
+class HostWorld(Ending):
     """A cache of `host_pages` over `backend`. `kind` is the class of the cache, for tests that break one on purpose."""
 
     def __init__(
@@ -52,6 +52,7 @@ class HostWorld:
         )
         self.stamps = Stamps(GEOMETRY)
         self._epochs: dict[RadixTree, int] = {}
+        super().__init__()
 
     def stamp(self, key: RadixKey, page: int, epoch: int | None = None) -> bytes:
         """What one page of a prompt must hold."""
@@ -68,10 +69,21 @@ class HostWorld:
         for number, page in enumerate(load.host_pages.tolist(), load.start_page):
             assert self.host.payload(page) == self.stamp(key, number, epoch), f"page {number} of {load.rid} is wrong"
 
-    def write(self, rid: str, key: RadixKey, start_page: int = 0) -> HostWrite:
-        """A whole write of all pages that L2 lacks."""
+    def begin_write(self, rid: str, key: RadixKey, start_page: int = 0) -> HostWrite:
+        """Begin a write for which there is something to do, and room."""
         write = self.cache.begin_write(rid, key, start_page)
         assert write is not None
+        return write
+
+    def begin_load(self, rid: str, key: RadixKey, start_page: int, end_page: int) -> HostLoad:
+        """Begin a load of pages that are on L2."""
+        load = self.cache.begin_load(rid, key, start_page, end_page)
+        assert load is not None
+        return load
+
+    def write(self, rid: str, key: RadixKey, start_page: int = 0) -> HostWrite:
+        """A whole write of all pages that L2 lacks."""
+        write = self.begin_write(rid, key, start_page)
         self.copy(key, write)
         self.cache.end_write(write, complete=True)
         self.cache.check()
@@ -82,8 +94,7 @@ class HostWorld:
         found = self.cache.lookup(rid, key)
         assert not found.loading
         if found.pages:
-            load = self.cache.begin_load(rid, key, 0, found.pages)
-            assert load is not None
+            load = self.begin_load(rid, key, 0, found.pages)
             self.compare(key, load)
             self.cache.end_load(load, seconds)
         self.cache.abort(rid)
@@ -126,6 +137,7 @@ class HostWorld:
 
     def close(self) -> None:
         """End the cache. Nothing is lent or held any more."""
+        self.leave()
         self.settle()
         assert len(self.cache._trees.all()) == 1
         assert self.host.allocator.used_pages == self.cache.tree.host_evictable_pages

@@ -108,7 +108,7 @@ class RandomEngine:
     def admit(self) -> None:
         for rid, key in list(self.waiting):
             if len(self.running) < 4 and self.world.cache.check_prefetch_progress(rid):
-                request = self.world.begin(rid, key)
+                request = self.world.try_begin(rid, key)
                 if request is not None:
                     self.waiting.remove((rid, key))
                     self.running.append((request, key))

@@ -6,14 +6,14 @@ from typing import Any
 
 from hicache.cache import ChunkCache, HiRadixCache, RequestKV, SessionCache, TreeCache
 from hicache.keys import RadixKey
-from tests.cache.world import GEOMETRY, World, prompt
+from tests.cache.world import GEOMETRY, Ending, World, prompt
 from tests.radix.machine import image
 
 KINDS = ("tiered", "chunk", "session")
 SERVED, RUNNING = prompt(1, 2), prompt(3, 4)
 
 
-class Side:
+class Side(Ending):
     """A cache that has served one prompt and runs a request of another, whose KV is written.
 
     In a session cache the request is a turn of the session `s`.
@@ -30,6 +30,8 @@ class Side:
         self.serve("served", prompt(1 + 10 * number, 2))
         self.key = prompt(3 + 10 * number, 4)
         self.request = self.begin("running", self.key)
+        self.world.leave()
+        super().__init__()
 
     @property
     def tiered(self) -> HiRadixCache:
@@ -74,6 +76,7 @@ class Side:
 
     def close(self) -> None:
         """End what runs as usual; then every page is free or the tree's."""
+        self.leave()
         if not self.request.ended:
             self.world.compare(self.key, self.request.pages[: len(self.key) // GEOMETRY.page_size])
             self.cache.cache_finished_req(self.request, self.key)

@@ -18,7 +18,7 @@ from hicache.cache import RequestKV, SessionCache
 from hicache.config import HiCacheConfig
 from hicache.config.schema import SessionsConfig
 from hicache.keys import BIGRAM_BYTES, RadixKey
-from tests.cache.world import GEOMETRY, World, every_hit
+from tests.cache.world import GEOMETRY, Ending, World, every_hit
 
 PAGE = GEOMETRY.page_size
 _TOKEN_BYTES = GEOMETRY.heads * GEOMETRY.head_dim * 4
@@ -47,7 +47,7 @@ class Talk:
     epoch: int
 
 
-class Talks:
+class Talks(Ending):
     """A session cache in a small world of `parts`, and requests whose every cached token is compared."""
 
     def __init__(
@@ -67,6 +67,8 @@ class Talks:
         self.clock = Clock()
         self.cache.clock = self.clock
         self.wrong_tokens = self.compared_tokens = self._requests = 0
+        self.world.leave()
+        super().__init__()
 
     @property
     def free_pages(self) -> int:
@@ -76,7 +78,13 @@ class Talks:
         """The key of `tokens`, of the kind the cache takes."""
         return RadixKey.of(tokens, bigram=self.bigram)
 
-    def begin(self, tokens: Sequence[int], session_id: str | None = None, *, rid: str | None = None) -> Talk | None:
+    def begin(self, tokens: Sequence[int], session_id: str | None = None, *, rid: str | None = None) -> Talk:
+        """`try_begin` where there is room."""
+        talk = self.try_begin(tokens, session_id, rid=rid)
+        assert talk is not None, "no room"
+        return talk
+
+    def try_begin(self, tokens: Sequence[int], session_id: str | None = None, *, rid: str | None = None) -> Talk | None:
         """Admit a request, compare the KV of its cached tokens and compute the others of its prompt."""
         self._requests += 1
         rid = rid or f"r{self._requests}"
@@ -124,7 +132,6 @@ class Talks:
     def turn(self, session_id: str, tokens: Sequence[int], answer: Sequence[int] = ()) -> Talk:
         """A whole turn; the returned talk keeps its hit counts."""
         talk = self.begin(tokens, session_id)
-        assert talk is not None, "no room"
         assert self.decode(talk, answer)
         self.finish(talk)
         return talk
@@ -168,6 +175,7 @@ class Talks:
 
     def close(self) -> None:
         """Close everything, and find that nothing is locked and nothing but the tree holds a page."""
+        self.leave()
         self.settle()
         assert self.cache.close()
         self.cache.check()

@@ -115,7 +115,6 @@ def test_a_bad_argument_is_a_typed_error_and_changes_nothing(kind: str, name: st
         with pytest.raises(HiCacheError):
             call(side, bad)
         assert side.image() == before, type(bad)
-    side.close()
 
 
 def test_the_image_shows_what_a_call_has_changed() -> None:
@@ -126,7 +125,6 @@ def test_the_image_shows_what_a_call_has_changed() -> None:
     assert (after := side.image()) != before
     side.tiered.evict(1)
     assert side.image() != after
-    side.close()
 
 
 class Two:
@@ -152,7 +150,6 @@ def test_an_increment_where_the_total_is_meant_is_refused_with_both_numbers(kind
         with pytest.raises(InvalidInput, match="total_tokens: 11 is less than the 12 tokens"):
             side.cache.extend(side.request, 11)
     side.cache.cache_finished_req(side.request, longer)
-    side.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,7 +168,6 @@ def test_what_can_never_fit_into_l1_is_refused_with_the_numbers(kind: str) -> No
         side.cache.extend(request, 4 * pages + 1)
     assert side.cache.extend(request, 4 * pages)
     side.cache.cache_finished_req(request, None)
-    side.close()
 
 
 @pytest.mark.parametrize("integer", [np.int64(2), np.uint8(2), 2, Two()], ids=lambda value: type(value).__name__)
@@ -183,14 +179,12 @@ def test_integers_of_numpy_are_integers(integer: Any) -> None:
     side.cache.cache_finished_req(request, None)
     side.cache.update_weights(integer)
     assert type(side.tiered.weights_epoch) is int and side.tiered.weights_epoch == 2
-    side.close()
 
 
 def test_a_session_cache_refuses_a_time_beyond_the_range_of_float() -> None:
     side = Side("session")
     with pytest.raises(InvalidInput, match="ttl_s"):
         side.sessions.open_session("t", ttl_s=10**400)
-    side.close()
 
 
 def test_a_cache_begins_with_an_epoch_that_a_frame_can_carry() -> None:
@@ -200,7 +194,6 @@ def test_a_cache_begins_with_an_epoch_that_a_frame_can_carry() -> None:
             HiRadixCache(world.device, world.host, world.controller, weights_epoch=epoch)
         with pytest.raises(InvalidInput, match="weights epoch"):
             ChunkCache(world.device, weights_epoch=epoch)
-    world.close()
 
 
 def test_the_shortest_and_the_longest_prefill_are_taken_in() -> None:
@@ -210,7 +203,6 @@ def test_the_shortest_and_the_longest_prefill_are_taken_in() -> None:
         side.cache.record_prefill(2**62, seconds)
         side.cache.poll()
         side.cache.check()
-    side.close()
 
 
 def test_a_refused_turn_leaves_its_session_what_it_holds() -> None:
@@ -224,4 +216,3 @@ def test_a_refused_turn_leaves_its_session_what_it_holds() -> None:
     assert side.image() == before
     side.sessions.abort_prefetch("b")
     side.sessions.drop_all()
-    side.close()

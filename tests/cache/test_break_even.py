@@ -430,7 +430,6 @@ def test_a_hit_in_storage_that_does_not_pay_is_not_read_and_one_that_pays_is() -
     forget(world)
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
     assert world.cache.statistics().break_even.decisions["prefetch", "pays"] == 1
-    world.close()
 
 
 def test_a_hit_on_the_host_that_does_not_pay_is_computed_and_one_that_pays_is_loaded() -> None:
@@ -444,7 +443,6 @@ def test_a_hit_on_the_host_that_does_not_pay_is_computed_and_one_that_pays_is_lo
     world.step()
     assert world.serve("b", KEY).host_hit_tokens == 8 * GEOMETRY.page_size
     assert world.cache.statistics().break_even.decisions["load", "pays"] == 1
-    world.close()
 
 
 def test_in_mode_always_the_same_hits_are_fetched() -> None:
@@ -457,7 +455,6 @@ def test_in_mode_always_the_same_hits_are_fetched() -> None:
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
     skipped = world.cache.statistics().skipped
     assert skipped["load_does_not_pay"] == skipped["prefetch_does_not_pay"] == 0
-    world.close()
 
 
 class Throttle(BreakEven):
@@ -490,7 +487,6 @@ def test_requests_stop_waiting_for_a_store_that_turns_slow_and_use_it_again_when
     for _ in range(USUAL_PROBES * 4):
         used()
     assert all(used() for _ in range(WINDOW))
-    world.close()
 
 
 def test_an_engine_that_says_nothing_about_prefills_has_every_hit_fetched() -> None:
@@ -499,4 +495,3 @@ def test_an_engine_that_says_nothing_about_prefills_has_every_hit_fetched() -> N
     assert world.serve("a", KEY).host_hit_tokens == 8 * GEOMETRY.page_size
     decisions = world.cache.statistics().break_even.decisions
     assert {key for key, count in decisions.items() if count} == {("load", "unmeasured"), ("prefetch", "unmeasured")}
-    world.close()

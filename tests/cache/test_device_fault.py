@@ -32,12 +32,12 @@ def world() -> World:
 
 
 def test_a_request_that_began_before_a_load_failed_hears_of_it_at_its_forward(world: World) -> None:
-    aborted = world.cache.begin_request("aborted", prompt(1, 2, 3, 4))
+    aborted = world.admit("aborted", prompt(1, 2, 3, 4))
     load = world.cache.start_loading()
-    assert aborted is not None and load is not None
+    assert load is not None
     world.cache.cache_finished_req(aborted, None)
-    request = world.cache.begin_request("late", prompt(1, 2, 3, 4))
-    assert request is not None and request.shared_pages == 4, "the pages count as being on L1"
+    request = world.admit("late", prompt(1, 2, 3, 4))
+    assert request.shared_pages == 4, "the pages count as being on L1"
     world.settle()
     transfer = world.cache.start_loading()
     assert transfer is not None
@@ -45,15 +45,14 @@ def test_a_request_that_began_before_a_load_failed_hears_of_it_at_its_forward(wo
         transfer.wait_layer(0)
     world.cache.cache_finished_req(request, None)
     assert world.cache.start_loading() is None
-    world.close()
 
 
 def test_a_running_request_keeps_its_own_pages_once_a_load_has_failed(world: World) -> None:
     running = world.begin("running", prompt(1, 2, 9))
-    assert running is not None and running.shared_pages == 0, "the prefix on L2 is too short to load"
-    loading = world.cache.begin_request("loading", prompt(1, 2, 3, 4))
+    assert running.shared_pages == 0, "the prefix on L2 is too short to load"
+    loading = world.admit("loading", prompt(1, 2, 3, 4))
     transfer = world.cache.start_loading()
-    assert loading is not None and transfer is not None
+    assert transfer is not None
     with pytest.raises(TransferError):
         transfer.wait_layer(0)
     world.cache.cache_finished_req(loading, None)
@@ -61,7 +60,6 @@ def test_a_running_request_keeps_its_own_pages_once_a_load_has_failed(world: Wor
     world.cache.cache_unfinished_req(running, prompt(1, 2, 9))
     world.compare(prompt(1, 2, 9), running.pages[:3])
     world.cache.cache_finished_req(running, prompt(1, 2, 9))
-    world.close()
 
 
 class _BrokenBackups(CpuCopyEngine):
@@ -81,4 +79,3 @@ def test_a_pinned_prefix_that_could_not_be_copied_stays_on_l1() -> None:
     assert pin is not None and world.cache.tree.pinned_pages == 2
     pin.release()
     assert world.cache.evict(100).freed_pages == 2
-    world.close()

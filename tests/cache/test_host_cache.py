@@ -40,8 +40,8 @@ def decisions(world: HostWorld) -> int:
 
 def test_pages_are_offered_once_all_workers_have_copied() -> None:
     world = HostWorld()
-    write = world.cache.begin_write("a", KEY)
-    assert write is not None and (write.start_page, len(write.host_pages)) == (0, 4)
+    write = world.begin_write("a", KEY)
+    assert (write.start_page, len(write.host_pages)) == (0, 4)
     assert world.cache.lookup("b", KEY) == NOTHING
     world.copy(KEY, write)
     world.cache.end_write(write, complete=True)
@@ -49,59 +49,25 @@ def test_pages_are_offered_once_all_workers_have_copied() -> None:
     assert world.cache.lookup("b", KEY, 3) == HostMatch(1, loading=False)
     assert world.cache.lookup("b", KEY, 9) == NOTHING
     assert world.load("b", KEY) == 4
-    world.close()
 
 
 def test_a_partial_last_page_is_not_written() -> None:
     world = HostWorld()
     assert len(world.write("a", prompt(1, 2, tail=3)).host_pages) == 2
     assert world.cache.begin_write("a", prompt(1, 2, tail=2)) is None
-    world.close()
-
-
-def test_only_what_l2_lacks_and_no_other_write_brings_is_written() -> None:
-    world = HostWorld()
-    world.write("a", prompt(1, tail=0))
-    second = world.cache.begin_write("b", prompt(1, 2, 3, tail=0))
-    third = world.cache.begin_write("c", prompt(1, 2, 3, 4, tail=0))
-    other = world.cache.begin_write("d", prompt(1, 2, 5, tail=0))
-    assert second is not None and (second.start_page, len(second.host_pages)) == (1, 2)
-    assert third is not None and (third.start_page, len(third.host_pages)) == (3, 1)
-    assert other is not None and (other.start_page, len(other.host_pages)) == (2, 1)
-    assert world.cache.begin_write("e", KEY) is None
-    assert world.cache.begin_write("f", prompt(1, 2, 3, tail=0, salt="tenant")) is not None
-    world.cache.check()
-
-
-def test_a_write_that_ends_before_the_one_that_brings_its_prefix_is_shown_after_it() -> None:
-    world = HostWorld()
-    first = world.cache.begin_write("a", prompt(1, 2, tail=0))
-    second = world.cache.begin_write("a", KEY)
-    assert first is not None and second is not None
-    world.copy(KEY, second)
-    world.cache.end_write(second, complete=True)
-    world.cache.check()
-    assert world.cache.lookup("b", KEY) == NOTHING
-    world.copy(KEY, first)
-    world.cache.end_write(first, complete=True)
-    assert world.load("b", KEY) == 4
-    with pytest.raises(InvalidInput, match="has ended"):
-        world.cache.end_write(second, complete=True)
-    world.close()
 
 
 def test_pages_of_a_failed_write_are_free_again_and_so_is_what_waits_for_them() -> None:
     world = HostWorld()
-    first = world.cache.begin_write("a", prompt(1, 2, tail=0))
-    second = world.cache.begin_write("a", KEY)
-    assert first is not None and second is not None and world.free_pages == 28
+    first = world.begin_write("a", prompt(1, 2, tail=0))
+    second = world.begin_write("a", KEY)
+    assert world.free_pages == 28
     world.cache.end_write(second, complete=True)
     world.cache.end_write(first, complete=False)
     assert world.free_pages == 32 and skipped(world, "backup_failed") == 1
     assert world.cache.lookup("b", KEY) == NOTHING
     world.cache.abort("b")
     assert len(world.write("c", KEY).host_pages) == 4
-    world.close()
 
 
 def test_what_a_write_has_brought_stays_for_those_that_follow_it() -> None:
@@ -119,7 +85,6 @@ def test_what_a_write_has_brought_stays_for_those_that_follow_it() -> None:
     world.copy(key, second)
     world.cache.end_write(second, complete=True)
     assert world.load("c", key) == 4
-    world.close()
 
 
 class _Counting(HostCache):
@@ -147,7 +112,6 @@ def test_the_end_of_a_write_does_not_cost_more_because_others_wait(complete: boo
         cache.end_write(write, complete=complete or write is not writes[0])
     assert cache.looks <= 2 * count
     assert world.load("b", key) == (count if complete else 0)
-    world.close()
 
 
 def test_a_page_before_those_that_the_workers_have_is_not_written() -> None:
@@ -156,7 +120,6 @@ def test_a_page_before_those_that_the_workers_have_is_not_written() -> None:
     assert skipped(world, "backup_prefix_not_on_host") == 1 and world.free_pages == 32
     world.write("a", prompt(1, tail=0))
     assert world.write("a", KEY, 1).start_page == 1
-    world.close()
 
 
 def test_eviction_makes_room_for_a_write_but_does_not_take_its_prefix() -> None:
@@ -166,90 +129,39 @@ def test_eviction_makes_room_for_a_write_but_does_not_take_its_prefix() -> None:
     write = world.write("a", KEY)  # its own prefix was used last, and the policy evicts that first
     assert write.start_page == 2 and world.load("c", KEY) == 4
     assert world.cache.lookup("d", prompt(8, 9, tail=0)).pages == 0
-    world.close()
 
 
 def test_without_room_nothing_is_written_and_nothing_changes() -> None:
     world = HostWorld(host_pages=4)
     world.write("a", prompt(1, 2, tail=0))
-    load = world.cache.begin_load("b", prompt(1, 2, tail=0), 0, 2)
-    assert load is not None
+    load = world.begin_load("b", prompt(1, 2, tail=0), 0, 2)
     assert world.cache.begin_write("c", prompt(5, 6, 7, tail=0)) is None
     assert skipped(world, "backup_no_host_room") == 1 and world.free_pages == 2
     world.compare(KEY, load)
     world.cache.end_load(load, 0.1)
     world.write("c", prompt(5, 6, 7, tail=0))
-    world.close()
 
 
 # Loads
 
 
-def test_a_load_keeps_its_pages_until_it_ends() -> None:
-    world = HostWorld(host_pages=4)
-    world.write("a", KEY)
-    load = world.cache.begin_load("b", KEY, 1, 3)
-    assert load is not None and (load.start_page, len(load.host_pages)) == (1, 2)
-    world.write("c", prompt(7, tail=0))  # takes the page behind the load
-    assert world.cache.begin_write("c", prompt(7, 8, tail=0)) is None
-    world.compare(KEY, load)
-    world.cache.end_load(load, 0.1)
-    world.write("c", prompt(7, 8, 9, tail=0))
-    world.cache.abort("b")
-    world.close()
-
-
-def test_a_load_of_pages_that_are_gone_does_not_begin() -> None:
-    world = HostWorld(host_pages=4)
-    world.write("a", KEY)
-    assert world.cache.lookup("b", KEY).pages == 4
-    world.write("c", prompt(7, tail=0))
-    assert world.cache.begin_load("b", KEY, 0, 4) is None
-    assert world.cache.lookup("b", KEY) == NOTHING
-    world.close()
-
-
-def test_another_request_learns_that_its_pages_are_being_loaded() -> None:
-    world = HostWorld()
-    world.write("a", KEY)
-    other = prompt(1, 2, 9, tail=0)
-    world.write("a", other)
-    load = world.cache.begin_load("b", KEY, 2, 4)
-    assert load is not None
-    assert world.cache.lookup("c", KEY) == HostMatch(4, loading=True)
-    assert world.cache.lookup("c", KEY, 3) == HostMatch(1, loading=True)
-    assert not world.cache.lookup("c", prompt(1, 2, tail=0)).loading  # those before the load are not
-    assert not world.cache.lookup("c", other).loading
-    assert not world.cache.lookup("b", KEY).loading  # its own
-    again = world.cache.begin_load("c", KEY, 0, 3)
-    assert again is not None
-    world.cache.end_load(load, 0.1)
-    assert world.cache.lookup("b", KEY).loading and not world.cache.lookup("b", KEY, 3).loading
-    world.cache.end_load(again, 0.1)
-    assert not world.cache.lookup("b", KEY).loading
-    world.close()
-
-
 def test_a_request_whose_load_failed_is_offered_nothing_more_and_others_are() -> None:
     world = HostWorld()
     world.write("a", KEY)
-    load = world.cache.begin_load("b", KEY, 0, 4)
-    assert load is not None
+    load = world.begin_load("b", KEY, 0, 4)
     world.cache.end_load(load, None)
     assert world.cache.lookup("b", KEY) == NOTHING and world.cache.lookup("c", KEY).pages == 4
     state = world.cache.statistics()
     assert state.skipped["load_failed"] == 1 and state.controller.loaded_pages == 0 and "host" not in state.hit_tokens
     world.cache.abort("b")
     assert world.cache.lookup("b", KEY).pages == 4
-    world.close()
 
 
 def test_failed_loads_are_not_measured() -> None:
     world = HostWorld()
     world.write("a", KEY)
     for seconds in (None, None, None, None):
-        load = world.cache.begin_load("b", KEY, 0, 4)
-        assert load is not None
+        load = world.begin_load("b", KEY, 0, 4)
         world.cache.end_load(load, seconds)
     world.cache.poll()
     assert world.cache.statistics().break_even.rates.host_bytes_per_s == 0
@@ -257,21 +169,6 @@ def test_failed_loads_are_not_measured() -> None:
         world.load("c", KEY, seconds=0.5)
     world.cache.poll()
     assert world.cache.statistics().break_even.rates.host_bytes_per_s == 2 * 4 * GEOMETRY.payload_bytes
-    world.close()
-
-
-def test_an_aborted_request_keeps_the_pages_of_its_load_until_that_ends() -> None:
-    world = HostWorld(host_pages=4)
-    world.write("a", KEY)
-    load = world.cache.begin_load("b", KEY, 0, 4)
-    assert load is not None
-    world.cache.abort("b")
-    assert world.cache.begin_write("c", prompt(7, tail=0)) is None
-    world.compare(KEY, load)
-    assert world.cache.lookup("b", KEY).pages == 4
-    world.cache.end_load(load, None)  # of the request before it
-    assert world.cache.lookup("b", KEY).pages == 4
-    world.close()
 
 
 # Does it pay
@@ -285,15 +182,13 @@ def test_it_is_decided_once_per_length_until_the_load_begins_or_the_request_ends
     assert decisions(world) == 1
     world.cache.lookup("b", KEY, 1)
     assert decisions(world) == 2
-    load = world.cache.begin_load("b", KEY, 1, 4)
-    assert load is not None
+    load = world.begin_load("b", KEY, 1, 4)
     world.cache.end_load(load, 0.1)
     world.cache.lookup("b", KEY, 1)
     assert decisions(world) == 3
     world.cache.abort("b")
     world.cache.lookup("b", KEY, 1)
     assert decisions(world) == 4
-    world.close()
 
 
 def test_a_load_that_does_not_pay_is_not_offered() -> None:
@@ -305,85 +200,18 @@ def test_a_load_that_does_not_pay_is_not_offered() -> None:
         assert world.cache.lookup("b", KEY) == NOTHING
     assert world.cache.lookup("c", KEY, 3) == NOTHING
     assert skipped(world, "load_does_not_pay") == 1 and skipped(world, "load_too_short") == 1
-    world.close()
 
 
 def test_nothing_is_decided_while_another_request_loads_the_pages() -> None:
     world = HostWorld()
     world.write("a", KEY)
-    load = world.cache.begin_load("b", KEY, 0, 4)
-    assert load is not None
+    load = world.begin_load("b", KEY, 0, 4)
     assert world.cache.lookup("c", KEY).loading and decisions(world) == 0
     world.cache.end_load(load, 0.1)
     assert not world.cache.lookup("c", KEY).loading and decisions(world) == 1
-    world.close()
 
 
 # Emptying
-
-
-def test_what_is_in_flight_at_a_clear_stays_lent_until_it_ends_and_is_not_shown() -> None:
-    world = HostWorld(host_pages=12)
-    world.write("a", KEY)
-    load = world.cache.begin_load("b", KEY, 0, 4)
-    key = prompt(1, 2, 3, 4, 5, 6, tail=0)
-    write = world.cache.begin_write("c", key)
-    ended = world.cache.begin_write("c", prompt(1, 2, 3, 4, 5, 6, 7, tail=0))
-    assert load is not None and write is not None and ended is not None
-    world.cache.end_write(ended, complete=True)
-    world.cache.clear()
-    world.cache.check()
-    assert world.free_pages == 12 - 4 - 2 and world.cache.lookup("d", KEY) == NOTHING
-    world.compare(KEY, load)
-    world.cache.end_load(load, 0.1)
-    assert world.free_pages == 12 - 4 - 2  # the write holds its prefix
-    world.copy(key, write)
-    world.cache.end_write(write, complete=True)
-    assert world.free_pages == 12 and world.cache.lookup("d", key) == NOTHING
-    world.write("e", key)
-    world.close()
-
-
-def test_new_weights_hide_all_pages_on_both_tiers_and_old_writes_end_unseen() -> None:
-    stores = [memory_backend(epoch=epoch) for epoch in range(2)]
-    world = HostWorld(backend=stores[0], open_storage=lambda epoch: stores[epoch])
-    world.write("a", prompt(1, tail=0))
-    world.settle()
-    write = world.cache.begin_write("b", KEY)
-    assert write is not None
-    world.cache.update_weights(1)
-    assert world.cache.lookup("c", KEY) == NOTHING
-    world.until(lambda: world.controller.backend is stores[1])
-    world.copy(KEY, write, epoch=0)
-    world.cache.end_write(write, complete=True)
-    world.cache.poll()
-    assert not world.prefetch("c", KEY) or world.cache.lookup("c", KEY) == NOTHING
-    world.cache.abort("c")
-    world.write("d", KEY)
-    world.settle()
-    world.cache.clear()
-    assert world.prefetch("e", KEY) and world.load("e", KEY) == 4
-    with pytest.raises(InvalidInput, match="not above"):
-        world.cache.update_weights(1)
-    world.close()
-
-
-def test_a_request_that_began_with_earlier_weights_is_not_written() -> None:
-    world = HostWorld()
-    for epoch in (1, None):
-        world.cache.lookup("a", KEY)
-        if epoch is None:
-            world.cache.clear()
-        else:
-            world.cache.update_weights(epoch)
-        assert world.cache.begin_write("a", KEY) is None and world.free_pages == 32
-        world.cache.lookup("a", KEY)
-        assert world.cache.begin_write("a", KEY) is None
-        world.cache.abort("a")
-    world.cache.lookup("a", KEY)
-    world.write("a", KEY)
-    world.cache.abort("a")
-    world.close()
 
 
 # Storage
@@ -413,7 +241,6 @@ def test_a_request_waits_for_what_another_one_reads() -> None:
     world.until(lambda: world.cache.check_prefetch("b") and world.cache.check_prefetch("c"))
     assert world.load("c", KEY) == 4 and world.load("b", KEY) == 4
     assert store.statistics().gets[GetOutcome.HIT] == 4
-    world.close()
 
 
 def test_pages_from_storage_are_kept_for_their_request_until_it_ends() -> None:
@@ -427,7 +254,6 @@ def test_pages_from_storage_are_kept_for_their_request_until_it_ends() -> None:
     world.cache.abort("b")
     world.write("c", big)
     world.settle()
-    world.close()
 
 
 def test_write_through_selective_stores_what_a_second_request_uses() -> None:
@@ -450,7 +276,6 @@ def test_write_through_selective_stores_what_a_second_request_uses() -> None:
     world.cache.lookup("c", prompt(5, tail=0))
     world.settle()
     assert store.usage().pages == 5
-    world.close()
 
 
 def test_what_storage_could_not_take_is_stored_when_a_request_finds_it() -> None:
@@ -465,7 +290,6 @@ def test_what_storage_could_not_take_is_stored_when_a_request_finds_it() -> None
     world.cache.lookup("b", KEY)
     world.settle()
     assert store.usage().pages == 4
-    world.close()
 
 
 # Keys, events, figures
@@ -479,9 +303,9 @@ def test_keys_given_by_the_engine_are_the_page_keys_on_both_tiers() -> None:
     stream = EventStream(1 << 20)
     reader = stream.subscribe()
     world.cache.record_events(stream)
-    first = world.cache.begin_write("a", RadixKey.of_hashes(hashes[:2]))
-    second = world.cache.begin_write("b", key)
-    assert first is not None and second is not None and second.start_page == 2
+    first = world.begin_write("a", RadixKey.of_hashes(hashes[:2]))
+    second = world.begin_write("b", key)
+    assert second.start_page == 2
     for write in (second, first):
         world.copy(key, write)
         world.cache.end_write(write, complete=True)
@@ -494,15 +318,13 @@ def test_keys_given_by_the_engine_are_the_page_keys_on_both_tiers() -> None:
     assert world.prefetch("c", key) and world.load("c", key) == 4
     with pytest.raises(InvalidInput, match="of_hashes"):
         world.cache.lookup("d", KEY)
-    world.close()
 
 
 def test_statistics_show_l2_storage_and_the_engines_copies() -> None:
     world = HostWorld(backend=memory_backend())
     world.write("a", KEY)
-    load = world.cache.begin_load("b", KEY, 1, 4)
-    write = world.cache.begin_write("c", prompt(5, tail=0))
-    assert load is not None and write is not None
+    load = world.begin_load("b", KEY, 1, 4)
+    write = world.begin_write("c", prompt(5, tail=0))
     queues = world.cache.statistics().controller.queues
     assert (queues.load, queues.write) == (1, 1) and queues.host_pages_reserved >= 4
     world.cache.end_load(load, 0.1)
@@ -520,7 +342,6 @@ def test_statistics_show_l2_storage_and_the_engines_copies() -> None:
         if sample.labels.get("direction") == "host_to_device"
     }
     assert names == {"hicache_moved_pages_total": 3}
-    world.close()
 
 
 # Errors
@@ -529,9 +350,8 @@ def test_statistics_show_l2_storage_and_the_engines_copies() -> None:
 def test_a_handle_is_ended_once_and_by_its_own_cache() -> None:
     world, other = HostWorld(), HostWorld()
     world.write("a", KEY)
-    load = world.cache.begin_load("b", KEY, 0, 4)
-    write = world.cache.begin_write("c", prompt(9, tail=0))
-    assert load is not None and write is not None
+    load = world.begin_load("b", KEY, 0, 4)
+    write = world.begin_write("c", prompt(9, tail=0))
     with pytest.raises(InvalidInput, match="another cache"):
         other.cache.end_load(load, 0.1)
     with pytest.raises(InvalidInput, match="another cache"):
@@ -542,8 +362,6 @@ def test_a_handle_is_ended_once_and_by_its_own_cache() -> None:
         world.cache.end_load(load, None)
     with pytest.raises(InvalidInput, match="has ended"):
         world.cache.end_write(write, complete=False)
-    world.close()
-    other.close()
 
 
 @pytest.mark.parametrize(
@@ -576,7 +394,6 @@ def test_bad_arguments_are_invalid_input_and_change_nothing(call: Callable[[Any]
     with pytest.raises(InvalidInput):
         call(world.cache)
     assert world.cache.statistics() == before
-    world.close()
 
 
 @pytest.mark.parametrize("seconds", ["1", -1, float("nan"), True])
@@ -588,15 +405,13 @@ def test_a_load_is_not_ended_with_a_time_that_cannot_be(seconds: Any) -> None:
     with pytest.raises(InvalidInput, match="seconds"):
         world.cache.end_load(load, seconds)
     world.cache.end_load(load, 0.1)
-    world.close()
 
 
 def test_a_closed_cache_begins_nothing_and_ends_what_was_begun() -> None:
     world = HostWorld(backend=memory_backend())
     world.write("a", KEY)
-    load = world.cache.begin_load("b", KEY, 0, 4)
-    write = world.cache.begin_write("c", prompt(9, tail=0))
-    assert load is not None and write is not None
+    load = world.begin_load("b", KEY, 0, 4)
+    write = world.begin_write("c", prompt(9, tail=0))
     assert world.cache.close()
     assert not world.cache.prefetch("d", KEY)
     for call in (lambda: world.cache.lookup("d", KEY), lambda: world.cache.begin_load("d", KEY, 0, 1),

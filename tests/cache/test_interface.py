@@ -69,7 +69,6 @@ def test_every_cache_tells_its_pool_and_page_size(kind: type) -> None:
     assert cache.device is world.device and cache.page_size == world.device.geometry.page_size
     with cache as entered:
         assert entered is cache
-    world.close()
 
 
 class Publisher:

@@ -32,56 +32,17 @@ def test_a_long_run_is_cut_where_the_load_queue_is_full() -> None:
     world.compare(prompt(*long), second.pages[:20])
     for request in (first, second):
         world.cache.cache_finished_req(request, None)
-    world.close()
 
 
 def test_an_abort_before_the_copy_started_takes_the_load_back() -> None:
     world = on_host_only((1, 2, 3))
-    request = world.cache.begin_request("a", prompt(1, 2, 3))
-    assert request is not None and request.host_hit_tokens == 12
+    request = world.admit("a", prompt(1, 2, 3))
+    assert request.host_hit_tokens == 12
     world.cache.cache_finished_req(request, None)
     assert world.cache.start_loading() is None
     assert world.device.allocator.used_pages == 0
     world.cache.check()
     assert world.serve("b", prompt(1, 2, 3)).host_hit_tokens == 12
-    world.close()
-
-
-def test_an_abort_after_the_copy_started_lets_it_end() -> None:
-    world = on_host_only((1, 2, 3))
-    request = world.cache.begin_request("a", prompt(1, 2, 3))
-    assert request is not None
-    assert world.cache.start_loading() is not None
-    world.cache.cache_finished_req(request, None)
-    world.settle()
-    assert world.serve("b", prompt(1, 2, 3)).device_hit_tokens == 12
-    world.close()
-
-
-def test_a_load_that_another_request_counts_on_is_not_taken_back() -> None:
-    world = on_host_only((1, 2, 3))
-    first = world.cache.begin_request("a", prompt(1, 2, 3))
-    second = world.cache.begin_request("b", prompt(1, 2, 4))
-    assert first is not None and second is not None and second.device_hit_tokens == 8
-    world.cache.cache_finished_req(first, None)
-    assert world.cache.start_loading() is not None
-    world.settle()
-    world.compare(prompt(1, 2, 4), second.pages[:2])
-    world.cache.cache_finished_req(second, None)
-    world.close()
-
-
-def test_a_load_with_a_continuation_loaded_behind_it_is_not_taken_back() -> None:
-    world = on_host_only((1, 2, 3), (1, 2, 3, 4, 5))
-    first = world.cache.begin_request("a", prompt(1, 2, 3))
-    second = world.cache.begin_request("b", prompt(1, 2, 3, 4, 5))
-    assert first is not None and second is not None and second.cached_tokens == 20
-    world.cache.cache_finished_req(first, None)
-    world.cache.start_loading()
-    world.settle()
-    world.compare(prompt(1, 2, 3, 4, 5), second.pages[:5])
-    world.cache.cache_finished_req(second, None)
-    world.close()
 
 
 def test_loads_of_one_step_are_one_copy() -> None:
@@ -94,4 +55,3 @@ def test_loads_of_one_step_are_one_copy() -> None:
         assert request is not None
         world.compare(prompt(*pages), request.pages[:2])
         world.cache.cache_finished_req(request, None)
-    world.close()

@@ -45,8 +45,6 @@ def test_a_request_of_another_cache_is_refused_and_changes_neither(mine: str, th
     with pytest.raises(InvalidInput, match="another cache"):
         VERBS[verb](side.cache, other.request, other.key)
     assert (side.image(), other.image()) == before
-    side.close()
-    other.close()
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -61,7 +59,6 @@ def test_a_request_that_has_ended_and_what_is_not_a_request_change_nothing(kind:
         with pytest.raises(InvalidInput, match="request"):
             VERBS[verb](side.cache, handle, side.key)
         assert side.image() == before
-    side.close()
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -74,7 +71,6 @@ def test_a_copy_of_a_running_request_is_refused_and_changes_nothing(kind: str, v
         with pytest.raises(InvalidInput, match="is a copy"):
             VERBS[verb](side.cache, handle, side.key)
         assert side.image() == before
-    side.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,13 +85,13 @@ def test_a_copy_does_not_free_the_pages_of_the_request_again(kind: str) -> None:
     assert not np.intersect1d(other.pages, thief.pages).size
     side.cache.cache_finished_req(other, None)
     side.cache.cache_finished_req(thief, None)
-    side.close()
 
 
 @pytest.mark.parametrize("kind", ["tiered", "chunk"])
 def test_of_a_copy_taken_for_a_request_pages_would_have_two_owners_which_the_check_finds(kind: str) -> None:
     """Negative control: what happened before caches knew their requests by identity."""
     side = Side(kind)
+    side.leave()
     duplicate = copy.copy(side.request)
     (side.cache._running if isinstance(side.cache, ChunkCache) else side.tiered.running).add(duplicate)
     side.cache.cache_finished_req(side.request, None)
@@ -109,6 +105,7 @@ def test_of_a_copy_taken_for_a_request_pages_would_have_two_owners_which_the_che
 
 def test_the_check_finds_shared_pages_of_a_request_that_are_not_locked() -> None:
     side = Side("tiered")
+    side.leave()
     side.cache.cache_unfinished_req(side.request, side.key)
     side.world.settle()
     side.cache.check()
@@ -127,8 +124,6 @@ def test_new_weights_leave_requests_to_their_cache(kind: str) -> None:
         side.cache.cache_finished_req(side.request, prompt(9, 4))
     assert side.cache.extend(side.request, 16)
     side.cache.cache_finished_req(side.request, side.key)
-    side.close()
-    other.close()
 
 
 def test_a_pin_that_has_ended_ends_no_other() -> None:
@@ -142,7 +137,6 @@ def test_a_pin_that_has_ended_ends_no_other() -> None:
     assert second.active and cache.tree.pinned_pages == 2
     second.release()
     assert cache.tree.pinned_pages == 0
-    side.close()
 
 
 def test_a_copy_of_a_pin_is_not_active_and_ends_no_other() -> None:
@@ -160,12 +154,12 @@ def test_a_copy_of_a_pin_is_not_active_and_ends_no_other() -> None:
     cache.check()
     second.release()
     assert cache.tree.pinned_pages == 0
-    side.close()
 
 
 @pytest.mark.parametrize("pins", [1, 2])
 def test_the_check_finds_a_handle_without_its_pin_in_the_tree(pins: int) -> None:
     side = Side("tiered")
+    side.leave()
     for _ in range(pins):
         assert side.tiered.pin(prompt(1, 2), 60) is not None
     side.cache.check()

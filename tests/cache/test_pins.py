@@ -41,7 +41,6 @@ def test_a_pinned_prefix_is_demoted_and_never_dropped() -> None:
     assert world.serve("c", prompt(1, 2)).host_hit_tokens == 8
     assert world.serve("d", prompt(3, 4)).cached_tokens == 0
     pin.release()
-    world.close()
 
 
 def test_without_a_pin_the_same_prefix_is_gone() -> None:
@@ -50,7 +49,6 @@ def test_without_a_pin_the_same_prefix_is_gone() -> None:
     world.settle()
     evict_all(world)
     assert world.serve("c", prompt(1, 2)).cached_tokens == 0
-    world.close()
 
 
 @pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
@@ -62,7 +60,6 @@ def test_a_pinned_page_is_copied_whatever_the_write_policy(policy: str) -> None:
     assert world.cache.pin(prompt(1, 2), ttl_s=60) is not None
     world.settle()
     assert world.cache.tree.host_pages == 2
-    world.close()
 
 
 def test_a_pinned_page_that_l2_has_no_room_for_stays_on_l1() -> None:
@@ -75,7 +72,6 @@ def test_a_pinned_page_that_l2_has_no_room_for_stays_on_l1() -> None:
     assert (eviction.freed_pages, eviction.writeback_pages, eviction.short_pages) == (0, 0, 2)
     assert len(world.cache.match_prefix(prompt(1, 2)).device_pages) == 2
     world.host.free(blocker)
-    world.close()
 
 
 def test_a_pin_ends_when_its_time_is_over() -> None:
@@ -89,7 +85,6 @@ def test_a_pin_ends_when_its_time_is_over() -> None:
     world.settle()
     evict_all(world)
     assert world.serve("b", prompt(1, 2)).cached_tokens == 0
-    world.close()
 
 
 def test_a_request_that_uses_the_whole_prefix_starts_its_time_anew() -> None:
@@ -102,7 +97,6 @@ def test_a_request_that_uses_the_whole_prefix_starts_its_time_anew() -> None:
     clock.shift_s = 120
     world.cache.poll()
     assert not is_active(pin)
-    world.close()
 
 
 def test_a_request_that_uses_only_a_part_of_the_prefix_does_not() -> None:
@@ -112,7 +106,6 @@ def test_a_request_that_uses_only_a_part_of_the_prefix_does_not() -> None:
     clock.shift_s = 61
     world.cache.poll()
     assert not is_active(pin)
-    world.close()
 
 
 def test_pins_of_one_prefix_count_its_pages_once_and_end_one_by_one() -> None:
@@ -128,7 +121,6 @@ def test_pins_of_one_prefix_count_its_pages_once_and_end_one_by_one() -> None:
     first.release()
     first.release()
     assert world.cache.tree.pinned_pages == 0
-    world.close()
 
 
 def test_pins_beyond_their_share_of_l2_are_refused() -> None:
@@ -137,7 +129,6 @@ def test_pins_beyond_their_share_of_l2_are_refused() -> None:
     assert world.cache.pin(prompt(1, 2, 3), ttl_s=60) is None
     assert world.cache.pin(prompt(1, 2), ttl_s=60) is not None
     assert world.cache.statistics().skipped["pin_share"] == 1
-    world.close()
 
 
 def test_a_pin_on_nothing_has_ended() -> None:
@@ -145,7 +136,6 @@ def test_a_pin_on_nothing_has_ended() -> None:
     pin = world.cache.pin(prompt(1, 2), ttl_s=60)
     assert pin is not None and not pin.active
     pin.release()
-    world.close()
 
 
 def test_a_time_that_is_not_positive_is_refused() -> None:
@@ -153,11 +143,9 @@ def test_a_time_that_is_not_positive_is_refused() -> None:
     for ttl_s in (0, -1, float("nan")):
         with pytest.raises(InvalidInput, match="ttl_s"):
             world.cache.pin(prompt(1), ttl_s)
-    world.close()
 
 
 def test_clearing_the_cache_ends_pins() -> None:
     world, pin, _ = pinned_world()
     world.cache.clear()
     assert not is_active(pin)
-    world.close()

@@ -84,7 +84,7 @@ class Ranks:
         self.until(lambda shard: shard.cache.check_prefetch_progress(rid))
         hits = set()
         for shard in self.shards:
-            request = shard.begin(rid, key)
+            request = shard.try_begin(rid, key)
             assert request is not None
             shard.cache.cache_finished_req(request, key)
             hits.add((request.device_hit_tokens, request.host_hit_tokens, request.storage_hit_tokens))

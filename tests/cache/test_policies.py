@@ -41,43 +41,36 @@ def test_a_page_is_copied_once_as_many_requests_have_used_it_as_the_policy_says(
         w.serve(f"r{count}", prompt(1, count + 1))
         w.settle()
         assert w.cache.tree.host_pages == pages
-    w.close()
 
 
 def test_chunked_prefill_counts_one_request() -> None:
     w = world("write_through_selective")
     key = prompt(1, 2, 3, 4)
     request = w.begin("a", key)
-    assert request is not None
     for pages in (1, 2, 3, 4):
         w.cache.cache_unfinished_req(request, key.head(pages * 4))
     w.cache.cache_finished_req(request, key)
     w.settle()
     assert {node.hit_count for node in w.cache.tree.nodes()} == {1}
     assert w.cache.tree.host_pages == 0
-    w.close()
 
 
 def test_two_requests_that_computed_the_same_count_as_two() -> None:
     w = world("write_through_selective")
     first, second = w.begin("a", prompt(1, 2)), w.begin("b", prompt(1, 2))
-    assert first is not None and second is not None
     w.cache.cache_finished_req(first, prompt(1, 2))
     w.cache.cache_finished_req(second, prompt(1, 2))
     w.settle()
     assert w.cache.tree.host_pages == 2
-    w.close()
 
 
 def test_an_aborted_request_that_reused_a_prefix_counts() -> None:
     w = world("write_through_selective")
     w.serve("a", prompt(1, 2))
     request = w.begin("b", prompt(1, 2, 3))
-    assert request is not None
     w.cache.cache_finished_req(request, None)
     w.settle()
     assert w.cache.tree.host_pages == 2
-    w.close()
 
 
 def test_write_back_copies_a_page_when_it_is_evicted_and_frees_it_when_the_copy_has_arrived() -> None:
@@ -92,7 +85,6 @@ def test_write_back_copies_a_page_when_it_is_evicted_and_frees_it_when_the_copy_
     assert (w.cache.tree.device_pages_total, w.cache.tree.host_pages) == (0, 2)
     assert w.serve("b", prompt(1, 2)).host_hit_tokens == 8
     assert w.compared_pages == 2
-    w.close()
 
 
 def test_write_back_copies_the_ancestors_of_a_victim_with_it() -> None:
@@ -104,7 +96,6 @@ def test_write_back_copies_the_ancestors_of_a_victim_with_it() -> None:
     w.cache.evict(1)
     w.settle()
     assert (w.cache.tree.device_pages_total, w.cache.tree.host_pages) == (2, 2)
-    w.close()
 
 
 def test_a_request_that_needs_room_waits_for_write_back_without_blocking() -> None:
@@ -115,9 +106,7 @@ def test_a_request_that_needs_room_waits_for_write_back_without_blocking() -> No
     assert w.cache.writeback_pages > 0
     w.settle()
     request = w.begin("b", prompt(4, 5, 6))
-    assert request is not None
     w.cache.cache_finished_req(request, prompt(4, 5, 6))
-    w.close()
 
 
 def test_a_page_that_a_request_locks_while_it_is_written_back_stays_on_l1() -> None:
@@ -126,12 +115,11 @@ def test_a_page_that_a_request_locks_while_it_is_written_back_stays_on_l1() -> N
     w.settle()
     w.cache.evict(2)
     request = w.begin("b", prompt(1, 2, 3))
-    assert request is not None and request.device_hit_tokens == 8
+    assert request.device_hit_tokens == 8
     w.settle()
     assert w.cache.tree.host_pages == 2
     w.compare(prompt(1, 2, 3), request.pages[:2])
     w.cache.cache_finished_req(request, None)
-    w.close()
 
 
 def test_write_back_drops_a_victim_that_l2_has_no_room_for() -> None:
@@ -141,7 +129,6 @@ def test_write_back_drops_a_victim_that_l2_has_no_room_for() -> None:
     assert w.cache.evict(3).freed_pages == 2
     assert w.cache.statistics().skipped["write_back_dropped"] == 2
     w.settle()
-    w.close()
 
 
 def test_write_back_reaches_storage() -> None:
@@ -158,19 +145,16 @@ def test_write_back_reaches_storage() -> None:
     w.cache.evict(2)
     w.settle()
     assert backend.usage().pages == 2
-    w.close()
 
 
 def test_eviction_says_what_it_could_not_free() -> None:
     w = world("write_through")
     request = w.begin("a", prompt(1, 2))
-    assert request is not None
     w.cache.cache_unfinished_req(request, prompt(1, 2))
     w.settle()
     assert w.cache.evict(5) == Eviction(freed_pages=0, writeback_pages=0, short_pages=5)
     w.cache.cache_finished_req(request, None)
     assert w.cache.evict(5) == Eviction(freed_pages=2, writeback_pages=0, short_pages=3)
-    w.close()
 
 
 def test_a_write_queue_that_is_full_turns_a_victim_away() -> None:
@@ -182,7 +166,6 @@ def test_a_write_queue_that_is_full_turns_a_victim_away() -> None:
     assert w.cache.evict(2) == Eviction(freed_pages=1, writeback_pages=1, short_pages=0)
     assert w.controller.refused["write"] == 1
     w.settle()
-    w.close()
 
 
 def test_a_higher_priority_keeps_the_whole_prefix_longer() -> None:
@@ -196,7 +179,6 @@ def test_a_higher_priority_keeps_the_whole_prefix_longer() -> None:
     w.cache.evict(4)
     assert len(w.cache.match_prefix(prompt(3, 4)).device_pages) == 2
     assert len(w.cache.match_prefix(prompt(1, 2)).device_pages) == 0
-    w.close()
 
 
 def test_bigram_keys_share_what_pairs_agree_on() -> None:
@@ -204,11 +186,8 @@ def test_bigram_keys_share_what_pairs_agree_on() -> None:
     w = World(position_bytes=8)
     first = RadixKey.of([1, 2, 3, 4, 5, 6, 7, 8, 9], bigram=True)
     request = w.begin("a", first)
-    assert request is not None and len(request.pages) == 3  # eight pairs, but nine tokens of KV
+    assert len(request.pages) == 3  # eight pairs, but nine tokens of KV
     w.cache.cache_finished_req(request, first)
     assert len(w.cache.match_prefix(RadixKey.of([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], bigram=True)).device_pages) == 2
     assert len(w.cache.match_prefix(RadixKey.of([1, 2, 3, 4, 99], bigram=True)).device_pages) == 0
-    again = w.begin("b", first)
-    assert again is not None and again.device_hit_tokens == 8
-    w.cache.cache_finished_req(again, None)
-    w.close()
+    assert w.attempt("b", first).device_hit_tokens == 8

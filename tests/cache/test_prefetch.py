@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -42,6 +43,23 @@ class TroubledBackend(LastingBackend):
         return super().batch_get(keys, pages, deadline=deadline)
 
 
+class RefusingBackend(LastingBackend):
+    """A store that answers so many of the next writes with `refusal`. A tail that it takes must have its head."""
+
+    refusals: float = 1
+    refusal = SetOutcome.ERROR
+
+    def batch_set(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        if self.refusals > 0:
+            self.refusals -= 1
+            return [self.refusal] * len(keys)
+        outcomes = super().batch_set(keys, pages, parent=parent, deadline=deadline)
+        assert parent is None or self.batch_exists([parent], deadline=deadline) == 1, "its head is not stored"
+        return outcomes
+
+
 def stored(backend: MemoryBackend) -> None:
     """Have an engine store KEY."""
     world = World(backend=backend)
@@ -59,6 +77,14 @@ def held_backend(from_call: int = 0) -> TroubledBackend:
     return backend
 
 
+def forget(world: World) -> None:
+    """Take everything off L1 and L2."""
+    world.settle()
+    world.cache.evict(100)
+    while len(freed := world.cache.tree.evict_host(100)):
+        world.host.free(freed)
+
+
 def timeout(seconds: float) -> HiCacheConfig:
     prefetch = PrefetchConfig(threshold_tokens=4, timeout_base=seconds, timeout_per_1024_tokens=0)
     return HiCacheConfig(load_back_threshold_tokens=4, prefetch=prefetch)
@@ -70,7 +96,6 @@ def test_a_late_prefetch_gives_what_has_arrived_and_keeps_its_buffers_until_it_e
     assert world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.cache.check_prefetch_progress("a"))
     request = world.begin("a", KEY)
-    assert request is not None
     assert request.storage_hit_tokens == 4 * GEOMETRY.page_size
     world.cache.cache_finished_req(request, KEY)
     lent = world.controller.statistics().queues.host_pages_reserved
@@ -78,7 +103,6 @@ def test_a_late_prefetch_gives_what_has_arrived_and_keeps_its_buffers_until_it_e
     backend.gate.set()
     world.settle()
     assert world.controller.statistics().queues.host_pages_reserved == 0
-    world.close()
 
 
 def test_a_hole_in_the_chain_ends_the_hit_there() -> None:
@@ -88,7 +112,6 @@ def test_a_hole_in_the_chain_ends_the_hit_there() -> None:
     backend.delete([keys[5]], deadline=float("inf"))
     world = World(backend=backend)
     assert world.serve("a", KEY).storage_hit_tokens == 5 * GEOMETRY.page_size
-    world.close()
 
 
 def test_a_page_that_vanishes_between_lookup_and_read_ends_the_hit_there() -> None:
@@ -103,44 +126,30 @@ def test_a_page_that_vanishes_between_lookup_and_read_ends_the_hit_there() -> No
     stored(backend)
     world = World(backend=backend)
     assert world.serve("a", KEY).storage_hit_tokens == 3 * GEOMETRY.page_size
-    world.close()
-
-
-def test_an_exception_in_a_backend_is_a_miss_and_the_worker_lives_on() -> None:
-    backend = TroubledBackend()
-    stored(backend)
-    backend.trouble = RuntimeError("driver bug")
-    world = World(backend=backend)
-    assert world.serve("a", KEY).storage_hit_tokens == 0
-    backend.trouble = None
-    world.settle()
-    world.cache.evict(100)
-    while len(freed := world.cache.tree.evict_host(100)):
-        world.host.free(freed)
-    world.until(lambda: world.controller.gate.may(Direction.READ))
-    assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
-    statistics = world.controller.statistics()
-    assert statistics.worker_errors == {"io:RuntimeError": 1}
-    assert statistics.worker_restarts == 0
-    world.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_worker_that_dies_is_a_miss_and_is_replaced() -> None:
+@pytest.mark.parametrize(
+    ("trouble", "errors", "restarts"),
+    [(RuntimeError("driver bug"), {"io:RuntimeError": 1}, 0), (SystemExit("not even an Exception"), None, 1)],
+    ids=["it lives on", "it is replaced"],
+)
+def test_an_exception_in_a_backend_is_a_miss_and_there_is_a_worker_for_the_next_request(
+    trouble: BaseException, errors: dict[str, int] | None, restarts: int
+) -> None:
     backend = TroubledBackend()
     stored(backend)
-    backend.trouble = SystemExit("not even an Exception")
+    backend.trouble = trouble
     world = World(backend=backend, transfer=TransferConfig(io_workers=1))
     assert world.serve("a", KEY).storage_hit_tokens == 0
-    world.until(lambda: world.controller.statistics().worker_restarts == 1)
+    world.until(lambda: world.controller.statistics().worker_restarts == restarts)
     backend.trouble = None
-    world.settle()
-    world.cache.evict(100)
-    while len(freed := world.cache.tree.evict_host(100)):
-        world.host.free(freed)
+    forget(world)
     world.until(lambda: world.controller.gate.may(Direction.READ))
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size
-    world.close()
+    statistics = world.controller.statistics()
+    assert statistics.worker_restarts == restarts
+    assert errors is None or statistics.worker_errors == errors
 
 
 def test_a_stuck_worker_gets_a_substitute() -> None:
@@ -153,7 +162,6 @@ def test_a_stuck_worker_gets_a_substitute() -> None:
     world.until(lambda: world.controller.statistics().workers_stuck == 1)
     assert world.controller.statistics().workers_alive == 3
     backend.gate.set()
-    world.close()
 
 
 def test_a_store_that_hangs_costs_one_request_its_time_and_the_next_ones_none() -> None:
@@ -166,7 +174,6 @@ def test_a_store_that_hangs_costs_one_request_its_time_and_the_next_ones_none() 
     backend.gate.set()
     world.settle()
     world.until(lambda: world.cache.prefetch_from_storage("c", prompt(*range(30, 38))))
-    world.close()
 
 
 def test_a_request_that_finds_no_room_keeps_what_was_read_for_it() -> None:
@@ -174,15 +181,13 @@ def test_a_request_that_finds_no_room_keeps_what_was_read_for_it() -> None:
     stored(backend)
     world = World(backend=backend, device_pages=16)
     running = world.begin("r", prompt(*range(50, 60)))
-    assert running is not None
     assert world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.cache.check_prefetch_progress("a"))
     assert world.cache.begin_request("a", KEY) is None
     world.cache.cache_finished_req(running, None)
     request = world.begin("a", KEY)
-    assert request is not None and request.storage_hit_tokens == 8 * GEOMETRY.page_size
+    assert request.storage_hit_tokens == 8 * GEOMETRY.page_size
     world.cache.cache_finished_req(request, KEY)
-    world.close()
 
 
 def test_an_aborted_prefetch_gives_its_pages_back() -> None:
@@ -205,7 +210,6 @@ def test_prefetches_over_the_bound_are_refused_and_counted() -> None:
     assert world.controller.statistics().refused == {"prefetch": 1}
     backend.gate.set()
     world.until(lambda: world.cache.check_prefetch_progress("a"))
-    world.close()
 
 
 def test_a_prefetch_takes_no_more_than_its_share_of_the_host_pool() -> None:
@@ -213,21 +217,11 @@ def test_a_prefetch_takes_no_more_than_its_share_of_the_host_pool() -> None:
     stored(backend)
     world = World(backend=backend, host_pages=8, config=HiCacheConfig(prefetch=PrefetchConfig(threshold_tokens=4)))
     assert world.serve("a", KEY).storage_hit_tokens == 4 * GEOMETRY.page_size
-    world.close()
 
 
 def test_a_store_that_fails_is_tried_again_by_a_request_after_a_pause() -> None:
-    class Refusing(LastingBackend):
-        refuse = True
-
-        def batch_set(
-            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-        ) -> list[SetOutcome]:
-            if self.refuse:
-                return [SetOutcome.REJECTED] * len(keys)
-            return super().batch_set(keys, pages, parent=parent, deadline=deadline)
-
-    backend = Refusing(codec())
+    backend = RefusingBackend(codec())
+    backend.refusal, backend.refusals = SetOutcome.REJECTED, math.inf
     world = World(backend=backend)
     world.serve("a", KEY)
     world.settle()
@@ -236,7 +230,7 @@ def test_a_store_that_fails_is_tried_again_by_a_request_after_a_pause() -> None:
     world.serve("b", KEY)
     world.settle()
     assert world.cache.statistics().skipped["store_paused"] > 0
-    backend.refuse = False
+    backend.refusals = 0
     rids = itertools.count()
 
     def stored_after_another_request() -> bool:
@@ -245,30 +239,15 @@ def test_a_store_that_fails_is_tried_again_by_a_request_after_a_pause() -> None:
         return backend.usage().pages == 8
 
     world.until(stored_after_another_request)
-    world.close()
 
 
 def test_a_tail_is_never_stored_before_its_head() -> None:
-    class Recording(LastingBackend):
-        fail_next = True
-
-        def batch_set(
-            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-        ) -> list[SetOutcome]:
-            if self.fail_next:
-                self.fail_next = False
-                return [SetOutcome.ERROR] * len(keys)
-            outcomes = super().batch_set(keys, pages, parent=parent, deadline=deadline)
-            assert parent is None or self.batch_exists([parent], deadline=deadline) == 1, "its head is not stored"
-            return outcomes
-
-    backend = Recording(codec())
+    backend = RefusingBackend(codec())
     world = World(backend=backend)
     rids = itertools.count()
 
     def whole_chain_stored() -> bool:
         request = world.begin(f"r{next(rids)}", KEY)
-        assert request is not None
         for pages in range(max(1, request.shared_pages), 9):  # shared page by page, as a chunked prefill does
             world.cache.cache_unfinished_req(request, RadixKey(KEY.tokens[: pages * 16], KEY.seed))
             world.step()
@@ -279,40 +258,24 @@ def test_a_tail_is_never_stored_before_its_head() -> None:
 
     world.until(whole_chain_stored)
     assert world.controller.statistics().worker_errors == {}
-    world.close()
 
 
 def test_a_chain_whose_head_another_engine_stored_is_continued() -> None:
     """The memory of a failed store must not outlive the fact: what is stored now decides."""
 
-    class FailingOnce(LastingBackend):
-        fail_next = True
-
-        def batch_set(
-            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-        ) -> list[SetOutcome]:
-            if self.fail_next:
-                self.fail_next = False
-                return [SetOutcome.ERROR] * len(keys)
-            return super().batch_set(keys, pages, parent=parent, deadline=deadline)
-
-    backend = FailingOnce(codec())
+    backend = RefusingBackend(codec())
     world = World(backend=backend)
     world.serve("a", prompt(1, 2))
     world.settle()
     stored_by_another = World(backend=backend)
     stored_by_another.serve("b", prompt(1, 2))
     stored_by_another.settle()
-    world.cache.evict(100)
-    while len(freed := world.cache.tree.evict_host(100)):
-        world.host.free(freed)
+    forget(world)
     assert world.serve("c", prompt(1, 2, 3)).storage_hit_tokens == 8
     world.until(lambda: world.controller.gate.may(Direction.WRITE))
     world.serve("d", prompt(1, 2, 3))
     world.settle()
     assert backend.batch_exists(page_keys(prompt(1, 2, 3).tokens, 4), deadline=time.monotonic() + 10) == 3
-    world.close()
-    stored_by_another.close()
 
 
 @pytest.mark.parametrize("nonsense", [None, 2.5, -1, 10**6, "8", True])
@@ -324,7 +287,6 @@ def test_a_backend_that_answers_nonsense_to_a_lookup_is_a_miss(nonsense: object)
     world = World(backend=Liar(codec()))
     assert world.serve("a", KEY).cached_tokens == 0
     assert world.controller.statistics().worker_errors == {"prefetch:BackendError": 1}
-    world.close()
 
 
 @pytest.mark.parametrize("nonsense", [[GetOutcome.HIT] * 20, [GetOutcome.HIT], ["hit"] * 8, None, [GetOutcome.HIT] * 8])
@@ -342,7 +304,6 @@ def test_a_backend_that_claims_hits_it_did_not_read_is_not_believed(nonsense: ob
     world.settle()
     assert world.controller.statistics().worker_errors == {"io:BackendError": 1}
     assert world.host.allocator.used_pages == world.cache.tree.host_pages
-    world.close()
 
 
 @pytest.mark.parametrize("nonsense", [["stored"] * 8, [SetOutcome.STORED], None])
@@ -358,7 +319,6 @@ def test_a_backend_that_answers_nonsense_to_a_store_is_a_failed_store(nonsense: 
     world.settle()
     assert world.cache.statistics().skipped["store_incomplete"] == 1
     assert world.controller.statistics().worker_errors == {"backup:BackendError": 1}
-    world.close()
 
 
 def test_a_request_that_does_not_wait_for_its_prefetch_ends_it() -> None:
@@ -367,12 +327,11 @@ def test_a_request_that_does_not_wait_for_its_prefetch_ends_it() -> None:
     assert world.cache.prefetch_from_storage("a", KEY)
     world.until(backend.entered.is_set)
     request = world.begin("a", KEY)
-    assert request is not None and request.cached_tokens == 0
+    assert request.cached_tokens == 0
     backend.gate.set()
     world.cache.cache_finished_req(request, KEY)
     world.settle()
     assert not world.cache._prefetcher._arrived_pages
-    world.close()
 
 
 def test_a_full_backup_queue_drops_the_newest_store() -> None:
@@ -394,7 +353,6 @@ def test_a_full_backup_queue_drops_the_newest_store() -> None:
     backend.gate.set()
     world.settle()
     assert backend.usage().pages == 2
-    world.close()
 
 
 def test_closing_with_a_hung_store_ends_in_time_and_says_so() -> None:

@@ -35,21 +35,15 @@ def test_best_effort_never_waits_and_takes_what_has_arrived() -> None:
     backend.reads.clear()
     assert world.cache.prefetch_from_storage("a", KEY)
     assert world.cache.check_prefetch_progress("a")
-    request = world.begin("a", KEY)
-    assert request is not None and request.cached_tokens == 0
-    world.cache.cache_finished_req(request, None)
+    assert world.attempt("a", KEY).cached_tokens == 0
     backend.reads.set()
-    world.close()
 
 
 def test_best_effort_uses_a_read_that_ended_before_the_request_begins() -> None:
     world = world_of(stored(), "best_effort")
     world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.controller.statistics().prefetched_pages == 8)
-    request = world.begin("a", KEY)
-    assert request is not None and request.storage_hit_tokens == 32
-    world.cache.cache_finished_req(request, None)
-    world.close()
+    assert world.attempt("a", KEY).storage_hit_tokens == 32
 
 
 def test_wait_complete_waits_where_a_timeout_goes_on() -> None:
@@ -79,7 +73,6 @@ def test_wait_complete_is_bounded_all_the_same() -> None:
     world.step()
     assert world.cache.check_prefetch_progress("a")
     backend.reads.set()
-    world.close()
 
 
 def test_equal_prompts_that_wait_together_are_read_once() -> None:
@@ -93,10 +86,9 @@ def test_equal_prompts_that_wait_together_are_read_once() -> None:
     for rid in "abc":
         world.until(lambda r=rid: world.cache.check_prefetch_progress(r))  # type: ignore[misc]
         request = world.begin(rid, KEY)
-        assert request is not None and request.cached_tokens == 32
+        assert request.cached_tokens == 32
         world.cache.cache_finished_req(request, None)
     assert (backend.pages_read, backend.lookups) == (8, 1)
-    world.close()
 
 
 def test_a_follower_leads_when_its_leader_is_aborted() -> None:
@@ -109,10 +101,7 @@ def test_a_follower_leads_when_its_leader_is_aborted() -> None:
     assert not world.cache.check_prefetch_progress("b")
     backend.reads.set()
     world.until(lambda: world.cache.check_prefetch_progress("b"))
-    request = world.begin("b", KEY)
-    assert request is not None and request.storage_hit_tokens == 32
-    world.cache.cache_finished_req(request, None)
-    world.close()
+    assert world.attempt("b", KEY).storage_hit_tokens == 32
 
 
 def test_a_follower_with_a_longer_prompt_fetches_the_rest_itself() -> None:
@@ -124,10 +113,9 @@ def test_a_follower_with_a_longer_prompt_fetches_the_rest_itself() -> None:
     backend.reads.set()
     world.until(lambda: world.cache.check_prefetch_progress("b"))
     request = world.begin("b", KEY)
-    assert request is not None and request.cached_tokens == 32
+    assert request.cached_tokens == 32
     assert backend.pages_read == 8
     world.cache.cache_finished_req(request, None)
-    world.close()
 
 
 def test_an_aborted_follower_waits_for_nothing() -> None:
@@ -139,32 +127,27 @@ def test_an_aborted_follower_waits_for_nothing() -> None:
     world.cache.abort_prefetch("b")
     assert world.cache.check_prefetch_progress("b")
     backend.reads.set()
-    world.close()
 
 
 def test_a_prefix_on_its_way_to_l2_is_waited_for() -> None:
     backend = stored()
     world = world_of(backend, "timeout")
     request = world.begin("a", prompt(1, 2))
-    assert request is not None
     world.cache.cache_finished_req(request, prompt(1, 2))
     assert world.cache.prefetch_from_storage("b", KEY)
     world.until(lambda: world.cache.check_prefetch_progress("b"))
     later = world.begin("b", KEY)
-    assert later is not None and (later.device_hit_tokens, later.storage_hit_tokens) == (8, 24)
+    assert (later.device_hit_tokens, later.storage_hit_tokens) == (8, 24)
     world.cache.cache_finished_req(later, None)
-    world.close()
 
 
 def test_a_prefix_that_will_not_come_to_l2_is_not_waited_for() -> None:
     backend = stored()
     world = world_of(backend, "timeout", write_policy="write_back")
     request = world.begin("a", prompt(1, 2))
-    assert request is not None
     world.cache.cache_finished_req(request, prompt(1, 2))
     assert not world.cache.prefetch_from_storage("b", KEY)
     assert world.cache.statistics().skipped["prefetch_prefix_not_on_host"] == 1
-    world.close()
 
 
 def test_what_has_arrived_stays_until_its_request_begins() -> None:
@@ -172,10 +155,7 @@ def test_what_has_arrived_stays_until_its_request_begins() -> None:
     world.cache.prefetch_from_storage("a", KEY)
     world.until(lambda: world.cache.check_prefetch_progress("a"))
     assert len(world.cache.tree.evict_host(100)) == 0
-    request = world.begin("a", KEY)
-    assert request is not None and request.storage_hit_tokens == 32
-    world.cache.cache_finished_req(request, None)
-    world.close()
+    assert world.attempt("a", KEY).storage_hit_tokens == 32
 
 
 def test_what_has_arrived_for_a_request_that_will_not_begin_may_leave() -> None:
@@ -186,7 +166,6 @@ def test_what_has_arrived_for_a_request_that_will_not_begin_may_leave() -> None:
     freed = world.cache.tree.evict_host(100)
     assert len(freed) == 8
     world.host.free(freed)
-    world.close()
 
 
 def test_a_share_without_a_page_asks_storage_for_nothing() -> None:
@@ -195,7 +174,6 @@ def test_a_share_without_a_page_asks_storage_for_nothing() -> None:
     assert not world.cache.prefetch_from_storage("a", KEY)
     assert world.cache.check_prefetch_progress("a")
     assert world.cache.statistics().skipped["prefetch_host_share"] == 1
-    world.close()
 
 
 def test_what_waits_for_its_request_counts_against_the_share_of_prefetches() -> None:
@@ -212,4 +190,3 @@ def test_what_waits_for_its_request_counts_against_the_share_of_prefetches() -> 
     assert world.cache.statistics().skipped["prefetch_host_share"] == 1
     for rid in "ab":
         world.cache.abort_prefetch(rid)
-    world.close()

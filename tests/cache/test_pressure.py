@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from hicache.config import BreakEvenConfig, HiCacheConfig
-from hicache.errors import TransferError
-from hicache.tiers import Fence, PagedTokenToKVPoolAllocator, Transfer
-from hicache.tiers.copy_cpu import CpuCopyEngine
-from hicache.types import PageIds
+from hicache.tiers import PagedTokenToKVPoolAllocator
 from tests.cache.test_prefetch_policies import KEY, stored, world_of
 from tests.cache.world import GEOMETRY, LastingBackend, World, codec, prompt
 
@@ -31,7 +28,6 @@ def test_eviction_queues_do_not_grow_with_the_runs_that_have_left(policy: str) -
         world.cache.evict(4)
         world.settle()
     assert all(len(queue._heap) < 300 for queue in (world.cache.tree.device_queue, world.cache.tree.host_queue))
-    world.close()
 
 
 def test_pins_that_were_released_are_forgotten() -> None:
@@ -42,7 +38,6 @@ def test_pins_that_were_released_are_forgotten() -> None:
         assert pin is not None
         pin.release()
     assert len(world.cache._pins._expiry) < 200
-    world.close()
 
 
 def test_waiting_for_write_back_does_not_evict_more_at_each_attempt() -> None:
@@ -53,7 +48,6 @@ def test_waiting_for_write_back_does_not_evict_more_at_each_attempt() -> None:
         assert world.cache.begin_request("next", prompt(1001, 1002, 1003)) is None
     assert world.cache.writeback_pages == 3
     world.settle()
-    world.close()
 
 
 def test_equal_prompts_that_storage_does_not_have_are_looked_up_once() -> None:
@@ -65,7 +59,6 @@ def test_equal_prompts_that_storage_does_not_have_are_looked_up_once() -> None:
     for rid in "abcd":
         world.until(lambda r=rid: world.cache.check_prefetch_progress(r))  # type: ignore[misc]
     assert backend.lookups == 1
-    world.close()
 
 
 def test_a_request_that_finds_no_room_keeps_its_prefetch() -> None:
@@ -80,10 +73,7 @@ def test_a_request_that_finds_no_room_keeps_its_prefetch() -> None:
     world.cache.page_source.free(blocked)
     backend.reads.set()
     world.until(lambda: world.controller.statistics().prefetched_pages == 8)
-    request = world.begin("a", KEY)
-    assert request is not None and request.storage_hit_tokens == 32
-    world.cache.cache_finished_req(request, None)
-    world.close()
+    assert world.attempt("a", KEY).storage_hit_tokens == 32
 
 
 def test_nothing_is_evicted_for_an_allocation_inside_a_free_group() -> None:
@@ -94,7 +84,6 @@ def test_nothing_is_evicted_for_an_allocation_inside_a_free_group() -> None:
     with source.free_group():
         assert source.alloc(4) is None
     assert world.cache.tree.device_pages_total == 7
-    world.close()
 
 
 class NoMemory:
@@ -116,38 +105,6 @@ def test_pages_are_not_lost_when_the_device_has_no_memory_for_their_slots() -> N
         allocator.alloc_decode(torch.tensor([1]), torch.tensor([-1]))
     world.cache.check()
     assert world.device.allocator.used_pages == 0
-    world.close()
-
-
-class StartsNoLoad(CpuCopyEngine):
-    """The first load cannot be started, later ones could."""
-
-    failed = False
-
-    def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
-        if not self.failed:
-            self.failed = True
-            raise RuntimeError("no memory for staging")
-        return super().load(host_blocks, blocks, after=after)
-
-
-def test_a_load_that_could_not_be_started_is_not_hidden_by_a_later_one() -> None:
-    world = World(device_pages=32, copies=StartsNoLoad)
-    for number in (1, 2):
-        world.serve(f"store-{number}", prompt(number, number + 10))
-    world.settle()
-    world.cache.evict(100)
-    assert world.cache.begin_request("a", prompt(1, 11)) is not None
-    world.cache.start_loading()
-    assert world.cache.begin_request("b", prompt(2, 12)) is not None
-    transfer = world.cache.start_loading()
-    assert transfer is not None
-    with pytest.raises(TransferError):
-        transfer.wait_layer(0)
-    world.cache.poll()
-    with pytest.raises(TransferError):
-        world.cache.begin_request("c", prompt(1, 11))
-    world.cache.close()
 
 
 def test_own_pages_are_not_exchanged_for_pages_that_are_still_being_loaded() -> None:
@@ -156,10 +113,10 @@ def test_own_pages_are_not_exchanged_for_pages_that_are_still_being_loaded() -> 
     world.settle()
     world.cache.evict(100)
     own = world.begin("a", prompt(1, 2))  # too short to be loaded, so it computes
-    assert own is not None and own.cached_tokens == 0
+    assert own.cached_tokens == 0
     pages = own.pages.copy()
-    loading = world.cache.begin_request("b", prompt(1, 2, 3))
-    assert loading is not None and loading.host_hit_tokens == 12
+    loading = world.admit("b", prompt(1, 2, 3))
+    assert loading.host_hit_tokens == 12
     world.cache.cache_unfinished_req(own, prompt(1, 2))
     assert np.array_equal(own.pages, pages)
     world.cache.start_loading()
@@ -168,7 +125,6 @@ def test_own_pages_are_not_exchanged_for_pages_that_are_still_being_loaded() -> 
     assert np.array_equal(own.pages[:2], loading.pages[:2])
     for request in (own, loading):
         world.cache.cache_finished_req(request, None)
-    world.close()
 
 
 def test_a_head_whose_store_failed_is_stored_again_though_what_follows_came_from_storage() -> None:
@@ -186,8 +142,6 @@ def test_a_head_whose_store_failed_is_stored_again_though_what_follows_came_from
     world.serve("c", prompt(1, 2, 3, 4))
     world.settle()
     assert head.id in stored_again
-    other.close()
-    world.close()
 
 
 class Observer:

@@ -134,6 +134,7 @@ class RandomHost:
             open_storage=self.open_storage if self.stored else None,
             kind=kind,
         )
+        self.world.leave()  # `run` closes it
         self.cache = self.world.cache
         self.model = Model()
         self.offered_pages = self.exact_pages = self.evicted_before = 0

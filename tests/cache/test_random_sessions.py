@@ -45,6 +45,7 @@ class RandomTalks:
             transfer=TransferConfig(storage_batch_pages=2, write_pages_max=30, load_pages_max=20),
             position_bytes=numbers.choice([TOKEN_BYTES, BIGRAM_BYTES]),
         )  # fmt: skip
+        self.talks.leave()  # the tests close it
         self.history: dict[str, list[int]] = {}  # what each conversation said last, as its client knows it
         self.running: list[tuple[Talk, str | None]] = []
         self.seen: Counter[str] = Counter()
@@ -81,7 +82,7 @@ class RandomTalks:
             self.talks.cache.prefetch_from_storage(rid, self.talks.key(prompt))
             self.talks.world.until(lambda: self.talks.cache.check_prefetch_progress(rid))
         try:
-            talk = self.talks.begin(prompt, session_id, rid=rid)
+            talk = self.talks.try_begin(prompt, session_id, rid=rid)
         except SessionError as error:
             self.seen[type(error).__name__] += 1
             talk = None

@@ -86,7 +86,6 @@ def test_the_first_store_knows_the_host_memory_before_its_first_verb() -> None:
     assert_knows(store, world)
     assert store_and_load(world) > 0
     assert_knows(store, world)
-    world.close()
 
 
 def test_the_store_of_each_epoch_knows_it_and_is_told_off_the_scheduler_thread() -> None:
@@ -103,7 +102,6 @@ def test_the_store_of_each_epoch_knows_it_and_is_told_off_the_scheduler_thread()
         assert store_and_load(world) > 0
         assert_knows(stores[epoch], world)
         assert stores[epoch].threads != [threading.current_thread()]
-    world.close()
 
 
 def test_an_attached_store_knows_it() -> None:
@@ -113,7 +111,6 @@ def test_an_attached_store_knows_it() -> None:
     assert store_and_load(world) > 0
     assert_knows(store, world)
     assert store.threads != [threading.current_thread()]
-    world.close()
 
 
 def behind_a_limit(store: StorageBackend) -> StorageBackend:
@@ -139,7 +136,6 @@ def test_a_store_knows_it_through_whatever_is_around_it(wrap: Callable[[Register
     store = Registering()
     world = World(backend=wrap(store))
     assert_knows(store, world)
-    world.close()
 
 
 @pytest.mark.parametrize("refusal", [BackendError("too little memory may be locked; raise ulimit -l"), KeyError("bug")])
@@ -153,7 +149,6 @@ def test_a_store_that_cannot_register_is_used_all_the_same_and_the_guard_counts_
     kind = "registration" if isinstance(refusal, BackendError) else "KeyError"
     assert guard.statistics().errors == {f"raised_{kind}": 1}
     assert "storage fast" in caplog.text and str(refusal) in caplog.text
-    world.close()
 
 
 def test_a_store_without_a_guard_that_cannot_register_is_not_opened_and_closed_again() -> None:
@@ -171,7 +166,6 @@ def test_a_store_without_a_guard_that_cannot_register_is_not_opened_and_closed_a
     assert world.controller.statistics().open_failures == 1
     assert stores[1].closes == 1 and world.controller.backend is stores[2]
     assert_knows(stores[2], world)
-    world.close()
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +199,6 @@ def test_mooncake_moves_the_pages_of_the_host_pool_as_they_lie(master: MooncakeM
     until_open(world)
     assert store_and_load(world) > 0
     release(world.controller.backend)
-    world.close()
 
 
 def test_mooncake_could_not_move_them_unregistered(master: MooncakeMaster) -> None:

@@ -37,7 +37,6 @@ def test_a_request_shows_lengths(kind: str) -> None:
     assert repr(request) == "RequestKV('a', 9 tokens, 0 cached, 3 pages, 0 shared)"
     side.cache.cache_finished_req(request, SECRET)
     assert repr(request) == "RequestKV('a', 9 tokens, 0 cached, 0 pages, 0 shared, ended)"
-    side.close()
 
 
 def test_pins_matches_and_events_show_lengths() -> None:
@@ -56,7 +55,6 @@ def test_pins_matches_and_events_show_lengths() -> None:
     world.serve("b", SECRET)
     for shown in (world.cache.match_prefix(SECRET), world.cache.peek(SECRET), pin, events, world.cache.tree):
         assert not shows_tokens(repr(shown))
-    world.close()
 
 
 def test_the_place_of_a_prefetch_shows_lengths() -> None:

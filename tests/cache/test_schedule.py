@@ -132,7 +132,6 @@ def test_looking_changes_nothing_in_the_cache() -> None:
     assert world.cache.statistics().nodes == nodes
     world.cache.evict(3)
     assert world.cache.peek(prompt(1, 2, 3)) == (0, 3) and world.cache.peek(prompt(4, 5, 6)) == (3, 0)
-    world.close()
 
 
 @pytest.mark.parametrize("seed", seeds(20))

@@ -53,7 +53,6 @@ def test_a_turn_goes_on_at_the_very_token_where_the_last_one_ended(held: int) ->
     third = talks.turn("s", [*second.tokens, 80])
     assert third.kv.cached_tokens == held + 5
     assert talks.cache.session_statistics().continued_turns == 2
-    talks.close()
 
 
 @pytest.mark.parametrize("held", range(1, 3 * PAGE + 1))
@@ -65,7 +64,6 @@ def test_with_bigrams_a_turn_goes_on_at_the_last_token_which_had_no_successor(he
     assert talks.turn("s", [*second.tokens, 80]).kv.cached_tokens == held + 4
     assert talks.turn("s", [*second.tokens, 80]).kv.cached_tokens == held + 5  # the same again, for its last token
     assert talks.cache.session_statistics().released == {}
-    talks.close()
 
 
 def test_with_bigrams_a_turn_that_goes_on_with_another_token_diverges_one_token_earlier() -> None:
@@ -76,10 +74,9 @@ def test_with_bigrams_a_turn_that_goes_on_with_another_token_diverges_one_token_
     assert talks.cache.session_statistics().released == {"diverged": 1}
     talks.turn("s", [*tokens(9), 99, 98, 97])
     talk = talks.begin([*tokens(9), 99, 98, 97, 96], "s")
-    assert talk is not None and talk.kv.cached_tokens == 11
+    assert talk.kv.cached_tokens == 11
     talks.abort(talk)
     assert talks.turn("s", [*tokens(9), 99, 98, 97, 95]).kv.cached_tokens == 11
-    talks.close()
 
 
 def test_a_key_of_the_other_kind_is_refused_and_the_books_still_balance() -> None:
@@ -90,7 +87,6 @@ def test_a_key_of_the_other_kind_is_refused_and_the_books_still_balance() -> Non
         talks.cache.begin_request("a", RadixKey.of(tokens(12)))
     talks.cache.abort_prefetch("a")
     talks.cache.check()
-    talks.close()
 
 
 def test_without_a_session_the_partial_page_is_computed_again() -> None:
@@ -98,16 +94,14 @@ def test_without_a_session_the_partial_page_is_computed_again() -> None:
     talks = opened("s")
     for count, cached in ((6, 0), (9, 4)):
         talk = talks.begin(tokens(count))
-        assert talk is not None and talk.kv.cached_tokens == cached
+        assert talk.kv.cached_tokens == cached
         talks.finish(talk)
-    talks.close()
 
 
 def test_the_comparison_finds_a_token_of_the_partial_page_that_changed() -> None:
     """Negative control: with one byte of the session's own page changed, a token counts as wrong."""
     talks = opened("s")
     talk = talks.begin(tokens(PAGE + 2), "s")
-    assert talk is not None
     partial_page = int(talk.kv.pages[1])
     talks.finish(talk)
     talks.world.device.blocks.layers[0][0][partial_page][0] ^= 1
@@ -115,16 +109,14 @@ def test_the_comparison_finds_a_token_of_the_partial_page_that_changed() -> None
     # Once when the turn begins, once when it ends.
     assert talks.wrong_tokens == 2
     talks.wrong_tokens = 0
-    talks.close()
 
 
 def test_whole_pages_of_a_turn_are_shared_with_others_at_once() -> None:
     talks = opened("s")
     talks.turn("s", tokens(10))
     other = talks.begin(tokens(12))
-    assert other is not None and other.kv.cached_tokens == 8
+    assert other.kv.cached_tokens == 8
     talks.finish(other)
-    talks.close()
 
 
 def test_a_turn_that_another_request_has_run_ahead_of_takes_its_pages() -> None:
@@ -132,10 +124,8 @@ def test_a_turn_that_another_request_has_run_ahead_of_takes_its_pages() -> None:
     talks = opened("s")
     talks.turn("s", tokens(6))
     other = talks.begin(tokens(14))
-    assert other is not None
     talks.finish(other)
     assert talks.turn("s", tokens(15)).kv.cached_tokens == 12
-    talks.close()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +146,6 @@ def test_a_turn_that_diverges_finds_the_common_whole_pages_of_the_tree(turn: lis
     assert talk.kv.cached_tokens == cached
     assert talks.cache.session_statistics().released == {"diverged": 1}
     assert talks.turn("s", [*turn, 50]).kv.cached_tokens == len(turn)
-    talks.close()
 
 
 def test_a_turn_of_another_tenant_finds_nothing() -> None:
@@ -166,7 +155,6 @@ def test_a_turn_of_another_tenant_finds_nothing() -> None:
     request = talks.cache.begin_request("other", RadixKey.of(tokens(12), cache_salt="b"))
     assert request is not None and request.cached_tokens == 0
     talks.cache.cache_finished_req(request, None)
-    talks.close()
 
 
 def test_a_session_survives_the_eviction_of_everything_else() -> None:
@@ -175,19 +163,6 @@ def test_a_session_survives_the_eviction_of_everything_else() -> None:
     talks.settle()
     assert talks.cache.evict(100).freed_pages == 0
     assert talks.turn("s", tokens(12)).kv.device_hit_tokens == 10
-    talks.close()
-
-
-def test_a_prefix_that_comes_from_another_tier_is_continued_too() -> None:
-    talks = opened("s", talks=Talks(backend=memory_backend()))
-    earlier = talks.begin(tokens(8))
-    assert earlier is not None
-    talks.finish(earlier)
-    talks.settle()
-    talks.cache.evict(100)
-    assert talks.turn("s", tokens(10)).kv.host_hit_tokens == 8
-    assert talks.turn("s", tokens(12)).kv.device_hit_tokens == 10
-    talks.close()
 
 
 def test_hits_of_the_partial_page_are_in_the_statistics_of_the_cache() -> None:
@@ -198,7 +173,6 @@ def test_hits_of_the_partial_page_are_in_the_statistics_of_the_cache() -> None:
     state = talks.cache.session_statistics()
     assert (state.turns, state.continued_turns, state.tail_tokens) == (2, 1, 2)
     assert (state.open, state.holding, state.running, state.held_pages, state.own_pages) == (1, 1, 0, 3, 0)
-    talks.close()
 
 
 class FailingLoads(CpuCopyEngine):
@@ -213,7 +187,6 @@ def test_after_a_failed_device_copy_no_session_is_served_any_more() -> None:
     talks = opened("s", talks=Talks(backend=memory_backend(), copies=FailingLoads))
     talks.turn("s", tokens(10))
     other = talks.begin(tokens(12, first=50))
-    assert other is not None
     talks.finish(other)
     talks.settle()
     talks.cache.evict(100)
@@ -239,7 +212,6 @@ def abort_at(talks: Talks, point: str) -> None:
         talks.cache.abort_prefetch("late")
         return
     talk = talks.begin(tokens(11 if point == "before the page is full" else 15), "s")
-    assert talk is not None
     if point in ("shared", "before the page is full"):
         talks.share(talk)
     if point == "decoding":
@@ -255,7 +227,6 @@ def test_an_aborted_turn_leaves_the_session_as_it_was(point: str) -> None:
     abort_at(talks, point)
     assert (talks.cache.session_statistics().held_pages, talks.free_pages) == (before, free)
     assert talks.turn("s", [*tokens(10), 90, 91, 92]).kv.cached_tokens == 10
-    talks.close()
 
 
 def test_an_aborted_turn_that_has_shared_the_partial_page_costs_the_tokens_of_that_page() -> None:
@@ -263,7 +234,6 @@ def test_an_aborted_turn_that_has_shared_the_partial_page_costs_the_tokens_of_th
     talks.turn("s", tokens(10))
     abort_at(talks, "shared")
     assert talks.turn("s", [*tokens(10), 90, 91, 92]).kv.cached_tokens == 8
-    talks.close()
 
 
 class TakesThePageBackAnyway(SessionCache):
@@ -280,6 +250,7 @@ class TakesThePageBackAnyway(SessionCache):
 def test_taking_a_shared_page_back_would_be_found() -> None:
     """Negative control: the page would have two owners, and the next turn would write into what others read."""
     talks = opened("s", talks=Talks(kind=TakesThePageBackAnyway))
+    talks.leave()
     talks.turn("s", tokens(10))
     with pytest.raises(InvariantError):
         abort_at(talks, "shared")
@@ -289,28 +260,24 @@ def test_an_aborted_first_turn_and_an_aborted_divergent_one_leave_an_empty_sessi
     talks = opened("s")
     for prompt in (tokens(10), tokens(10, first=50)):
         talk = talks.begin(prompt, "s")
-        assert talk is not None
         talks.abort(talk)
         assert talks.cache.session_statistics().holding == 0
         talks.turn("s", tokens(10))
-    talks.close()
 
 
 def test_a_preempted_turn_goes_on_where_it_was_when_it_joins_again() -> None:
     talks = opened("s")
     talk = talks.begin(tokens(10), "s", rid="turn")
-    assert talk is not None and talks.decode(talk, [60])
+    assert talks.decode(talk, [60])
     talks.finish(talk)
     again = talks.begin([*talk.tokens, 61], "s", rid="turn")
-    assert again is not None and again.kv.cached_tokens == 11
+    assert again.kv.cached_tokens == 11
     talks.finish(again)
-    talks.close()
 
 
 def test_a_turn_that_ends_with_an_impossible_key_goes_on() -> None:
     talks = opened("s")
     talk = talks.begin(tokens(10), "s")
-    assert talk is not None
     for key in (RadixKey.of(tokens(13)), RadixKey.of(tokens(10), cache_salt="b")):
         with pytest.raises(InvalidInput):
             talks.cache.cache_finished_req(talk.kv, key)
@@ -320,7 +287,6 @@ def test_a_turn_that_ends_with_an_impossible_key_goes_on() -> None:
         talks.cache.cache_finished_req(talk.kv, None)
     with pytest.raises(InvalidInput, match="ended"):
         talks.cache.extend(talk.kv, 40)
-    talks.close()
 
 
 # Which turns there are
@@ -329,7 +295,6 @@ def test_a_turn_that_ends_with_an_impossible_key_goes_on() -> None:
 def test_a_session_has_one_turn_at_a_time() -> None:
     talks = opened("s", "t")
     talk = talks.begin(tokens(5), "s", rid="a")
-    assert talk is not None
     with pytest.raises(SessionBusy):
         talks.cache.join_session("b", "s")
     with pytest.raises(InvalidInput, match="another session"):
@@ -338,7 +303,6 @@ def test_a_session_has_one_turn_at_a_time() -> None:
         talks.cache.begin_request("a", RadixKey.of(tokens(5)))
     talks.finish(talk)
     talks.turn("s", tokens(6))
-    talks.close()
 
 
 def test_unknown_closed_and_expired_sessions_take_no_turn() -> None:
@@ -349,7 +313,6 @@ def test_unknown_closed_and_expired_sessions_take_no_turn() -> None:
         with pytest.raises(UnknownSession) as caught:
             talks.cache.join_session("a", session_id)
         assert isinstance(caught.value, SessionError)
-    talks.close()
 
 
 def test_what_cannot_be_opened_is_refused() -> None:
@@ -364,7 +327,6 @@ def test_what_cannot_be_opened_is_refused() -> None:
     talks.clock.now_s = 60.0
     talks.cache.open_session("u")  # the time of the others is over
     assert talks.cache.session_statistics().open == 1
-    talks.close()
 
 
 # Closing and expiry
@@ -378,26 +340,8 @@ def test_closing_leaves_all_whole_pages_to_the_tree() -> None:
     talks.cache.check()
     assert talks.cache.tree.device_protected_pages == 0 and talks.free_pages == talks.world.device.pages - 2
     other = talks.begin(tokens(12))
-    assert other is not None and other.kv.cached_tokens == 8
+    assert other.kv.cached_tokens == 8
     talks.finish(other)
-    talks.close()
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("aborted", [False, True])
-def test_a_turn_outlives_its_session_as_an_ordinary_request(shared: bool, aborted: bool) -> None:
-    talks = opened("s")
-    talks.turn("s", tokens(10))
-    talk = talks.begin(tokens(15), "s")
-    assert talk is not None and talk.kv.cached_tokens == 10
-    if shared:
-        talks.share(talk)
-    talks.cache.close_session("s")
-    talks.cache.check()
-    assert talks.decode(talk, [60, 61])
-    (talks.abort if aborted else talks.finish)(talk)
-    assert talks.cache.session_statistics().holding == 0
-    talks.close()
 
 
 def test_a_session_expires_when_it_had_no_turn_for_its_time() -> None:
@@ -411,7 +355,6 @@ def test_a_session_expires_when_it_had_no_turn_for_its_time() -> None:
         talks.cache.check()
         assert talks.cache.session_statistics().open == left
     assert talks.cache.session_statistics().released == {"expired": 2}
-    talks.close()
 
 
 def test_a_turn_that_waits_or_runs_keeps_its_session_and_its_end_starts_the_time_again() -> None:
@@ -430,7 +373,6 @@ def test_a_turn_that_waits_or_runs_keeps_its_session_and_its_end_starts_the_time
     talks.clock.now_s = 260.0
     talks.cache.poll()
     assert talks.cache.session_statistics().open == 0
-    talks.close()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -441,7 +383,6 @@ def test_dropping_all_leaves_nothing_to_any_session(shared: bool, aborted: bool)
     talks.turn("s", tokens(10))
     talk = talks.begin(tokens(15), "s")
     talks.turn("t", tokens(10, first=50))
-    assert talk is not None
     if shared:
         talks.share(talk)
     talks.cache.drop_all()
@@ -450,7 +391,6 @@ def test_dropping_all_leaves_nothing_to_any_session(shared: bool, aborted: bool)
     state = talks.cache.session_statistics()
     assert (state.open, state.holding, state.running, state.released) == (2, 0, 0, {"dropped": 2})
     talks.turn("t", tokens(12, first=50))
-    talks.close()
 
 
 # Emptying and new weights
@@ -473,11 +413,11 @@ def test_after_emptying_an_idle_session_is_open_and_has_nothing(how: str) -> Non
     talks.turn("s", tokens(10))
     talks.settle()
     emptied(talks, how)
+    assert talks.free_pages == talks.world.device.pages
     talk = talks.turn("s", tokens(12))
     assert talk.kv.cached_tokens == 0
     assert talks.cache.session_statistics().released == {"dropped": 1}
     assert talks.turn("s", tokens(13)).kv.cached_tokens == 12
-    talks.close()
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -487,7 +427,6 @@ def test_what_a_turn_computed_before_does_not_come_back_to_its_session(how: str,
     talks = opened("s")
     talks.turn("s", tokens(10))
     talk = talks.begin(tokens(15), "s")
-    assert talk is not None
     if shared:
         talks.share(talk)
     emptied(talks, how)
@@ -495,16 +434,6 @@ def test_what_a_turn_computed_before_does_not_come_back_to_its_session(how: str,
     (talks.abort if aborted else talks.finish)(talk)
     assert talks.turn("s", [*tokens(15), 60, 61, 62]).kv.cached_tokens == 0
     assert talks.turn("s", [*tokens(15), 60, 61, 62, 63]).kv.cached_tokens == 18
-    talks.close()
-
-
-def test_all_of_l1_is_there_again_once_the_cache_was_emptied() -> None:
-    talks = opened("s")
-    talks.turn("s", tokens(10))
-    talks.settle()
-    talks.cache.clear()
-    assert talks.free_pages == talks.world.device.pages
-    talks.close()
 
 
 def test_weights_that_are_refused_cost_no_session_its_kv() -> None:
@@ -513,7 +442,6 @@ def test_weights_that_are_refused_cost_no_session_its_kv() -> None:
     with pytest.raises(InvalidInput, match="not above"):
         talks.cache.update_weights(0)
     assert talks.turn("s", tokens(12)).kv.cached_tokens == 10
-    talks.close()
 
 
 class KeepsWhatIsOld(SessionCache):
@@ -532,6 +460,7 @@ class KeepsWhatIsOld(SessionCache):
 def test_going_on_from_old_weights_would_be_found() -> None:
     """Negative control."""
     talks = opened("s", talks=Talks(kind=KeepsWhatIsOld))
+    talks.leave()
     talks.turn("s", tokens(10))
     emptied(talks, "weights")
     talks.cache.join_session("a", "s")
@@ -549,13 +478,11 @@ def test_idle_sessions_give_their_kv_up_least_recently_used_first() -> None:
     talks.turn("a", tokens(11))
     talks.settle()
     other = talks.begin(tokens(4 * PAGE, first=900))
-    assert other is not None
     state = talks.cache.session_statistics()
     assert (state.released, state.holding, state.open) == ({"pressure": 1}, 2, 3)
     talks.finish(other)
     assert talks.turn("a", tokens(12)).kv.cached_tokens == 11
     assert talks.turn("b", tokens(12, first=101)).kv.cached_tokens in (0, 8)  # what the tree still has
-    talks.close()
 
 
 def test_a_request_that_needs_the_room_of_many_sessions_tries_once_before_and_once_after() -> None:
@@ -565,12 +492,10 @@ def test_a_request_that_needs_the_room_of_many_sessions_tries_once_before_and_on
     talks.settle()
     refused = talks.cache.statistics().skipped["no_device_room"]
     other = talks.begin(tokens(18 * PAGE, first=900))
-    assert other is not None
     state = talks.cache.session_statistics()
     assert talks.cache.statistics().skipped["no_device_room"] == refused + 1
     assert (state.released, state.holding) == ({"pressure": 6}, 2)
     talks.finish(other)
-    talks.close()
 
 
 def test_a_request_that_needs_more_room_as_it_grows_gets_it_from_idle_sessions() -> None:
@@ -578,10 +503,9 @@ def test_a_request_that_needs_more_room_as_it_grows_gets_it_from_idle_sessions()
     talks.turn("a", tokens(10))
     talks.settle()
     talk = talks.begin(tokens(12, first=50))
-    assert talk is not None and talks.decode(talk, tokens(12, first=80))
+    assert talks.decode(talk, tokens(12, first=80))
     assert talks.cache.session_statistics().released == {"pressure": 1}
     talks.finish(talk)
-    talks.close()
 
 
 def write_back_talks(kind: type[SessionCache] = SessionCache) -> Talks:
@@ -590,9 +514,8 @@ def write_back_talks(kind: type[SessionCache] = SessionCache) -> Talks:
     talks = opened("s", talks=Talks(device_pages=6, config=config, kind=kind))
     talks.turn("s", tokens(10))
     other = talks.begin(tokens(12, first=50))
-    assert other is not None
     talks.finish(other)
-    assert talks.begin(tokens(12, first=90), rid="a") is None
+    assert talks.try_begin(tokens(12, first=90), rid="a") is None
     return talks
 
 
@@ -602,9 +525,8 @@ def test_room_that_is_on_its_way_to_l2_costs_no_session_its_kv() -> None:
     assert talks.cache.writeback_pages == 3 and talks.cache.session_statistics().released == {}
     talks.settle()
     talk = talks.begin(tokens(12, first=90), rid="a")
-    assert talk is not None and talks.cache.session_statistics().released == {}
+    assert talks.cache.session_statistics().released == {}
     talks.finish(talk)
-    talks.close()
 
 
 class OverlooksWhatIsSaved(SessionCache):
@@ -619,7 +541,6 @@ def test_a_session_would_give_way_for_room_that_is_on_its_way() -> None:
     """Negative control."""
     talks = write_back_talks(OverlooksWhatIsSaved)
     assert talks.cache.session_statistics().released == {"pressure": 1}
-    talks.close()
 
 
 class KeepsAll(SessionCache):
@@ -634,11 +555,10 @@ def test_sessions_that_give_nothing_up_would_keep_requests_out() -> None:
     talks = opened("a", talks=Talks(device_pages=6, kind=KeepsAll))
     talks.turn("a", tokens(10))
     talks.settle()
-    assert talks.begin(tokens(16, first=50)) is None
+    assert talks.try_begin(tokens(16, first=50)) is None
     talk = talks.begin(tokens(12, first=50))
-    assert talk is not None and not talks.decode(talk, [80])
+    assert not talks.decode(talk, [80])
     talks.abort(talk)
-    talks.close()
 
 
 def test_a_session_with_a_running_turn_gives_nothing_up() -> None:
@@ -647,12 +567,11 @@ def test_a_session_with_a_running_turn_gives_nothing_up() -> None:
     talk = talks.begin(tokens(11), "a")
     talks.settle()
     other = talks.begin(tokens(3, first=90))
-    assert talk is not None and other is not None and talks.begin(tokens(16, first=50)) is None
+    assert talks.try_begin(tokens(16, first=50)) is None
     assert not talks.decode(talk, tokens(12, first=50))
     assert talks.cache.session_statistics().released == {}
     talks.abort(talk)
     talks.abort(other)
-    talks.close()
 
 
 def test_sessions_keep_their_kv_if_giving_it_up_would_not_make_enough_room() -> None:
@@ -660,10 +579,9 @@ def test_sessions_keep_their_kv_if_giving_it_up_would_not_make_enough_room() -> 
     talks.turn("a", tokens(10))
     running = talks.begin(tokens(16, first=50))
     talks.settle()
-    assert running is not None and talks.begin(tokens(20, first=90)) is None
+    assert talks.try_begin(tokens(20, first=90)) is None
     assert talks.cache.session_statistics().holding == 1
     talks.finish(running)
-    talks.close()
 
 
 def test_a_turn_that_needs_all_of_l1_gets_it_from_its_own_session_last() -> None:
@@ -674,14 +592,12 @@ def test_a_turn_that_needs_all_of_l1_gets_it_from_its_own_session_last() -> None
     talks.settle()
     assert talks.turn("a", tokens(6 * PAGE)).kv.cached_tokens == 8
     assert talks.cache.session_statistics().released == {"pressure": 2}
-    talks.close()
 
 
 def test_the_priority_of_a_turn_holds_for_its_request() -> None:
     talks = opened("s", talks=Talks(backend=memory_backend()))
     for count in (8, 12):
         earlier = talks.begin(tokens(count))
-        assert earlier is not None
         talks.finish(earlier)
     talks.settle()
     assert talks.cache.evict(100).freed_pages == 3
@@ -690,7 +606,6 @@ def test_the_priority_of_a_turn_holds_for_its_request() -> None:
     assert request is not None and (request.priority, request.host_hit_tokens) == (7, 12)
     talks.cache.start_loading()
     talks.cache.cache_finished_req(request, None)
-    talks.close()
 
 
 # The books
@@ -699,6 +614,7 @@ def test_the_priority_of_a_turn_holds_for_its_request() -> None:
 def test_the_books_account_for_every_page() -> None:
     """Negative control of `check`: a page that no request or session has is found, by this class alone."""
     talks = opened("s")
+    talks.leave()
     talks.turn("s", tokens(6))
     assert talks.cache.page_source.alloc(1) is not None
     HiRadixCache.check(talks.cache)
@@ -710,6 +626,7 @@ def test_the_books_account_for_every_page() -> None:
 def test_the_check_finds_a_session_that_is_damaged(damage: str) -> None:
     """Negative control of `check`."""
     talks = opened("s")
+    talks.leave()
     talks.turn("s", tokens(6))
     session = talks.cache._sessions["s"]
     assert session.held is not None

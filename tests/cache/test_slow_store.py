@@ -74,7 +74,6 @@ def test_the_newest_store_that_waits_gives_way_to_a_backup() -> None:
     compute(world, pair(6))
     world.settle()
     assert backend.holds(pair(6)) == 2
-    world.close()
 
 
 def test_a_page_whose_store_gave_way_is_stored_when_it_is_used_again() -> None:
@@ -93,7 +92,6 @@ def test_a_page_whose_store_gave_way_is_stored_when_it_is_used_again() -> None:
     assert world.serve("again", prompt(2, 3)).host_hit_tokens == 8
     world.settle()
     assert backend.holds(prompt(2, 3)) == 2
-    world.close()
 
 
 def test_a_store_gives_way_after_all_that_continue_its_chain() -> None:
@@ -112,7 +110,6 @@ def test_a_store_gives_way_after_all_that_continue_its_chain() -> None:
     world.settle()
     assert backend.holds(prompt(2, 3, 4, 5, 6, 7)) == 2
     assert backend.usage().pages == 10
-    world.close()
 
 
 def test_a_store_gives_way_to_a_prefetch() -> None:
@@ -127,7 +124,6 @@ def test_a_store_gives_way_to_a_prefetch() -> None:
     assert world.serve("prefetched", pair(9)).storage_hit_tokens == 8
     assert skipped(world)["store_gave_way"] == 1 and "prefetch_no_host_room" not in skipped(world)
     backend.writes.set()
-    world.close()
 
 
 def test_a_store_gives_way_to_a_write_of_an_engine_with_its_own_device_cache() -> None:
@@ -140,7 +136,6 @@ def test_a_store_gives_way_to_a_write_of_an_engine_with_its_own_device_cache() -
     assert skipped(world) == {"store_gave_way": 1}
     assert [world.load(f"s{n}", prompt(n, 100 + n, tail=0)) for n in range(1, 8)] == [2, 2, 2, 2, 2, 0, 2]
     backend.writes.set()
-    world.close()
 
 
 def test_a_store_of_a_run_that_stays_on_l2_does_not_give_way() -> None:
@@ -155,7 +150,6 @@ def test_a_store_of_a_run_that_stays_on_l2_does_not_give_way() -> None:
     world.settle()
     assert [backend.holds(pair(number)) for number in (5, 6, 7)] == [0, 2, 2]
     pin.release()
-    world.close()
 
 
 def test_no_store_gives_way_where_that_makes_too_little_room() -> None:
@@ -173,7 +167,6 @@ def test_no_store_gives_way_where_that_makes_too_little_room() -> None:
     backend.writes.set()
     world.settle()
     assert [backend.holds(pair(number)) for number in range(1, 7)] == [2] * 6
-    world.close()
 
 
 def test_with_ranks_no_store_gives_way() -> None:
@@ -184,7 +177,6 @@ def test_with_ranks_no_store_gives_way() -> None:
     assert skipped(world)["backup_no_host_room"] > 0 and "store_gave_way" not in skipped(world)
     assert on_l2(world.cache, pair(6)) == 2
     backend.writes.set()
-    world.close()
 
 
 def test_stores_that_give_way_leave_nothing_in_the_queue_of_a_store_that_hangs() -> None:
@@ -195,7 +187,6 @@ def test_stores_that_give_way_leave_nothing_in_the_queue_of_a_store_that_hangs()
     assert skipped(world)["store_gave_way"] == 50
     assert world.controller.statistics().queues.backup == 5
     backend.writes.set()
-    world.close()
 
 
 def test_no_more_than_the_configured_share_of_l2_waits_to_be_stored() -> None:
@@ -206,7 +197,6 @@ def test_no_more_than_the_configured_share_of_l2_waits_to_be_stored() -> None:
     assert world.controller.store_pages == 8
     assert world.controller.statistics().refused["backup"] == 6
     backend.writes.set()
-    world.close()
 
 
 def test_all_of_l2_may_wait_to_be_stored_but_a_quarter_where_ranks_keep_stores_from_giving_way() -> None:
@@ -233,4 +223,3 @@ def test_a_backend_whose_last_store_gave_way_is_closed() -> None:
     backend.writes.set()
     world.cache.storage.detach()
     world.until(closed.is_set)
-    world.close()

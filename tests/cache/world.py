@@ -10,7 +10,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +90,24 @@ class GatedBackend(LastingBackend):
         return super().batch_set(keys, pages, parent=parent, deadline=deadline + 100)
 
 
-class World:
+class Ending:
+    """What a test makes and need not close: the fixture `worlds_end` does, if the test has not."""
+
+    alive: ClassVar[list[Ending]] = []
+
+    def __init__(self) -> None:
+        self.alive.append(self)
+
+    def leave(self) -> None:
+        """Do not have it closed any more: it is closed, broken on purpose, or a part of something else."""
+        if self in self.alive:
+            self.alive.remove(self)
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class World(Ending):
     """A cache of `device_pages` and `host_pages` over `backend`, and the engine's side of every call.
 
     `shard` makes the bytes of one rank's pages differ from those of another.
@@ -133,6 +150,7 @@ class World:
         )
         self.wrong_pages = 0
         self.compared_pages = 0
+        super().__init__()
 
     def fill(self, key: RadixKey, pages: PageIds, first: int) -> None:
         """Write the bytes of pages `first ...` of `key` into L1, as a forward would."""
@@ -162,7 +180,19 @@ class World:
         stream = hashlib.shake_128(self.shard + keys[number]).digest(shape.payload_bytes)
         return np.frombuffer(stream, dtype=np.uint8).reshape(shape.layers, shape.layer_bytes)
 
-    def begin(self, rid: str, key: RadixKey) -> RequestKV | None:
+    def admit(self, rid: str, key: RadixKey) -> RequestKV:
+        """Admit a request, for which there is room; its loads are not started."""
+        request = self.cache.begin_request(rid, key)
+        assert request is not None, "no room"
+        return request
+
+    def begin(self, rid: str, key: RadixKey) -> RequestKV:
+        """`try_begin` where there is room."""
+        request = self.try_begin(rid, key)
+        assert request is not None, "no room"
+        return request
+
+    def try_begin(self, rid: str, key: RadixKey) -> RequestKV | None:
         """Admit a request, wait for its loads, compare what came from the cache and compute the rest."""
         request = self.cache.begin_request(rid, key)
         transfer = self.cache.start_loading()
@@ -181,8 +211,13 @@ class World:
         self.cache.prefetch_from_storage(rid, key)
         self.until(lambda: self.cache.check_prefetch_progress(rid))
         request = self.begin(rid, key)
-        assert request is not None, "no room"
         self.cache.cache_finished_req(request, key)
+        return request
+
+    def attempt(self, rid: str, key: RadixKey) -> RequestKV:
+        """Begin a request and abort it; the returned object keeps its hit counts."""
+        request = self.begin(rid, key)
+        self.cache.cache_finished_req(request, None)
         return request
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -200,6 +235,8 @@ class World:
         self.until(lambda: self.controller.idle)
 
     def close(self) -> None:
+        """End it. Nothing is under way any more, and no wrong page was handed out."""
+        self.leave()
         self.settle()
         assert self.cache.close()
         self.cache.check()
