@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hicache.backends.base import StorageBackend
 from hicache.backends.file import FileBackend
 from hicache.backends.file.pages import System, is_hex
 from hicache.backends.file.raw import FileRaw
+from hicache.backends.raw import RawStore
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Store, soon
 from hicache.backends.tools.removal import RemovalProgress, purge_raw
 from hicache.backends.tools.verify import NO_KEYS, PageKeys, ScrubProgress, verify_raw
@@ -30,12 +32,15 @@ FORMS = {
     "gcm": FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=[CIPHER_KEY]),
     "zstd+gcm": FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=[CIPHER_KEY], compression=Compression()),
 }
+# What a test has opened and may be open still: the fixture `stores_end` closes it, the last one first.
+OPENED: list[StorageBackend | RawStore] = []
 SYSTEM_CALLS = tuple(name for name in vars(System) if not name.startswith("_"))
 
 
 def open_file(root: Path, codec: FrameCodec = CODEC, *, system: System | None = None, **options: Any) -> Store:
-    """A file store at `root`, with a side door to its page files."""
+    """A file store at `root`, with a side door to its page files. A test need not close it."""
     backend = FileBackend(codec, file_options(root, **options), system=system)
+    OPENED.append(backend)
 
     def read(key: bytes) -> bytes | None:
         path = page_path(root, codec, key)
@@ -53,8 +58,9 @@ def file_options(path: Path, **options: Any) -> FileStorageOptions:
 
 
 def open_raw(path: Path, **options: Any) -> FileRaw:
-    """The file store at `path` as its operator sees it."""
-    return FileRaw(file_options(path, **options))
+    """The file store at `path` as its operator sees it. A test need not close it."""
+    OPENED.append(raw := FileRaw(file_options(path, **options)))
+    return raw
 
 
 def verify(root: Path, *, keys: PageKeys = NO_KEYS, **options: Any) -> ScrubProgress:

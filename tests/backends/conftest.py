@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ._files import OPENED
+
 _MEMORY = "/dev/shm"
 
 
@@ -21,6 +23,15 @@ def tmp_path() -> Iterator[Path]:
     folder = tempfile.mkdtemp(prefix="hicache-test-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
     yield Path(folder)
     shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def stores_end(tmp_path: Path) -> Iterator[None]:
+    """Close what a test has left open. It depends on `tmp_path` so that this is before the directory goes."""
+    OPENED.clear()
+    yield
+    while OPENED:
+        OPENED.pop().close()
 
 
 @pytest.fixture

@@ -61,18 +61,6 @@ class TestFileBackend(BackendContract):
     def open_store(self, tmp_path: Path) -> OpenStore:
         return lambda codec: open_file(tmp_path / "store", codec)
 
-    def test_a_lookup_or_removal_that_is_not_made_is_counted_by_its_reason(self, store: Store) -> None:
-        """As an empty store answers it, but for the count: a guard tells the two apart by that."""
-        backend, keys = store.backend, make_keys(2)
-        store_chain(store, keys)
-        past = time.monotonic() - 1.0
-        assert (backend.batch_exists(keys, deadline=past), backend.delete(keys, deadline=past)) == (0, 0)
-        assert backend.statistics().errors == {"deadline": 2}
-        backend.close()
-        assert (backend.batch_exists(keys, deadline=soon()), backend.delete(keys, deadline=soon())) == (0, 0)
-        assert backend.statistics().errors == {"deadline": 2, "closed": 2}
-
-
 class TestFileBackendDirect(BackendContract):
     """With direct I/O where the file system has it, synchronous, and with one thread."""
 
@@ -101,7 +89,6 @@ def test_a_full_store_drops_the_tail_of_the_oldest_chain(tmp_path: Path) -> None
     assert load(store, old) == [HIT, HIT, HIT, MISS, MISS]
     assert store.backend.statistics().evicted_pages == 2
     check(store, tmp_path / "s")
-    store.backend.close()
 
 
 def test_without_parents_the_head_goes_first(tmp_path: Path) -> None:
@@ -112,7 +99,6 @@ def test_without_parents_the_head_goes_first(tmp_path: Path) -> None:
         store_chain(store, [key])
     store_chain(store, new)
     assert load(store, old) == [MISS, MISS, HIT, HIT, HIT]
-    store.backend.close()
 
 
 def test_a_growing_chain_never_eats_its_own_head(tmp_path: Path) -> None:
@@ -122,7 +108,6 @@ def test_a_growing_chain_never_eats_its_own_head(tmp_path: Path) -> None:
     assert store_chain(store, keys[3:], parent=keys[2]) == [STORED, REJECTED, REJECTED]
     assert exists(store, keys) == 4
     check(store, tmp_path / "s")
-    store.backend.close()
 
 
 def test_a_batch_larger_than_the_store_keeps_its_head(tmp_path: Path) -> None:
@@ -132,7 +117,6 @@ def test_a_batch_larger_than_the_store_keeps_its_head(tmp_path: Path) -> None:
     assert store_chain(store, keys) == [STORED] * 3 + [REJECTED] * 2
     assert exists(store, keys) == 3
     check(store, tmp_path / "s")
-    store.backend.close()
 
 
 def test_pages_of_an_older_epoch_make_room(tmp_path: Path) -> None:
@@ -158,7 +142,6 @@ def test_a_smaller_capacity_holds_right_after_a_restart(tmp_path: Path) -> None:
     store = open_file(tmp_path / "s", capacity=4 * PAGE)
     assert disk_usage(tmp_path / "s") == (4, 4 * PAGE)
     assert exists(store, keys) == 4
-    store.backend.close()
 
 
 def test_what_cannot_be_evicted_does_not_keep_others_from_it(tmp_path: Path) -> None:
@@ -180,7 +163,6 @@ def test_what_cannot_be_evicted_does_not_keep_others_from_it(tmp_path: Path) -> 
     assert load(store, [stuck, *make_keys(2), *make_keys(2, "new")]) == [HIT, MISS, HIT, HIT, HIT]
     assert (path / "mine").exists()
     assert store.backend.statistics().errors == {"EIO": 1}
-    store.backend.close()
 
 
 class _SmallDisk(System):
@@ -211,7 +193,6 @@ def test_the_free_space_floor_is_kept_by_evicting_then_by_refusing(tmp_path: Pat
     disk.size_bytes -= PAGE
     store = open_file(root, system=disk, free_space_floor=10 * PAGE)
     assert disk_usage(root)[0] == 1
-    store.backend.close()
 
 
 @pytest.mark.parametrize("form", ["plain", "zstd+gcm"])
@@ -242,7 +223,6 @@ def test_threads_never_exceed_the_capacity(tmp_path: Path, form: str) -> None:
     watcher.join()
     assert max(seen) <= capacity
     check(store, root)
-    store.backend.close()
 
 
 @pytest.mark.parametrize("form", ["plain", "zstd"])
@@ -266,7 +246,6 @@ def test_random_use_agrees_with_the_disk_after_every_step(tmp_path: Path, form: 
             store = open_file(root, codec, capacity=10 * PAGE)
         check(store, root)
         assert store.backend.usage().bytes <= 10 * PAGE
-    store.backend.close()
 
 
 # Restarts
@@ -282,7 +261,6 @@ def test_recency_survives_a_restart(tmp_path: Path) -> None:
     store = open_file(tmp_path / "s", capacity=8 * PAGE)
     store_chain(store, make_keys(4, "third"))
     assert (exists(store, first), exists(store, second)) == (4, 0)
-    store.backend.close()
 
 
 @pytest.mark.parametrize(
@@ -318,7 +296,6 @@ def test_a_lost_or_damaged_index_is_rebuilt_from_the_pages(tmp_path: Path, damag
     store_chain(store, make_keys(2, "newest"))
     assert (exists(store, old), exists(store, new)) == (3, 3)
     assert load(store, old + new) == [HIT] * 3 + [MISS] * 2 + [HIT] * 3
-    store.backend.close()
 
 
 def test_an_index_that_vanishes_in_use_is_rebuilt(tmp_path: Path) -> None:
@@ -333,7 +310,6 @@ def test_an_index_that_vanishes_in_use_is_rebuilt(tmp_path: Path) -> None:
     check(store, root)
     store.backend.close()
     check(other, root)
-    other.backend.close()
 
 
 def test_an_index_that_is_damaged_in_use_costs_one_batch_at_most(tmp_path: Path) -> None:
@@ -373,7 +349,6 @@ def test_rows_without_files_and_files_without_rows_are_put_right(tmp_path: Path)
     assert load(store, [*keys[:4], stray]) == [HIT] * 5
     assert store.backend.usage().pages == 5
     check(store, root)
-    store.backend.close()
 
 
 def test_closing_leaves_no_descriptor_thread_or_temporary_file(tmp_path: Path) -> None:
@@ -384,19 +359,6 @@ def test_closing_leaves_no_descriptor_thread_or_temporary_file(tmp_path: Path) -
         store.backend.close()
     assert (open_descriptors(), threading.active_count()) == before
     assert temporary_files(tmp_path / "s") == []
-
-
-def test_files_and_directories_are_private(tmp_path: Path) -> None:
-    root = tmp_path / "s"
-    old_mask = os.umask(0)
-    try:
-        store = open_file(root)
-        store_chain(store, make_keys(2))
-        for path in [root, *root.rglob("*")]:
-            assert path.stat().st_mode & 0o077 == 0, path
-        store.backend.close()
-    finally:
-        os.umask(old_mask)
 
 
 # Several processes
@@ -447,19 +409,6 @@ def test_processes_share_one_store_within_its_capacity(tmp_path: Path) -> None:
     assert temporary_files(root) == []
 
 
-def test_a_page_stored_by_one_backend_is_seen_by_another(tmp_path: Path) -> None:
-    one, two = open_file(tmp_path / "s"), open_file(tmp_path / "s")
-    keys = make_keys(4)
-    store_chain(one, keys)
-    assert exists(two, keys) == 4
-    assert store_chain(two, keys) == [PRESENT] * 4
-    assert two.backend.delete(keys[3:], deadline=soon()) == 1
-    assert load(one, keys) == [HIT, HIT, HIT, MISS]
-    assert one.backend.usage() == two.backend.usage()
-    one.backend.close()
-    two.backend.close()
-
-
 def test_while_the_store_is_locked_few_reads_wait_to_note_that_they_used_it(tmp_path: Path) -> None:
     taken: list[str] = []
     one, two = open_file(tmp_path / "s"), open_file(tmp_path / "s", system=Faulty(lambda name, *_: taken.append(name)))
@@ -477,8 +426,6 @@ def test_while_the_store_is_locked_few_reads_wait_to_note_that_they_used_it(tmp_
         assert 1 <= waited <= 1 + (time.monotonic() - begin) / USES_FLUSH_S
     two.backend._flush_uses(soon())
     assert two.backend._uses == {}
-    one.backend.close()
-    two.backend.close()
 
 
 def test_a_store_that_is_locked_costs_the_deadline_and_no_more(tmp_path: Path) -> None:
@@ -497,8 +444,6 @@ def test_a_store_that_is_locked_costs_the_deadline_and_no_more(tmp_path: Path) -
     assert two.backend.statistics().errors in ({"ETIMEDOUT": 2}, {"deadline": 2})
     assert store_chain(two, make_keys(2, "new")) == [STORED] * 2
     check(two, tmp_path / "s")
-    one.backend.close()
-    two.backend.close()
 
 
 # Removal of a namespace
@@ -544,4 +489,3 @@ def test_a_key_that_cannot_be_looked_up_is_not_stored_and_an_error(tmp_path: Pat
     assert store.backend.statistics().errors == {"EIO": 1}
     assert exists(store, keys) == 1
     assert store.backend.statistics().errors == {"EIO": 2}
-    store.backend.close()

@@ -75,7 +75,6 @@ def test_what_was_reserved_beyond_a_pages_length_is_given_back(tmp_path: Path) -
     assert store.backend.usage().bytes == 9 * SHORT
     assert evicted(store) == 0
     check(store, root)
-    store.backend.close()
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -94,7 +93,6 @@ def test_a_store_of_all_forms_is_the_same_after_it_is_opened_again(tmp_path: Pat
     assert disk_usage(root) == before == (12, 6 * PAGE + 6 * SHORT)
     assert load(store, make_keys(3, "zstd")) == [HIT] * 3
     assert load(store, make_keys(3, "gcm")) == [CORRUPT] * 3
-    store.backend.close()
 
 
 @pytest.mark.parametrize("form", ["zstd", "zstd+gcm"])
@@ -133,7 +131,6 @@ def test_pages_of_an_older_version_stay_until_their_room_is_needed(tmp_path: Pat
     assert store.backend.usage().pages == 1
     assert store_chain(store, make_keys(2, "new")) == [STORED] * 2
     assert not path.exists()
-    store.backend.close()
 
 
 def test_a_page_that_cannot_be_expanded_here_is_a_miss_and_stays(tmp_path: Path) -> None:
@@ -182,7 +179,6 @@ def test_stored_forms_are_written_by_direct_io_without_falling_back(disk_path: P
     assert store_chain(store, make_keys(6)) == [STORED] * 6
     assert misaligned == [0] * 6
     assert load(store, make_keys(6)) == [HIT] * 6
-    store.backend.close()
 
 
 def _address(view: memoryview) -> int:
@@ -222,7 +218,6 @@ def test_inspect_tells_the_form_and_the_card_of_a_page(tmp_path: Path) -> None:
     assert inspect_page(path, keys=PageKeys(encryption=(CIPHER_KEY,))).damage == "tag"
     path.write_bytes(raw + bytes(4096))
     assert inspect_page(path).damage == "size"
-    store.backend.close()
 
 
 def test_a_scrub_proves_all_forms_and_removes_only_what_is_damaged(tmp_path: Path) -> None:
@@ -253,4 +248,3 @@ def test_a_page_found_by_its_file_alone_is_counted_by_its_length(tmp_path: Path)
     store = open_file(root)
     assert (store.backend.usage().pages, store.backend.usage().bytes) == (1, SHORT)
     assert load(store, [key]) == [HIT]
-    store.backend.close()

@@ -200,7 +200,6 @@ def test_a_page_from_the_future_is_adopted_as_one_of_today(tmp_path: Path) -> No
     with store.backend._store.transaction(soon()) as index:
         assert max(row.last_use for row in index.all_stored()) < (1 << 33) * 1_000_000
     check(store, root)
-    store.backend.close()
 
 
 def test_a_page_that_the_device_cannot_read_does_not_keep_a_store_from_opening(tmp_path: Path) -> None:
@@ -219,7 +218,6 @@ def test_a_page_that_the_device_cannot_read_does_not_keep_a_store_from_opening(t
     assert store.backend.usage().pages == 2, "the sick page has no row; its file stays"
     assert store_chain(store, make_keys(2, "new")) == [STORED] * 2
     assert page_path(root, CODEC, keys[1]).exists()
-    store.backend.close()
 
 
 def test_a_path_that_is_too_long_for_an_index_is_refused_at_once(tmp_path: Path) -> None:
@@ -244,7 +242,6 @@ def test_a_failure_while_leftovers_are_swept_is_counted_and_raises_nothing(tmp_p
     assert store.backend.statistics().errors == {"SQLITE_CORRUPT": 1}
     assert store.backend.usage().pages == 60
     check(store, root)
-    store.backend.close()
 
 
 _CUT_SHORT = """
@@ -319,7 +316,6 @@ def test_a_store_full_of_pages_that_hang_on_each_other_takes_new_ones(tmp_path: 
     check(store, root)
     assert store_chain(store, make_keys(12, "new")) == [STORED] * 12
     check(store, root)
-    store.backend.close()
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
@@ -332,7 +328,6 @@ def test_planted_pages_that_hang_on_each_other_are_evicted_like_others(tmp_path:
     check(store, root)
     assert store_chain(store, make_keys(12, "new")) == [STORED] * 12
     check(store, root)
-    store.backend.close()
 
 
 def test_the_walk_up_a_chain_reads_one_row_a_page_and_is_left_out_for_a_link_that_is_known(tmp_path: Path) -> None:
@@ -361,7 +356,6 @@ def test_the_walk_up_a_chain_reads_one_row_a_page_and_is_left_out_for_a_link_tha
         known, new = steps(keys[1989]), steps(keys[1988])
         assert known < 50 and 4 * known < new < 2000, "hundreds of instructions of SQLite"
         index.release_all(f"{'0' * 16}.1")
-    store.backend.close()
 
 
 def test_with_a_cycle_in_the_index_a_full_store_takes_nothing(tmp_path: Path) -> None:
@@ -375,7 +369,6 @@ def test_with_a_cycle_in_the_index_a_full_store_takes_nothing(tmp_path: Path) ->
         with pytest.raises(AssertionError, match="above itself"):
             index.check()
     assert store_chain(store, make_keys(1, "new")) == [REJECTED]
-    store.backend.close()
 
 
 @pytest.mark.parametrize("seed", seeds(3))

@@ -75,7 +75,6 @@ def test_a_directory_that_becomes_a_link_hides_its_pages_until_they_are_stored_a
     assert load(store, [key]) == [HIT]
     assert not folder.is_symlink() and contents(outside) == before
     check(store, root)
-    store.backend.close()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -89,7 +88,6 @@ def test_a_system_that_follows_links_serves_and_removes_the_page_outside(tmp_pat
     assert load(store, [key]) == [HIT]
     assert store.backend.delete([key], deadline=soon()) == 1
     assert contents(outside) == {}
-    store.backend.close()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -103,7 +101,6 @@ def test_an_eviction_does_not_follow_a_link(tmp_path: Path, level: str) -> None:
     assert store_chain(store, new) == [STORED] * 2
     assert store.backend.statistics().evicted_pages == 1
     assert contents(outside) == before
-    store.backend.close()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -213,7 +210,6 @@ def test_a_reservation_below_a_file_in_place_of_a_directory_ends_with_its_owner(
     store = open_file(root)
     check(store, root)
     assert store_chain(store, [key]) == [STORED]
-    store.backend.close()
 
 
 def test_a_page_in_a_directory_made_by_another_process_is_found(tmp_path: Path) -> None:
@@ -229,5 +225,3 @@ def test_a_page_in_a_directory_made_by_another_process_is_found(tmp_path: Path) 
     wait_for(lambda: exists(ours, keys) == 30 and len(files._fans[1]) == len({key[0] for key in keys}))
     link_away(root, keys[0], "fan", tmp_path / "outside")
     assert exists(ours, keys) == 0
-    ours.backend.close()
-    theirs.backend.close()

@@ -107,7 +107,6 @@ def test_pages_of_any_number_of_parts_are_stored_and_read(tmp_path: Path, form: 
     assert store_views(store, keys, parts) == [PRESENT] * 3
     assert store.backend.statistics().errors == {}
     check(store, tmp_path / "s")
-    store.backend.close()
 
 
 def test_parts_are_moved_where_they_are_and_no_list_is_longer_than_a_call_takes(tmp_path: Path) -> None:
@@ -129,7 +128,6 @@ def test_parts_are_moved_where_they_are_and_no_list_is_longer_than_a_call_takes(
             if address(buffer) != address(page.header) and not first <= address(buffer) < last
         ]  # fmt: skip
         assert sum(buffer.nbytes for buffer in foreign) < 4096, "only the padding is not the caller's memory"
-    store.backend.close()
 
 
 @pytest.mark.parametrize("step", [99_991, 255, MIB - 1])
@@ -140,7 +138,6 @@ def test_short_transfers_of_lists_are_continued(tmp_path: Path, step: int) -> No
     assert load_views(store, keys) == [HIT] * len(keys)
     assert min(map(len, noted.lists.values())) >= len(keys) * (CODEC.frame_bytes // step)
     assert store.backend.statistics().errors == {}
-    store.backend.close()
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
@@ -168,7 +165,6 @@ def test_an_error_in_the_middle_of_a_list_costs_one_page(tmp_path: Path, call: s
     assert load_views(store, keys) == [HIT, MISS if call == "pwritev" else HIT, HIT]
     check(store, tmp_path / "s")
     assert len(temporary_files(tmp_path / "s")) == 1
-    store.backend.close()
 
 
 def test_a_file_that_ends_in_the_middle_of_a_list_is_corrupt(tmp_path: Path) -> None:
@@ -181,7 +177,6 @@ def test_a_file_that_ends_in_the_middle_of_a_list_is_corrupt(tmp_path: Path) -> 
     load_views(store, [key])
     assert store.backend.statistics().corrupt == {"size": 1}
     assert load_views(store, [key]) == [MISS]
-    store.backend.close()
 
 
 @pytest.mark.parametrize("form", CODECS)
@@ -195,7 +190,6 @@ def test_direct_io_moves_unaligned_parts_by_way_of_aligned_frames(disk_path: Pat
     assert all(address(buffer) % 4096 == 0 == buffer.nbytes % 4096 for buffers in moved for buffer in buffers)
     assert "EINVAL" not in store.backend.statistics().errors
     check(store, disk_path / "s")
-    store.backend.close()
 
 
 def test_direct_io_holds_one_frame_per_thread_and_not_one_per_page(
@@ -218,4 +212,3 @@ def test_direct_io_holds_one_frame_per_thread_and_not_one_per_page(
     assert store_views(store, keys) == [STORED] * 8
     assert load_views(store, keys) == [HIT] * 8
     assert len(alive) == 16 and max(alive) <= 1
-    store.backend.close()

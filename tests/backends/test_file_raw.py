@@ -61,8 +61,6 @@ def test_the_capacity_is_kept_by_dropping_the_oldest_tail(tmp_path: Path) -> Non
     assert [raw.write(place(n, later_s), DATA[n], KEYS[n - 1] if n else None) for n in range(3)] == [True] * 3
     assert (exists(store, old), load(store, KEYS[:3])) == (1, [HIT] * 3)
     check(store, root)
-    raw.close()
-    store.backend.close()
 
 
 def test_without_room_a_page_is_turned_away_whole(tmp_path: Path) -> None:
@@ -84,7 +82,6 @@ def test_a_page_larger_than_the_capacity_evicts_nothing(tmp_path: Path) -> None:
     assert not raw.write(StoredPage(NAMESPACE, large, 7 * PAGE, None), bytes(7 * PAGE), None)
     raw.close()
     assert load(store, KEYS) == [HIT] * 6
-    store.backend.close()
 
 
 def test_a_written_page_keeps_the_time_of_its_last_use(tmp_path: Path) -> None:
@@ -94,7 +91,6 @@ def test_a_written_page_keeps_the_time_of_its_last_use(tmp_path: Path) -> None:
     raw.write(place(0, then_s), DATA[0], None)
     (page,) = raw.pages()
     assert page.used_s == pytest.approx(then_s, abs=1e-5)
-    raw.close()
 
 
 def test_a_link_in_place_of_a_page_is_listed_as_damaged_and_not_followed(tmp_path: Path) -> None:
@@ -112,8 +108,6 @@ def test_a_link_in_place_of_a_page_is_listed_as_damaged_and_not_followed(tmp_pat
     assert raw.read(found[KEYS[1]], 100) == b""
     assert raw.remove([found[KEYS[1]]]) == 1
     assert (tmp_path / "secret").read_text() == "secret" and set(by_key(raw.pages())) == {KEYS[0]}
-    raw.close()
-    store.backend.close()
 
 
 def test_a_store_that_cannot_be_used_is_said_so(tmp_path: Path) -> None:
@@ -125,7 +119,6 @@ def test_a_store_that_cannot_be_used_is_said_so(tmp_path: Path) -> None:
     assert list(raw.pages()) == []
     with pytest.raises(BackendUnavailable, match="check disk"):
         raw.remove([place(0)])
-    raw.close()
 
 
 @pytest.mark.parametrize("use", [lambda raw: list(raw.pages()), lambda raw: raw.remove([place(0)])])
@@ -187,4 +180,3 @@ def test_a_page_that_cannot_be_written_is_not_there_and_holds_no_room(
     assert temporary_files(root) == []
     raw = open_raw(path=root)
     assert raw.write(place(0), DATA[0], None)
-    raw.close()

@@ -73,7 +73,6 @@ def test_storing_replaces_a_strange_thing(tmp_path: Path, obstacle: str) -> None
     assert load(store, keys) == [HIT, HIT]
     assert outside.read_bytes() == b"mine"
     check(store, root)
-    store.backend.close()
 
 
 def _put_in_place(path: Path, outside: Path, obstacle: str) -> None:
@@ -103,7 +102,6 @@ def test_a_linked_fan_out_directory_is_not_followed(tmp_path: Path) -> None:
     assert not os.path.lexists(folder)
     assert len(list(outside.iterdir())) == 1
     assert store.backend.usage().pages == 0
-    store.backend.close()
 
 
 def test_a_directory_with_something_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -297,7 +295,6 @@ def test_a_store_that_another_process_makes_at_the_same_moment_is_taken(tmp_path
 
     store = open_file(root, system=Faulty(overtake))
     check(store, root)
-    store.backend.close()
 
 
 def test_the_directory_above_a_store_is_answered_with_the_store(tmp_path: Path) -> None:

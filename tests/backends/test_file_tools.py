@@ -51,7 +51,6 @@ def test_inspect_reads_a_page_from_its_file_alone(tmp_path: Path) -> None:
     assert header is not None and (report.damage, report.is_proved, tag_name(header)) == (None, True, "XXH3_128")
     assert (header.page_key, header.parent_key) == (keys[1], keys[0])
     assert (header.namespace, header.payload_bytes) == (NAMESPACE, PAYLOAD_BYTES)
-    store.backend.close()
 
 
 def test_a_page_under_a_wrong_name_is_checked_all_the_same(tmp_path: Path) -> None:
@@ -67,7 +66,6 @@ def test_a_page_under_a_wrong_name_is_checked_all_the_same(tmp_path: Path) -> No
     copy.write_bytes(raw[:1000] + b"\xff" + raw[1001:])
     report = inspect_page(copy)
     assert (report.damage, report.note) == ("tag", "the name of the file is not the key of the page")
-    store.backend.close()
 
 
 def test_inspect_names_what_is_wrong(tmp_path: Path) -> None:
@@ -93,7 +91,6 @@ def test_inspect_names_what_is_wrong(tmp_path: Path) -> None:
     assert inspect_page(path).damage == "not_regular"
     with pytest.raises(BackendUnavailable):
         inspect_page(tmp_path / "nothing")
-    store.backend.close()
 
 
 def test_purge_takes_namespaces_by_prefix_and_leaves_other_files(tmp_path: Path) -> None:
@@ -113,8 +110,6 @@ def test_purge_takes_namespaces_by_prefix_and_leaves_other_files(tmp_path: Path)
     assert disk_usage(root) == (0, 0)
     assert all(path.read_text() == "mine" for path in foreign)
     check(store, root)
-    store.backend.close()
-    second.backend.close()
 
 
 def test_tools_refuse_what_is_no_store(tmp_path: Path) -> None:
@@ -170,7 +165,6 @@ def test_a_scrub_reports_what_an_opening_would_drop_and_changes_nothing(tmp_path
     last = verify(root)
     assert (last.pages, last.pages_total, last.damaged, last.removed) == (8, 8, DAMAGE, 0)
     assert snapshot(root) == before
-    store.backend.close()
 
 
 @pytest.mark.parametrize("index", ["in use", "closed", "lost"])
@@ -263,7 +257,6 @@ def test_a_dry_run_knows_recency_from_an_index_that_is_in_use(tmp_path: Path) ->
     for path in _files.index_files(root):
         path.write_bytes(b"no index")
     assert purge(root, older_than_s=3600, dry_run=True).pages == 4
-    store.backend.close()
 
 
 def test_looking_works_on_a_copy_that_nobody_has_opened(tmp_path: Path) -> None:
