@@ -100,15 +100,6 @@ def test_generated_tokens_are_found_by_the_next_turn_but_the_last() -> None:
         assert second.device_hit_tokens == 24 and second.output_tokens == plain_greedy(turn, 8)
 
 
-def test_a_batch_gives_each_request_what_it_gets_alone() -> None:
-    prompts = [random_tokens(length, seed=length) for length in (5, 16, 33, 50, 50, 1)]
-    with make_engine(CHECKPOINT, options=EngineOptions(running_max=4)) as engine:
-        rids = [engine.submit(prompt, 6, ignore_eos=True) for prompt in prompts]
-        records = drive(engine)
-        assert [records[rid].output_tokens for rid in rids] == [plain_greedy(prompt, 6) for prompt in prompts]
-        assert_nothing_leaked(engine)
-
-
 def test_the_same_prompt_twice_in_one_step_is_kept_once() -> None:
     prompt = random_tokens(40, seed=7)
     with make_engine(CHECKPOINT, page_size=8) as engine:
@@ -116,17 +107,6 @@ def test_the_same_prompt_twice_in_one_step_is_kept_once() -> None:
         records = drive(engine)
         assert records[rids[0]].output_tokens == records[rids[1]].output_tokens == plain_greedy(prompt, 6)
         assert tiers(engine).tree.device_evictable_pages + tiers(engine).tree.device_protected_pages == 5
-        assert_nothing_leaked(engine)
-
-
-@pytest.mark.parametrize("budget", [1, 7, 16, 1000])
-def test_long_prompts_are_computed_over_several_steps(budget: int) -> None:
-    prompts = [random_tokens(length, seed=length) for length in (45, 30)]
-    with make_engine(CHECKPOINT, options=EngineOptions(prefill_tokens_max=budget)) as engine:
-        rids = [engine.submit(prompt, 4, ignore_eos=True) for prompt in prompts]
-        records = drive(engine)
-        assert [records[rid].output_tokens for rid in rids] == [plain_greedy(prompt, 4) for prompt in prompts]
-        assert [records[rid].computed_tokens for rid in rids] == [45, 30]
         assert_nothing_leaked(engine)
 
 
@@ -402,17 +382,6 @@ def test_a_request_may_be_aborted_before_in_and_after_its_prefill() -> None:
             assert_nothing_leaked(engine)
         assert expected_outputs == [0, 0, 0, 0, 2, 3, 4, 5]
         assert engine.statistics().finished == {FinishReason.ABORTED: 8}
-
-
-def test_a_preempted_request_may_be_aborted() -> None:
-    with make_engine(CHECKPOINT, page_size=8, device_pages=8) as engine:
-        rids = [engine.submit(random_tokens(24, seed=seed), 30, ignore_eos=True) for seed in (22, 23)]
-        drive(engine, until=lambda: engine.statistics().preemptions > 0)
-        assert engine.abort(rids[1])
-        records = drive(engine)
-        assert records[rids[1]].reason is FinishReason.ABORTED and records[rids[1]].output_tokens
-        assert records[rids[0]].reason is FinishReason.LENGTH
-        assert_nothing_leaked(engine)
 
 
 class FailingLoads(CpuCopyEngine):

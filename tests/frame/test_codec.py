@@ -52,21 +52,6 @@ def test_an_unsealed_frame_is_not(codec: FrameCodec) -> None:
     assert codec.check(KEY, frame) is Damage.NOT_A_FRAME
 
 
-def test_a_page_is_bound_to_its_key_and_namespace(codec: FrameCodec) -> None:
-    frame = sealed(codec)
-    assert codec.check(b"x" * 32, frame) is Damage.PAGE_KEY
-    mac = [MAC] if codec.tag_kind is TagKind.AES_256_GMAC else []
-    assert FrameCodec(b"o" * 32, PAYLOAD, mac_keys=mac).check(KEY, frame) is Damage.NAMESPACE
-    assert FrameCodec(NAMESPACE, PAYLOAD - 1, mac_keys=mac).check(KEY, frame) is Damage.LENGTH
-
-
-def test_a_forger_without_the_key_is_not_believed() -> None:
-    keyed = FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[MAC])
-    assert keyed.check(KEY, sealed(FrameCodec(NAMESPACE, PAYLOAD))) is Damage.TAG_KIND
-    assert keyed.check(KEY, sealed(FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[b"o" * 32]))) is Damage.MAC_KEY
-    assert FrameCodec(NAMESPACE, PAYLOAD).check(KEY, sealed(keyed)) is Damage.TAG_KIND
-
-
 def test_while_keys_are_changed_pages_of_both_are_believed_and_the_first_one_seals() -> None:
     new, old = bytes(range(32)), MAC
     before, between, after = (FrameCodec(NAMESPACE, PAYLOAD, mac_keys=keys) for keys in ([old], [new, old], [new]))

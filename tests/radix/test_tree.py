@@ -21,6 +21,14 @@ def ids(*pages: int) -> PageIds:
     return np.array(pages, dtype=np.int32)
 
 
+def test_a_prompt_matches_in_whole_pages_only() -> None:
+    t = tree()
+    t.insert(RadixKey.of([1, 2, 3, 4, 5]), ids(7, 8))
+    assert t.match(RadixKey.of([1, 2, 3, 4, 5])).device_pages.tolist() == [7, 8]
+    assert t.match(RadixKey.of([1, 2, 3])).device_pages.tolist() == [7]
+    assert t.match(RadixKey.of([1])).pages == 0
+
+
 def test_lookups_of_unknown_salts_leave_nothing_behind() -> None:
     t = tree()
     for i in range(50):
@@ -40,6 +48,14 @@ def test_unlocking_what_is_not_locked_is_refused() -> None:
     t.insert(RadixKey.of([1, 2]), ids(1))
     with pytest.raises(InvariantError):
         t.unlock(t.match(RadixKey.of([1, 2])).node)
+
+
+def test_a_large_victim_is_cut_to_what_is_needed() -> None:
+    t = tree(page_size=1)
+    t.insert(RadixKey.of(list(range(100))), np.arange(1, 101, dtype=np.int32))
+    assert t.evict_device(20).pages.tolist() == list(range(81, 101))
+    assert len(t.match(RadixKey.of(list(range(100)))).device_pages) == 80
+    check_tree(t)
 
 
 def test_a_long_prompt_becomes_a_chain_of_bounded_nodes() -> None:

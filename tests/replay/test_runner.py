@@ -112,17 +112,6 @@ def test_every_model_is_replayed_right(tmp_path: Path, preset: str) -> None:
         assert replay.model.counts.wrong.total() == 0
 
 
-def test_requests_that_outgrow_l1_preempt_the_youngest_and_all_end(tmp_path: Path) -> None:
-    trace = [request(i, [i], output=400) for i in range(6)]
-    with started(job(tmp_path, trace, small_config(storage=None, device=2048))) as replay:
-        go(replay)
-        assert replay.engine.statistics().preemptions > 0
-        assert replay.model.counts.output_tokens == sum(one.output_length for one in trace)
-        assert replay.ended == 6
-        assert replay.model.counts.recomputed_tokens > 0
-        assert replay.model.counts.wrong.total() == 0
-
-
 def test_nobody_is_preempted_while_evicted_pages_are_on_their_way_to_l2(tmp_path: Path) -> None:
     """Four requests fill L1 with the pages that four earlier ones left, so that decoding has to write those back."""
     trace = [request(i, [i], tail=320, output=200 if i >= 4 else 1) for i in range(8)]
@@ -208,15 +197,6 @@ def test_with_a_speed_up_requests_arrive_at_their_time(tmp_path: Path) -> None:
         assert replay.late_s == pytest.approx(0.5)
 
 
-def test_a_full_queue_delays_the_trace(tmp_path: Path) -> None:
-    options = {"running_max": 1, "waiting_max": 3}
-    with started(job(tmp_path, rounds(20, 1), small_config(storage=None), **options)) as replay:
-        replay.step()
-        assert replay.unfinished == 3
-        go(replay)
-        assert replay.ended == 20
-
-
 def test_run_replays_everything_and_reports_the_end(tmp_path: Path) -> None:
     with started(job(tmp_path, rounds(3, 3), small_config())) as replay:
         *_, last = replay.run()
@@ -274,17 +254,6 @@ def test_requests_account_for_all_time_of_the_scheduler(tmp_path: Path) -> None:
         total_ns = 1e9 * sum(total.cpu_s for total in replay.times.calls.values())
         assert replay.times.request_cpu.latency().total_us * 1000 == pytest.approx(total_ns, rel=1e-6)
         assert replay.times.calls[Call.FINISH].calls == 12 + replay.engine.statistics().preemptions
-
-
-@pytest.mark.parametrize(("policy", "device_hits"), [("fcfs", 0), ("longest_prefix", 3 * 960)])
-def test_the_order_of_the_queue_is_that_of_the_configuration(tmp_path: Path, policy: str, device_hits: int) -> None:
-    """L1 holds two prompts of three: in the order of arrival each has left it when it comes again."""
-    trace = rounds(3, 2, output=5)
-    config = small_config(storage=None, device=2048 + 64, host=64, schedule__policy=policy, schedule__age_max="1000")
-    with started(job(tmp_path, trace, config, running_max=1, waiting_max=8)) as replay:
-        go(replay)
-        assert replay.ended == 6
-        assert hits(replay)[0] == device_hits
 
 
 # Negative controls: each tier is made to lie, and the replay must say so.

@@ -32,17 +32,6 @@ def test_a_stack_hands_out_what_was_freed_last() -> None:
     assert take(allocator, 3) == [4, 2, 6]
 
 
-def test_in_ascending_order_freed_pages_wait_until_the_stack_runs_short() -> None:
-    allocator = PageAllocator(8, ascending=True)
-    take(allocator, 4)
-    allocator.free(ids(3, 0))
-    allocator.free(ids(2))
-    assert allocator.free_pages == 7
-    assert take(allocator, 2) == [4, 5]
-    assert take(allocator, 4) == [0, 2, 3, 6]
-    allocator.check()
-
-
 @ORDERS
 def test_a_freed_array_belongs_to_the_caller_again(ascending: bool) -> None:
     allocator = PageAllocator(4, ascending=ascending)

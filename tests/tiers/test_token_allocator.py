@@ -38,39 +38,11 @@ def slots_of(slots: torch.Tensor | None) -> list[int]:
     return slots.tolist()
 
 
-def test_a_request_fills_its_partial_page_then_whole_pages_then_a_partial_one() -> None:
-    allocator = paged(8)
-    first = slots_of(allocator.alloc_extend(lens(0, 0), lens(6, 3), lens(NOWHERE, NOWHERE), 9))
-    assert first == [4, 5, 6, 7, 8, 9, 12, 13, 14]
-    more = slots_of(allocator.alloc_extend(lens(6, 3, 0), lens(13, 3, 4), lens(first[5], first[8], NOWHERE), 11))
-    assert more == [10, 11, 16, 17, 18, 19, 20, 24, 25, 26, 27]
-    assert allocator.available_tokens == 2 * 4
-
-
-def test_decoding_takes_a_page_only_where_the_last_one_is_full() -> None:
-    allocator = paged(8)
-    slots = slots_of(allocator.alloc_extend(lens(0, 0), lens(4, 2), lens(NOWHERE, NOWHERE), 6))
-    assert slots_of(allocator.alloc_decode(lens(5, 3, 1), lens(slots[3], slots[5], NOWHERE))) == [12, 10, 16]
-
-
 def test_whole_pages_are_handed_out_in_order() -> None:
     assert slots_of(paged(8).alloc(8)) == [4, 5, 6, 7, 8, 9, 10, 11]
     assert slots_of(TokenToKVPoolAllocator(PageAllocator(8, first=1)).alloc(3)) == [1, 2, 3]
     with pytest.raises(InvalidInput):
         paged(8).alloc(7)
-
-
-def test_without_room_nothing_changes() -> None:
-    allocator = paged(2)
-    assert allocator.alloc_extend(lens(0, 0), lens(5, 1), lens(NOWHERE, NOWHERE), 6) is None
-    assert allocator.alloc(12) is None
-    slots = slots_of(allocator.alloc_extend(lens(0), lens(7), lens(NOWHERE), 7))
-    assert slots == [4, 5, 6, 7, 8, 9, 10], "the refused calls took nothing"
-    assert allocator.available_tokens == 0
-    assert slots_of(allocator.alloc_decode(lens(8), lens(10))) == [11]
-    assert allocator.alloc_decode(lens(9), lens(11)) is None
-    assert allocator.alloc(0) is not None
-    pool(allocator).check()
 
 
 def test_a_batch_of_nothing_gets_nothing() -> None:
