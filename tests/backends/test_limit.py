@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -44,7 +44,7 @@ from tests.seeds import rng, seeds
 from tests.test_supervised import no_threads
 from tests.waiting import wait_for
 
-from ._files import CODEC, PAGE, disk_usage, open_file, open_raw, page_files
+from ._files import CODEC, OPENED, PAGE, disk_usage, open_file, open_raw, page_files
 
 REJECTED = SetOutcome.REJECTED
 LARGE = 1 << 30
@@ -82,6 +82,7 @@ def limited_memory(codec: FrameCodec, pages: int = 0, capacity_bytes: int = LARG
     memory = MemoryBackend(codec)
     capacity_bytes = pages * codec.frame_bytes or capacity_bytes
     backend = LimitedBackend(memory, lambda: MemoryRaw(memory), capacity_bytes=capacity_bytes)
+    OPENED.append(backend)
     wait_for(lambda: backend._ledger.is_listed)
     return Store(backend, memory.peek, memory.poke)
 
@@ -121,31 +122,27 @@ def limited(root: Path, pages: int, codec: FrameCodec = CODEC, *, interval_s: fl
         inner.backend, lambda: open_raw(path=root), capacity_bytes=pages * codec.frame_bytes,
         list_interval_s=interval_s,
     )  # fmt: skip
+    OPENED.append(backend)
     wait_for(lambda: backend._ledger.is_listed)
     return Store(backend, inner.read, inner.write)
 
 
 @dataclass(slots=True)
 class Opened:
-    """Limited stores on one directory, closed after the test."""
+    """Limited stores on one directory."""
 
     root: Path
-    stores: list[Store] = field(default_factory=list)
 
     def __call__(self, pages: int, codec: FrameCodec = CODEC, *, interval_s: float = 0.05) -> Store:
-        self.stores.append(limited(self.root, pages, codec, interval_s=interval_s))
-        return self.stores[-1]
+        return limited(self.root, pages, codec, interval_s=interval_s)
 
     def pages(self) -> int:
         return len(page_files(self.root))  # which may go meanwhile
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Opened]:
-    opened = Opened(tmp_path / "store")
-    yield opened
-    for store in opened.stores:
-        store.backend.close()
+def opened(tmp_path: Path) -> Opened:
+    return Opened(tmp_path / "store")
 
 
 def evicted(store: Store) -> int:

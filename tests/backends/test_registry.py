@@ -100,11 +100,6 @@ def not_a_backend(codec: object) -> object:
     return codec
 
 
-def test_a_factory_has_to_make_a_storage_backend() -> None:
-    with pytest.raises(ConfigError, match="not a StorageBackend"):
-        open_backend("tests.backends.test_registry:not_a_backend", CODEC, {})
-
-
 @pytest.mark.parametrize(
     "name",
     ["json:loads", "builtins:dict", "builtins:print", "pathlib:Path", "tests.backends.test_registry:not_a_backend"],

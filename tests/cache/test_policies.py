@@ -87,17 +87,6 @@ def test_write_back_copies_a_page_when_it_is_evicted_and_frees_it_when_the_copy_
     assert w.compared_pages == 2
 
 
-def test_write_back_copies_the_ancestors_of_a_victim_with_it() -> None:
-    """A page on L2 must have its whole prefix there."""
-    w = world("write_back")
-    w.serve("a", prompt(1, 2))
-    w.serve("b", prompt(1, 3))
-    w.settle()
-    w.cache.evict(1)
-    w.settle()
-    assert (w.cache.tree.device_pages_total, w.cache.tree.host_pages) == (2, 2)
-
-
 def test_a_request_that_needs_room_waits_for_write_back_without_blocking() -> None:
     w = world("write_back", device_pages=4)
     w.serve("a", prompt(1, 2, 3))
@@ -107,19 +96,6 @@ def test_a_request_that_needs_room_waits_for_write_back_without_blocking() -> No
     w.settle()
     request = w.begin("b", prompt(4, 5, 6))
     w.cache.cache_finished_req(request, prompt(4, 5, 6))
-
-
-def test_a_page_that_a_request_locks_while_it_is_written_back_stays_on_l1() -> None:
-    w = world("write_back")
-    w.serve("a", prompt(1, 2))
-    w.settle()
-    w.cache.evict(2)
-    request = w.begin("b", prompt(1, 2, 3))
-    assert request.device_hit_tokens == 8
-    w.settle()
-    assert w.cache.tree.host_pages == 2
-    w.compare(prompt(1, 2, 3), request.pages[:2])
-    w.cache.cache_finished_req(request, None)
 
 
 def test_write_back_drops_a_victim_that_l2_has_no_room_for() -> None:

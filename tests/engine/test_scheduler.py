@@ -100,16 +100,6 @@ def test_generated_tokens_are_found_by_the_next_turn_but_the_last() -> None:
         assert second.device_hit_tokens == 24 and second.output_tokens == plain_greedy(turn, 8)
 
 
-def test_the_same_prompt_twice_in_one_step_is_kept_once() -> None:
-    prompt = random_tokens(40, seed=7)
-    with make_engine(CHECKPOINT, page_size=8) as engine:
-        rids = [engine.submit(prompt, 6, ignore_eos=True) for _ in range(2)]
-        records = drive(engine)
-        assert records[rids[0]].output_tokens == records[rids[1]].output_tokens == plain_greedy(prompt, 6)
-        assert tiers(engine).tree.device_evictable_pages + tiers(engine).tree.device_protected_pages == 5
-        assert_nothing_leaked(engine)
-
-
 def test_the_end_of_text_ends_a_request_unless_it_is_ignored() -> None:
     prompt = random_tokens(10, seed=8)
     tokens = plain_greedy(prompt, 8)
