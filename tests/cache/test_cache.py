@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.errors import InvalidInput, TransferError
 from hicache.tiers import Fence, PagedTokenToKVPoolAllocator, Transfer
+from hicache.tiers.copy import Indices
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import PageIds
 from tests.cache.world import GEOMETRY, World, memory_backend, prompt
@@ -249,6 +251,38 @@ def test_a_closed_cache_refuses_service_and_closing_gives_up_what_was_not_starte
     with pytest.raises(InvalidInput, match="closed"):
         world.cache.begin_request("c", prompt(1, 2, 3))
     assert not world.cache.prefetch_from_storage("d", prompt(1, 2, 3))
+
+
+class _HeldCopies(CpuCopyEngine):
+    """Loads that begin when the test says so."""
+
+    gate: threading.Event
+
+    def _load_layer(self, layer: int, host_blocks: Indices, blocks: Indices) -> None:
+        self.gate.wait(30)
+        super()._load_layer(layer, host_blocks, blocks)
+
+
+def test_a_request_that_shares_pages_still_being_loaded_waits_for_them_too() -> None:
+    _HeldCopies.gate = threading.Event()
+    world = World(copies=_HeldCopies)
+    world.serve("a", prompt(1, 2, 3))
+    world.settle()
+    world.cache.evict(100)
+    first = world.admit("b", prompt(1, 2, 3))
+    load = world.cache.start_loading()
+    world.step()
+    second = world.admit("c", prompt(1, 2, 3))
+    assert load is not None
+    assert second.device_hit_tokens == 12
+    assert world.cache.start_loading() is load and not load.done()
+    _HeldCopies.gate.set()
+    load.wait_layer(1)
+    world.compare(prompt(1, 2, 3), second.pages[:3])
+    world.settle()
+    assert world.cache.start_loading() is None
+    world.cache.cache_finished_req(first, None)
+    world.cache.cache_finished_req(second, None)
 
 
 def test_a_token_allocator_over_the_cache_evicts_and_keeps_the_books() -> None:
