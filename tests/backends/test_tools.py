@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -114,10 +114,24 @@ def test_a_purge_keeps_to_namespace_and_age(raws: Raws) -> None:
     assert list(raw.pages()) == []
 
 
-def test_a_rate_without_sense_is_refused_before_anything_is_done(raws: Raws) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda raw: purge_raw(raw, namespace="*"),  # a pattern that Redis would take for all pages
+        lambda raw: trim_raw(raw, -1),
+        lambda raw: purge_raw(raw, older_than_s=-1.0),
+        lambda raw: verify_raw(raw, keys=NO_KEYS, rate_bytes_per_s=0),
+        lambda raw: copy_raw(raw, raw, keys=NO_KEYS, namespace="?"),
+    ],
+)
+def test_arguments_without_sense_are_refused_before_anything_is_done(
+    raws: Raws, wrong: Callable[[FileRaw], Iterator[object]]
+) -> None:
     raw = raws("a")
+    fill(raw, make_keys(2), used_s=time.time())
     with pytest.raises(InvalidInput):
-        last(verify_raw(raw, keys=NO_KEYS, rate_bytes_per_s=0))
+        last(wrong(raw))
+    assert len(list(raw.pages())) == 2
 
 
 @pytest.mark.parametrize("seed", seeds(10))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ...errors import PageUnreadable
 from ..chains import read_chains
 from ..raw import RawStore, StoredPage
+from .removal import check_prefix
 from .verify import PageKeys, RateLimit, read_page
 
 
@@ -53,9 +54,9 @@ def copy_raw(
     A page comes after the page before it, the chains used last at first: whenever this stops, `target` has whole
     prefixes, and the next run goes on from there. A page that is damaged, or finds no room, is left out with all that
     hangs on it. With `dry_run` nothing but headers is read and nothing is written; then `target` None is an empty one.
-    Holds some 700 bytes a page. Raises InvalidInput for a wrong rate.
-    REQUIRES: the prefix is lower-case hexadecimal.
+    Holds some 700 bytes a page. Raises InvalidInput for a wrong prefix or rate.
     """
+    check_prefix(namespace)
     limit = RateLimit(rate_bytes_per_s)
     progress = CopyProgress()
     for chains in read_chains(source, namespace):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ...errors import InvalidInput
 from ..chains import read_chains
 from ..raw import RawStore, StoredPage
 
@@ -25,6 +26,12 @@ class RemovalProgress:
     left_bytes: int = 0
 
 
+def check_prefix(namespace: str) -> None:
+    """Raise InvalidInput unless `namespace` can be the beginning of a digest; empty stands for all."""
+    if len(namespace) > 64 or namespace.strip("0123456789abcdef"):
+        raise InvalidInput("the namespace must be 1 to 64 lower-case hexadecimal digits")
+
+
 def purge_raw(
     raw: RawStore, *, namespace: str = "", older_than_s: float | None = None, dry_run: bool = False
 ) -> Iterator[RemovalProgress]:
@@ -32,8 +39,11 @@ def purge_raw(
     `older_than_s` seconds, damaged ones too; the same progress after each page. A page whose last use the store does
     not know is never old. With `dry_run` nothing is changed.
 
-    REQUIRES: the prefix is lower-case hexadecimal and the age is not negative.
+    Raises InvalidInput for a prefix that is not hexadecimal and for a negative age.
     """
+    check_prefix(namespace)
+    if older_than_s is not None and not older_than_s >= 0:
+        raise InvalidInput(f"the age must not be negative, got {older_than_s!r} seconds")
     before_s = None if older_than_s is None else time.time() - older_than_s
     chunk: list[StoredPage] = []
     progress = RemovalProgress()
@@ -62,9 +72,12 @@ def trim_raw(
     """Remove pages until `target_bytes` are left in the namespaces whose digest starts with `namespace`: always the
     least recently used of those on which none hangs, so that chains lose their tails and keep their heads.
 
-    Pages that engines store meanwhile are not seen. Reads all headers first, and holds some 600 bytes a page.
-    REQUIRES: the prefix is lower-case hexadecimal and the size is not negative.
+    Pages that engines store meanwhile are not seen. Reads all headers first, and holds some 600 bytes a page. Raises
+    InvalidInput for a prefix that is not hexadecimal and for a negative size.
     """
+    check_prefix(namespace)
+    if target_bytes < 0:
+        raise InvalidInput(f"the size to trim to must not be negative, got {target_bytes}")
     progress = RemovalProgress()
     for chains in read_chains(raw, namespace):
         progress.seen, progress.left_bytes = len(chains), chains.bytes
