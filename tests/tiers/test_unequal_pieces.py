@@ -63,5 +63,5 @@ def test_pages_go_through_a_store_without_a_cache(tmp_path: Path, compression: s
     assert [bytes(read.payload(page)) for page in range(3)] == [expected(page) for page in range(3)]
     # The elements of a PageShape have no known length, so their bytes are not sorted into planes.
     headers = [FrameHeader.parse(path.read_bytes()) for path in page_files(root)]
-    expected = Encoding.ZSTD if compression == "zstd" else Encoding(0)
-    assert [header and header.encoding for header in headers] == [expected] * 3
+    encoding = Encoding.ZSTD if compression == "zstd" else Encoding(0)
+    assert [header and header.encoding for header in headers] == [encoding] * 3
