@@ -44,6 +44,11 @@ class Direction(enum.StrEnum):
     WRITE = "write"
 
 
+# After a single failed call a probe is to say quickly if the store still answers, before further calls hang; in one
+# direction it writes a page. The probes of a breaker that is open have the time that the options give.
+_FIRST_PROBE_S = {Direction.READ: 0.25, Direction.WRITE: 0.5}
+
+
 class Verb(enum.StrEnum):
     """What is asked of a backend."""
 
@@ -307,16 +312,19 @@ class AdmissionControl:
 
     # Probes
 
-    def begin_probe(self, direction: Direction) -> int | None:
-        """Return the round of the breaker, for `probed`; None if no probe of this direction is due."""
+    def begin_probe(self, direction: Direction) -> tuple[int, float] | None:
+        """Return the round of the breaker, for `probed`, and the probe's deadline; None if no probe of this direction
+        is due."""
         with self._state:
             breaker, time_s = self._breakers[direction], self._clock()
             if self._closed or breaker.probe_at > time_s:
                 return None
-            overdue_at = time_s + self._options.probe_timeout + self._options.grace
+            is_first = breaker.state is BreakerState.CLOSED  # it follows a failed call
+            deadline = time_s + min(self._options.probe_timeout, _FIRST_PROBE_S[direction] if is_first else math.inf)
+            overdue_at = deadline + self._options.grace
             self._probing[direction] = breaker.round, overdue_at
             self._overdue_at = min(self._overdue_at, overdue_at)
-            return breaker.round
+            return breaker.round, deadline
 
     def probed(self, direction: Direction, begun: int, ok: bool) -> None:
         """A probe has ended."""

@@ -256,11 +256,12 @@ class GuardedBackend(Compound):
     def _probe(self) -> float:
         """Make the probes that are due; return when the next is. Blocks as the store does."""
         for direction in Direction:
-            begun = self._admission.begin_probe(direction)
-            if begun is not None:
+            due = self._admission.begin_probe(direction)
+            if due is not None:
+                begun, deadline = due
                 probe, ok = self._prober.read if direction is Direction.READ else self._prober.write, False
                 try:
-                    ok = probe(self._clock() + self.options.probe_timeout)
+                    ok = probe(deadline)
                 finally:
                     self._admission.probed(direction, begun, ok)
         return self._admission.probe_at

@@ -17,6 +17,7 @@ from hicache.backends.guard.admission import (
     BURST_CALLS,
     BURST_PAGES,
     AdmissionControl,
+    CallResult,
     DamageWatch,
     RetryBudget,
 )
@@ -94,6 +95,22 @@ def test_what_follows_a_head_without_damage_is_read_at_once_but_not_after_an_ala
     assert [watch.pages_at_once(read) for read in ([MISS], [CORRUPT], [MISS, CORRUPT])] == [None, 3, 3]
     watch.saw([CORRUPT] * 3)
     assert watch.pages_at_once([MISS]) == 1
+
+
+@pytest.mark.parametrize(("verb", "first_s"), [(Verb.GET, 0.25), (Verb.SET, 0.5)])
+def test_the_probe_after_a_failed_call_is_short_and_those_of_an_open_breaker_have_their_time(
+    verb: Verb, first_s: float
+) -> None:
+    time_s = [0.0]
+    admission = AdmissionControl(GuardConfig(probe_timeout=2.0), lambda: time_s[0], lambda at_s: None)
+    with admission.enter(verb, 1, 0, deadline=1.0) as call:
+        call.result = CallResult.ERROR
+    first = admission.begin_probe(verb.direction)
+    assert first is not None and first[1] == first_s
+    admission.probed(verb.direction, first[0], ok=False)
+    time_s[0] = 10.0
+    later = admission.begin_probe(verb.direction)
+    assert later is not None and later[1] == 12.0
 
 
 @given(st.lists(st.floats(0, 1000, allow_nan=False), max_size=50))
