@@ -67,7 +67,12 @@ class PageStore(Envelope, Generic[Found]):
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
         """See Envelope. A store that can search for the end overrides it."""
-        return sum(1 for _ in itertools.takewhile(bool, self._found(keys, deadline)))
+        stored = 0
+        for there in self._found(keys, deadline):
+            if not there:
+                break
+            stored += 1
+        return stored
 
     def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See Envelope."""
