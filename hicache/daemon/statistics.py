@@ -1,0 +1,105 @@
+"""Snapshots of a daemon: what its metrics, its page, `/statusz` and `hicache ctl status` show. All counts are totals
+since the daemon was started.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..backends.base import BackendStatistics
+from ..backends.compose import CopyStatistics
+from ..backends.guard import LatencyStatistics, LeafStatistics
+
+
+class NodeState(enum.StrEnum):
+    """Whether a daemon takes requests."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """The host pool of a daemon, over all namespaces. `admitted` and `evicted` are pages."""
+
+    capacity_bytes: int
+    used_bytes: int
+    pinned_bytes: int
+    pages: int
+    admitted: int
+    evicted: int
+
+
+@dataclass(frozen=True, slots=True)
+class HotPrefix:
+    """A chain that requests used often lately: the first 8 hexadecimal digits of the key of its last hot page."""
+
+    page: str
+    label: str
+    pages: int
+    hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharingStatistics:
+    """Pages of one namespace by where its readers got them, and pages that two clients shared.
+
+    `pool_hits` came from the host pool, `store_hits` from a store, `shared_reads` from the read of another client that
+    was in flight. `shared_writes` were not written because another client was writing them.
+    """
+
+    pool_hits: int
+    store_hits: int
+    misses: int
+    shared_reads: int
+    shared_writes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceStatistics:
+    """One namespace that engines have opened. `namespace` is its digest in hexadecimal digits. `backend` counts what
+    its clients saw, `stores` are its stores with their guards, none while it is detached."""
+
+    namespace: str
+    label: str
+    weights_epoch: int
+    frame_bytes: int
+    pool_bytes: int
+    quota_bytes: int | None
+    sharing: SharingStatistics
+    backend: BackendStatistics
+    stores: tuple[LeafStatistics, ...]
+    copies: Mapping[str, CopyStatistics]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStatistics:
+    """The shared memory of one engine on this host. `operations` that touch its frames are in flight."""
+
+    name: str
+    pages: int
+    frame_bytes: int
+    operations: int
+    is_alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatistics:
+    """The daemon as a whole. `requests` counts answers by (operation, status code), `refused` counts requests by the
+    limit that refused them; `latency` is by operation."""
+
+    instance: str
+    state: NodeState
+    uptime_s: float
+    pool: PoolStatistics
+    namespaces: tuple[NamespaceStatistics, ...]
+    clients: tuple[ClientStatistics, ...]
+    connections: int
+    requests: Mapping[tuple[str, int], int]
+    refused: Mapping[str, int]
+    latency: Mapping[str, LatencyStatistics]
+    in_flight_requests: int
+    hot: tuple[HotPrefix, ...]
