@@ -17,11 +17,11 @@ from ..arguments import instance, whole
 from ..errors import CapacityError, InvalidInput
 from ..frame import FRAME_ALIGN, HEADER_BYTES, frame_bytes
 from ..geometry import KVGeometry, PageShape, page_shape
+from ..shared_memory import populate
 from ..types import Bytes2D, PageIds
 from .allocator import PageAllocator, require_pages
 from .memory import available_host_bytes
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named by the mmap module
 # Left to the rest of the machine when a pool is checked against free memory.
 _RESERVE_BYTES = 64 << 20
 
@@ -175,22 +175,6 @@ class HostWindow:
                 f"{self.block_bytes}: piece {self._pieces[used].name} has no layer"
             )
         return found
-
-
-def populate(mapping: mmap.mmap) -> bool:
-    """Ask for huge pages and map every page for writing, without changing a byte. False if the kernel cannot do it in
-    one call (before Linux 5.14); then each page is mapped when it is first touched.
-    """
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without transparent huge pages; small ones do as well
-    try:
-        mapping.madvise(_MADV_POPULATE_WRITE)
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _register(tensor: torch.Tensor, size_bytes: int) -> None:

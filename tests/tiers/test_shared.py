@@ -20,8 +20,8 @@ import pytest
 from hicache.errors import CapacityError, InvalidInput, SharedMemoryError
 from hicache.frame import FRAME_ALIGN, HEADER_BYTES
 from hicache.geometry import KVGeometry, PageShape, Piece
+from hicache.shared_memory import CONTROL_BYTES
 from hicache.tiers import SharedHostPool
-from hicache.tiers.shared import CONTROL_BYTES
 from tests.cache.world import GEOMETRY as CACHE_GEOMETRY
 from tests.cache.world import World, prompt
 from tests.tiers._shared_child import GEOMETRY

@@ -1,0 +1,483 @@
+"""Memory that processes of one user share: a file of page frames in /dev/shm, opened by name.
+
+    hicache.NAME    [ control block, 64 KiB | frame 0 | frame 1 | ... ]     mode 0600
+
+    open      for members: engines and their workers. The first one creates the file and takes all its memory at once,
+              the others wait for it. A daemon can create the file for a member.
+    attach    for a storage daemon, which maps the file of a member.
+
+With `processes` the name goes away once so many members have opened it, and the memory goes when the last of them ends.
+Without it the file is kept: the name stays until `unlink`, and a daemon can attach it.
+
+Locking design: no lock guards the bytes of a page; they belong to its holder. `_MAPPED` changes by single operations,
+which are atomic in CPython. Two kernel locks on the file order the opening:
+
+- `flock`, exclusive, is held while a process creates the file, verifies it, joins it or removes its name.
+- Each member holds a byte-range lock of its open file (`F_OFD_SETLK`) as long as it has the memory mapped (the mapping
+  has a duplicate of the descriptor): one byte of `processes` for itself, or byte 0 with the others in a file that is
+  kept. A daemon holds a byte behind those. The kernel drops a lock when the process ends in any way, so processes that
+  died are not counted.
+
+Under the flock, a file that no member has joined is a leftover. One that fits is joined, and one that differs is
+replaced. A file whose creator died is too short, because tmpfs sets the size once all memory is taken, and differs.
+A daemon that is attached to a leftover may still write to it for the member that died. So `open` waits until it has let
+go, and replaces the file at its deadline. A GUEST joins it: the daemon has created or emptied it for this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .arguments import instance
+from .errors import CapacityError, InvalidInput, SharedMemoryError
+
+# Where Linux keeps POSIX shared memory.
+FOLDER = Path("/dev/shm")
+_NAME = re.compile(r"[A-Za-z0-9.-]{1,128}")
+# A multiple of every page size of Linux, so that the frames can be mapped alone.
+CONTROL_BYTES = 64 << 10
+# Far above the processes of one node; each is a byte that can be locked.
+PROCESSES_MAX = 1024
+# The byte that daemons lock, behind those of the members.
+_ATTACHED = PROCESSES_MAX
+# flock has no timeout: how often a process that waits for it tries again.
+_RETRY_S = 0.005
+# The file does not fit: no space, a quota, a limit of the process, or no memory.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named by the mmap module
+_VERSION = 1
+
+
+class Role(enum.Enum):
+    """Which part a process has in memory that it opens."""
+
+    OWNER = enum.auto()  # a member that creates the file, or finds it created by another member
+    GUEST = enum.auto()  # a member whose daemon has created the file
+    DAEMON = enum.auto()  # creates the file for a guest; not a member
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a file holds, as its control block says. `processes` is 0 for a file that is kept."""
+
+    processes: int
+    pages: int
+    frame_bytes: int
+    shape: bytes  # SHA-256 of the page's shape
+    version: int = _VERSION
+
+    _PACKED = struct.Struct("<8sIIQQ32s")
+    BYTES = _PACKED.size
+    _MAGIC = b"hicacheS"
+
+    def pack(self) -> bytes:
+        """Return the control block."""
+        sizes = (self.version, self.processes, self.pages, self.frame_bytes)
+        return self._PACKED.pack(self._MAGIC, *sizes, self.shape)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Layout | None:
+        """Return what a control block says, or None if HiCache did not write it."""
+        if len(data) < cls.BYTES:
+            return None
+        magic, version, processes, pages, frame_bytes, shape = cls._PACKED.unpack_from(data)
+        return cls(processes, pages, frame_bytes, shape, version) if magic == cls._MAGIC else None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all frames."""
+        return self.pages * self.frame_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return CONTROL_BYTES + self.size_bytes
+
+    def difference(self, other: Layout, other_bytes: int) -> str | None:
+        """Return how another file, `other_bytes` long, differs from this one, or None."""
+        if other.version != self.version:
+            return f"another version of HiCache made it (format {other.version}, this one has {self.version})"
+        if other.pages != self.pages:
+            return f"it has {other.pages} pages, and {self.pages} are asked for"
+        if other.shape != self.shape or other.frame_bytes != self.frame_bytes:
+            return "its pages have another shape"
+        if other.processes != self.processes:
+            return f"it is for {other.processes or 'any number of'} processes, not {self.processes or 'any number'}"
+        if other_bytes != self.file_bytes:
+            return f"it has {other_bytes} bytes, not {self.file_bytes}"
+        return None
+
+
+class SharedMemory:
+    """The frames of one file, mapped into this process. Use `open` or `attach`.
+
+    `identity`, device and inode, is equal in two processes if, and only if, they share the memory: compare it before
+    the first copy where a process may have been restarted, because a name can be free again.
+    `mapping` is all frames, 4096-aligned, every page of it mapped for writing where the kernel can do that at once.
+    """
+
+    def __init__(self, name: str, layout: Layout, descriptor: int, mapping: mmap.mmap) -> None:
+        self.name = name
+        self.path = path_of(name)
+        self.layout = layout
+        self.mapping = mapping
+        state = os.fstat(descriptor)
+        self.identity = (state.st_dev, state.st_ino)
+        self._descriptor = descriptor
+        self._address = address_of(self.frames)
+        self._leave = weakref.finalize(self, _leave, descriptor, self.path, bool(layout.processes), os.getpid())
+        _MAPPED[self._address] = weakref.ref(self)
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        layout: Layout,
+        *,
+        deadline: float,
+        role: Role = Role.OWNER,
+        require_memory: Callable[[], None] = lambda: None,
+    ) -> SharedMemory:
+        """Open the memory `name`, or create it; blocks until it is ready, until `deadline` at most (on the monotonic
+        clock, and as long as the kernel needs to zero the memory, for the process that creates it).
+
+        `require_memory` is called before memory is taken, and raises if the machine has too little. REQUIRES: for
+        DAEMON, a layout of a kept file.
+        Raises CapacityError if the memory does not fit (then nothing is left of it), SharedMemoryError if the file
+        differs from `layout`, is not ready in time, or if the path holds a file that HiCache did not create or that
+        others may open; InvalidInput for a name that is not valid.
+        """
+        opening = _Opening(path_of(name), layout, deadline, role, require_memory)
+        while True:
+            descriptor = opening.descriptor()
+            try:
+                mapping = opening.join(descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            if mapping is not None:
+                populate(mapping)
+                return cls(name, layout, descriptor, mapping)
+            os.close(descriptor)
+
+    @classmethod
+    def attach(cls, name: str, *, identity: tuple[int, int] | None = None, deadline: float) -> SharedMemory:
+        """Map memory that members have open, or a kept file that a member will open. Blocks until `deadline` at most.
+
+        Raises SharedMemoryError if it does not exist, is not `identity`, is not kept, belongs to another user, or if
+        its size is not the one that its control block says; InvalidInput for a name that is not valid.
+        """
+        path = path_of(name)
+        try:
+            descriptor = _open_file(path)
+        except FileNotFoundError as error:
+            raise _error(path, "does not exist; containers of engine and daemon must share /dev/shm") from error
+        try:
+            with _flock(path, descriptor, deadline):
+                state = os.fstat(descriptor)
+                found = Layout.unpack(os.pread(descriptor, Layout.BYTES, 0))
+                if identity is not None and (state.st_dev, state.st_ino) != identity:
+                    raise _error(path, "is not the memory that is meant; open it again, and name its device and inode")
+                if found is None or found.version != _VERSION or not found.pages or state.st_size != found.file_bytes:
+                    raise _error(path, "was not created by HiCache, or its creation was cut short")
+                if found.processes:
+                    raise _error(path, f"is for {found.processes} processes, and its name goes away; open it as kept")
+                mapping = _mapped(path, descriptor, found)
+                _lock(descriptor, fcntl.F_RDLCK, _ATTACHED)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        populate(mapping)
+        return cls(name, found, descriptor, mapping)
+
+    @property
+    def frames(self) -> memoryview:
+        """All frames, one behind the other."""
+        return memoryview(self.mapping)
+
+    def has_others(self) -> bool:
+        """True if another process has opened the memory. One that has attached it does not count."""
+        return _locked(self._descriptor, 0, PROCESSES_MAX)
+
+    def unlink(self) -> None:
+        """Remove the name, if it still is this memory's. The memory goes when the last process has unmapped it."""
+        with contextlib.suppress(FileNotFoundError):
+            state = os.lstat(self.path)
+            if (state.st_dev, state.st_ino) == self.identity:
+                os.unlink(self.path)
+
+    def unlink_if_left(self) -> bool:
+        """Remove the name if no other process has opened the memory; True if that holds. For a daemon, whose engine
+        may be starting again at the same time. False also while another process opens it."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        try:
+            if self.has_others():
+                return False
+            self.unlink()
+            return True
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Unmap the memory. REQUIRES: no view of it is left; raises BufferError and changes nothing otherwise."""
+        self.mapping.close()
+        _MAPPED.pop(self._address, None)
+        self._leave()
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """One `SharedMemory.open`."""
+
+    path: Path
+    wanted: Layout
+    deadline: float
+    role: Role
+    require_memory: Callable[[], None]
+
+    def descriptor(self) -> int:
+        """Return a descriptor of this user's file, or of a new and empty one."""
+        while True:
+            try:
+                return _open_file(self.path)
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):  # another process was faster
+                    return _open_file(self.path, creates=True)
+
+    def join(self, descriptor: int) -> mmap.mmap | None:
+        """Create, verify or replace the file and map it. None to begin again: its name is gone by now, or a daemon is
+        still attached to a leftover."""
+        with _flock(self.path, descriptor, self.deadline):
+            state = os.fstat(descriptor)
+            if state.st_nlink == 0:
+                return None
+            if state.st_size == 0:  # new, or its creator died before it wrote anything
+                self._fill(descriptor)
+            elif not self._verify(descriptor, state.st_size):
+                return None
+            if not self._take_place(descriptor):
+                os.unlink(self.path)  # all have joined, and the last one failed to do so
+                return None
+            try:
+                return _mapped(self.path, descriptor, self.wanted)
+            except CapacityError:
+                if os.fstat(descriptor).st_nlink and not _locked(descriptor, 0, _ATTACHED + 1):
+                    os.unlink(self.path)
+                raise
+
+    def _verify(self, descriptor: int, size_bytes: int) -> bool:
+        """True if the file is joined as it is. Otherwise it is a leftover, which is unlinked or waited for."""
+        found = Layout.unpack(os.pread(descriptor, Layout.BYTES, 0))
+        if found is None:
+            raise _error(self.path, "was not created by HiCache; it was left as it is. Choose another name")
+        difference = self.wanted.difference(found, size_bytes)
+        has_members = _locked(descriptor, 0, PROCESSES_MAX)
+        if difference is not None and has_members:
+            raise _error(
+                self.path, f"{difference}. Give all processes the same arguments, or choose another name"
+            )
+        if not has_members and self.role is not Role.GUEST and _locked(descriptor, _ATTACHED, 1):
+            if time.monotonic() < self.deadline:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # the daemon takes it to remove the name
+                time.sleep(_RETRY_S)
+                return False
+            difference = "a daemon still has it mapped"
+        if difference is not None:
+            os.unlink(self.path)
+        return difference is None
+
+    def _fill(self, descriptor: int) -> None:
+        """Write the control block of an empty file and take all memory. The name is removed if that fails."""
+        wanted = self.wanted
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.path.unlink, missing_ok=True)
+            system = os.fstatvfs(descriptor)
+            free_bytes = system.f_bavail * system.f_frsize
+            if system.f_blocks and wanted.file_bytes > free_bytes:  # no blocks: a tmpfs without a limit
+                raise _full(wanted, free_bytes)
+            self.require_memory()
+            os.pwrite(descriptor, wanted.pack(), 0)
+            try:
+                os.posix_fallocate(descriptor, 0, wanted.file_bytes)
+            except OSError as error:
+                raise _full(wanted, free_bytes) if error.errno in _FULL else error from error
+            undo.pop_all()
+
+    def _take_place(self, descriptor: int) -> bool:
+        """Lock a byte for this process; the last one removes the name. False if all bytes are taken."""
+        processes = self.wanted.processes
+        if not processes:
+            return _lock(descriptor, fcntl.F_RDLCK, _ATTACHED if self.role is Role.DAEMON else 0)
+        place = next((at for at in range(processes) if _lock(descriptor, fcntl.F_WRLCK, at)), None)
+        if place is None:
+            return False
+        if all(_locked(descriptor, at, 1) for at in range(processes) if at != place):
+            os.unlink(self.path)
+        return True
+
+
+# The memory that this process has mapped, by its first address. A few entries.
+_MAPPED: dict[int, weakref.ref[SharedMemory]] = {}
+
+
+def address_of(view: memoryview) -> int:
+    """Return where the bytes of a writable view are."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def find(view: memoryview) -> tuple[SharedMemory, int] | None:
+    """Return the shared memory that a writable view of this process is part of, and its offset there; None if it is
+    private memory. Costs two microseconds."""
+    address, end = address_of(view), view.nbytes
+    for first, reference in list(_MAPPED.items()):
+        offset = address - first
+        memory = reference()
+        if memory is None:
+            _MAPPED.pop(first, None)
+        elif offset >= 0 and offset + end <= memory.layout.size_bytes:
+            return memory, offset
+    return None
+
+
+def path_of(name: str) -> Path:
+    """Return the file of the memory `name`. Raises InvalidInput for a name that is not valid."""
+    if not _NAME.fullmatch(instance("shared host pool: name", name, str)):
+        raise InvalidInput("shared host pool: name: use 1 to 128 letters, digits, dashes and dots")
+    return FOLDER / f"hicache.{name}"
+
+
+def populate(mapping: mmap.mmap) -> bool:
+    """Ask for huge pages and map every page for writing, without changing a byte. False if the kernel cannot do it in
+    one call (before Linux 5.14); then each page is mapped when it is first touched.
+    """
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without transparent huge pages; small ones do as well
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _open_file(path: Path, *, creates: bool = False) -> int:
+    """Return a descriptor of this user's file, or create it. Raises FileNotFoundError, FileExistsError where it is to
+    be created, and SharedMemoryError."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        if creates:
+            descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            os.fchmod(descriptor, 0o600)  # the umask may have taken bits away
+        else:
+            _require_own(path, os.lstat(path))
+            descriptor = os.open(path, flags)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, descriptor)
+            _require_own(path, os.fstat(descriptor))
+            undo.pop_all()
+    except (SharedMemoryError, FileNotFoundError, FileExistsError):
+        raise
+    except OSError as error:
+        raise _error(path, f"cannot be opened: {error.strerror}") from error
+    return descriptor
+
+
+def _require_own(path: Path, state: os.stat_result) -> None:
+    if not stat.S_ISREG(state.st_mode):
+        raise _error(path, "is not a regular file; it was left as it is. Choose another name")
+    if state.st_uid != os.geteuid():
+        raise _error(path, f"belongs to user {state.st_uid}, not {os.geteuid()}. Choose another name")
+    if stat.S_IMODE(state.st_mode) != 0o600:
+        raise _error(path, f"has mode {stat.S_IMODE(state.st_mode):04o}, not 0600. Choose another name")
+
+
+def _mapped(path: Path, descriptor: int, layout: Layout) -> mmap.mmap:
+    """Map the frames. Raises CapacityError."""
+    try:
+        return mmap.mmap(descriptor, layout.size_bytes, flags=mmap.MAP_SHARED, offset=CONTROL_BYTES)
+    except OSError as error:
+        what = f"{layout.size_bytes} bytes cannot be mapped: {error.strerror}; raise the limits of this process"
+        raise CapacityError(f"shared host pool: {path}: {what}, or lower host.size") from error
+
+
+@contextlib.contextmanager
+def _flock(path: Path, descriptor: int, deadline: float) -> Iterator[None]:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                message = "is not ready in time: another process still creates it. Raise timeout_s, or end it"
+                raise _error(path, message) from None
+            time.sleep(_RETRY_S)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _full(wanted: Layout, free_bytes: int) -> CapacityError:
+    return CapacityError(
+        f"shared host pool: {wanted.pages} pages of {wanted.frame_bytes} bytes need {wanted.file_bytes} bytes "
+        f"in {FOLDER}, but only {free_bytes} are free, or a limit of this process is lower; enlarge it (mount -o "
+        "remount,size=..., docker --shm-size), or lower host.size"
+    )
+
+
+def _error(path: Path, what: str) -> SharedMemoryError:
+    return SharedMemoryError(f"shared host pool: {path} {what}")
+
+
+def _leave(descriptor: int, path: Path, last_unlinks: bool, process: int) -> None:
+    """Close the file of a memory. If a start was given up, the last process of it removes the name."""
+    if os.getpid() != process:
+        return  # a forked child; the memory is its parent's
+    with contextlib.suppress(OSError):  # held: another process is joining, and will be the last
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            if last_unlinks and os.fstat(descriptor).st_nlink and not _locked(descriptor, 0, PROCESSES_MAX):
+                os.unlink(path)
+        finally:
+            # A late view keeps the mapping, whose duplicate of the descriptor would keep the lock.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+# struct flock of 64-bit Linux: type, whence, start, length, process.
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+def _lock(descriptor: int, kind: int, at: int) -> bool:
+    """Lock byte `at` for this open file. False if another one has it."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, at, 1, 0))
+    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as the system likes
+        return False
+    return True
+
+
+def _locked(descriptor: int, first: int, count: int) -> bool:
+    """True if another open file has locked one of `count` bytes."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
+    kind: int = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked))[0]
+    return kind != fcntl.F_UNLCK
