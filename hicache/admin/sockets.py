@@ -1,0 +1,115 @@
+"""Unix sockets that only their owner reaches.
+
+A socket stands in a directory of mode 0700 that belongs to this user. A lock file beside it, held for the life of the
+process, says that the socket is in use: a socket file without a holder of its lock is left over and is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Self
+
+from ..errors import ConfigError
+
+SOCKET_NAME = "daemon.sock"
+# The system's limit for the path of a Unix socket, with its final null byte.
+PATH_BYTES_MAX = 107
+BACKLOG = 512
+
+
+def default_socket() -> Path | None:
+    """Return where a daemon of this user listens by default; None if the system has no private directory for it."""
+    if os.geteuid() == 0:
+        return Path("/run/hicache") / SOCKET_NAME
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "hicache" / SOCKET_NAME if runtime else None
+
+
+class PrivateSocket:
+    """A Unix socket at `path` that listens, and its lock. A context manager that removes the socket file at its end.
+
+    `lock` is the lock file, by default `path` with the suffix `.lock`. Makes the directory if it is missing. Raises
+    ConfigError, which begins with `what`, for a path that is too long, a directory that others may enter, and a socket
+    that another process serves.
+    """
+
+    def __init__(self, path: Path, what: str, *, lock: Path | None = None) -> None:
+        self.path = path
+        if len(os.fsencode(path)) > PATH_BYTES_MAX:
+            raise ConfigError(f"{what}: {str(path)!r} is longer than {PATH_BYTES_MAX} bytes; choose a shorter path")
+        try:
+            require_private_directory(path.parent, what)
+            self._lock = _hold(lock or path.with_name(f"{path.name}.lock"), what)
+            try:
+                self.socket = _listening(path, what)
+            except BaseException:
+                os.close(self._lock)
+                raise
+        except OSError as error:
+            raise ConfigError(f"{what}: cannot listen at {str(path)!r}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close and remove the socket, then release the lock. May be called twice."""
+        if self._lock < 0:
+            return
+        self.socket.close()
+        with contextlib.suppress(OSError):  # removed from outside
+            self.path.unlink()
+        os.close(self._lock)
+        self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def require_private_directory(directory: Path, what: str) -> None:
+    """Make `directory` (its parents too) with mode 0700 if it is missing. Raises ConfigError if it belongs to another
+    user, is a link or lets others in, and OSError."""
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+    state = directory.lstat()
+    if not stat.S_ISDIR(state.st_mode):
+        raise ConfigError(f"{what}: {str(directory)!r} is not a directory; name a path inside a directory of your own")
+    if state.st_uid != os.geteuid() or state.st_mode & 0o077:
+        raise ConfigError(f"{what}: the directory {str(directory)!r} must be yours and closed to others: chmod 700")
+
+
+def _hold(lock: Path, what: str) -> int:
+    """Return the descriptor of the lock file, which is locked. Raises ConfigError if another process holds it."""
+    held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(held)
+        if not isinstance(error, BlockingIOError):
+            raise
+        raise ConfigError(
+            f"{what}: another process holds {str(lock)!r}; end it, or choose another path for this one"
+        ) from error
+    return held
+
+
+def _listening(path: Path, what: str) -> socket.socket:
+    """REQUIRES: the lock is held, so a socket that exists is left over."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"{what}: {str(path)!r} exists and is not a socket; remove it, or choose another path")
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(os.fspath(path))
+        path.chmod(0o600)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
