@@ -6,6 +6,7 @@
 #   make check   ruff, mypy and the import layers
 #   make soak    all tests, the random ones for longer: SOAK_FACTOR (default 20) times as many examples and seeds
 #   make hostile some minutes (HOSTILE_MINUTES, default 10) of hostile replies: memory and descriptors stay flat
+#   make docs    the documentation as a site, in build/site
 #   make bench   the benchmarks, as ratios; PEER=DIR adds SGLang's tree core from its unpacked wheel
 #   make gpu     the tests and benchmarks that need a CUDA device
 #   make clean   removes .venv, caches and what the demo left behind
@@ -28,7 +29,7 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 
-.PHONY: demo test quick check soak hostile bench gpu clean
+.PHONY: demo test quick check soak hostile bench gpu docs clean
 
 demo: $(VENV)/.demo-stamp
 	$(BIN)/hicache demo $(DEMO_ARGS)
@@ -57,6 +58,10 @@ bench: $(VENV)/.test-stamp
 gpu: $(VENV)/.test-stamp
 	$(BIN)/python -m pytest -m cuda $(PYTEST_ARGS)
 	$(BIN)/python -m benchmarks.copies --device cuda
+
+docs: $(VENV)/.test-stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html; with a search: python3 -m http.server --bind 127.0.0.1 --directory build/site 8000"
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist demo-data replay-data .demo
