@@ -17,8 +17,8 @@ from ...config.s3_storage import S3StorageOptions, check_region
 from ...config.secret import read_private_file
 from ...errors import ConfigError
 from ..errors import ErrorKind, StoreError
-from .http import Server
-from .refreshed import Refreshed
+from ..http import Server
+from ..refreshed import Refreshed
 from .signing import Credentials
 
 # boto3 begins to ask for new credentials 15 minutes before the old ones end; a look per minute is early enough.
@@ -197,5 +197,5 @@ def _from_boto(session: Any) -> CredentialsSource:
         )
     if fixed is not None:
         return lambda deadline: fixed
-    refreshed = Refreshed("credentials", load, _CREDENTIALS_AGE_MAX_S)
+    refreshed = Refreshed("s3-credentials", load, _CREDENTIALS_AGE_MAX_S)
     return lambda deadline: refreshed.get(deadline=deadline)

@@ -21,9 +21,9 @@ from ...frame import FrameCodec
 from ...supervised import SupervisedPool
 from ..base import Usage
 from ..errors import ErrorKind, StoreError
+from ..http import PIECE_BYTES
 from ..pages import Damaged, PageReads, PageWrites
 from ..store import PageStore
-from .http import PIECE_BYTES
 from .objects import Objects
 
 # `prefix` asks key by key up to so many keys, all at once, and the answer is exact.

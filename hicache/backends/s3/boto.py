@@ -35,9 +35,9 @@ import urllib3.connection
 
 from ...frame import TagStream, fill
 from ..errors import ErrorKind, StoreError, kind_of_exception
+from ..http import Head, read_chunks
 from .access import Access, config_errors
 from .client import ObjectInfo, Target, object_length
-from .http import Head, read_chunks
 from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, Listing, error_code, failed_reply, read_listing, read_removals
 from .throttle import Throttle
 

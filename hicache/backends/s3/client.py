@@ -19,9 +19,9 @@ from urllib.parse import quote, urlencode
 from xml.sax.saxutils import escape
 
 from ...frame import TagStream
-from ..errors import ErrorKind, StoreError, kind_of_exception
+from ..errors import ErrorKind, StoreError
+from ..http import Connection, ConnectionPool, Head, read_small, request_head
 from .access import Access
-from .http import Connection, ConnectionPool, Head, StaleConnection, request_head
 from .replies import ERROR_BYTES_MAX, LISTING_BYTES_MAX, Listing, error_code, failed_reply, read_listing, read_removals
 from .signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, signed_headers
 from .throttle import Throttle
@@ -180,41 +180,9 @@ class S3Client:
         self._pool.close()
 
     def _exchange(self, request: _Request, read: Callable[[Connection, Head], T], deadline: float) -> T:
-        """Send `request` and `read` its reply; on another connection if an idle one turns out to be closed."""
+        """Send `request` when its turn has come, and `read` its reply."""
         with self.throttle.turn(deadline):
-            head = self._sign(request, deadline)
-            connection = self._pool.take_idle()
-            if connection is not None:
-                try:
-                    return self._try(connection, head, request.body, read, deadline)
-                except StaleConnection:
-                    pass  # closed while it was idle: replacing it does not count as a retry
-            try:
-                return self._try(self._pool.connect(deadline), head, request.body, read, deadline)
-            except StaleConnection as error:
-                raise StoreError(
-                    ErrorKind.CONNECTION_LOST, "the server closed the connection without a reply"
-                ) from error
-
-    def _try(
-        self,
-        connection: Connection,
-        head: bytes,
-        body: Sequence[memoryview],
-        read: Callable[[Connection, Head], T],
-        deadline: float,
-    ) -> T:
-        try:
-            try:
-                connection.send(head, body, deadline)
-                reply = connection.read_head(deadline)
-            except (ConnectionResetError, BrokenPipeError) as error:
-                reply = _early_reply(connection, deadline, error)
-            return read(connection, reply)
-        except OSError as error:
-            raise StoreError(kind_of_exception(error), type(error).__name__) from error
-        finally:
-            self._pool.give(connection)
+            return self._pool.exchange(self._sign(request, deadline), request.body, read, deadline)
 
     def _sign(self, request: _Request, deadline: float) -> bytes:
         """The head of `request` as it goes over the network."""
@@ -235,14 +203,6 @@ class S3Client:
         return request_head(request.method, target, {**headers, "accept-encoding": "identity"}, access.origin)
 
 
-def _early_reply(connection: Connection, deadline: float, error: OSError) -> Head:
-    """A server that refuses a body may answer and close before it has read it: what it said, if it can be had."""
-    try:
-        return connection.read_head(deadline)
-    except ConnectionError:
-        raise StaleConnection from error
-
-
 def object_length(head: Head) -> int:
     """Return the length of the object in a reply. Raises StoreError if the reply does not say it."""
     if head.length is None or head.is_chunked:
@@ -251,9 +211,7 @@ def object_length(head: Head) -> int:
 
 
 def _read_small(connection: Connection, head: Head, deadline: float, bytes_max: int = ERROR_BYTES_MAX) -> bytes:
-    body = b"" if head.status == 204 else connection.read_body(head, bytes_max, deadline)
-    connection.finish()
-    return body
+    return read_small(connection, head, bytes_max, deadline)
 
 
 def _missing(connection: Connection, head: Head, deadline: float) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hicache.backends.errors import ErrorKind, StoreError
+from hicache.backends.http import request_head
 from hicache.backends.raw import StoredPage
 from hicache.backends.s3 import S3Backend, S3RawStore
-from hicache.backends.s3.http import request_head
 from hicache.backends.s3.replies import LISTING_BYTES_MAX, failed_reply, read_document, read_listing
 from hicache.backends.testing import CORRUPT, GET_ERROR, NAMESPACE, Store, load, make_keys, soon, store_chain
 from hicache.errors import BackendUnavailable, ConfigError

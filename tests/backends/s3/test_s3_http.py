@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends.errors import ErrorKind, StoreError
-from hicache.backends.s3.http import Connection, parse_head
-from hicache.backends.s3.refreshed import Refreshed
+from hicache.backends.http import Connection, parse_head
+from hicache.backends.refreshed import Refreshed
 from hicache.backends.s3.replies import failed_reply
 from hicache.backends.testing import soon
 from tests.backends.s3.bucket import Bucket
@@ -185,7 +185,9 @@ def test_the_lifecycle_rule_of_the_page_is_taken_by_a_real_server(
 
 
 def test_the_page_names_every_kind_of_error_of_the_package(repository: Path) -> None:
-    source = "".join(path.read_text() for path in (repository / "hicache/backends/s3").glob("*.py"))
+    backends = repository / "hicache/backends"
+    files = [*(backends / "s3").glob("*.py"), backends / "http.py", backends / "refreshed.py"]
+    source = "".join(path.read_text() for path in files)
     used = {ErrorKind[name].value for name in re.findall(r"\bErrorKind\.([A-Z_]+)", source)} - {"internal"}
     page = (repository / "docs/backends/s3.md").read_text()
     table = page.partition("| kind |")[2].partition("\n\n")[0]

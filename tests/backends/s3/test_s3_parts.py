@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from hicache.backends.http import Connection
 from hicache.backends.s3 import S3Backend
-from hicache.backends.s3.http import Connection
 from hicache.backends.testing import (
     HIT,
     NAMESPACE,

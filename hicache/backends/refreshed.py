@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ...background import BackgroundTask
-from ...backoff import Backoff
-from ..errors import ErrorKind, StoreError
+from ..background import BackgroundTask
+from ..backoff import Backoff
+from .errors import ErrorKind, StoreError
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Refreshed(Generic[T]):
 
     def __init__(self, name: str, load: Callable[[], T], age_max_s: float) -> None:
         never = Backoff(math.inf, math.inf)  # who asks next has it done again
-        self._task = BackgroundTask(f"s3-{name}", self._run, backoff=never, linger_s=0.0, on_error=self._fail)
+        self._task = BackgroundTask(name, self._run, backoff=never, linger_s=0.0, on_error=self._fail)
         self._name = name
         self._load = load
         self._age_max_s = age_max_s

@@ -1,4 +1,5 @@
-"""HTTP/1.1 (RFC 9112) as far as an S3 client needs it, with bodies that go from and into lists of buffers.
+"""HTTP/1.1 (RFC 9112) as far as clients of S3 and of a daemon need it, over TCP, TLS and Unix sockets, with bodies
+that go from and into lists of buffers.
 
 The buffers of a body are handed to the kernel together with the head of their request, and a body is received straight
 into its buffers by one system call per mebibyte, most of which is spent without the interpreter's lock. That is what
@@ -12,6 +13,7 @@ not held while one is opened, used or closed.
 
 from __future__ import annotations
 
+import os
 import re
 import select
 import socket
@@ -21,13 +23,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
-from ...frame import TagStream, fill, first_bytes, without_first
-from ..errors import ErrorKind, StoreError, kind_of_exception
+from ..frame import TagStream, fill, first_bytes, without_first
+from .errors import ErrorKind, StoreError, kind_of_exception
 from .refreshed import Refreshed
 
-Address: TypeAlias = tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]
+Address: TypeAlias = tuple[socket.AddressFamily, tuple[str | int | bytes, ...] | str]
+T = TypeVar("T")
 
 # Far above the heads that stores send; a reply that is longer is none.
 _HEAD_BYTES_MAX = 32 << 10
@@ -58,7 +61,8 @@ _FIELD = re.compile("[0-9a-z-]+: [\t -~]*")
 @dataclass(frozen=True, slots=True)
 class Server:
     """Where connections go: to the store, or to a proxy, which connects those with TLS to `tunnel`. `tls` None means
-    plain HTTP; `name` is the one in the store's certificate. Times are seconds."""
+    plain HTTP; `name` is the one in the store's certificate. With `socket`, the path of a Unix socket, host and port
+    do not count. Times are seconds."""
 
     host: str
     port: int
@@ -67,6 +71,7 @@ class Server:
     tunnel: str
     connect_timeout_s: float
     timeout_s: float
+    socket: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,8 +310,36 @@ def read_chunks(read_line: Callable[[], bytes], read_exactly: Callable[[int], by
     raise StoreError(ErrorKind.PROTOCOL, "the chunks of the reply make no sense")
 
 
+def read_small(connection: Connection, head: Head, bytes_max: int, deadline: float) -> bytes:
+    """Return the whole body of a small reply, and note that it was read. Raises as `Connection.read_body`."""
+    body = b"" if head.status == 204 else connection.read_body(head, bytes_max, deadline)
+    connection.finish()
+    return body
+
+
+def _early_reply(connection: Connection, deadline: float, error: OSError) -> Head:
+    """A server that refuses a body may answer and close before it has read it: what it said, if it can be had."""
+    try:
+        return connection.read_head(deadline)
+    except ConnectionError:
+        raise StaleConnection from error
+
+
+# struct ucred of Linux: process, user, group.
+_PEER = struct.Struct("3i")
+
+
+def _require_own_peer(sock: socket.socket) -> None:
+    """Raise StoreError unless the process that listens on a Unix socket is this user's or root's."""
+    _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if user not in (os.geteuid(), 0):
+        raise StoreError(ErrorKind.ACCESS_DENIED, f"the socket belongs to a process of user {user}, not of this one")
+
+
 def resolve(server: Server) -> Sequence[Address]:
     """The addresses of the server's name. Blocks for as long as the resolver likes. Raises StoreError."""
+    if server.socket:
+        return [(socket.AF_UNIX, server.socket)]
     try:
         found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -322,6 +355,51 @@ class ConnectionPool:
         self._addresses = Refreshed("resolver", lambda: resolve(server), _ADDRESSES_AGE_MAX_S)
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
+
+    def exchange(
+        self,
+        head: bytes,
+        body: Sequence[memoryview],
+        read: Callable[[Connection, Head], T],
+        deadline: float,
+        *,
+        may_repeat: bool = True,
+    ) -> T:
+        """Send a request and return what `read` makes of its reply; on another connection if an idle one turns out to
+        be closed. Without `may_repeat` that is a lost connection: the server may have begun with the request. Raises
+        StoreError, also what `read` raises."""
+        connection = self.take_idle()
+        if connection is not None:
+            try:
+                return self._try(connection, head, body, read, deadline)
+            except StaleConnection as error:
+                if not may_repeat:
+                    raise StoreError(ErrorKind.CONNECTION_LOST, "the server closed an idle connection") from error
+                # closed while it was idle: replacing it does not count as a retry
+        try:
+            return self._try(self.connect(deadline), head, body, read, deadline)
+        except StaleConnection as error:
+            raise StoreError(ErrorKind.CONNECTION_LOST, "the server closed the connection without a reply") from error
+
+    def _try(
+        self,
+        connection: Connection,
+        head: bytes,
+        body: Sequence[memoryview],
+        read: Callable[[Connection, Head], T],
+        deadline: float,
+    ) -> T:
+        try:
+            try:
+                connection.send(head, body, deadline)
+                reply = connection.read_head(deadline)
+            except (ConnectionResetError, BrokenPipeError) as error:
+                reply = _early_reply(connection, deadline, error)
+            return read(connection, reply)
+        except OSError as error:
+            raise StoreError(kind_of_exception(error), type(error).__name__) from error
+        finally:
+            self.give(connection)
 
     def take_idle(self) -> Connection | None:
         """A connection that was used before and still seems good, None if there is none."""
@@ -346,14 +424,17 @@ class ConnectionPool:
         raise failure or StoreError(ErrorKind.DNS, f"{self._server.host} has no address")
 
     def _open(
-        self, family: socket.AddressFamily, address: tuple[str | int | bytes, ...], deadline: float
+        self, family: socket.AddressFamily, address: tuple[str | int | bytes, ...] | str, deadline: float
     ) -> Connection:
         server = self._server
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.settimeout(self._time_left(deadline))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.connect(address)
+            if family == socket.AF_UNIX:
+                _require_own_peer(sock)
             if server.tunnel:
                 self._ask_proxy(sock, deadline)
             if server.tls is not None:
