@@ -8,6 +8,7 @@
     |-- InvariantError        (also AssertionError) an internal invariant is broken; raised by `check()`
     |-- TransferError         (also RuntimeError)  a copy between device and host failed or did not end in time
     |-- RankError             (also RuntimeError)  another rank is gone, late, or has decided differently
+    |-- AdminError                                 an operator's request that cannot be done
     |-- SessionError                               a turn that its session cannot take
     |   |-- UnknownSession    (also LookupError)   never opened, closed or expired
     |   `-- SessionBusy                            has a turn already
@@ -59,6 +60,15 @@ class RankError(HiCacheError, RuntimeError):
 
     There is no way back: every later call on the group raises at once. End the engine on all ranks and start anew.
     """
+
+
+class AdminError(HiCacheError):
+    """A request of an operator that cannot be done. `kind` is one word for programs, the message says what to do
+    instead. Nothing was changed."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class SessionError(HiCacheError):

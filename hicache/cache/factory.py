@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 Cache = TypeVar("Cache", bound=HiRadixCache | HostCache | ChunkCache)
 Tiered = TypeVar("Tiered", bound=HiRadixCache | HostCache)
 # The sections in which ranks may differ; by all others they decide, and must decide alike.
-_OF_EACH_RANK = {"device", "host", "integrity", "storage_format", "storage", "ranks", "metrics", "events"}
+_OF_EACH_RANK = {"device", "host", "integrity", "storage_format", "storage", "ranks", "metrics", "events", "admin"}
 # The elements that byte planes are for: float16 and bfloat16.
 _PLANES_ELEMENT_BYTES = 2
 
@@ -178,7 +178,7 @@ def _start(  # noqa: PLR0917 - what the two kinds of caches differ in
     ranks: RankGroup | None,
 ) -> Tiered:
     """Open storage, start the workers, and make a cache over both, which `undo` closes."""
-    opener = _storage_opener(config, namespace, environ)
+    opener = storage_opener(config, namespace, environ)
     backend = _open_now_or_later(config, opener, namespace.weights_epoch, ranks)
     if backend is not None:
         undo.callback(backend.close)
@@ -279,16 +279,20 @@ def open_storage(
     """
     shape = instance("namespace", namespace, Namespace).shape
     _require_page_size(instance("config", config, HiCacheConfig), shape.tokens)
-    opener = _storage_opener(config, namespace, environ)
+    opener = storage_opener(config, namespace, environ)
     if opener is None:
         raise ConfigError("storage: the configuration has none; add the section `storage` with the type of the store")
     return opener(namespace.weights_epoch)
 
 
-def _storage_opener(
-    config: HiCacheConfig, namespace: Namespace, environ: Mapping[str, str] | None
+def storage_opener(
+    config: HiCacheConfig,
+    namespace: Namespace,
+    environ: Mapping[str, str] | None,
+    spec: BackendSpec | None = None,
 ) -> Callable[[int], StorageBackend] | None:
-    """What opens the configured store for a weights epoch; None without storage. Keys are read once, here."""
+    """Return what opens the configured store for a weights epoch, or the part `spec` of it; None without storage. Keys
+    are read once, here. Raises ConfigError."""
     storage = config.storage
     if storage is None:
         return None
@@ -297,7 +301,7 @@ def _storage_opener(
     encryption_keys = config.storage_format.keys(environ)
     compression = _compression(config, namespace.geometry)
     payload_bytes = namespace.geometry.payload_bytes
-    spec = BackendSpec.of(storage)
+    chosen = spec or BackendSpec.of(storage)
 
     def opener(epoch: int) -> StorageBackend:
         codec = FrameCodec(
@@ -310,7 +314,7 @@ def _storage_opener(
             weights_epoch=epoch,
             label=namespace.label or namespace.model,
         )
-        return open_spec(spec, codec)
+        return open_spec(chosen, codec)
 
     return opener
 

@@ -5,7 +5,7 @@ under way. Owned by the scheduler thread; no lock.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ..arguments import instance
 from ..backends.base import StorageBackend
@@ -76,10 +76,16 @@ class StorageControl:
         self._open_storage = opener
         self._controller.replace_backend(functools.partial(_open, opener, self._epoch))
 
-    def override(self, direction: Direction, mode: Override) -> None:
-        """Switch reading or writing off, or on whatever happens, or leave it to the breaker (AUTO). Holds for later
-        stores too. Stores without a guard do not listen."""
-        self._controller.gate.override(instance("direction", direction, Direction), instance("mode", mode, Override))
+    def override(self, direction: Direction, mode: Override, store: str | None = None) -> None:
+        """Switch reading or writing off, or on whatever happens, or leave it to the breaker (AUTO): of `store`, one of
+        a composition, or of all. Holds for later stores too. Stores without a guard do not listen."""
+        direction, mode = instance("direction", direction, Direction), instance("mode", mode, Override)
+        self._controller.gate.override(direction, mode, store)
+
+    @property
+    def overrides(self) -> Mapping[tuple[Direction, str | None], Override]:
+        """What is not left to the breakers; without a store, of all of them."""
+        return self._controller.gate.overrides.copy()
 
     def require_opener(self) -> None:
         """Raises InvalidInput if there is storage that cannot be opened for another epoch."""

@@ -29,6 +29,7 @@ from ..radix import RUN_PAGES_MAX, RadixTree, check_tree, make_policy
 from ..tiers import HostPool, PageAllocator
 from .break_even import BreakEven, Rates
 from .host_tier import HostTier
+from .mailbox import Mailbox
 from .prefetch import Prefetcher
 from .recorder import EventRecorder
 from .statistics import NO_TIER, CacheCounters, CacheStatistics, TierStatistics
@@ -57,7 +58,7 @@ class TieredCache:
     """See the module's docstring, and `TieredOptions`. It follows the configuration that `controller` has.
 
     `device` are the pages of L1, none for a cache without one. `storage` detaches the store, attaches another, and
-    switches its directions off and on.
+    switches its directions off and on. `mailbox` has what operators ask of the scheduler thread, which `poll` serves.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class TieredCache:
         self._l2 = HostTier(host, self._trees, controller, self._counters)
         self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._counters, self.break_even)
         self.storage = StorageControl(controller, self._trees, self._prefetcher, open_storage, weights_epoch)
+        self.mailbox = Mailbox()
         self._closed = False
 
     def _new_tree(self) -> RadixTree:
@@ -164,6 +166,8 @@ class TieredCache:
         self.controller.launch_backups()
         self.controller.report(self.break_even.rates())
         self.break_even.use_rates(Rates(*self.controller.rates))
+        if self.mailbox.pending:
+            self.mailbox.serve()
         return acks is not None
 
     def _take_in(self, acks: Acks) -> None:
@@ -233,6 +237,7 @@ class TieredCache:
         if self._closed:
             return self.controller.idle
         self._closed = True
+        self.mailbox.close()
         self.controller.gate.stop(Direction.READ)
         try:
             self.drain(max(0.0, deadline - time.monotonic()))

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from ..geometry import PAGE_SIZE_MAX
 from ..policies import SLRU_PROTECTED_HITS, require_policy
 from ..units import Count, Duration, Number, PositiveDuration, PositiveSize, refuse_bool
+from .admin import AdminConfig
 from .integrity import IntegrityConfig, StorageFormatConfig
 from .publishing import EventsConfig, MetricsConfig
 from .section import Section, Tokens, yaml_switch
@@ -325,6 +326,7 @@ class HiCacheConfig(Section):
     ranks: RanksConfig = RanksConfig()
     metrics: MetricsConfig = MetricsConfig()
     events: EventsConfig = EventsConfig()
+    admin: AdminConfig = AdminConfig()
 
     @model_validator(mode="after")
     def _check(self) -> HiCacheConfig:

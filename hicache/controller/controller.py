@@ -121,6 +121,11 @@ class HiCacheController:
         return self.clock() if self._agreement is None else self._agreed_s
 
     @property
+    def has_ranks(self) -> bool:
+        """True if other ranks decide the same in step, so that all must make the same calls."""
+        return self._agreement is not None
+
+    @property
     def backend(self) -> StorageBackend | None:
         """The backend in use; None without L3, and while another one is being opened."""
         storage = self.gate.storage

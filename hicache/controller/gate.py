@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from ..backends.base import StorageBackend, register_memory
-from ..backends.guard import Direction, Override, guards_of, may_pass
+from ..backends.guard import Direction, GuardedBackend, Override, may_pass, named_leaves
 from ..backoff import Backoff
 from ..errors import BackendError, InvariantError
 from ..supervised import SupervisedPool, WorkerFactory
@@ -101,7 +101,7 @@ class StorageGate:
         self._until = IN_SERVICE
         self._closed_until = dict.fromkeys(Direction, -math.inf)
         self._backoffs = {direction: Backoff(BACKOFF_S_MIN, BACKOFF_S_MAX) for direction in Direction}
-        self._overrides: dict[Direction, Override] = {}  # what is not left to the breakers
+        self.overrides: dict[tuple[Direction, str | None], Override] = {}  # what is not left to the breakers
         self._retired: list[OpenStore] = []
         self._opening: OpenBackend | None = None  # opens the wanted store, as long as it is not open
         self._attempt: OpenBackend | None = None  # in flight for the wanted store
@@ -156,21 +156,25 @@ class StorageGate:
         self._closed_until[direction] = -math.inf
         self._backoffs[direction].reset()
 
-    def override(self, direction: Direction, mode: Override) -> None:
+    def override(self, direction: Direction, mode: Override, store: str | None = None) -> None:
         """Switch a direction of this and all later stores on or off, or return it to their breakers. Does not block.
 
-        With ranks, one rank that switches it off closes it on all.
+        `store` names one of a composition; what is said of one goes before what is said of all. With ranks, one rank
+        that switches a direction of all off closes it on all.
         """
-        self._overrides[direction] = mode
+        self.overrides[direction, store] = mode
         self._apply_overrides()
         if mode is Override.AUTO:
-            del self._overrides[direction]
+            del self.overrides[direction, store]
+            self._apply_overrides()  # of one store, what is said of all holds again
 
     def _apply_overrides(self) -> None:
         """Pass the overrides to all guards of the open store."""
-        for guard in () if self.storage is None else guards_of(self.storage.backend):
-            for direction, mode in self._overrides.items():
-                guard.override(direction, mode)
+        for name, guard in () if self.storage is None else named_leaves(self.storage.backend):
+            for direction in Direction:
+                mode = self.overrides.get((direction, name), self.overrides.get((direction, None)))
+                if mode is not None and isinstance(guard, GuardedBackend):
+                    guard.override(direction, mode)
 
     # Stores
 

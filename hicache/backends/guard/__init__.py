@@ -2,7 +2,7 @@
 
 from ...config.guard import Override
 from .admission import BOUNDS_S, Direction, GuardStatistics, LatencyStatistics, Verb
-from .backend import GuardedBackend, LeafStatistics, guards_of, leaf_statistics, may_pass
+from .backend import GuardedBackend, LeafStatistics, guards_of, leaf_statistics, may_pass, named_leaves, unique_names
 
 __all__ = [
     "BOUNDS_S",
@@ -16,4 +16,6 @@ __all__ = [
     "guards_of",
     "leaf_statistics",
     "may_pass",
+    "named_leaves",
+    "unique_names",
 ]

@@ -424,18 +424,32 @@ def leaf_statistics(backend: StorageBackend) -> tuple[LeafStatistics, ...]:
     Does not block for a store behind a guard; one without is asked for its usage.
     """
     found: list[LeafStatistics] = []
-    seen: Counter[str] = Counter()
-    for name, leaf in _leaves(backend):
-        unique = name
-        while seen[unique]:
-            seen[name] += 1
-            unique = f"{name}-{seen[name]}"
-        seen[unique] += 1
+    for name, leaf in named_leaves(backend):
         if isinstance(leaf, GuardedBackend):
-            found.append(LeafStatistics(unique, leaf.statistics(), leaf.usage_sample(), leaf.guard_statistics()))
+            found.append(LeafStatistics(name, leaf.statistics(), leaf.usage_sample(), leaf.guard_statistics()))
         else:
-            found.append(LeafStatistics(unique, leaf.statistics(), leaf.usage(), None))
+            found.append(LeafStatistics(name, leaf.statistics(), leaf.usage(), None))
     return tuple(found)
+
+
+def named_leaves(backend: StorageBackend) -> list[tuple[str, StorageBackend]]:
+    """Return each store with its name, in the order in which they are read: its guard, or without one itself. The
+    second store of a name is called `name-2`."""
+    return list(zip(unique_names([name for name, _ in _leaves(backend)]), [leaf for _, leaf in _leaves(backend)],
+                    strict=True))  # fmt: skip
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Return the names of stores, of which the second of a name has `-2` behind it."""
+    found: dict[str, None] = {}
+    seen: Counter[str] = Counter()
+    for name in names:
+        unique = name
+        while unique in found:
+            seen[name] += 1
+            unique = f"{name}-{seen[name] + 1}"
+        found[unique] = None
+    return list(found)
 
 
 def _leaves(backend: StorageBackend) -> Iterator[tuple[str, StorageBackend]]:

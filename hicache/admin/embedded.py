@@ -1,0 +1,332 @@
+"""The admin surface of a cache inside an engine, on a Unix socket.
+
+Its routes run on a thread of this module. What only the scheduler thread may do goes through the cache's mailbox, which
+`poll` serves; statistics, and lookups, scrubs and removals in stores, need no scheduler.
+
+Locking design: `_lock` guards the table of pins. The scheduler thread owns the Pin objects: all that is asked of them
+is asked through the mailbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import NoReturn, Self, TypeVar
+
+import uvicorn
+from fastapi import FastAPI
+
+from .. import __version__
+from ..backends.guard import Direction, Override, named_leaves
+from ..cache import HiRadixCache, HostCache, Pin, TierStatistics, TreeCache
+from ..cache.factory import storage_opener
+from ..cache.mailbox import Steps
+from ..config import HiCacheConfig
+from ..config.secret import read_secret
+from ..errors import AdminError
+from ..keys import BIGRAM_BYTES, PAGE_KEY_BYTES, Namespace, RadixKey
+from .access import AdminAccess, PeerProtocol
+from .models import LookupRequest, NamespaceStatus, PinRequest, PinStatus, Quota, Status, TierStatus
+from .models import TokenPrefix as Tokens
+from .router import AdminSurface
+from .sockets import PrivateSocket
+from .stores import ConfiguredStores, LiveStore
+from .target import MemoryPlaces, Places
+from .views import store_status
+from .work import MATCHES_MAX
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# How long the scheduler may take to come to a request. A step of an engine takes milliseconds; a first compilation of a
+# model may take longer than anybody waits.
+SCHEDULER_TIMEOUT_S = 5.0
+PINS_MAX = 1024
+CONNECTIONS_MAX = 32
+CLOSE_S = 3.0
+
+
+class EmbeddedCache:
+    """An AdminTarget: `cache`, which was built from `config` and `namespace`. Raises ConfigError."""
+
+    def __init__(
+        self,
+        cache: HiRadixCache | HostCache,
+        config: HiCacheConfig,
+        namespace: Namespace,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._cache = cache
+        self._config = config
+        self._namespace = namespace
+        self._environ = dict(os.environ if environ is None else environ)
+        self._stores = ConfiguredStores(config, self._environ)
+        self._instance = secrets.token_hex(8)
+        self._started_s = time.monotonic()
+        self._lock = threading.Lock()
+        self._pins: dict[str, tuple[Pin, int]] = {}
+
+    @property
+    def stores(self) -> ConfiguredStores:
+        """See AdminTarget."""
+        return self._stores
+
+    @property
+    def _digest(self) -> str:
+        return replace(self._namespace, weights_epoch=self._cache.weights_epoch).digest.hex()
+
+    # Reading
+
+    def live_stores(self) -> Sequence[LiveStore]:
+        """See AdminTarget."""
+        backend = self._cache.controller.backend
+        if backend is None:
+            return ()
+        space = backend.codec.namespace.hex()
+        return [LiveStore(name, space, leaf) for name, leaf in named_leaves(backend)]
+
+    def status(self) -> Status:
+        """See AdminTarget. Needs no scheduler."""
+        cache, found, digest = self._cache, self._cache.statistics(), self._digest
+        page_bytes = found.host.page_bytes
+        hits = {tier: tokens // cache.page_size for tier, tokens in found.hit_tokens.items()}
+        in_memory, stored = hits.get("device", 0) + hits.get("host", 0), hits.get("storage", 0)
+        return Status(
+            kind="embedded", version=__version__, instance=self._instance, state="ready",
+            uptime_s=time.monotonic() - self._started_s, attached=cache.storage.attached,
+            tiers=[
+                _tier("device", found.device, 0), _tier("host", found.host, found.pinned_pages)
+            ] if found.device.capacity_pages else [_tier("host", found.host, found.pinned_pages)],
+            namespaces=[NamespaceStatus(
+                namespace=digest, label=self._namespace.label or self._namespace.model,
+                weights_epoch=found.weights_epoch, pool_bytes=found.host.cached_pages * page_bytes, quota_bytes=None,
+                pool_hits=in_memory, store_hits=stored,
+                misses=found.prompt_tokens // cache.page_size - in_memory - stored,
+            )],
+            stores=[store_status(digest, leaf) for leaf in found.controller.backends],
+            clients=[], configured_stores=list(self.stores.specs),
+            overrides={
+                f"{store or '*'}/{way.value}": mode for (way, store), mode in cache.storage.overrides.items()
+            },
+        )  # fmt: skip
+
+    def memory_places(self, request: LookupRequest, deadline: float) -> MemoryPlaces:
+        """See AdminTarget. Walks the tree a slice per step of the scheduler; by tokens it follows one path."""
+        timeout_s = max(0.0, deadline - time.monotonic())
+        if request.tokens is not None:
+            key = self._key(request.tokens)
+            keys = self._page_keys(key)
+            found = self._ask(lambda: self._cache.tree.peek(key), timeout_s)
+            tiers = ["device"] * found.device_pages + ["host"] * found.host_pages
+            space = self._digest
+            return MemoryPlaces(keys, {(space, one): [tier] for one, tier in zip(keys, tiers, strict=False)}, True)
+        keys = [bytes.fromhex(one) for one in request.keys]
+        if not self._digest.startswith(request.namespace):
+            return MemoryPlaces(keys, {}, True)
+        wanted, prefix = frozenset(keys), request.prefix
+
+        def is_wanted(page: bytes) -> bool:
+            return page in wanted if prefix is None else page.hex().startswith(prefix)
+
+        places, complete = self._ask(self._walk(is_wanted, len(wanted) or MATCHES_MAX), timeout_s)
+        return MemoryPlaces(keys, places, complete)
+
+    def _walk(self, is_wanted: Callable[[bytes], bool], most: int) -> Generator[None, None, tuple[Places, bool]]:
+        """Visit every node, some per step. Nodes that are split or leave meanwhile may be missed."""
+        tree, space, places = self._cache.tree, self._digest, Places()
+        stack = tree.roots()
+        while stack and tree is self._cache.tree:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            tiers = [tier for tier, pages in (("device", node.device), ("host", node.host)) if pages is not None]
+            if tiers:
+                for page in tree.page_keys(node):
+                    if is_wanted(page):
+                        places[space, page] = tiers
+                        if len(places) >= most:
+                            return places, not stack
+            yield
+        return places, True
+
+    # Memory
+
+    def clear_memory(self, namespace: str) -> int:
+        """See AdminTarget. Counts copies: a page on L1 and on L2 is two."""
+        self._require_alone("clear")
+        if not self._digest.startswith(namespace):
+            return 0
+
+        def clear() -> int:
+            tree = self._cache.tree
+            copies = tree.device_pages_total + tree.host_pages
+            self._cache.clear()
+            return copies
+
+        return self._ask(clear)
+
+    def stores_cleared(self, namespace: str) -> None:
+        """See AdminTarget: what is in memory is stored again when it is used next."""
+
+        def forget() -> None:
+            self._cache.tree.forget_stored()  # of the tree in use when the scheduler comes to it
+
+        if self._digest.startswith(namespace) and not self._cache.controller.has_ranks:
+            self._ask(forget)
+
+    def pin(self, request: PinRequest) -> PinStatus:
+        """See AdminTarget. A pin ends `ttl_s` after a request has used all of it."""
+        cache = self._cache
+        if not isinstance(cache, HiRadixCache):
+            raise AdminError("unsupported", "this cache has no pins: its engine keeps the pages of the device itself")
+        self._require_alone("pin")
+        if request.tokens is None:
+            raise AdminError("invalid", "tokens: an embedded cache pins a prompt prefix; give its token ids")
+        with self._lock:
+            if len(self._pins) >= PINS_MAX:
+                raise AdminError("too_many", f"there are {PINS_MAX} pins; end some")
+        key = self._key(request.tokens)
+        made = self._ask(lambda: cache.pin(key, request.ttl_s))
+        if made is None:
+            raise AdminError("too_many", "pins would take more than `pin_host_share` of L2; end some, or raise it")
+        name = secrets.token_hex(4)
+        with self._lock:
+            self._pins[name] = made, key.pages(cache.page_size)
+        return self._pin_status(name, made, key.pages(cache.page_size))
+
+    def unpin(self, pin: str) -> None:
+        """See AdminTarget."""
+        with self._lock:
+            found = self._pins.get(pin)
+        if found is None:
+            raise AdminError("unknown_pin", f"there is no pin {pin[:16]!r}; list the pins")
+        self._ask(found[0].release)
+        with self._lock:
+            self._pins.pop(pin, None)
+
+    def pins(self) -> Sequence[PinStatus]:
+        """See AdminTarget. Forgets those that have ended."""
+        with self._lock:
+            self._pins = {name: found for name, found in self._pins.items() if found[0].active}
+            return [self._pin_status(name, pin, asked) for name, (pin, asked) in self._pins.items()]
+
+    def _pin_status(self, name: str, pin: Pin, asked_pages: int) -> PinStatus:
+        left_s = max(0.0, pin.expires_at - self._cache.controller.time_s())
+        return PinStatus(
+            id=name, namespace=self._digest, pages=pin.pages, asked_pages=asked_pages, expires_in_s=left_s
+        )  # fmt: skip
+
+    # Storage
+
+    def attach(self, store: str | None) -> None:
+        """See AdminTarget."""
+        self._require_alone("attach")
+        spec = None if store is None else self.stores.specs[store]
+        opener = storage_opener(self._config, self._namespace, self._environ, spec)
+        self._ask(lambda: self._cache.storage.attach(opener))
+
+    def detach(self) -> None:
+        """See AdminTarget."""
+        self._require_alone("detach")
+        self._ask(self._cache.storage.detach)
+
+    def override(self, store: str | None, direction: Direction, mode: Override) -> None:
+        """See AdminTarget."""
+        self._ask(lambda: self._cache.storage.override(direction, mode, store))
+
+    def quotas(self) -> Sequence[Quota]:
+        """See AdminTarget."""
+        return ()
+
+    def set_quota(self, namespace: str, quota_bytes: int | None) -> NoReturn:
+        """See AdminTarget: an embedded cache has one namespace."""
+        raise AdminError("unsupported", "an embedded cache has one namespace; quotas are for the pool of a daemon")
+
+    # Inside
+
+    def _ask(self, work: Callable[[], T] | Steps[T], timeout_s: float = SCHEDULER_TIMEOUT_S) -> T:
+        return self._cache.mailbox.ask(work, min(timeout_s, SCHEDULER_TIMEOUT_S))
+
+    def _require_alone(self, what: str) -> None:
+        if self._cache.controller.has_ranks:
+            raise AdminError(
+                "unsupported", f"{what}: this engine has several ranks, which must all do this in the same step; only "
+                "the engine itself can (`bypass` and `breaker` work: one rank that is switched off closes all)",
+            )  # fmt: skip
+
+    def _key(self, tokens: Tokens) -> RadixKey:
+        positions = self._cache.tree.position_bytes
+        if positions == PAGE_KEY_BYTES:
+            raise AdminError("unsupported", "this engine gives hashes of its own for pages; name pages by their keys")
+        return RadixKey.of(
+            tokens.ids, extra_key=tokens.extra_key, cache_salt=tokens.cache_salt, bigram=positions == BIGRAM_BYTES
+        )
+
+    def _page_keys(self, key: RadixKey) -> list[bytes]:
+        return key.page_keys(self._cache.page_size, key.seed, 0, key.pages(self._cache.page_size))
+
+
+def _tier(name: str, found: TierStatistics, pinned_pages: int) -> TierStatus:
+    return TierStatus(
+        name="device" if name == "device" else "host", capacity_bytes=found.capacity_pages * found.page_bytes,
+        used_bytes=(found.capacity_pages - found.free_pages) * found.page_bytes,
+        pinned_bytes=pinned_pages * found.page_bytes, pages=found.cached_pages,
+    )  # fmt: skip
+
+
+class AdminServer:
+    """Serves the admin surface of an embedded cache. A context manager; close it before the cache."""
+
+    def __init__(self, target: EmbeddedCache, socket: PrivateSocket, token: str | None) -> None:
+        self.path = socket.path
+        self._socket = socket
+        self._surface = AdminSurface(target, AdminAccess(token))
+        app = FastAPI(title="HiCache admin", version=__version__, docs_url=None, redoc_url=None)
+        app.include_router(self._surface.router)
+        self._server = uvicorn.Server(uvicorn.Config(
+            app, http=PeerProtocol, loop="asyncio", lifespan="off", log_config=None, access_log=False,
+            limit_concurrency=CONNECTIONS_MAX, timeout_graceful_shutdown=1,
+        ))  # fmt: skip
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [socket.socket]}, name="hicache-admin", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, cancel jobs and end the threads; blocks for seconds at most. May be called twice."""
+        self._server.should_exit = True
+        self._thread.join(CLOSE_S)
+        self._surface.close(CLOSE_S)
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def serve_configured(
+    config: HiCacheConfig,
+    cache: TreeCache | HostCache,
+    namespace: Namespace,
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> AdminServer | None:
+    """Serve the admin surface of `cache` as the section `admin` says; None if it names no socket, and for a ChunkCache,
+    which keeps nothing. Starts a thread. Call it on one rank. Raises ConfigError.
+    """
+    section = config.admin
+    if section.socket is None:
+        return None
+    if not isinstance(cache, (HiRadixCache, HostCache)):
+        logger.warning("admin.socket: this cache keeps nothing between requests, so there is no admin surface")
+        return None
+    environ = os.environ if environ is None else environ
+    token = read_secret("admin token", section.token_env, section.token_file, environ)
+    target = EmbeddedCache(cache, config, namespace, environ)
+    return AdminServer(target, PrivateSocket(section.socket, "admin.socket"), token)

@@ -1,0 +1,328 @@
+"""The routes of `/v1/admin`: checks who asks, calls an AdminTarget on threads of its own, and writes the audit log.
+
+Each change is one INFO line: who, what, result. Reads are DEBUG lines. No line has a token, token ids or whole keys.
+
+Locking design: the routes run on the event loop. What may block runs on a SupervisedPool, whose threads hand back
+their result through a Future; `_Calls.waiting` is changed on the event loop alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, cast
+
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+
+from ..backends.guard import Direction
+from ..errors import AdminError, BackendError, ConfigError, HiCacheError, InvalidInput, InvariantError
+from ..supervised import Beat, SupervisedPool
+from ..units import counted
+from . import work
+from .access import PEER, AdminAccess
+from .jobs import Jobs
+from .models import (
+    BreakerRequest,
+    ClearRequest,
+    Job,
+    JobKind,
+    LogLevel,
+    Lookup,
+    LookupRequest,
+    PinRequest,
+    PinStatus,
+    Quota,
+    QuotaRequest,
+    Refusal,
+    ScrubRequest,
+    Status,
+    StoreRequest,
+)
+from .target import AdminTarget
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PREFIX = "/v1/admin"
+# Operators are few. A store that hangs keeps one of the threads until its deadline.
+THREADS = 4
+WAITING_MAX = 32
+
+# The status code of each kind of refusal; all others are 409: right as a request, but not for this target.
+_STATUS = {
+    "forbidden": 403, "invalid": 422, "busy": 503, "closed": 503, "scheduler_stopped": 503, "store": 503,
+    "internal": 500,
+}  # fmt: skip
+_RETRY_S = 1
+_REFUSALS: dict[int | str, dict[str, Any]] = {code: {"model": Refusal} for code in (403, 404, 409, 422, 500, 503)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    function: Callable[[], Any]
+    answer: Future[Any] = field(default_factory=Future)
+
+
+class _Calls:
+    """Threads that call the target."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.pool: SupervisedPool[_Call] = SupervisedPool(
+            "admin-call", THREADS, handle=self._handle, fail=self._fail, linger_s=10.0
+        )
+
+    async def run(self, function: Callable[[], T]) -> T:
+        if self.waiting >= WAITING_MAX:
+            raise AdminError("busy", f"{WAITING_MAX} admin requests are in flight; ask again later")
+        call = _Call(function)
+        self.waiting += 1
+        try:
+            self.pool.submit(call)
+            return cast(T, await asyncio.wrap_future(call.answer))
+        finally:
+            self.waiting -= 1
+
+    @staticmethod
+    def _handle(call: _Call, beat: Beat) -> None:
+        if not call.answer.set_running_or_notify_cancel():
+            return  # the client has gone
+        try:
+            call.answer.set_result(call.function())
+        except HiCacheError as error:
+            call.answer.set_exception(error)
+
+    @staticmethod
+    def _fail(call: _Call) -> None:
+        call.answer.set_exception(AdminError("internal", "an unexpected error, which is in the log; please report it"))
+
+
+class AdminSurface:
+    """The admin surface of one target: `router` has its routes. `close` ends its jobs and threads."""
+
+    def __init__(self, target: AdminTarget, access: AdminAccess) -> None:
+        self.jobs = Jobs()
+        self._calls = _Calls()
+        self.router = _router(target, access, self.jobs, self._calls)
+
+    def close(self, timeout_s: float) -> None:
+        """Cancel all jobs and end the threads; blocks."""
+        self.jobs.close(timeout_s)
+        self._calls.pool.close(timeout_s)
+
+
+def refused(error: HiCacheError) -> tuple[int, Refusal]:
+    """Return the status code and the body for an error."""
+    kind = "conflict"
+    if isinstance(error, AdminError):
+        kind = error.kind
+    elif isinstance(error, InvariantError):
+        kind = "internal"
+    elif isinstance(error, BackendError):
+        kind = "store"
+    elif isinstance(error, InvalidInput):
+        kind = "invalid"
+    elif isinstance(error, ConfigError):
+        kind = "configuration"
+    code = 404 if kind.startswith("unknown_") else _STATUS.get(kind, 409)
+    return code, Refusal(error=kind, detail=str(error))
+
+
+def _guarded(access: AdminAccess) -> type[APIRoute]:
+    """Return a route that lets in whom `access` lets in, before it reads a body, and that logs what was done."""
+
+    class Guarded(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handler = super().get_route_handler()
+
+            async def handle(request: Request) -> Response:
+                who = access.who(request.scope.get("state", {}).get(PEER), request.headers)
+                what = f"{request.method} {request.url.path[:100]!r}"
+                try:
+                    if who is None:
+                        raise AdminError(
+                            "forbidden", "this needs the admin token, or the Unix socket as the user who runs this"
+                        )
+                    response: Response = await handler(request)
+                    result = "ok"
+                except RequestValidationError as error:
+                    response, result = _answer(AdminError("invalid", _problems(error)))
+                except HiCacheError as error:
+                    response, result = _answer(error)
+                level = logging.DEBUG if request.method == "GET" or what.endswith("/lookup'") else logging.INFO
+                what = getattr(request.state, "what", what)
+                logger.log(level, "admin: %s: %s: %s", who or _stranger(request), what, result)
+                return response
+
+            return handle
+
+    return Guarded
+
+
+def _stranger(request: Request) -> str:
+    peer = request.scope.get("state", {}).get(PEER)
+    if peer is not None:
+        return f"uid {peer.uid}"
+    return "nobody" if request.client is None else request.client.host
+
+
+def _answer(error: HiCacheError) -> tuple[Response, str]:
+    code, refusal = refused(error)
+    headers = {"Retry-After": str(_RETRY_S)} if code == 503 else None
+    return JSONResponse(refusal.model_dump(), code, headers=headers), f"refused ({refusal.error})"
+
+
+def _problems(error: RequestValidationError) -> str:
+    """What is wrong, without the values: token ids and salts are among them."""
+    found = [f"{'.'.join(map(str, one['loc'][1:])) or 'body'}: {one['msg']}" for one in error.errors()]
+    return "; ".join(found[:5])
+
+
+def _router(target: AdminTarget, access: AdminAccess, jobs: Jobs, calls: _Calls) -> APIRouter:
+    router = APIRouter(prefix=PREFIX, tags=["admin"], route_class=_guarded(access), responses=_REFUSALS)
+    _add_reading(router, target, calls)
+    _add_jobs(router, target, jobs, calls)
+    _add_pins(router, target, calls)
+    _add_stores(router, target, calls)
+    _add_limits(router, target, calls)
+    return router
+
+
+def _add_reading(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
+    @router.get("/status")
+    async def status() -> Status:
+        """Show tiers, namespaces, stores and clients."""
+        return await calls.run(target.status)
+
+    @router.post("/lookup")
+    async def lookup(body: LookupRequest) -> Lookup:
+        """Find pages on all tiers and stores."""
+        return await calls.run(lambda: work.look_up(target, body))
+
+
+def _add_jobs(router: APIRouter, target: AdminTarget, jobs: Jobs, calls: _Calls) -> None:
+    def ended(job: Job) -> None:
+        logger.info("admin: job %s: %s: %s after %.1f s, %s, %s damaged, %s removed%s", job.id, job.what,
+                    job.state.value, job.elapsed_s, counted(job.progress.pages, "page"),
+                    sum(job.progress.damaged.values()), job.progress.removed,
+                    f": {job.error}" if job.error else "")  # fmt: skip
+
+    @router.post("/scrub", status_code=202)
+    async def scrub(body: ScrubRequest, request: Request) -> Job:
+        """Prove stored pages, as a job."""
+        what = f"scrub {_named(body.store)}{', removing what is damaged' if body.remove else ''}"
+        request.state.what = what
+        steps = await calls.run(lambda: work.scrub(target, body))
+        return jobs.submit(JobKind.SCRUB, what, steps, ended)
+
+    @router.post("/clear", status_code=202)
+    async def clear(body: ClearRequest, request: Request) -> Job:
+        """Remove pages from memory and stores, as a job."""
+        where = _named(body.store) if body.where == "store" else {"all": "everything", "pool": "memory"}[body.where]
+        what = f"clear {where} of {f'namespaces {body.namespace[:12]}...' if body.namespace else 'all namespaces'}"
+        request.state.what = what
+        steps = await calls.run(lambda: work.clear(target, body))
+        return jobs.submit(JobKind.CLEAR, what, steps, ended)
+
+    @router.get("/jobs")
+    async def list_jobs() -> list[Job]:
+        """List jobs, the oldest first."""
+        return jobs.all()
+
+    @router.get("/jobs/{job}")
+    async def get_job(job: str) -> Job:
+        """Show how far a job is."""
+        return jobs.get(job)
+
+    @router.delete("/jobs/{job}")
+    async def cancel_job(job: str, request: Request) -> Job:
+        """Cancel a job. It ends after the page that it works on."""
+        request.state.what = f"cancel job {job[:16]!r}"
+        return jobs.cancel(job)
+
+
+def _add_pins(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
+    @router.get("/pins")
+    async def list_pins() -> list[PinStatus]:
+        """List the pins that hold."""
+        return list(await calls.run(target.pins))
+
+    @router.post("/pins", status_code=201)
+    async def pin(body: PinRequest, request: Request) -> PinStatus:
+        """Keep a chain in memory."""
+        request.state.what = f"pin a chain for {body.ttl_s:g} s"
+        return await calls.run(lambda: target.pin(body))
+
+    @router.delete("/pins/{pin_id}", status_code=204)
+    async def unpin(pin_id: str, request: Request) -> None:
+        """End a pin."""
+        request.state.what = f"unpin {pin_id[:16]!r}"
+        await calls.run(lambda: target.unpin(pin_id))
+
+
+def _add_stores(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
+    @router.post("/attach", status_code=204)
+    async def attach(body: StoreRequest, request: Request) -> None:
+        """Use the configured storage, or one store of it alone. It is open once `status` shows it."""
+        request.state.what = f"attach {_named(body.store)}"
+        target.stores.require(body.store)
+        if target.stores.whole is None:
+            raise AdminError("unsupported", "the configuration has no section `storage`, so there is nothing to attach")
+        await calls.run(lambda: target.attach(body.store))
+
+    @router.post("/detach", status_code=204)
+    async def detach(body: StoreRequest, request: Request) -> None:
+        """Close the storage and go on without."""
+        request.state.what = f"detach {_named(body.store)}"
+        if body.store is not None and len(target.stores.specs) > 1 and target.stores.require(body.store):
+            raise AdminError(
+                "unsupported", f"{body.store!r} is one store of several and cannot be closed alone; bypass it, or "
+                "detach all and attach another one alone",
+            )  # fmt: skip
+        target.stores.require(body.store)
+        await calls.run(target.detach)
+
+    @router.put("/breakers", status_code=204)
+    async def force_breaker(body: BreakerRequest, request: Request) -> None:
+        """Force breakers on or off, or let them decide again. Both directions off: the store is bypassed."""
+        way = "both directions" if body.direction is None else body.direction.value
+        request.state.what = f"breaker of {_named(body.store)}, {way}: {body.mode.value}"
+        target.stores.require(body.store)
+        for direction in Direction if body.direction is None else (body.direction,):
+            await calls.run(lambda way=direction: target.override(body.store, way, body.mode))  # type: ignore[misc]
+
+
+def _add_limits(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
+    @router.get("/quotas")
+    async def quotas() -> list[Quota]:
+        """List the quotas that are set."""
+        return list(await calls.run(target.quotas))
+
+    @router.put("/quotas", status_code=204)
+    async def set_quota(body: QuotaRequest, request: Request) -> None:
+        """Set or remove the quota of a namespace."""
+        request.state.what = f"quota of {body.namespace[:12]}...: {body.quota_bytes or 'none'}"
+        await calls.run(lambda: target.set_quota(body.namespace, body.quota_bytes))
+
+    @router.get("/log_level")
+    async def log_level() -> LogLevel:
+        """Show the log level."""
+        level = logging.getLevelName(logging.getLogger("hicache").getEffectiveLevel()).lower()
+        known = {"debug", "info", "warning", "error"}
+        return LogLevel(level=cast(Literal["debug"], level if level in known else "error"))
+
+    @router.put("/log_level", status_code=204)
+    async def set_log_level(body: LogLevel, request: Request) -> None:
+        """Set the log level."""
+        request.state.what = f"log level {body.level}"
+        logging.getLogger("hicache").setLevel(body.level.upper())
+
+
+def _named(store: str | None) -> str:
+    return "all stores" if store is None else f"store {store!r}"

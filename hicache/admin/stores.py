@@ -1,0 +1,123 @@
+"""The stores that a configuration names, for work on all that is in them: scrubbing and clearing.
+
+That work goes through RawStores of its own, beside the backends that serve: it sees every namespace, and a slow or dead
+store holds up its own job alone. Memory stores have no such view; their backends are asked instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..backends.base import StorageBackend
+from ..backends.guard import unique_names
+from ..backends.raw import RawStore
+from ..backends.registry import BackendSpec, open_raw, part_specs
+from ..backends.tools.removal import purge_raw
+from ..backends.tools.verify import PageKeys, verify_raw
+from ..config import HiCacheConfig
+from ..errors import AdminError, ConfigError
+from .models import Progress
+
+# The progress after each step of a job; closing it releases the store that it has open.
+Steps: TypeAlias = Generator[Progress, None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStore:
+    """An open store of one namespace (its digest in hexadecimal), as its guard or as itself."""
+
+    name: str
+    namespace: str
+    backend: StorageBackend
+
+
+class ConfiguredStores:
+    """All stores of `config` by the names that their guards have; none without storage. Opens nothing.
+
+    Reads the keys of pages, from files or `environ`. Raises ConfigError.
+    """
+
+    def __init__(self, config: HiCacheConfig, environ: Mapping[str, str] | None = None) -> None:
+        environ = os.environ if environ is None else environ
+        self.whole = None if config.storage is None else BackendSpec.of(config.storage)
+        found = [] if self.whole is None else list(_leaf_specs(self.whole))
+        names = unique_names([spec.name or spec.type for spec in found])
+        self.specs: Mapping[str, BackendSpec] = dict(zip(names, found, strict=True))
+        self._keys = PageKeys(config.integrity.keys(environ), config.storage_format.keys(environ))
+
+    def require(self, store: str | None) -> Mapping[str, BackendSpec]:
+        """Return the stores that are meant: one, or all for None. Raises AdminError if there is none of that name."""
+        if store is None:
+            return self.specs
+        if store not in self.specs:
+            known = ", ".join(self.specs) or "none: the configuration has no section `storage`"
+            raise AdminError("unknown_store", f"there is no store {store!r}; the stores are: {known}")
+        return {store: self.specs[store]}
+
+    def scrub(self, store: str | None, rate_bytes_per_s: int | None, remove: bool) -> Steps:
+        """Prove every page; the progress after each. Damaged pages are removed with `remove`."""
+        before = Progress()
+        for name, raw, closing in self._opened(store):
+            if raw is None:
+                before = before.model_copy(update={"skipped": [*before.skipped, name]})
+                yield before
+                continue
+            with closing:
+                for step in verify_raw(raw, keys=self._keys, rate_bytes_per_s=rate_bytes_per_s, remove=remove):
+                    last = Progress(
+                        store=name, pages=step.pages, total=step.pages_total, bytes=before.bytes + step.bytes,
+                        damaged=dict(Counter(before.damaged) + step.damaged),
+                        unsupported=before.unsupported + sum(step.unsupported.values()),
+                        unverifiable=before.unverifiable + step.unverifiable,
+                        removed=before.removed + step.removed, skipped=before.skipped,
+                    )  # fmt: skip
+                    yield last
+            before = last
+
+    def clear(self, store: str | None, namespace: str) -> Steps:
+        """Remove the pages of namespaces that begin with `namespace`; the progress after each page."""
+        before = Progress()
+        for name, raw, closing in self._opened(store):
+            if raw is None:
+                continue  # its backend is asked, see `LiveStore`
+            with closing:
+                for step in purge_raw(raw, namespace=namespace):
+                    last = Progress(
+                        store=name, pages=step.seen, bytes=before.bytes + step.bytes,
+                        removed=before.removed + step.pages,
+                    )  # fmt: skip
+                    yield last
+            before = last
+
+    def matching(self, store: str | None, prefix: str, namespace: str) -> Iterator[tuple[str, bytes, bytes] | None]:
+        """Yield (store, namespace, key) of stored pages whose keys begin with `prefix`, None for each other page."""
+        for name, raw, closing in self._opened(store):
+            if raw is not None:
+                with closing:
+                    for page in raw.pages(namespace):
+                        yield (name, page.namespace, page.key) if page.key.hex().startswith(prefix) else None
+
+    def _opened(
+        self, store: str | None
+    ) -> Iterator[tuple[str, RawStore | None, contextlib.AbstractContextManager[object]]]:
+        """The stores that are meant; None for one that has no RawStore."""
+        for name, spec in self.require(store).items():
+            try:
+                raw = open_raw(spec)
+            except ConfigError:
+                yield name, None, contextlib.nullcontext()
+            else:
+                yield name, raw, contextlib.closing(raw)
+
+
+def _leaf_specs(spec: BackendSpec) -> Iterator[BackendSpec]:
+    parts = part_specs(spec.type, spec.options)
+    if not parts:
+        yield spec
+    for part in parts.values():
+        yield from _leaf_specs(part)

@@ -1,0 +1,22 @@
+"""Snapshots of this package's parts as the models of the admin surface."""
+
+from __future__ import annotations
+
+from ..backends.guard import Direction, LeafStatistics
+from .models import BreakerStatus, StoreStatus
+
+
+def store_status(namespace: str, leaf: LeafStatistics) -> StoreStatus:
+    """Return the status of one store."""
+    usage, guard = leaf.usage, leaf.guard
+    breakers = {
+        way: BreakerStatus.of(found.state, found.override, found.reason, found.opens)
+        for way, found in (() if guard is None else guard.breakers.items())
+    }
+    return StoreStatus(
+        name=leaf.name, namespace=namespace, pages=None if usage is None else usage.pages,
+        bytes=None if usage is None else usage.bytes, capacity_bytes=None if usage is None else usage.capacity_bytes,
+        read=breakers.get(Direction.READ), write=breakers.get(Direction.WRITE),
+        in_flight_calls=0 if guard is None else guard.in_flight_calls,
+        errors=sum(leaf.statistics.errors.values()), damaged=sum(leaf.statistics.corrupt.values()),
+    )  # fmt: skip

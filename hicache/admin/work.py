@@ -1,0 +1,110 @@
+"""What the admin surface does itself with what a target and its configuration offer: lookups over all tiers, and the
+steps of scrubbing and clearing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ..errors import AdminError
+from .models import ClearRequest, Lookup, LookupRequest, PagePlace, Progress, ScrubRequest
+from .stores import Steps
+from .target import AdminTarget, Places
+
+# Pages of an answer to a lookup by the first digits of a key.
+MATCHES_MAX = 100
+# For a memory store, which is emptied by one call of its backend.
+_CLEAR_TIMEOUT_S = 60.0
+
+
+def look_up(target: AdminTarget, request: LookupRequest) -> Lookup:
+    """Return where pages are: in memory as `target` says, and in each store that is open. Blocks up to the timeout.
+
+    Stores that are not asked because their breakers are open, and that fail, are among the `unknown`.
+    """
+    asked = [bool(request.keys), request.prefix is not None, request.tokens is not None]
+    if sum(asked) != 1:
+        raise AdminError("invalid", "give one of `keys`, `prefix` and `tokens`")
+    deadline = time.monotonic() + request.timeout_s
+    memory = target.memory_places(request, deadline)
+    places: Places = {place: list(names) for place, names in memory.places.items()}
+    complete = memory.complete
+    if request.prefix is not None:
+        complete &= _find_stored(target, request, places, deadline)
+    keys = memory.keys or list(dict.fromkeys(key for _, key in places))
+    unknown = _ask_stores(target, request.namespace, keys, places, deadline)
+    pages = [PagePlace(namespace=space, key=key.hex(), places=names) for (space, key), names in places.items()]
+    if request.prefix is None:
+        found = {key for _, key in places}
+        pages += [PagePlace(namespace="", key=key.hex(), places=[]) for key in keys if key not in found]
+        order = {key.hex(): number for number, key in enumerate(keys)}
+        pages.sort(key=lambda page: order[page.key])
+    return Lookup(pages=pages, complete=complete, unknown=sorted(unknown))
+
+
+def _find_stored(target: AdminTarget, request: LookupRequest, places: Places, deadline: float) -> bool:
+    """Add the stored pages whose keys begin with the prefix; whether all were seen."""
+    for found in target.stores.matching(None, request.prefix or "", request.namespace):
+        if time.monotonic() >= deadline:
+            return False
+        if found is not None:
+            if len(places) >= MATCHES_MAX:
+                return False
+            name, space, key = found
+            names = places.setdefault((space.hex(), key), [])
+            if name not in names:
+                names.append(name)
+    return True
+
+
+def _ask_stores(
+    target: AdminTarget, namespace: str, keys: Sequence[bytes], places: Places, deadline: float
+) -> set[str]:
+    """Add the stores in which `keys` are; return the names of those that could not say."""
+    unknown: set[str] = set()
+    for store in target.live_stores() if keys else ():
+        if not store.namespace.startswith(namespace):
+            continue
+        errors = sum(store.backend.statistics().errors.values())
+        for key, is_stored in zip(keys, store.backend.batch_has(keys, deadline=deadline), strict=True):
+            names = places.setdefault((store.namespace, key), []) if is_stored else []
+            if is_stored and store.name not in names:
+                names.append(store.name)
+        if sum(store.backend.statistics().errors.values()) != errors:
+            unknown.add(store.name)
+    return unknown
+
+
+def scrub(target: AdminTarget, request: ScrubRequest) -> Steps:
+    """Prove all pages; the progress after each. Raises AdminError at once for an unknown store."""
+    named = target.stores.require(request.store)
+    if not named:
+        raise AdminError("unsupported", "the configuration has no section `storage`, so there is nothing to scrub")
+    return target.stores.scrub(request.store, request.rate_bytes_per_s, request.remove)
+
+
+def clear(target: AdminTarget, request: ClearRequest) -> Steps:
+    """Remove pages; the progress after each. Raises AdminError at once for a request without a meaning."""
+    if (request.where == "store") is not (request.store is not None):
+        raise AdminError("invalid", "give a `store` with where: store, and with nothing else")
+    target.stores.require(request.store)
+    return _clear(target, request)
+
+
+def _clear(target: AdminTarget, request: ClearRequest) -> Steps:
+    last = Progress()
+    if request.where != "pool":
+        for step in target.stores.clear(request.store, request.namespace):
+            last = step
+            yield last
+        for store in target.live_stores():
+            # A memory store; of the others nothing but pages that were stored in between is left.
+            if request.store in (None, store.name) and store.namespace.startswith(request.namespace):
+                removed = store.backend.clear(deadline=time.monotonic() + _CLEAR_TIMEOUT_S)
+                last = last.model_copy(update={"store": store.name, "removed": last.removed + removed})
+                yield last
+        target.stores_cleared(request.namespace)
+    if request.where != "store":
+        # Last: a page that is read from a store while that is being cleared comes into memory.
+        removed = target.clear_memory(request.namespace)
+        yield last.model_copy(update={"store": "memory", "removed": last.removed + removed})
