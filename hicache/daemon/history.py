@@ -1,0 +1,194 @@
+"""The last hour of a daemon, for its page: a sample every few seconds, and the faults that show between two samples.
+
+The daemon calls `record` with a snapshot every `SAMPLE_S` seconds; all else follows from the difference between two
+snapshots, so nothing that serves a request knows of this module. A total that falls belongs to a store or a namespace
+that was opened again: its new value counts in full.
+
+Locking design: one lock guards all fields, held for the arithmetic of one snapshot or for a copy of the rows.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .statistics import NamespaceStatistics, NodeStatistics
+
+# Seconds between two samples: a short outage shows, and an hour stays some 70 KB.
+SAMPLE_S = 5.0
+SAMPLES_MAX = int(3600 / SAMPLE_S)
+# More fit on no screen. Equal ones are one entry with a count as long as they follow each other within this time.
+FAULTS_MAX = 100
+FAULT_GAP_S = 60.0
+
+
+class FaultKind(enum.StrEnum):
+    """What went wrong."""
+
+    DAMAGE = "damage"  # pages that were read and refused; the detail is the reason
+    BREAKER = "breaker_opened"  # the detail is the direction and why
+    FAILED_CALLS = "failed_calls"  # calls to a store; the detail is the direction and the reason
+    LIMIT = "limit"  # requests refused; the detail is the limit
+    CLIENT = "client_lost"  # an engine ended without saying so; the detail is the name of its memory
+
+
+class Sample(NamedTuple):
+    """What happened in the `seconds` before `time` (of the wall clock), and what was there at its end.
+
+    Pages by where their readers got them; bytes between daemon and engines, then between daemon and stores.
+    """
+
+    time: float
+    seconds: float
+    pool_pages: int
+    shared_pages: int
+    store_pages: int
+    missed_pages: int
+    sent_bytes: int
+    received_bytes: int
+    store_read_bytes: int
+    store_written_bytes: int
+    pool_used_bytes: int
+    requests_in_flight: int
+
+
+@dataclass(slots=True, eq=False)
+class _Fault:
+    kind: FaultKind
+    namespace: str  # its label; empty for the daemon as a whole
+    store: str
+    detail: str
+    count: int
+    first: float
+    last: float
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        return (self.kind, self.namespace, self.store, self.detail)
+
+
+# A total of a snapshot, by what it counts.
+_Totals = Counter[tuple[str, ...]]
+
+
+class History:
+    """See the module's docstring. `clock` is the wall clock, in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._recorded = clock()
+        self._totals: _Totals = Counter()
+        self._alive: frozenset[str] = frozenset()
+        self._samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
+        self._faults: deque[_Fault] = deque(maxlen=FAULTS_MAX)  # the latest last
+
+    def record(self, statistics: NodeStatistics) -> None:
+        """Add a sample, and the faults since the sample before. Does not block."""
+        totals = _totals(statistics)
+        alive = frozenset(client.name for client in statistics.clients if client.is_alive)
+        lost = {client.name for client in statistics.clients if not client.is_alive}
+        with self._lock:
+            time_s = self._clock()
+            gained = _gained(self._totals, totals)
+            self._samples.append(_sample(statistics, gained, time_s, time_s - self._recorded))
+            for (kind, *place), count in gained.items():
+                if isinstance(kind, FaultKind):
+                    label, store, detail = place
+                    if kind is FaultKind.BREAKER:
+                        detail = f"{detail}: {_reason(statistics, label, store, detail)}"
+                    self._note(kind, (label, store, detail), count, time_s)
+            for name in sorted(self._alive & lost):
+                self._note(FaultKind.CLIENT, ("", "", name), 1, time_s)
+            self._totals, self._alive, self._recorded = totals, alive, time_s
+
+    def note(self, kind: FaultKind, detail: str) -> None:
+        """Add a fault of the daemon as a whole that no snapshot shows. Does not block."""
+        with self._lock:
+            self._note(kind, ("", "", detail), 1, self._clock())
+
+    def as_json(self, since: float = 0.0) -> dict[str, Any]:
+        """Return the samples after the time `since`, oldest first, as rows under `columns`, and all faults, latest
+        first."""
+        with self._lock:
+            rows = [list(sample) for sample in self._samples if sample.time > since]
+            faults = [
+                {"kind": fault.kind.value, "namespace": fault.namespace, "store": fault.store, "detail": fault.detail,
+                 "count": fault.count, "first": fault.first, "last": fault.last}
+                for fault in reversed(self._faults)
+            ]  # fmt: skip
+        return {"sample_s": SAMPLE_S, "columns": list(Sample._fields), "rows": rows, "faults": faults}
+
+    def _note(self, kind: FaultKind, place: tuple[str, str, str], count: int, time_s: float) -> None:
+        fault = _Fault(kind, *place, count, time_s, time_s)
+        for known in self._faults:
+            if known.place == fault.place and time_s - known.last <= FAULT_GAP_S:
+                fault.count, fault.first = known.count + count, known.first
+                self._faults.remove(known)
+                break
+        self._faults.append(fault)
+
+
+def _totals(statistics: NodeStatistics) -> _Totals:
+    totals: _Totals = Counter()
+    for namespace in statistics.namespaces:
+        for place, value in _of_namespace(namespace):
+            totals[place] += value
+    for limit, count in statistics.refused.items():
+        totals[FaultKind.LIMIT, "", "", limit] += count
+    return totals
+
+
+def _of_namespace(namespace: NamespaceStatistics) -> Iterator[tuple[tuple[str, ...], int]]:
+    name, sharing, label = namespace.namespace, namespace.sharing, namespace.label
+    yield ("pool", name), sharing.pool_hits
+    yield ("shared", name), sharing.shared_reads
+    yield ("store", name), sharing.store_hits
+    yield ("missed", name), sharing.misses
+    yield ("sent", name), namespace.backend.read_bytes
+    yield ("received", name), namespace.backend.written_bytes
+    for store in namespace.stores:
+        yield ("read", name, store.name), store.statistics.read_bytes
+        yield ("written", name, store.name), store.statistics.written_bytes
+        for reason, pages in store.statistics.corrupt.items():
+            yield (FaultKind.DAMAGE, label, store.name, reason), pages
+        if store.guard is not None:
+            for (direction, reason), calls in store.guard.failures.items():
+                yield (FaultKind.FAILED_CALLS, label, store.name, f"{direction}: {reason}"), calls
+            for direction, breaker in store.guard.breakers.items():
+                yield (FaultKind.BREAKER, label, store.name, direction), breaker.opens
+
+
+def _reason(statistics: NodeStatistics, label: str, name: str, direction: str) -> str:
+    """Why the breaker of a store opened last."""
+    reasons = (
+        breaker.reason
+        for namespace in statistics.namespaces if namespace.label == label
+        for store in namespace.stores if store.name == name and store.guard is not None
+        for way, breaker in store.guard.breakers.items() if way == direction and breaker.reason
+    )  # fmt: skip
+    return next(reasons, "unknown")
+
+
+def _gained(before: _Totals, after: _Totals) -> _Totals:
+    gained: _Totals = Counter()
+    for place, value in after.items():
+        known = before[place]
+        if value != known:
+            gained[place] = value - known if value > known else value
+    return gained
+
+
+def _sample(statistics: NodeStatistics, gained: _Totals, time_s: float, seconds: float) -> Sample:
+    sums: Counter[str] = Counter()
+    for (name, *_), value in gained.items():
+        sums[name] += value
+    return Sample(
+        time_s, seconds, sums["pool"], sums["shared"], sums["store"], sums["missed"], sums["sent"], sums["received"],
+        sums["read"], sums["written"], statistics.pool.used_bytes, statistics.in_flight_requests,
+    )  # fmt: skip

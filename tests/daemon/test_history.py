@@ -1,0 +1,140 @@
+"""The last hour of a daemon: what each sample says, and which faults follow from two snapshots."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hicache.backends.guard import BOUNDS_S, Direction
+from hicache.backends.guard.breaker import BreakerState
+from hicache.daemon.history import FAULT_GAP_S, FAULTS_MAX, SAMPLES_MAX, FaultKind, History
+from hicache.daemon.statistics import ClientStatistics, SharingStatistics
+from hicache.daemon.status import status_json
+from tests.daemon.snapshots import DIGEST, backend, breaker, guard, latency, namespace, node, store
+
+
+class Clock:
+    """A wall clock that a test moves."""
+
+    time_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.time_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def history(clock: Clock) -> History:
+    return History(clock)
+
+
+def samples(history: History, since: float = 0.0) -> list[dict[str, Any]]:
+    found = history.as_json(since)
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+
+
+def faults(history: History) -> list[tuple[str, str, str, int]]:
+    return [(f["kind"], f["store"], f["detail"], f["count"]) for f in history.as_json()["faults"]]
+
+
+def test_a_sample_says_what_happened_since_the_one_before(history: History, clock: Clock) -> None:
+    first = namespace(sharing=SharingStatistics(10, 4, 2, 1, 0), backend=backend(1000, 400),
+                      stores=(store(statistics=backend(600, 300)),))  # fmt: skip
+    second = namespace(sharing=SharingStatistics(15, 4, 3, 1, 0), backend=backend(1500, 400),
+                       stores=(store(statistics=backend(600, 350)),))  # fmt: skip
+    for state in (first, second):
+        clock.time_s += 5
+        history.record(node(state))
+    assert samples(history)[-1] == {
+        "time": 1010, "seconds": 5, "pool_pages": 5, "shared_pages": 0, "store_pages": 0, "missed_pages": 1,
+        "sent_bytes": 500, "received_bytes": 0, "store_read_bytes": 0, "store_written_bytes": 50,
+        "pool_used_bytes": 40 << 20, "requests_in_flight": 2,
+    }  # fmt: skip
+    assert samples(history)[0]["pool_pages"] == 10  # counted from the start of the daemon
+
+
+def test_a_store_that_was_opened_again_counts_from_zero(history: History) -> None:
+    for read_bytes in (900, 30):
+        history.record(node(namespace(stores=(store(statistics=backend(read_bytes)),))))
+    assert [sample["store_read_bytes"] for sample in samples(history)] == [900, 30]
+
+
+def test_a_client_gets_the_samples_that_it_does_not_have(history: History, clock: Clock) -> None:
+    for _ in range(4):
+        clock.time_s += 5
+        history.record(node())
+    assert [sample["time"] for sample in samples(history, since=1010)] == [1015, 1020]
+
+
+def test_samples_and_faults_are_bounded(history: History, clock: Clock) -> None:
+    for _ in range(SAMPLES_MAX + 10):
+        clock.time_s += 5
+        history.record(node())
+    for number in range(FAULTS_MAX + 10):
+        history.note(FaultKind.CLIENT, f"engine{number}")
+    assert len(samples(history)) == SAMPLES_MAX
+    assert len(faults(history)) == FAULTS_MAX
+    assert faults(history)[0][2] == f"engine{FAULTS_MAX + 9}"
+    # Downloaded once by each page that is opened.
+    assert len(json.dumps(history.as_json())) < 150_000
+
+
+def test_faults_are_what_has_changed_for_the_worse(history: History) -> None:
+    history.record(node(namespace()))
+    assert not faults(history)
+    bad = guard(breaker(BreakerState.OPEN, "error", opens=2), {(Direction.READ, "error"): 3})
+    history.record(
+        node(
+            namespace(stores=(store(statistics=backend(corrupt={"tag": 4}), guard=bad),)),
+            refused={"requests": 7},
+            clients=(ClientStatistics("engine0", 64, 4096, 1, False),),
+        )
+    )
+    assert sorted(faults(history)) == [
+        ("breaker_opened", "nvme", "read: error", 2),
+        ("client_lost", "", "engine0", 1),
+        ("damage", "nvme", "tag", 4),
+        ("failed_calls", "nvme", "read: error", 3),
+        ("limit", "", "requests", 7),
+    ]
+
+
+def test_a_snapshot_like_the_one_before_brings_no_fault(history: History) -> None:
+    damaged = node(namespace(stores=(store(statistics=backend(corrupt={"tag": 4})),)))
+    for _ in range(3):
+        history.record(damaged)
+    assert faults(history) == [("damage", "nvme", "tag", 4)]
+
+
+@pytest.mark.parametrize(("gap_s", "counts"), [(FAULT_GAP_S, [2]), (FAULT_GAP_S + 1, [1, 1])])
+def test_faults_that_follow_each_other_are_one_entry(
+    history: History, clock: Clock, gap_s: float, counts: list[int]
+) -> None:
+    history.record(node(refused={"requests": 1}))
+    clock.time_s += gap_s
+    history.record(node(refused={"requests": 2}))
+    found = history.as_json()["faults"]
+    assert [fault["count"] for fault in found] == counts
+    assert (found[0]["last"], found[-1]["first"]) == (1000 + gap_s, 1000)
+
+
+def test_the_status_has_the_fields_of_the_snapshot() -> None:
+    opened = guard(breaker(BreakerState.HALF_OPEN, "probe", 1), {(Direction.READ, "error"): 3})
+    status = json.loads(json.dumps(status_json(node(namespace(stores=(store(guard=opened),))))))
+    assert status["state"] == "ready"
+    assert status["pool"]["used_bytes"] == 40 << 20
+    assert status["requests"] == {"get": {"200": 12, "503": 1}, "set": {"200": 4}}
+    (found,) = status["namespaces"]
+    assert (found["namespace"], found["quota_bytes"]) == (DIGEST, None)
+    (leaf,) = found["stores"]
+    assert leaf["guard"]["breakers"]["read"]["state"] == "half_open"
+    assert leaf["guard"]["failures"] == {"read": {"error": 3}}
+    assert leaf["statistics"]["gets"] == {"hit": 5}
+    assert status["latency"]["get"]["counts"] == list(latency(3, 9).counts)
+    assert len(status["latency_bounds_s"]) == len(BOUNDS_S)
