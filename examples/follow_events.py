@@ -3,7 +3,7 @@
     python examples/follow_events.py tcp://127.0.0.1:5557 tcp://127.0.0.1:5558
 
 The two addresses are `events.endpoint` and `events.replay_endpoint` of the engine's configuration. Messages that were
-missed, also those from before this program began, are fetched from the second. Needs `pip install "hicache[events]"`.
+missed, also those from before this program began, are fetched from the second. Needs the extra `events`.
 """
 
 from __future__ import annotations

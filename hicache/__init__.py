@@ -6,8 +6,9 @@ The names below are the public face. They are loaded when they are first used, s
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from .lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -56,26 +57,21 @@ if TYPE_CHECKING:
     from .geometry import KVGeometry, KVLayout, PageShape, Piece
     from .keys import Namespace, RadixKey
 
-_NAMES = {
-    "cache": "ChunkCache HiRadixCache HostCache SessionCache TreeCache create_cache create_host_cache open_storage",
-    "config": "HiCacheConfig load_config",
-    "controller": "HiCacheController TorchRankGroup",
-    "errors": "HiCacheError",
-    "events": "EventStream PrefixIndex",
-    "fingerprint": "model_fingerprint",
-    "geometry": "KVGeometry KVLayout PageShape Piece",
-    "keys": "Namespace RadixKey",
-}
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> object:
-    """Load a public name from its module (PEP 562). Raises AttributeError for every other name."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value  # the next use finds it without this function
-    return value
+if not TYPE_CHECKING:  # which knows the names from above, and would believe in any name with this
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "cache": "ChunkCache HiRadixCache HostCache SessionCache TreeCache create_cache create_host_cache "
+            "open_storage",
+            "config": "HiCacheConfig load_config",
+            "controller": "HiCacheController TorchRankGroup",
+            "errors": "HiCacheError",
+            "events": "EventStream PrefixIndex",
+            "fingerprint": "model_fingerprint",
+            "geometry": "KVGeometry KVLayout PageShape Piece",
+            "keys": "Namespace RadixKey",
+        },
+    )
 
 
 def __dir__() -> list[str]:

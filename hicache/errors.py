@@ -3,6 +3,7 @@
     HiCacheError
     |-- InvalidInput          (also ValueError)    a caller's argument: tokens, keys, sizes
     |-- ConfigError           (also ValueError)    a configuration file, variable or flag
+    |   `-- MissingPackage    (also ImportError)   a package that an extra brings is not installed
     |-- CapacityError         (also MemoryError)   a pool does not fit into memory, or a request into a pool
     |-- SharedMemoryError     (also OSError)       memory that processes share cannot be opened
     |-- InvariantError        (also AssertionError) an internal invariant is broken; raised by `check()`
@@ -35,6 +36,10 @@ class InvalidInput(HiCacheError, ValueError):
 class ConfigError(HiCacheError, ValueError):
     """A configuration is refused. The message names the path of the bad entry and, for typos, the nearest valid name.
     """
+
+
+class MissingPackage(ConfigError, ImportError):
+    """A package is not installed that this use of HiCache needs. The message names the extra that brings it."""
 
 
 class CapacityError(HiCacheError, MemoryError):
@@ -97,3 +102,11 @@ class PageUnreadable(BackendUnavailable):
 
 class NotOurs(BackendError):
     """The location holds something HiCache did not create, or others may write it. It was left untouched."""
+
+
+def install_hint(extra: str) -> str:
+    """Return how to install an extra. No package index has HiCache: people have a clone of it or a wheel."""
+    return (
+        f"install the extra {extra}, in a clone by pip install -e '.[{extra}]', "
+        f"from a wheel by pip install './NAME_OF_THE_WHEEL.whl[{extra}]'"
+    )

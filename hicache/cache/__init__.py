@@ -1,18 +1,25 @@
 """What an engine embeds: the interface `TreeCache`, its three implementations, and `create_cache` that builds one; or,
 if the engine keeps its own device cache, `HostCache` and `create_host_cache`.
+
+The names are loaded when they are first used: most of them need PyTorch, statistics do not.
 """
 
-from .chunk_cache import ChunkCache
-from .device_tier import Eviction
-from .factory import create_cache, create_host_cache, open_storage
-from .host_cache import HostCache, HostLoad, HostMatch, HostWrite
-from .interface import TreeCache
-from .pins import Pin
-from .radix_cache import HiRadixCache
-from .requests import RequestKV
-from .schedule import Candidate, Order, longest_prefix_first
-from .session_cache import SessionCache
-from .statistics import CacheStatistics, SessionStatistics, TierStatistics
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .chunk_cache import ChunkCache
+    from .device_tier import Eviction
+    from .factory import create_cache, create_host_cache, open_storage
+    from .host_cache import HostCache, HostLoad, HostMatch, HostWrite
+    from .interface import TreeCache
+    from .pins import Pin
+    from .radix_cache import HiRadixCache
+    from .requests import RequestKV
+    from .schedule import Candidate, Order, longest_prefix_first
+    from .session_cache import SessionCache
+    from .statistics import CacheStatistics, SessionStatistics, TierStatistics
 
 __all__ = [
     "CacheStatistics",
@@ -36,3 +43,21 @@ __all__ = [
     "longest_prefix_first",
     "open_storage",
 ]
+
+if not TYPE_CHECKING:  # which knows the names from above, and would believe in any name with this
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "chunk_cache": "ChunkCache",
+            "device_tier": "Eviction",
+            "factory": "create_cache create_host_cache open_storage",
+            "host_cache": "HostCache HostLoad HostMatch HostWrite",
+            "interface": "TreeCache",
+            "pins": "Pin",
+            "radix_cache": "HiRadixCache",
+            "requests": "RequestKV",
+            "schedule": "Candidate Order longest_prefix_first",
+            "session_cache": "SessionCache",
+            "statistics": "CacheStatistics SessionStatistics TierStatistics",
+        },
+    )

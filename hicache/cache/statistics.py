@@ -7,11 +7,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ..controller import ControllerStatistics
-from ..events import PublisherStatistics, StreamStatistics
-from ..tiers import PageAllocator
-from .break_even import BreakEvenStatistics
+# Whoever reads snapshots, as the exporter does, needs no PyTorch.
+if TYPE_CHECKING:
+    from ..controller import ControllerStatistics
+    from ..events import PublisherStatistics, StreamStatistics
+    from ..tiers import PageAllocator
+    from .break_even import BreakEvenStatistics
 
 # Why something was not done, for each an entry in `CacheCounters.skipped`.
 SKIP_REASONS = (

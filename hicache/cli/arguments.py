@@ -12,6 +12,9 @@ import click
 
 from ..units import parse_duration, parse_size
 
+# Of generators of random numbers.
+SEED_MAX = (1 << 63) - 1
+
 
 class UserPath(click.Path):
     """A path that is not empty: for the system, an empty one is the working directory.

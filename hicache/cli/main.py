@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from .. import __version__
-from ..errors import HiCacheError, InvariantError
+from ..errors import HiCacheError, InvariantError, install_hint
 
 # name: where the command is, and its line in --help. Kept here, so that --help imports none of them.
 COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -30,12 +30,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "purge": ("hicache.cli.storage:purge", "Remove stored pages, all or by namespace, weights epoch and age."),
     "replay": ("hicache.cli.replay:replay", "Replay a request trace through the cache and check every byte."),
     "stat": ("hicache.cli.storage_view:stat", "Sum up a store: pages, bytes, ages, chains."),
-    "trace": ("hicache.cli.replay:trace", "Make up a request trace, or say what is in one."),
+    "trace": ("hicache.cli.trace:trace", "Make up a request trace, or say what is in one."),
     "trim": ("hicache.cli.storage:trim", "Shrink a store to a size, tails of old chains first."),
     "verify": ("hicache.cli.storage:verify", "Read every page of a store and report damage."),
 }
 # The extra that brings what a command needs beyond the package's own dependencies.
-EXTRAS: Mapping[str, str] = {"demo": "engine"}
+EXTRAS: Mapping[str, str] = {"demo": "engine", "replay": "torch"}
 FOUND_EXIT_CODE = 1  # what a check has found, and an answer of "no"
 USAGE_EXIT_CODE = 2
 BUG_EXIT_CODE = 3
@@ -86,8 +86,8 @@ class LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] == __package__.partition(".")[0]:
                 raise  # a module of ours: no installation helps
-            needs = f"hicache[{EXTRAS[cmd_name]}]" if cmd_name in EXTRAS else error.name
-            raise Failure(f'{cmd_name} needs more packages: pip install "{needs}"') from error
+            hint = install_hint(EXTRAS[cmd_name]) if cmd_name in EXTRAS else f"install {error.name}"
+            raise Failure(f"{cmd_name} needs the package {error.name}; {hint}") from error
         assert isinstance(command, click.Command)
         return command
 

@@ -1,4 +1,4 @@
-"""`hicache replay`: a request trace through the real tree, controller and storage; `hicache trace`: make one up."""
+"""`hicache replay`: a request trace through the real tree, controller and storage."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from rich.console import Console
 
 from ..config import HiCacheConfig, entry_of_variable, load_config
 from ..config.section import TOKENS_MAX
-from ..errors import ConfigError, InvalidInput
+from ..errors import ConfigError
 from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
 from ..replay.presets import PRESETS
 from ..replay.processes import start_engines
 from ..replay.report import html_report
 from ..replay.result import ReplayResult, Sample
-from ..replay.synthetic import synthetic_trace
-from ..replay.trace import REQUESTS_MAX, read_trace, write_trace
-from ..units import counted
-from .arguments import DIRECTORY, FILE, Number
+from ..replay.trace import REQUESTS_MAX
+from .arguments import DIRECTORY, FILE, SEED_MAX, Number
 from .config import parse_settings
 from .interrupts import noted_signals
 from .main import FOUND_EXIT_CODE, Failure, output_failures
 from .progress import OutputConsole, follow
-from .replay_view import print_summary, progress_of, trace_facts
+from .replay_view import print_summary, progress_of
 
 REPLAY_CONFIG = Path(__file__).with_name("replay.yaml")
 # Computing takes this long by default: fast enough for 2,000 real requests in two minutes, slow enough that copies and
@@ -39,7 +37,6 @@ PREFILL_TOKENS_PER_S = 250_000
 SPEED_UP_MIN, SPEED_UP_MAX = 1e-6, 1e9
 PREFILL_RATE_MAX = 1e12
 QUEUE_MAX = 1 << 20
-SEED_MAX = (1 << 63) - 1
 # Where stored pages go, if anywhere, is the user's choice if one of these is given.
 _STORE_ENTRIES = frozenset({"storage", "storage.type", "storage.options.path"})
 
@@ -167,37 +164,6 @@ def _tell(console: Console, result: ReplayResult, json_file: Path | None, html_f
             f"replay: no request ran: all {result.requests.too_long:,} are longer than L1 "
             f"({setup.device_pages * setup.page_size:,} tokens); give more with --device-tokens"
         )
-
-
-@click.group()
-def trace() -> None:
-    """Make up a request trace, or say what is in one."""
-
-
-@trace.command(short_help="Write a synthetic trace to a file.")
-@click.argument("file", type=FILE)
-@click.option(
-    "--requests", type=click.IntRange(1, REQUESTS_MAX), default=SYNTHETIC_REQUESTS, show_default=True, metavar="N"
-)
-@click.option(
-    "--seed", type=click.IntRange(0, SEED_MAX), default=0, show_default=True, help="Another seed, another trace."
-)
-@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
-def generate(file: Path, requests: int, seed: int, force: bool) -> None:
-    """Write a synthetic trace to FILE: chats and agents with shared system prompts, and questions about documents."""
-    if file.exists() and not force:
-        raise InvalidInput(f"trace {file}: it is there already; replace it with --force")
-    count = write_trace(file, synthetic_trace(requests, seed))
-    click.echo(f"{counted(count, 'request')} written to {file}")
-
-
-@trace.command(short_help="Check a trace, and say how much can be reused.")
-@click.argument("file", type=FILE)
-@click.option("--requests", type=click.IntRange(1, REQUESTS_MAX), metavar="N", help="Only the first N requests.")
-def show(file: Path, requests: int | None) -> None:
-    """Check FILE and print how long its prompts are and how much of them a cache could reuse."""
-    for line in trace_facts(read_trace(file, requests)):
-        click.echo(line)
 
 
 class WrongBytes(Failure):

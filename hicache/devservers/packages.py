@@ -8,26 +8,26 @@ import shutil
 import sys
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..errors import MissingPackage, install_hint
 
 
 def package_file(module: str, *parts: str, extra: str) -> Path:
-    """A file that an installed package brings. Raises ConfigError, which names the extra, if it is not there."""
+    """A file that an installed package brings. Raises MissingPackage if it is not there."""
     spec = importlib.util.find_spec(module)
     for root in (spec.submodule_search_locations or []) if spec is not None else []:
         path = Path(root, *parts)
         if path.is_file():
             return _executable(path)
-    raise ConfigError(f'there is no {parts[-1]}: pip install "hicache[{extra}]"')
+    raise MissingPackage(f"the program {parts[-1]} is not installed; {install_hint(extra)}")
 
 
 def program(name: str, *, extra: str) -> Path:
-    """A program beside this Python or on the path. Raises ConfigError, which names the extra, if there is none."""
+    """A program beside this Python or on the path. Raises MissingPackage if there is none."""
     # Not resolved: Debian's redis-server is a link to a program that looks at the name it is called by.
     beside = Path(sys.executable).parent / name
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
     if found is None:
-        raise ConfigError(f'there is no {name}: pip install "hicache[{extra}]"')
+        raise MissingPackage(f"the program {name} is not installed; {install_hint(extra)}")
     return Path(found).absolute()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..errors import ConfigError
+from ..errors import ConfigError, MissingPackage, install_hint
 from .base import Command, DevServer, Storage
 from .packages import package_file
 from .ports import LOOPBACK
@@ -22,11 +22,11 @@ PASSWORD_ENV = "REDIS_PASSWORD"
 
 
 def import_redis() -> Any:
-    """The package `redis`. Raises ConfigError, which names the extra, without it."""
+    """The package `redis`. Raises MissingPackage if it is not installed."""
     try:
         import redis  # noqa: PLC0415  optional
     except ModuleNotFoundError as error:
-        raise ConfigError('a Redis server needs a client: pip install "hicache[redis]"') from error
+        raise MissingPackage(f"a Redis server needs a client; {install_hint('redis')}") from error
     return redis
 
 

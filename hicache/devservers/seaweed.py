@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..errors import ConfigError
+from ..errors import MissingPackage, install_hint
 from .base import Command, DevServer, Storage
 from .packages import program
 from .ports import LOOPBACK
@@ -84,7 +84,7 @@ class SeaweedServer(DevServer):
             import boto3  # noqa: PLC0415  optional
             from botocore.config import Config  # noqa: PLC0415
         except ModuleNotFoundError as error:
-            raise ConfigError('an S3 server needs a client: pip install "hicache[s3]"') from error
+            raise MissingPackage(f"an S3 server needs a client; {install_hint('s3')}") from error
         config = Config(
             connect_timeout=_PROBE_TIMEOUT_S, read_timeout=_PROBE_TIMEOUT_S, retries={"total_max_attempts": 1}
         )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, MissingPackage, install_hint
 from ..fingerprint import model_fingerprint
 from ..geometry import KVGeometry
 
@@ -260,4 +260,4 @@ def _require(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f'the reference engine needs {module}: pip install "hicache[engine]"') from error
+        raise MissingPackage(f"the reference engine needs {module}; {install_hint('engine')}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config import EventsConfig
-from ..errors import ConfigError
+from ..errors import MissingPackage, install_hint
 from .security import check_events
 from .stream import EventStream
 
@@ -25,5 +25,5 @@ def create_publisher(section: EventsConfig, stream: EventStream) -> EventPublish
     try:
         from .publisher import EventPublisher  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise ConfigError(f'events need the package {error.name}: pip install "hicache[events]"') from error
+        raise MissingPackage(f"events need the package {error.name}; {install_hint('events')}") from error
     return EventPublisher(stream, section, curve)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import ConfigError, InvalidInput
+from ..errors import InvalidInput, MissingPackage, install_hint
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -52,9 +52,9 @@ def is_available() -> bool:
 
 
 def require_zstandard() -> None:
-    """Raises ConfigError if the package is missing."""
+    """Raise MissingPackage if the package is not installed."""
     if not is_available():
-        raise ConfigError('compression: the package zstandard is missing; pip install "hicache[compression]"')
+        raise MissingPackage(f"compression: the package zstandard is missing; {install_hint('compression')}")
 
 
 def compress(payload: memoryview, level: int) -> bytes:

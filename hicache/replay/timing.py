@@ -20,9 +20,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from ..cache import TreeCache
+if TYPE_CHECKING:
+    from ..cache import TreeCache
 
 # Values are kept in classes 1/32 wide: a percentile is exact to 3 %, and a day in ns makes no more than 1,400 classes.
 _PRECISION_BITS = 5
@@ -186,7 +187,7 @@ class SchedulerClock:
 
     def watch(self, cache: TreeCache) -> TreeCache:
         """`cache`, with each `Call` timed. All other names are its own."""
-        return cast(TreeCache, _Watched(cache, self))
+        return cast("TreeCache", _Watched(cache, self))
 
     def timed(self, call: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `function`; charge it to the request that its first argument names, without one to all in play."""

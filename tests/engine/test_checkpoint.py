@@ -160,7 +160,7 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", ["safetensors", "tokenizers"])
 def test_a_missing_extra_is_named(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # what an environment without it looks like to an import
-    with pytest.raises(ConfigError, match=r'pip install "hicache\[engine\]"'):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[engine\]'"):
         load_checkpoint(tmp_path) if module == "safetensors" else load_tokenizer(tmp_path)
 
 

@@ -463,7 +463,7 @@ def test_without_the_package_a_compressed_page_is_a_misfit_and_compressing_is_re
     command = [sys.executable, "-c", _WITHOUT_ZSTANDARD, str(PAYLOAD)]
     ended = subprocess.run(command, input=stored_page(CODECS["zstd"]), capture_output=True, check=False, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, b"")
-    assert b'pip install "hicache[compression]"' in ended.stdout
+    assert b"pip install -e '.[compression]'" in ended.stdout
     assert not any(damage.is_unsupported for damage in Damage if damage is not Damage.NO_ZSTD)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...config.mooncake_storage import MooncakeStorageOptions
-from ...errors import BackendError, BackendUnavailable, ConfigError
+from ...errors import BackendError, BackendUnavailable, ConfigError, MissingPackage, install_hint
 from ...supervised import LINGER_S, NoThread, SupervisedPool
 from ..system_libraries import MOONCAKE_LIBRARIES, preload
 from . import codes
@@ -69,9 +69,9 @@ def load_library(options: MooncakeStorageOptions) -> Any:
     try:
         from mooncake import store  # noqa: PLC0415  an optional dependency, and it reads the environment when it loads
     except ImportError as error:
-        raise ConfigError(
-            f"backend mooncake: its library cannot be loaded ({error}); pip install \"hicache[mooncake]\", or "
-            "\"hicache[mooncake-cpu]\" on a machine without CUDA"
+        raise MissingPackage(
+            f"backend mooncake: its library cannot be loaded ({error}); {install_hint('mooncake')}; on a machine "
+            "without CUDA the extra is mooncake-cpu"
         ) from error
     return store
 

@@ -15,7 +15,7 @@ from ...config.addresses import HTTP_PORTS, PROXY_PORTS, Address, split_url
 from ...config.files import require_readable
 from ...config.s3_storage import S3StorageOptions, check_region
 from ...config.secret import read_private_file
-from ...errors import ConfigError
+from ...errors import ConfigError, MissingPackage, install_hint
 from ..errors import ErrorKind, StoreError
 from ..http import Server
 from ..refreshed import Refreshed
@@ -107,7 +107,7 @@ def _session(options: S3StorageOptions) -> Any:
         import botocore.exceptions  # noqa: PLC0415 - an optional dependency
         import botocore.session  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError('s3 store: boto3 is not installed: pip install "hicache[s3]"') from error
+        raise MissingPackage(f"s3 store: boto3 is not installed; {install_hint('s3')}") from error
     # With a file of ours, the profile names a section of that one.
     profile = None if options.credentials_file else options.profile
     try:

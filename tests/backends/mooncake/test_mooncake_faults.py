@@ -124,7 +124,7 @@ def test_without_its_daemon_opening_is_refused(master: MooncakeMaster) -> None:
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
-    with pytest.raises(ConfigError, match=r'pip install "hicache\[mooncake\]"'):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[mooncake\]'"):
         open_backend_at("127.0.0.1:1")
 
 

@@ -1,0 +1,46 @@
+"""`hicache trace`: make up a request trace, or say what is in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ..errors import InvalidInput
+from ..replay.job import SYNTHETIC_REQUESTS
+from ..replay.synthetic import synthetic_trace
+from ..replay.trace import REQUESTS_MAX, read_trace, write_trace
+from ..units import counted
+from .arguments import FILE, SEED_MAX
+from .replay_view import trace_facts
+
+
+@click.group()
+def trace() -> None:
+    """Make up a request trace, or say what is in one."""
+
+
+@trace.command(short_help="Write a synthetic trace to a file.")
+@click.argument("file", type=FILE)
+@click.option(
+    "--requests", type=click.IntRange(1, REQUESTS_MAX), default=SYNTHETIC_REQUESTS, show_default=True, metavar="N"
+)
+@click.option(
+    "--seed", type=click.IntRange(0, SEED_MAX), default=0, show_default=True, help="Another seed, another trace."
+)
+@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+def generate(file: Path, requests: int, seed: int, force: bool) -> None:
+    """Write a synthetic trace to FILE: chats and agents with shared system prompts, and questions about documents."""
+    if file.exists() and not force:
+        raise InvalidInput(f"trace {file}: it is there already; replace it with --force")
+    count = write_trace(file, synthetic_trace(requests, seed))
+    click.echo(f"{counted(count, 'request')} written to {file}")
+
+
+@trace.command(short_help="Check a trace, and say how much can be reused.")
+@click.argument("file", type=FILE)
+@click.option("--requests", type=click.IntRange(1, REQUESTS_MAX), metavar="N", help="Only the first N requests.")
+def show(file: Path, requests: int | None) -> None:
+    """Check FILE and print how long its prompts are and how much of them a cache could reuse."""
+    for line in trace_facts(read_trace(file, requests)):
+        click.echo(line)

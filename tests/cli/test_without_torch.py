@@ -1,0 +1,74 @@
+"""Operators' commands in an environment without PyTorch, which only caches, replays and the demo need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.file import FileBackend
+from hicache.cli.main import COMMANDS
+from hicache.config import FileStorageOptions
+from hicache.frame import FrameCodec
+from hicache.keys import page_keys, token_bytes
+
+WITHOUT = "import sys; sys.modules['torch'] = None\n"
+# What `import torch` raises then is what it raises where there is none.
+NEED_TORCH = {"demo", "replay"}
+CODEC = FrameCodec(b"\x11" * 32, 3000, label="a model")
+
+
+def hicache(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    code = f"{WITHOUT}from hicache.cli.main import main; main(prog_name='hicache')"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=cwd, stdin=subprocess.DEVNULL
+    )
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """The file of one page, in the store `store` beside a configuration that names it."""
+    (key,) = page_keys(token_bytes(range(16)), 16)
+    backend = FileBackend(CODEC, FileStorageOptions(path=tmp_path / "store", free_space_floor=0))
+    try:
+        backend.batch_set([key], [memoryview(bytearray(CODEC.frame_bytes))], parent=None, deadline=time.monotonic() + 9)
+    finally:
+        backend.close()
+    (tmp_path / "store.yaml").write_text("storage: {type: file, options: {path: store}}")
+    (found,) = (tmp_path / "store").rglob(key.hex())
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - NEED_TORCH))
+def test_a_command_is_loaded_without_torch(name: str, tmp_path: Path) -> None:
+    result = hicache(tmp_path, name, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["ls store", "ls store.yaml --pages", "stat store --chains", "verify store", "inspect PAGE", "copy store other",
+     "trim store --to 0 --yes", "purge store --yes", "config check store.yaml", "config schema",
+     "trace generate trace.jsonl --requests 2"],
+)  # fmt: skip
+def test_a_command_works_without_torch(line: str, tmp_path: Path, page: Path) -> None:
+    result = hicache(tmp_path, *line.replace("PAGE", str(page)).split())
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", sorted(NEED_TORCH))
+def test_a_command_that_needs_torch_names_the_extra(name: str, tmp_path: Path) -> None:
+    result = hicache(tmp_path, name)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "needs the package torch; install the extra" in result.stderr
+
+
+def test_a_cache_without_torch_is_an_import_error_that_names_the_extra(tmp_path: Path) -> None:
+    code = f"{WITHOUT}from hicache.errors import MissingPackage\nimport hicache, hicache.metrics, hicache.daemon\n"
+    code += "try:\n    from hicache import create_cache\nexcept ImportError as error:\n    print(repr(error))\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.startswith('MissingPackage("hicache.cache.create_cache needs PyTorch; install the extra torch')
