@@ -7,6 +7,7 @@
 #   make soak    all tests, the random ones for longer: SOAK_FACTOR (default 20) times as many examples and seeds
 #   make hostile some minutes (HOSTILE_MINUTES, default 10) of hostile replies: memory and descriptors stay flat
 #   make docs    the documentation as a site, in build/site
+#   make wheel   what an index accepts, in DIST (default dist): source, a pure wheel, and one with the native helper
 #   make bench   the benchmarks, as ratios; PEER=DIR adds SGLang's tree core from its unpacked wheel
 #   make gpu     the tests and benchmarks that need a CUDA device
 #   make clean   removes .venv, caches and what the demo left behind
@@ -24,12 +25,13 @@ unexport PYTHONDONTWRITEBYTECODE
 SOAK_FACTOR ?= 20
 HOSTILE_MINUTES ?= 10
 PYTEST_ARGS ?=
+DIST ?= dist
 # One process for each; a file of tests stays in one of them, so that its module and its servers are set up once.
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 
-.PHONY: demo test quick check soak hostile bench gpu docs clean
+.PHONY: demo test quick check soak hostile bench gpu docs wheel clean
 
 demo: $(VENV)/.demo-stamp
 	$(BIN)/hicache demo $(DEMO_ARGS)
@@ -62,6 +64,23 @@ gpu: $(VENV)/.test-stamp
 docs: $(VENV)/.test-stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html; with a search: python3 -m http.server --bind 127.0.0.1 --directory build/site 8000"
+
+# The pure wheel is made from the source package, so that it is known to be whole. The name of the other one says which
+# systems it runs on, and auditwheel refuses a name that is not true: 2_17 is the oldest glibc that loads the helper.
+wheel: $(VENV)/.test-stamp
+	rm -f $(DIST)/hicache-*.whl $(DIST)/hicache-*.tar.gz
+	HICACHE_NATIVE=0 $(BIN)/python -m build --outdir $(DIST) .
+	$(BIN)/python -m build --wheel --outdir $(DIST)/native .
+	for wheel in $(DIST)/native/*-linux_*.whl; do
+	  if [ -e "$$wheel" ]; then
+	    PATH="$$PWD/$(BIN):$(BIN):$$PATH" $(BIN)/auditwheel repair --only-plat \
+	      --plat "manylinux_2_17_$$(uname -m)" --wheel-dir $(DIST) "$$wheel"
+	  else
+	    echo "no C compiler: there is only the pure wheel, which works the same" >&2
+	  fi
+	done
+	rm -rf $(DIST)/native
+	$(BIN)/twine check --strict $(DIST)/hicache-*
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist demo-data replay-data .demo
