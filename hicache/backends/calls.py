@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import Counter
@@ -15,6 +16,7 @@ from .base import BackendStatistics, GetOutcome, SetOutcome
 from .errors import ErrorKind
 
 Outcome = TypeVar("Outcome")
+_collecting = threading.local()
 
 
 def check_keys(keys: Iterable[bytes]) -> None:
@@ -94,6 +96,18 @@ def _tally(counts: Counter[Outcome], outcomes: Sequence[Outcome]) -> None:
         counts.update(outcomes)
 
 
+@contextlib.contextmanager
+def collected_errors() -> Iterator[list[str]]:
+    """A list that gets the kinds of all errors that calls of this thread count: those of one verb, if nothing else runs
+    in the context. Errors that a composition counts on other threads are not among them."""
+    errors: list[str] = []
+    _collecting.errors = errors
+    try:
+        yield errors
+    finally:
+        _collecting.errors = None
+
+
 class Calls:
     """Counts the verbs in flight in a backend, for `close` to wait for, and their outcomes, for `statistics`.
 
@@ -141,6 +155,10 @@ class Calls:
         evicted_pages: int = 0,
     ) -> None:
         """Count the outcomes of a batch. `corrupt` are reasons, `errors` classes."""
+        errors = list(errors)
+        collected = getattr(_collecting, "errors", None)
+        if collected is not None:
+            collected += errors
         with self._lock:
             if gets:
                 _tally(self._gets, gets)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -14,7 +13,8 @@ import torch
 
 from ..arguments import instance, whole
 from ..backends.base import StorageBackend
-from ..backends.registry import BackendSpec, open_spec
+from ..backends.opening import StorageOpener
+from ..backends.registry import BackendSpec
 from ..config import HiCacheConfig
 from ..config.storage import parts_of
 from ..controller import HiCacheController, RankGroup
@@ -22,7 +22,6 @@ from ..controller.ranks import require_equal
 from ..errors import BackendUnavailable, ConfigError, HiCacheError, InvalidInput, RankError
 from ..events import EventStream
 from ..events.factory import create_publisher
-from ..frame import Compression, FrameCodec, TagKind
 from ..geometry import DTYPE_BYTES, KVGeometry, PageShape
 from ..keys import BIGRAM_BYTES, PAGE_KEY_BYTES, TOKEN_BYTES, Namespace
 from ..tiers import CopyEngine, EngineBlocks, HostPool, HostWindow, KVPool, create_copy_engine, create_device_pool
@@ -42,9 +41,9 @@ logger = logging.getLogger(__name__)
 Cache = TypeVar("Cache", bound=HiRadixCache | HostCache | ChunkCache)
 Tiered = TypeVar("Tiered", bound=HiRadixCache | HostCache)
 # The sections in which ranks may differ; by all others they decide, and must decide alike.
-_OF_EACH_RANK = {"device", "host", "integrity", "storage_format", "storage", "ranks", "metrics", "events", "admin"}
-# The elements that byte planes are for: float16 and bfloat16.
-_PLANES_ELEMENT_BYTES = 2
+_OF_EACH_RANK = {
+    "device", "host", "integrity", "storage_format", "storage", "ranks", "metrics", "events", "admin", "daemon",
+}  # fmt: skip
 
 
 def create_cache(
@@ -293,28 +292,21 @@ def storage_opener(
 ) -> Callable[[int], StorageBackend] | None:
     """Return what opens the configured store for a weights epoch, or the part `spec` of it; None without storage. Keys
     are read once, here. Raises ConfigError."""
-    storage = config.storage
-    if storage is None:
+    if config.storage is None:
         return None
-    environ = os.environ if environ is None else environ
-    mac_keys = config.integrity.keys(environ)
-    encryption_keys = config.storage_format.keys(environ)
-    compression = _compression(config, namespace.geometry)
-    payload_bytes = namespace.geometry.payload_bytes
-    chosen = spec or BackendSpec.of(storage)
+    geometry = namespace.geometry
+    # A PageShape does not say how long an element is.
+    element_bytes = DTYPE_BYTES[geometry.dtype] if isinstance(geometry, KVGeometry) else None
+    storage = StorageOpener(config, environ, element_bytes)
 
     def opener(epoch: int) -> StorageBackend:
-        codec = FrameCodec(
+        codec = storage.codec(
             replace(namespace, weights_epoch=epoch).digest,
-            payload_bytes,
-            tag=TagKind[config.integrity.tag.upper()],
-            mac_keys=mac_keys,
-            encryption_keys=encryption_keys,
-            compression=compression,
+            geometry.payload_bytes,
             weights_epoch=epoch,
             label=namespace.label or namespace.model,
         )
-        return open_spec(chosen, codec)
+        return storage.open(codec, spec)
 
     return opener
 
@@ -348,15 +340,6 @@ def _open_now_or_later(
         if not agreed:
             raise RankError("another rank could not start; its own error says why")
     return backend
-
-
-def _compression(config: HiCacheConfig, geometry: KVGeometry | PageShape) -> Compression | None:
-    """Byte planes are for elements of a known length: a PageShape does not say theirs."""
-    chosen = config.storage_format
-    if chosen.compression == "none":
-        return None
-    element_bytes = DTYPE_BYTES[geometry.dtype] if isinstance(geometry, KVGeometry) else None
-    return Compression(chosen.compression_level, byte_planes=element_bytes == _PLANES_ELEMENT_BYTES)
 
 
 def _pin(choice: str, device: torch.device) -> bool:

@@ -29,13 +29,14 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "ls": ("hicache.cli.storage_view:ls", "List what is in a store, by namespace."),
     "purge": ("hicache.cli.storage:purge", "Remove stored pages, all or by namespace, weights epoch and age."),
     "replay": ("hicache.cli.replay:replay", "Replay a request trace through the cache and check every byte."),
+    "serve": ("hicache.cli.serve:serve", "Run the storage daemon of this node."),
     "stat": ("hicache.cli.storage_view:stat", "Sum up a store: pages, bytes, ages, chains."),
     "trace": ("hicache.cli.trace:trace", "Make up a request trace, or say what is in one."),
     "trim": ("hicache.cli.storage:trim", "Shrink a store to a size, tails of old chains first."),
     "verify": ("hicache.cli.storage:verify", "Read every page of a store and report damage."),
 }
 # The extra that brings what a command needs beyond the package's own dependencies.
-EXTRAS: Mapping[str, str] = {"demo": "engine", "replay": "torch"}
+EXTRAS: Mapping[str, str] = {"demo": "engine", "replay": "torch", "serve": "daemon"}
 FOUND_EXIT_CODE = 1  # what a check has found, and an answer of "no"
 USAGE_EXIT_CODE = 2
 BUG_EXIT_CODE = 3

@@ -16,6 +16,7 @@ from ..geometry import PAGE_SIZE_MAX
 from ..policies import SLRU_PROTECTED_HITS, require_policy
 from ..units import Count, Duration, Number, PositiveDuration, PositiveSize, refuse_bool
 from .admin import AdminConfig
+from .daemon import DaemonConfig
 from .integrity import IntegrityConfig, StorageFormatConfig
 from .publishing import EventsConfig, MetricsConfig
 from .section import Section, Tokens, yaml_switch
@@ -327,6 +328,7 @@ class HiCacheConfig(Section):
     metrics: MetricsConfig = MetricsConfig()
     events: EventsConfig = EventsConfig()
     admin: AdminConfig = AdminConfig()
+    daemon: DaemonConfig = DaemonConfig()
 
     @model_validator(mode="after")
     def _check(self) -> HiCacheConfig:

@@ -1,0 +1,57 @@
+"""From a configuration to an open store: the codec of a namespace, with the keys and formats of the configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ..config import HiCacheConfig
+from ..errors import ConfigError
+from ..frame import Compression, FrameCodec, TagKind
+from .base import StorageBackend
+from .registry import BackendSpec, open_spec
+
+# The elements that byte planes are for: float16 and bfloat16.
+_PLANES_ELEMENT_BYTES = 2
+
+
+class StorageOpener:
+    """Opens the storage of one configuration for namespaces. Keys are read once, by the constructor.
+
+    `element_bytes` is the length of an element of KV, None where nobody knows it. Raises ConfigError without storage in
+    `config`, and for keys that cannot be had. Thread-safe.
+    """
+
+    def __init__(
+        self, config: HiCacheConfig, environ: Mapping[str, str] | None = None, element_bytes: int | None = None
+    ) -> None:
+        if config.storage is None:
+            raise ConfigError("storage: the configuration has none; add the section `storage` with the type of store")
+        environ = os.environ if environ is None else environ
+        chosen = config.storage_format
+        self.spec = BackendSpec.of(config.storage)
+        self._tag = TagKind[config.integrity.tag.upper()]
+        self._mac_keys = config.integrity.keys(environ)
+        self._encryption_keys = chosen.keys(environ)
+        self._compression: Compression | None = None
+        if chosen.compression != "none":
+            planes = element_bytes == _PLANES_ELEMENT_BYTES
+            self._compression = Compression(chosen.compression_level, byte_planes=planes)
+
+    def codec(self, namespace: bytes, payload_bytes: int, *, weights_epoch: int, label: str) -> FrameCodec:
+        """Return what seals and proves the pages of a namespace, given by its digest. Raises as FrameCodec does."""
+        return FrameCodec(
+            namespace,
+            payload_bytes,
+            tag=self._tag,
+            mac_keys=self._mac_keys,
+            encryption_keys=self._encryption_keys,
+            compression=self._compression,
+            weights_epoch=weights_epoch,
+            label=label,
+        )
+
+    def open(self, codec: FrameCodec, part: BackendSpec | None = None) -> StorageBackend:
+        """Open the store, or a `part` of it, with the pages of `codec`, behind its guard. Blocks and raises as
+        `open_spec`."""
+        return open_spec(part or self.spec, codec)

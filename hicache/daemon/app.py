@@ -1,0 +1,245 @@
+"""The HTTP interface `/v1` of a node, as a FastAPI application.
+
+Handlers run on the event loop and hand what blocks to the threads of a namespace, or to a few for opening and mapping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, TypeVar
+
+from fastapi import FastAPI, Path, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from .. import __version__
+from ..backends.calls import collected_errors
+from ..backends.errors import ErrorKind
+from .memory import MemoryRequest
+from .namespace import Namespace
+from .node import NamespaceRequest, Node
+from .protocol import (
+    AttachMemory,
+    Deadline,
+    Digest,
+    ErrorAnswer,
+    GetOutcomes,
+    Lookup,
+    MemoryAttached,
+    MemoryName,
+    NamespaceOpened,
+    OpenNamespace,
+    Pages,
+    SetOutcomes,
+    State,
+    Store,
+    Stored,
+    Transfer,
+    UsageAnswer,
+)
+from .refusal import Refused
+from .statistics import NodeState
+from .status import status_json
+
+T = TypeVar("T")
+
+# Threads that open namespaces and map memory: one that hangs is one namespace's or one engine's.
+_CONTROL_THREADS = 32
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer} for status in (400, 401, 403, 404, 409, 413, 422, 503)
+}
+
+NamespacePath = Annotated[Digest, Path(description="The digest of the namespace.")]
+MemoryPath = Annotated[MemoryName, Path(description="The name of the memory.")]
+
+
+def create_app(node: Node) -> FastAPI:
+    """Return the application of `node`. Its threads end with the process."""
+    app = FastAPI(
+        title="HiCache daemon", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json",
+        summary="Batches of KV pages between the engines of a node and its stores.",
+    )  # fmt: skip
+    app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http_error)
+    control = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="hicache-control")
+    _add_probes(app, node, control)
+    _add_control(app, node, control)
+    _add_verbs(app, node)
+    return app
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s else None
+    return JSONResponse({"error": error.kind, "detail": error.detail}, error.status, headers)
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    """Name the first entry that is wrong; what was sent is not quoted."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part)[:40] for part in first["loc"][1:])
+    detail = f"{where or 'body'}: {first['msg']}"
+    return JSONResponse({"error": ErrorKind.BAD_REQUEST, "detail": detail}, 422)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    answer = {"error": ErrorKind.BAD_REQUEST, "detail": f"{error.detail}; see /openapi.json"}
+    return JSONResponse(answer, error.status_code, error.headers)
+
+
+def _add_probes(app: FastAPI, node: Node, control: ThreadPoolExecutor) -> None:
+    @app.get("/livez", tags=["probes"])
+    async def livez() -> State:
+        """The process works."""
+        return State(state=node.state.value)
+
+    @app.get("/readyz", tags=["probes"], responses={503: {"model": State}})
+    async def readyz(response: Response) -> State:
+        """The daemon takes requests. Stores that are down do not count: it serves misses then."""
+        if node.state is not NodeState.READY:
+            response.status_code = 503
+        return State(state=node.state.value)
+
+    @app.get("/statusz", tags=["probes"])
+    async def statusz() -> dict[str, Any]:
+        """Return a snapshot of all that the daemon counts."""
+        return status_json(await _on(control, node.statistics))
+
+
+def _add_control(app: FastAPI, node: Node, control: ThreadPoolExecutor) -> None:
+    @app.put("/v1/namespaces/{namespace}", tags=["control"], responses=_REFUSALS)
+    async def open_namespace(namespace: NamespacePath, body: OpenNamespace) -> NamespaceOpened:
+        """Open a namespace, or confirm that it is open."""
+        deadline = _deadline(node, body.timeout_s)
+        asked = NamespaceRequest(body.payload_bytes, body.weights_epoch, body.label)
+        found = await _on(control, lambda: node.open(namespace, asked, deadline))
+        frame_bytes = found.wire.frame_bytes
+        pages_max = node.config.daemon.staging // 4 // frame_bytes
+        return NamespaceOpened(frame_bytes=frame_bytes, instance=node.instance, body_pages_max=pages_max)
+
+    @app.put("/v1/memory/{name}", tags=["control"], responses=_REFUSALS)
+    async def attach_memory(name: MemoryPath, body: AttachMemory) -> MemoryAttached:
+        """Map the shared memory of an engine on this host."""
+        deadline = _deadline(node, body.timeout_s)
+        is_known = body.device is not None and body.inode is not None
+        if not is_known and body.shape is None:
+            raise Refused(422, ErrorKind.BAD_REQUEST, "memory: give device and inode, or the shape of its pages")
+        asked = MemoryRequest(
+            name, body.frame_bytes, body.pages,
+            (body.device or 0, body.inode or 0) if is_known else None, bytes.fromhex(body.shape or ""),
+        )  # fmt: skip
+        mapping = await _on(control, lambda: node.memories.attach(asked, deadline))
+        return MemoryAttached(instance=node.instance, mapping=mapping.id)
+
+    @app.delete("/v1/memory/{name}", tags=["control"], responses=_REFUSALS)
+    async def detach_memory(name: MemoryPath, timeout_s: float = 30.0) -> MemoryAttached:
+        """Answer once no operation of the daemon can touch the memory any more."""
+        await _on(control, lambda: node.memories.detach(name, _deadline(node, timeout_s)))
+        return MemoryAttached(instance=node.instance, mapping="")
+
+
+def _add_verbs(app: FastAPI, node: Node) -> None:
+    def post(verb: str, **extra: Any) -> Callable[[Any], Any]:
+        return app.post(f"/v1/namespaces/{{namespace}}/{verb}", tags=["pages"], responses=_REFUSALS, **extra)
+
+    @post("exists")
+    async def exists(namespace: NamespacePath, body: Lookup) -> Pages:
+        """How many of the keys are stored before the first hole."""
+        keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
+        found = node.find(namespace)
+        pages, errors = await _call(node, found, lambda: found.store.batch_exists(keys, deadline=deadline))
+        return Pages(pages=pages, errors=errors)
+
+    @post("has")
+    async def has(namespace: NamespacePath, body: Lookup) -> Stored:
+        """Whether each of the keys is stored."""
+        keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
+        found = node.find(namespace)
+        stored, errors = await _call(node, found, lambda: found.store.batch_has(keys, deadline=deadline))
+        return Stored(stored=stored, errors=errors)
+
+    @post("get")
+    async def get(namespace: NamespacePath, body: Transfer) -> GetOutcomes:
+        """Read pages into frames of an engine's memory."""
+        keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
+        found, mapping = node.find(namespace), node.memories.find(body.memory, body.mapping)
+        _require_equal(len(keys), len(body.frames))
+
+        def read() -> Any:
+            with node.memories.frames(mapping, body.frames, found.wire.frame_bytes) as frames:
+                return found.store.batch_get(keys, frames, deadline=deadline)
+
+        outcomes, errors = await _call(node, found, read)
+        return GetOutcomes(outcomes=outcomes, errors=errors)
+
+    @post("set")
+    async def put(namespace: NamespacePath, body: Store) -> SetOutcomes:
+        """Store pages from frames of an engine's memory."""
+        keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
+        parent = None if body.parent is None else bytes.fromhex(body.parent)
+        found, mapping = node.find(namespace), node.memories.find(body.memory, body.mapping)
+        _require_equal(len(keys), len(body.frames))
+
+        def write() -> Any:
+            with node.memories.frames(mapping, body.frames, found.wire.frame_bytes) as frames:
+                return found.store.batch_set(keys, frames, parent=parent, deadline=deadline)
+
+        outcomes, errors = await _call(node, found, write)
+        return SetOutcomes(outcomes=outcomes, errors=errors)
+
+    @post("delete")
+    async def delete(namespace: NamespacePath, body: Lookup) -> Pages:
+        """Remove pages."""
+        keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
+        found = node.find(namespace)
+        pages, errors = await _call(node, found, lambda: found.store.delete(keys, deadline=deadline))
+        return Pages(pages=pages, errors=errors)
+
+    @post("clear")
+    async def clear(namespace: NamespacePath, body: Deadline) -> Pages:
+        """Remove all pages of the namespace."""
+        found, deadline = node.find(namespace), _deadline(node, body.timeout_s)
+        pages, errors = await _call(node, found, lambda: found.store.clear(deadline=deadline))
+        return Pages(pages=pages, errors=errors)
+
+    @app.get("/v1/namespaces/{namespace}/usage", tags=["pages"], responses=_REFUSALS)
+    async def usage(namespace: NamespacePath) -> UsageAnswer:
+        """Count what is stored."""
+        found = node.find(namespace)
+        counted, _ = await _call(node, found, found.store.usage)
+        return UsageAnswer(pages=counted.pages, bytes=counted.bytes, capacity_bytes=counted.capacity_bytes)
+
+
+async def _on(threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, call)
+
+
+async def _call(node: Node, namespace: Namespace, verb: Callable[[], T]) -> tuple[T, list[str]]:
+    """Return what a verb answers, and the kinds of errors that it counted."""
+
+    def call() -> tuple[T, list[str]]:
+        with collected_errors() as errors:
+            return verb(), errors
+
+    return await namespace.submit(call, node.config.daemon.namespace_requests_max)
+
+
+def _deadline(node: Node, timeout_s: float) -> float:
+    return time.monotonic() + min(timeout_s, node.config.daemon.request_timeout)
+
+
+def _keys(keys: list[str]) -> list[bytes]:
+    joined = bytes.fromhex("".join(keys))
+    return [joined[start : start + 32] for start in range(0, len(joined), 32)]
+
+
+def _require_equal(keys: int, frames: int) -> None:
+    if keys != frames:
+        raise Refused(422, ErrorKind.BAD_REQUEST, f"frames: there are {frames}, for {keys} keys")

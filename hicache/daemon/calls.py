@@ -1,0 +1,48 @@
+"""What a daemon counts of its requests.
+
+Locking design: the event loop's thread alone counts. Snapshots are copies, which other threads may take: copying a
+dictionary or a list is one operation in CPython.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+
+from ..backends.guard import BOUNDS_S, LatencyStatistics
+
+
+class CallCounters:
+    """Totals since the start, and the requests and connections there are now."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self.in_flight = 0
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._took: dict[str, list[int]] = {}
+        self._seconds: Counter[str] = Counter()
+
+    def answered(self, operation: str, status: int, took_s: float) -> None:
+        """Count an answer. `operation` is one of a few names, never what a client has chosen."""
+        self._requests[operation, status] += 1
+        if operation not in self._took:
+            self._took = {**self._took, operation: [0] * (len(BOUNDS_S) + 1)}
+        self._took[operation][bisect.bisect_left(BOUNDS_S, took_s)] += 1
+        self._seconds[operation] += took_s  # type: ignore[assignment]
+
+    def refuse(self, limit: str) -> None:
+        """Count a request or connection that a limit has refused."""
+        self._refused[limit] += 1
+
+    def requests(self) -> dict[tuple[str, int], int]:
+        """Return answers by operation and status."""
+        return dict(self._requests)
+
+    def refused(self) -> dict[str, int]:
+        """Return refusals by limit."""
+        return dict(self._refused)
+
+    def latency(self) -> dict[str, LatencyStatistics]:
+        """Return how long answers took, by operation."""
+        return {name: LatencyStatistics(tuple(counts), self._seconds[name]) for name, counts in self._took.items()}

@@ -1,0 +1,225 @@
+"""The memory of engines on this host that the daemon has mapped, and the operations that touch its frames.
+
+While a call of the daemon reads or writes frames, they must not be used for anything else, also if the engine has lost
+its connection or has died. So each call counts as an operation of its mapping, and a mapping goes only when it has
+none:
+
+    attach   maps the memory of an engine, or creates it for one; an older mapping of that name goes first
+    detach   refuses new operations, waits for those in flight, unmaps
+    tend     does the same, and removes the file, for memory that no engine has open any more
+
+A mapping has a random `id`. A call that names it and waited while its memory was detached and attached again refers to
+the old mapping, and is refused.
+
+Locking design: `_changed` guards the table and the fields of all mappings; files are opened and mapped without it.
+Threads of calls enter and leave; any thread attaches and detaches. A name in `_opening` belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..backends.errors import ErrorKind
+from ..errors import CapacityError, SharedMemoryError
+from ..shared_memory import Layout, Role, SharedMemory
+from .refusal import Refused
+from .statistics import ClientStatistics
+
+# An engine opens the memory that was created for it within this time.
+_JOIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRequest:
+    """What an engine says of its memory: `pages` frames of `frame_bytes` in the file that `identity`, device and inode,
+    names; None if the daemon is to create it, for pages whose shape has the digest `shape`."""
+
+    name: str
+    frame_bytes: int
+    pages: int
+    identity: tuple[int, int] | None
+    shape: bytes = b""
+
+
+class Mapping:
+    """The frames of one engine. Belongs to `Memories`."""
+
+    def __init__(self, request: MemoryRequest, memory: SharedMemory) -> None:
+        self.request = request
+        self.id = secrets.token_hex(16)
+        self.memory = memory
+        self.operations = 0
+        self.is_leaving = False
+        self._join_until_s = time.monotonic() + _JOIN_S if request.identity is None else 0.0
+
+    def is_alive(self) -> bool:
+        """True if an engine has the memory open, or is about to open it. Does not block."""
+        if self.memory.has_others():
+            self._join_until_s = 0.0
+            return True
+        return time.monotonic() < self._join_until_s
+
+
+class Memories:
+    """All mappings, by name. See the module's docstring.
+
+    Invariant: the memory of a mapping in the table is mapped; `_bytes` is the sum over the table and `_opening`.
+    """
+
+    def __init__(self, bytes_max: int, count_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.count_max = count_max
+        self._changed = threading.Condition()
+        self._mappings: dict[str, Mapping] = {}
+        self._opening: dict[str, int] = {}
+        self._bytes = 0
+
+    def attach(self, request: MemoryRequest, deadline: float) -> Mapping:
+        """Map the memory of an engine; the mapping that exists if it is the same memory, which its engine still has
+        open. Blocks while operations touch an older memory of that name. Raises Refused."""
+        name, size_bytes = request.name, request.frame_bytes * request.pages
+        with self._changed:
+            known = self._mappings.get(name)
+            if known is not None:
+                if known.request == request and not known.is_leaving and known.memory.has_others():
+                    return known
+                self._take_out(known, deadline)
+            if name in self._opening:
+                raise Refused(503, ErrorKind.BUSY, "memory: another call attaches this name; try again", 1)
+            if len(self._mappings) + len(self._opening) >= self.count_max:
+                raise Refused(503, ErrorKind.BUSY, "memory: too many are mapped; raise daemon.memories_max", 5)
+            if self._bytes + size_bytes > self.bytes_max:
+                raise Refused(413, ErrorKind.NO_SPACE, "memory: more than may be mapped; raise daemon.memory_max")
+            self._opening[name] = size_bytes
+            self._bytes += size_bytes
+        mapping = None
+        try:
+            mapping = Mapping(request, _open(request, deadline))
+        finally:
+            with self._changed:
+                del self._opening[name]
+                if mapping is None:
+                    self._bytes -= size_bytes
+                else:
+                    self._mappings[name] = mapping
+        return mapping
+
+    def find(self, name: str, mapping_id: str | None) -> Mapping:
+        """Return the mapping of that name and, if given, of that id. Does not wait. Raises Refused (404)."""
+        with self._changed:
+            found = self._mappings.get(name)
+            if found is None or found.is_leaving or (mapping_id is not None and found.id != mapping_id):
+                raise _not_attached()
+            return found
+
+    @contextlib.contextmanager
+    def frames(self, mapping: Mapping, numbers: Sequence[int], frame_bytes: int) -> Iterator[list[memoryview]]:
+        """Lend frames of a mapping to one operation, for whose time they stay mapped. Raises Refused for numbers and
+        sizes that are not those of the memory, and for a mapping that is leaving."""
+        request = mapping.request
+        if request.frame_bytes != frame_bytes:
+            raise Refused(
+                409, ErrorKind.BAD_REQUEST,
+                f"memory: its frames have {request.frame_bytes} bytes, those of the namespace {frame_bytes}",
+            )  # fmt: skip
+        if numbers and not 0 <= min(numbers) <= max(numbers) < request.pages:
+            raise Refused(422, ErrorKind.BAD_REQUEST, f"frames: a number is not below {request.pages}")
+        if len(set(numbers)) != len(numbers):
+            raise Refused(422, ErrorKind.BAD_REQUEST, "frames: a number is given twice")
+        with self._changed:
+            if mapping.is_leaving:
+                raise _not_attached()
+            mapping.operations += 1
+        whole = mapping.memory.frames
+        lent = [whole[number * frame_bytes : (number + 1) * frame_bytes] for number in numbers]
+        try:
+            yield lent
+        finally:
+            for view in (*lent, whole):
+                # The memory could not be unmapped under a view; a backend that keeps a part of one keeps it mapped.
+                with contextlib.suppress(BufferError):
+                    view.release()
+            with self._changed:
+                mapping.operations -= 1
+                self._changed.notify_all()
+
+    def detach(self, name: str, deadline: float) -> None:
+        """Refuse new operations on a memory, wait for those in flight, unmap. No effect if it is not mapped. Blocks.
+
+        Raises Refused (503) if operations are still in flight at the deadline; new ones are refused all the same.
+        """
+        with self._changed:
+            mapping = self._mappings.get(name)
+            if mapping is not None:
+                self._take_out(mapping, deadline)
+
+    def tend(self) -> list[str]:
+        """Unmap the memory that no engine has open any more and remove its file, unless an operation touches it; return
+        the names. Does not wait."""
+        gone = []
+        with self._changed:
+            for name, mapping in list(self._mappings.items()):
+                if mapping.is_alive():
+                    continue
+                mapping.is_leaving = True
+                if not mapping.operations and mapping.memory.unlink_if_left():
+                    self._take_out(mapping, 0.0)
+                    gone.append(name)
+        return gone
+
+    def statistics(self) -> tuple[ClientStatistics, ...]:
+        """Return a snapshot of all mappings. Does not wait."""
+        with self._changed:
+            return tuple(
+                ClientStatistics(name, one.request.pages, one.request.frame_bytes, one.operations, one.is_alive())
+                for name, one in self._mappings.items()
+            )
+
+    def close(self, deadline: float) -> None:
+        """Detach all. Memory with operations in flight stays mapped until the process ends. Blocks until `deadline`."""
+        with self._changed:
+            for mapping in list(self._mappings.values()):
+                with contextlib.suppress(Refused):
+                    self._take_out(mapping, deadline)
+
+    def _take_out(self, mapping: Mapping, deadline: float) -> None:
+        """REQUIRES: `_changed` is held; it is let go while this waits."""
+        mapping.is_leaving = True
+        if not self._changed.wait_for(lambda: not mapping.operations, max(0.0, deadline - time.monotonic())):
+            raise Refused(503, ErrorKind.LEASED, "memory: operations touch its frames; try again", 1)
+        name = mapping.request.name
+        if self._mappings.get(name) is not mapping:
+            return  # another thread was faster
+        del self._mappings[name]
+        self._bytes -= mapping.request.frame_bytes * mapping.request.pages
+        if mapping.request.identity is None:
+            mapping.memory.unlink()
+        with contextlib.suppress(BufferError):  # then the last view of it unmaps it
+            mapping.memory.close()
+
+
+def _not_attached() -> Refused:
+    return Refused(404, ErrorKind.NO_SEGMENT, "memory: is not attached; PUT /v1/memory/NAME and try again")
+
+
+def _open(request: MemoryRequest, deadline: float) -> SharedMemory:
+    """Map the memory. Raises Refused unless it is as the request says."""
+    try:
+        if request.identity is None:
+            layout = Layout(0, request.pages, request.frame_bytes, request.shape)
+            return SharedMemory.open(request.name, layout, deadline=deadline, role=Role.DAEMON)
+        memory = SharedMemory.attach(request.name, identity=request.identity, deadline=deadline)
+    except SharedMemoryError as error:
+        raise Refused(409, ErrorKind.CONFLICT, str(error)) from error
+    except CapacityError as error:
+        raise Refused(413, ErrorKind.NO_SPACE, str(error)) from error
+    layout = memory.layout
+    if (layout.pages, layout.frame_bytes) != (request.pages, request.frame_bytes) or not memory.has_others():
+        memory.close()
+        raise Refused(409, ErrorKind.CONFLICT, "memory: the file has other pages, or no engine has it open; open it")
+    return memory

@@ -1,0 +1,192 @@
+"""The node: the namespaces that engines have opened, over one configured storage, and the memory of these engines.
+
+Each namespace has a store of its own: the configured `storage`, opened with a codec of that namespace. Clients exchange
+plain frames sealed with XXH3-128; MACs, encryption and compression are those of the daemon's configuration.
+
+Locking design: `_changed` guards the table of namespaces and `state`; it is held for no call that blocks. A namespace
+is opened and closed by one thread, which has put its digest into `_busy`; others wait for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..backends.base import StorageBackend
+from ..backends.compose import copies_of
+from ..backends.errors import ErrorKind
+from ..backends.guard import leaf_statistics
+from ..backends.opening import StorageOpener
+from ..config import HiCacheConfig
+from ..errors import BackendError, HiCacheError
+from ..frame import FrameCodec
+from .calls import CallCounters
+from .memory import Memories
+from .namespace import Namespace
+from .refusal import Refused
+from .statistics import NamespaceStatistics, NodeState, NodeStatistics, PoolStatistics, SharingStatistics
+
+logger = logging.getLogger(__name__)
+
+# A namespace that was used within this time is not closed for another one.
+_IDLE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceRequest:
+    """What an engine says of its namespace, beside its digest."""
+
+    payload_bytes: int
+    weights_epoch: int
+    label: str
+
+
+class Node:
+    """See the module's docstring. `instance` is another random text in each run of a daemon.
+
+    Raises ConfigError for keys that cannot be had. Opens no store.
+    """
+
+    def __init__(self, config: HiCacheConfig, environ: Mapping[str, str] | None = None) -> None:
+        self.config = config
+        self.instance = secrets.token_hex(16)
+        self.state = NodeState.STARTING
+        self.calls = CallCounters()
+        self.memories = Memories(config.daemon.memory_max, config.daemon.memories_max)
+        self._opener = StorageOpener(config, os.environ if environ is None else environ)
+        self._began_s = time.monotonic()
+        self._changed = threading.Condition()
+        self._namespaces: dict[str, Namespace] = {}
+        self._busy: set[str] = set()
+
+    def open(self, digest: str, request: NamespaceRequest, deadline: float) -> Namespace:
+        """Return the namespace, which is opened if it is not. Blocks as the store does. Raises Refused."""
+        with self._turn(digest, deadline):
+            found = self._namespaces.get(digest)
+            if found is not None:
+                if found.wire.payload_bytes != request.payload_bytes:
+                    detail = f"namespace: is open with pages of {found.wire.payload_bytes} bytes; end its engines first"
+                    raise Refused(409, ErrorKind.CONFLICT, detail)
+                return found
+            self._make_room(deadline)
+            try:
+                made = self._open(bytes.fromhex(digest), request)
+            except BackendError as error:
+                logger.warning("namespace %s: its store cannot be opened: %s", digest[:8], error)
+                detail = "storage: cannot be opened; see the daemon's log"
+                raise Refused(503, ErrorKind.UNAVAILABLE, detail, 5) from error
+            with self._changed:
+                self._namespaces[digest] = made
+            return made
+
+    def find(self, digest: str) -> Namespace:
+        """Return an open namespace. Does not block. Raises Refused (404)."""
+        found = self._namespaces.get(digest)
+        if found is None:
+            raise Refused(404, ErrorKind.CLOSED, "namespace: is not open; PUT /v1/namespaces/NS and try again")
+        return found
+
+    def namespaces(self) -> list[Namespace]:
+        """Return all open namespaces, the one opened first first."""
+        return list(self._namespaces.values())
+
+    def statistics(self) -> NodeStatistics:
+        """Return a snapshot. Asks no store that has a guard; blocks for moments."""
+        calls = self.calls
+        return NodeStatistics(
+            instance=self.instance,
+            state=self.state,
+            uptime_s=time.monotonic() - self._began_s,
+            pool=PoolStatistics(self.config.daemon.pool, 0, 0, 0, 0, 0),
+            namespaces=tuple(map(_statistics, self.namespaces())),
+            clients=self.memories.statistics(),
+            connections=calls.connections,
+            requests=calls.requests(),
+            refused=calls.refused(),
+            latency=calls.latency(),
+            in_flight_requests=calls.in_flight,
+            hot=(),
+        )
+
+    def close(self, deadline: float) -> None:
+        """Close all namespaces and let go of all memory, until `deadline` at most where operations are in flight."""
+        with self._changed:
+            self.state = NodeState.DRAINING
+        self.memories.close(deadline)
+        for namespace in self.namespaces():
+            _close(namespace)
+
+    def _open(self, digest: bytes, request: NamespaceRequest) -> Namespace:
+        named = {"weights_epoch": request.weights_epoch, "label": request.label}
+        store: StorageBackend | None = None
+        try:
+            codec = self._opener.codec(digest, request.payload_bytes, **named)  # type: ignore[arg-type]
+            store = self._opener.open(codec)
+            wire = FrameCodec(digest, request.payload_bytes, **named)  # type: ignore[arg-type]
+            return Namespace(
+                wire, store, weights_epoch=request.weights_epoch, label=request.label,
+                threads=self.config.daemon.threads,
+            )  # fmt: skip
+        except BackendError:
+            raise
+        except HiCacheError as error:  # of the codec: a label that is too long, say
+            if store is not None:
+                store.close()
+            raise Refused(422, ErrorKind.BAD_REQUEST, str(error)) from error
+
+    def _make_room(self, deadline: float) -> None:
+        """Close the namespace unused for longest if there are too many. Raises Refused if all are in use."""
+        with self._changed:
+            if len(self._namespaces) < self.config.daemon.namespaces_max:
+                return
+            idle_since_s = time.monotonic() - _IDLE_S
+            idle = [one for one in self._namespaces.values() if not one.in_flight and one.last_use_s < idle_since_s]
+            if not idle:
+                raise Refused(503, ErrorKind.BUSY, "namespace: too many are in use; raise daemon.namespaces_max", 10)
+            oldest = min(idle, key=lambda one: one.last_use_s)
+            del self._namespaces[oldest.digest]
+        _close(oldest)
+
+    @contextlib.contextmanager
+    def _turn(self, digest: str, deadline: float) -> Iterator[None]:
+        """One thread at a time opens a namespace."""
+        with self._changed:
+            wait_s = max(0.0, deadline - time.monotonic())
+            if not self._changed.wait_for(lambda: digest not in self._busy, wait_s):
+                raise Refused(503, ErrorKind.TIMEOUT, "namespace: its store is still being opened; try again", 1)
+            self._busy.add(digest)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy.discard(digest)
+                self._changed.notify_all()
+
+
+def _close(namespace: Namespace) -> None:
+    try:
+        namespace.close()
+    except BackendError as error:
+        logger.warning("namespace %s: its store does not close: %s", namespace.digest[:8], error)
+
+
+def _statistics(namespace: Namespace) -> NamespaceStatistics:
+    store = namespace.store
+    return NamespaceStatistics(
+        namespace=namespace.digest,
+        label=namespace.label,
+        weights_epoch=namespace.weights_epoch,
+        frame_bytes=namespace.wire.frame_bytes,
+        pool_bytes=0,
+        quota_bytes=None,
+        sharing=SharingStatistics(0, 0, 0, 0, 0),
+        backend=store.statistics(),
+        stores=leaf_statistics(store),
+        copies=copies_of(store),
+    )

@@ -1,0 +1,141 @@
+"""The bodies of requests and answers of `/v1`, with their limits, which the OpenAPI document shows."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..backends.base import GetOutcome, SetOutcome
+
+# A lookup of a million tokens in pages of 64.
+KEYS_MAX = 16384
+# Frames of pages that no engine has: 1 GiB.
+PAYLOAD_BYTES_MAX = 1 << 30
+# The longest deadline that can be asked for; the configuration has a lower one.
+TIMEOUT_S_MAX = 3600.0
+_LABEL_MAX = 256
+
+Digest: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+MemoryName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]{1,128}$")]
+MappingId: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Keys: TypeAlias = Annotated[list[Digest], Field(max_length=KEYS_MAX)]
+Timeout: TypeAlias = Annotated[float, Field(gt=0, le=TIMEOUT_S_MAX)]
+Frames: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 40)]], Field(max_length=KEYS_MAX)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class OpenNamespace(_Body):
+    """What an engine says of its namespace."""
+
+    payload_bytes: Annotated[int, Field(ge=1, le=PAYLOAD_BYTES_MAX)]
+    weights_epoch: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    label: Annotated[str, Field(max_length=_LABEL_MAX)] = ""
+    timeout_s: Timeout = 30.0
+
+
+class NamespaceOpened(BaseModel):
+    """`body_pages_max` pages fit into one `read` or `write`."""
+
+    frame_bytes: int
+    instance: str
+    body_pages_max: int
+
+
+class AttachMemory(_Body):
+    """The memory of an engine. `device` and `inode` name the file that the engine has open; without them the daemon
+    creates it, for pages of which `shape` is the digest."""
+
+    frame_bytes: Annotated[int, Field(ge=4096, le=PAYLOAD_BYTES_MAX + 4096, multiple_of=4096)]
+    pages: Annotated[int, Field(ge=1, lt=1 << 32)]
+    device: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    inode: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    shape: Digest | None = None
+    timeout_s: Timeout = 30.0
+
+
+class MemoryAttached(BaseModel):
+    """`mapping` is what calls should name beside the memory: a call that waited while the memory was detached and
+    attached again is then refused."""
+
+    instance: str
+    mapping: str
+
+
+class Lookup(_Body):
+    """Keys to look up, to remove, or to read."""
+
+    keys: Keys
+    timeout_s: Timeout
+
+
+class Transfer(Lookup):
+    """Pages between the stores and frames of an engine's memory, one frame for each key."""
+
+    memory: MemoryName
+    mapping: MappingId | None = None
+    frames: Frames
+
+
+class Store(Transfer):
+    """As Transfer; `parent` is the key of the page before the first, null at the start of a chain."""
+
+    parent: Digest | None = None
+
+
+class Deadline(_Body):
+    """A call without keys."""
+
+    timeout_s: Timeout
+
+
+class Pages(BaseModel):
+    """How many pages: the length of the stored prefix, or how many were removed."""
+
+    pages: int
+    errors: list[str]
+
+
+class Stored(BaseModel):
+    """Whether each page is stored."""
+
+    stored: list[bool]
+    errors: list[str]
+
+
+class GetOutcomes(BaseModel):
+    """What became of each page of a `get`."""
+
+    outcomes: list[GetOutcome]
+    errors: list[str]
+
+
+class SetOutcomes(BaseModel):
+    """What became of each page of a `set` or `write`."""
+
+    outcomes: list[SetOutcome]
+    errors: list[str]
+
+
+class UsageAnswer(BaseModel):
+    """What is stored in the namespace's store."""
+
+    pages: int
+    bytes: int
+    capacity_bytes: int | None
+
+
+class State(BaseModel):
+    """Of a probe."""
+
+    state: Literal["starting", "ready", "draining"]
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer other than 200. `error` is a kind of error, `detail` says what to do."""
+
+    error: str
+    detail: str
