@@ -24,7 +24,7 @@ SAMPLE_S = 5.0
 SAMPLES_MAX = int(3600 / SAMPLE_S)
 # More fit on no screen. Equal ones are one entry with a count as long as they follow each other within this time.
 FAULTS_MAX = 100
-FAULT_GAP_S = 60.0
+FAULT_GAP_S = 300.0
 
 
 class FaultKind(enum.StrEnum):
