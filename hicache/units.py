@@ -1,45 +1,57 @@
 """Sizes and durations as people write them: `200GiB`, `64MB`, `5s`, `250ms`.
 
-Binary units (KiB, MiB, GiB, TiB) are powers of 1024, decimal ones (KB, MB, GB, TB) powers of 1000; a bare number is
-bytes or seconds.
+Binary units (KiB, MiB, GiB, TiB) are powers of 1024, decimal ones (KB, MB, GB, TB) powers of 1000. What a person writes
+has a unit, whether in a file, a variable or a flag: `--older-than 7` would be seven seconds. 0 needs none. A program
+passes bytes or seconds as numbers.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer, ValidationInfo, WithJsonSchema
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 _NUMBER_WITH_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _SIZE_UNITS: dict[str, float] = {
-    "": 1, "B": 1,
+    "B": 1,
     "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 }  # fmt: skip
-_DURATION_UNITS = {"": 1.0, "S": 1.0, "MS": 1e-3, "US": 1e-6, "M": 60.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
+_DURATION_UNITS = {"S": 1.0, "MS": 1e-3, "US": 1e-6, "M": 60.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
+_SIZE_EXAMPLES = "200GiB, 64MiB or 512B"
 _DURATION_EXAMPLES = "5s, 250ms, 2h or 7d"
 _TEXT_MAX = 64
 # Beyond a pebibyte or a year a number is a slip of the hand, and sums of such numbers would overflow elsewhere.
 SIZE_MAX_BYTES = 1 << 50
 DURATION_MAX_S = 366 * 86400.0
+# A tier that somebody wants is larger; less is a forgotten prefix, such as 64KB for 64GB.
+TIER_BYTES_MIN = MIB
+# Given as the context of a validation: the values were written by a person.
+WRITTEN = {"hicache written": True}
 
 
 def _parse(text: str, units: dict[str, float], what: str, example: str) -> float:
     match = _NUMBER_WITH_UNIT.fullmatch(text) if len(text) <= _TEXT_MAX else None
+    if match is not None and not match[2]:
+        if float(match[1]) == 0:
+            return 0.0
+        raise ValueError(f"{text[:40]} has no unit; write it like {example}")
     if match is None or match[2].upper() not in units:
-        raise ValueError(f"{text[:40]!r} is no {what}; write it like {example}")
+        raise ValueError(f"{text[:40]!r} is not a valid {what}; write it like {example}")
     return float(match[1]) * units[match[2].upper()]
 
 
 def parse_size(value: Any) -> Any:
-    """Bytes from `"200GiB"` or a number. Raises ValueError for what is no size; passes other types through."""
+    """Return the bytes of `"200GiB"`, or of a number, which is bytes. Raises ValueError for other text and numbers;
+    passes other types through."""
     if isinstance(value, str):
-        value = _parse(value, _SIZE_UNITS, "size", "200GiB, 64MiB or 4096")
+        value = _parse(value, _SIZE_UNITS, "size", _SIZE_EXAMPLES)
     if isinstance(value, bool):
-        raise ValueError(f"{value} is no size; write it like 200GiB, 64MiB or 4096")
+        raise ValueError(f"{value} is not a valid size; write it like {_SIZE_EXAMPLES}")
     if not isinstance(value, (int, float)):
         return value
     if not 0 <= value <= SIZE_MAX_BYTES:  # also refuses nan
@@ -48,11 +60,12 @@ def parse_size(value: Any) -> Any:
 
 
 def parse_duration(value: Any) -> Any:
-    """Seconds from `"250ms"` or a number. Raises ValueError for what is no duration; passes other types through."""
+    """Return the seconds of `"250ms"`, or of a number, which is seconds. Raises ValueError for other text and numbers;
+    passes other types through."""
     if isinstance(value, str):
         value = _parse(value, _DURATION_UNITS, "duration", _DURATION_EXAMPLES)
     if isinstance(value, bool):
-        raise ValueError(f"{value} is no duration; write it like {_DURATION_EXAMPLES}")
+        raise ValueError(f"{value} is not a valid duration; write it like {_DURATION_EXAMPLES}")
     if isinstance(value, (int, float)) and not 0 <= value <= DURATION_MAX_S:
         raise ValueError("a duration lies between 0s and 366d")
     return value
@@ -61,7 +74,29 @@ def parse_duration(value: Any) -> Any:
 def refuse_bool(value: Any) -> Any:
     """Passes everything but booleans: Python counts `true` as 1, a person who writes it means something else."""
     if isinstance(value, bool):
-        raise ValueError(f"{value} is no number")
+        raise ValueError(f"{value} is not a number")
+    return value
+
+
+def _is_written(info: ValidationInfo) -> bool:
+    return info.context is WRITTEN
+
+
+def _with_unit(parse: Callable[[Any], Any], example: str) -> Callable[[Any, ValidationInfo], Any]:
+    """`parse`, which refuses a number other than 0 that a person has written."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        parsed = parse(value)
+        if isinstance(value, (int, float)) and value != 0 and _is_written(info):
+            raise ValueError(f"{value} has no unit; write it like {example}")
+        return parsed
+
+    return check
+
+
+def _size_of_a_tier(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, int) and _is_written(info) and value < TIER_BYTES_MIN:
+        raise ValueError(f"must be at least {exact_size(TIER_BYTES_MIN)}")
     return value
 
 
@@ -85,11 +120,11 @@ def format_share(part: int, whole: int) -> str:
 
 
 def exact_size(size_bytes: int) -> str:
-    """A size that `parse_size` reads back to the same number: `10737418240` -> `10GiB`, `1000` -> `1000`."""
+    """A size that `parse_size` reads back to the same number: `10737418240` -> `10GiB`, `1000` -> `1000B`."""
     for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size_bytes and size_bytes % unit == 0:
             return f"{size_bytes // unit}{name}"
-    return str(size_bytes)
+    return f"{size_bytes}B" if size_bytes else "0"
 
 
 def exact_duration(duration_s: float) -> str:
@@ -104,15 +139,20 @@ def _positive(value: Any) -> Any:
     return value
 
 
-_SIZE_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "examples": ["200GiB", "64MB"]}]}
-_DURATION_SCHEMA = {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "examples": ["5s", "250ms"]}]}
+_SIZE_SCHEMA = {"anyOf": [{"type": "integer", "const": 0}, {"type": "string", "examples": ["200GiB", "64MB"]}]}
+_DURATION_SCHEMA = {"anyOf": [{"type": "number", "const": 0}, {"type": "string", "examples": ["5s", "250ms"]}]}
 
-_SIZE_TEXT = PlainSerializer(lambda size: size if exact_size(size).isdigit() else exact_size(size), when_used="json")
+_SIZE_TEXT = PlainSerializer(lambda size: exact_size(size) if size else 0, when_used="json")
 _DURATION_TEXT = PlainSerializer(exact_duration, when_used="json")
 
-Size = Annotated[int, BeforeValidator(parse_size), _SIZE_TEXT, WithJsonSchema(_SIZE_SCHEMA)]
+_WRITTEN_SIZE = BeforeValidator(_with_unit(parse_size, _SIZE_EXAMPLES))
+_WRITTEN_DURATION = BeforeValidator(_with_unit(parse_duration, _DURATION_EXAMPLES))
+
+Size = Annotated[int, _WRITTEN_SIZE, _SIZE_TEXT, WithJsonSchema(_SIZE_SCHEMA)]
 PositiveSize = Annotated[Size, AfterValidator(_positive)]
-Duration = Annotated[float, BeforeValidator(parse_duration), _DURATION_TEXT, WithJsonSchema(_DURATION_SCHEMA)]
+# The size of a tier or a store.
+TierSize = Annotated[PositiveSize, AfterValidator(_size_of_a_tier)]
+Duration = Annotated[float, _WRITTEN_DURATION, _DURATION_TEXT, WithJsonSchema(_DURATION_SCHEMA)]
 PositiveDuration = Annotated[Duration, AfterValidator(_positive)]
 Count = Annotated[int, BeforeValidator(refuse_bool)]
 Number = Annotated[float, BeforeValidator(refuse_bool)]

@@ -115,7 +115,7 @@ MEMORY_2 = "{type: memory}, {type: memory}"
         (storage("levels", MEMORY_2, ", promot: true"),
          "storage.options.promot: unknown entry; did you mean storage.options.promote? ("),
         (storage("levels", "{type: memory}, {type: file, options: {path: /x, capacity: lots}}"),
-         "storage.options.levels.1.options.capacity: 'lots' is no size"),
+         "storage.options.levels.1.options.capacity: 'lots' is not a valid size"),
         (storage("levels", "{type: memory}, {type: file, options: {path: /x, io_threads: 0}}"),
          "storage.options.levels.1.options.io_threads: must be at least 1; got 0"),
         (storage("levels", "{type: memory}, {type: sharded, options: {parts: [{type: file, name: x}, 5]}}"),

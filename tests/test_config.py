@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hicache.cli.config import effective_yaml
-from hicache.config import FileStorageOptions, HiCacheConfig, HostConfig, load_config, read_key_file
+from hicache.config import FileStorageOptions, HiCacheConfig, HostConfig, foreign, load_config, read_key_file
 from hicache.config.entries import all_entries, entry_names
 from hicache.config.integrity import IntegrityConfig
 from hicache.config.redis_storage import RedisStorage, RedisStorageOptions
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.config.section import Section
-from hicache.config.storage import FileStorage, PluginStorage
+from hicache.config.storage import STORAGE_SECTIONS, FileStorage, PluginStorage
 from hicache.errors import ConfigError, InvalidInput
 
 GIB = 1 << 30
@@ -103,7 +103,7 @@ def test_an_argument_of_another_type_is_a_typed_error(bad: dict[str, Any]) -> No
 
 
 def test_values_are_read_with_their_units_and_switches_without_quotes(load: Load) -> None:
-    config = load("host: {size: 200GiB, pin: off}\ntransfer: {storage_deadline: 250ms, shutdown_deadline: 3}")
+    config = load("host: {size: 200GiB, pin: off}\ntransfer: {storage_deadline: 250ms, shutdown_deadline: 3s}")
     assert (config.host.size, config.host.pin) == (200 * GIB, "off")
     assert (config.transfer.storage_deadline, config.transfer.shutdown_deadline) == (0.25, 3.0)
     assert load("eviction_policy: my.package:Policy").eviction_policy == "my.package:Policy"
@@ -124,7 +124,7 @@ def test_a_section_that_a_program_builds_is_refused_as_a_file_is() -> None:
         "FileStorageOptions: path: the path is empty; write . for the working directory; "
         "io_threads: must be at most 64; got 65; capacty: unknown entry; did you mean capacity?"
     )
-    with pytest.raises(ConfigError, match=r"HiCacheConfig: storage\.options\.capacity: 'lots' is no size"):
+    with pytest.raises(ConfigError, match=r"HiCacheConfig: storage\.options\.capacity: 'lots' is not a valid size"):
         HiCacheConfig(storage={"type": "file", "options": {"path": "/x", "capacity": "lots"}})
 
 
@@ -168,7 +168,7 @@ def test_a_configuration_cannot_be_changed_after_loading() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["host: {size: 3GiB}\nmetrics: {port: 0}", "storage: {type: file, options: {path: /x, capacity: 1000}}",
+    ["host: {size: 3GiB}\nmetrics: {port: 0}", "storage: {type: file, options: {path: /x, capacity: 1048577B}}",
      "storage: {type: memory, options: {a: [1, {b: null}]}}\ntransfer: {storage_deadline: 1.5s}", ""],
 )  # fmt: skip
 def test_the_effective_configuration_loads_to_an_equal_one(load: Load, text: str) -> None:
@@ -189,7 +189,7 @@ def test_all_problems_are_reported_at_once_with_their_sources(refused: Callable[
         ("page_size: must be at least 1; got 0", "test.yaml, line 1)"),
         ("host.szie: unknown entry; did you mean host.size?", "test.yaml, line 3)"),
         ("storage.options.path: is missing", "test.yaml, line 6)"),
-        ("storage.options.capacity: 'lots' is no size; write it like 200GiB", "test.yaml, line 6)"),
+        ("storage.options.capacity: 'lots' is not a valid size; write it like 200GiB", "test.yaml, line 6)"),
         ("transfer.io_workers: expected a whole number; got many", "(variable HICACHE_TRANSFER__IO_WORKERS)"),
         ("hsot.size: unknown entry; did you mean host.size?", "(variable HICACHE_HSOT__SIZE)"),
         ("integrity.tga: unknown entry; did you mean integrity.tag?", "(flag --set integrity.tga)"),
@@ -211,8 +211,119 @@ def test_a_typo_is_answered_with_the_nearest_valid_name(
     file = "storage: {type: file, options: {path: /x}}"
     (line,) = refused(file, None, {typo: "1"})
     assert f"did you mean {nearest}?" in line
-    (line,) = refused(file, {typo.upper().replace(".", "__"): "1"})
-    assert f"did you mean {nearest}?" in line
+    variable = typo.upper().replace(".", "__")
+    if "__" in variable:
+        (line,) = refused(file, {variable: "1"})
+        assert f"did you mean {nearest}?" in line
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [("PAGESIZE", "HICACHE_PAGESIZE (did you mean HICACHE_PAGE_SIZE?)"),
+     ("HOST_SIZE", "HICACHE_HOST_SIZE (did you mean HICACHE_HOST__SIZE?)"),
+     ("RATIO", "HICACHE_RATIO (hicache_ratio is host.ratio here)")],
+)  # fmt: skip
+def test_a_variable_without_two_underscores_that_matches_no_entry_is_ignored_with_a_warning(
+    load: Load, caplog: pytest.LogCaptureFixture, variable: str, hint: str
+) -> None:
+    assert load("", {variable: "not a size"}) == load("")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"variables that match no entry of the configuration are ignored: {hint}"
+    ]
+
+
+def test_the_variables_of_a_kubernetes_service_named_hicache_change_nothing(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    ports = (f"PORT_9470_TCP{end}" for end in ("", "_PORT", "_ADDR", "_PROTO"))
+    service = dict.fromkeys(("PORT", "SERVICE_HOST", "SERVICE_PORT", *ports), "tcp://10.0.0.1:9470")
+    for _ in range(2):
+        assert load("page_size: 32", service).page_size == 32
+    (record,) = caplog.records  # one warning for all of them, and for all times that they are seen
+    assert record.levelname == "WARNING" and "HICACHE_PORT, " in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("host: {size: 64}", "host.size: 64 has no unit; write it like 200GiB, 64MiB or 512B"),
+     ("host: {size: '64'}", "host.size: 64 has no unit; write it like 200GiB, 64MiB or 512B"),
+     ("host: {size: 64KB}", "host.size: must be at least 1MiB; got 64KB"),
+     ("storage: {type: file, options: {path: /x, capacity: 500}}", "storage.options.capacity: 500 has no unit; write"),
+     ("storage: {type: levels, options: {levels: [{type: memory}, {type: file, options: {path: /x, capacity: 5}}]}}",
+      "storage.options.levels.1.options.capacity: 5 has no unit; write it like"),
+     ("transfer: {storage_deadline: 10}", "transfer.storage_deadline: 10 has no unit; write it like 5s, 250ms, 2h"),
+     ("prefetch: {timeout_base: 0.5}", "prefetch.timeout_base: 0.5 has no unit; write it like 5s, 250ms, 2h or 7d")],
+)  # fmt: skip
+def test_a_size_or_duration_that_somebody_wrote_needs_a_unit(
+    refused: Callable[..., list[str]], text: str, problem: str
+) -> None:
+    (line,) = refused(text)
+    assert line.startswith(problem)
+
+
+def test_a_variable_and_a_flag_need_a_unit_too(refused: Callable[..., list[str]]) -> None:
+    (line,) = refused("", {"HOST__SIZE": "64"})
+    assert line == "host.size: 64 has no unit; write it like 200GiB, 64MiB or 512B (variable HICACHE_HOST__SIZE)"
+    (line,) = refused("", None, {"sessions.ttl": "600"})
+    assert line.startswith("sessions.ttl: 600 has no unit")
+
+
+def test_nothing_needs_no_unit_and_a_program_passes_numbers(load: Load) -> None:
+    config = load("storage: {type: file, options: {path: /x, free_space_floor: 0}}\nschedule: {age_max: 0}")
+    assert config.schedule.age_max == 0 and load("schedule: {age_max: '0'}").schedule.age_max == 0
+    assert HostConfig(size=4096).size == 4096
+
+
+def test_a_home_directory_is_found_in_every_path(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load("storage: {type: file, options: {path: ~/pages}}\nintegrity: {mac_key_file: ~/mac.key}")
+    assert isinstance(config.storage, FileStorage)
+    assert (config.storage.options.path, config.integrity.mac_key_file) == (tmp_path / "pages", tmp_path / "mac.key")
+    assert FileStorageOptions(path=Path("~")).path == tmp_path
+    with pytest.raises(ConfigError, match="~no-such-user is not a user with a home directory; write the whole path"):
+        load("storage: {type: file, options: {path: ~no-such-user/x}}")
+
+
+def test_without_a_file_a_variable_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "named.yaml").write_text("page_size: 32\nhost: {size: 3}")
+    (tmp_path / "given.yaml").write_text("page_size: 48")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    named = {"HICACHE_CONFIG_FILE": "~/named.yaml"}
+    assert load_config(None, environ=named, overrides={"host.size": "2GiB"}).page_size == 32
+    assert load_config(tmp_path / "given.yaml", environ=named).page_size == 48
+    assert load_config(None, environ={}).page_size == 64
+    with pytest.raises(ConfigError, match=r"host.size: 3 has no unit.*~/named.yaml of HICACHE_CONFIG_FILE, line 2"):
+        load_config(None, environ=named)
+    with pytest.raises(ConfigError, match=r"cannot be read: .*none.yaml of HICACHE_CONFIG_FILE"):
+        load_config(None, environ={"HICACHE_CONFIG_FILE": "/none.yaml"})
+    with pytest.raises(ConfigError, match="HICACHE_CONFIG_FILE is empty"):
+        load_config(None, environ={"HICACHE_CONFIG_FILE": ""})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("hicache_ratio", "hicache_ratio is host.ratio here"),
+        ("--hicache-size", "hicache_size is host.size here, with a unit"),
+        ("max_local_cpu_size", "is host.size here"),
+        ("chunk_size", "is page_size here"),
+        ("local_disk", "is storage.options.path here"),
+        ("remote_url", "is storage.options.url here, of storage.type: redis"),
+        ("host.hicache_ratio", "is host.ratio here"),
+        ("enable_hierarchical_cache", "has no counterpart: host memory is always used"),
+    ],
+)
+def test_a_name_of_another_project_is_answered_with_ours(
+    refused: Callable[..., list[str]], name: str, hint: str
+) -> None:
+    (line,) = refused("", None, {name: "1"})
+    assert "unknown entry; " in line and hint in line
+
+
+def test_the_answers_to_foreign_names_are_entries() -> None:
+    known = {name for kind in STORAGE_SECTIONS for name in entry_names(kind)}
+    assert {entry for entry, _ in foreign.ENTRIES.values()} <= known
+    assert not known & foreign.ENTRIES.keys()
 
 
 def test_a_tier_of_one_page_is_no_slip(load: Load) -> None:
@@ -237,7 +348,7 @@ def test_a_tier_of_one_page_is_no_slip(load: Load) -> None:
         ("storage_format: {compression_level: 13}", "storage_format.compression_level: must be at most 12"),
         ("storage_format: {compression: gzip}", "storage_format.compression: expected 'none' or 'zstd'; got gzip"),
         ("page_size: 2000", "page_size: must be at most 1024; got 2000"),
-        ("page_size: true", "page_size: True is no number"),
+        ("page_size: true", "page_size: True is not a number"),
         ("page_size: .nan", "page_size: expected a finite number"),
         ("host: {ratio: .inf}", "host.ratio: expected a finite number"),
         ("host: {size: -1}", "host.size: a size lies between 0 and 1024 TiB; got -1"),
@@ -392,7 +503,7 @@ def test_a_variable_that_the_configuration_names_for_a_secret_is_no_typo(
     load: Load, refused: Callable[..., list[str]], text: str, name: str
 ) -> None:
     assert load(text % name, {name: "hunter2"}) == load(text % name)
-    (line,) = refused(text % name, {f"{name}X": "hunter2"})  # nobody names this one
+    (line,) = refused(text % name, {f"{name}__X": "hunter2"})  # nobody names this one
     assert "unknown entry" in line and "hunter2" not in line
 
 

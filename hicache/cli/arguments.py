@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ..config.files import expanded
 from ..units import parse_duration, parse_size
 
 # Of generators of random numbers.
@@ -35,6 +40,10 @@ class UserPath(click.Path):
             self.fail("the path holds half a surrogate pair", param, ctx)
         if "\0" in text:
             self.fail("a path cannot hold a null byte", param, ctx)
+        try:
+            value = expanded(text)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -72,6 +81,26 @@ class Number(click.FloatRange):
         if math.isnan(number):
             self.fail(f"{value!r} is not a number", param, ctx)
         return number
+
+
+def is_dash(path: Path) -> bool:
+    """True if an argument stands for standard input or output. A file of that name is given with its directory."""
+    return str(path) == "-"
+
+
+@contextlib.contextmanager
+def read_dash(path: Path | None) -> Iterator[Path | None]:
+    """A regular file to read in place of `path`: what came through standard input if it is `-`, else itself.
+
+    Blocks until the input ends. A copy, since the readers of files refuse pipes and look for their size.
+    """
+    if path is None or not is_dash(path):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(prefix="hicache-stdin-", suffix=".yaml") as copy:
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+        copy.flush()
+        yield Path(copy.name)
 
 
 PATH = UserPath()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -11,14 +13,16 @@ import click
 import yaml
 
 from ..backends.registry import check_backend
-from ..config import ENVIRON_PREFIX, HiCacheConfig, load_config, read_key
+from ..config import ENVIRON_PREFIX, FILE_VARIABLE, HiCacheConfig, load_config, read_key
 from ..config.entries import EntryInfo, all_entries, part_entries
+from ..config.ready import ready_files
 from ..config.storage import STORAGE_SECTIONS
 from ..errors import ConfigError
 from ..events.security import check_events
 from ..units import counted
-from .arguments import PATH
+from .arguments import FILE, PATH, is_dash, read_dash
 from .main import FOUND_EXIT_CODE
+from .progress import width
 
 _MARKDOWN_HEAD = f"""\
 # Configuration
@@ -30,12 +34,17 @@ be given as a variable, in capitals and with two underscores for each dot (`{ENV
 flag (`--set host.size=4GiB`). A flag is stronger than a variable, a variable than the file, the file than the default.
 One of several alternatives (`size`, `tokens`, `ratio`) replaces the others of a weaker source, and another
 `storage.type` replaces the options that went with the old one. `null` unsets an entry; an empty variable or flag is
-empty text, which most entries refuse. A file holds at most 10,000 names and values.
+empty text, which most entries refuse. A file holds at most 10,000 names and values. Where no file is given,
+`{FILE_VARIABLE}` names it; `hicache demo` and `hicache replay` have files of their own instead.
 
-Sizes are written `200GiB`, `64MB` or as bytes; durations `5s`, `250ms`, `2h`, `7d` or as seconds. What is unknown,
-impossible or given twice is refused, with the nearest valid name, and so is a variable with the prefix
-`{ENVIRON_PREFIX}` that matches no entry. The exceptions are variables that hold secrets: those that entries whose
-names end in `_env`, such as `integrity.mac_key_env`, name.
+Sizes are written `200GiB`, `64MB` or `512B`; durations `5s`, `250ms`, `2h` or `7d`. The unit is required, but for 0; a
+program passes bytes and seconds as numbers. A tier or a store has at least 1 MiB. `~` in a path is the home directory.
+
+What is unknown, impossible or given twice is refused, with the nearest valid name, or with ours for a name of SGLang,
+LMCache or vLLM. So is a variable with the prefix `{ENVIRON_PREFIX}` and two underscores in the rest of its name that
+matches no entry. The exceptions are variables that hold secrets: those that entries whose names end in `_env`, such as
+`integrity.mac_key_env`, name. A variable with the prefix but without two underscores that matches no entry is ignored
+with a warning: Kubernetes sets `{ENVIRON_PREFIX}PORT` and its like in each container beside a service named `hicache`.
 
 """
 _TABLE_HEAD = """\
@@ -51,27 +60,70 @@ guard of their own: each of their parts has one. What is inside a list, as parts
 
 @click.group()
 def config() -> None:
-    """Check a configuration, or list what can be configured."""
+    """Write a ready configuration, check one, or list what can be configured."""
+
+
+@config.command(short_help="Write a ready configuration, with comments.")
+@click.argument("name", required=False)
+@click.option("-o", "--output", type=FILE, metavar="FILE",
+              help="Where to; it must be new.  [default: -, standard output]")  # fmt: skip
+def init(name: str | None, output: Path | None) -> None:
+    """Write the ready configuration NAME, whose comments say what to change. Without NAME, list them."""
+    ready = ready_files()
+    if name is None:
+        for known, path in ready.items():
+            click.echo(click.style(known, bold=True))
+            click.echo(click.wrap_text(_first_sentence(path.read_text(encoding="utf-8")), width(), "    ", "    "))
+        return
+    if name not in ready:
+        near = difflib.get_close_matches(name, ready, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ready)}"
+        raise ConfigError(f"there is no ready configuration {name!r}; {hint}")
+    text = ready[name].read_text(encoding="utf-8")
+    if output is None or is_dash(output):
+        click.echo(text, nl=False)
+        return
+    try:
+        with open(output, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise ConfigError(f"{output}: it is there already; remove it or name another file") from error
+    click.echo(f"written to {output}; when it is changed: hicache config check {output}", err=True)
+
+
+def _first_sentence(text: str) -> str:
+    """What a ready configuration is for: the first sentence of the comment at its head."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return " ".join(line.lstrip("# ") for line in lines).partition(". ")[0].rstrip(".") + "."
 
 
 @config.command(short_help="Check a file, and print the effective configuration.")
-@click.argument("file", type=PATH)
+@click.argument("file", type=PATH, required=False)
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as host.size=4GiB.")
-def check(file: Path, settings: tuple[str, ...]) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the configuration as JSON instead of YAML.")
+def check(file: Path | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Check FILE together with HICACHE_* variables, and print the effective configuration as YAML.
 
-    Also looks for the storage backend, reads the key files and refuses to publish events to strangers, but opens no
-    store and listens nowhere. Exit code 1 if it is refused.
+    FILE is -, for standard input, or that of the variable HICACHE_CONFIG_FILE if it is left out. Also looks for the
+    storage backend, reads the key files and refuses to publish events to strangers, but opens no store and listens
+    nowhere. Exit code 1 if it is refused.
     """
+    if file is None and FILE_VARIABLE not in os.environ:
+        raise click.UsageError(f"give a FILE, or name one in the variable {FILE_VARIABLE}")
     try:
-        loaded = load_config(file, environ=os.environ, overrides=parse_settings(settings))
+        with read_dash(file) as path:
+            loaded = load_config(path, environ=os.environ, overrides=parse_settings(settings))
         check_surroundings(loaded)
     except ConfigError as error:
-        click.echo(f"hicache: {error}", err=True)
+        message = str(error) if path == file else str(error).replace(f"file {path}", "standard input")
+        click.echo(f"hicache: {message}", err=True)
         raise click.exceptions.Exit(FOUND_EXIT_CODE) from error
     # Beside the YAML, so that what goes to standard output can be loaded as it is.
     click.echo("ok", err=True)
-    click.echo(effective_yaml(loaded), nl=False)
+    if as_json:
+        click.echo(json.dumps(loaded.model_dump(mode="json"), indent=2, ensure_ascii=False))
+    else:
+        click.echo(effective_yaml(loaded), nl=False)
 
 
 @config.command()
@@ -89,7 +141,7 @@ def schema(form: str | None) -> None:
                 click.echo(f"\n{title}\n")
             for entry in entries:
                 click.echo(f"{click.style(entry.name, bold=True)}: {entry.accepts} [{entry.default}]")
-                click.echo(click.wrap_text(entry.description, 100, "    ", "    "))
+                click.echo(click.wrap_text(entry.description, width(), "    ", "    "))
 
 
 def _other_entries() -> Iterator[tuple[str, list[EntryInfo]]]:

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from ..cache import CacheStatistics
 from ..config import HiCacheConfig, load_config
+from ..config.ready import ready_file
 from ..engine import BUNDLED_MODEL, Checkpoint, Engine, Sampling, create_engine, load_checkpoint, load_tokenizer
 from ..errors import ConfigError, HiCacheError
 from ..metrics import serve_configured
@@ -34,7 +35,7 @@ from .demo_workload import Ask, Workload
 from .interrupts import interrupted_by_signals
 from .progress import OutputConsole
 
-DEMO_CONFIG = Path(__file__).with_name("demo.yaml")
+DEMO_CONFIG = ready_file("demo")
 RESTART_TIMEOUT_S = 600
 SETTLE_TIMEOUT_S = 30
 CONVERSATIONS = 3

@@ -21,7 +21,7 @@ from ..errors import HiCacheError, InvariantError, install_hint
 
 # name: where the command is, and its line in --help. Kept here, so that --help imports none of them.
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "config": ("hicache.cli.config:config", "Check a configuration, or list what can be configured."),
+    "config": ("hicache.cli.config:config", "Write a ready configuration, check one, or list what can be configured."),
     "copy": ("hicache.cli.storage:copy", "Copy stored pages into another store."),
     "demo": ("hicache.cli.demo:demo", "Serve a small model with and without the cache, and compare."),
     "dev-up": ("hicache.cli.dev_up:dev_up", "Run a real storage server for development until Ctrl-C."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,11 @@ BAR_INTERVAL_S = 0.05
 BAR_FIRST_STEPS = 16
 
 Step = TypeVar("Step")
+
+
+def width() -> int:
+    """Columns to print text in: those of the terminal, within what is pleasant to read; COLUMNS overrides it."""
+    return max(40, min(100, shutil.get_terminal_size((100, 24)).columns))
 
 
 class OutputConsole(Console):

@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 
 from ..config import HiCacheConfig, entry_of_variable, load_config
+from ..config.ready import ready_file
 from ..config.section import TOKENS_MAX
 from ..errors import ConfigError
 from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
@@ -29,7 +30,7 @@ from .main import FOUND_EXIT_CODE, Failure, output_failures
 from .progress import OutputConsole, follow
 from .replay_view import print_summary, progress_of
 
-REPLAY_CONFIG = Path(__file__).with_name("replay.yaml")
+REPLAY_CONFIG = ready_file("replay")
 # Computing takes this long by default: fast enough for 2,000 real requests in two minutes, slow enough that copies and
 # a local disk keep up with it.
 PREFILL_TOKENS_PER_S = 250_000

@@ -4,7 +4,7 @@
 once, `secret` reads keys.
 """
 
-from .loading import ENVIRON_PREFIX, entry_of_variable, load_config, read_tree
+from .loading import ENVIRON_PREFIX, FILE_VARIABLE, entry_of_variable, load_config, read_tree
 from .mooncake_storage import MooncakeStorageOptions
 from .publishing import EventsConfig
 from .schema import (
@@ -23,6 +23,7 @@ from .storage import FileStorageOptions
 
 __all__ = [
     "ENVIRON_PREFIX",
+    "FILE_VARIABLE",
     "BreakEvenConfig",
     "DeviceConfig",
     "EventsConfig",

@@ -19,6 +19,15 @@ _OTHER_KINDS = {
 }
 
 
+def expanded(path: str) -> str:
+    """Return `path` with the home directory of a user in place of `~` or `~name` at its beginning. Raises ValueError if
+    there is no such user."""
+    whole = os.path.expanduser(path)
+    if whole.startswith("~"):
+        raise ValueError(f"{path.partition('/')[0]} is not a user with a home directory; write the whole path")
+    return whole
+
+
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file, or a link to one, for reading.
 

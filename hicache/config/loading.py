@@ -4,14 +4,17 @@ Each source becomes a list of entries (path, value, origin); later ones replace 
 are collected through all steps, so that one error lists everything that is wrong, each with where it comes from.
 
 A variable or flag value is read like a YAML scalar (`5`, `true`, `null`), anything else is text. Variables nest with
-two underscores: `HICACHE_HOST__SIZE=4GiB`. A variable with the prefix that matches no entry is refused as a typo, but
-for those that hold secrets: the ones that entries ending in `_env` name, wherever these stand.
+two underscores: `HICACHE_HOST__SIZE=4GiB`. One with two underscores that matches no entry is refused as a typo, but
+for those that hold secrets: the ones that entries ending in `_env` name, wherever these stand. One without them is
+ignored with a warning: Kubernetes sets `HICACHE_PORT` and its like in every container beside a service `hicache`.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,13 +25,22 @@ from pydantic import ValidationError
 
 from ..arguments import file_path, instance
 from ..errors import ConfigError
-from ..units import counted
+from ..units import WRITTEN, counted
 from .entries import entry_names
-from .files import open_regular
+from .files import expanded, open_regular
+from .foreign import foreign_name
 from .schema import HiCacheConfig
 from .wording import NAMES_VARIABLE, locate, printable, shown, what_is_wrong
 
+_log = logging.getLogger(__name__)
+
 ENVIRON_PREFIX = "HICACHE_"
+# Names the configuration where no file is given.
+FILE_VARIABLE = "HICACHE_CONFIG_FILE"
+# Variables with the prefix that are not entries; the second is asked when the package is built.
+_NOT_ENTRIES = frozenset({FILE_VARIABLE, "HICACHE_NATIVE"})
+# Of ignored variables that a warning lists: a service with a port has seven.
+_IGNORED_SHOWN_MAX = 12
 # A configuration has some hundred entries; more than this is another file given by mistake.
 FILE_BYTES_MAX = 1 << 20
 # A file of that size can hold half a million values, which take minutes and hundreds of megabytes.
@@ -73,8 +85,8 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     overrides: Mapping[str, str] | None = None,
 ) -> HiCacheConfig:
-    """Return the configuration in the file `path` (None: no file), changed by variables in `environ`, then by
-    `overrides`.
+    """Return the configuration in the file `path`, changed by variables in `environ`, then by `overrides`. Without a
+    path the file is the one that HICACHE_CONFIG_FILE names in `environ`, if any.
 
     `load_config(path)` reads the variables of this process, as the command line does; pass `environ={}` to read none.
     `overrides` maps dotted paths to text (`{"host.size": "4GiB"}`). Variables without the prefix `HICACHE_` are
@@ -86,13 +98,13 @@ def load_config(
     for name, text in overrides.items():
         instance(f"overrides: {shown(instance('overrides: name', name, str))}", text, str)
     problems: list[_Problem] = []
-    in_file = [] if path is None else _file_entries(file_path("config file", path), problems)
+    in_file = _file_entries(*_file_of(path, environ), problems)
     flags = [_Entry(tuple(name.split(".")), _scalar(text), f"flag --set {shown(name)}")
              for name, text in sorted(overrides.items())]  # fmt: skip
     entries = _merged([in_file, _environ_entries(environ, in_file, flags, problems), flags], problems)
     config: HiCacheConfig | None = None
     try:
-        config = HiCacheConfig.model_validate(_tree(entries))
+        config = HiCacheConfig.model_validate(_tree(entries), context=WRITTEN)
         problems += _tiers_below_a_page(config, entries)
     except ValidationError as refused:
         explained = (problem for error in refused.errors() for problem in _explain(error, entries))
@@ -108,7 +120,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     Reads the file. Raises ConfigError that lists every problem, as `load_config` does.
     """
     problems: list[_Problem] = []
-    entries = _merged([_file_entries(path, problems)], problems)
+    entries = _merged([_file_entries(*_file_of(path, {}), problems)], problems)
     _require_none(problems)
     return _tree(entries)
 
@@ -196,6 +208,9 @@ def _explain(error: Any, entries: _Entries) -> Iterator[_Problem]:
 def _unknown(path: EntryPath, known_depth: int, siblings: Sequence[str], entries: _Entries) -> str:
     """What to say about `path`, whose first `known_depth` names lead out of the schema, at `siblings`."""
     prefix, name, rest = path[: known_depth - 1], path[known_depth - 1], path[known_depth:]
+    foreign = foreign_name(name)
+    if foreign is not None:
+        return f"unknown entry; {foreign}"
     # A slip in one name is likelier than a wrong section, and the more so the longer the path around it is.
     candidates = {".".join((*prefix, near, *rest)): _likeness(name, near) + 0.1 for near in siblings}
     if not any(part.isdigit() for part in prefix):  # a part of a composition has entries of its own
@@ -246,15 +261,29 @@ def _named_variables(nodes: list[Any]) -> Iterator[str]:
             yield from (value for value in named if isinstance(value, str))
 
 
-def _file_entries(path: Path, problems: list[_Problem]) -> list[_Entry]:
-    file_name = f"file {printable(str(path))}"
+def _file_of(path: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
+    """Return the file to read, if any, and its name in messages."""
+    if path is not None:
+        chosen = file_path("config file", path)
+        return chosen, f"file {printable(str(chosen))}"
+    named = environ.get(FILE_VARIABLE)
+    if named is None:
+        return None, ""
+    if not named.strip():
+        raise ConfigError(f"{FILE_VARIABLE} is empty; unset it, or name a configuration")
+    return Path(named), f"file {printable(named)} of {FILE_VARIABLE}"
+
+
+def _file_entries(path: Path | None, file_name: str, problems: list[_Problem]) -> list[_Entry]:
+    if path is None:
+        return []
 
     def refuse(what: str, line: int | None = None) -> list[_Entry]:
         problems.append(_Problem((), what, f"{file_name}, line {line}" if line else file_name))
         return []
 
     try:
-        with open_regular(path) as file:
+        with open_regular(expanded(str(path))) as file:
             data = file.read(FILE_BYTES_MAX + 1)
         if len(data) > FILE_BYTES_MAX:
             return refuse(f"is larger than {FILE_BYTES_MAX >> 20} MiB and so no configuration")
@@ -345,11 +374,12 @@ def _flatten(
 def _environ_entries(
     environ: Mapping[str, str], in_file: list[_Entry], flags: list[_Entry], problems: list[_Problem]
 ) -> list[_Entry]:
-    """The entries that variables give, but for the variables that an entry of any source names for a secret."""
+    """The entries that variables give, but for the variables that an entry of any source names for a secret. Log those
+    that are ignored."""
     entries = {}
     for variable in sorted(environ):
         path = entry_of_variable(variable)
-        if path is None:
+        if path is None or variable in _NOT_ENTRIES:
             continue
         origin = f"variable {shown(variable)}"
         try:
@@ -361,7 +391,30 @@ def _environ_entries(
         entries[variable] = _Entry(path, _scalar(environ[variable]), origin)
     for secret in _named_variables([{one.path[-1]: one.value} for one in (*in_file, *entries.values(), *flags)]):
         entries.pop(secret, None)
+    ignored = [name for name, entry in entries.items()
+               if len(entry.path) == 1 and entry.path[0] not in HiCacheConfig.model_fields]  # fmt: skip
+    for name in ignored:
+        del entries[name]
+    if ignored:
+        _warn_of_ignored(tuple(ignored))
     return list(entries.values())
+
+
+@functools.cache  # once for the same names: commands load a configuration several times
+def _warn_of_ignored(variables: tuple[str, ...]) -> None:
+    shown_names = []
+    for variable in variables[:_IGNORED_SHOWN_MAX]:
+        name = variable.removeprefix(ENVIRON_PREFIX).lower()
+        near = difflib.get_close_matches(name[:_TYPO_CHARACTERS_MAX], entry_names(), n=1, cutoff=_LIKENESS_MIN)
+        meant = foreign_name(name)
+        if meant is None and near:
+            meant = f"did you mean {ENVIRON_PREFIX}{near[0].upper().replace('.', '__')}?"
+        shown_names.append(shown(variable) + (f" ({meant})" if meant else ""))
+    more = len(variables) - len(shown_names)
+    _log.warning(
+        "variables that match no entry of the configuration are ignored: %s%s",
+        ", ".join(shown_names), f" and {more} more" if more else "",
+    )  # fmt: skip
 
 
 def _scalar(text: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from ..units import GIB, KIB, Count, PositiveDuration, PositiveSize
+from ..units import GIB, KIB, Count, PositiveDuration, PositiveSize, TierSize
 from .addresses import check_host, split_address, split_url
 from .guard import GuardConfig
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
@@ -98,7 +98,7 @@ class RedisStorageOptions(Section):
         default="hicache:", max_length=128, pattern=r"^[A-Za-z0-9_.:/-]*$",
         description="Beginning of every key. Two prefixes on one server are two stores.",
     )
-    capacity: PositiveSize | None = Field(
+    capacity: TierSize | None = Field(
         default=None,
         description="Bytes that the pages under `key_prefix` may take, for a server without a maxmemory of its own. "
         "Beyond that the least recently used ends of chains are removed. Not set: what the server takes. The store is "

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ..units import Count, PositiveDuration, PositiveSize
+from ..units import Count, PositiveDuration, TierSize
 from .addresses import HTTP_PORTS, PROXY_PORTS, split_url
 from .guard import GuardConfig
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
@@ -47,7 +47,7 @@ class S3StorageOptions(Section):
         description="What the names of all objects start with, so that a bucket can hold other things too, and a "
         "lifecycle rule can be made for the pages alone.",
     )
-    capacity: PositiveSize | None = Field(
+    capacity: TierSize | None = Field(
         default=None,
         description="Bytes that the pages below `prefix` may take; a bucket has no limit of its own. Beyond that the "
         "least recently used ends of chains are removed. Not set: no limit. The store is listed once a minute, at one "

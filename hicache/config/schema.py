@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..geometry import PAGE_SIZE_MAX
 from ..policies import SLRU_PROTECTED_HITS, require_policy
-from ..units import Count, Duration, Number, PositiveDuration, PositiveSize, refuse_bool
+from ..units import Count, Duration, Number, PositiveDuration, PositiveSize, TierSize, refuse_bool
 from .admin import AdminConfig
 from .daemon import DaemonConfig
 from .integrity import IntegrityConfig, StorageFormatConfig
@@ -28,7 +28,7 @@ class DeviceConfig(Section):
 
     alternatives = (("size", "tokens", "memory_fraction"),)
 
-    size: PositiveSize | None = Field(
+    size: TierSize | None = Field(
         default=None,
         description="Bytes of device memory for KV pages, per rank. More keeps more prefixes at no load time; what is "
         "taken here is missing for weights and activations.",
@@ -61,7 +61,7 @@ class HostConfig(Section):
 
     alternatives = (("size", "tokens", "ratio"),)
 
-    size: PositiveSize | None = Field(
+    size: TierSize | None = Field(
         default=None,
         description="Bytes of host memory for KV pages, per rank, allocated once at start. More keeps more prefixes "
         "one copy away from the device; it must fit beside all else on the machine: pinned memory does not swap.",

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..errors import ConfigError
 from ..units import refuse_bool
+from .files import expanded
 from .wording import problems_of
 
 S = TypeVar("S", bound="Section")
@@ -35,7 +36,7 @@ def _check_path(value: Any) -> Any:
         os.fsencode(str(value))
     except UnicodeEncodeError:
         raise ValueError("the path has a character that no file name can have") from None
-    return value
+    return expanded(os.fspath(value)) if isinstance(value, (str, Path)) else value
 
 
 Tokens: TypeAlias = Annotated[int, Field(ge=1, le=TOKENS_MAX), BeforeValidator(refuse_bool)]

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..units import GIB, MIB, Count, PositiveSize, Size
+from ..units import GIB, MIB, Count, PositiveSize, Size, TierSize
 from .guard import GuardConfig
 from .mooncake_storage import MooncakeStorage
 from .redis_storage import RedisStorage
@@ -37,7 +37,7 @@ class FileStorageOptions(Section):
         description="Directory of the store, on a local disk. It must be this user's and closed to others; HiCache "
         "creates it if it is missing.",
     )
-    capacity: PositiveSize | None = Field(
+    capacity: TierSize | None = Field(
         default=10 * GIB,
         description="Bytes the store may take on disk. Beyond that the least recently used pages are removed. `null`: "
         "no limit but `free_space_floor`.",

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from hicache.cli.main import main
 from hicache.config import load_config
 from hicache.config.entries import all_entries
+from hicache.config.ready import ready_files
 
 
 def invoke(*args: str, **environ: str) -> Result:
@@ -127,3 +128,39 @@ def test_schema_as_json_is_a_schema_without_unknown_keywords() -> None:
     assert schema["properties"]["page_size"]["maximum"] == 1024
     text = json.dumps(schema)
     assert '"gt"' not in text and '"le"' not in text
+
+
+@pytest.mark.parametrize("name", sorted(ready_files()))
+def test_a_ready_configuration_is_written_as_it_is_and_loads(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    result = invoke("init", name, "-o", str(file))
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert file.read_text() == ready_files()[name].read_text() == invoke("init", name).stdout
+    assert load_config(file, environ={}).page_size
+
+
+def test_a_file_that_is_there_is_not_replaced_by_a_ready_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("mine")
+    result = invoke("init", "redis", "-o", str(file))
+    assert result.exit_code == 2 and "is there already" in result.stderr and file.read_text() == "mine"
+
+
+def test_the_ready_configurations_are_listed_and_a_typo_is_answered() -> None:
+    listed = invoke("init").stdout
+    assert {"file", "redis", "s3", "mooncake", "levels", "sharded"} <= set(listed.split())
+    result = invoke("init", "reddis")
+    assert (result.exit_code, "did you mean redis?" in result.stderr) == (2, True)
+
+
+def test_a_configuration_is_checked_from_standard_input_and_shown_as_json() -> None:
+    result = CliRunner().invoke(main, ["config", "check", "-", "--json"], input="page_size: 32\n")
+    assert (result.exit_code, json.loads(result.stdout)["page_size"]) == (0, 32)
+    result = CliRunner().invoke(main, ["config", "check", "-"], input="pagesize: 32\n")
+    assert (result.exit_code, "(standard input, line 1)" in result.stderr) == (1, True)
+
+
+def test_without_a_file_the_one_that_a_variable_names_is_checked(tmp_path: Path) -> None:
+    assert invoke("check").exit_code == 2
+    (tmp_path / "named.yaml").write_text("page_size: 32")
+    assert invoke("check", HICACHE_CONFIG_FILE=str(tmp_path / "named.yaml")).stdout.startswith("page_size: 32")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from hicache.cli.demo import DEMO_CONFIG
 from hicache.cli.replay import REPLAY_CONFIG, replay_config
 from hicache.replay.synthetic import synthetic_trace
 from hicache.replay.trace import read_trace, write_trace
@@ -226,11 +225,3 @@ def test_sizes_on_the_command_line_are_stronger_than_the_file(repository: Path, 
     assert code == 2 and "longer than L1 (640 tokens)" in output
     code, output = hicache(repository, *given, "--device-tokens", "1")
     assert code == 2 and "device.tokens" in output
-
-
-@pytest.mark.parametrize(("config", "ready"), [(REPLAY_CONFIG, "replay.yaml"), (DEMO_CONFIG, "demo.yaml")])
-def test_the_configuration_in_the_package_is_the_one_among_the_configs(
-    repository: Path, config: Path, ready: str
-) -> None:
-    """The package carries a copy, because an installed wheel has no configs folder."""
-    assert config.read_text(encoding="utf-8") == (repository / "configs" / ready).read_text(encoding="utf-8")

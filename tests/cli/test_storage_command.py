@@ -277,7 +277,7 @@ def test_ctrl_c_in_a_scrub_ends_it_with_130(store: Store) -> None:
         "from hicache.cli.main import main; main()"
     )
     controller, terminal = pty.openpty()
-    command = [sys.executable, "-c", code, "verify", str(store.root), "--rate", "1"]
+    command = [sys.executable, "-c", code, "verify", str(store.root), "--rate", "1B"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=terminal) as process:
         shown = b""
         while b"4.0 KiB" not in shown:  # the first page is read; the next one is hours away

@@ -234,7 +234,7 @@ def test_a_part_that_cannot_be_listed_does_not_hide_the_others(stores: Stores) -
     assert "a: 3 namespaces" in result.stdout and "hicache: part missing: " in result.stderr
 
 
-@pytest.mark.parametrize("args", [["ls"], ["stat"], ["trim", "--to", "1", "--yes"], ["verify"], ["purge", "--yes"]])
+@pytest.mark.parametrize("args", [["ls"], ["stat"], ["trim", "--to", "1B", "--yes"], ["verify"], ["purge", "--yes"]])
 def test_what_names_no_store_is_one_line_and_exit_code_2(tmp_path: Path, args: list[str]) -> None:
     empty = tmp_path / "empty.yaml"
     empty.write_text("page_size: 64\n")
@@ -243,7 +243,7 @@ def test_what_names_no_store_is_one_line_and_exit_code_2(tmp_path: Path, args: l
         assert result.exit_code == 2 and words in result.stderr and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("args", [["ls"], ["stat"], ["trim", "--to", "1", "--yes"], ["verify"], ["purge", "--yes"]])
+@pytest.mark.parametrize("args", [["ls"], ["stat"], ["trim", "--to", "1B", "--yes"], ["verify"], ["purge", "--yes"]])
 def test_a_store_of_memory_alone_is_no_empty_store(stores: Stores, args: list[str]) -> None:
     """Nothing to be seen must not look like nothing damaged, or like all removed."""
     path = stores.configured(type="levels", options={"levels": [{"type": "memory"}, {"type": "memory"}]})

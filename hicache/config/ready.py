@@ -1,0 +1,25 @@
+"""The ready configurations: the files of `configs/` in a clone, which a wheel carries as `hicache/configs`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+# Shorter names for files that are named by what they are for.
+_ALIASES = {"file": "single-node-file", "sharded": "sharded-file"}
+
+
+def ready_file(name: str) -> Path:
+    """Return the ready configuration of this name. Raises KeyError for another name."""
+    return ready_files()[name]
+
+
+@functools.cache
+def ready_files() -> Mapping[str, Path]:
+    """Return the ready configurations by name, that of the file without `.yaml` or a shorter one, in order."""
+    package = Path(__file__).parents[1]
+    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    found = {path.stem: path for path in folder.glob("*.yaml")}
+    found |= {alias: found[name] for alias, name in _ALIASES.items() if name in found}
+    return dict(sorted(found.items()))
