@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..frame import Damage, FrameCodec, PageBuffer, PageView, TagStream, fill, first_bytes
+from ..frame import FrameCodec, PageBuffer, PageView, TagStream, fill, first_bytes
 from .base import GetOutcome, SetOutcome
 from .calls import parents_of
 from .errors import ErrorKind
@@ -28,11 +28,12 @@ Outcome = TypeVar("Outcome", GetOutcome, SetOutcome)
 
 @dataclass(frozen=True, slots=True)
 class Damaged(Generic[Found]):
-    """A stored object that is not provably the page `key`. `found` is what the store gave to tell it from another one
-    that has taken its place since."""
+    """A stored object that is not provably the page `key`, for this `reason`. `found` is what the store gave to tell it
+    from another one that has taken its place since."""
 
     key: bytes
     found: Found
+    reason: str
 
 
 class _Pages(Generic[Outcome]):
@@ -76,7 +77,6 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
         self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float
     ) -> None:
         super().__init__(codec, keys, pages, deadline)
-        self.corrupt: list[str] = []
         self.damaged: list[Damaged[Found]] = []
         self._frames: dict[int, memoryview] = {}
 
@@ -132,8 +132,7 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
     def damage(self, position: int, reason: str, found: Found) -> None:
         """The object in a page's place is known not to be that page."""
         self._outcomes[position] = GetOutcome.CORRUPT
-        self.corrupt.append(reason.value if isinstance(reason, Damage) else reason)
-        self.damaged.append(Damaged(self.keys[position], found))
+        self.damaged.append(Damaged(self.keys[position], found, str(reason)))
 
     def miss(self, position: int) -> None:
         """A page is not stored."""

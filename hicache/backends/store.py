@@ -7,16 +7,20 @@ Locking design: as `envelope`; each call has a `PageReads` or `PageWrites` of it
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic
 
 from ..frame import PageBuffer
+from ..logs import LimitedLog
 from .base import GetOutcome, SetOutcome
 from .envelope import Envelope
 from .errors import ErrorKind, StoreError
 from .pages import Damaged, Found, PageReads, PageWrites
+
+_damage_log = LimitedLog(logging.getLogger(__name__))
 
 # Damaged pages are removed even if the deadline has passed: within this time at most.
 SETTLE_S = 0.25
@@ -102,9 +106,15 @@ class PageStore(Envelope, Generic[Found]):
             kind = error.kind
         finally:
             outcomes = reads.finish(kind)
-            if reads.errors or reads.corrupt:
-                self._calls.count(errors=reads.errors, corrupt=reads.corrupt)
+            if reads.errors or reads.damaged:
+                self._calls.count(errors=reads.errors, corrupt=[one.reason for one in reads.damaged])
         if reads.damaged:
+            for one in reads.damaged:
+                _damage_log.warn(
+                    f"{id(self)}{one.reason}", "%s of %s: page %s is not the page that was stored (%s); it counts as a "
+                    "miss and is removed", type(self).__name__, self.codec.label or "no label", one.key.hex()[:8],
+                    one.reason,
+                )  # fmt: skip
             try:
                 self.remove_damaged(reads.damaged, max(deadline, time.monotonic() + SETTLE_S))
             except StoreError as error:

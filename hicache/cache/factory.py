@@ -194,6 +194,7 @@ def _start(  # noqa: PLR0917 - what the two kinds of caches differ in
     undo.callback(cache.close)
     if opener is not None and backend is None:
         cache.storage.attach()
+    cache.start_log(namespace)
     return cache
 
 

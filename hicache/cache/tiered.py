@@ -24,7 +24,7 @@ from ..backends.guard import Direction
 from ..controller import Acks, HiCacheController
 from ..errors import InvalidInput, RankError
 from ..events import EventStream, Publisher
-from ..keys import TOKEN_BYTES, require_epoch
+from ..keys import TOKEN_BYTES, Namespace, require_epoch
 from ..radix import RUN_PAGES_MAX, RadixTree, check_tree, make_policy
 from ..tiers import HostPool, PageAllocator
 from .break_even import BreakEven, Rates
@@ -32,6 +32,7 @@ from .host_tier import HostTier
 from .mailbox import Mailbox
 from .prefetch import Prefetcher
 from .recorder import EventRecorder
+from .report import DropLog, log_start
 from .statistics import NO_TIER, CacheCounters, CacheStatistics, TierStatistics
 from .storage import StorageControl
 from .trees import Trees
@@ -88,6 +89,7 @@ class TieredCache:
         self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._counters, self.break_even)
         self.storage = StorageControl(controller, self._trees, self._prefetcher, open_storage, weights_epoch)
         self.mailbox = Mailbox()
+        self._drop_log: DropLog | None = None
         self._closed = False
 
     def _new_tree(self) -> RadixTree:
@@ -104,6 +106,11 @@ class TieredCache:
     def tree(self) -> RadixTree:
         """The tree in use. Another one after `clear` and `update_weights`."""
         return self._trees.current
+
+    def start_log(self, namespace: Namespace) -> None:
+        """Log what the cache is made of, and from now on what limits drop. Call it once, before the first request."""
+        log_start(self.config, namespace, self.statistics())
+        self._drop_log = DropLog(self.statistics)
 
     # Emptying
 
@@ -238,6 +245,8 @@ class TieredCache:
             return self.controller.idle
         self._closed = True
         self.mailbox.close()
+        if self._drop_log is not None:
+            self._drop_log.close()
         self.controller.gate.stop(Direction.READ)
         try:
             self.drain(max(0.0, deadline - time.monotonic()))

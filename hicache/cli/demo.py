@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from ..cache import CacheStatistics
 from ..config import HiCacheConfig, load_config
+from ..config.logging import LoggingConfig
 from ..config.ready import ready_file
 from ..engine import BUNDLED_MODEL, Checkpoint, Engine, Sampling, create_engine, load_checkpoint, load_tokenizer
 from ..errors import ConfigError, HiCacheError
@@ -33,6 +34,7 @@ from .demo_run import Answer, Runner
 from .demo_storage import STORAGES, demo_storage
 from .demo_workload import Ask, Workload
 from .interrupts import interrupted_by_signals
+from .log_options import LOG_OPTIONS, log_options, start_log
 from .progress import OutputConsole
 
 DEMO_CONFIG = ready_file("demo")
@@ -78,12 +80,14 @@ class Settings:
     help="Start this storage for the demo instead of using what the configuration names.",
 )  # fmt: skip
 @click.option("--restarted", is_flag=True, hidden=True)
+@log_options
 def demo(metrics_port: int | None, storage: str | None, restarted: bool, **options: Any) -> None:
     """Serve a small model without and with the cache, then again in a new process, and compare.
 
     Exit code 1 if one output token differs. Pages stored in files stay, so a second demo starts with hits from storage;
     servers that --storage starts are empty, and end with the demo. They need the extra dev-servers or mooncake-cpu.
     """
+    start_log(LoggingConfig(level="warning"), **{name: options.pop(name) for name in LOG_OPTIONS})
     settings = Settings(**options)
     if restarted:
         answer_again(settings)

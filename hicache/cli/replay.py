@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 
 from ..config import HiCacheConfig, entry_of_variable, load_config
+from ..config.logging import LoggingConfig
 from ..config.ready import ready_file
 from ..config.section import TOKENS_MAX
 from ..errors import ConfigError
@@ -26,6 +27,7 @@ from ..replay.trace import REQUESTS_MAX
 from .arguments import DIRECTORY, FILE, SEED_MAX, Number
 from .config import parse_settings
 from .interrupts import noted_signals
+from .log_options import LOG_OPTIONS, log_options, start_log
 from .main import FOUND_EXIT_CODE, Failure, output_failures
 from .progress import OutputConsole, follow
 from .replay_view import print_summary, progress_of
@@ -73,6 +75,7 @@ _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" fo
 @click.option("--device", default="cpu", show_default=True, help="Where L1 is: cpu, cuda, cuda:1, ...")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the report as JSON.")
 @click.option("--report", "html_file", type=FILE, metavar="FILE.html", help="Write the report as a page with plots.")
+@log_options
 def replay(
     *, json_file: Path | None, html_file: Path | None, prefill_rate: float, settings: tuple[str, ...],
     device_tokens: int | None, host_tokens: int | None, config_file: Path | None, store: Path | None, **given: Any,
@@ -85,6 +88,7 @@ def replay(
 
     Ctrl-C ends the replay and prints the report so far. Exit code 1 if one byte was wrong, 2 if no request ran.
     """
+    start_log(LoggingConfig(level="warning"), **{name: given.pop(name) for name in LOG_OPTIONS})
     console = OutputConsole()
     check_reports(json_file, html_file)
     overrides = parse_settings(settings)

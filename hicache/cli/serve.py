@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,14 +13,18 @@ from ..daemon.node import Node
 from ..daemon.server import serve as serve_node
 from .arguments import FILE
 from .config import parse_settings
+from .log_options import log_options, start_log
 
 
 @click.command()
 @click.option("-c", "--config", "path", type=FILE, required=True, help="Configuration file.")
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as daemon.pool=8GiB.")
-def serve(path: Path, settings: tuple[str, ...]) -> None:
+@log_options
+def serve(path: Path, settings: tuple[str, ...], **log: Any) -> None:
     """Run the storage daemon of this node until SIGTERM.
 
     Engines reach it through their storage of type `remote`. docs/daemon.md describes it.
     """
-    serve_node(Node(load_config(path, environ=os.environ, overrides=parse_settings(settings))))
+    config = load_config(path, environ=os.environ, overrides=parse_settings(settings))
+    start_log(config.logging, **log)
+    serve_node(Node(config))

@@ -18,6 +18,7 @@ from ..units import Count, Duration, Number, PositiveDuration, PositiveSize, Tie
 from .admin import AdminConfig
 from .daemon import DaemonConfig
 from .integrity import IntegrityConfig, StorageFormatConfig
+from .logging import LoggingConfig
 from .publishing import EventsConfig, MetricsConfig
 from .section import Section, Tokens, yaml_switch
 from .storage import AnyStorage
@@ -326,6 +327,7 @@ class HiCacheConfig(Section):
     sessions: SessionsConfig = SessionsConfig()
     ranks: RanksConfig = RanksConfig()
     metrics: MetricsConfig = MetricsConfig()
+    logging: LoggingConfig = LoggingConfig()
     events: EventsConfig = EventsConfig()
     admin: AdminConfig = AdminConfig()
     daemon: DaemonConfig = DaemonConfig()

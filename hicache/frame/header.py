@@ -109,12 +109,12 @@ def encode_metadata(weights_epoch: int, label: str) -> bytes:
     A label is cut to 32 bytes of UTF-8. Raises InvalidInput for an epoch that is not an unsigned 64-bit integer.
     """
     epoch = require_epoch(weights_epoch)
-    cut = _printable(label).encode(errors="replace")[:LABEL_BYTES].decode(errors="ignore")
+    cut = printable(label).encode(errors="replace")[:LABEL_BYTES].decode(errors="ignore")
     return struct.pack(f"<Q{LABEL_BYTES}s", epoch, cut.encode())
 
 
-def _printable(text: str) -> str:
-    """Without what could move a terminal's cursor or end a line of a log."""
+def printable(text: str) -> str:
+    """Return `text` without what could move a terminal's cursor or end a line of a log."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
@@ -147,7 +147,7 @@ class FrameHeader:
         _, tag, _, version, kind, encoding, key_id, payload, key, parent, namespace, stored, epoch, label = (
             _HEADER.unpack_from(data)
         )
-        text = _printable(label.rstrip(b"\0").decode(errors="replace"))
+        text = printable(label.rstrip(b"\0").decode(errors="replace"))
         return cls(tag, version, kind, encoding, key_id, payload, key, parent, namespace, stored, epoch, text)
 
     @property

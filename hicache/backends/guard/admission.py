@@ -37,6 +37,10 @@ _DAMAGE_BACKOFF_S_MAX = 3600.0
 BOUNDS_S = tuple(0.0001 * 2**step for step in range(19))
 
 
+# Changes of breakers that wait for the log; they come seconds apart.
+_CHANGES_MAX = 64
+
+
 class Direction(enum.StrEnum):
     """Which way pages go. Lookups read, removals write."""
 
@@ -129,6 +133,17 @@ class GuardStatistics:
     in_flight_calls: int
     in_flight_bytes: int
     overdue_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerChange:
+    """A direction of a store was switched off, or on again `after_s` seconds later with `refused` calls not made."""
+
+    direction: Direction
+    breaker: BreakerStatistics
+    pause_s: float  # until the next probe
+    after_s: float
+    refused: int
 
 
 class RetryBudget:
@@ -237,6 +252,8 @@ class AdmissionControl:
         self._overdue_at = math.inf  # when the next of `_calls`, or a probe, will be overdue
         self._waiting: deque[object] = deque()
         self._closed = False
+        self._changes: deque[BreakerChange] = deque(maxlen=_CHANGES_MAX)
+        self._off_since: dict[Direction, tuple[float, int]] = {}  # directions that are off, and calls refused before
         self.probe_at = math.inf  # when the next probe is due; read by others without the lock
 
     # Calls
@@ -341,6 +358,13 @@ class AdmissionControl:
         self._tend()
         return self._breakers[direction].state is not BreakerState.OPEN
 
+    def take_changes(self) -> list[BreakerChange]:
+        """Return the changes of breakers since the last call, for the log."""
+        with self._state:
+            changes = list(self._changes)
+            self._changes.clear()
+            return changes
+
     def set_override(self, direction: Direction, override: Override) -> None:
         """The operator's word about one direction."""
         with self._state:
@@ -426,9 +450,26 @@ class AdmissionControl:
     def _breakers_moved(self) -> None:
         """A breaker may have opened, which those who wait for room have to know, or wants another probe or none."""
         self.probe_at = min(breaker.probe_at for breaker in self._breakers.values())
+        for direction, breaker in self._breakers.items():
+            if (breaker.state is BreakerState.OPEN) != (direction in self._off_since) and (
+                breaker.state is not BreakerState.HALF_OPEN
+            ):
+                self._note_change(direction, breaker)
         self._tend()
         if self._waiting:
             self._state.notify_all()
+
+    def _note_change(self, direction: Direction, breaker: Breaker) -> None:
+        """Keep a change for the log, which the thread of the probes writes: this may be a scheduler's thread."""
+        time_s, refused = self._clock(), self._refused[direction, Refusal.OPEN]
+        since_s, before = self._off_since.pop(direction, (time_s, refused))
+        if breaker.state is BreakerState.OPEN:
+            self._off_since[direction] = (time_s, refused)
+        pause_s = max(0.0, breaker.probe_at - time_s)
+        self._changes.append(
+            BreakerChange(direction, breaker.statistics(), pause_s, time_s - since_s, refused - before)
+        )
+        self._wake(time_s)
 
     def _tend(self) -> None:
         """Wake the thread of the probes if one is planned; it is replaced if it died or hangs."""

@@ -37,6 +37,7 @@ from ..base import BackendStatistics, Composite, GetOutcome, SetOutcome, Storage
 from ..calls import parent_outside, runs
 from ..envelope import Compound
 from .admission import AdmissionControl, Call, CallResult, Direction, GuardStatistics, Verb
+from .breaker import BreakerState
 from .probes import Prober
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class GuardedBackend(Compound):
         self._inner = inner
         self._clock = clock
         self._closing = threading.Event()
+        self._logged_errors: Counter[str] = Counter()
         self._raised: set[str] = set()  # kinds of exceptions that were logged
         self._failed_writes = 0
         self._last_statistics = BackendStatistics({}, {}, {}, {}, 0, 0, 0)
@@ -255,6 +257,7 @@ class GuardedBackend(Compound):
 
     def _probe(self) -> float:
         """Make the probes that are due; return when the next is. Blocks as the store does."""
+        self._log_changes()
         for direction in Direction:
             due = self._admission.begin_probe(direction)
             if due is not None:
@@ -265,6 +268,24 @@ class GuardedBackend(Compound):
                 finally:
                     self._admission.probed(direction, begun, ok)
         return self._admission.probe_at
+
+    def _log_changes(self) -> None:
+        """Say which directions were switched off or on since the last time, with the errors that led to it."""
+        errors = Counter(self._inner_statistics().errors)
+        for change in self._admission.take_changes():
+            breaker, what = change.breaker, "reading" if change.direction is Direction.READ else "writing"
+            if breaker.state is not BreakerState.OPEN:
+                logger.info("storage %s: %s is on again after %.1f s; %d calls were not made meanwhile", self.name,
+                            what, change.after_s, change.refused)  # fmt: skip
+            elif breaker.override is not Override.AUTO:
+                logger.warning("storage %s: %s is off: the operator switched it off", self.name, what)
+            else:
+                found = (errors - self._logged_errors).most_common(3)
+                seen = ", ".join(f"{kind} {count}" for kind, count in found) or "none"
+                logger.warning("storage %s: %s is off: the breaker has opened (%s); errors since the last such line: "
+                               "%s; next probe in %.1f s", self.name, what, breaker.reason, seen,
+                               change.pause_s)  # fmt: skip
+                self._logged_errors = errors
 
     def _look_up(
         self, ask: Callable[[], object], is_answer: Callable[[object], bool], deadline: float, whole: T, nothing: T

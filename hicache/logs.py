@@ -1,0 +1,104 @@
+"""Logging: the form of the lines, for programs, and lines that come at most once in a while.
+
+The package only writes to loggers below `hicache`. A program, such as `hicache serve`, calls `set_up_logging`; an
+engine that embeds a cache keeps its own set-up.
+
+Locking design: `LimitedLog` has a lock, which is held for a few instructions. `request_id` belongs to its context.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+# Of the request that a thread or task serves; the daemon sets it.
+request_id: contextvars.ContextVar[str] = contextvars.ContextVar("hicache_request_id", default="")
+# How often a LimitedLog writes a line of one kind.
+LIMIT_S = 10.0
+# Kinds that a LimitedLog remembers; more are of one kind.
+KINDS_MAX = 256
+
+
+class TextFormatter(logging.Formatter):
+    """A line for people: time in UTC, level, logger, message, and the request if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+        self.converter = time.gmtime
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line; a message of several lines stays on one."""
+        request = request_id.get()
+        text = super().format(record)
+        head, newline, rest = text.partition("\n")
+        return f"{head} [request {request}]{newline}{rest}" if request else text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: `time` (UTC, ISO 8601), `level`, `logger`, `message`, and `request` and `exception` if
+    there are any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        entry = {
+            "time": f"{second}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id.get():
+            entry["request"] = request_id.get()
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=True)
+
+
+def set_up_logging(level: str = "info", form: str = "text", stream: TextIO | None = None) -> None:
+    """Write the package's records of `level` and above to `stream` (standard error), as `form` says: `text` or `json`.
+
+    For programs. Replaces what an earlier call set up, and leaves the root logger alone.
+    """
+    logger = logging.getLogger("hicache")
+    for handler in [handler for handler in logger.handlers if handler.get_name() == "hicache"]:
+        logger.removeHandler(handler)
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.set_name("hicache")
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(level.upper())
+
+
+class LimitedLog:
+    """Writes a line of each kind at most every `period_s` seconds, and says then how many it has left out."""
+
+    def __init__(
+        self, logger: logging.Logger, period_s: float = LIMIT_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logger = logger
+        self._period_s = period_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kinds: dict[str, tuple[float, int]] = {}  # when the last line was written, and lines left out since
+
+    def warn(self, kind: str, message: str, *values: object) -> None:
+        """Write `message` with its `values`, unless a line of this kind was written a moment ago."""
+        now_s = self._clock()
+        with self._lock:
+            if kind not in self._kinds and len(self._kinds) >= KINDS_MAX:
+                kind = ""
+            written_s, omitted = self._kinds.get(kind, (-self._period_s, 0))
+            if now_s - written_s < self._period_s:
+                self._kinds[kind] = (written_s, omitted + 1)
+                return
+            self._kinds[kind] = (now_s, 0)
+        if omitted:
+            message, values = f"{message} (and %d more like it since the last such line)", (*values, omitted)
+        self._logger.warning(message, *values)
