@@ -1,0 +1,84 @@
+"""The order in which pages of chains are evicted: least recently used first, tails before heads."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, KeysView, Sequence
+from dataclasses import dataclass
+
+from ..errors import InvariantError
+
+
+@dataclass(slots=True)
+class _Link:
+    parent: bytes | None
+    used: int
+
+
+class EvictionOrder:
+    """Pages by their keys, the next victim first. Each operation on a page is O(1); a use costs the length of the
+    chain above the pages. For one thread at a time.
+
+    A use of a page is also a use of the pages that it hangs on, later by a moment. So the oldest page is always one on
+    which none hangs, and nothing has to know the pages below a page.
+
+    Invariant, tested by `check`: after `use`, a page is older than its parent. Pages that hang on each other in a
+    cycle, which no engine makes, are in any order and are evicted like others.
+
+    `clock` counts uses; orders that share one can be compared.
+    """
+
+    def __init__(self, clock: Iterator[int] | None = None) -> None:
+        self._clock = itertools.count() if clock is None else clock
+        self._links: OrderedDict[bytes, _Link] = OrderedDict()
+
+    def now(self) -> int:
+        """Return a time of the clock that is before all later uses."""
+        return next(self._clock)
+
+    def add(self, key: bytes, parent: bytes | None) -> None:
+        """Add a page as the last to go. REQUIRES: it is not there, and `use` follows once its whole batch was added."""
+        self._links[key] = _Link(parent, next(self._clock))
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Put these pages, head first, and all that they hang on at the end of the order. Unknown keys are skipped."""
+        start = next(self._clock)
+        for tail in reversed(keys):
+            key: bytes | None = tail
+            while key is not None and (link := self._links.get(key)) is not None and link.used <= start:
+                link.used = next(self._clock)
+                self._links.move_to_end(key)
+                key = link.parent
+
+    def oldest(self) -> tuple[bytes, int] | None:
+        """Return the key of the next victim and its last use, None if there are no pages."""
+        for key, link in self._links.items():
+            return key, link.used
+        return None
+
+    def keys(self) -> KeysView[bytes]:
+        """Return the pages, the next victim first."""
+        return self._links.keys()
+
+    def discard(self, key: bytes) -> None:
+        """Forget a page, if it is known."""
+        self._links.pop(key, None)
+
+    def check(self) -> None:
+        """Raise InvariantError if a page is out of order. REQUIRES: `use` has followed each `add`."""
+        uses = [link.used for link in self._links.values()]
+        if uses != sorted(set(uses)):
+            raise InvariantError("eviction order: the uses do not ascend")
+        for key, link in self._links.items():
+            above = None if link.parent is None else self._links.get(link.parent)
+            if above is not None and above.used < link.used and not self._is_in_cycle(key):
+                raise InvariantError("eviction order: a page goes after the page that hangs on it")
+
+    def _is_in_cycle(self, key: bytes) -> bool:
+        seen: set[bytes] = set()
+        at: bytes | None = key
+        while at is not None and at in self._links and at not in seen:
+            seen.add(at)
+            at = self._links[at].parent
+        return at is not None and at in seen

@@ -1,0 +1,135 @@
+"""Single flight: a page that one call moves is not moved by another one at the same time.
+
+    Flights     the pages that calls are moving now, by key
+    Waiter      one call that waits for pages of others
+
+A call first does what it leads, and only then waits for what it follows, each until its own deadline. So no two calls
+wait for each other.
+
+Locking design: the owner of `Flights` locks it. A `Waiter` has a lock of its own, held for a few instructions; nothing
+else is locked while it is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from ..backends.base import GetOutcome
+from ..frame import PageBuffer
+from .pool import PooledPage
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What became of a page that another call has read. `page` is held for the waiter; None if the bytes are in the
+    waiter's own buffer already."""
+
+    outcome: GetOutcome
+    page: PooledPage | None
+
+
+class Waiter(Generic[Answer]):
+    """One call that waits for the pages of others, by their positions in its batch. `targets` are its buffers."""
+
+    def __init__(self, targets: Sequence[PageBuffer]) -> None:
+        self._targets = targets
+        self._state = threading.Condition()
+        self._missing = 0
+        self._answers: list[tuple[int, Answer]] = []
+        self._copies = 0  # in progress, into buffers of this call
+        self._is_over = False
+
+    def expect(self) -> None:
+        """Wait for one page more. REQUIRES: called by the waiting call, before the flight can end."""
+        with self._state:
+            self._missing += 1
+
+    def give(self, position: int, answer: Answer) -> bool:
+        """Answer for one page; False, and nothing, if the call waits no more."""
+        with self._state:
+            if self._is_over:
+                return False
+            self._missing -= 1
+            self._answers.append((position, answer))
+            self._state.notify()
+            return True
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[Sequence[PageBuffer] | None]:
+        """While this block writes into a buffer of the call, the call does not return. Gives the buffers of its batch,
+        None if the call waits no more: then they must not be touched."""
+        with self._state:
+            is_over = self._is_over
+            self._copies += not is_over
+        try:
+            yield None if is_over else self._targets
+        finally:
+            if not is_over:
+                with self._state:
+                    self._copies -= 1
+                    self._state.notify()
+
+    def wait(self, deadline: float) -> list[tuple[int, Answer]]:
+        """Wait for answers until the deadline; none once all have come, or the deadline has passed."""
+        with self._state:
+            wait_s = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+            self._state.wait_for(lambda: self._answers or not self._missing, wait_s)
+            answers, self._answers = self._answers, []
+            return answers
+
+    def end(self) -> list[tuple[int, Answer]]:
+        """Wait no more, but for copies in progress, which take milliseconds; return the answers that came last."""
+        with self._state:
+            self._is_over = True
+            self._state.wait_for(lambda: not self._copies)
+            answers, self._answers = self._answers, []
+            return answers
+
+
+@dataclass(slots=True, eq=False)
+class Flight(Generic[Answer]):
+    """One page that a call is moving, and the calls that wait for it, each with a position of its batch."""
+
+    key: bytes
+    waiters: list[tuple[Waiter[Answer], int]] = field(default_factory=list)
+
+
+class Flights(Generic[Answer]):
+    """The pages that calls are moving now. The owner locks it."""
+
+    def __init__(self) -> None:
+        self._flights: dict[bytes, Flight[Answer]] = {}
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def join(self, key: bytes, position: int, waiter: Waiter[Answer]) -> Flight[Answer] | None:
+        """Let a call wait for a page that is in flight, None; or return the flight that the call leads from now on."""
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = Flight(key)
+            return flight
+        waiter.expect()
+        flight.waiters.append((waiter, position))
+        return None
+
+    def land(self, flight: Flight[Answer]) -> Sequence[tuple[Waiter[Answer], int]]:
+        """End a flight: nobody joins it any more. Return who waits for it."""
+        if self._flights.get(flight.key) is flight:
+            del self._flights[flight.key]
+        return flight.waiters
+
+    def detach(self, keys: Sequence[bytes] | None) -> None:
+        """Let nobody join the flights of these pages any more, None for all: what they bring may be out of date."""
+        if keys is None:
+            self._flights.clear()
+        else:
+            for key in keys:
+                self._flights.pop(key, None)

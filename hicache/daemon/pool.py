@@ -1,0 +1,425 @@
+"""The daemon's host pool: pages of all namespaces in one mapping of fixed size.
+
+    PagePool     the memory, and which page is the next victim
+    PoolSpace    the pages of one namespace in it
+
+The mapping is cut into units. A page takes as many as it needs, in one piece as a rule: the units of an evicted page
+are the first to be given out again, so pages of one size take each other's place in warm memory. Where namespaces with
+pages of different sizes compete, a page may lie in several pieces, and less than one unit per page is lost.
+
+Life of a page: `reserve` takes memory for it, which nobody else sees; its reader fills and proves it; `publish` lets
+others find it; `hold` and `release` surround each copy out of it. It leaves by eviction or deletion; its memory is free
+again once the last holder has released it.
+
+A page enters if there is free room, or if it is asked for a second time. Victims are the least recently used pages of
+all namespaces, tails before heads; of its own namespace if that has reached its quota. Pages that are held, pinned, or
+were used since the batch began that needs the room are not evicted.
+
+Locking design: one lock per pool guards all fields of the pool and its spaces. It is held for operations on
+dictionaries, never while bytes are copied; nothing else is locked while it is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..backends.base import Usage
+from ..backends.order import EvictionOrder
+from ..errors import InvalidInput, InvariantError
+from ..frame import HEADER_BYTES, NO_PARENT, PageView
+from ..frame.header import PARENT
+from .hot import Hits, HotPrefixes
+from .statistics import HotPrefix, PoolStatistics
+from .units import Extent, UnitMemory
+
+# Small enough that a page of 1 MiB wastes under 1 %, large enough that a page in many pieces is copied at speed.
+UNIT_BYTES = 16 << 10
+# Keys that are remembered as asked for once: as many as pages of 2 MiB in 128 GiB, in some 8 MiB of memory.
+_ASKED_MAX = 1 << 16
+# Pins may take this share of the pool: the rest stays for the pages of requests.
+PINNED_SHARE_MAX = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class PooledPage:
+    """One page in the pool. `buffers` are its header and payload in pieces; the first piece holds the header."""
+
+    key: bytes
+    extents: list[Extent]
+    buffers: list[memoryview]
+    deletions: int
+    holders: int = 0
+    is_listed: bool = False
+    is_pinned: bool = False
+    hits: Hits = field(default_factory=Hits)
+
+    def view(self) -> PageView:
+        """Return the page as a codec takes it."""
+        first, *others = self.buffers
+        return PageView(first[:HEADER_BYTES], [first[HEADER_BYTES:], *others])
+
+
+@dataclass(slots=True, eq=False)
+class PoolSpace:
+    """The pages of one namespace, for one pool. Made by `PagePool.open`; its methods are the pool's.
+
+    `page_bytes` are header and payload. `deletions` counts the beginnings and ends of deletions: a page that was read
+    or written before one of them does not enter after it.
+    """
+
+    namespace: bytes
+    label: str
+    page_bytes: int
+    units: int
+    order: EvictionOrder
+    quota_bytes: int | None = None
+    openings: int = 1
+    used_units: int = 0
+    deletions: int = 0
+    deleting: int = 0
+    pages: dict[bytes, PooledPage] = field(default_factory=dict)
+
+
+class PagePool:
+    """Memory for pages of `capacity_bytes`, taken and touched at once; 0 for a pool that holds nothing. Thread-safe.
+
+    The constructor blocks while the memory is touched, about a quarter of a second per GiB. Raises OSError if the
+    system does not give the memory, InvalidInput for a negative capacity.
+
+    Invariant, tested by `check`: each unit is free or belongs to one page that is listed, held or being filled.
+    """
+
+    def __init__(self, capacity_bytes: int, *, unit_bytes: int = UNIT_BYTES) -> None:
+        if capacity_bytes < 0 or unit_bytes < HEADER_BYTES:
+            raise InvalidInput(f"pool: {capacity_bytes} bytes in units of {unit_bytes} is not a valid pool")
+        self._lock = threading.Lock()
+        self._memory = UnitMemory(capacity_bytes // unit_bytes, unit_bytes)
+        self._clock = itertools.count()
+        self._spaces: dict[bytes, PoolSpace] = {}
+        self._unlisted: set[PooledPage] = set()  # being filled, or gone and held
+        self._asked: OrderedDict[int, None] = OrderedDict()
+        self._hot = HotPrefixes()
+        self._pinned_units = 0
+        self._admitted = 0
+        self._evicted = 0
+
+    # Namespaces
+
+    def open(self, namespace: bytes, payload_bytes: int, label: str = "") -> PoolSpace:
+        """Return the space of a namespace, the same one to all that open it; `close` it as often. `label` is
+        for people.
+
+        Raises InvalidInput if it is open with pages of another size.
+        """
+        page_bytes = HEADER_BYTES + payload_bytes
+        with self._lock:
+            space = self._spaces.get(namespace)
+            if space is None:
+                units = -(-page_bytes // self._memory.unit_bytes)
+                space = PoolSpace(namespace, label, page_bytes, units, EvictionOrder(self._clock))
+                self._spaces[namespace] = space
+            elif space.page_bytes != page_bytes:
+                raise InvalidInput(
+                    f"pool: the namespace {namespace.hex()[:8]} is open with pages of {space.page_bytes} bytes, "
+                    f"not {page_bytes}"
+                )
+            else:
+                space.openings += 1
+            return space
+
+    def close(self, space: PoolSpace) -> None:
+        """End one opening of a space; with the last one its pages leave. REQUIRES: that opening holds no page."""
+        with self._lock:
+            space.openings -= 1
+            if not space.openings:
+                for page in list(space.pages.values()):
+                    self._drop(space, page)
+                space.deletions += 1
+                del self._spaces[space.namespace]
+
+    def set_quota(self, space: PoolSpace, quota_bytes: int | None) -> None:
+        """Let a namespace take so many bytes at most, None for no limit. Evicts what is beyond it, but for pages that
+        are held or pinned: they count, and leave when they can."""
+        with self._lock:
+            space.quota_bytes = quota_bytes
+            self._evict_own(space, 0, self._now())
+
+    # Pages on their way in
+
+    def now(self) -> int:
+        """Return the beginning of a batch, for `reserve`."""
+        with self._lock:
+            return self._now()
+
+    def _now(self) -> int:
+        return next(self._clock)
+
+    def deletions(self, space: PoolSpace) -> int:
+        """Return what `reserve` wants to know about the time when a page was asked for: before it is read."""
+        with self._lock:
+            return space.deletions
+
+    def reserve(
+        self, space: PoolSpace, key: bytes, *, since: int, deletions: int, is_wanted: bool = False
+    ) -> PooledPage | None:
+        """Take memory for a page, for `publish` or `abandon`. None if it does not enter: it is there already, was
+        deleted since `deletions`, or there is no room for it, or none without eviction and it is asked for the first
+        time. `is_wanted` pages are admitted as if they were asked for again. `since` is the beginning of the batch.
+        """
+        with self._lock:
+            if key in space.pages or not self._may_enter(space, deletions):
+                return None
+            has_room = self._memory.free >= space.units and self._left(space) >= space.units
+            if not has_room and not is_wanted and not self._is_asked_again(space, key):
+                return None
+            if not has_room and not self._make_room(space, since):
+                return None
+            extents = self._memory.take(space.units)
+            space.used_units += space.units
+            page = PooledPage(key, extents, self._memory.buffers(extents, space.page_bytes), deletions)
+            self._unlisted.add(page)
+            return page
+
+    def _may_enter(self, space: PoolSpace, deletions: int) -> bool:
+        return not space.deleting and space.deletions == deletions
+
+    def _is_asked_again(self, space: PoolSpace, key: bytes) -> bool:
+        """Note that a page was asked for; True if it was noted before."""
+        number = hash((space.namespace, key))
+        if number in self._asked:
+            del self._asked[number]
+            return True
+        self._asked[number] = None
+        if len(self._asked) > _ASKED_MAX:
+            self._asked.popitem(last=False)
+        return False
+
+    def _left(self, space: PoolSpace) -> int:
+        """Return the units that the quota of a namespace leaves it."""
+        if space.quota_bytes is None:
+            return self._memory.units
+        return space.quota_bytes // self._memory.unit_bytes - space.used_units
+
+    def _make_room(self, space: PoolSpace, since: int) -> bool:
+        if space.units > self._memory.units or not self._evict_own(space, space.units, since):
+            return False
+        while self._memory.free < space.units:
+            oldest = [(found[1], other) for other in self._spaces.values() if (found := other.order.oldest())]
+            if not oldest or not self._evict(min(oldest, key=lambda pair: pair[0])[1], since):
+                return False
+        return True
+
+    def _evict_own(self, space: PoolSpace, units: int, since: int) -> bool:
+        """Evict pages of a namespace until its quota leaves `units`; False if it cannot."""
+        while self._left(space) < units:
+            if not self._evict(space, since):
+                return False
+        return True
+
+    def _evict(self, space: PoolSpace, since: int) -> bool:
+        """Evict the oldest page of a space that may go; False if there is none."""
+        while (found := space.order.oldest()) is not None and found[1] < since:
+            page = space.pages[found[0]]
+            if not page.holders and not page.is_pinned:
+                self._drop(space, page)
+                self._evicted += 1
+                return True
+            space.order.use([page.key])  # it stays, as if it was used now
+        return False
+
+    def publish(self, space: PoolSpace, page: PooledPage, holders: int = 0) -> bool:
+        """Let others find a page that is filled and proved, held already by so many. False if it does not enter, since
+        it was deleted meanwhile or another reader was faster; its memory is free then.
+
+        REQUIRES: `use` follows once the whole batch was published.
+        """
+        parent = bytes(page.buffers[0][PARENT])
+        with self._lock:
+            self._unlisted.discard(page)
+            if page.key in space.pages or not self._may_enter(space, page.deletions):
+                self._give_back(space, page)
+                return False
+            page.is_listed, page.holders = True, holders
+            space.pages[page.key] = page
+            space.order.add(page.key, None if parent in (NO_PARENT, page.key) else parent)
+            self._admitted += 1
+            return True
+
+    def abandon(self, space: PoolSpace, page: PooledPage) -> None:
+        """Free a reserved page that was not filled, or is damaged."""
+        with self._lock:
+            self._unlisted.discard(page)
+            self._give_back(space, page)
+
+    def expect(self, space: PoolSpace, keys: Sequence[bytes]) -> None:
+        """Note that these pages were asked for: the next read admits them."""
+        with self._lock:
+            for key in keys:
+                self._asked[hash((space.namespace, key))] = None
+                if len(self._asked) > _ASKED_MAX:
+                    self._asked.popitem(last=False)
+
+    # Pages that are there
+
+    def has(self, space: PoolSpace, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether its page is in the pool. Does not refresh recency."""
+        with self._lock:
+            return [key in space.pages for key in keys]
+
+    def hold(self, space: PoolSpace, keys: Sequence[bytes]) -> list[PooledPage | None]:
+        """Return the pages that are in the pool, each to be released; their bytes do not change while they are held."""
+        with self._lock:
+            found = [space.pages.get(key) for key in keys]
+            for page in found:
+                if page is not None:
+                    page.holders += 1
+            return found
+
+    def hold_again(self, page: PooledPage) -> None:
+        """Hold a page that is held once more, for another reader."""
+        with self._lock:
+            page.holders += 1
+
+    def release(self, space: PoolSpace, pages: Sequence[PooledPage]) -> None:
+        """End the hold of each of these pages."""
+        with self._lock:
+            for page in pages:
+                page.holders -= 1
+                if not page.is_listed and not page.holders:
+                    self._unlisted.discard(page)
+                    self._give_back(space, page)
+
+    def use(self, space: PoolSpace, keys: Sequence[bytes]) -> None:
+        """Note the use of the pages of a batch, head first; those that are not in the pool are skipped."""
+        with self._lock:
+            space.order.use(keys)
+
+    def hit(self, space: PoolSpace, keys: Sequence[bytes]) -> None:
+        """As `use`, for pages that a request has read; their hits count for `hot`."""
+        with self._lock:
+            space.order.use(keys)
+            pages = [page for key in keys if (page := space.pages.get(key))]
+            if pages:
+                self._hot.note(space.label, [page.key for page in pages], [page.hits for page in pages])
+
+    def hot(self) -> tuple[HotPrefix, ...]:
+        """Return the chains with the most hits lately, the hottest first."""
+        with self._lock:
+            return self._hot.hottest()
+
+    def pin(self, space: PoolSpace, keys: Sequence[bytes]) -> int:
+        """Pin the pages among these that are in the pool, as long as pins take at most half of it: they are not
+        evicted. Returns how many of them are pinned now."""
+        with self._lock:
+            pinned = 0
+            for key in keys:
+                page = space.pages.get(key)
+                if page is None:
+                    continue
+                if not page.is_pinned and self._pinned_units + space.units <= PINNED_SHARE_MAX * self._memory.units:
+                    page.is_pinned = True
+                    self._pinned_units += space.units
+                pinned += page.is_pinned
+            return pinned
+
+    def unpin(self, space: PoolSpace, keys: Sequence[bytes]) -> int:
+        """End the pins of pages; how many were pinned."""
+        with self._lock:
+            pages = [page for key in dict.fromkeys(keys) if (page := space.pages.get(key)) and page.is_pinned]
+            for page in pages:
+                self._unpin(space, page)
+            return len(pages)
+
+    def _unpin(self, space: PoolSpace, page: PooledPage) -> None:
+        if page.is_pinned:
+            page.is_pinned = False
+            self._pinned_units -= space.units
+
+    # Pages on their way out
+
+    @contextlib.contextmanager
+    def deleting(self, space: PoolSpace, keys: Sequence[bytes] | None) -> Iterator[set[bytes]]:
+        """While this block deletes `keys` from the store, None for all: they leave the pool before, pinned or not, and
+        no page enters that was asked for before the end of the block. Gives the keys that were in the pool."""
+        with self._lock:
+            space.deletions += 1
+            space.deleting += 1
+            there = set(space.pages) if keys is None else space.pages.keys() & set(keys)
+            for key in there:
+                self._drop(space, space.pages[key])
+        try:
+            yield there
+        finally:
+            with self._lock:
+                space.deletions += 1
+                space.deleting -= 1
+
+    def _drop(self, space: PoolSpace, page: PooledPage) -> None:
+        """Take a page out of sight, and free its memory unless it is held."""
+        self._unpin(space, page)
+        del space.pages[page.key]
+        space.order.discard(page.key)
+        page.is_listed = False
+        if page.holders:
+            self._unlisted.add(page)
+        else:
+            self._give_back(space, page)
+
+    def _give_back(self, space: PoolSpace, page: PooledPage) -> None:
+        page.buffers = []
+        self._memory.give(page.extents)
+        space.used_units -= space.units
+
+    # The whole
+
+    def statistics(self) -> PoolStatistics:
+        """Return a snapshot. Does not block."""
+        with self._lock:
+            return PoolStatistics(
+                capacity_bytes=self._memory.units * self._memory.unit_bytes,
+                used_bytes=(self._memory.units - self._memory.free) * self._memory.unit_bytes,
+                pinned_bytes=self._pinned_units * self._memory.unit_bytes,
+                pages=sum(len(space.pages) for space in self._spaces.values()),
+                admitted=self._admitted,
+                evicted=self._evicted,
+            )
+
+    def usage(self, space: PoolSpace, frame_bytes: int) -> Usage:
+        """Return the pages of a namespace, as frames of `frame_bytes`."""
+        with self._lock:
+            capacity_bytes = self._memory.units * self._memory.unit_bytes
+            if space.quota_bytes is not None:
+                capacity_bytes = min(capacity_bytes, space.quota_bytes)
+            return Usage(len(space.pages), len(space.pages) * frame_bytes, capacity_bytes)
+
+    def space_bytes(self, space: PoolSpace) -> int:
+        """Return the bytes that a namespace takes, those of pages on their way in or out too."""
+        with self._lock:
+            return space.used_units * self._memory.unit_bytes
+
+    def check(self) -> None:
+        """Raise InvariantError if units, pages, order and sums contradict each other. REQUIRES: `use` has followed each
+        batch that was published."""
+        with self._lock:
+            pages = [page for space in self._spaces.values() for page in space.pages.values()]
+            extents = [*self._memory.extents(), *(e for page in [*pages, *self._unlisted] for e in page.extents)]
+            end = 0
+            for start, length in sorted(extents):
+                if start != end or length < 1:
+                    raise InvariantError(f"pool: unit {end} has no owner, or two")
+                end = start + length
+            if end != self._memory.units or self._memory.free != sum(length for _, length in self._memory.extents()):
+                raise InvariantError("pool: the units do not add up")
+            if self._pinned_units != sum(
+                space.units for space in self._spaces.values() for page in space.pages.values() if page.is_pinned
+            ):
+                raise InvariantError("pool: the sum of pins is not that of the pages")
+            for space in self._spaces.values():
+                space.order.check()
+                if space.order.keys() != space.pages.keys():
+                    raise InvariantError("pool: the order and the pages disagree")

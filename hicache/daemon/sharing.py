@@ -1,0 +1,416 @@
+"""A store that many clients share: the daemon's host pool and single flight in front of one namespace of a store.
+
+What an outcome means. A HIT is a copy of proved bytes, from the pool or from the store; a page in the pool is a HIT
+also if the store has lost it. STORED and PRESENT are the store's word: a page that the store rejects or fails to write
+does not enter the pool by that call, so after ERROR nothing of it is visible and what is_stored survives the daemon as
+far as the store does. Without a store the pool is the store: STORED lasts until the page is evicted, and a page without
+room is REJECTED. A page that is deleted leaves the pool first, and no call that was in flight puts it back.
+
+Locking design: `_lock` guards the flights and the counts. It is taken before the lock of the pool, and is held for
+lookups, never while bytes are moved or a store is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+
+from ..backends.base import GetOutcome, SetOutcome, StorageBackend, Usage
+from ..backends.calls import parent_outside, parents_of, runs
+from ..backends.errors import ErrorKind
+from ..frame import FrameCodec, PageBuffer
+from .flights import Arrival, Flight, Waiter
+from .pool import PagePool, PooledPage
+from .proved import ProvedPages, parent_of
+from .replaceable import Attached, Replaceable
+from .statistics import SharingStatistics
+
+# Calls of one lookup. Pages of a prefix are mostly all in the pool, or all in the store, or the head in the pool.
+LOOKUPS_MAX = 16
+
+
+class SharedStore(Replaceable):
+    """See the module's docstring. Thread-safe. `inner` is the store behind the pool, None for a store that is the pool
+    alone; see Replaceable. `label` is for people."""
+
+    def __init__(self, codec: FrameCodec, pool: PagePool, inner: StorageBackend | None, *, label: str = "") -> None:
+        super().__init__(codec, inner)
+        self._pages = ProvedPages(codec, pool, label)
+        self._pool = pool
+        self._space = self._pages.space
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def sharing(self) -> SharingStatistics:
+        """Return where readers got their pages. Does not block."""
+        with self._lock:
+            names = ("pool_hits", "store_hits", "misses", "shared_reads", "shared_writes")
+            return SharingStatistics(**{name: self._counts[name] for name in names})
+
+    def _tally(self, **pages: int) -> None:
+        with self._lock:
+            self._counts.update(pages)
+
+    # Lookups
+
+    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope. A page counts if the pool or the store has it."""
+        there = [*self._pool.has(self._space, keys), False]
+        found = there.index(False)
+        with self._using() as attached:
+            inner = attached.backend
+            for _ in range(LOOKUPS_MAX):
+                if inner is None or found == len(keys):
+                    break
+                end = found + inner.batch_exists(keys[found:], deadline=deadline)
+                found = there.index(False, end)
+                if found == end:  # neither has the next page
+                    break
+        return found
+
+    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """See Envelope. A page counts if the pool or the store has it."""
+        found = self._pool.has(self._space, keys)
+        missing = [position for position, there in enumerate(found) if not there]
+        with self._using() as attached:
+            if missing and attached.backend is not None:
+                answers = attached.backend.batch_has([keys[p] for p in missing], deadline=deadline)
+                for position, there in zip(missing, answers, strict=True):
+                    found[position] = there
+        return found
+
+    # Reads
+
+    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
+        """See Envelope. Pages come from the pool, from the read of another call, or from the store."""
+        with self._using() as attached:
+            return _Read(self, attached, keys, pages, deadline).run()
+
+    # Stores
+
+    def put(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """See Envelope and the module's docstring."""
+        with self._using() as attached:
+            if attached.backend is None:
+                outcomes = self._put_in_pool(keys, pages, parent, deadline)
+            else:
+                outcomes = _Write(self, attached, keys, pages, parent, deadline).run()
+        self._pool.use(self._space, keys)
+        return outcomes
+
+    def _begin(self, parent: bytes | None) -> int:
+        """Begin a batch of stores: it evicts none of its own pages, nor what they hang on."""
+        since = self._pool.now()
+        if parent is not None:
+            self._pool.use(self._space, [parent])
+        return since
+
+    def _put_in_pool(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        outcomes: list[SetOutcome] = []
+        since, deletions = self._begin(parent), self._pool.deletions(self._space)
+        for key, page, above in zip(keys, pages, parents_of(keys, parent), strict=True):
+            late = len(keys) - len(outcomes)
+            if time.monotonic() >= deadline:
+                self.count(*[ErrorKind.DEADLINE] * late)
+                return outcomes + [SetOutcome.ERROR] * late
+            if self._pool.has(self._space, [key])[0]:
+                outcomes.append(SetOutcome.PRESENT)
+            elif SetOutcome.REJECTED in outcomes:
+                outcomes.append(SetOutcome.REJECTED)
+            else:
+                outcomes.append(self._put_one(key, page, above, deletions, since))
+        return outcomes
+
+    def _put_one(self, key: bytes, page: PageBuffer, parent: bytes | None, deletions: int, since: int) -> SetOutcome:
+        entry = self._pool.reserve(self._space, key, since=since, deletions=deletions, is_wanted=True)
+        if entry is None:
+            return SetOutcome.REJECTED
+        if not self._pages.fill(entry, page, parent):
+            self.count(ErrorKind.CHECKSUM)
+            return SetOutcome.ERROR
+        if self._pool.publish(self._space, entry):
+            return SetOutcome.STORED
+        if self._pool.has(self._space, [key])[0]:
+            return SetOutcome.PRESENT
+        self.count(ErrorKind.CONFLICT)  # deleted at the same time
+        return SetOutcome.ERROR
+
+    # Removals
+
+    @contextlib.contextmanager
+    def _deleting(self, attached: Attached, keys: Sequence[bytes] | None) -> Iterator[set[bytes]]:
+        """While this block removes pages from the store, they are out of the pool, and no later call joins a flight
+        that may bring them back. Gives the keys that were in the pool."""
+        with self._pool.deleting(self._space, keys) as there:
+            self._detach(attached, keys)
+            try:
+                yield there
+            finally:
+                self._detach(attached, keys)
+
+    def _detach(self, attached: Attached, keys: Sequence[bytes] | None) -> None:
+        with self._lock:
+            attached.reads.detach(keys)
+            attached.writes.detach(keys)
+
+    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope. A page in the pool and in the store counts once."""
+        with self._using() as attached, self._deleting(attached, keys) as there:
+            inner, removed = attached.backend, len(there)
+            if inner is not None and there:
+                inner.delete([key for key in keys if key in there], deadline=deadline)
+            rest = [key for key in keys if key not in there]
+            if inner is not None and rest:
+                removed += inner.delete(rest, deadline=deadline)
+        return removed
+
+    def remove_all(self, deadline: float) -> int:
+        """See Envelope. Counts the pages of the pool or of the store, whichever are more."""
+        with self._using() as attached, self._deleting(attached, None) as there:
+            return max(len(there), 0 if attached.backend is None else attached.backend.clear(deadline=deadline))
+
+    # The whole
+
+    def measure(self) -> Usage:
+        """See Envelope. The store's; without one, the pages in the pool."""
+        with self._using() as attached:
+            if attached.backend is not None:
+                return attached.backend.usage()
+        return self._pool.usage(self._space, self.codec.frame_bytes)
+
+    def shut(self) -> None:
+        """See Envelope. The pages of this namespace leave the pool unless it is open elsewhere."""
+        try:
+            super().shut()
+        finally:
+            self._pool.close(self._space)
+
+
+class _Read:
+    """One `get` of a shared store. Each key is moved once; what comes twice in the batch is copied at the end."""
+
+    def __init__(
+        self, store: SharedStore, attached: Attached, keys: Sequence[bytes], pages: Sequence[PageBuffer],
+        deadline: float,
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._pool, self._space = store._pool, store._space
+        self._inner, self._flights = attached.backend, attached.reads
+        self._keys, self._pages = keys, pages
+        self._deadline = deadline
+        self._outcomes: dict[bytes, GetOutcome] = {}
+        self._waiter: Waiter[Arrival] = Waiter(pages)
+        self._failed: list[int] = []  # by the calls that led their flights
+        self._counts: Counter[str] = Counter()
+
+    def run(self) -> list[GetOutcome]:
+        """Make the call."""
+        first: dict[bytes, int] = {}
+        for position, key in enumerate(self._keys):
+            first.setdefault(key, position)
+        self._since = self._pool.now()
+        leads: deque[tuple[int, Flight[Arrival]]] = deque()
+        with self._store._lock:
+            self._deletions = self._pool.deletions(self._space)
+            pooled = dict(zip(first, self._pool.hold(self._space, list(first)), strict=True))
+            for key, position in first.items():
+                if pooled[key] is None and self._inner is not None:
+                    flight = self._flights.join(key, position, self._waiter)
+                    if flight is not None:
+                        leads.append((position, flight))
+        try:
+            self._copy_pooled({first[key]: page for key, page in pooled.items() if page is not None})
+            if self._inner is None:
+                self._outcomes.update({key: GetOutcome.MISS for key, page in pooled.items() if page is None})
+            else:
+                self._lead(self._inner, leads)
+                self._follow(self._inner)
+        finally:
+            for position, flight in leads:  # this call ends with an exception
+                self._land(position, flight, GetOutcome.ERROR, None)
+            for _, arrival in self._waiter.end():
+                self._release(arrival.page)
+        return self._finish(first)
+
+    def _copy_pooled(self, pooled: dict[int, PooledPage]) -> None:
+        try:
+            self._pool.use(self._space, [self._keys[position] for position in pooled])
+            for position, page in pooled.items():
+                if time.monotonic() >= self._deadline:
+                    break
+                self._store._pages.copy_out(page, self._pages[position])
+                self._settle(position, GetOutcome.HIT, "pool_hits")
+        finally:
+            self._pool.release(self._space, list(pooled.values()))
+
+    def _settle(self, position: int, outcome: GetOutcome, source: str) -> None:
+        self._outcomes[self._keys[position]] = outcome
+        self._counts[source if outcome is GetOutcome.HIT else "misses"] += outcome is not GetOutcome.ERROR
+
+    def _read(self, inner: StorageBackend, positions: Sequence[int]) -> list[GetOutcome]:
+        keys, pages = [self._keys[p] for p in positions], [self._pages[p] for p in positions]
+        answers = inner.batch_get(keys, pages, deadline=self._deadline)
+        for position, answer in zip(positions, answers, strict=True):
+            self._settle(position, answer, "store_hits")
+        return answers
+
+    def _lead(self, inner: StorageBackend, leads: deque[tuple[int, Flight[Arrival]]]) -> None:
+        """Read what no other call is reading, and pass it on."""
+        if not leads:
+            return
+        for answer in self._read(inner, [position for position, _ in leads]):
+            position, flight = leads[0]
+            entry = None
+            if answer is GetOutcome.HIT:
+                entry = self._store._pages.admit(
+                    flight.key, self._pages[position], parent_of(self._pages[position]),
+                    since=self._since, deletions=self._deletions, is_wanted=bool(flight.waiters),
+                )  # fmt: skip
+            leads.popleft()
+            self._land(position, flight, answer, entry)
+
+    def _land(self, position: int, flight: Flight[Arrival], answer: GetOutcome, entry: PooledPage | None) -> None:
+        with self._store._lock:
+            waiters = self._flights.land(flight)
+        for waiter, place in waiters:
+            if entry is not None:
+                self._pool.hold_again(entry)
+                if not waiter.give(place, Arrival(answer, entry)):
+                    self._release(entry)
+            elif answer is GetOutcome.HIT:
+                with waiter.copying() as target:
+                    if target is None:
+                        continue
+                    is_whole = self._store._pages.copy(flight.key, self._pages[position], target[place])
+                    waiter.give(place, Arrival(answer if is_whole else GetOutcome.ERROR, None))
+            else:
+                waiter.give(place, Arrival(answer, None))
+        self._release(entry)
+
+    def _release(self, entry: PooledPage | None) -> None:
+        if entry is not None:
+            self._pool.release(self._space, [entry])
+
+    def _follow(self, inner: StorageBackend) -> None:
+        """Take what other calls have read; read what they failed to read."""
+        while arrived := self._waiter.wait(self._deadline):
+            self._take(arrived)
+        self._take(self._waiter.end())
+        if self._failed and time.monotonic() < self._deadline:
+            self._read(inner, self._failed)
+
+    def _take(self, arrived: Sequence[tuple[int, Arrival]]) -> None:
+        for position, arrival in arrived:
+            if arrival.outcome is GetOutcome.ERROR:
+                self._failed.append(position)
+            elif arrival.outcome is GetOutcome.HIT:
+                if arrival.page is not None:
+                    self._store._pages.copy_out(arrival.page, self._pages[position])
+                    self._release(arrival.page)
+                self._settle(position, GetOutcome.HIT, "shared_reads")
+            else:  # a damaged page was removed: it is corrupt for the call that found it
+                self._settle(position, GetOutcome.MISS, "")
+
+    def _finish(self, first: dict[bytes, int]) -> list[GetOutcome]:
+        late = sum(key not in self._outcomes for key in self._keys)
+        if late:
+            self._store.count(*[ErrorKind.DEADLINE] * late)
+        outcomes = [self._outcomes.get(key, GetOutcome.ERROR) for key in self._keys]
+        for position, key in enumerate(self._keys):
+            if first[key] != position and outcomes[position] is GetOutcome.HIT:
+                self._store._pages.copy(key, self._pages[first[key]], self._pages[position])
+        self._pool.hit(self._space, [key for key, outcome in self._outcomes.items() if outcome is GetOutcome.HIT])
+        self._store._tally(**self._counts)
+        return outcomes
+
+
+class _Write:
+    """One `put` of a shared store that has a store behind it."""
+
+    def __init__(
+        self, store: SharedStore, attached: Attached, keys: Sequence[bytes], pages: Sequence[PageBuffer],
+        parent: bytes | None, deadline: float,
+    ) -> None:  # fmt: skip
+        self._store = store
+        assert attached.backend is not None
+        self._inner, self._flights = attached.backend, attached.writes
+        self._keys, self._pages = keys, pages
+        self._parents = parents_of(keys, parent)
+        self._deadline = deadline
+        self._since = store._begin(parent)
+        self._outcomes: dict[int, SetOutcome] = {}
+        self._waiter: Waiter[bool] = Waiter(())
+
+    def run(self) -> list[SetOutcome]:
+        """Make the call."""
+        first: dict[bytes, int] = {}
+        leads: dict[int, Flight[bool]] = {}
+        with self._store._lock:
+            self._deletions = self._store._pool.deletions(self._store._space)
+            for position, key in enumerate(self._keys):
+                if first.setdefault(key, position) == position:
+                    flight = self._flights.join(key, position, self._waiter)
+                    if flight is not None:
+                        leads[position] = flight
+        try:
+            for run in runs(list(leads)):
+                self._lead(run, leads)
+            self._follow()
+        finally:
+            for flight in leads.values():  # this call ends with an exception
+                self._land(flight, False)
+            self._waiter.end()
+        late = len(first) - len(self._outcomes)
+        if late:
+            self._store.count(*[ErrorKind.DEADLINE] * late)
+        found: list[SetOutcome] = []
+        for position, key in enumerate(self._keys):
+            outcome = self._outcomes.get(first[key], SetOutcome.ERROR)
+            found.append(SetOutcome.PRESENT if first[key] != position and outcome.is_stored else outcome)
+        return found
+
+    def _set(self, run: slice) -> Sequence[SetOutcome]:
+        before = parent_outside(self._keys[run], self._parents[run.start])
+        answers = self._inner.batch_set(self._keys[run], self._pages[run], parent=before, deadline=self._deadline)
+        self._outcomes.update(enumerate(answers, run.start))
+        return answers
+
+    def _lead(self, run: slice, leads: dict[int, Flight[bool]]) -> None:
+        """Write a run of pages that no other call is writing, and let the pool have them."""
+        for position, answer in enumerate(self._set(run), run.start):
+            flight = leads.pop(position)
+            entry = None
+            if answer.is_stored:
+                entry = self._store._pages.admit(
+                    flight.key, self._pages[position], self._parents[position],
+                    since=self._since, deletions=self._deletions, is_wanted=False,
+                )  # fmt: skip
+            self._land(flight, answer.is_stored)
+            if entry is not None:
+                self._store._pool.release(self._store._space, [entry])
+
+    def _land(self, flight: Flight[bool], is_stored: bool) -> None:
+        with self._store._lock:
+            waiters = self._flights.land(flight)
+        for waiter, place in waiters:
+            waiter.give(place, is_stored)
+
+    def _follow(self) -> None:
+        """Wait for pages that other calls are writing; write those that they failed to write."""
+        failed: list[int] = []
+        while answers := self._waiter.wait(self._deadline):
+            for position, is_stored in answers:
+                if is_stored:
+                    self._outcomes[position] = SetOutcome.PRESENT
+                    self._store._tally(shared_writes=1)
+                else:
+                    failed.append(position)
+        for run in runs(sorted(failed)):
+            self._set(run)

@@ -1,0 +1,55 @@
+"""The shared store against the contract of every backend: with a store behind it, with and without a pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import BackendContract, OpenStore, SoleBackendContract, Store
+from hicache.daemon.pool import PagePool
+from hicache.daemon.sharing import SharedStore
+from hicache.frame import FrameCodec
+from tests.backends._files import OPENED, open_file
+
+# For the 300 pages of the contract's long batches, and for few of the larger ones.
+LARGE, SMALL = 8 << 20, 1 << 20
+
+
+def shared(codec: FrameCodec, pool: PagePool, inner: Store) -> Store:
+    """A shared store; damage to the store behind it is looked for there: the page leaves the pool before."""
+    backend = SharedStore(codec, pool, inner.backend)
+    space = pool.open(codec.namespace, codec.payload_bytes)
+    OPENED.append(backend)
+
+    def write(key: bytes, data: bytes) -> None:
+        with pool.deleting(space, [key]):
+            inner.write(key, data)
+        pool.check()
+
+    return Store(backend, inner.read, write)
+
+
+def memory(codec: FrameCodec) -> Store:
+    backend = MemoryBackend(codec)
+    return Store(backend, backend.peek, backend.poke)
+
+
+@pytest.fixture(params=[LARGE, SMALL, 0], ids=["pool", "small-pool", "no-pool"])
+def pool(request: pytest.FixtureRequest) -> PagePool:
+    return PagePool(request.param, unit_bytes=4096)
+
+
+class TestOverMemory(SoleBackendContract):
+    @pytest.fixture
+    def open_store(self, pool: PagePool) -> OpenStore:
+        return lambda codec: shared(codec, pool, memory(codec))
+
+
+class TestOverFile(BackendContract):
+    machine_examples = 15
+
+    @pytest.fixture
+    def open_store(self, pool: PagePool, tmp_path: Path) -> OpenStore:
+        return lambda codec: shared(codec, pool, open_file(tmp_path / "store", codec))
