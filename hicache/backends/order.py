@@ -23,8 +23,8 @@ class EvictionOrder:
     A use of a page is also a use of the pages that it hangs on, later by a moment. So the oldest page is always one on
     which none hangs, and nothing has to know the pages below a page.
 
-    Invariant, tested by `check`: after `use`, a page is older than its parent. Pages that hang on each other in a
-    cycle, which no engine makes, are in any order and are evicted like others.
+    Invariant, tested by `check`: after `use`, a page is older than its parent. Pages that hang, or hung, on each other
+    in a cycle, which no engine makes, are in any order and are evicted like others.
 
     `clock` counts uses; orders that share one can be compared.
     """
@@ -43,13 +43,21 @@ class EvictionOrder:
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Put these pages, head first, and all that they hang on at the end of the order. Unknown keys are skipped."""
-        start = next(self._clock)
+        seen: set[bytes] = set()
+        walks: list[list[bytes]] = []
         for tail in reversed(keys):
+            walk: list[bytes] = []
             key: bytes | None = tail
-            while key is not None and (link := self._links.get(key)) is not None and link.used <= start:
-                link.used = next(self._clock)
-                self._links.move_to_end(key)
+            while key is not None and key not in seen and (link := self._links.get(key)) is not None:
+                seen.add(key)
+                walk.append(key)
                 key = link.parent
+            walks.append(walk)
+        # A walk ends at a page without a parent, or at one of an earlier walk, which so is later in the order.
+        for walk in reversed(walks):
+            for key in walk:
+                self._links[key].used = next(self._clock)
+                self._links.move_to_end(key)
 
     def oldest(self) -> tuple[bytes, int] | None:
         """Return the key of the next victim and its last use, None if there are no pages."""

@@ -106,14 +106,15 @@ def test_the_header_of_the_first_page_of_a_batch_says_what_the_batch_does_not() 
     backend.close()
 
 
-def test_the_memory_backend_closes_no_cycle() -> None:
+def test_pages_in_a_cycle_do_not_stay_in_memory_for_good() -> None:
     store = memory(3)
     one, two, three = make_keys(3)
     assert store_chain(store, [two], parent=one) == [STORED]
     assert store_chain(store, [three], parent=two) == [STORED]
     assert store_chain(store, [one], parent=three) == [STORED]
     assert isinstance(store.backend, MemoryBackend)
-    assert store.backend._pages[one].parent is None
+    assert load(store, [one, two, three]) == [HIT] * 3
+    store.backend.check()
     assert store_chain(store, make_keys(3, "new")) == [STORED] * 3
     store.backend.check()
 

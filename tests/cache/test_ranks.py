@@ -127,7 +127,7 @@ def test_ranks_that_hold_the_same_bytes_let_the_first_one_store_them(seed: int) 
         def __init__(self, number: int, shared: UnreliableBackend | None) -> None:
             super().__init__(number, misses=0, failures=0)
             if shared is not None:
-                self._lock, self._pages, self._children = shared._lock, shared._pages, shared._children
+                self._lock, self._pages, self._order = shared._lock, shared._pages, shared._order
 
     first = View(seed, None)
     backends = [first, View(seed + 1000, first)]

@@ -1,0 +1,88 @@
+"""The order of eviction: least recently used first, tails before heads, whatever comes and goes."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.backends.order import EvictionOrder
+from hicache.backends.testing import make_keys
+from hicache.errors import InvariantError
+from tests.seeds import rng, seeds
+
+
+def chain(order: EvictionOrder, keys: list[bytes], parent: bytes | None = None) -> None:
+    for key, above in zip(keys, [parent, *keys], strict=False):
+        order.add(key, above)
+    order.use(keys)
+
+
+def drained(order: EvictionOrder) -> list[bytes]:
+    found: list[bytes] = []
+    while (oldest := order.oldest()) is not None:
+        order.discard(oldest[0])
+        found.append(oldest[0])
+    return found
+
+
+def test_the_tail_of_the_oldest_chain_goes_first() -> None:
+    order, old, new = EvictionOrder(), make_keys(3, "old"), make_keys(3, "new")
+    chain(order, old)
+    chain(order, new)
+    assert drained(order) == [*reversed(old), *reversed(new)]
+
+
+def test_the_use_of_a_tail_keeps_its_head() -> None:
+    order, old, new = EvictionOrder(), make_keys(3, "old"), make_keys(3, "new")
+    chain(order, old)
+    chain(order, new)
+    order.use(old[2:])
+    assert drained(order) == [*reversed(new), *reversed(old)]
+
+
+def test_a_shared_head_goes_after_all_its_tails() -> None:
+    order, head = EvictionOrder(), make_keys(2, "head")
+    tails = [make_keys(2, f"tail {number}") for number in range(3)]
+    chain(order, head)
+    for tail in tails:
+        chain(order, tail, head[-1])
+    assert drained(order)[-2:] == [head[1], head[0]]
+
+
+def test_a_page_that_comes_back_between_its_neighbours_takes_its_place_in_the_chain() -> None:
+    order, (one, two, three) = EvictionOrder(), make_keys(3)
+    chain(order, [one, two, three])
+    order.discard(two)
+    chain(order, [two], one)
+    order.check()
+    assert drained(order) == [three, two, one]
+
+
+def test_a_page_that_was_added_and_not_used_is_out_of_order() -> None:
+    """The control of `check`."""
+    order, (one, two) = EvictionOrder(), make_keys(2)
+    order.add(one, None)
+    order.add(two, one)
+    with pytest.raises(InvariantError):
+        order.check()
+
+
+@pytest.mark.parametrize("with_cycles", [False, True])
+@pytest.mark.parametrize("seed", seeds(5))
+def test_random_use_keeps_the_order(seed: int, with_cycles: bool) -> None:
+    """Where pages come and go that hang on each other in a cycle, at least all of them can be evicted."""
+    dice = rng(seed)
+    order, keys = EvictionOrder(), make_keys(30)
+    for _ in range(1000):
+        action = dice.randrange(4)
+        key = dice.choice(keys)
+        if action == 0 and not order.keys() & {key}:
+            above = [other for other in keys if other != key] if with_cycles else keys[: keys.index(key)]
+            chain(order, [key], dice.choice([None, *above]))
+        elif action == 1:
+            order.discard(key)
+        else:
+            order.use(dice.sample(keys, 4))
+        if not with_cycles:
+            order.check()
+    known = set(order.keys())
+    assert set(drained(order)) == known
