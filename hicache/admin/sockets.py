@@ -16,18 +16,9 @@ from typing import Self
 
 from ..errors import ConfigError
 
-SOCKET_NAME = "daemon.sock"
 # The system's limit for the path of a Unix socket, with its final null byte.
 PATH_BYTES_MAX = 107
 BACKLOG = 512
-
-
-def default_socket() -> Path | None:
-    """Return where a daemon of this user listens by default; None if the system has no private directory for it."""
-    if os.geteuid() == 0:
-        return Path("/run/hicache") / SOCKET_NAME
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime) / "hicache" / SOCKET_NAME if runtime else None
 
 
 class PrivateSocket:

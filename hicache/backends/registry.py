@@ -50,6 +50,7 @@ _BUILT_IN: Mapping[str, str] = {
     "redis": "hicache.backends.redis:RedisBackend",
     "s3": "hicache.backends.s3:S3Backend",
     "mooncake": "hicache.backends.mooncake:MooncakeBackend",
+    "remote": "hicache.backends.remote:RemoteBackend",
 }
 # Where the RawStore of a built-in store is, which takes the same section.
 _RAW: Mapping[str, str] = {

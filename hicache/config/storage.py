@@ -23,6 +23,7 @@ from ..units import GIB, MIB, Count, PositiveSize, Size, TierSize
 from .guard import GuardConfig
 from .mooncake_storage import MooncakeStorage
 from .redis_storage import RedisStorage
+from .remote_storage import RemoteStorage
 from .s3_storage import S3Storage
 from .section import FileSystemPath, Section
 
@@ -67,9 +68,9 @@ class FileStorage(Section):
     """Storage in local files."""
 
     type: Literal["file"] = Field(
-        description="Which backend: `file`, `redis`, `s3`, `mooncake`, a composition (`levels`, `sharded`), "
-        "`memory` (this process only, for tests), the name of an installed entry point of the group "
-        "`hicache.backends`, or `module:Class`.",
+        description="Which backend: `file`, `redis`, `s3`, `mooncake`, a daemon (`remote`), a composition "
+        "(`levels`, `sharded`), `memory` (this process only, for tests), the name of an installed entry point of the "
+        "group `hicache.backends`, or `module:Class`.",
     )
     options: FileStorageOptions = Field(description="Options of the backend; what there is depends on `type`.")
     guard: GuardConfig = GuardConfig()
@@ -189,6 +190,7 @@ STORAGE_SECTIONS: dict[str, type[Section]] = {
     "redis": RedisStorage,
     "s3": S3Storage,
     "mooncake": MooncakeStorage,
+    "remote": RemoteStorage,
     "levels": LevelsStorage,
     "sharded": ShardedStorage,
 }
@@ -200,13 +202,15 @@ def _storage_kind(value: Any) -> str:
 
 
 StorageConfig: TypeAlias = (
-    FileStorage | RedisStorage | S3Storage | MooncakeStorage | LevelsStorage | ShardedStorage | PluginStorage
+    FileStorage | RedisStorage | S3Storage | MooncakeStorage | RemoteStorage | LevelsStorage | ShardedStorage
+    | PluginStorage
 )  # fmt: skip
 AnyStorage: TypeAlias = Annotated[
     Annotated[FileStorage, Tag("file")]
     | Annotated[RedisStorage, Tag("redis")]
     | Annotated[S3Storage, Tag("s3")]
     | Annotated[MooncakeStorage, Tag("mooncake")]
+    | Annotated[RemoteStorage, Tag("remote")]
     | Annotated[LevelsStorage, Tag("levels")]
     | Annotated[ShardedStorage, Tag("sharded")]
     | Annotated[PluginStorage, Tag("plugin")],

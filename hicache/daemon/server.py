@@ -18,7 +18,8 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from ..admin.sockets import BACKLOG, PrivateSocket, default_socket
+from ..admin.sockets import BACKLOG, PrivateSocket
+from ..config.addresses import default_socket
 from ..config.daemon import DaemonConfig
 from ..errors import ConfigError
 from .app import create_app

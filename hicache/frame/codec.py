@@ -133,6 +133,7 @@ class FrameCodec:
         self._known_ids = frozenset(keys) or frozenset({NO_KEY_ID})
         self._encrypts = self.tag_kind is TagKind.AES_256_GCM
         self._compression = compression
+        self.weights_epoch = weights_epoch
         self.label = printable(label)
         self._metadata = encode_metadata(weights_epoch, label)
         self._version_and_kind = struct.pack("<HB", FORMAT_VERSION, self.tag_kind)

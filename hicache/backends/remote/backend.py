@@ -1,0 +1,331 @@
+"""The `remote` backend: pages that a storage daemon keeps (docs/backends/remote.md).
+
+Pages in memory that the daemon shares go by their frame numbers: it reads and writes the frames itself. All others go
+as bodies of requests, over several connections. The daemon knows namespaces and memories as long as it runs: where it
+does not know one, it is told and asked again, once, so that it can be restarted under its engines.
+
+Locking design: `_memories` and `_body_pages_max` are replaced as a whole. The verbs run on their callers' threads;
+bodies are moved by the threads of a SupervisedPool too, each page by one of them. A frame of shared memory is the
+daemon's until it has answered, or `SharedFrames.fence` has returned.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ...arguments import instance
+from ...config.remote_storage import RemoteStorageOptions
+from ...errors import BackendError, BackendUnavailable, ConfigError
+from ...frame import Damage, FrameCodec, PageBuffer, TagKind
+from ...shared_memory import find
+from ...supervised import SupervisedPool
+from ..base import GetOutcome, SetOutcome, Usage
+from ..calls import parent_outside, parents_of, runs
+from ..envelope import Envelope
+from ..errors import ErrorKind, StoreError
+from ..pages import PageReads, PageWrites
+from ..store import SETTLE_S
+from .access import open_access
+from .bodies import BY_DAEMON, parts_of, read_pages, write_pages
+from .client import DaemonClient, Refused, kinds_of, list_of, number_of
+from .frames import FrameRun, SharedFrames, frame_runs
+
+T = TypeVar("T")
+# Keys in one request; the protocol allows some more.
+KEYS_MAX = 8192
+# Bytes of page bodies in one request: long enough that its cost does not show, short enough for several connections.
+_BODY_BYTES = 32 << 20
+_OPEN_S = 30.0
+# Counting a namespace may take a listing of its store.
+_USAGE_S = 60.0
+
+
+class RemoteBackend(Envelope):
+    """Pages of a daemon. See the module's docstring; `StorageBackend` says what each verb does. Errors are counted by
+    `ErrorKind`, those of the daemon's stores too. In the child of a fork every verb is refused (`errors["forked"]`).
+
+    Pages travel as plain frames with a checksum; the daemon's configuration says how they are stored. Raises
+    ConfigError from the constructor for a codec with another tag, a key or a compression and for a secret that cannot
+    be read; BackendUnavailable if no daemon answers, BackendError if it refuses this client. Blocks for one request.
+    """
+
+    def __init__(self, codec: FrameCodec, options: RemoteStorageOptions) -> None:
+        super().__init__(codec)
+        self.options = instance("options", options, RemoteStorageOptions)
+        if codec.tag_kind is not TagKind.XXH3_128 or codec.transforms:
+            raise ConfigError(
+                "remote storage: integrity and storage_format are the daemon's business; take tag, keys and "
+                "compression out of this configuration and write them into the daemon's"
+            )
+        self._client = DaemonClient(open_access(options))
+        self._path = f"/v1/namespaces/{codec.namespace.hex()}"
+        self._memories: tuple[SharedFrames, ...] = ()
+        self._body_pages_max = 1
+        try:
+            self._open_namespace(time.monotonic() + _OPEN_S)
+        except StoreError as error:
+            self._client.close()
+            where = f"remote storage at {self._client.access.where}"
+            if isinstance(error, Refused) and not error.retry_after_s:
+                raise BackendError(f"{where}: the daemon refuses this engine: {error}") from error
+            raise BackendUnavailable(f"{where}: {error}; start the daemon with: hicache serve -c FILE") from error
+        self._pool = SupervisedPool[Any]("remote", options.connections - 1)
+        _opened.add(self)
+
+    def register_memory(self, memory: memoryview) -> None:
+        """Have the daemon map `memory`, if it is shared memory of this process; other memory goes as bodies. See
+        MemoryRegistration. A daemon that cannot map it is counted as an error."""
+        found = find(memory)
+        if self._client.access.lock is None or found is None or found[0].layout.processes:
+            return  # the daemon is elsewhere, or cannot open the memory by its name
+        shared = SharedFrames(found[0], self._client)
+        try:
+            shared.attach(time.monotonic() + _OPEN_S)
+        except StoreError as error:
+            self.count(error.kind)
+        self._memories += (shared,)
+
+    # What the envelope calls
+
+    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope."""
+        stored = 0
+        for some in _batches(keys):
+            found = number_of(self._ask("exists", some, deadline), "pages", len(some))
+            stored += found
+            if found < len(some):
+                break
+        return stored
+
+    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """See Envelope."""
+        found: list[bool] = []
+        for some in _batches(keys):
+            stored = list_of(self._ask("has", some, deadline), "stored", len(some))
+            found += [one is True for one in stored]
+        return found
+
+    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
+        """See Envelope."""
+        outcomes = [GetOutcome.ERROR] * len(keys)
+        corrupt: list[str] = []
+        damaged: list[bytes] = []
+
+        def read(run: FrameRun) -> None:
+            words = self._ask_frames("get", run, keys[run.part], {}, deadline)
+            for at, word in zip(range(run.part.start, run.part.stop), words, strict=True):
+                outcome = GetOutcome(word)
+                if outcome is GetOutcome.HIT and not self.codec.is_sealed(keys[at], pages[at]):
+                    outcome = GetOutcome.CORRUPT
+                    corrupt.append(Damage.HEADER)
+                    damaged.append(keys[at])
+                elif outcome is GetOutcome.CORRUPT:
+                    corrupt.append(BY_DAEMON)
+                outcomes[at] = outcome
+
+        rest = self._by_frames(pages, deadline, read)
+        if rest:
+            reads = PageReads[bool](self.codec, [keys[at] for at in rest], [pages[at] for at in rest], deadline)
+            failure = self._move(
+                len(reads), (), lambda part: read_pages(self._client, f"{self._path}/read", reads, part), deadline
+            )
+            for at, outcome in zip(rest, reads.finish(failure), strict=True):
+                outcomes[at] = outcome
+            self.count(*reads.errors)
+            corrupt += reads.corrupt
+            damaged += [one.key for one in reads.damaged if one.found]
+        self._calls.count(corrupt=corrupt)
+        if damaged:
+            self._remove_damaged(damaged)
+        return outcomes
+
+    def put(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        """See Envelope."""
+        outcomes = [SetOutcome.ERROR] * len(keys)
+        parents = parents_of(keys, parent)
+
+        def above(part: slice) -> bytes | None:
+            return parent_outside(keys[part], parents[part.start])
+
+        def write(run: FrameRun) -> None:
+            before = above(run.part)
+            fields = {"parent": None if before is None else before.hex()}
+            words = self._ask_frames("set", run, keys[run.part], fields, deadline)
+            outcomes[run.part] = map(SetOutcome, words)
+
+        rest = self._by_frames(pages, deadline, write)
+        for run in runs(rest):
+            part = slice(rest[run.start], rest[run.stop - 1] + 1)
+            outcomes[part] = self._send(PageWrites(self.codec, keys[part], pages[part], above(part), deadline))
+        return outcomes
+
+    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+        """See Envelope."""
+        return sum(number_of(self._ask("delete", some, deadline), "pages", len(some)) for some in _batches(keys))
+
+    def remove_all(self, deadline: float) -> int:
+        """See Envelope."""
+        return number_of(self._ask("clear", None, deadline), "pages")
+
+    def measure(self) -> Usage:
+        """See Envelope."""
+        deadline = time.monotonic() + _USAGE_S
+        answer = self._again(
+            lambda: self._client.call("GET", f"{self._path}/usage", deadline=deadline), deadline
+        )
+        has_limit = answer.get("capacity_bytes") is not None
+        capacity = number_of(answer, "capacity_bytes") if has_limit else None
+        return Usage(number_of(answer, "pages"), number_of(answer, "bytes"), capacity)
+
+    def shut(self) -> None:
+        """See Envelope."""
+        for shared in self._memories:
+            shared.detach()
+        self._pool.close()
+        self._client.close()
+
+    # Requests
+
+    def _open_namespace(self, deadline: float) -> None:
+        """Tell the daemon this namespace. Raises StoreError."""
+        codec = self.codec
+        fields = {
+            "payload_bytes": codec.payload_bytes, "weights_epoch": codec.weights_epoch, "label": codec.label,
+        }  # fmt: skip
+        answer = self._client.call("PUT", self._path, fields, deadline=min(deadline, time.monotonic() + _OPEN_S))
+        if answer.get("frame_bytes") != codec.frame_bytes:
+            raise StoreError(ErrorKind.PROTOCOL, "the daemon has frames of another size")
+        self._body_pages_max = max(1, min(number_of(answer, "body_pages_max"), _BODY_BYTES // codec.frame_bytes))
+
+    def _again(self, request: Callable[[], T], deadline: float, reattach: Callable[[], None] = lambda: None) -> T:
+        """Make a request; once more if the daemon does not know the namespace or memory, which it is told then."""
+        try:
+            return request()
+        except Refused as error:
+            if not error.is_unknown:
+                raise
+        self._open_namespace(deadline)
+        reattach()
+        return request()
+
+    def _ask(self, verb: str, keys: Sequence[bytes] | None, deadline: float) -> Mapping[str, Any]:
+        """Return the answer to a verb without pages, whose errors are counted. Raises StoreError."""
+        fields = {} if keys is None else {"keys": [key.hex() for key in keys]}
+        answer = self._again(
+            lambda: self._client.call("POST", f"{self._path}/{verb}", fields, deadline=deadline), deadline
+        )
+        self.count(*kinds_of(answer, 4 * len(keys or (b"",))))
+        return answer
+
+    def _ask_frames(
+        self, verb: str, run: FrameRun, keys: Sequence[bytes], fields: Mapping[str, object], deadline: float
+    ) -> list[str]:
+        """Have the daemon move pages between its store and frames. Return their outcomes; errors are counted. When this
+        returns or raises, the daemon does not touch the frames any more. Raises StoreError."""
+        shared, mapping = run.shared, run.mapping
+
+        def request() -> Mapping[str, Any]:
+            asked = {
+                "keys": [key.hex() for key in keys], "memory": shared.memory.name, "mapping": mapping,
+                "frames": run.numbers, **fields,
+            }  # fmt: skip
+            with shared.fenced(mapping):
+                answer = self._client.call(
+                    "POST", f"{self._path}/{verb}", asked, deadline=deadline, may_repeat=False
+                )
+            return answer
+
+        def reattach() -> None:
+            nonlocal mapping
+            shared.forget(mapping)
+            mapping = shared.attach(deadline) or mapping
+
+        answer = self._again(request, deadline, reattach)
+        outcomes, errors = list_of(answer, "outcomes", len(keys)), kinds_of(answer, 4 * len(keys))
+        known = GetOutcome if verb == "get" else SetOutcome
+        if not all(word in set(known) for word in outcomes):
+            raise StoreError(ErrorKind.PROTOCOL, "the answer has an outcome that does not exist")
+        missing = outcomes.count(known.ERROR) - len(errors)
+        self.count(*errors, *[ErrorKind.SERVER_ERROR] * missing)
+        return outcomes
+
+    def _by_frames(
+        self, pages: Sequence[PageBuffer], deadline: float, do: Callable[[FrameRun], None]
+    ) -> Sequence[int]:
+        """Do the pages that are frames of memory that the daemon has mapped. Return the positions of the others."""
+        if not self._memories:
+            return range(len(pages))
+        rest: list[int] = []
+        for part, shared, numbers in frame_runs(self._memories, pages, KEYS_MAX):
+            mapping = None
+            try:
+                mapping = None if shared is None else shared.attach(deadline)
+            except Refused as error:
+                self.count(error.kind)
+            if shared is None or mapping is None:
+                rest += range(part.start, part.stop)
+            else:
+                do(FrameRun(part, shared, mapping, numbers))
+        return rest
+
+    def _send(self, writes: PageWrites) -> list[SetOutcome]:
+        """Store pages by their bodies. Errors are counted."""
+        breaks = [at for at in range(1, len(writes)) if writes.parents[at] != writes.keys[at - 1]]
+
+        def write(part: range) -> None:
+            if not writes.is_full:
+                write_pages(self._client, f"{self._path}/write", writes, part)
+
+        outcomes = writes.finish(self._move(len(writes), breaks, write, writes.deadline))
+        self.count(*writes.errors)
+        return outcomes
+
+    def _move(
+        self, count: int, breaks: Sequence[int], move: Callable[[range], None], deadline: float
+    ) -> str:
+        """Move so many pages as bodies, in parts at the same time; return the kind of the first failure, or nothing.
+        """
+        parts = parts_of(count, self.options.connections, self._body_pages_max, breaks)
+        failures: list[str] = []
+
+        def move_one(number: int) -> None:
+            try:
+                self._again(lambda: move(parts[number]), deadline)
+            except StoreError as error:
+                failures.append(error.kind)
+
+        self._pool.run(len(parts), move_one)
+        return failures[0] if failures else ""
+
+    def _remove_damaged(self, keys: Sequence[bytes]) -> None:
+        """Remove pages that the daemon took for sound, so that they are not read again. Failures are counted."""
+        try:
+            self._ask("delete", keys, time.monotonic() + SETTLE_S)
+        except StoreError as error:
+            self.count(error.kind)
+
+    def after_fork(self) -> None:
+        """In the child of a fork: the connections are the parent's."""
+        self._calls.after_fork()
+
+
+def _batches(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    for start in range(0, len(keys), KEYS_MAX):
+        yield keys[start : start + KEYS_MAX]
+
+
+_opened: weakref.WeakSet[RemoteBackend] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for backend in list(_opened):
+        backend.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

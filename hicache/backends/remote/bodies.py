@@ -1,0 +1,83 @@
+"""Pages as bodies of requests, for memory that the daemon does not share: each is proved on both sides.
+
+    read     one byte per key says what became of it, then the frames of the hits follow in order
+    write    the keys, then the frames
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...frame import TagStream
+from ..base import GetOutcome, SetOutcome
+from ..errors import ErrorKind, StoreError
+from ..http import PIECE_BYTES, Connection
+from ..pages import PageReads, PageWrites
+from .client import DaemonClient, kinds_of, list_of
+
+# Why a page is damaged, where the daemon has found and removed it.
+BY_DAEMON = "daemon"
+# What becomes of a page, as one byte of the answer to `read`.
+OUTCOME_BYTES = {outcome: outcome.value[:1].upper().encode() for outcome in GetOutcome}
+_OUTCOMES = {byte[0]: outcome for outcome, byte in OUTCOME_BYTES.items()}
+
+
+def read_pages(
+    client: DaemonClient, path: str, reads: PageReads[bool], positions: Sequence[int]
+) -> None:
+    """Read pages straight into their buffers and settle each of them. Raises StoreError; pages that were settled until
+    then stay so. A damaged page is `found` if the daemon took it for sound."""
+    size = reads.codec.frame_bytes
+
+    def take(connection: Connection, length: int, until: float) -> bool:
+        outcomes = [_OUTCOMES.get(byte) for byte in connection.read_exactly(len(positions), until)]
+        if None in outcomes or length != len(positions) + outcomes.count(GetOutcome.HIT) * size:
+            raise StoreError(ErrorKind.PROTOCOL, "the answer has other pages than were asked for")
+        for position, outcome in zip(positions, outcomes, strict=True):
+            if outcome is GetOutcome.HIT:
+                arrived: TagStream | None = reads.stream() if size > PIECE_BYTES else None
+                connection.read_into(reads.buffers(position), until, arrived)
+                reads.accept(position, size, True, arrived)
+            elif outcome is GetOutcome.MISS:
+                reads.miss(position)
+            elif outcome is GetOutcome.CORRUPT:
+                reads.damage(position, BY_DAEMON, False)
+            else:
+                reads.fail(position, ErrorKind.SERVER_ERROR)
+        return True
+
+    keys = [reads.keys[position].hex() for position in positions]
+    client.receive_pages(path, {"keys": keys}, take, deadline=reads.deadline)
+
+
+def write_pages(client: DaemonClient, path: str, writes: PageWrites, positions: Sequence[int]) -> None:
+    """Send pages straight from their buffers and settle each of them. Raises StoreError."""
+    body = [memoryview(b"".join(writes.keys[position] for position in positions))]
+    for position in positions:
+        body += writes.sealed(position)
+    parent = writes.parents[positions[0]]
+    query = {"keys": len(positions), **({} if parent is None else {"parent": parent.hex()})}
+    answer = client.send_pages(path, query, body, deadline=writes.deadline)
+    outcomes = list_of(answer, "outcomes", len(positions))
+    errors = iter(kinds_of(answer, 4 * len(positions)))
+    for position, word in zip(positions, outcomes, strict=True):
+        if word == SetOutcome.STORED:
+            writes.stored(position)
+        elif word == SetOutcome.PRESENT:
+            writes.present(position)
+        elif word == SetOutcome.REJECTED:
+            writes.reject(position)
+        else:
+            writes.fail(position, next(errors, ErrorKind.SERVER_ERROR))
+    writes.errors += errors
+
+
+def parts_of(count: int, parts: int, pages_max: int, breaks: Sequence[int] = ()) -> list[range]:
+    """Cut `count` positions into `parts` runs of about the same length, or more if one would have over `pages_max`
+    pages. A run does not reach over one of the positions in `breaks`."""
+    length = max(1, min(pages_max, -(-count // parts)))
+    found: list[range] = []
+    starts = sorted({0, *breaks})
+    for start, end in zip(starts, [*starts[1:], count], strict=True):
+        found += [range(first, min(first + length, end)) for first in range(start, end, length)]
+    return found

@@ -1,0 +1,187 @@
+"""The requests that a `remote` store makes of a daemon, and what the answers say.
+
+Each is tried once and ends soon after its deadline. A request without an answer raises StoreError. A request that the
+daemon has refused raises `Refused`: nothing of it was done, and the daemon does not touch its frames any more.
+
+Locking design: the pool of connections is safe for threads; everything else here is fixed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+from urllib.parse import urlencode
+
+from ...frame import Damage
+from ..errors import ErrorKind, StoreError
+from ..http import Connection, ConnectionPool, Head, read_small, request_head
+from .access import Access
+
+# Reads the pages of an answer from a connection: how many bytes they are, and until when they may come. True if all of
+# them were read.
+PageReceiver: TypeAlias = Callable[[Connection, int, float], bool]
+# What the protocol allows for one request, beside a bound of the daemon's own.
+TIMEOUT_S_MAX = 3600.0
+# A daemon answers at the deadline of a request; the answer gets this long to arrive.
+GRACE_S = 0.25
+# Answers are short, but for one word per key.
+_ANSWER_BYTES_MAX = 1 << 20
+_RETRY_AFTER_MAX_S = 60.0
+# Classes under which errors of a daemon are counted here. Any other word of it becomes `server_error`.
+_KINDS = frozenset({*ErrorKind, *Damage})
+# What the guard of a daemon's store counts for a call that it does not make.
+_BY_GUARD = {"guard_open": ErrorKind.UNAVAILABLE, "guard_busy": ErrorKind.BUSY}
+_BY_STATUS: Mapping[int, ErrorKind] = {
+    400: ErrorKind.BAD_REQUEST,
+    401: ErrorKind.WRONG_CREDENTIALS,
+    403: ErrorKind.ACCESS_DENIED,
+    409: ErrorKind.CONFLICT,
+    413: ErrorKind.BAD_REQUEST,
+    422: ErrorKind.BAD_REQUEST,
+    429: ErrorKind.THROTTLED,
+    503: ErrorKind.UNAVAILABLE,
+}
+
+
+class Refused(StoreError):
+    """A daemon has refused a request. With `is_unknown` it does not know the namespace or the memory: tell it again."""
+
+    def __init__(self, kind: str, status: int, retry_after_s: float) -> None:
+        super().__init__(kind, f"the daemon answered with status {status}", retry_after_s)
+        self.is_unknown = status == 404
+
+
+class DaemonClient:
+    """See the module's docstring."""
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self._pool = ConnectionPool(access.server)
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        fields: Mapping[str, object] | None = None,
+        *,
+        deadline: float,
+        may_repeat: bool = True,
+    ) -> Mapping[str, Any]:
+        """Send `fields` as JSON, with the time that is left as `timeout_s`, and return the fields of the answer. Raises
+        Refused and StoreError."""
+        left_s = time_left(deadline)
+        body = b""
+        if fields is not None:
+            body = json.dumps({**fields, "timeout_s": left_s}, separators=(",", ":")).encode()
+
+        def read(connection: Connection, head: Head) -> Mapping[str, Any]:
+            return _fields(_small(connection, head, until))
+
+        until = time.monotonic() + left_s + GRACE_S
+        head = self._head(method, path, "application/json", len(body))
+        return self._pool.exchange(head, [memoryview(body)], read, until, may_repeat=may_repeat)
+
+    def send_pages(
+        self, path: str, query: Mapping[str, object], pages: Sequence[memoryview], *, deadline: float
+    ) -> Mapping[str, Any]:
+        """Send buffers as the body of a request and return the fields of the answer. Raises as `call`."""
+        left_s = time_left(deadline)
+
+        def read(connection: Connection, head: Head) -> Mapping[str, Any]:
+            return _fields(_small(connection, head, until))
+
+        until = time.monotonic() + left_s + GRACE_S
+        target = f"{path}?{urlencode({**query, 'timeout_s': left_s})}"
+        head = self._head("POST", target, "application/octet-stream", sum(buffer.nbytes for buffer in pages))
+        return self._pool.exchange(head, pages, read, until)
+
+    def receive_pages(
+        self, path: str, fields: Mapping[str, object], take: PageReceiver, *, deadline: float
+    ) -> None:
+        """As `call`, where the answer is pages: `take` reads them from the connection. Raises as `call`."""
+        left_s = time_left(deadline)
+        body = json.dumps({**fields, "timeout_s": left_s}, separators=(",", ":")).encode()
+
+        def read(connection: Connection, head: Head) -> None:
+            if head.status != 200 or head.length is None or head.is_chunked:
+                _small(connection, head, until)
+                raise StoreError(ErrorKind.PROTOCOL, "the daemon does not say how long its answer is")
+            if take(connection, head.length, until):
+                connection.finish()
+
+        until = time.monotonic() + left_s + GRACE_S
+        self._pool.exchange(self._head("POST", path, "application/json", len(body)), [memoryview(body)], read, until)
+
+    def close(self) -> None:
+        """Close the connections. REQUIRES: no request is in flight."""
+        self._pool.close()
+
+    def _head(self, method: str, path: str, content_type: str, length: int) -> bytes:
+        headers = {**self.access.headers, "content-type": content_type, "content-length": str(length)}
+        return request_head(method, path, headers)
+
+
+def time_left(deadline: float) -> float:
+    """Return the seconds that a daemon is given for a request. Raises StoreError if there are none."""
+    left_s = min(deadline - time.monotonic(), TIMEOUT_S_MAX)
+    if left_s <= 0:
+        raise StoreError(ErrorKind.DEADLINE)
+    return left_s
+
+
+def kinds_of(answer: Mapping[str, Any], errors_max: int) -> list[str]:
+    """Return the kinds of errors that an answer lists, `errors_max` of them at most. Raises StoreError."""
+    errors = answer.get("errors")
+    if not isinstance(errors, list):
+        raise StoreError(ErrorKind.PROTOCOL, "the answer lists no errors")
+    return [_kind(error, ErrorKind.SERVER_ERROR) for error in errors[:errors_max]]
+
+
+def number_of(answer: Mapping[str, Any], name: str, most: int | None = None) -> int:
+    """Return a count of an answer, `most` at most. Raises StoreError if it is not one."""
+    number = answer.get(name)
+    if type(number) is not int or not 0 <= number <= (number if most is None else most):
+        raise StoreError(ErrorKind.PROTOCOL, f"the answer has no valid {name}")
+    return number
+
+
+def list_of(answer: Mapping[str, Any], name: str, count: int) -> list[Any]:
+    """Return a list of an answer that has `count` entries. Raises StoreError if it is not one."""
+    found = answer.get(name)
+    if not isinstance(found, list) or len(found) != count:
+        raise StoreError(ErrorKind.PROTOCOL, f"the answer does not have {name} for each key")
+    return found
+
+
+def _kind(word: object, otherwise: ErrorKind) -> str:
+    if not isinstance(word, str):
+        return otherwise
+    return word if word in _KINDS else _BY_GUARD.get(word, otherwise)
+
+
+def _small(connection: Connection, head: Head, deadline: float) -> bytes:
+    """Return the body of an answer. Raises Refused, and StoreError for a failure that is not a refusal."""
+    body = read_small(connection, head, _ANSWER_BYTES_MAX, deadline)
+    if head.status == 200:
+        return body
+    if head.status >= 500 and head.status != 503:
+        raise StoreError(ErrorKind.SERVER_ERROR, f"the daemon answered with status {head.status}")
+    otherwise = _BY_STATUS.get(head.status, ErrorKind.SERVER_ERROR)
+    try:
+        kind = _kind(_fields(body).get("error"), otherwise)
+    except StoreError:  # of another server: the status says all
+        kind = otherwise
+    pause = head.headers.get("retry-after", "")
+    raise Refused(kind, head.status, min(float(pause), _RETRY_AFTER_MAX_S) if pause.isdecimal() else 0.0)
+
+
+def _fields(body: bytes) -> Mapping[str, Any]:
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(ErrorKind.PROTOCOL, "the answer is not JSON") from error
+    if not isinstance(answer, dict):
+        raise StoreError(ErrorKind.PROTOCOL, "the answer is not a JSON object")
+    return answer

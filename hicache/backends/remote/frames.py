@@ -1,0 +1,188 @@
+"""Frames that a daemon on this host reads and writes itself: memory that both have mapped.
+
+A verb must not return while the daemon can still touch a frame, because its caller then uses the frame for another
+page. With an answer that is certain. A verb without one, after a lost connection or a deadline, waits in `fence` until
+
+- the daemon has detached the memory: it answers once no operation touches it, and refuses the operations that still
+  wait there, since they name the mapping that is gone; or
+- the daemon is dead: it holds a lock for its life. A new daemon starts only then.
+
+The next call maps the memory again. A daemon that hangs holds such a verb as long as it hangs, as any store does.
+
+Locking design: `_state` guards the fields of a memory; it is held while the daemon is asked to map the memory, so that
+one thread asks, and never during a fence. `_fencing` is held during a fence, by one thread; the others need no fence
+of their own for the same mapping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...backoff import Backoff
+from ...frame import PageBuffer, PageView
+from ...shared_memory import SharedMemory, find
+from ..errors import StoreError
+from .client import DaemonClient, Refused
+
+# The first tries of a fence find a daemon that has only lost a connection.
+_FENCE_S_MIN = 0.01
+_FENCE_S_MAX = 0.5
+# One try: a daemon with operations in flight answers when they end, or asks for another try.
+_DETACH_S = 2.0
+# How long a daemon may take to map memory, and the pause after it has refused to.
+_ATTACH_S = 10.0
+_REFUSED_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRun:
+    """Consecutive pages of a call, `part`, which are the frames `numbers` of one memory. The daemon's mapping of it is
+    `mapping`."""
+
+    part: slice
+    shared: SharedFrames
+    mapping: str
+    numbers: Sequence[int]
+
+
+class SharedFrames:
+    """One shared memory of this process, and whether the daemon has it mapped."""
+
+    def __init__(self, memory: SharedMemory, client: DaemonClient) -> None:
+        self.memory = memory
+        self._client = client
+        self._path = f"/v1/memory/{memory.name}"
+        self._state = threading.Lock()
+        self._fencing = threading.Lock()
+        self._mapping: str | None = None
+        self._lock_file: int | None = None
+        self._retry_at_s = 0.0
+        self._fenced: str | None = None
+
+    def frame_number(self, view: memoryview) -> int | None:
+        """Return which frame of this memory a view is, None if it is not one."""
+        found = find(view)
+        if found is None or found[0] is not self.memory:
+            return None
+        number, rest = divmod(found[1], self.memory.layout.frame_bytes)
+        return number if not rest and view.nbytes == self.memory.layout.frame_bytes else None
+
+    def attach(self, deadline: float) -> str | None:
+        """Return the id of the daemon's mapping of this memory, which it makes if there is none. None for a while after
+        it has failed to. Blocks. Raises Refused if the daemon cannot map it, and StoreError."""
+        with self._state:
+            if self._mapping is not None:
+                return self._mapping
+            if time.monotonic() < self._retry_at_s:
+                return None
+            memory, layout = self.memory, self.memory.layout
+            asked = {
+                "frame_bytes": layout.frame_bytes, "pages": layout.pages,
+                "device": memory.identity[0], "inode": memory.identity[1],
+            }  # fmt: skip
+            self._open_lock(self._client.access.lock)
+            try:
+                limit = min(deadline, time.monotonic() + _ATTACH_S)
+                answer = self._client.call("PUT", self._path, asked, deadline=limit)
+            except StoreError:
+                self._retry_at_s = time.monotonic() + _REFUSED_S
+                raise
+            self._mapping = str(answer.get("mapping"))
+            return self._mapping
+
+    def forget(self, mapping: str) -> None:
+        """Have the memory mapped again by the next call: the daemon does not know this mapping any more."""
+        with self._state:
+            if self._mapping == mapping:
+                self._mapping = None
+
+    @contextlib.contextmanager
+    def fenced(self, mapping: str) -> Iterator[None]:
+        """A request that names `mapping`, in the block: leaves it only when the daemon can touch its frames no more."""
+        try:
+            yield
+        except Refused:
+            raise
+        except BaseException:
+            self.fence(mapping)
+            raise
+
+    def fence(self, mapping: str) -> None:
+        """Return when no operation of the daemon that names `mapping` can touch a frame. See the module's docstring."""
+        self.forget(mapping)
+        backoff = Backoff(_FENCE_S_MIN, _FENCE_S_MAX)
+        with self._fencing:
+            while self._fenced != mapping and not self._is_daemon_dead():
+                try:
+                    self._client.call(
+                        "DELETE", f"{self._path}?timeout_s={_DETACH_S}", deadline=time.monotonic() + _DETACH_S
+                    )
+                    break
+                except StoreError:
+                    time.sleep(backoff.next_s())
+            self._fenced = mapping
+
+    def detach(self) -> None:
+        """Tell the daemon that this process is done with the memory. Blocks for moments; raises nothing, since a daemon
+        finds that out by itself. REQUIRES: no verb is in flight."""
+        with self._state:
+            if self._mapping is not None:
+                with contextlib.suppress(StoreError):
+                    path = f"{self._path}?timeout_s={_DETACH_S}"
+                    self._client.call("DELETE", path, deadline=time.monotonic() + _DETACH_S)
+            self._mapping = None
+            if self._lock_file is not None:
+                os.close(self._lock_file)
+                self._lock_file = None
+
+    def _open_lock(self, path: Path | None) -> None:
+        """Open the lock of the daemon that is about to map the memory. REQUIRES: `_state` is held."""
+        if path is None:
+            return
+        found = None
+        with contextlib.suppress(OSError):  # then an answer has to tell
+            found = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        before, self._lock_file = self._lock_file, found
+        if before is not None:
+            os.close(before)
+
+    def _is_daemon_dead(self) -> bool:
+        with self._state:
+            if self._lock_file is None:
+                return False
+            try:
+                fcntl.flock(self._lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return False
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+            return True
+
+
+def frame_runs(
+    memories: Sequence[SharedFrames], pages: Sequence[PageBuffer], pages_max: int
+) -> Iterator[tuple[slice, SharedFrames | None, list[int]]]:
+    """Cut the pages of a call into runs of frames of one memory, `pages_max` at most, and runs of other pages (None). A
+    frame that comes twice in a call is another page there: one request cannot move two pages through it."""
+    seen: set[tuple[int, int]] = set()
+    start, run, numbers = 0, None, list[int]()
+    for at, page in enumerate(pages):
+        shared, number = None, 0
+        for memory in memories:
+            found = None if isinstance(page, PageView) else memory.frame_number(page)
+            if found is not None and (id(memory), found) not in seen:
+                seen.add((id(memory), found))
+                shared, number = memory, found
+        if at > start and (shared is not run or at - start >= pages_max):
+            yield slice(start, at), run, numbers
+            start, numbers = at, []
+        run = shared
+        numbers.append(number)
+    if pages:
+        yield slice(start, len(pages)), run, numbers
