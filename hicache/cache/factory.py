@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from ..backends.base import StorageBackend
 from ..backends.opening import StorageOpener
 from ..backends.registry import BackendSpec
 from ..config import HiCacheConfig
+from ..config.remote_storage import RemoteStorageOptions
 from ..config.storage import parts_of
 from ..controller import HiCacheController, RankGroup
 from ..controller.ranks import require_equal
@@ -31,6 +32,7 @@ from ..tiers.memory import device_pages as count_device_pages
 from .break_even import BreakEven, Rates
 from .chunk_cache import ChunkCache
 from .host_cache import HostCache
+from .host_pool import open_host_pool, release_of, released_on_failure
 from .interface import TreeCache
 from .radix_cache import HiRadixCache
 from .session_cache import SessionCache
@@ -65,8 +67,8 @@ def create_cache(
     where the configuration leaves that to the engine; `device_memory` is what it sizes L1 from, by default what the
     driver says. With `device_blocks`, L1 is tensors of the engine on `device`, one block a page; page 0 stays unused.
     With `ranks`, which must all make this call, the pools have the size of the smallest, and all ranks start or none
-    does. Raises ConfigError, CapacityError, BackendError and RankError with what to change, and InvalidInput for an
-    argument of another type, a PageShape and a `key_hash`; nothing is left running then.
+    does. Raises ConfigError, CapacityError, SharedMemoryError, BackendError and RankError with what to change, and
+    InvalidInput for an argument of another type, a PageShape and a `key_hash`; nothing is left running then.
     """
     geometry = _attention(instance("namespace", namespace, Namespace))
     known = _known_device(device)
@@ -90,16 +92,19 @@ def create_cache(
             cache = ChunkCache(l1, weights_epoch=namespace.weights_epoch)
             undo.callback(cache.close)
             return cache
-        l2 = HostPool(geometry, l2_pages, pin=_pin(config.host.pin, known))
-        copies = create_copy_engine(l1.blocks, HostWindow(l2))
+        rank = None if ranks is None else ranks.rank
+        l2 = open_host_pool(config, geometry, l2_pages, pin=_pin(config.host.pin, known), rank=rank)
         kind = SessionCache if config.sessions.enabled else HiRadixCache
 
         def make(controller: HiCacheController, options: TieredOptions) -> HiRadixCache:
             options["position_bytes"] = BIGRAM_BYTES if config.bigram_keys else TOKEN_BYTES
             options["break_even"] = BreakEven(config.break_even, page_bytes)
+            options["release"] = release_of(l2)
             return kind(l1, l2, controller, **options)
 
-        return _start(undo, config, namespace, environ, l2, copies, make, ranks)
+        with released_on_failure(l2):
+            copies = create_copy_engine(l1.blocks, HostWindow(l2))
+            return _start(undo, config, namespace, environ, l2, copies, make, ranks)
 
     return _all_or_none(config, ranks, build)
 
@@ -113,10 +118,11 @@ def create_host_cache(
 ) -> HostCache:
     """Open storage and start the workers of a cache for an engine that keeps the pages of its device for itself.
 
-    L2 is `host`, such as a pool in shared memory, whose pages must be those of `namespace`; without it, a private pool
-    of `host.size` or `host.tokens`. Keys are given by the engine if `namespace` has a `key_hash`, else tokens. What
-    `config` says about L1, and `prefix_cache`, does not count. Raises ConfigError, CapacityError and BackendError with
-    what to change, and InvalidInput for a `host` of other pages; nothing is left running then.
+    L2 is `host`, such as a pool in shared memory, whose pages must be those of `namespace`; without it, a pool of
+    `host.size` or `host.tokens`, which is private unless `host.shared` names it. Keys are given by the engine if
+    `namespace` has a `key_hash`, else tokens. What `config` says about L1, and `prefix_cache`, does not count. Raises
+    ConfigError, CapacityError, SharedMemoryError and BackendError with what to change, and InvalidInput for a `host` of
+    other pages; nothing is left running then.
     """
     shape = instance("namespace", namespace, Namespace).shape
     _require_page_size(instance("config", config, HiCacheConfig), shape.tokens)
@@ -125,7 +131,7 @@ def create_host_cache(
     if config.sessions.enabled:
         raise ConfigError("sessions.enabled: a session keeps KV on L1, which this engine has for itself; leave it out")
     if host is None:
-        l2 = _private_host(config, shape)
+        l2 = _own_host(config, shape)
     elif (l2 := instance("host", host, HostPool)).shape != shape:
         raise InvalidInput(
             f"host: the pool has pages of {l2.payload_bytes} bytes in {len(l2.shape.pieces)} pieces, the namespace "
@@ -134,9 +140,15 @@ def create_host_cache(
 
     def make(controller: HiCacheController, options: TieredOptions) -> HostCache:
         options["position_bytes"] = PAGE_KEY_BYTES if namespace.key_hash else TOKEN_BYTES
+        if host is None:
+            options["release"] = release_of(l2)
         return HostCache(l2, controller, **options)
 
-    return _all_or_none(config, None, lambda undo: _start(undo, config, namespace, environ, l2, None, make, None))
+    def build(undo: ExitStack) -> HostCache:
+        with released_on_failure(l2) if host is None else nullcontext():
+            return _start(undo, config, namespace, environ, l2, None, make, None)
+
+    return _all_or_none(config, None, build)
 
 
 def _all_or_none(config: HiCacheConfig, ranks: RankGroup | None, build: Callable[[ExitStack], Cache]) -> Cache:
@@ -198,13 +210,13 @@ def _start(  # noqa: PLR0917 - what the two kinds of caches differ in
     return cache
 
 
-def _private_host(config: HiCacheConfig, shape: PageShape) -> HostPool:
+def _own_host(config: HiCacheConfig, shape: PageShape) -> HostPool:
     if config.host.size is None and config.host.tokens is None:
         raise ConfigError("host: give size or tokens; ratio is a multiple of L1, which this engine keeps for itself")
     pin = config.host.pin == "on"  # `auto` asks for the device of L1, which only the engine knows
     if pin and not torch.cuda.is_available():
         raise ConfigError("host.pin: 'on' needs a CUDA device, and torch sees none; use auto or off")
-    return HostPool(shape, host_pages(config.host, shape, 0), pin=pin)
+    return open_host_pool(config, shape, host_pages(config.host, shape, 0), pin=pin)
 
 
 def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace) -> None:
@@ -318,8 +330,8 @@ def _open_now_or_later(
     epoch: int,
     ranks: RankGroup | None = None,
 ) -> StorageBackend | None:
-    """Return the open storage; None without storage, and for a composition of which a part is unavailable, on any rank:
-    the cache starts without it then, and opens it later.
+    """Return the open storage; None without storage, and for a daemon or a part of a composition that is unavailable,
+    on any rank: the cache starts without it then, and opens it later.
 
     All ranks call it. Raises what `opener` raises, and RankError if another rank raises.
     """
@@ -329,7 +341,8 @@ def _open_now_or_later(
     try:
         backend = opener(epoch)
     except BackendUnavailable as error:
-        if not parts_of(config.storage.options):
+        options = config.storage.options
+        if not parts_of(options) and not isinstance(options, RemoteStorageOptions):
             raise
         logger.warning("storage is not open yet; the cache starts without it and tries again: %s", error)
     if ranks is not None:

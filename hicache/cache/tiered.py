@@ -46,13 +46,14 @@ class TieredOptions(TypedDict, total=False):
 
     `position_bytes` says which keys the cache takes (see `RadixKey`): 8 bytes for an engine whose keys are bigrams.
     `open_storage` opens the store of a weights epoch, for `update_weights`; the controller's backend is that of
-    `weights_epoch`.
+    `weights_epoch`. `release` is called at the end of `close`.
     """
 
     position_bytes: int
     open_storage: Callable[[int], StorageBackend] | None
     weights_epoch: int
     break_even: BreakEven | None
+    release: Callable[[], None]
 
 
 class TieredCache:
@@ -72,6 +73,7 @@ class TieredCache:
         open_storage: Callable[[int], StorageBackend] | None = None,
         weights_epoch: int = 0,
         break_even: BreakEven | None = None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config = controller.config
         self.page_size = host.shape.tokens
@@ -90,6 +92,7 @@ class TieredCache:
         self.storage = StorageControl(controller, self._trees, self._prefetcher, open_storage, weights_epoch)
         self.mailbox = Mailbox()
         self._drop_log: DropLog | None = None
+        self._release_host = release
         self._closed = False
 
     def _new_tree(self) -> RadixTree:
@@ -256,6 +259,7 @@ class TieredCache:
         self.poll()
         if self._publisher is not None:
             self._publisher.close(max(0.1, deadline - time.monotonic()))
+        self._release_host()
         return ended
 
     def __enter__(self) -> Self:

@@ -20,6 +20,7 @@ from .daemon import DaemonConfig
 from .integrity import IntegrityConfig, StorageFormatConfig
 from .logging import LoggingConfig
 from .publishing import EventsConfig, MetricsConfig
+from .remote_storage import RemoteStorageOptions
 from .section import Section, Tokens, yaml_switch
 from .storage import AnyStorage
 
@@ -57,6 +58,23 @@ class DeviceConfig(Section):
         return any(getattr(self, name) is not None for name in self.alternatives[0])
 
 
+class SharedHostConfig(Section):
+    """L2 under a name, so that other processes of this user can map it: a storage daemon, workers of the engine."""
+
+    # The number of a rank is appended.
+    name: str | None = Field(
+        default=None, pattern=r"^[A-Za-z0-9.-]{1,120}$",
+        description="Name of the memory, `/dev/shm/hicache.NAME`, one per engine; each rank appends its number. A "
+        "daemon on this host then reads and writes pages in place (`storage.type: remote`). Not set: L2 is private to "
+        "the process.",
+    )
+    owner: Literal["engine", "daemon"] = Field(
+        default="engine",
+        description="Which process creates the memory: its memory limit (cgroup) has to cover it. `daemon`: the one "
+        "of `storage.options.socket`, which must run when the engine starts.",
+    )
+
+
 class HostConfig(Section):
     """L2: KV pages in host memory."""
 
@@ -82,6 +100,7 @@ class HostConfig(Section):
         "takes seconds per 100 GiB at start. `auto` pins if L1 is on a CUDA device, `on` refuses to start if it is "
         "not.",
     )
+    shared: SharedHostConfig = SharedHostConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -340,4 +359,8 @@ class HiCacheConfig(Section):
             )
         if self.sessions.enabled and not self.prefix_cache:
             raise ValueError("sessions.enabled needs prefix_cache: true; without it nothing is kept between turns")
+        shared, options = self.host.shared, self.storage and self.storage.options
+        has_socket = isinstance(options, RemoteStorageOptions) and options.url is None
+        if shared.name is not None and shared.owner == "daemon" and not has_socket:
+            raise ValueError("host.shared.owner: daemon needs storage.type: remote with the socket of that daemon")
         return self

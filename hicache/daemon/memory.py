@@ -57,6 +57,11 @@ class Mapping:
         self.is_leaving = False
         self._join_until_s = time.monotonic() + _JOIN_S if request.identity is None else 0.0
 
+    def holds(self, request: MemoryRequest) -> bool:
+        """True if a request means this memory. An engine for which it was created may name its identity by now."""
+        same = self.request.frame_bytes == request.frame_bytes and self.request.pages == request.pages
+        return same and request.identity in (None, self.memory.identity) and request.shape in (b"", self.request.shape)
+
     def is_alive(self) -> bool:
         """True if an engine has the memory open, or is about to open it. Does not block."""
         if self.memory.has_others():
@@ -86,7 +91,7 @@ class Memories:
         with self._changed:
             known = self._mappings.get(name)
             if known is not None:
-                if known.request == request and not known.is_leaving and known.memory.has_others():
+                if known.holds(request) and not known.is_leaving and known.memory.has_others():
                     return known
                 self._take_out(known, deadline)
             if name in self._opening:
@@ -198,7 +203,7 @@ class Memories:
         del self._mappings[name]
         self._bytes -= mapping.request.frame_bytes * mapping.request.pages
         if mapping.request.identity is None:
-            mapping.memory.unlink()
+            mapping.memory.unlink_if_left()  # an engine that has it open may attach it again, by its name
         with contextlib.suppress(BufferError):  # then the last view of it unmaps it
             mapping.memory.close()
 

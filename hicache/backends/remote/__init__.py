@@ -1,5 +1,6 @@
 """The backend `remote`: pages by way of a storage daemon, on this host through shared memory."""
 
 from .backend import RemoteBackend
+from .memory import create_memory
 
-__all__ = ["RemoteBackend"]
+__all__ = ["RemoteBackend", "create_memory"]

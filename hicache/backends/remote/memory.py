@@ -1,0 +1,30 @@
+"""Memory that a daemon creates for an engine, so that it counts as the daemon's."""
+
+from __future__ import annotations
+
+import time
+
+from ...config.remote_storage import RemoteStorageOptions
+from ...errors import BackendError, BackendUnavailable
+from ...frame import frame_bytes
+from ..errors import StoreError
+from .access import open_access
+from .client import DaemonClient, Refused
+
+_CREATE_S = 60.0
+
+
+def create_memory(options: RemoteStorageOptions, name: str, shape: bytes, payload_bytes: int, pages: int) -> None:
+    """Have the daemon create shared memory `name` with frames for so many pages of the shape with this digest; open it
+    next. Blocks while it zeroes the memory. Raises BackendUnavailable if it does not answer, BackendError if it
+    refuses."""
+    client = DaemonClient(open_access(options))
+    asked = {"frame_bytes": frame_bytes(payload_bytes), "pages": pages, "shape": shape.hex()}
+    try:
+        client.call("PUT", f"/v1/memory/{name}", asked, deadline=time.monotonic() + _CREATE_S)
+    except StoreError as error:
+        kind = BackendError if isinstance(error, Refused) else BackendUnavailable
+        where = f"host.shared: the daemon at {client.access.where} does not create the memory {name!r}"
+        raise kind(f"{where}: {error}; see its log, or set host.shared.owner to engine") from error
+    finally:
+        client.close()
