@@ -1,9 +1,11 @@
 """Who may use the admin surface.
 
-    Unix socket   the user of this process and root, as the kernel names the peer; or the admin token
-    TCP           the admin token alone; without one configured, nobody
+                  with an admin token           without one
+    Unix socket   who sends it                  the user of this process and root, as the kernel names the peer
+    TCP           who sends it                  nobody
 
-A token for data opens nothing here: the only token that is compared is the admin token.
+A token for data opens nothing here: the only token that is compared is the admin token. Engines have the user of their
+daemon, so a token is what keeps them from administering it.
 
 Locking design: the fields are set by the constructor.
 """
@@ -72,10 +74,17 @@ class AdminAccess:
 
     token: str | None = field(default=None, repr=False)
 
+    @property
+    def how(self) -> str:
+        """Say what a refused caller lacks."""
+        if self.token is not None:
+            return "this needs the admin token, as Authorization: Bearer; ctl takes it from --token-file"
+        return "this is for the Unix socket, as the user who runs this; for TCP configure an admin token"
+
     def who(self, peer: Peer | None, headers: Mapping[str, str]) -> str | None:
         """Return who asks, as the audit log names them: `uid 1000` or `token`; None for a caller who is refused."""
-        if is_token(bearer_token(headers), self.token):
-            return "token"
+        if self.token is not None:
+            return "token" if is_token(bearer_token(headers), self.token) else None
         if peer is not None and peer.uid in (os.geteuid(), 0):
             return f"uid {peer.uid}"
         return None

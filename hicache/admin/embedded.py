@@ -262,8 +262,9 @@ class EmbeddedCache:
         positions = self._cache.tree.position_bytes
         if positions == PAGE_KEY_BYTES:
             raise AdminError("unsupported", "this engine gives hashes of its own for pages; name pages by their keys")
+        salt = None if tokens.cache_salt is None else tokens.cache_salt.get_secret_value()
         return RadixKey.of(
-            tokens.ids, extra_key=tokens.extra_key, cache_salt=tokens.cache_salt, bigram=positions == BIGRAM_BYTES
+            tokens.ids, extra_key=tokens.extra_key, cache_salt=salt, bigram=positions == BIGRAM_BYTES
         )
 
     def _page_keys(self, key: RadixKey) -> list[bytes]:

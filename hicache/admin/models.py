@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from ..backends.guard import Direction, Override
 from ..backends.guard.breaker import BreakerState
@@ -156,7 +156,7 @@ class TokenPrefix(Model):
 
     ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1, max_length=TOKENS_MAX)]
     extra_key: Annotated[str, Field(max_length=1024)] | None = None
-    cache_salt: Annotated[str, Field(max_length=1024, repr=False)] | None = None
+    cache_salt: Annotated[SecretStr, Field(max_length=1024)] | None = None
 
 
 # Work that takes long

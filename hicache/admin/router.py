@@ -147,7 +147,7 @@ def _guarded(access: AdminAccess) -> type[APIRoute]:
                 try:
                     if who is None:
                         raise AdminError(
-                            "forbidden", "this needs the admin token, or the Unix socket as the user who runs this"
+                            "forbidden", access.how
                         )
                     response: Response = await handler(request)
                     result = "ok"

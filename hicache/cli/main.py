@@ -23,6 +23,7 @@ from ..errors import HiCacheError, InvariantError, install_hint
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "config": ("hicache.cli.config:config", "Write a ready configuration, check one, or list what can be configured."),
     "copy": ("hicache.cli.storage:copy", "Copy stored pages into another store."),
+    "ctl": ("hicache.cli.ctl:ctl", "Ask or change a running daemon, or the cache inside an engine."),
     "demo": ("hicache.cli.demo:demo", "Serve a small model with and without the cache, and compare."),
     "dev-up": ("hicache.cli.dev_up:dev_up", "Run a real storage server for development until Ctrl-C."),
     "inspect": ("hicache.cli.storage:inspect", "Show the header of one stored page."),

@@ -21,8 +21,8 @@ class AdminConfig(Section):
     )
     token_file: FileSystemPath | None = Field(
         default=None,
-        description="File with a token that opens it too, mode 0600. Without one it opens to this user and root, as "
-        "the kernel names them.",
+        description="File with a token that is needed to use it, mode 0600. Without one it opens to this user and "
+        "root, as the kernel names them.",
     )
     token_env: Annotated[str, Field(pattern=VARIABLE_PATTERN)] | None = Field(
         default=None, description="Environment variable with that token, instead of a file."

@@ -159,14 +159,15 @@ class StorageGate:
     def override(self, direction: Direction, mode: Override, store: str | None = None) -> None:
         """Switch a direction of this and all later stores on or off, or return it to their breakers. Does not block.
 
-        `store` names one of a composition; what is said of one goes before what is said of all. With ranks, one rank
+        `store` names one of a composition, None all of them; the last word about a store holds. With ranks, one rank
         that switches a direction of all off closes it on all.
         """
+        if store is None:
+            self.overrides = {key: mode for key, mode in self.overrides.items() if key[0] is not direction}
         self.overrides[direction, store] = mode
         self._apply_overrides()
-        if mode is Override.AUTO:
+        if mode is Override.AUTO and (store is None or (direction, None) not in self.overrides):
             del self.overrides[direction, store]
-            self._apply_overrides()  # of one store, what is said of all holds again
 
     def _apply_overrides(self) -> None:
         """Pass the overrides to all guards of the open store."""

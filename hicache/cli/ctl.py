@@ -1,0 +1,388 @@
+"""`hicache ctl`: ask or change a running daemon, or the cache inside an engine, through its admin surface.
+
+Exit codes are those of every command: 1 for an answer of "no" (nothing found, damage found), 2 for not done.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from ..admin.models import (
+    PIN_TTL_S,
+    BreakerRequest,
+    ClearRequest,
+    Lookup,
+    LookupRequest,
+    PinRequest,
+    PinStatus,
+    Quota,
+    QuotaRequest,
+    ScrubRequest,
+    Status,
+    StoreRequest,
+    TokenPrefix,
+)
+from ..backends.guard import Direction, Override
+from ..config.files import open_regular
+from ..errors import InvalidInput
+from . import ctl_view
+from .arguments import DURATION, FILE, PATH, SIZE, NamespacePrefix
+from .ctl_address import Address
+from .ctl_client import AdminClient
+from .ctl_jobs import show_job, watch
+from .main import FOUND_EXIT_CODE
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+_TOKENS_FILE_BYTES_MAX = 32 << 20
+_STORE = click.argument("store", required=False)
+_YES = click.option("--yes", is_flag=True, help="Do not ask.")
+_NAMESPACE = click.option(
+    "--namespace", metavar="HEX", type=NamespacePrefix(), callback=lambda _context, _option, value: value or "",
+    help="Only namespaces whose digest starts so; `namespaces` shows them.",
+)  # fmt: skip
+_TOKENS = click.option(
+    "--tokens", "tokens_file", metavar="FILE", type=PATH,
+    help='Token ids as a JSON list, or {"ids": [...], "extra_key": ..., "cache_salt": ...}; - is standard input.',
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The connection of one command, and how it shows its answer."""
+
+    client: AdminClient
+    as_json: bool
+
+    def show(self, answer: object, lines: Iterator[str]) -> None:
+        """Print the answer, for people or with `--json`."""
+        if self.as_json:
+            click.echo(json.dumps(_plain(answer), indent=2))
+        else:
+            click.echo("\n".join(lines))
+
+    def done(self, what: str, **answer: object) -> None:
+        """Say what was done."""
+        self.show({"done": what, **answer}, iter([what]))
+
+
+def _plain(answer: object) -> object:
+    return TypeAdapter(Any).dump_python(answer, mode="json")
+
+
+@click.group()
+@click.option("--socket", type=PATH, help="Unix socket of a daemon or an engine. Default: that of this user's daemon.")
+@click.option("--url", help="Address of a daemon on TCP, such as https://host:port; needs the admin token.")
+@click.option("-c", "--config", "config_file", type=FILE, help="The configuration of the daemon or engine, which names "
+              "its socket and token.")  # fmt: skip
+@click.option("--token-file", type=FILE, help="File with the admin token, mode 0600.")
+@click.option("--ca-file", type=FILE, help="Authority of the daemon's certificate, PEM.")
+@click.option("--certificate", type=FILE, help="Certificate of this client, PEM, for mutual TLS.")
+@click.option("--key", type=FILE, help="Its private key.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document, with whole digests and plain numbers.")
+@click.pass_context
+def ctl(context: click.Context, /, *, as_json: bool, **address: Any) -> None:
+    """Ask or change a running daemon, or the cache inside an engine.
+
+    Without --socket, --url or -c it is this user's daemon, at the socket that `hicache serve` chooses by default.
+    """
+    context.obj = functools.partial(_session, Address(**address), as_json)
+
+
+def _session(address: Address, as_json: bool) -> Session:
+    return Session(AdminClient(address.endpoint(), address.token()), as_json)
+
+
+def _with_session(command: Command) -> Command:
+    """Give a command its Session, which is made once its own arguments are right."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> Any:
+        return command(click.get_current_context().obj(), *args, **options)
+
+    return run  # type: ignore[return-value]
+
+
+def _confirm(yes: bool, question: str) -> None:
+    """Ask on a terminal. Raises UsageError without one, and Abort for an answer of no."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError("there is no terminal to ask on; pass --yes to do this without being asked")
+    click.confirm(question, abort=True, err=True)
+
+
+# Asking
+
+
+@ctl.command()
+@_with_session
+def status(session: Session) -> None:
+    """Sum up tiers, namespaces, stores and clients."""
+    found = session.client.get("/status", Status)
+    session.show(found, ctl_view.status_lines(found))
+
+
+@ctl.command()
+@_with_session
+def stores(session: Session) -> None:
+    """List the stores of each namespace, with their breakers."""
+    found = session.client.get("/status", Status)
+    session.show(found.stores, ctl_view.store_lines(found))
+
+
+@ctl.command()
+@_with_session
+def namespaces(session: Session) -> None:
+    """List the namespaces that engines have opened."""
+    found = session.client.get("/status", Status)
+    session.show(found.namespaces, ctl_view.namespace_lines(found))
+
+
+@ctl.command()
+@_with_session
+def clients(session: Session) -> None:
+    """List the engines whose memory the daemon has mapped."""
+    found = session.client.get("/status", Status)
+    session.show(found.clients, ctl_view.client_lines(found))
+
+
+@ctl.command()
+@click.argument("keys", nargs=-1, metavar="[KEY]...")
+@_TOKENS
+@_NAMESPACE
+@click.option("--timeout", type=DURATION, default=5.0, help="How long to look, such as 30s.")
+@_with_session
+def lookup(
+    session: Session, keys: tuple[str, ...], tokens_file: Path | None, namespace: str, timeout: float
+) -> None:
+    """Find pages: on which tiers and in which stores they are.
+
+    KEY is a page key of 64 hexadecimal digits, or the first 4 or more of one, for which stores are listed. --tokens
+    names the pages of a prompt prefix, which only an engine can tell. Exit code 1 if nothing was found.
+    """
+    found = session.client.post("/lookup", _lookup(keys, tokens_file, namespace, timeout), Lookup)
+    session.show(found, ctl_view.lookup_lines(found))
+    if not any(page.places for page in found.pages):
+        raise click.exceptions.Exit(FOUND_EXIT_CODE)
+
+
+def _lookup(keys: tuple[str, ...], tokens_file: Path | None, namespace: str, timeout: float) -> LookupRequest:
+    if tokens_file is not None:
+        return _checked(LookupRequest, tokens=_tokens(tokens_file), namespace=namespace, timeout_s=timeout)
+    given = [key.lower() for key in keys]
+    for key in given:
+        if not (64 if len(given) > 1 else 4) <= len(key) <= 64 or key.strip("0123456789abcdef"):
+            raise InvalidInput(f"lookup: {key[:70]!r} is not a page key: 64 hexadecimal digits, or the first 4 of one")
+    if len(given) == 1 and len(given[0]) < 64:
+        return _checked(LookupRequest, prefix=given[0], namespace=namespace, timeout_s=timeout)
+    return _checked(LookupRequest, keys=given, namespace=namespace, timeout_s=timeout)
+
+
+# Memory
+
+
+@ctl.command()
+@click.option("--pool", "where", flag_value="pool", help="Memory alone: the pool of a daemon, L1 and L2 of an engine.")
+@click.option("--store", help="One store alone, by its name.")
+@click.option("--all", "where", flag_value="all", help="Memory and all stores.")
+@_NAMESPACE
+@_YES
+@_with_session
+def clear(session: Session, *, where: str | None, store: str | None, namespace: str, yes: bool) -> None:
+    """Remove pages from memory and stores: of all namespaces, or of those whose digest starts with --namespace.
+
+    A removed page is a miss. In stores this covers namespaces of other daemons and engines too. Asks on a terminal.
+    """
+    if (where is None) is (store is None):
+        raise InvalidInput("clear: say what: one of --pool, --store NAME and --all")
+    request = _checked(ClearRequest, namespace=namespace, where="store" if store else where, store=store)
+    whose = f"namespaces {namespace}..." if namespace else "ALL namespaces"
+    what = f"store {store!r}" if store else {"pool": "memory", "all": "memory and ALL stores"}[where or ""]
+    _confirm(yes, f"Remove all pages of {whose} from {what} at {session.client.endpoint}?")
+    show_job(session.client, watch(session.client, "/clear", request, "clearing"), session.as_json)
+
+
+@ctl.command()
+@click.argument("keys", nargs=-1, metavar="[KEY]...")
+@_TOKENS
+@_NAMESPACE
+@click.option("--ttl", type=DURATION, default=PIN_TTL_S, help="How long, such as 12h; default 1h.")
+@_with_session
+def pin(session: Session, keys: tuple[str, ...], tokens_file: Path | None, namespace: str, ttl: float) -> None:
+    """Keep a chain in memory: KEYS in the order of the chain (daemon), or a prompt prefix by --tokens (engine).
+
+    Without either, list the pins. What is not in memory now is not pinned.
+    """
+    if not keys and tokens_file is None:
+        found = session.client.get("/pins", list[PinStatus])
+        session.show(found, ctl_view.pin_lines(found))
+        return
+    tokens = None if tokens_file is None else _tokens(tokens_file)
+    request = _checked(PinRequest, namespace=namespace, keys=[key.lower() for key in keys], tokens=tokens, ttl_s=ttl)
+    made = session.client.post("/pins", request, PinStatus)
+    session.show(made, ctl_view.pin_lines([made]))
+    if not made.pages:
+        raise click.exceptions.Exit(FOUND_EXIT_CODE)
+
+
+@ctl.command()
+@click.argument("pin_id", metavar="PIN")
+@_with_session
+def unpin(session: Session, pin_id: str) -> None:
+    """End the pin PIN; `pin` without arguments lists them."""
+    if not pin_id.isalnum():
+        raise InvalidInput(f"unpin: {pin_id[:40]!r} is not the id of a pin; `hicache ctl pin` lists them")
+    session.client.delete(f"/pins/{pin_id}")
+    session.done(f"unpinned {pin_id}")
+
+
+# Stores
+
+
+@ctl.command()
+@_STORE
+@_with_session
+def attach(session: Session, store: str | None) -> None:
+    """Open the configured storage and use it, or STORE of its parts alone.
+
+    What is attached is detached. `stores` shows it once it is open; an attempt that fails is repeated.
+    """
+    session.client.post("/attach", StoreRequest(store=store), type(None))
+    session.done(f"attaching {store or 'the configured storage'}")
+
+
+@ctl.command()
+@_STORE
+@_YES
+@_with_session
+def detach(session: Session, store: str | None, yes: bool) -> None:
+    """Close the storage and go on without: every page that is not in memory is a miss.
+
+    For work on a store that must not be open. STORE may name it where there is one; of several, bypass it.
+    """
+    _confirm(yes, f"Close the storage at {session.client.endpoint}?")
+    session.client.post("/detach", StoreRequest(store=store), type(None))
+    session.done("detached; `hicache ctl attach` opens the storage again")
+
+
+@ctl.command()
+@_STORE
+@click.option("--end", is_flag=True, help="Use it again, as its breaker says.")
+@_with_session
+def bypass(session: Session, store: str | None, end: bool) -> None:
+    """Ask STORE for nothing, or all stores: neither reads nor writes. It stays open."""
+    mode = Override.AUTO if end else Override.OFF
+    session.client.put("/breakers", BreakerRequest(store=store, mode=mode))
+    session.done(f"{store or 'all stores'}: {'in use again' if end else 'bypassed; `bypass --end` uses it again'}")
+
+
+@ctl.command()
+@click.argument("store")
+@click.argument("mode", type=click.Choice([mode.value for mode in Override]))
+@click.option("--direction", type=click.Choice([way.value for way in Direction]), help="Default: both.")
+@_with_session
+def breaker(session: Session, store: str, mode: str, direction: str | None) -> None:
+    """Force the breaker of STORE ("all" for all): `on` makes every call, `off` none, `auto` lets it decide."""
+    way = None if direction is None else Direction(direction)
+    name = None if store == "all" else store
+    session.client.put("/breakers", BreakerRequest(store=name, direction=way, mode=Override(mode)))
+    session.done(f"{store}, {direction or 'both directions'}: {mode}")
+
+
+@ctl.command()
+@_STORE
+@click.option("--rate", type=SIZE, help="Bytes to read per second, such as 200MiB, to leave the store to others.")
+@click.option("--remove", is_flag=True, help="Remove damaged pages. A removed page is a miss, nothing worse.")
+@click.option("--background", is_flag=True, help="Return at once; `jobs` shows how far it is.")
+@_with_session
+def scrub(session: Session, *, store: str | None, rate: int | None, remove: bool, background: bool) -> None:
+    """Read and prove every page of STORE, or of all stores, in the background of the daemon or engine.
+
+    Ctrl-C cancels it and sums up. Exit code 1 if damage was found, also if it was removed.
+    """
+    request = _checked(ScrubRequest, store=store, rate_bytes_per_s=rate, remove=remove)
+    job = watch(session.client, "/scrub", request, "scrubbing", background=background)
+    show_job(session.client, job, session.as_json)
+
+
+# Limits
+
+
+@ctl.command()
+@click.argument("namespace", required=False, type=NamespacePrefix())
+@click.argument("size", required=False)
+@_with_session
+def quota(session: Session, namespace: str | None, size: str | None) -> None:
+    """Show the quotas, or let NAMESPACE take SIZE of the daemon's pool at most, such as 4GiB; `none` removes it."""
+    if namespace is not None and size is None:
+        raise InvalidInput("quota: give a size too, such as 4GiB, or none")
+    if namespace is not None:
+        quota_bytes = None if size == "none" else SIZE.convert(size, None, None)
+        session.client.put("/quotas", _checked(QuotaRequest, namespace=namespace, quota_bytes=quota_bytes))
+    found = session.client.get("/quotas", list[Quota])
+    session.show(found, ctl_view.quota_lines(found))
+
+
+@ctl.command()
+@click.argument("level", required=False, type=click.Choice(["debug", "info", "warning", "error"]))
+@_with_session
+def logs(session: Session, level: str | None) -> None:
+    """Show the log level, or set it until the process ends."""
+    if level is not None:
+        session.client.put("/log_level", {"level": level})
+    found = session.client.get("/log_level", dict[str, str])
+    session.show(found, iter([found["level"]]))
+
+
+@ctl.command()
+@click.argument("job", required=False)
+@click.option("--cancel", is_flag=True, help="Cancel JOB.")
+@_with_session
+def jobs(session: Session, job: str | None, cancel: bool) -> None:
+    """List jobs, or watch JOB until it ends."""
+    if job is None:
+        found = ctl_view.jobs_of(session.client)
+        session.show(found, ctl_view.job_lines(found))
+        return
+    if not job.isalnum():
+        raise InvalidInput(f"jobs: {job[:40]!r} is not the id of a job; `hicache ctl jobs` lists them")
+    if cancel:
+        session.client.delete(f"/jobs/{job}")
+    show_job(session.client, watch(session.client, job=job), session.as_json)
+
+
+Request = TypeVar("Request", bound=BaseModel)
+
+
+def _checked(kind: type[Request], **entries: Any) -> Request:
+    """Return a request. Raises InvalidInput that names what is wrong, without the values."""
+    try:
+        return kind(**entries)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        raise InvalidInput("; ".join(problems[:3])) from None
+
+
+def _tokens(path: Path) -> TokenPrefix:
+    """The token ids in a file. Errors do not quote them."""
+    if str(path) == "-":
+        text = sys.stdin.buffer.read(_TOKENS_FILE_BYTES_MAX)
+    else:
+        with open_regular(path) as file:
+            text = file.read(_TOKENS_FILE_BYTES_MAX)
+    try:
+        found = json.loads(text)
+    except ValueError:
+        raise InvalidInput(f"--tokens {path}: is not JSON; write a list of token ids") from None
+    return _checked(TokenPrefix, **({"ids": found} if isinstance(found, list) else found))
+
+

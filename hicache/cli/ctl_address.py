@@ -1,0 +1,56 @@
+"""Where `hicache ctl` finds what it is to ask: a socket, a URL, or a configuration that names them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..admin.sockets import default_socket
+from ..config import HiCacheConfig, load_config
+from ..config.secret import read_secret
+from ..errors import ConfigError, InvalidInput
+from .ctl_client import Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """What the options of `ctl` say."""
+
+    socket: Path | None
+    url: str | None
+    config_file: Path | None
+    token_file: Path | None
+    ca_file: Path | None
+    certificate: Path | None
+    key: Path | None
+
+    def endpoint(self) -> Endpoint:
+        """Return where to connect. Raises InvalidInput and ConfigError."""
+        if sum(given is not None for given in (self.socket, self.url)) > 1:
+            raise InvalidInput("give one of --socket and --url")
+        if self.url is not None:
+            return Endpoint(url=self.url, ca_file=self.ca_file, certificate=self.certificate, key=self.key)
+        if self.socket is not None:
+            return Endpoint(self.socket)
+        config = self._config()
+        socket = None if config is None else config.admin.socket
+        socket = socket or default_socket()
+        if socket is None:
+            raise ConfigError("the system has no directory for this user's sockets (XDG_RUNTIME_DIR); give --socket")
+        return Endpoint(socket)
+
+    def token(self) -> str | None:
+        """Return the admin token, None for none: by --token-file, or as the configuration names it. Raises ConfigError.
+        """
+        if self.token_file is not None:
+            return read_secret("admin token", None, self.token_file, os.environ)
+        config = self._config()
+        if config is None:
+            return None
+        return read_secret("admin token", config.admin.token_env, config.admin.token_file, os.environ)
+
+    def _config(self) -> HiCacheConfig | None:
+        if self.config_file is None:
+            return None
+        return load_config(self.config_file, environ=os.environ)

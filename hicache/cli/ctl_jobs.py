@@ -1,0 +1,100 @@
+"""Following a job of a daemon or engine from `hicache ctl`: progress while it runs, its cancellation, its verdict."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import click
+from pydantic import BaseModel
+
+from ..admin.models import Job, JobKind, JobState
+from ..units import counted, format_size
+from .ctl_client import AdminClient
+from .main import FOUND_EXIT_CODE, INTERRUPTED_EXIT_CODE, USAGE_EXIT_CODE
+from .progress import Told, follow
+
+# How often a job is asked for: short jobs end soon, and one request costs the other side a millisecond.
+ASK_S = 0.2
+_CANCEL_S_MAX = 30.0
+
+
+def watch(
+    client: AdminClient,
+    path: str = "",
+    request: BaseModel | None = None,
+    title: str = "job",
+    *,
+    job: str = "",
+    background: bool = False,
+) -> Job:
+    """Start a job by POST, or take the one of the id `job`, and follow it until it ends; return it. With `background`
+    return at once. Ctrl-C cancels it."""
+    first = client.get(f"/jobs/{job}", Job) if request is None else client.post(path, request, Job)
+    if background:
+        return first
+    try:
+        return follow(_steps(client, first), title, _tell)
+    except KeyboardInterrupt:
+        click.echo("cancelling; Ctrl-C again leaves it running", err=True)
+        client.delete(f"/jobs/{first.id}")
+        deadline = time.monotonic() + _CANCEL_S_MAX
+        return next(job for job in _steps(client, first) if job.state.is_final or time.monotonic() >= deadline)
+
+
+def _steps(client: AdminClient, job: Job) -> Iterator[Job]:
+    yield job
+    while not job.state.is_final:
+        time.sleep(ASK_S)
+        job = client.get(f"/jobs/{job.id}", Job)
+        yield job
+
+
+def _tell(job: Job) -> Told:
+    progress = job.progress
+    found = f"{progress.store} {format_size(progress.bytes)}"
+    if job.kind is JobKind.SCRUB:
+        found += f", {sum(progress.damaged.values())} damaged"
+    else:
+        found += f", {progress.removed:,} removed"
+    return Told(progress.pages, progress.total, found.strip())
+
+
+def show_job(client: AdminClient, job: Job, as_json: bool) -> None:
+    """Print how a job has ended, and end the command with the exit code for that."""
+    if as_json:
+        click.echo(json.dumps(job.model_dump(mode="json"), indent=2))
+    else:
+        for line in summary(job):
+            click.echo(line)
+    if job.state is JobState.FAILED:
+        raise click.exceptions.Exit(USAGE_EXIT_CODE)
+    if job.state is JobState.CANCELLED or job.is_cancelling:
+        raise click.exceptions.Exit(INTERRUPTED_EXIT_CODE)
+    if job.progress.damaged or job.progress.unsupported:
+        raise click.exceptions.Exit(FOUND_EXIT_CODE)
+
+
+def summary(job: Job) -> Iterator[str]:
+    """Yield what a job has done, in lines."""
+    progress = job.progress
+    if not job.state.is_final:
+        yield f"job {job.id} {'is being cancelled' if job.is_cancelling else job.state.value}: {job.what}"
+        yield f"  `hicache ctl jobs {job.id}` follows it"
+        return
+    yield f"{job.what}: {job.state.value} after {job.elapsed_s:.1f} s{f': {job.error}' if job.error else ''}"
+    if job.kind is JobKind.SCRUB:
+        yield f"  read      {counted(progress.pages, 'page')}, {format_size(progress.bytes)}"
+        for reason, pages in sorted(progress.damaged.items()):
+            yield f"  damaged   {counted(pages, 'page')}: {reason}"
+        if not progress.damaged:
+            yield "  damaged   none"
+        if progress.unsupported:
+            yield f"  not ours  {counted(progress.unsupported, 'page')} that the configured keys do not prove"
+        if progress.unverifiable:
+            yield f"  unproved  {counted(progress.unverifiable, 'page')} without a tag, or for which the key is missing"
+        if progress.skipped:
+            yield f"  skipped   {', '.join(progress.skipped)}: cannot be listed"
+    if progress.removed or job.kind is JobKind.CLEAR:
+        yield f"  removed   {counted(progress.removed, 'page')}"

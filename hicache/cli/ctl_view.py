@@ -1,0 +1,156 @@
+"""The answers of `hicache ctl` for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..admin.models import BreakerStatus, Job, Lookup, PinStatus, Quota, Status
+from ..units import counted, format_share, format_size
+from .ctl_client import AdminClient
+from .storage_view import format_age
+from .tables import table
+
+# Digits of a namespace and of a page key: enough to name one, and to find it again by its prefix.
+_SPACE_HEX = 12
+_KEY_HEX = 16
+
+
+def status_lines(status: Status) -> Iterator[str]:
+    """The whole in a few lines, and each table below."""
+    storage = "attached" if status.attached else "DETACHED (`hicache ctl attach`)"
+    if not status.configured_stores:
+        storage = "none configured"
+    yield f"{status.kind} {status.version}, {status.state}, up {format_age(status.uptime_s)}, storage {storage}"
+    for store, mode in sorted(status.overrides.items()):
+        yield f"  forced: {store.replace('*', 'all stores')} {mode.value}"
+    yield ""
+    yield from tier_lines(status)
+    for lines in (namespace_lines(status), store_lines(status)):
+        yield ""
+        yield from lines
+    if status.kind == "daemon":
+        yield ""
+        yield from client_lines(status)
+
+
+def tier_lines(status: Status) -> Iterator[str]:
+    """One line for each tier."""
+    rows = [
+        (tier.name, format_size(tier.capacity_bytes), format_size(tier.used_bytes),
+         format_share(tier.used_bytes, tier.capacity_bytes), format_size(tier.pinned_bytes), f"{tier.pages:,}")
+        for tier in status.tiers
+    ]  # fmt: skip
+    yield from table(["tier", "size>", "used>", "share>", "pinned>", "pages>"], rows)
+
+
+def namespace_lines(status: Status) -> Iterator[str]:
+    """One line for each namespace, the one with most memory first."""
+    rows = []
+    for one in sorted(status.namespaces, key=lambda one: -one.pool_bytes):
+        asked = one.pool_hits + one.store_hits + one.misses
+        quota = "-" if one.quota_bytes is None else format_size(one.quota_bytes)
+        rows.append((
+            one.namespace[:_SPACE_HEX], format_size(one.pool_bytes), quota, format_share(one.pool_hits, asked),
+            format_share(one.store_hits, asked), str(one.weights_epoch), one.label,
+        ))  # fmt: skip
+    if not rows:
+        yield "no namespaces: no engine has opened one yet"
+        return
+    yield from table(["namespace", "memory>", "quota>", "memory hits>", "store hits>", "epoch>", "model"], rows)
+
+
+def store_lines(status: Status) -> Iterator[str]:
+    """One line for each store of each namespace."""
+    if not status.stores:
+        yield "no stores are open" if status.configured_stores else "no stores are configured"
+        return
+    rows = [
+        (one.name, one.namespace[:_SPACE_HEX], "?" if one.pages is None else f"{one.pages:,}",
+         "?" if one.bytes is None else format_size(one.bytes),
+         "-" if one.capacity_bytes is None else format_size(one.capacity_bytes),
+         _breaker(one.read), _breaker(one.write), f"{one.errors:,}", f"{one.damaged:,}")
+        for one in status.stores
+    ]  # fmt: skip
+    yield from table(
+        ["store", "namespace", "pages>", "used>", "capacity>", "read", "write", "errors>", "damaged>"], rows
+    )
+
+
+def _breaker(found: BreakerStatus | None) -> str:
+    if found is None:
+        return "-"
+    if found.override.value != "auto":
+        return f"forced {found.override.value}"
+    return "ok" if found.state == "closed" else f"{found.state.replace('_', ' ')} ({found.reason})"
+
+
+def client_lines(status: Status) -> Iterator[str]:
+    """One line for each engine on this host."""
+    if not status.clients:
+        yield "no clients with shared memory"
+        return
+    rows = [
+        (one.name, format_size(one.bytes), f"{one.operations:,}", "alive" if one.is_alive else "gone")
+        for one in status.clients
+    ]
+    yield from table(["client", "memory>", "in flight>", "process"], rows)
+
+
+def lookup_lines(found: Lookup) -> Iterator[str]:
+    """One line for each page."""
+    rows = [
+        (page.key[:_KEY_HEX], page.namespace[:_SPACE_HEX] or "-", ", ".join(page.places) or "nowhere")
+        for page in found.pages
+    ]
+    if not rows:
+        yield "nothing found"
+    else:
+        yield from table(["page", "namespace", "where"], rows)
+    if not found.complete:
+        yield "not complete: there are more, or the time was over; give more digits, or a longer --timeout"
+    if found.unknown:
+        yield f"did not answer: {', '.join(found.unknown)}"
+
+
+def pin_lines(pins: Sequence[PinStatus]) -> Iterator[str]:
+    """One line for each pin."""
+    if not pins:
+        yield "no pins"
+        return
+    rows = [
+        (one.id, one.namespace[:_SPACE_HEX], f"{one.pages:,}", f"{one.asked_pages:,}", format_age(one.expires_in_s))
+        for one in pins
+    ]
+    yield from table(["pin", "namespace", "pages>", "asked for>", "ends in>"], rows)
+
+
+def quota_lines(quotas: Sequence[Quota]) -> Iterator[str]:
+    """One line for each quota."""
+    if not quotas:
+        yield "no quotas"
+        return
+    rows = [
+        (one.namespace[:_SPACE_HEX], format_size(one.quota_bytes), format_size(one.pool_bytes),
+         format_share(one.pool_bytes, one.quota_bytes))
+        for one in quotas
+    ]  # fmt: skip
+    yield from table(["namespace", "quota>", "used>", "share>"], rows)
+
+
+def jobs_of(client: AdminClient) -> list[Job]:
+    """Return all jobs that the other side knows."""
+    return client.get("/jobs", list[Job])
+
+
+def job_lines(jobs: Sequence[Job]) -> Iterator[str]:
+    """One line for each job."""
+    if not jobs:
+        yield "no jobs"
+        return
+    rows = [
+        (one.id, one.state.value, format_age(one.elapsed_s),
+         counted(one.progress.pages, "page") + ("" if one.progress.total is None else f" of {one.progress.total:,}"),
+         str(sum(one.progress.damaged.values())), f"{one.progress.removed:,}", one.what)
+        for one in jobs
+    ]  # fmt: skip
+    yield from table(["job", "state", "time>", "done>", "damaged>", "removed>", "what"], rows)

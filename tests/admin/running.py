@@ -1,0 +1,137 @@
+"""A real embedded cache with the loop of an engine around it, on a thread of this process, and its admin surface."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from hicache.admin.embedded import AdminServer, serve_configured
+from hicache.cache import HiRadixCache, create_cache
+from hicache.config import HiCacheConfig
+from hicache.keys import RadixKey
+from tests.cache.world import NAMESPACE
+from tests.waiting import wait_for
+
+T = TypeVar("T")
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """One HTTP connection over a Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=30)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+def ask(path: Path, method: str, target: str, body: object = None, token: str | None = None) -> tuple[int, Any]:
+    """One request to `/v1/admin`; the status code and the JSON document of the answer."""
+    connection = UnixConnection(path)
+    try:
+        headers = {"Content-Type": "application/json"}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        text = None if body is None else body if isinstance(body, str) else json.dumps(body)
+        connection.request(method, f"/v1/admin{target}", text, headers)
+        response = connection.getresponse()
+        data = response.read()
+        return response.status, json.loads(data) if data else None
+    finally:
+        connection.close()
+
+
+def file_config(folder: Path, **entries: Any) -> HiCacheConfig:
+    """Small pages in a file store, and an admin socket in a directory of its own."""
+    return HiCacheConfig.model_validate({
+        "page_size": NAMESPACE.geometry.page_size if hasattr(NAMESPACE.geometry, "page_size") else 4,
+        "device": {"tokens": 256}, "host": {"tokens": 512}, "load_back_threshold_tokens": 4,
+        "prefetch": {"threshold_tokens": 4}, "break_even": {"mode": "always"},
+        "storage": {"type": "file", "options": {"path": folder / "store", "free_space_floor": 0}},
+        "admin": {"socket": folder / "sockets" / "engine.sock"},
+    } | entries)  # fmt: skip
+
+
+class RunningEngine:
+    """Steps of a scheduler until `close`; `call` does something in one of them. `admin` serves its cache."""
+
+    def __init__(self, config: HiCacheConfig) -> None:
+        cache = create_cache(config, NAMESPACE)
+        assert isinstance(cache, HiRadixCache)
+        self.cache = cache
+        self.config = config
+        self.admin: AdminServer | None = serve_configured(config, cache, NAMESPACE)
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._goes_on = threading.Event()
+        self._goes_on.set()
+        self._ends = False
+        self._thread = threading.Thread(target=self._loop)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while not self._ends:
+            self._goes_on.wait()
+            self.cache.poll()
+            while not self._calls.empty():
+                work, answer = self._calls.get()
+                answer.set_result(work())
+            self.cache.check()
+            time.sleep(0.0005)  # as an engine between steps
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Have the scheduler thread do something."""
+        answer: Future[T] = Future()
+        self._calls.put((work, answer))
+        return answer.result(30)
+
+    def pause(self) -> None:
+        """Let no step begin any more."""
+        self._goes_on.clear()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._goes_on.set()
+
+    def serve(self, rid: str, key: RadixKey) -> int:
+        """A whole request; how many tokens of it were cached."""
+        self.call(lambda: self.cache.prefetch_from_storage(rid, key))
+        wait_for(lambda: self.call(lambda: self.cache.check_prefetch_progress(rid)))
+        return self.call(lambda: self._run(rid, key))
+
+    def _run(self, rid: str, key: RadixKey) -> int:
+        request = self.cache.begin_request(rid, key)
+        assert request is not None
+        self.cache.start_loading()
+        cached = request.cached_tokens
+        self.cache.cache_finished_req(request, key)
+        return cached
+
+    def settle(self) -> None:
+        """Until nothing is in flight."""
+        wait_for(lambda: self.call(lambda: self.cache.controller.idle))
+
+    def close(self) -> None:
+        """End it as an engine does."""
+        self._goes_on.set()
+        if self.admin is not None:
+            self.admin.close()
+        self._ends = True
+        self._thread.join(30)
+        assert self.cache.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
