@@ -1,4 +1,6 @@
-"""Where `hicache ctl` finds what it is to ask: a socket, a URL, or a configuration that names them."""
+"""Where `hicache ctl` finds what it is to ask: a socket, a URL, or a configuration that names them. A configuration
+with `admin.socket` is an engine's, any other a daemon's.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class Address:
         if self.socket is not None:
             return Endpoint(self.socket)
         config = self._config()
-        socket = None if config is None else config.admin.socket
+        socket = None if config is None else config.admin.socket or config.daemon.socket
         socket = socket or default_socket()
         if socket is None:
             raise ConfigError("the system has no directory for this user's sockets (XDG_RUNTIME_DIR); give --socket")
@@ -48,7 +50,10 @@ class Address:
         config = self._config()
         if config is None:
             return None
-        return read_secret("admin token", config.admin.token_env, config.admin.token_file, os.environ)
+        variable, path = config.daemon.admin_token_env, config.daemon.admin_token_file
+        if config.admin.socket is not None:
+            variable, path = config.admin.token_env, config.admin.token_file
+        return read_secret("admin token", variable, path, os.environ)
 
     def _config(self) -> HiCacheConfig | None:
         if self.config_file is None:

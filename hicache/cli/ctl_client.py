@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import socket
+import re
 import ssl
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,13 +15,23 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..admin.models import Refusal
+from ..backends.errors import ErrorKind, StoreError
+from ..backends.http import Connection, ConnectionPool, Head, Server, read_small, request_head
 from ..errors import AdminError, BackendUnavailable, ConfigError
 
 Answer = TypeVar("Answer")
 
 # A request of an operator waits for a scheduler or a store for seconds at most.
 TIMEOUT_S = 70.0
+CONNECT_TIMEOUT_S = 5.0
 _ANSWER_BYTES_MAX = 64 << 20
+_HINTS: dict[str, str] = {
+    ErrorKind.ACCESS_DENIED: "run this as the user who runs it (sudo -u)",
+    ErrorKind.TLS: "check --ca-file, --certificate and the name in the URL",
+    ErrorKind.TIMEOUT: "it does not answer: look at its log",
+    ErrorKind.DEADLINE: "it does not answer: look at its log",
+    ErrorKind.PROTOCOL: "is it the right address?",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +48,10 @@ class Endpoint:
     def __str__(self) -> str:
         return self.url or str(self.socket)
 
-    def connection(self) -> http.client.HTTPConnection:
-        """Return a connection that is not open yet. Raises ConfigError."""
+    def server(self) -> Server:
+        """Return where to connect, for a ConnectionPool. Raises ConfigError."""
         if self.socket is not None:
-            return _UnixConnection(self.socket)
+            return _server("localhost", 0, None, socket=os.fspath(self.socket))
         parts = urlsplit(self.url)
         try:
             host, port = parts.hostname, parts.port
@@ -50,25 +60,18 @@ class Endpoint:
         if parts.scheme not in ("http", "https") or not host or parts.path.strip("/") or parts.query or parts.username:
             raise ConfigError(f"--url: {self.url[:80]!r} is not a valid address; write it as https://host:port")
         if parts.scheme == "http":
-            return http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+            return _server(host, port or 80, None)
         try:
             context = ssl.create_default_context(cafile=None if self.ca_file is None else os.fspath(self.ca_file))
             if self.certificate is not None:
                 context.load_cert_chain(self.certificate, self.key)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"--ca-file, --certificate, --key: cannot be used: {error}") from error
-        return http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=context)
+        return _server(host, port or 443, context)
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=TIMEOUT_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(os.fspath(self._path))
+def _server(host: str, port: int, tls: ssl.SSLContext | None, socket: str = "") -> Server:
+    return Server(host, port, tls, host, "", CONNECT_TIMEOUT_S, TIMEOUT_S, socket)
 
 
 class AdminClient:
@@ -77,9 +80,11 @@ class AdminClient:
 
     def __init__(self, endpoint: Endpoint, token: str | None) -> None:
         self.endpoint = endpoint
-        self._headers = {"Content-Type": "application/json"}
+        server = endpoint.server()
+        self._pool = ConnectionPool(server)
+        self._headers = {"host": f"{server.host}:{server.port}", "content-type": "application/json"}
         if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
+            self._headers["authorization"] = f"Bearer {token}"
 
     def get(self, path: str, kind: type[Answer]) -> Answer:
         """Return the answer to a GET, as `kind`."""
@@ -98,36 +103,32 @@ class AdminClient:
         self._ask("DELETE", path, None)
 
     def _ask(self, method: str, path: str, body: BaseModel | dict[str, Any] | None) -> bytes:
-        text = None if body is None else body.model_dump_json() if isinstance(body, BaseModel) else json.dumps(body)
-        connection = self.endpoint.connection()
+        text = "" if body is None else body.model_dump_json() if isinstance(body, BaseModel) else json.dumps(body)
+        data = text.encode()
+        deadline = time.monotonic() + TIMEOUT_S
+
+        def read(connection: Connection, head: Head) -> tuple[int, bytes]:
+            return head.status, read_small(connection, head, _ANSWER_BYTES_MAX, deadline)
+
         try:
-            connection.request(method, f"/v1/admin{path}", text, self._headers)
-            response = connection.getresponse()
-            data = response.read(_ANSWER_BYTES_MAX)
-            status = response.status
-        except (OSError, http.client.HTTPException) as error:
+            head = request_head(method, f"/v1/admin{path}", {**self._headers, "content-length": str(len(data))})
+            status, answer = self._pool.exchange(head, [memoryview(data)] if data else [], read, deadline,
+                                                 may_repeat=method == "GET")  # fmt: skip
+        except StoreError as error:
             raise self._unavailable(error) from error
-        finally:
-            connection.close()
         if 200 <= status < 300:
-            return data
+            return answer
         try:
-            refusal = Refusal.model_validate_json(data)
+            refusal = Refusal.model_validate_json(answer)
         except ValidationError:
             raise BackendUnavailable(
                 f"{self.endpoint}: answers {status}, but not as an admin surface does; is it the right address?"
             ) from None
         raise AdminError(refusal.error, refusal.detail)
 
-    def _unavailable(self, error: Exception) -> BackendUnavailable:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        hint = "start it (`hicache serve`), or name another with --socket, --url or -c FILE"
-        if isinstance(error, PermissionError):
-            hint = "run this as the user who runs it"
-        elif isinstance(error, ssl.SSLError):
-            hint = "check --ca-file, --certificate and the name in the URL"
-        elif isinstance(error, TimeoutError):
-            reason, hint = "does not answer in time", "look at its log"
+    def _unavailable(self, error: StoreError) -> BackendUnavailable:
+        hint = _HINTS.get(error.kind, "start it (`hicache serve`), or name another with --socket, --url or -c FILE")
+        reason = re.sub(r"\[Errno [0-9]+\] ", "", str(error))
         return BackendUnavailable(f"{self.endpoint}: {reason}; {hint}")
 
     def _typed(self, kind: type[Answer], data: bytes) -> Answer:

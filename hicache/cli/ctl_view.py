@@ -117,6 +117,9 @@ def pin_lines(pins: Sequence[PinStatus]) -> Iterator[str]:
     if not pins:
         yield "no pins"
         return
+    if not any(one.pages for one in pins):
+        yield "nothing of it is in memory, so nothing is pinned"
+        return
     rows = [
         (one.id, one.namespace[:_SPACE_HEX], f"{one.pages:,}", f"{one.asked_pages:,}", format_age(one.expires_in_s))
         for one in pins

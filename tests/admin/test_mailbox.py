@@ -1,0 +1,135 @@
+"""The mailbox: what operators ask of a scheduler thread, which serves it a little in each step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from hicache.cache.mailbox import ITEMS_MAX, ITEMS_PER_POLL, Mailbox
+from hicache.errors import AdminError
+from tests.waiting import wait_for
+
+
+def asked(mailbox: Mailbox, pool: ThreadPoolExecutor, *answers: int, timeout_s: float = 30.0) -> list[Future[int]]:
+    """Requests that return these numbers, each of which waits in the mailbox."""
+
+    def answering(answer: int) -> int:
+        return mailbox.ask(lambda: answer, timeout_s)
+
+    futures = []
+    for answer in answers:
+        before = len(mailbox._items)
+        futures.append(pool.submit(answering, answer))
+        wait_for(lambda before=before: len(mailbox._items) > before)  # type: ignore[misc]
+    return futures
+
+
+def test_a_request_runs_on_the_thread_that_serves() -> None:
+    mailbox = Mailbox()
+    with ThreadPoolExecutor() as pool:
+        asker = pool.submit(mailbox.ask, threading.get_ident, 30.0)
+        wait_for(lambda: mailbox.pending)
+        mailbox.serve()
+        assert asker.result(30) == threading.get_ident()
+    assert not mailbox.pending
+
+
+def test_one_step_serves_a_few_requests_in_order() -> None:
+    mailbox = Mailbox()
+    with ThreadPoolExecutor(ITEMS_MAX) as pool:
+        futures = asked(mailbox, pool, *range(ITEMS_PER_POLL + 2))
+        mailbox.serve()
+        assert [future.result(30) for future in futures[:ITEMS_PER_POLL]] == list(range(ITEMS_PER_POLL))
+        assert len(mailbox._items) == 2
+        mailbox.serve()
+        assert [future.result(30) for future in futures[ITEMS_PER_POLL:]] == [ITEMS_PER_POLL, ITEMS_PER_POLL + 1]
+
+
+def test_work_in_steps_goes_on_over_several_polls() -> None:
+    mailbox, seen = Mailbox(), []
+
+    def visit() -> Generator[None, None, str]:
+        for number in range(3):
+            seen.append(number)
+            threading.Event().wait(0.001)  # more than the slice of one poll
+            yield
+        return "all"
+
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(mailbox.ask, visit(), 30.0)
+        wait_for(lambda: mailbox.pending)
+        for polls in range(1, 4):
+            mailbox.serve()
+            assert seen == list(range(polls))
+        mailbox.serve()
+        assert answer.result(30) == "all"
+
+
+def test_an_error_of_the_work_is_the_askers() -> None:
+    mailbox = Mailbox()
+
+    def fail() -> None:
+        raise KeyError("a bug")
+
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(mailbox.ask, fail, 30.0)
+        wait_for(lambda: mailbox.pending)
+        mailbox.serve()
+        with pytest.raises(KeyError):
+            answer.result(30)
+
+
+def test_without_a_scheduler_the_asker_is_told_and_the_work_is_never_done() -> None:
+    mailbox, done = Mailbox(), []
+    with pytest.raises(AdminError, match="scheduler did not serve") as caught:
+        mailbox.ask(lambda: done.append(1), 0.01)
+    assert caught.value.kind == "scheduler_stopped"
+    mailbox.serve()
+    assert not done and not mailbox.pending
+
+
+def test_abandoned_steps_end() -> None:
+    mailbox, began, closed = Mailbox(), threading.Event(), []
+
+    def endless() -> Generator[None, None, None]:
+        began.set()
+        try:
+            while True:
+                yield
+        finally:
+            closed.append(1)
+
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(mailbox.ask, endless(), 0.2)
+        wait_for(began.is_set, mailbox.serve)
+        with pytest.raises(AdminError):
+            answer.result(30)
+        mailbox.serve()
+    del answer
+    assert not mailbox.pending
+
+
+def test_requests_that_wait_are_bounded() -> None:
+    mailbox = Mailbox()
+    with ThreadPoolExecutor(ITEMS_MAX) as pool:
+        futures = asked(mailbox, pool, *range(ITEMS_MAX))
+        with pytest.raises(AdminError) as caught:
+            mailbox.ask(lambda: 1, 30.0)
+        assert caught.value.kind == "busy"
+        while mailbox.pending:
+            mailbox.serve()
+        assert [future.result(30) for future in futures] == list(range(ITEMS_MAX))
+
+
+def test_closing_refuses_what_waits_and_what_comes() -> None:
+    mailbox = Mailbox()
+    with ThreadPoolExecutor() as pool:
+        (waiting,) = asked(mailbox, pool, 1)
+        mailbox.close()
+        with pytest.raises(AdminError, match="closed"):
+            waiting.result(30)
+    with pytest.raises(AdminError, match="closed"):
+        mailbox.ask(lambda: 1, 30.0)

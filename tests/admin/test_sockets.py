@@ -1,0 +1,95 @@
+"""A Unix socket that only its owner reaches, and who is at the other end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from hicache.admin.access import AdminAccess, Peer, peer_of
+from hicache.admin.sockets import PATH_BYTES_MAX, PrivateSocket
+from hicache.errors import ConfigError
+
+
+def test_the_socket_and_its_directory_are_closed_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "admin.sock"
+    with PrivateSocket(path, "admin.socket") as private, socket.socket(socket.AF_UNIX) as client:
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        client.connect(str(path))
+        connection, _ = private.socket.accept()
+        with connection:
+            assert peer_of(connection) == Peer(os.getpid(), os.geteuid())
+    assert not path.exists()
+
+
+def test_a_socket_in_use_is_refused_and_one_left_over_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "own" / "admin.sock"
+    with PrivateSocket(path, "admin.socket"):
+        with pytest.raises(ConfigError, match="another process holds"):
+            PrivateSocket(path, "admin.socket")
+        assert path.exists()
+    left_over = socket.socket(socket.AF_UNIX)
+    left_over.bind(str(path))
+    left_over.close()
+    with PrivateSocket(path, "admin.socket"), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+
+
+def test_an_open_directory_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o755)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        PrivateSocket(folder / "admin.sock", "admin.socket")
+    link = tmp_path / "link"
+    folder.chmod(0o700)
+    link.symlink_to(folder)
+    with pytest.raises(ConfigError, match="not a directory"):
+        PrivateSocket(link / "admin.sock", "admin.socket")
+
+
+def test_another_file_in_its_place_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir(mode=0o700)
+    (folder / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match="is not a socket"):
+        PrivateSocket(folder / "notes", "admin.socket")
+    assert (folder / "notes").read_text() == "mine"
+
+
+def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="choose a shorter path"):
+        PrivateSocket(tmp_path / ("x" * PATH_BYTES_MAX), "admin.socket")
+
+
+OWN, STRANGER = Peer(1, os.geteuid()), Peer(1, 4_000_000)
+SENT = {"authorization": "Bearer right"}
+
+
+@pytest.mark.parametrize(
+    ("token", "peer", "headers", "who"),
+    [
+        (None, OWN, {}, f"uid {os.geteuid()}"),
+        (None, Peer(1, 0), {}, "uid 0"),
+        (None, STRANGER, {}, None),
+        (None, None, {}, None),  # TCP
+        (None, None, SENT, None),
+        ("right", None, SENT, "token"),
+        ("right", STRANGER, SENT, "token"),
+        ("right", OWN, {}, None),  # an engine of the same user is not an administrator
+        ("right", None, {"authorization": "Bearer wrong"}, None),
+        ("right", None, {"authorization": "Basic right"}, None),
+        ("right", None, {"authorization": "Bearer "}, None),
+        ("right", None, {"authorization": "Bearer r\xefght"}, None),
+    ],
+)
+def test_who_may(token: str | None, peer: Peer | None, headers: dict[str, str], who: str | None) -> None:
+    assert AdminAccess(token).who(peer, headers) == who
+
+
+def test_a_token_does_not_show_in_a_repr() -> None:
+    assert "right" not in repr(AdminAccess("right"))
