@@ -17,7 +17,7 @@ from hicache.admin.embedded import AdminServer, serve_configured
 from hicache.cache import HiRadixCache, create_cache
 from hicache.config import HiCacheConfig
 from hicache.keys import RadixKey
-from tests.cache.world import NAMESPACE
+from tests.cache.world import GEOMETRY, NAMESPACE, prompt
 from tests.waiting import wait_for
 
 T = TypeVar("T")
@@ -55,12 +55,18 @@ def ask(path: Path, method: str, target: str, body: object = None, token: str | 
 def file_config(folder: Path, **entries: Any) -> HiCacheConfig:
     """Small pages in a file store, and an admin socket in a directory of its own."""
     return HiCacheConfig.model_validate({
-        "page_size": NAMESPACE.geometry.page_size if hasattr(NAMESPACE.geometry, "page_size") else 4,
-        "device": {"tokens": 256}, "host": {"tokens": 512}, "load_back_threshold_tokens": 4,
-        "prefetch": {"threshold_tokens": 4}, "break_even": {"mode": "always"},
+        "page_size": GEOMETRY.page_size, "device": {"tokens": 256}, "host": {"tokens": 512},
+        "load_back_threshold_tokens": 4, "prefetch": {"threshold_tokens": 4}, "break_even": {"mode": "always"},
         "storage": {"type": "file", "options": {"path": folder / "store", "free_space_floor": 0}},
         "admin": {"socket": folder / "sockets" / "engine.sock"},
     } | entries)  # fmt: skip
+
+
+# The namespace of what these engines compute, and a prompt of four pages, its token ids and its page keys.
+DIGEST = NAMESPACE.digest.hex()
+PROMPT = prompt(1, 2, 3, 4)
+IDS = [page for page in (1, 2, 3, 4) for _ in range(GEOMETRY.page_size)]
+KEYS = [key.hex() for key in PROMPT.page_keys(GEOMETRY.page_size, PROMPT.seed, 0, 4)]
 
 
 class RunningEngine:
@@ -116,6 +122,28 @@ class RunningEngine:
         cached = request.cached_tokens
         self.cache.cache_finished_req(request, key)
         return cached
+
+    def ask(self, method: str, target: str, body: object = None, code: int = 200) -> Any:
+        """One request to its admin surface, which is answered with `code`; the document."""
+        status, answer = ask(self.config.admin.socket or Path(), method, target, body)
+        assert status == code, answer
+        return answer
+
+    def job(self, target: str, body: object) -> Any:
+        """A job, to its end."""
+        started = self.ask("POST", target, body, 202)
+        found: list[Any] = []
+
+        def has_ended() -> bool:
+            found[:] = [self.ask("GET", f"/jobs/{started['id']}")]
+            return bool(found[0]["state"] in ("done", "failed", "cancelled"))
+
+        wait_for(has_ended)
+        return found[0]
+
+    def places(self, **body: Any) -> list[list[str]]:
+        """Where the pages of a lookup are."""
+        return [page["places"] for page in self.ask("POST", "/lookup", body)["pages"]]
 
     def settle(self) -> None:
         """Until nothing is in flight."""
