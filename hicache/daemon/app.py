@@ -19,9 +19,11 @@ from starlette.exceptions import HTTPException
 from .. import __version__
 from ..backends.calls import collected_errors
 from ..backends.errors import ErrorKind
+from .history import History
 from .memory import MemoryRequest
 from .namespace import Namespace
 from .node import NamespaceRequest, Node
+from .page import page_router
 from .protocol import (
     AttachMemory,
     Deadline,
@@ -57,7 +59,7 @@ NamespacePath = Annotated[Digest, Path(description="The digest of the namespace.
 MemoryPath = Annotated[MemoryName, Path(description="The name of the memory.")]
 
 
-def create_app(node: Node) -> FastAPI:
+def create_app(node: Node, history: History) -> FastAPI:
     """Return the application of `node`. Its threads end with the process."""
     app = FastAPI(
         title="HiCache daemon", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json",
@@ -70,6 +72,7 @@ def create_app(node: Node) -> FastAPI:
     _add_probes(app, node, control)
     _add_control(app, node, control)
     _add_verbs(app, node)
+    app.include_router(page_router(history))
     return app
 
 

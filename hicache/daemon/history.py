@@ -1,8 +1,8 @@
 """The last hour of a daemon, for its page: a sample every few seconds, and the faults that show between two samples.
 
-The daemon calls `record` with a snapshot every `SAMPLE_S` seconds; all else follows from the difference between two
-snapshots, so nothing that serves a request knows of this module. A total that falls belongs to a store or a namespace
-that was opened again: its new value counts in full.
+The daemon calls `record` with a snapshot every `SAMPLE_S` seconds, and `note` when an engine has died; all else follows
+from the difference between two snapshots, so nothing that serves a request knows of this module. A total that falls
+belongs to a store or a namespace that was opened again: its new value counts in full.
 
 Locking design: one lock guards all fields, held for the arithmetic of one snapshot or for a copy of the rows.
 """
@@ -84,15 +84,12 @@ class History:
         self._lock = threading.Lock()
         self._recorded = clock()
         self._totals: _Totals = Counter()
-        self._alive: frozenset[str] = frozenset()
         self._samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
         self._faults: deque[_Fault] = deque(maxlen=FAULTS_MAX)  # the latest last
 
     def record(self, statistics: NodeStatistics) -> None:
         """Add a sample, and the faults since the sample before. Does not block."""
         totals = _totals(statistics)
-        alive = frozenset(client.name for client in statistics.clients if client.is_alive)
-        lost = {client.name for client in statistics.clients if not client.is_alive}
         with self._lock:
             time_s = self._clock()
             gained = _gained(self._totals, totals)
@@ -103,9 +100,7 @@ class History:
                     if kind is FaultKind.BREAKER:
                         detail = f"{detail}: {_reason(statistics, label, store, detail)}"
                     self._note(kind, (label, store, detail), count, time_s)
-            for name in sorted(self._alive & lost):
-                self._note(FaultKind.CLIENT, ("", "", name), 1, time_s)
-            self._totals, self._alive, self._recorded = totals, alive, time_s
+            self._totals, self._recorded = totals, time_s
 
     def note(self, kind: FaultKind, detail: str) -> None:
         """Add a fault of the daemon as a whole that no snapshot shows. Does not block."""

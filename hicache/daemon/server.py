@@ -23,6 +23,7 @@ from ..config.addresses import default_socket
 from ..config.daemon import DaemonConfig
 from ..errors import ConfigError
 from .app import create_app
+from .history import SAMPLE_S, FaultKind, History
 from .node import Node
 from .statistics import NodeState
 
@@ -54,8 +55,11 @@ class Server:
         self._config = node.config.daemon
         self._stopping = asyncio.Event()
         self._state = ServerState()
-        self._uvicorn = uvicorn.Config(create_app(node), http="httptools", ws="none", lifespan="off", log_config=None,
-                                       access_log=False, server_header=False, date_header=False)  # fmt: skip
+        self._history = History()
+        self._uvicorn = uvicorn.Config(
+            create_app(node, self._history), http="httptools", ws="none", lifespan="off", log_config=None,
+            access_log=False, server_header=False, date_header=False,
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Listen, serve, and drain at the end."""
@@ -72,6 +76,7 @@ class Server:
                 loop.add_signal_handler(number, self._stopping.set)
             self._node.state = NodeState.READY
             logger.info("serving at %s", ", ".join(_names(listeners)))
+            undo.callback(loop.create_task(self._record()).cancel)
             await self._until_stopped()
             self._node.state = NodeState.DRAINING
             for listener in listeners:
@@ -86,10 +91,18 @@ class Server:
         while not self._stopping.is_set():
             for name in await loop.run_in_executor(None, self._node.memories.tend):
                 logger.warning("memory %s: its engine has died; the memory was unmapped and its file removed", name)
+                self._history.note(FaultKind.CLIENT, name)
             try:
                 await asyncio.wait_for(self._stopping.wait(), _TEND_S)
             except TimeoutError:
                 pass
+
+    async def _record(self) -> None:
+        """Take a sample for the page, every few seconds."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._history.record(await loop.run_in_executor(None, self._node.statistics))
+            await asyncio.sleep(SAMPLE_S)
 
     async def _drain(self) -> None:
         deadline = time.monotonic() + self._config.drain_timeout

@@ -10,7 +10,7 @@ import pytest
 from hicache.backends.guard import BOUNDS_S, Direction
 from hicache.backends.guard.breaker import BreakerState
 from hicache.daemon.history import FAULT_GAP_S, FAULTS_MAX, SAMPLES_MAX, FaultKind, History
-from hicache.daemon.statistics import ClientStatistics, SharingStatistics
+from hicache.daemon.statistics import SharingStatistics
 from hicache.daemon.status import status_json
 from tests.daemon.snapshots import DIGEST, backend, breaker, guard, latency, namespace, node, store
 
@@ -93,12 +93,10 @@ def test_faults_are_what_has_changed_for_the_worse(history: History) -> None:
         node(
             namespace(stores=(store(statistics=backend(corrupt={"tag": 4}), guard=bad),)),
             refused={"requests": 7},
-            clients=(ClientStatistics("engine0", 64, 4096, 1, False),),
         )
     )
     assert sorted(faults(history)) == [
         ("breaker_opened", "nvme", "read: error", 2),
-        ("client_lost", "", "engine0", 1),
         ("damage", "nvme", "tag", 4),
         ("failed_calls", "nvme", "read: error", 3),
         ("limit", "", "requests", 7),
