@@ -80,6 +80,11 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
         self.damaged: list[Damaged[Found]] = []
         self._frames: dict[int, memoryview] = {}
 
+    @property
+    def corrupt(self) -> list[str]:
+        """Why each damaged page is not the page that was asked for."""
+        return [one.reason for one in self.damaged]
+
     def __iter__(self) -> Iterator[int]:
         for position in range(len(self.keys)):
             if self.is_late:

@@ -107,7 +107,7 @@ class PageStore(Envelope, Generic[Found]):
         finally:
             outcomes = reads.finish(kind)
             if reads.errors or reads.damaged:
-                self._calls.count(errors=reads.errors, corrupt=[one.reason for one in reads.damaged])
+                self._calls.count(errors=reads.errors, corrupt=reads.corrupt)
         if reads.damaged:
             for one in reads.damaged:
                 _damage_log.warn(

@@ -8,8 +8,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..admin.sockets import default_socket
 from ..config import HiCacheConfig, load_config
+from ..config.addresses import default_socket
 from ..config.secret import read_secret
 from ..errors import ConfigError, InvalidInput
 from .ctl_client import Endpoint

@@ -157,7 +157,7 @@ def test_a_page_that_was_stored_anew_is_not_removed_as_the_damaged_one(valkey: V
         for length, found_head, kept in (
             (size, other, True), (size - 1, head, True), (-1, b"", True), (size, head, False),
         ):  # fmt: skip
-            backend.remove_damaged([Damaged(key, StoredValue(length, found_head))], soon())
+            backend.remove_damaged([Damaged(key, StoredValue(length, found_head), "tag")], soon())
             assert (store.read(key) is not None) is kept
         assert not backend.statistics().errors
 
