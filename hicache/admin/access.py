@@ -7,7 +7,7 @@
 A token for data opens nothing here: the only token that is compared is the admin token. Engines have the user of their
 daemon, so a token is what keeps them from administering it.
 
-Locking design: the fields are set by the constructor.
+Locking design: a field is one reference, which is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def _same(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode("latin-1", "replace"), expected.encode())  # headers are read as Latin-1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AdminAccess:
-    """See the module's docstring. `token` None: there is no admin token."""
+    """See the module's docstring. `token` None: there is no admin token. A daemon replaces it when it reloads."""
 
     token: str | None = field(default=None, repr=False)
 

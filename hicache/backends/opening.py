@@ -18,18 +18,16 @@ _PLANES_ELEMENT_BYTES = 2
 class StorageOpener:
     """Opens the storage of one configuration for namespaces. Keys are read once, by the constructor.
 
-    `element_bytes` is the length of an element of KV, None where nobody knows it. Raises ConfigError without storage in
-    `config`, and for keys that cannot be had. Thread-safe.
+    `element_bytes` is the length of an element of KV, None where nobody knows it. `spec` is None without storage.
+    Raises ConfigError for keys that cannot be had. Thread-safe.
     """
 
     def __init__(
         self, config: HiCacheConfig, environ: Mapping[str, str] | None = None, element_bytes: int | None = None
     ) -> None:
-        if config.storage is None:
-            raise ConfigError("storage: the configuration has none; add the section `storage` with the type of store")
         environ = os.environ if environ is None else environ
         chosen = config.storage_format
-        self.spec = BackendSpec.of(config.storage)
+        self.spec = None if config.storage is None else BackendSpec.of(config.storage)
         self._tag = TagKind[config.integrity.tag.upper()]
         self._mac_keys = config.integrity.keys(environ)
         self._encryption_keys = chosen.keys(environ)
@@ -53,5 +51,8 @@ class StorageOpener:
 
     def open(self, codec: FrameCodec, part: BackendSpec | None = None) -> StorageBackend:
         """Open the store, or a `part` of it, with the pages of `codec`, behind its guard. Blocks and raises as
-        `open_spec`."""
-        return open_spec(part or self.spec, codec)
+        `open_spec`; raises ConfigError without storage."""
+        spec = part or self.spec
+        if spec is None:
+            raise ConfigError("storage: the configuration has none; add the section `storage` with the type of store")
+        return open_spec(spec, codec)

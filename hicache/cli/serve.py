@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from ..config import load_config
-from ..daemon.node import Node
-from ..daemon.server import serve as serve_node
+from ..config import HiCacheConfig, load_config
+from ..daemon.server import serve as run
 from .arguments import FILE
 from .config import parse_settings
 from .log_options import log_options, start_log
@@ -25,6 +24,11 @@ def serve(path: Path, settings: tuple[str, ...], **log: Any) -> None:
 
     Engines reach it through their storage of type `remote`. docs/daemon.md describes it.
     """
-    config = load_config(path, environ=os.environ, overrides=parse_settings(settings))
-    start_log(config.logging, **log)
-    serve_node(Node(config))
+    overrides = parse_settings(settings)
+
+    def load() -> HiCacheConfig:
+        config = load_config(path, environ=os.environ, overrides=overrides)
+        start_log(config.logging, **log)
+        return config
+
+    run(load)

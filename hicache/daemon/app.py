@@ -11,20 +11,22 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Path, Request
+from fastapi import FastAPI, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from .. import __version__
-from ..backends.calls import collected_errors
+from ..admin.access import AdminAccess
 from ..backends.errors import ErrorKind
+from ..errors import InvalidInput
+from .bodies import PagesAnswer, write_pages
 from .history import History
 from .memory import MemoryRequest
-from .namespace import Namespace
 from .node import NamespaceRequest, Node
 from .page import page_router
 from .protocol import (
+    KEYS_MAX,
     AttachMemory,
     Deadline,
     Digest,
@@ -40,10 +42,12 @@ from .protocol import (
     State,
     Store,
     Stored,
+    Timeout,
     Transfer,
     UsageAnswer,
 )
 from .refusal import Refused
+from .staging import Staging
 from .statistics import NodeState
 from .status import status_json
 
@@ -55,23 +59,28 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer} for status in (400, 401, 403, 404, 409, 413, 422, 503)
 }
 
+_OCTETS: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
 NamespacePath = Annotated[Digest, Path(description="The digest of the namespace.")]
 MemoryPath = Annotated[MemoryName, Path(description="The name of the memory.")]
 
 
-def create_app(node: Node, history: History) -> FastAPI:
-    """Return the application of `node`. Its threads end with the process."""
+def create_app(node: Node, staging: Staging, history: History, access: AdminAccess) -> FastAPI:
+    """Return the application of `node`: `/v1`, the probes, and what other modules add. Its threads end with the
+    process."""
     app = FastAPI(
         title="HiCache daemon", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json",
         summary="Batches of KV pages between the engines of a node and its stores.",
     )  # fmt: skip
     app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(InvalidInput, _misused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     control = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="hicache-control")
     _add_probes(app, node, control)
-    _add_control(app, node, control)
+    _add_control(app, node, control, staging)
     _add_verbs(app, node)
+    _add_bodies(app, node, staging)
     app.include_router(page_router(history))
     return app
 
@@ -80,6 +89,12 @@ async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s else None
     return JSONResponse({"error": error.kind, "detail": error.detail}, error.status, headers)
+
+
+async def _misused(_: Request, error: Exception) -> Response:
+    """Of a backend's own check of its arguments, whose words may name a whole key."""
+    answer = {"error": ErrorKind.BAD_REQUEST, "detail": "keys: a key or parent cannot be where it is in the batch"}
+    return JSONResponse(answer, 422)
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
@@ -116,7 +131,7 @@ def _add_probes(app: FastAPI, node: Node, control: ThreadPoolExecutor) -> None:
         return status_json(await _on(control, node.statistics))
 
 
-def _add_control(app: FastAPI, node: Node, control: ThreadPoolExecutor) -> None:
+def _add_control(app: FastAPI, node: Node, control: ThreadPoolExecutor, staging: Staging) -> None:
     @app.put("/v1/namespaces/{namespace}", tags=["control"], responses=_REFUSALS)
     async def open_namespace(namespace: NamespacePath, body: OpenNamespace) -> NamespaceOpened:
         """Open a namespace, or confirm that it is open."""
@@ -124,7 +139,7 @@ def _add_control(app: FastAPI, node: Node, control: ThreadPoolExecutor) -> None:
         asked = NamespaceRequest(body.payload_bytes, body.weights_epoch, body.label)
         found = await _on(control, lambda: node.open(namespace, asked, deadline))
         frame_bytes = found.wire.frame_bytes
-        pages_max = node.config.daemon.staging // 4 // frame_bytes
+        pages_max = staging.piece_max() // frame_bytes
         return NamespaceOpened(frame_bytes=frame_bytes, instance=node.instance, body_pages_max=pages_max)
 
     @app.put("/v1/memory/{name}", tags=["control"], responses=_REFUSALS)
@@ -148,6 +163,31 @@ def _add_control(app: FastAPI, node: Node, control: ThreadPoolExecutor) -> None:
         return MemoryAttached(instance=node.instance, mapping="")
 
 
+def _add_bodies(app: FastAPI, node: Node, staging: Staging) -> None:
+    path = "/v1/namespaces/{namespace}"
+
+    @app.post(f"{path}/read", tags=["pages"], response_class=Response,
+              responses={**_REFUSALS, 200: {"content": _OCTETS}})  # fmt: skip
+    async def read(namespace: NamespacePath, body: Lookup) -> Response:
+        """Read pages: one byte for each key says what became of it (`H` hit, `M` miss, `C` corrupt, `E` error), then
+        the frames of the hits follow in order."""
+        keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
+        return PagesAnswer(node, node.find(namespace), staging, keys, deadline)
+
+    @app.post(f"{path}/write", tags=["pages"], responses=_REFUSALS,
+              openapi_extra={"requestBody": {"required": True, "content": _OCTETS}})  # fmt: skip
+    async def write(
+        namespace: NamespacePath, request: Request, keys: Annotated[int, Query(ge=0, le=KEYS_MAX)],
+        timeout_s: Annotated[Timeout, Query()], parent: Annotated[Digest | None, Query()] = None,
+    ) -> SetOutcomes:  # fmt: skip
+        """Store pages. The body is the keys, 32 bytes each, then their frames. From the first damaged frame on, pages
+        are not stored."""
+        found, deadline = node.find(namespace), _deadline(node, timeout_s)
+        above = None if parent is None else bytes.fromhex(parent)
+        outcomes, errors = await write_pages(node, found, staging, request, keys, above, deadline)
+        return SetOutcomes(outcomes=outcomes, errors=errors)
+
+
 def _add_verbs(app: FastAPI, node: Node) -> None:
     def post(verb: str, **extra: Any) -> Callable[[Any], Any]:
         return app.post(f"/v1/namespaces/{{namespace}}/{verb}", tags=["pages"], responses=_REFUSALS, **extra)
@@ -157,7 +197,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
         """How many of the keys are stored before the first hole."""
         keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
         found = node.find(namespace)
-        pages, errors = await _call(node, found, lambda: found.store.batch_exists(keys, deadline=deadline))
+        pages, errors = await node.call(found, lambda: found.store.batch_exists(keys, deadline=deadline))
         return Pages(pages=pages, errors=errors)
 
     @post("has")
@@ -165,7 +205,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
         """Whether each of the keys is stored."""
         keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
         found = node.find(namespace)
-        stored, errors = await _call(node, found, lambda: found.store.batch_has(keys, deadline=deadline))
+        stored, errors = await node.call(found, lambda: found.store.batch_has(keys, deadline=deadline))
         return Stored(stored=stored, errors=errors)
 
     @post("get")
@@ -179,7 +219,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
             with node.memories.frames(mapping, body.frames, found.wire.frame_bytes) as frames:
                 return found.store.batch_get(keys, frames, deadline=deadline)
 
-        outcomes, errors = await _call(node, found, read)
+        outcomes, errors = await node.call(found, read)
         return GetOutcomes(outcomes=outcomes, errors=errors)
 
     @post("set")
@@ -194,7 +234,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
             with node.memories.frames(mapping, body.frames, found.wire.frame_bytes) as frames:
                 return found.store.batch_set(keys, frames, parent=parent, deadline=deadline)
 
-        outcomes, errors = await _call(node, found, write)
+        outcomes, errors = await node.call(found, write)
         return SetOutcomes(outcomes=outcomes, errors=errors)
 
     @post("delete")
@@ -202,36 +242,26 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
         """Remove pages."""
         keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
         found = node.find(namespace)
-        pages, errors = await _call(node, found, lambda: found.store.delete(keys, deadline=deadline))
+        pages, errors = await node.call(found, lambda: found.store.delete(keys, deadline=deadline))
         return Pages(pages=pages, errors=errors)
 
     @post("clear")
     async def clear(namespace: NamespacePath, body: Deadline) -> Pages:
         """Remove all pages of the namespace."""
         found, deadline = node.find(namespace), _deadline(node, body.timeout_s)
-        pages, errors = await _call(node, found, lambda: found.store.clear(deadline=deadline))
+        pages, errors = await node.call(found, lambda: found.store.clear(deadline=deadline))
         return Pages(pages=pages, errors=errors)
 
     @app.get("/v1/namespaces/{namespace}/usage", tags=["pages"], responses=_REFUSALS)
     async def usage(namespace: NamespacePath) -> UsageAnswer:
         """Count what is stored."""
         found = node.find(namespace)
-        counted, _ = await _call(node, found, found.store.usage)
+        counted, _ = await node.call(found, found.store.usage)
         return UsageAnswer(pages=counted.pages, bytes=counted.bytes, capacity_bytes=counted.capacity_bytes)
 
 
 async def _on(threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(threads, call)
-
-
-async def _call(node: Node, namespace: Namespace, verb: Callable[[], T]) -> tuple[T, list[str]]:
-    """Return what a verb answers, and the kinds of errors that it counted."""
-
-    def call() -> tuple[T, list[str]]:
-        with collected_errors() as errors:
-            return verb(), errors
-
-    return await namespace.submit(call, node.config.daemon.namespace_requests_max)
 
 
 def _deadline(node: Node, timeout_s: float) -> float:

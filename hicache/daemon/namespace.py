@@ -9,30 +9,33 @@ Locking design: `_lock` guards `_in_flight` and `last_use_s`. The verbs run on t
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from ..backends.base import StorageBackend
 from ..backends.errors import ErrorKind
 from ..frame import FrameCodec
+from .pool import PoolSpace
 from .refusal import Refused
+from .sharing import SharedStore
 
 T = TypeVar("T")
 
 
 class Namespace:
     """See the module's docstring. `digest` is the namespace in hexadecimal digits; `wire` seals and proves the pages
-    that clients send and get."""
+    that clients send and get; `space` is its part of the pool."""
 
     def __init__(
-        self, wire: FrameCodec, store: StorageBackend, *, weights_epoch: int, label: str, threads: int
+        self, wire: FrameCodec, store: SharedStore, space: PoolSpace, *, weights_epoch: int, label: str, threads: int
     ) -> None:
         self.digest = wire.namespace.hex()
         self.wire = wire
         self.store = store
+        self.space = space
         self.weights_epoch = weights_epoch
         self.label = label
         self.last_use_s = time.monotonic()
@@ -54,7 +57,7 @@ class Namespace:
             self._in_flight += 1
             self.last_use_s = time.monotonic()
         try:
-            future = self._threads.submit(call)
+            future = self._threads.submit(contextvars.copy_context().run, call)
         except RuntimeError as error:  # shut down, or no more threads
             self._done(None)
             raise Refused(503, ErrorKind.NO_THREAD, "namespace: is closing, or no thread can be started", 1) from error

@@ -1,6 +1,7 @@
 """The node: the namespaces that engines have opened, over one configured storage, and the memory of these engines.
 
-Each namespace has a store of its own: the configured `storage`, opened with a codec of that namespace. Clients exchange
+Each namespace has a store of its own: the configured `storage`, opened with a codec of that namespace, behind the pool
+that all namespaces share. Clients exchange
 plain frames sealed with XXH3-128; MACs, encryption and compression are those of the daemon's configuration.
 
 Locking design: `_changed` guards the table of namespaces and `state`; it is held for no call that blocks. A namespace
@@ -15,24 +16,29 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ..backends.base import StorageBackend
+from ..backends.calls import collected_errors
 from ..backends.compose import copies_of
 from ..backends.errors import ErrorKind
 from ..backends.guard import leaf_statistics
 from ..backends.opening import StorageOpener
+from ..backends.registry import check_backend
 from ..config import HiCacheConfig
-from ..errors import BackendError, HiCacheError
+from ..errors import BackendError, ConfigError, HiCacheError
 from ..frame import FrameCodec
 from .calls import CallCounters
 from .memory import Memories
 from .namespace import Namespace
+from .pool import PagePool
 from .refusal import Refused
-from .statistics import NamespaceStatistics, NodeState, NodeStatistics, PoolStatistics, SharingStatistics
+from .sharing import SharedStore
+from .statistics import NamespaceStatistics, NodeState, NodeStatistics
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # A namespace that was used within this time is not closed for another one.
 _IDLE_S = 60.0
@@ -50,7 +56,8 @@ class NamespaceRequest:
 class Node:
     """See the module's docstring. `instance` is another random text in each run of a daemon.
 
-    Raises ConfigError for keys that cannot be had. Opens no store.
+    Raises ConfigError for keys that cannot be had, without storage and pool, and if the pool does not fit. Opens no
+    store. Blocks while the pool's memory is touched.
     """
 
     def __init__(self, config: HiCacheConfig, environ: Mapping[str, str] | None = None) -> None:
@@ -59,7 +66,16 @@ class Node:
         self.state = NodeState.STARTING
         self.calls = CallCounters()
         self.memories = Memories(config.daemon.memory_max, config.daemon.memories_max)
-        self._opener = StorageOpener(config, os.environ if environ is None else environ)
+        self._environ = os.environ if environ is None else environ
+        self._opener = StorageOpener(config, self._environ)
+        if config.storage is None and not config.daemon.pool:
+            raise ConfigError("daemon: there is neither storage nor a pool; add the section `storage`, or daemon.pool")
+        if self._opener.spec is not None:
+            check_backend(self._opener.spec.type, self._opener.spec.options)
+        try:
+            self.pool = PagePool(config.daemon.pool)
+        except OSError as error:
+            raise ConfigError(f"daemon.pool: the system does not give the memory: {error.strerror}") from error
         self._began_s = time.monotonic()
         self._changed = threading.Condition()
         self._namespaces: dict[str, Namespace] = {}
@@ -77,7 +93,7 @@ class Node:
             self._make_room(deadline)
             try:
                 made = self._open(bytes.fromhex(digest), request)
-            except BackendError as error:
+            except (BackendError, ConfigError) as error:
                 logger.warning("namespace %s: its store cannot be opened: %s", digest[:8], error)
                 detail = "storage: cannot be opened; see the daemon's log"
                 raise Refused(503, ErrorKind.UNAVAILABLE, detail, 5) from error
@@ -92,6 +108,16 @@ class Node:
             raise Refused(404, ErrorKind.CLOSED, "namespace: is not open; PUT /v1/namespaces/NS and try again")
         return found
 
+    async def call(self, namespace: Namespace, verb: Callable[[], T]) -> tuple[T, list[str]]:
+        """Run a verb on a thread of its namespace; return its answer, and the kinds of errors that it counted. Raises
+        Refused."""
+
+        def call() -> tuple[T, list[str]]:
+            with collected_errors() as errors:
+                return verb(), errors
+
+        return await namespace.submit(call, self.config.daemon.namespace_requests_max)
+
     def namespaces(self) -> list[Namespace]:
         """Return all open namespaces, the one opened first first."""
         return list(self._namespaces.values())
@@ -103,16 +129,22 @@ class Node:
             instance=self.instance,
             state=self.state,
             uptime_s=time.monotonic() - self._began_s,
-            pool=PoolStatistics(self.config.daemon.pool, 0, 0, 0, 0, 0),
-            namespaces=tuple(map(_statistics, self.namespaces())),
+            pool=self.pool.statistics(),
+            namespaces=tuple(map(self._statistics, self.namespaces())),
             clients=self.memories.statistics(),
             connections=calls.connections,
             requests=calls.requests(),
             refused=calls.refused(),
             latency=calls.latency(),
             in_flight_requests=calls.in_flight,
-            hot=(),
+            hot=self.pool.hot(),
         )
+
+    def reconfigure(self, config: HiCacheConfig) -> None:
+        """Use other limits and overrides from now on. Raises ConfigError, and changes nothing then."""
+        opener = StorageOpener(config, self._environ)
+        self.config, self._opener = config, opener
+        self.memories.bytes_max, self.memories.count_max = config.daemon.memory_max, config.daemon.memories_max
 
     def close(self, deadline: float) -> None:
         """Close all namespaces and let go of all memory, until `deadline` at most where operations are in flight."""
@@ -120,25 +152,43 @@ class Node:
             self.state = NodeState.DRAINING
         self.memories.close(deadline)
         for namespace in self.namespaces():
-            _close(namespace)
+            self._close(namespace)
 
     def _open(self, digest: bytes, request: NamespaceRequest) -> Namespace:
-        named = {"weights_epoch": request.weights_epoch, "label": request.label}
-        store: StorageBackend | None = None
+        epoch, label = request.weights_epoch, request.label
         try:
-            codec = self._opener.codec(digest, request.payload_bytes, **named)  # type: ignore[arg-type]
-            store = self._opener.open(codec)
-            wire = FrameCodec(digest, request.payload_bytes, **named)  # type: ignore[arg-type]
-            return Namespace(
-                wire, store, weights_epoch=request.weights_epoch, label=request.label,
-                threads=self.config.daemon.threads,
-            )  # fmt: skip
-        except BackendError:
-            raise
-        except HiCacheError as error:  # of the codec: a label that is too long, say
-            if store is not None:
-                store.close()
+            codec = self._opener.codec(digest, request.payload_bytes, weights_epoch=epoch, label=label)
+            wire = FrameCodec(digest, request.payload_bytes, weights_epoch=epoch, label=label)
+        except HiCacheError as error:  # a label that is too long, say
             raise Refused(422, ErrorKind.BAD_REQUEST, str(error)) from error
+        inner = self._opener.open(codec) if self._opener.spec is not None else None
+        store = SharedStore(codec, self.pool, inner, label=label)
+        space = self.pool.open(digest, request.payload_bytes, label)
+        return Namespace(
+            wire, store, space, weights_epoch=epoch, label=label, threads=self.config.daemon.threads
+        )
+
+    def _close(self, namespace: Namespace) -> None:
+        try:
+            namespace.close()
+        except BackendError as error:
+            logger.warning("namespace %s: its store does not close: %s", namespace.digest[:8], error)
+        self.pool.close(namespace.space)
+
+    def _statistics(self, namespace: Namespace) -> NamespaceStatistics:
+        store = namespace.store
+        return NamespaceStatistics(
+            namespace=namespace.digest,
+            label=namespace.label,
+            weights_epoch=namespace.weights_epoch,
+            frame_bytes=namespace.wire.frame_bytes,
+            pool_bytes=self.pool.space_bytes(namespace.space),
+            quota_bytes=namespace.space.quota_bytes,
+            sharing=store.sharing(),
+            backend=store.statistics(),
+            stores=tuple(found for part in store.parts for found in leaf_statistics(part)),
+            copies={name: copies for part in store.parts for name, copies in copies_of(part).items()},
+        )
 
     def _make_room(self, deadline: float) -> None:
         """Close the namespace unused for longest if there are too many. Raises Refused if all are in use."""
@@ -151,7 +201,7 @@ class Node:
                 raise Refused(503, ErrorKind.BUSY, "namespace: too many are in use; raise daemon.namespaces_max", 10)
             oldest = min(idle, key=lambda one: one.last_use_s)
             del self._namespaces[oldest.digest]
-        _close(oldest)
+        self._close(oldest)
 
     @contextlib.contextmanager
     def _turn(self, digest: str, deadline: float) -> Iterator[None]:
@@ -168,25 +218,3 @@ class Node:
                 self._busy.discard(digest)
                 self._changed.notify_all()
 
-
-def _close(namespace: Namespace) -> None:
-    try:
-        namespace.close()
-    except BackendError as error:
-        logger.warning("namespace %s: its store does not close: %s", namespace.digest[:8], error)
-
-
-def _statistics(namespace: Namespace) -> NamespaceStatistics:
-    store = namespace.store
-    return NamespaceStatistics(
-        namespace=namespace.digest,
-        label=namespace.label,
-        weights_epoch=namespace.weights_epoch,
-        frame_bytes=namespace.wire.frame_bytes,
-        pool_bytes=0,
-        quota_bytes=None,
-        sharing=SharingStatistics(0, 0, 0, 0, 0),
-        backend=store.statistics(),
-        stores=leaf_statistics(store),
-        copies=copies_of(store),
-    )

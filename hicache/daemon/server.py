@@ -1,30 +1,44 @@
-"""The daemon's process: its listeners, signals, and the order of starting and ending.
+"""The daemon's process: its listeners, its signals, and the order of starting and ending.
 
-Locking design: all of it runs on the event loop's thread.
+    start     tokens and certificates are read, the lock is taken, the pool's memory is touched, then it listens
+    SIGHUP    reads the configuration again and changes what can change (`reload`)
+    SIGTERM   takes no more connections, lets requests end within `drain_timeout`, closes the stores
+
+Locking design: all of it runs on the event loop's thread; what blocks goes to threads of the loop's executor.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import resource
 import signal
 import socket
+import ssl
 import time
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, suppress
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from ..admin.access import AdminAccess
 from ..admin.sockets import BACKLOG, PrivateSocket
-from ..config.addresses import default_socket
-from ..config.daemon import DaemonConfig
+from ..config import HiCacheConfig
 from ..errors import ConfigError
 from .app import create_app
-from .history import SAMPLE_S, FaultKind, History
+from .connection import Connection, Listener, Shared
+from .gate import Gate
+from .history import SAMPLE_S, History
 from .node import Node
+from .notify import ServiceManager
+from .protocol import KEYS_MAX
+from .reload import apply
+from .security import load_certificate, read_tokens, server_context
+from .staging import Staging
 from .statistics import NodeState
 
 logger = logging.getLogger(__name__)
@@ -34,68 +48,120 @@ _TEND_S = 0.25
 _STOPPED_BY = (signal.SIGTERM, signal.SIGINT)
 
 
-def serve(node: Node) -> None:
-    """Serve `node` until SIGTERM or SIGINT. Raises ConfigError if it cannot listen. REQUIRES: the main thread."""
-    uvloop.run(Server(node).run())
-
-
-def socket_path(config: DaemonConfig) -> Path:
-    """Return the path of the Unix socket. Raises ConfigError if the system has no private directory for it."""
-    path = config.socket or default_socket()
-    if path is None:
-        raise ConfigError("daemon.socket: XDG_RUNTIME_DIR is not set; give a path in a directory of yours, mode 0700")
-    return path
+def serve(load: Callable[[], HiCacheConfig], environ: Mapping[str, str] | None = None) -> None:
+    """Serve what `load` returns until SIGTERM or SIGINT; SIGHUP calls it again. Raises ConfigError if the configuration
+    is refused or an address cannot be listened at. REQUIRES: the main thread."""
+    environ = os.environ if environ is None else environ
+    node = Node(load(), environ)
+    server = Server(node, load, environ)
+    try:
+        uvloop.run(server.run())
+    finally:
+        node.close(time.monotonic())
 
 
 class Server:
-    """See the module's docstring."""
+    """See the module's docstring. Raises ConfigError for secrets that cannot be had."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, load: Callable[[], HiCacheConfig], environ: Mapping[str, str]) -> None:
+        config = node.config.daemon
         self._node = node
-        self._config = node.config.daemon
+        self._load = load
+        self._environ = environ
+        self._manager = ServiceManager(environ)
         self._stopping = asyncio.Event()
         self._state = ServerState()
+        tokens = read_tokens(config, environ)
+        self._tls = server_context(config.tls)
+        self._admin_access = AdminAccess(tokens.admin)
         self._history = History()
-        self._uvicorn = uvicorn.Config(
-            create_app(node, self._history), http="httptools", ws="none", lifespan="off", log_config=None,
-            access_log=False, server_header=False, date_header=False,
+        staging = Staging(config.staging)
+        self._gate = Gate(create_app(node, staging, self._history, self._admin_access), node, tokens.data)
+        self._shared = Shared(
+            config,
+            uvicorn.Config(self._gate, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
+                           server_header=False, date_header=False),
+            self._state,
+            node.calls,
+            ThreadPoolExecutor(config.connections_max, thread_name_prefix="hicache-body"),
+            staging.piece_max() + KEYS_MAX * 32,
         )  # fmt: skip
 
     async def run(self) -> None:
         """Listen, serve, and drain at the end."""
-        self._uvicorn.load()
-        loop = asyncio.get_running_loop()
-        with ExitStack() as undo:
-            path = socket_path(self._config)
+        # uvicorn warns of each request that is not HTTP, which is counted here.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        _raise_descriptor_limit()
+        self._shared.uvicorn.load()
+        async with AsyncExitStack() as undo:
+            path = self._shared.config.socket or default_socket(self._environ)
             unix = undo.enter_context(PrivateSocket(path, "daemon.socket", lock=path.with_name("lock")))
-            listeners = [await loop.create_server(self._protocol, sock=unix.socket, backlog=BACKLOG)]
-            address = self._config.address
+            listeners = [await self._listen(Listener(True, True, False, False), unix.socket, None)]
+            address = self._shared.config.address
             if address is not None:
-                listeners.append(await loop.create_server(self._protocol, address.host, address.port, backlog=BACKLOG))
-            for number in _STOPPED_BY:
-                loop.add_signal_handler(number, self._stopping.set)
+                kind = Listener(False, is_loopback(address.host), self._tls is not None,
+                                self._shared.config.tls.client_ca is not None)  # fmt: skip
+                tcp = undo.enter_context(_tcp_socket(address.host, address.port))
+                listeners.append(await self._listen(kind, tcp, self._tls))
+            self._handle_signals()
             self._node.state = NodeState.READY
-            logger.info("serving at %s", ", ".join(_names(listeners)))
-            undo.callback(loop.create_task(self._record()).cancel)
+            logger.info("daemon: serving at %s", ", ".join(map(_name, listeners)))
+            self._manager.ready()
             await self._until_stopped()
+            self._manager.stopping()
             self._node.state = NodeState.DRAINING
+            logger.info("daemon: draining, for %s s at most", self._shared.config.drain_timeout)
             for listener in listeners:
                 listener.close()
             await self._drain()
 
-    def _protocol(self) -> asyncio.Protocol:
-        return HttpToolsProtocol(config=self._uvicorn, server_state=self._state, app_state={})
+    async def _listen(self, kind: Listener, sock: socket.socket, tls: ssl.SSLContext | None) -> asyncio.Server:
+        return await asyncio.get_running_loop().create_server(
+            lambda: Connection(self._shared, kind), sock=sock, ssl=tls, backlog=BACKLOG,
+            ssl_handshake_timeout=self._shared.config.head_timeout if tls else None,
+        )  # fmt: skip
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _STOPPED_BY:
+            loop.add_signal_handler(number, self._stopping.set)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+
+    def _reload(self) -> None:
+        """Change what can change. A configuration that is refused changes nothing."""
+        self._manager.reloading()
+        try:
+            new = self._load()
+            tokens = read_tokens(new.daemon, self._environ)
+            if self._tls is not None:
+                load_certificate(self._tls, self._node.config.daemon.tls)
+            now, later = apply(self._node, new)
+        except ConfigError as error:
+            logger.error("daemon: reload refused, nothing was changed: %s", error)
+        else:
+            self._shared.config = self._node.config.daemon
+            self._gate.token, self._admin_access.token = tokens.data, tokens.admin
+            logger.info("daemon: reloaded; changed: %s", ", ".join(now) or "no entry")
+            if later:
+                logger.warning("daemon: restart it to change: %s", ", ".join(later))
+        self._manager.ready()
 
     async def _until_stopped(self) -> None:
+        """Look after engines, history and the service manager meanwhile."""
         loop = asyncio.get_running_loop()
+        watchdog_s = self._manager.watchdog_s
+        period_s = min(_TEND_S, watchdog_s) if watchdog_s else _TEND_S
+        sampled_s = 0.0
         while not self._stopping.is_set():
             for name in await loop.run_in_executor(None, self._node.memories.tend):
                 logger.warning("memory %s: its engine has died; the memory was unmapped and its file removed", name)
-                self._history.note(FaultKind.CLIENT, name)
-            try:
-                await asyncio.wait_for(self._stopping.wait(), _TEND_S)
-            except TimeoutError:
-                pass
+            if time.monotonic() - sampled_s >= SAMPLE_S:
+                sampled_s = time.monotonic()
+                self._history.record(await loop.run_in_executor(None, self._node.statistics))
+            if watchdog_s:
+                self._manager.alive()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), period_s)
 
     async def _record(self) -> None:
         """Take a sample for the page, every few seconds."""
@@ -105,18 +171,41 @@ class Server:
             await asyncio.sleep(SAMPLE_S)
 
     async def _drain(self) -> None:
-        deadline = time.monotonic() + self._config.drain_timeout
+        deadline = time.monotonic() + self._shared.config.drain_timeout
         for connection in list(self._state.connections):
             connection.shutdown()
         while self._state.tasks and time.monotonic() < deadline:
             await asyncio.wait(self._state.tasks, timeout=deadline - time.monotonic())
-        await asyncio.get_running_loop().run_in_executor(None, self._node.close, deadline)
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+        late = len(self._state.tasks)
+        if late:
+            logger.warning("daemon: %s requests have not ended in time; their clients lost the connection", late)
+        closing = asyncio.get_running_loop().run_in_executor(None, self._node.close, deadline)
+        done, _ = await asyncio.wait([closing], timeout=max(0.5, deadline - time.monotonic()))
+        if late or not done:
+            # Threads that hang in a store would keep the process: what they write is whole or absent all the same.
+            logging.shutdown()
+            os._exit(0)
 
 
-def _names(listeners: list[asyncio.Server]) -> list[str]:
-    names = []
-    for listener in listeners:
-        for sock in listener.sockets:
-            name = sock.getsockname()
-            names.append(str(name) if sock.family == socket.AF_UNIX else f"{name[0]} port {name[1]}")
-    return names
+def _tcp_socket(host: str, port: int) -> socket.socket:
+    """Raises ConfigError."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+                                    backlog=BACKLOG)  # fmt: skip
+    except OSError as error:
+        raise ConfigError(f"daemon.listen: cannot listen on {host} port {port}: {error.strerror}") from error
+
+
+def _raise_descriptor_limit() -> None:
+    """The limit that shells set is below the connections that the daemon may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _name(listener: asyncio.Server) -> str:
+    sock = listener.sockets[0]
+    name = sock.getsockname()
+    return str(name) if sock.family == socket.AF_UNIX else f"{name[0]} port {name[1]}"

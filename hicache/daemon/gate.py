@@ -1,0 +1,112 @@
+"""The gate of the application: who may call what, how many requests at once, and what is counted of each.
+
+    Unix socket    this user's processes; the connection has checked that
+    loopback       probes, the page, status, metrics and the OpenAPI document; data with a token or a client certificate
+    other hosts    probes; all else with a token or a client certificate
+
+Calls below /v1/admin are let through: their router asks for rights of its own.
+
+Locking design: runs on the event loop's thread. `token` is replaced by a reload.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from fastapi.responses import Response
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..admin.access import bearer_token, is_token
+from ..backends.errors import ErrorKind
+from ..logs import request_id
+from .connection import Listener
+from .node import Node
+from .refusal import Refused
+from .statistics import NodeState
+from .status import refusal_json
+
+_PROBES = frozenset({"livez", "readyz"})
+_PAGES = frozenset({"statusz", "metrics", "openapi.json", "page"})
+_VERBS = frozenset({"exists", "has", "get", "set", "read", "write", "delete", "clear", "usage"})
+_ADMIN = "/v1/admin/"
+
+
+def operation_of(method: str, path: str) -> str:
+    """Return the name under which a request is counted: one of a few, whatever the client asks for."""
+    parts = path.strip("/").split("/")
+    if parts[0] != "v1":
+        first = parts[0] or "page"
+        return first if first in _PROBES | _PAGES else "other"
+    what = parts[1] if len(parts) > 1 else ""
+    if what == "namespaces":
+        return "open" if len(parts) == 3 else parts[3] if len(parts) == 4 and parts[3] in _VERBS else "other"
+    if what == "memory":
+        return "detach" if method == "DELETE" else "attach"
+    return "admin" if what == "admin" else "other"
+
+
+class Gate:
+    """See the module's docstring. `token` None: clients have no token."""
+
+    def __init__(self, app: ASGIApp, node: Node, token: str | None) -> None:
+        self._app = app
+        self._node = node
+        self.token = token
+        self._numbers = itertools.count(1)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        calls, operation = self._node.calls, operation_of(scope["method"], scope["path"])
+        began_s, status = time.monotonic(), 500
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
+            await send(message)
+
+        identity = f"{self._node.instance[:6]}-{next(self._numbers):x}"
+        request_id.set(identity)
+        calls.in_flight += 1
+        try:
+            refusal = self._refusal(scope, operation)
+            if refusal is None:
+                await self._app(scope, receive, noted)
+            else:
+                await _answer(refusal)(scope, receive, noted)
+        finally:
+            calls.in_flight -= 1
+            calls.answered(operation, status, time.monotonic() - began_s)
+
+    def _refusal(self, scope: Scope, operation: str) -> Refused | None:
+        if operation in _PROBES:
+            return None
+        calls, config = self._node.calls, self._node.config.daemon
+        if not self._may(scope, operation):
+            calls.refuse("token")
+            return Refused(401, ErrorKind.WRONG_CREDENTIALS, "send the header `Authorization: Bearer TOKEN`")
+        if calls.in_flight > config.requests_max:
+            calls.refuse("requests")
+            return Refused(503, ErrorKind.BUSY, "daemon: too many requests are in progress; try again", 1)
+        if self._node.state is NodeState.DRAINING and operation not in _PAGES:
+            calls.refuse("draining")
+            return Refused(503, ErrorKind.UNAVAILABLE, "daemon: is ending; try again when it was started", 1)
+        return None
+
+    def _may(self, scope: Scope, operation: str) -> bool:
+        listener: Listener = scope["state"]["listener"]
+        if listener.is_unix or scope["path"].startswith(_ADMIN) or (listener.is_loopback and operation in _PAGES):
+            return True
+        if self.token is None:
+            return listener.verifies_clients
+        return is_token(bearer_token(Headers(scope=scope)), self.token)
+
+
+def _answer(refusal: Refused) -> Response:
+    headers = {"retry-after": str(refusal.retry_after_s)} if refusal.retry_after_s else {}
+    if refusal.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(refusal_json(refusal), refusal.status, headers, "application/json")

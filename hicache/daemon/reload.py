@@ -1,0 +1,66 @@
+"""A configuration read again while the daemon runs: which entries change at once, and which need a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..admin.stores import ConfiguredStores
+from ..backends.guard import Direction, guards_of
+from ..config import HiCacheConfig
+from .node import Node
+
+# What a reload changes. Tokens and certificates are read again from the files and variables that these entries name;
+# `logging` is applied by the command.
+RELOADED = frozenset({
+    "daemon.token_file", "daemon.token_env", "daemon.admin_token_file", "daemon.admin_token_env",
+    "daemon.memory_max", "daemon.memories_max", "daemon.namespaces_max", "daemon.connections_max",
+    "daemon.requests_max", "daemon.namespace_requests_max", "daemon.request_timeout", "daemon.head_timeout",
+    "daemon.body_timeout", "daemon.idle_timeout", "daemon.drain_timeout", "logging.level", "logging.format",
+})  # fmt: skip
+# Of a guard, wherever it is in `storage`.
+_OVERRIDES = (".guard.read", ".guard.write")
+
+
+def changed_entries(old: HiCacheConfig, new: HiCacheConfig) -> tuple[list[str], list[str]]:
+    """Return the dotted names of entries that differ: those that a reload changes, and those that need a restart."""
+    before, after = (dict(_flat(config.model_dump(mode="json"), "")) for config in (old, new))
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    now = [name for name in changed if name in RELOADED or name.endswith(_OVERRIDES)]
+    return now, [name for name in changed if name not in now]
+
+
+def apply(node: Node, new: HiCacheConfig) -> tuple[list[str], list[str]]:
+    """Change what a reload changes; return as `changed_entries`. Raises ConfigError, and changes nothing then."""
+    now, later = changed_entries(node.config, new)
+    values = {name.rpartition(".")[2]: getattr(new.daemon, name.rpartition(".")[2])
+              for name in now if name.startswith("daemon.")}  # fmt: skip
+    daemon = node.config.daemon.model_copy(update=values)
+    updates: dict[str, Any] = {"daemon": daemon, "logging": new.logging}
+    if any(name.endswith(_OVERRIDES) for name in now) and not any(name.startswith("storage.") for name in later):
+        updates["storage"] = new.storage
+    node.reconfigure(node.config.model_copy(update=updates))
+    if "storage" in updates:
+        _override(node, new)
+    return now, later
+
+
+def _override(node: Node, config: HiCacheConfig) -> None:
+    """Switch the guards of open stores as the configuration says, in the order of its stores."""
+    specs = list(ConfiguredStores(config).specs.values())
+    for namespace in node.namespaces():
+        for guard, spec in zip(guards_of(namespace.store), specs, strict=False):
+            if spec.guard is not None:
+                guard.override(Direction.READ, spec.guard.read)
+                guard.override(Direction.WRITE, spec.guard.write)
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _flat(inner, f"{name}.{number}")
+    else:
+        yield name, value

@@ -1,0 +1,77 @@
+"""The secrets of a daemon: tokens and TLS, read from the files and variables that the configuration names."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..config.daemon import DaemonConfig, TlsConfig
+from ..config.files import require_readable
+from ..config.secret import read_private_file, read_secret
+from ..errors import ConfigError
+
+# Of a token: 128 bits in base 64, or more.
+_TOKEN_CHARACTERS_MIN = 22
+# Of a key in PEM.
+_KEY_BYTES_MAX = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """None: there is no such token."""
+
+    data: str | None = field(repr=False)
+    admin: str | None = field(repr=False)
+
+
+def read_tokens(config: DaemonConfig, environ: Mapping[str, str]) -> Tokens:
+    """Read both tokens. Raises ConfigError for one that cannot be had, that is short, or that is the other one too."""
+    data = _token("daemon: token", config.token_env, config, environ)
+    admin = _token("daemon: admin token", config.admin_token_env, config, environ)
+    if data is not None and data == admin:
+        raise ConfigError("daemon: the admin token is also the token of clients; give admin calls one of their own")
+    return Tokens(data, admin)
+
+
+def _token(what: str, variable: str | None, config: DaemonConfig, environ: Mapping[str, str]) -> str | None:
+    path = config.admin_token_file if "admin" in what else config.token_file
+    token = read_secret(what, variable, path, environ)
+    if token is not None and (len(token) < _TOKEN_CHARACTERS_MIN or not token.isascii() or not token.isprintable()):
+        raise ConfigError(
+            f"{what}: must be {_TOKEN_CHARACTERS_MIN} or more printable ASCII characters; make one with: "
+            "(umask 077; openssl rand -hex 32 > FILE)"
+        )
+    return token
+
+
+def server_context(config: TlsConfig) -> ssl.SSLContext | None:
+    """Return the TLS of the TCP address, None without a certificate. Raises ConfigError."""
+    if config.certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    load_certificate(context, config)
+    if config.client_ca is not None:
+        require_readable(config.client_ca, "daemon.tls.client_ca")
+        try:
+            context.load_verify_locations(config.client_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError("daemon.tls.client_ca: holds no certificate of an authority in PEM") from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def load_certificate(context: ssl.SSLContext, config: TlsConfig) -> None:
+    """Read certificate and key into `context`, for connections from now on. Raises ConfigError."""
+    assert config.certificate is not None and config.key is not None  # the section has seen to that
+    require_readable(config.certificate, "daemon.tls.certificate")
+    read_private_file(config.key, "daemon.tls.key", _KEY_BYTES_MAX)
+    try:
+        context.load_cert_chain(config.certificate, config.key, password=_no_password)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError("daemon.tls: certificate and key are not a pair in PEM without a password") from error
+
+
+def _no_password() -> str:
+    return ""  # OpenSSL would ask the terminal
