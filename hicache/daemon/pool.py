@@ -256,20 +256,18 @@ class PagePool:
             self._unlisted.discard(page)
             self._give_back(space, page)
 
-    def expect(self, space: PoolSpace, keys: Sequence[bytes]) -> None:
-        """Note that these pages were asked for: the next read admits them."""
-        with self._lock:
-            for key in keys:
-                self._asked[hash((space.namespace, key))] = None
-                if len(self._asked) > _ASKED_MAX:
-                    self._asked.popitem(last=False)
-
     # Pages that are there
 
     def has(self, space: PoolSpace, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether its page is in the pool. Does not refresh recency."""
         with self._lock:
             return [key in space.pages for key in keys]
+
+    def keys(self, space: PoolSpace, prefix: str = "") -> list[bytes]:
+        """Return the pages of a namespace whose keys begin with these hexadecimal digits, the next victim first."""
+        with self._lock:
+            keys = list(space.order.keys())
+        return [key for key in keys if key.hex().startswith(prefix)]
 
     def hold(self, space: PoolSpace, keys: Sequence[bytes]) -> list[PooledPage | None]:
         """Return the pages that are in the pool, each to be released; their bytes do not change while they are held."""
@@ -369,6 +367,11 @@ class PagePool:
             self._unlisted.add(page)
         else:
             self._give_back(space, page)
+
+    def clear(self, space: PoolSpace) -> int:
+        """Let all pages of a namespace leave the pool, pinned or not; how many."""
+        with self.deleting(space, None) as there:
+            return len(there)
 
     def _give_back(self, space: PoolSpace, page: PooledPage) -> None:
         page.buffers = []

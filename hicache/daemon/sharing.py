@@ -34,13 +34,14 @@ LOOKUPS_MAX = 16
 
 class SharedStore(Replaceable):
     """See the module's docstring. Thread-safe. `inner` is the store behind the pool, None for a store that is the pool
-    alone; see Replaceable. `label` is for people."""
+    alone; see Replaceable. `label` is for people. `pages`
+    are its pages in the pool, to be pinned and counted."""
 
     def __init__(self, codec: FrameCodec, pool: PagePool, inner: StorageBackend | None, *, label: str = "") -> None:
         super().__init__(codec, inner)
-        self._pages = ProvedPages(codec, pool, label)
+        self.pages = ProvedPages(codec, pool, label)
         self._pool = pool
-        self._space = self._pages.space
+        self._space = self.pages.space
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
@@ -132,7 +133,7 @@ class SharedStore(Replaceable):
         entry = self._pool.reserve(self._space, key, since=since, deletions=deletions, is_wanted=True)
         if entry is None:
             return SetOutcome.REJECTED
-        if not self._pages.fill(entry, page, parent):
+        if not self.pages.fill(entry, page, parent):
             self.count(ErrorKind.CHECKSUM)
             return SetOutcome.ERROR
         if self._pool.publish(self._space, entry):
@@ -245,7 +246,7 @@ class _Read:
             for position, page in pooled.items():
                 if time.monotonic() >= self._deadline:
                     break
-                self._store._pages.copy_out(page, self._pages[position])
+                self._store.pages.copy_out(page, self._pages[position])
                 self._settle(position, GetOutcome.HIT, "pool_hits")
         finally:
             self._pool.release(self._space, list(pooled.values()))
@@ -269,7 +270,7 @@ class _Read:
             position, flight = leads[0]
             entry = None
             if answer is GetOutcome.HIT:
-                entry = self._store._pages.admit(
+                entry = self._store.pages.admit(
                     flight.key, self._pages[position], parent_of(self._pages[position]),
                     since=self._since, deletions=self._deletions, is_wanted=bool(flight.waiters),
                 )  # fmt: skip
@@ -288,7 +289,7 @@ class _Read:
                 with waiter.copying() as target:
                     if target is None:
                         continue
-                    is_whole = self._store._pages.copy(flight.key, self._pages[position], target[place])
+                    is_whole = self._store.pages.copy(flight.key, self._pages[position], target[place])
                     waiter.give(place, Arrival(answer if is_whole else GetOutcome.ERROR, None))
             else:
                 waiter.give(place, Arrival(answer, None))
@@ -312,7 +313,7 @@ class _Read:
                 self._failed.append(position)
             elif arrival.outcome is GetOutcome.HIT:
                 if arrival.page is not None:
-                    self._store._pages.copy_out(arrival.page, self._pages[position])
+                    self._store.pages.copy_out(arrival.page, self._pages[position])
                     self._release(arrival.page)
                 self._settle(position, GetOutcome.HIT, "shared_reads")
             else:  # a damaged page was removed: it is corrupt for the call that found it
@@ -325,7 +326,7 @@ class _Read:
         outcomes = [self._outcomes.get(key, GetOutcome.ERROR) for key in self._keys]
         for position, key in enumerate(self._keys):
             if first[key] != position and outcomes[position] is GetOutcome.HIT:
-                self._store._pages.copy(key, self._pages[first[key]], self._pages[position])
+                self._store.pages.copy(key, self._pages[first[key]], self._pages[position])
         self._pool.hit(self._space, [key for key, outcome in self._outcomes.items() if outcome is GetOutcome.HIT])
         self._store._tally(**self._counts)
         return outcomes
@@ -388,7 +389,7 @@ class _Write:
             flight = leads.pop(position)
             entry = None
             if answer.is_stored:
-                entry = self._store._pages.admit(
+                entry = self._store.pages.admit(
                     flight.key, self._pages[position], self._parents[position],
                     since=self._since, deletions=self._deletions, is_wanted=False,
                 )  # fmt: skip

@@ -1,0 +1,327 @@
+"""The daemon's host pool: one bound over all namespaces, who leaves first, and pages that may not leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.testing import make_keys
+from hicache.daemon.hot import EPOCH_BATCHES
+from hicache.daemon.pool import PagePool, PooledPage, PoolSpace
+from hicache.errors import InvalidInput, InvariantError
+from hicache.frame import HEADER_BYTES, NO_PARENT
+from hicache.frame.header import PARENT
+from tests.seeds import rng, seeds
+
+UNIT = 4096
+PAYLOAD = 2 * UNIT - HEADER_BYTES
+ONE, OTHER = bytes(31) + b"\1", bytes(31) + b"\2"
+
+
+def pool_of(pages: int) -> PagePool:
+    """A pool for so many pages of two units."""
+    return PagePool(pages * 2 * UNIT, unit_bytes=UNIT)
+
+
+def fill(page: PooledPage, parent: bytes | None = None) -> None:
+    for buffer in page.buffers:
+        buffer[:] = page.key[:1] * len(buffer)
+    page.buffers[0][PARENT] = parent or NO_PARENT
+
+
+def is_whole(page: PooledPage) -> bool:
+    first, *others = page.buffers
+    return all(not bytes(buffer).strip(page.key[:1]) for buffer in (first[HEADER_BYTES:], *others))
+
+
+def put(
+    pool: PagePool, space: PoolSpace, keys: Sequence[bytes], parent: bytes | None = None, twice: bool = True
+) -> int:
+    """Let a chain enter, asked for twice if need be; how many pages did."""
+    since, deletions, entered = pool.now(), pool.deletions(space), 0
+    for key, above in zip(keys, [parent, *keys], strict=False):
+        for _ in range(1 + twice):
+            page = pool.reserve(space, key, since=since, deletions=deletions)
+            if page is not None:
+                fill(page, above)
+                entered += pool.publish(space, page)
+                break
+    pool.use(space, keys)
+    pool.check()
+    return entered
+
+
+def there(pool: PagePool, space: PoolSpace, keys: Sequence[bytes]) -> list[bytes]:
+    return [key for key, is_there in zip(keys, pool.has(space, keys), strict=True) if is_there]
+
+
+def test_the_memory_is_taken_and_touched_at_the_start() -> None:
+    def resident_kib() -> int:
+        return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
+
+    before = resident_kib()
+    pool = PagePool(64 << 20)
+    assert resident_kib() - before > 60 << 10
+    assert pool.statistics().capacity_bytes == 64 << 20
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_namespaces_with_pages_of_different_sizes_share_one_bound(seed: int) -> None:
+    dice = rng(seed)
+    pool = PagePool(64 * UNIT, unit_bytes=UNIT)
+    sizes = [1, UNIT - HEADER_BYTES, UNIT, 5 * UNIT, 17 * UNIT + 3]
+    spaces = [pool.open(bytes(31) + bytes([number]), size) for number, size in enumerate(sizes)]
+    keys = make_keys(40)
+    held: list[tuple[PoolSpace, PooledPage]] = []
+    for _ in range(600):
+        space, first = dice.choice(spaces), dice.randrange(len(keys))
+        some = keys[first : first + dice.randrange(1, 5)]
+        action = dice.randrange(8)
+        if action < 4:
+            put(pool, space, some, keys[first - 1] if first else None)
+        elif action == 4:
+            held += [(space, page) for page in pool.hold(space, some) if page is not None]
+        elif action == 5 and held:
+            owner, page = held.pop(dice.randrange(len(held)))
+            assert is_whole(page), "the bytes of a held page changed"
+            pool.release(owner, [page])
+        elif action == 6:
+            dice.choice([pool.pin, pool.unpin])(space, some)
+        else:
+            with pool.deleting(space, some):
+                pass
+            assert not there(pool, space, some)
+        pool.check()
+        found = pool.statistics()
+        assert found.used_bytes == sum(map(pool.space_bytes, spaces)) <= found.capacity_bytes
+    for owner, page in held:
+        pool.release(owner, [page])
+    for space in spaces:
+        pool.close(space)
+    pool.check()
+    assert pool.statistics().used_bytes == pool.statistics().pinned_bytes == 0
+
+
+def test_a_unit_with_two_owners_is_found() -> None:
+    """The control of `check`."""
+    pool = pool_of(4)
+    space = pool.open(ONE, PAYLOAD)
+    put(pool, space, make_keys(2))
+    one, two = space.pages.values()
+    two.extents = one.extents
+    with pytest.raises(InvariantError):
+        pool.check()
+
+
+def test_the_oldest_chain_leaves_first_and_its_tail_before_its_head() -> None:
+    pool = pool_of(8)
+    one, other = pool.open(ONE, PAYLOAD), pool.open(OTHER, PAYLOAD)
+    old, new = make_keys(4, "old"), make_keys(4, "new")
+    put(pool, one, old)
+    put(pool, other, new)
+    put(pool, other, make_keys(2, "newest"))
+    assert (there(pool, one, old), there(pool, other, new)) == (old[:2], new)
+    pool.use(one, old[:2])
+    put(pool, one, make_keys(3, "more"))
+    assert (there(pool, one, old), there(pool, other, new)) == (old[:2], new[:1])
+
+
+def test_a_batch_does_not_evict_itself() -> None:
+    pool = pool_of(3)
+    space, keys = pool.open(ONE, PAYLOAD), make_keys(6)
+    put(pool, space, make_keys(3, "old"))
+    assert put(pool, space, keys) == 3
+    assert there(pool, space, keys) == keys[:3]
+
+
+def test_a_full_pool_admits_what_is_asked_for_again() -> None:
+    pool = pool_of(4)
+    space, keys, more = pool.open(ONE, PAYLOAD), make_keys(4), make_keys(4, "more")
+    assert put(pool, space, keys, twice=False) == 4, "there is free room"
+    assert put(pool, space, more, twice=False) == 0
+    assert put(pool, space, more[:1], twice=False) == 1
+    assert there(pool, space, keys) == keys[:3]
+
+
+def test_pinned_pages_stay_and_leave_when_they_are_not_pinned_any_more() -> None:
+    pool = pool_of(4)
+    space, keys = pool.open(ONE, PAYLOAD), make_keys(2)
+    put(pool, space, keys)
+    assert pool.pin(space, [*keys, *make_keys(1, "absent")]) == 2
+    assert pool.statistics().pinned_bytes == 2 * 2 * UNIT
+    for number in range(5):
+        put(pool, space, make_keys(3, f"more {number}"))
+        assert there(pool, space, keys) == keys
+    assert pool.unpin(space, keys) == 2
+    assert pool.unpin(space, keys) == 0
+    for number in range(2):
+        put(pool, space, make_keys(4, f"again {number}"))
+    assert there(pool, space, keys) == []
+    assert pool.statistics().pinned_bytes == 0
+
+
+def test_pins_take_half_the_pool_at_most_and_end_with_a_deletion() -> None:
+    pool = pool_of(4)
+    space, keys = pool.open(ONE, PAYLOAD), make_keys(4)
+    put(pool, space, keys)
+    assert pool.pin(space, keys) == 2
+    assert pool.clear(space) == 4
+    assert pool.statistics().pinned_bytes == 0
+
+
+def test_a_namespace_over_its_quota_evicts_its_own_pages() -> None:
+    pool = pool_of(8)
+    one, other = pool.open(ONE, PAYLOAD), pool.open(OTHER, PAYLOAD)
+    theirs = make_keys(4, "theirs")
+    put(pool, other, theirs)
+    pool.set_quota(one, 2 * 2 * UNIT)
+    for number in range(3):
+        put(pool, one, make_keys(2, f"ours {number}"))
+        assert pool.space_bytes(one) == 4 * UNIT
+    assert there(pool, other, theirs) == theirs
+    pool.set_quota(other, 3 * UNIT)
+    assert there(pool, other, theirs) == theirs[:1]
+    pool.set_quota(one, None)
+    assert put(pool, one, make_keys(5, "more")) == 5
+
+
+def test_a_held_page_keeps_its_bytes_until_it_is_released() -> None:
+    pool = pool_of(2)
+    space, keys = pool.open(ONE, PAYLOAD), make_keys(2)
+    put(pool, space, keys)
+    (page,) = pool.hold(space, keys[:1])
+    assert page is not None
+    assert put(pool, space, make_keys(2, "more")) == 1, "a held page is not evicted"
+    pool.clear(space)
+    assert put(pool, space, make_keys(2, "again")) == 1
+    assert is_whole(page) and pool.has(space, keys) == [False, False]
+    pool.release(space, [page])
+    assert put(pool, space, make_keys(2, "at last")) == 2
+
+
+@pytest.mark.parametrize("when", ["before", "between", "during", "never"])
+def test_a_page_that_was_asked_for_before_a_deletion_does_not_enter_after_it(when: str) -> None:
+    pool = pool_of(4)
+    space, (key, other) = pool.open(ONE, PAYLOAD), make_keys(2)
+    asked = pool.deletions(space)
+    if when == "before":
+        pool.clear(space)
+    page = pool.reserve(space, key, since=pool.now(), deletions=asked)
+    assert (page is None) is (when == "before")
+    if page is None:
+        return
+    fill(page)
+    if when == "between":
+        with pool.deleting(space, [other]):
+            pass
+    if when == "during":
+        with pool.deleting(space, [key]):
+            assert not pool.publish(space, page)
+    else:
+        assert pool.publish(space, page) is (when == "never")
+    pool.use(space, [key])
+    pool.check()
+    assert (pool.statistics().used_bytes == 0) is (when != "never")
+
+
+def test_two_readers_of_one_page_leave_one_copy() -> None:
+    pool = pool_of(4)
+    space, (key,) = pool.open(ONE, PAYLOAD), make_keys(1)
+    pages = [pool.reserve(space, key, since=pool.now(), deletions=0) for _ in range(2)]
+    published = []
+    for page in pages:
+        assert page is not None
+        fill(page)
+        published.append(pool.publish(space, page))
+    pool.use(space, [key])
+    pool.check()
+    assert (published, pool.statistics().pages, pool.space_bytes(space)) == ([True, False], 1, 2 * UNIT)
+
+
+@pytest.mark.parametrize("units", [0, 1])
+def test_a_page_larger_than_the_pool_evicts_nothing(units: int) -> None:
+    pool = PagePool(units * UNIT, unit_bytes=UNIT)
+    small, large = pool.open(ONE, 1), pool.open(OTHER, PAYLOAD)
+    keys = make_keys(1)
+    assert put(pool, small, keys) == units
+    assert put(pool, large, keys) == 0
+    assert there(pool, small, keys) == keys[:units]
+
+
+def test_pages_of_one_size_take_each_others_place_in_one_piece() -> None:
+    pool = PagePool(100 * UNIT, unit_bytes=UNIT)
+    space = pool.open(ONE, 7 * UNIT - HEADER_BYTES)
+    for number in range(50):
+        put(pool, space, make_keys(5, f"chain {number}"))
+    assert {len(page.extents) for page in space.pages.values()} == {1}
+
+
+def test_one_namespace_has_one_page_size_and_its_pages_leave_with_its_last_opening() -> None:
+    pool = pool_of(4)
+    space, keys = pool.open(ONE, PAYLOAD), make_keys(2)
+    with pytest.raises(InvalidInput):
+        pool.open(ONE, PAYLOAD + 1)
+    assert pool.open(ONE, PAYLOAD) is space
+    put(pool, space, keys)
+    pool.close(space)
+    assert there(pool, space, keys) == keys
+    pool.close(space)
+    assert pool.statistics().pages == pool.statistics().used_bytes == 0
+    pool.open(ONE, PAYLOAD + 1)
+
+
+@pytest.mark.parametrize("size", [-1, -UNIT])
+def test_an_impossible_size_is_refused(size: int) -> None:
+    with pytest.raises(InvalidInput):
+        PagePool(size)
+
+
+def test_requests_that_share_a_head_count_for_it() -> None:
+    pool = pool_of(40)
+    space = pool.open(ONE, PAYLOAD, "a model")
+    head, cold = make_keys(3, "head"), make_keys(2, "cold")
+    put(pool, space, head)
+    put(pool, space, cold)
+    for number in range(6):
+        tail = make_keys(2, f"tail {number}")
+        put(pool, space, tail, head[-1])
+        pool.hit(space, [*head, *tail])
+    pool.hit(space, cold)
+    (hot,) = pool.hot()
+    assert (hot.page, hot.label, hot.pages, hot.hits) == (head[-1].hex()[:8], "a model", 3, 6)
+
+
+def test_hot_prefixes_are_bounded_and_cool_down() -> None:
+    pool = pool_of(200)
+    space, keys = pool.open(ONE, PAYLOAD), make_keys(150)
+    put(pool, space, keys)
+    for rounds in (2, 3):
+        for key in keys:
+            for _ in range(rounds):
+                pool.hit(space, [key])
+    assert [prefix.hits for prefix in pool.hot()] == [5] * 16
+    assert len(pool._hot._table) == 64
+    pool.hit(space, [keys[0]])
+    for _ in range(3 * EPOCH_BATCHES):
+        pool.hit(space, [keys[1]])
+    assert {prefix.page for prefix in pool.hot()} == {keys[1].hex()[:8]}
+
+
+def test_an_eviction_does_not_look_at_every_page() -> None:
+    """The work per page is the same in a large pool: counted in steps of the order, not in time."""
+    pool = PagePool(4000 * UNIT, unit_bytes=UNIT)
+    space = pool.open(ONE, UNIT - HEADER_BYTES)
+    put(pool, space, make_keys(4000))
+    steps = 0
+    oldest = space.order.oldest
+
+    def counted() -> tuple[bytes, int] | None:
+        nonlocal steps
+        steps += 1
+        return oldest()
+
+    space.order.oldest = counted  # type: ignore[method-assign]
+    assert put(pool, space, make_keys(100, "more")) == 100
+    assert steps == 2 * 100

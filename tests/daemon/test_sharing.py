@@ -1,0 +1,570 @@
+"""Clients that share a store: one read and one write of a page at a time, hot pages from the pool, and outcomes that
+mean what they say while stores fail, go and come."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from hicache.backends.base import GetOutcome, SetOutcome, leaves
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.testing import (
+    CORRUPT,
+    GET_ERROR,
+    HIT,
+    MISS,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    PAYLOAD_BYTES,
+    PRESENT,
+    SET_ERROR,
+    STORED,
+    Store,
+    churn,
+    delete,
+    empty_frames,
+    exists,
+    full_frames,
+    holds,
+    in_parts,
+    in_threads,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.daemon.flights import Flights
+from hicache.daemon.pool import PagePool
+from hicache.daemon.sharing import SharedStore
+from hicache.errors import InvalidInput
+from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageBuffer
+from tests.backends._troubled import CODEC, Troubled
+from tests.seeds import seeds
+from tests.waiting import wait_for
+
+REJECTED = SetOutcome.REJECTED
+UNIT = 4096
+OPENED: list[SharedStore] = []
+
+
+@pytest.fixture(autouse=True)
+def stores_end() -> Iterator[None]:
+    yield
+    while OPENED:
+        store = OPENED.pop()
+        assert not store._attached.reads and not store._attached.writes, "a flight has not landed"
+        store.close()
+        store.pages.pool.check()
+        assert not store.pages.pool.statistics().used_bytes, "a page is still held"
+
+
+class Gated(Troubled):
+    """Reads wait at `read_gate` as well; `gets` are the reads that were begun."""
+
+    def __init__(self, codec: FrameCodec = CODEC) -> None:
+        super().__init__(codec)
+        self.read_gate = threading.Event()
+        self.read_gate.set()
+        self.gets = 0
+        self.dies_once = False
+
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+        self.gets += 1
+        self.read_gate.wait(30.0)
+        if self.dies_once:
+            self.dies_once = False
+            raise RuntimeError("planned")
+        return super().batch_get(keys, pages, deadline=deadline)
+
+
+def shared(inner: MemoryBackend | None, pool_pages: int = 64, codec: FrameCodec = CODEC) -> SharedStore:
+    units = -(-(HEADER_BYTES + codec.payload_bytes) // UNIT)
+    store = SharedStore(codec, PagePool(pool_pages * units * UNIT, unit_bytes=UNIT), inner, label="test")
+    OPENED.append(store)
+    return store
+
+
+def door(store: SharedStore) -> Store:
+    """For the helpers of the contract, which need no side door here."""
+    return Store(store, lambda key: None, lambda key, data: None)
+
+
+def together(*calls: Callable[[], object]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def joined(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(30.0)
+        assert not thread.is_alive(), "a call hangs"
+
+
+def waiting(store: SharedStore, verb: str = "reads") -> int:
+    """How many pages calls wait for that others move."""
+    flights: Flights[object] = getattr(store._attached, verb)
+    return sum(len(flight.waiters) for flight in list(flights._flights.values()))
+
+
+def read_at_once(store: SharedStore, inner: Gated, keys: list[bytes], readers: int) -> list[list[GetOutcome]]:
+    """Let readers ask for the same pages while the first one's read is at the gate."""
+    inner.read_gate.clear()
+    answers: list[list[GetOutcome]] = []
+    threads = together(lambda: answers.append(load(door(store), keys)))
+    wait_for(lambda: inner.gets == 1)
+    threads += together(*[lambda: answers.append(load(door(store), keys))] * (readers - 1))
+    wait_for(lambda: waiting(store) + len(keys) * (inner.gets - 1) == (readers - 1) * len(keys))
+    inner.read_gate.set()
+    joined(threads)
+    return answers
+
+
+# Reads
+
+
+@pytest.mark.parametrize("pool_pages", [64, 0], ids=["pool", "no-pool"])
+def test_readers_of_the_same_pages_cause_one_read(pool_pages: int) -> None:
+    inner = Gated()
+    store, keys = shared(inner, pool_pages), make_keys(4)
+    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    assert read_at_once(store, inner, keys, 5) == [[HIT] * 4] * 5
+    assert inner.gets == 1
+    found = store.sharing()
+    assert (found.store_hits, found.shared_reads, found.misses) == (4, 16, 0)
+
+
+def test_without_single_flight_each_reader_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    join = Flights.join
+
+    def alone(self: Flights[object], key: bytes, *waiter: object) -> object:
+        self._flights.pop(key, None)
+        return join(self, key, *waiter)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Flights, "join", alone)
+    inner = Gated()
+    store, keys = shared(inner, 0), make_keys(4)
+    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    assert read_at_once(store, inner, keys, 5) == [[HIT] * 4] * 5
+    assert inner.gets == 5
+
+
+def test_batches_that_overlap_wait_for_each_other_without_a_circle() -> None:
+    """Each of two calls leads pages that the other one follows."""
+    inner = Gated()
+    store, keys = shared(inner), make_keys(6)
+    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    inner.read_gate.clear()
+    answers: list[list[GetOutcome]] = []
+    threads = together(lambda: answers.append(load(door(store), keys[:4])))
+    wait_for(lambda: inner.gets == 1)
+    threads += together(lambda: answers.append(load(door(store), keys[2:])))
+    wait_for(lambda: inner.gets == 2)
+    threads += together(lambda: answers.append(load(door(store), [keys[5], keys[0]])))
+    wait_for(lambda: waiting(store) == 4)
+    inner.read_gate.set()
+    joined(threads)
+    assert sorted(answers) == [[HIT] * 2, [HIT] * 4, [HIT] * 4]
+    assert sorted(inner.called("get")) == sorted([tuple(keys[:4]), tuple(keys[4:])])
+
+
+def test_a_waiter_returns_at_its_own_deadline_and_its_frame_stays() -> None:
+    inner = Gated()
+    store, keys = shared(inner, 0), make_keys(2)
+    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    inner.read_gate.clear()
+    threads = together(lambda: load(door(store), keys))
+    wait_for(lambda: inner.gets == 1)
+    frames = empty_frames(CODEC, 2)
+    assert store.batch_get(keys, frames, deadline=soon(0.05)) == [GET_ERROR] * 2
+    assert store.statistics().errors == {"deadline": 2}
+    inner.read_gate.set()
+    joined(threads)
+    assert frames == empty_frames(CODEC, 2)
+
+
+def test_a_waiter_with_more_time_than_the_leader_reads_by_itself() -> None:
+    inner = Gated()
+    store, keys = shared(inner), make_keys(2)
+    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    inner.read_gate.clear()
+    answers: list[list[GetOutcome]] = []
+    frames, deadline = empty_frames(CODEC, 2), soon(0.05)
+    threads = together(lambda: answers.append(store.batch_get(keys, frames, deadline=deadline)))
+    wait_for(lambda: inner.gets == 1)
+    threads += together(lambda: answers.append(load(door(store), keys)))
+    wait_for(lambda: waiting(store) == 2 and time.monotonic() > deadline)
+    inner.read_gate.set()
+    joined(threads)
+    assert sorted(answers) == sorted([[GET_ERROR] * 2, [HIT] * 2])
+
+
+def test_a_leader_that_dies_wakes_its_waiters() -> None:
+    inner = Gated()
+    store, keys = shared(inner), make_keys(2)
+    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    inner.read_gate.clear()
+    died: list[str] = []
+    answers: list[list[GetOutcome]] = []
+
+    def die() -> None:
+        with pytest.raises(RuntimeError, match="planned"):
+            load(door(store), keys)
+        died.append("once")
+
+    inner.dies_once = True
+    threads = together(die)
+    wait_for(lambda: inner.gets == 1)
+    threads += together(lambda: answers.append(load(door(store), keys)))
+    wait_for(lambda: waiting(store) == 2)
+    inner.read_gate.set()
+    joined(threads)
+    assert (died, answers) == (["once"], [[HIT] * 2])
+
+
+def test_a_damaged_page_is_corrupt_for_one_reader_and_a_miss_for_the_others() -> None:
+    inner = Gated()
+    store, keys = shared(inner), make_keys(2)
+    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    inner.poke(keys[1], bytes(CODEC.frame_bytes))
+    answers = read_at_once(store, inner, keys, 3)
+    assert sorted(answers) == sorted([[HIT, CORRUPT], [HIT, MISS], [HIT, MISS]])
+    assert sum(store.statistics().corrupt.values()) == 1
+
+
+def test_a_key_that_comes_twice_does_not_wait_for_itself() -> None:
+    inner = Gated()
+    store, (one, two) = shared(inner, 0), make_keys(2)
+    store_chain(door(store), [one, two])
+    assert load(door(store), [one, one, two, one]) == [HIT] * 4
+    assert inner.called("get") == [(one, two)]
+
+
+# The pool
+
+
+def test_a_page_in_the_pool_is_a_hit_although_the_store_has_lost_it() -> None:
+    inner = Gated()
+    store, keys = shared(inner), make_keys(5)
+    store_chain(door(store), keys)
+    inner.delete(keys[:4], deadline=soon())
+    assert (exists(door(store), keys), load(door(store), keys)) == (5, [HIT] * 5)
+    assert store.batch_has(keys[::-1], deadline=soon()) == [True] * 5
+    assert inner.called("get") == []
+    assert store.sharing().pool_hits == 5
+
+
+def test_a_lookup_finds_a_chain_that_lies_in_pool_and_store_by_turns() -> None:
+    inner = Gated()
+    store, keys = shared(inner, 6), make_keys(6)
+    store_chain(door(store), keys)
+    pages = store.pages
+    with pages.pool.deleting(pages.space, [keys[1], keys[2], keys[5]]):
+        inner.delete([keys[0], keys[3]], deadline=soon())
+    assert exists(door(store), keys) == 6
+    inner.delete([keys[5]], deadline=soon())
+    assert exists(door(store), keys) == 5
+
+
+def test_when_the_pool_is_full_the_second_reader_brings_a_page_in() -> None:
+    inner = Gated()
+    store, keys, more = shared(inner, 4), make_keys(4), make_keys(2, "more")
+    store_chain(door(store), keys)
+    store_chain(Store(inner, inner.peek, inner.poke), more)
+    for expected in (1, 2, 2):
+        assert load(door(store), more) == [HIT] * 2
+        assert len(inner.called("get")) == expected
+    assert store.pages.pool.statistics().evicted == 2
+
+
+def test_what_enters_the_pool_is_proved_there() -> None:
+    """A page whose owner has changed it since it was sealed is not served to others."""
+    inner = Gated()
+    store, (key, other) = shared(inner), make_keys(2)
+    frames = full_frames(CODEC, [key, other])
+    for frame, one in zip(frames, (key, other), strict=True):
+        CODEC.seal(one, frame)
+    frames[0][HEADER_BYTES] ^= 1
+    assert store.batch_set([key, other], frames, parent=None, deadline=soon()) == [STORED] * 2
+    assert store.pages.pool.has(store.pages.space, [key, other]) == [False, True]
+    assert load(door(store), [key, other]) == [CORRUPT, HIT]
+
+
+@pytest.mark.parametrize("form", ["plain", "zstd", "gcm", "gmac"])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_pages_from_the_pool_are_sealed_whatever_the_store_holds(form: str, pooled: bool) -> None:
+    key = [b"k" * 32]
+    codec = {
+        "plain": CODEC,
+        "zstd": FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression()),
+        "gcm": FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=key),
+        "gmac": FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=key),
+    }[form]
+    inner = Gated(codec)
+    store, keys = shared(inner, 64, codec), make_keys(3)
+    assert store_chain(door(store), keys) == [STORED] * 3
+    if not pooled:
+        store.pages.pool.clear(store.pages.space)
+        assert load(door(store), keys) == [HIT] * 3
+    pages: list[PageBuffer] = [*empty_frames(codec, 2), in_parts(codec, empty_frames(codec, 1)[0])]
+    assert store.batch_get(keys, pages, deadline=soon()) == [HIT] * 3
+    assert store.sharing().pool_hits == 3
+    plain = FrameCodec(NAMESPACE, PAYLOAD_BYTES) if codec.transforms else codec
+    for one, page in zip(keys, pages, strict=True):
+        assert holds(codec, one, page) and plain.accept(one, page, codec.frame_bytes) is None
+
+
+# Stores
+
+
+def set_at_once(store: SharedStore, inner: Gated, keys: list[bytes]) -> list[list[SetOutcome]]:
+    """Let a second client store the same pages while the first one's write is at the gate."""
+    inner.gate.clear()
+    answers: list[list[SetOutcome]] = []
+    threads = together(lambda: answers.append(store_chain(door(store), keys)))
+    wait_for(lambda: inner.at_gate == 1)
+    threads += together(lambda: answers.append(store_chain(door(store), keys)))
+    wait_for(lambda: waiting(store, "writes") == len(keys))
+    inner.gate.set()
+    joined(threads)
+    return answers
+
+
+def test_a_page_that_one_client_writes_is_not_written_by_another() -> None:
+    inner = Gated()
+    store, keys = shared(inner), make_keys(3)
+    assert sorted(set_at_once(store, inner, keys)) == sorted([[STORED] * 3, [PRESENT] * 3])
+    assert inner.called("set") == [tuple(keys)]
+    assert store.sharing().shared_writes == 3
+
+
+def test_who_waited_for_a_write_that_failed_writes_by_itself() -> None:
+    inner = Gated()
+    store, keys = shared(inner), make_keys(3)
+    inner.fail_calls = 1
+    assert sorted(set_at_once(store, inner, keys)) == sorted([[SET_ERROR] * 3, [STORED] * 3])
+    assert inner.called("set") == [tuple(keys)] * 2
+    assert inner.parents() == [None, None]
+
+
+def test_who_waits_for_a_write_returns_at_its_own_deadline() -> None:
+    inner = Gated()
+    store, keys = shared(inner), make_keys(2)
+    inner.gate.clear()
+    threads = together(lambda: store_chain(door(store), keys))
+    wait_for(lambda: inner.at_gate == 1)
+    frames = full_frames(CODEC, keys)
+    assert store.batch_set(keys, frames, parent=None, deadline=soon(0.05)) == [SET_ERROR] * 2
+    assert store.statistics().errors == {"deadline": 2}
+    inner.gate.set()
+    joined(threads)
+
+
+@pytest.mark.parametrize("outcome", [REJECTED, SET_ERROR])
+def test_a_page_that_the_store_did_not_take_is_not_in_the_pool(outcome: SetOutcome) -> None:
+    inner = MemoryBackend(CODEC, capacity_bytes=1) if outcome is REJECTED else Troubled()
+    if isinstance(inner, Troubled):
+        inner.fail_calls = 1
+    store, keys = shared(inner), make_keys(2)
+    assert store_chain(door(store), keys) == [outcome] * 2
+    assert (exists(door(store), keys), load(door(store), keys)) == (0, [MISS] * 2)
+
+
+def test_a_page_that_only_the_pool_has_is_stored_again() -> None:
+    inner = Gated()
+    store, keys = shared(inner), make_keys(2)
+    store_chain(door(store), keys)
+    inner.delete(keys, deadline=soon())
+    assert store_chain(door(store), keys) == [STORED] * 2
+    assert inner.pages == 2
+
+
+# The pool alone
+
+
+def test_without_a_store_the_pool_is_the_store() -> None:
+    store, keys = shared(None, 8), make_keys(4)
+    assert store_chain(door(store), keys) == [STORED] * 4
+    assert store_chain(door(store), [keys[0], keys[0]]) == [PRESENT] * 2
+    assert (exists(door(store), keys), load(door(store), keys)) == (4, [HIT] * 4)
+    assert (store.usage().pages, store.usage().bytes) == (4, 4 * CODEC.frame_bytes)
+    assert delete(door(store), keys[2:]) == 2
+    assert load(door(store), keys) == [HIT, HIT, MISS, MISS]
+    assert store.clear(deadline=soon()) == 2
+    assert store.usage().pages == 0
+    assert list(leaves(store)) == [] and store.statistics().errors == {}
+
+
+def test_without_a_store_a_batch_keeps_its_head_and_what_it_hangs_on() -> None:
+    store, keys = shared(None, 4), make_keys(8)
+    store_chain(door(store), make_keys(4, "old"))
+    assert store_chain(door(store), keys[:2]) == [STORED] * 2
+    assert store_chain(door(store), keys[2:], keys[1]) == [STORED] * 2 + [REJECTED] * 4
+    assert exists(door(store), keys) == 4
+
+
+def test_without_a_store_a_damaged_page_is_an_error() -> None:
+    store, (key,) = shared(None), make_keys(1)
+    (frame,) = full_frames(CODEC, [key])
+    CODEC.seal(key, frame)
+    frame[HEADER_BYTES] ^= 1
+    assert store.batch_set([key], [frame], parent=None, deadline=soon()) == [SET_ERROR]
+    assert (store.statistics().errors, exists(door(store), [key])) == ({"checksum": 1}, 0)
+
+
+# Removals
+
+
+def test_a_read_in_flight_does_not_put_a_deleted_page_back() -> None:
+    inner = Gated()
+    store, keys = shared(inner), make_keys(2)
+    store_chain(Store(inner, inner.peek, inner.poke), keys)
+    read = MemoryBackend.batch_get
+    at_end, go_on = threading.Event(), threading.Event()
+
+    def slow(self: MemoryBackend, *arguments: object, **named: object) -> object:
+        found = read(self, *arguments, **named)  # type: ignore[arg-type]
+        at_end.set()
+        go_on.wait(30.0)
+        return found
+
+    inner.batch_get = slow.__get__(inner)  # type: ignore[method-assign]
+    threads = together(lambda: load(door(store), keys))
+    wait_for(at_end.is_set)
+    assert delete(door(store), keys) == 2
+    del inner.batch_get
+    assert load(door(store), keys) == [MISS] * 2, "a read that began before the deletion must not be joined"
+    go_on.set()
+    joined(threads)
+    assert (exists(door(store), keys), load(door(store), keys)) == (0, [MISS] * 2)
+
+
+@pytest.mark.parametrize("verb", ["delete", "clear"])
+def test_a_removal_reaches_pool_and_store_and_counts_a_page_once(verb: str) -> None:
+    inner = Gated()
+    store, keys = shared(inner), make_keys(5)
+    store_chain(door(store), keys[:3])
+    inner.delete(keys[:1], deadline=soon())
+    store_chain(Store(inner, inner.peek, inner.poke), keys[3:])
+    removed = delete(door(store), keys) if verb == "delete" else store.clear(deadline=soon())
+    # A clear knows two numbers of pages, and not how many of them are the same.
+    assert removed == (5 if verb == "delete" else 4)
+    assert (inner.pages, load(door(store), keys)) == (0, [MISS] * 5)
+
+
+# A store that goes and comes
+
+
+def test_a_store_is_replaced_while_calls_end_with_the_one_they_began_with() -> None:
+    old, new = Gated(), Gated()
+    store, keys, more = shared(old, 2), make_keys(3), make_keys(3, "more")
+    store_chain(door(store), keys)
+    store_chain(Store(old, old.peek, old.poke), more)
+    old.fail_pages = set(more[2:])
+    old.read_gate.clear()
+    answers: list[list[GetOutcome]] = []
+    replaced: list[object] = []
+    threads = together(lambda: answers.append(load(door(store), more)))
+    wait_for(lambda: old.gets == 1)
+    threads += together(lambda: replaced.append(store.replace(new)))
+    wait_for(lambda: store.parts == (new,))
+    assert load(door(store), more) == [MISS] * 3, "a call of the new store does not join one of the old"
+    assert not replaced
+    before = store.statistics().errors
+    old.count("planned")
+    assert store.statistics().errors != before, "the old store's errors count while calls are in flight"
+    old.read_gate.set()
+    joined(threads)
+    assert (answers, replaced) == ([[HIT, HIT, GET_ERROR]], [old])
+    assert load(door(store), keys) == [HIT, HIT, MISS], "the pool keeps its pages"
+    assert old.closes == 0
+    old.close()
+
+
+def test_a_store_that_comes_back_counts_once() -> None:
+    inner = Gated()
+    store, keys = shared(inner), make_keys(2)
+    inner.down = True
+    assert exists(door(store), keys) == 0
+    totals = store.statistics().errors
+    assert totals == {"down": 1}
+    assert store.replace(None) is inner
+    assert store.statistics().errors == totals and store.parts == ()
+    assert (exists(door(store), keys), store_chain(door(store), keys)) == (0, [STORED] * 2)
+    assert store.replace(inner) is None
+    assert store.statistics().errors == totals
+    assert store_chain(door(store), keys) == [SET_ERROR] * 2
+    assert store.statistics().errors == {"down": 2}
+    assert load(door(store), keys) == [HIT] * 2
+
+
+def test_a_store_of_another_namespace_is_refused() -> None:
+    store = shared(None)
+    for codec in (FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES), FrameCodec(NAMESPACE, PAYLOAD_BYTES + 1)):
+        with pytest.raises(InvalidInput):
+            store.replace(MemoryBackend(codec))
+
+
+# All at once
+
+
+@pytest.mark.parametrize("pool_pages", [0, 3, 64])
+@pytest.mark.parametrize("seed", seeds(2))
+def test_threads_that_share_a_store_see_whole_pages_or_none(seed: int, pool_pages: int) -> None:
+    """Reads, stores and deletions of two chains, with a store that is taken away and put back all the time. Each read
+    compares the bytes of its hits."""
+    inner = Troubled()
+    store = shared(inner, pool_pages)
+    chains = [make_keys(8, name) for name in ("one", "other")]
+    ended = threading.Event()
+
+    def use(number: int) -> None:
+        dice = random.Random(seed + number)
+        if number == 0:
+            while not ended.is_set():
+                store.replace(None if store.parts else inner)
+            return
+        try:
+            churn_all(door(store), chains[number % 2], dice)
+        finally:
+            if number == 1:
+                ended.set()
+
+    in_threads(7, use)
+    if not store.parts:
+        store.replace(inner)
+    for keys in chains:
+        delete(door(store), keys)
+        assert load(door(store), keys) == [MISS] * 8
+    assert inner.pages == 0 and store.statistics().corrupt == {}
+
+
+def churn_all(store: Store, keys: list[bytes], dice: random.Random, rounds: int = 150) -> None:
+    for _ in range(rounds):
+        first = dice.randrange(len(keys))
+        some = keys[first : first + dice.randrange(1, 6)]
+        action = dice.randrange(12)
+        if action < 4:
+            parent = keys[first - 1] if first else None
+            assert set(store_chain(store, some, parent)) <= {STORED, PRESENT, REJECTED, SET_ERROR}
+        elif action < 10:
+            assert set(load(store, some)) <= {HIT, MISS}
+        elif action == 10:
+            assert 0 <= exists(store, some) <= len(some)
+        else:
+            delete(store, some)
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_many_readers_and_writers_of_few_pages_lose_nothing(seed: int) -> None:
+    store = shared(Troubled(), 4)
+    keys = make_keys(12)
+    in_threads(8, lambda number: churn(door(store), keys, random.Random(seed + number), rounds=100))
+    delete(door(store), keys)
+    assert store.usage().pages == 0
