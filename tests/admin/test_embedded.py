@@ -322,10 +322,10 @@ def test_the_log_level_is_shown_and_set(engine: RunningEngine) -> None:
 
 def test_without_a_socket_there_is_no_surface_and_without_a_cache_neither(tmp_path: Path) -> None:
     config = file_config(tmp_path, storage=None, admin={})
-    with create_cache(config, NAMESPACE) as cache:  # type: ignore[attr-defined]
+    with create_cache(config, NAMESPACE) as cache:
         assert serve_configured(config, cache, NAMESPACE) is None
     plain = file_config(tmp_path, prefix_cache=False)
-    with create_cache(plain, NAMESPACE) as cache:  # type: ignore[attr-defined]
+    with create_cache(plain, NAMESPACE) as cache:
         assert serve_configured(plain, cache, NAMESPACE) is None
 
 

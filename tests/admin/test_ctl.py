@@ -1,0 +1,160 @@
+"""Every command of `hicache ctl` as a process, against the cache of a running engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pty
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.admin.ctl import Ctl
+from tests.admin.running import DIGEST, IDS, KEYS, PROMPT, RunningEngine
+from tests.admin.test_embedded import damage_one
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture
+def ctl(levels: RunningEngine) -> Iterator[Ctl]:
+    """Commands for an engine whose stores `ram` and `disk` both have PROMPT."""
+    levels.serve("a", PROMPT)
+    wait_for(lambda: levels.places(keys=KEYS) == [["device", "host", "ram", "disk"]] * 4)
+    yield Ctl(("--socket", str(levels.config.admin.socket)))
+    logging.getLogger("hicache").setLevel(logging.NOTSET)
+
+
+def test_status_at_two_widths(ctl: Ctl) -> None:
+    wide, narrow = ctl("status").out, ctl("status", columns=60).out
+    assert "embedded 0.1.0, ready" in wide and "storage attached" in wide
+    (line,) = [line for line in wide.splitlines() if line.startswith("disk")]
+    assert line.split() == ["disk", DIGEST[:12], "4", "16.0", "KiB", "10.0", "GiB", "ok", "ok", "0", "0"]
+    assert max(map(len, wide.splitlines())) <= 120
+    # Narrow, no figure is cut: what does not fit beside the others gets a line of its own.
+    assert max(map(len, narrow.splitlines())) <= 60
+    lines = [line.split() for line in narrow.splitlines()]
+    assert ["store", "disk"] in lines and ["capacity", "10.0", "GiB"] in lines and ["pages", "4"] in lines
+
+
+def test_lists_and_their_documents(ctl: Ctl) -> None:
+    stores = ctl("--json", "stores").json
+    assert [(one["name"], one["namespace"], one["bytes"]) for one in stores] == [
+        ("ram", DIGEST, 16384), ("disk", DIGEST, 16384)
+    ]  # fmt: skip
+    assert [one["namespace"] for one in ctl("--json", "namespaces").json] == [DIGEST]
+    assert ctl("clients").out == "no clients with shared memory\n"
+    assert ctl("quota").out == "no quotas\n"
+    assert "pool of a daemon" in ctl("quota", "ab", "1MiB", code=2).err
+    assert "a size too" in ctl("quota", "ab", code=2).err
+
+
+def test_lookup(ctl: Ctl, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps(IDS))
+    lines = ctl("lookup", "--tokens", str(tokens)).out.splitlines()[1:]
+    assert [line.split(maxsplit=2) for line in lines] == [[key[:16], DIGEST[:12], "device, ram, disk"] for key in KEYS]
+    assert "device, host" in ctl("lookup", KEYS[0][:10]).out
+    assert ctl("--json", "lookup", KEYS[3].upper()).json["pages"][0]["places"] == ["device", "host", "ram", "disk"]
+    assert ctl("lookup", "0" * 64, code=1).out.splitlines()[1].split() == ["0" * 16, "-", "nowhere"]
+    assert "not a page key" in ctl("lookup", "xyz", code=2).err
+    tokens.write_text('{"ids": [1, 2, "secret"]}')
+    assert "secret" not in ctl("lookup", "--tokens", str(tokens), code=2).err
+
+
+def test_pins(ctl: Ctl, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps({"ids": IDS}))
+    with tokens.open() as stdin:
+        made = ctl("--json", "pin", "--tokens", "-", "--ttl", "1h", stdin=stdin).json
+    assert (made["pages"], made["asked_pages"]) == (4, 4)
+    assert ctl("pin").out.splitlines()[1].split() == [made["id"], DIGEST[:12], "4", "4", "59m"]
+    ctl("unpin", made["id"])
+    assert ctl("pin").out == "no pins\n"
+    assert "list the pins" in ctl("unpin", made["id"], code=2).err
+    tokens.write_text("[7, 7, 7, 7]")
+    assert "nothing is pinned" in ctl("pin", "--tokens", str(tokens), code=1).out
+
+
+def test_stores_are_bypassed_forced_detached_and_attached(ctl: Ctl, levels: RunningEngine) -> None:
+    ctl("bypass", "disk")
+    assert "forced off" in ctl("stores").out
+    assert "forced: disk/read off" in ctl("status").out
+    ctl("bypass", "disk", "--end")
+    ctl("breaker", "ram", "on", "--direction", "read")
+    assert "forced on" in ctl("stores").out
+    ctl("breaker", "all", "auto")
+    assert "forced" not in ctl("stores").out
+    assert "no terminal" in ctl("detach", code=2).err
+    assert "bypass it" in ctl("detach", "disk", "--yes", code=2).err
+    ctl("detach", "--yes")
+    assert ctl("stores").out == "no stores are open\n" and "DETACHED" in ctl("status").out
+    ctl("attach", "disk")
+    wait_for(lambda: [one["name"] for one in levels.ask("GET", "/status")["stores"]] == ["disk"])
+    assert "the stores are: ram, disk" in ctl("attach", "tape", code=2).err
+
+
+def test_clear_asks_on_a_terminal_and_refuses_without_one(ctl: Ctl, levels: RunningEngine) -> None:
+    assert "pass --yes" in ctl("clear", "--all", code=2).err
+    assert "one of --pool" in ctl("clear", "--yes", code=2).err
+    ours, theirs = pty.openpty()
+    os.write(ours, b"n\n")
+    ended = ctl("clear", "--all", code=1, stdin=theirs)
+    assert "Remove all pages of ALL namespaces" in ended.err
+    assert len(levels.places(keys=KEYS)[0]) == 4
+    os.write(ours, b"y\n")
+    ended = ctl("clear", "--store", "disk", "--namespace", DIGEST[:8], stdin=theirs)
+    assert "4 pages" in ended.out and levels.places(keys=KEYS) == [["device", "host", "ram"]] * 4
+    os.close(ours)
+    os.close(theirs)
+    assert "done" in ctl("clear", "--pool", "--yes").out
+    assert levels.places(keys=KEYS) == [["ram"]] * 4
+
+
+def test_scrub_finds_damage_and_its_exit_code_says_so(ctl: Ctl, tmp_path: Path) -> None:
+    assert "damaged   none" in ctl("scrub").out
+    damage_one(tmp_path)
+    ended = ctl("scrub", "disk", "--remove", code=1)
+    assert "damaged   1 page" in ended.out and "removed   1 page" in ended.out
+    job = ctl("--json", "scrub", "disk").json
+    assert (job["state"], job["progress"]["pages"], job["progress"]["damaged"]) == ("done", 3, {})
+    assert [line.split()[1] for line in ctl("jobs").out.splitlines()[1:]] == ["done"] * 3
+
+
+def test_ctrl_c_cancels_a_scrub_and_sums_it_up(ctl: Ctl, levels: RunningEngine) -> None:
+    process = ctl.start("scrub", "disk", "--rate", "4KiB")
+    wait_for(lambda: any(job["progress"]["pages"] for job in levels.ask("GET", "/jobs")))
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "cancelling" in err and "cancelled after" in out and "read " in out
+    assert [job["state"] for job in levels.ask("GET", "/jobs")] == ["cancelled"]
+
+
+def test_a_job_is_left_running_watched_and_cancelled(ctl: Ctl) -> None:
+    started = ctl("--json", "scrub", "disk", "--rate", "1KiB", "--background").json
+    assert started["state"] in ("queued", "running")
+    assert "cancelled" in ctl("jobs", started["id"], "--cancel", code=130).out
+    assert "list the jobs" in ctl("jobs", "none", code=2).err
+
+
+def test_the_log_level(ctl: Ctl) -> None:
+    assert ctl("logs", "error").out == "error\n"
+    assert ctl("--json", "logs").json == {"level": "error"}
+
+
+def test_where_nothing_listens_the_error_says_what_to_do(tmp_path: Path) -> None:
+    for address in (("--socket", str(tmp_path / "none")), ("--url", "http://localhost:1")):
+        assert "hicache serve" in Ctl(address)("status", code=2).err
+    assert "not a valid address" in Ctl(("--url", "ftp://host"))("status", code=2).err
+    assert "one of --socket and --url" in Ctl(("--url", "http://h:1", "--socket", "x"))("status", code=2).err
+
+
+def test_the_configuration_names_socket_and_token(levels: RunningEngine, tmp_path: Path) -> None:
+    config = tmp_path / "engine.yaml"
+    config.write_text(f"admin: {{socket: {levels.config.admin.socket}}}\n")
+    assert Ctl(("-c", str(config)))("--json", "status").json["kind"] == "embedded"
