@@ -106,7 +106,10 @@ def _with_session(command: Command) -> Command:
 
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> Any:
-        return command(click.get_current_context().obj(), *args, **options)
+        context = click.get_current_context()
+        session: Session = context.obj()
+        context.call_on_close(session.client.close)
+        return command(session, *args, **options)
 
     return run  # type: ignore[return-value]
 

@@ -102,6 +102,10 @@ class AdminClient:
         """Delete what is named."""
         self._ask("DELETE", path, None)
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._pool.close()
+
     def _ask(self, method: str, path: str, body: BaseModel | dict[str, Any] | None) -> bytes:
         text = "" if body is None else body.model_dump_json() if isinstance(body, BaseModel) else json.dumps(body)
         data = text.encode()

@@ -1,4 +1,4 @@
-"""`hicache ctl` as a user runs it: a process of its own."""
+"""`hicache ctl` as a user runs it, a process of its own; and, for variants of a command, within this process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from click.testing import CliRunner
+
+from hicache.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60
@@ -49,5 +53,12 @@ class Ctl:
             finally:
                 process.kill()
         ended = Ended(process.returncode, out or "", err or "")
+        assert ended.code == code, ended
+        return ended
+
+    def quick(self, *arguments: str, columns: int = 120, code: int = 0) -> Ended:
+        """The same within this process, which saves half a second."""
+        result = CliRunner(env={"COLUMNS": str(columns)}).invoke(main, ["ctl", *self.address, *arguments])
+        ended = Ended(result.exit_code, result.stdout, result.stderr)
         assert ended.code == code, ended
         return ended

@@ -30,7 +30,7 @@ def ctl(levels: RunningEngine) -> Iterator[Ctl]:
 
 
 def test_status_at_two_widths(ctl: Ctl) -> None:
-    wide, narrow = ctl("status").out, ctl("status", columns=60).out
+    wide, narrow = ctl("status").out, ctl.quick("status", columns=60).out
     assert "embedded 0.1.0, ready" in wide and "storage attached" in wide
     (line,) = [line for line in wide.splitlines() if line.startswith("disk")]
     assert line.split() == ["disk", DIGEST[:12], "4", "16.0", "KiB", "10.0", "GiB", "ok", "ok", "0", "0"]
@@ -49,8 +49,8 @@ def test_lists_and_their_documents(ctl: Ctl) -> None:
     assert [one["namespace"] for one in ctl("--json", "namespaces").json] == [DIGEST]
     assert ctl("clients").out == "no clients with shared memory\n"
     assert ctl("quota").out == "no quotas\n"
-    assert "pool of a daemon" in ctl("quota", "ab", "1MiB", code=2).err
-    assert "a size too" in ctl("quota", "ab", code=2).err
+    assert "pool of a daemon" in ctl.quick("quota", "ab", "1MiB", code=2).err
+    assert "a size too" in ctl.quick("quota", "ab", code=2).err
 
 
 def test_lookup(ctl: Ctl, tmp_path: Path) -> None:
@@ -58,12 +58,13 @@ def test_lookup(ctl: Ctl, tmp_path: Path) -> None:
     tokens.write_text(json.dumps(IDS))
     lines = ctl("lookup", "--tokens", str(tokens)).out.splitlines()[1:]
     assert [line.split(maxsplit=2) for line in lines] == [[key[:16], DIGEST[:12], "device, ram, disk"] for key in KEYS]
-    assert "device, host" in ctl("lookup", KEYS[0][:10]).out
-    assert ctl("--json", "lookup", KEYS[3].upper()).json["pages"][0]["places"] == ["device", "host", "ram", "disk"]
-    assert ctl("lookup", "0" * 64, code=1).out.splitlines()[1].split() == ["0" * 16, "-", "nowhere"]
-    assert "not a page key" in ctl("lookup", "xyz", code=2).err
+    assert "device, host" in ctl.quick("lookup", KEYS[0][:10]).out
+    (page,) = ctl.quick("--json", "lookup", KEYS[3].upper()).json["pages"]
+    assert page["places"] == ["device", "host", "ram", "disk"]
+    assert ctl.quick("lookup", "0" * 64, code=1).out.splitlines()[1].split() == ["0" * 16, "-", "nowhere"]
+    assert "not a page key" in ctl.quick("lookup", "xyz", code=2).err
     tokens.write_text('{"ids": [1, 2, "secret"]}')
-    assert "secret" not in ctl("lookup", "--tokens", str(tokens), code=2).err
+    assert "secret" not in ctl.quick("lookup", "--tokens", str(tokens), code=2).err
 
 
 def test_pins(ctl: Ctl, tmp_path: Path) -> None:
@@ -74,33 +75,33 @@ def test_pins(ctl: Ctl, tmp_path: Path) -> None:
     assert (made["pages"], made["asked_pages"]) == (4, 4)
     assert ctl("pin").out.splitlines()[1].split() == [made["id"], DIGEST[:12], "4", "4", "59m"]
     ctl("unpin", made["id"])
-    assert ctl("pin").out == "no pins\n"
-    assert "list the pins" in ctl("unpin", made["id"], code=2).err
+    assert ctl.quick("pin").out == "no pins\n"
+    assert "list the pins" in ctl.quick("unpin", made["id"], code=2).err
     tokens.write_text("[7, 7, 7, 7]")
-    assert "nothing is pinned" in ctl("pin", "--tokens", str(tokens), code=1).out
+    assert "nothing is pinned" in ctl.quick("pin", "--tokens", str(tokens), code=1).out
 
 
 def test_stores_are_bypassed_forced_detached_and_attached(ctl: Ctl, levels: RunningEngine) -> None:
     ctl("bypass", "disk")
-    assert "forced off" in ctl("stores").out
-    assert "forced: disk/read off" in ctl("status").out
-    ctl("bypass", "disk", "--end")
+    assert "forced off" in ctl.quick("stores").out
+    assert "forced: disk/read off" in ctl.quick("status").out
+    ctl.quick("bypass", "disk", "--end")
     ctl("breaker", "ram", "on", "--direction", "read")
-    assert "forced on" in ctl("stores").out
-    ctl("breaker", "all", "auto")
-    assert "forced" not in ctl("stores").out
+    assert "forced on" in ctl.quick("stores").out
+    ctl.quick("breaker", "all", "auto")
+    assert "forced" not in ctl.quick("stores").out
     assert "no terminal" in ctl("detach", code=2).err
-    assert "bypass it" in ctl("detach", "disk", "--yes", code=2).err
-    ctl("detach", "--yes")
-    assert ctl("stores").out == "no stores are open\n" and "DETACHED" in ctl("status").out
+    assert "bypass it" in ctl.quick("detach", "disk", "--yes", code=2).err
+    ctl.quick("detach", "--yes")
+    assert ctl.quick("stores").out == "no stores are open\n" and "DETACHED" in ctl.quick("status").out
     ctl("attach", "disk")
     wait_for(lambda: [one["name"] for one in levels.ask("GET", "/status")["stores"]] == ["disk"])
-    assert "the stores are: ram, disk" in ctl("attach", "tape", code=2).err
+    assert "the stores are: ram, disk" in ctl.quick("attach", "tape", code=2).err
 
 
 def test_clear_asks_on_a_terminal_and_refuses_without_one(ctl: Ctl, levels: RunningEngine) -> None:
     assert "pass --yes" in ctl("clear", "--all", code=2).err
-    assert "one of --pool" in ctl("clear", "--yes", code=2).err
+    assert "one of --pool" in ctl.quick("clear", "--yes", code=2).err
     ours, theirs = pty.openpty()
     os.write(ours, b"n\n")
     ended = ctl("clear", "--all", code=1, stdin=theirs)
@@ -111,16 +112,16 @@ def test_clear_asks_on_a_terminal_and_refuses_without_one(ctl: Ctl, levels: Runn
     assert "4 pages" in ended.out and levels.places(keys=KEYS) == [["device", "host", "ram"]] * 4
     os.close(ours)
     os.close(theirs)
-    assert "done" in ctl("clear", "--pool", "--yes").out
+    assert "done" in ctl.quick("clear", "--pool", "--yes").out
     assert levels.places(keys=KEYS) == [["ram"]] * 4
 
 
 def test_scrub_finds_damage_and_its_exit_code_says_so(ctl: Ctl, tmp_path: Path) -> None:
     assert "damaged   none" in ctl("scrub").out
     damage_one(tmp_path)
-    ended = ctl("scrub", "disk", "--remove", code=1)
+    ended = ctl.quick("scrub", "disk", "--remove", code=1)
     assert "damaged   1 page" in ended.out and "removed   1 page" in ended.out
-    job = ctl("--json", "scrub", "disk").json
+    job = ctl.quick("--json", "scrub", "disk").json
     assert (job["state"], job["progress"]["pages"], job["progress"]["damaged"]) == ("done", 3, {})
     assert [line.split()[1] for line in ctl("jobs").out.splitlines()[1:]] == ["done"] * 3
 
@@ -136,25 +137,25 @@ def test_ctrl_c_cancels_a_scrub_and_sums_it_up(ctl: Ctl, levels: RunningEngine) 
 
 
 def test_a_job_is_left_running_watched_and_cancelled(ctl: Ctl) -> None:
-    started = ctl("--json", "scrub", "disk", "--rate", "1KiB", "--background").json
+    started = ctl.quick("--json", "scrub", "disk", "--rate", "1KiB", "--background").json
     assert started["state"] in ("queued", "running")
-    assert "cancelled" in ctl("jobs", started["id"], "--cancel", code=130).out
-    assert "list the jobs" in ctl("jobs", "none", code=2).err
+    assert "cancelled" in ctl.quick("jobs", started["id"], "--cancel", code=130).out
+    assert "list the jobs" in ctl.quick("jobs", "none", code=2).err
 
 
 def test_the_log_level(ctl: Ctl) -> None:
     assert ctl("logs", "error").out == "error\n"
-    assert ctl("--json", "logs").json == {"level": "error"}
+    assert ctl.quick("--json", "logs").json == {"level": "error"}
 
 
 def test_where_nothing_listens_the_error_says_what_to_do(tmp_path: Path) -> None:
     for address in (("--socket", str(tmp_path / "none")), ("--url", "http://localhost:1")):
-        assert "hicache serve" in Ctl(address)("status", code=2).err
-    assert "not a valid address" in Ctl(("--url", "ftp://host"))("status", code=2).err
-    assert "one of --socket and --url" in Ctl(("--url", "http://h:1", "--socket", "x"))("status", code=2).err
+        assert "hicache serve" in Ctl(address).quick("status", code=2).err
+    assert "not a valid address" in Ctl(("--url", "ftp://host")).quick("status", code=2).err
+    assert "one of --socket and --url" in Ctl(("--url", "http://h:1", "--socket", "x")).quick("status", code=2).err
 
 
 def test_the_configuration_names_socket_and_token(levels: RunningEngine, tmp_path: Path) -> None:
     config = tmp_path / "engine.yaml"
     config.write_text(f"admin: {{socket: {levels.config.admin.socket}}}\n")
-    assert Ctl(("-c", str(config)))("--json", "status").json["kind"] == "embedded"
+    assert Ctl(("-c", str(config))).quick("--json", "status").json["kind"] == "embedded"
