@@ -85,7 +85,7 @@ class StorageControl:
     @property
     def overrides(self) -> Mapping[tuple[Direction, str | None], Override]:
         """What is not left to the breakers; without a store, of all of them."""
-        return self._controller.gate.overrides.copy()
+        return self._controller.gate.overrides.modes
 
     def require_opener(self) -> None:
         """Raises InvalidInput if there is storage that cannot be opened for another epoch."""

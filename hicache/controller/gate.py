@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from ..backends.base import StorageBackend, register_memory
-from ..backends.guard import Direction, GuardedBackend, Override, may_pass, named_leaves
+from ..backends.guard import Direction, Override, Overrides, may_pass
 from ..backoff import Backoff
 from ..errors import BackendError, InvariantError
 from ..supervised import SupervisedPool, WorkerFactory
@@ -101,7 +101,7 @@ class StorageGate:
         self._until = IN_SERVICE
         self._closed_until = dict.fromkeys(Direction, -math.inf)
         self._backoffs = {direction: Backoff(BACKOFF_S_MIN, BACKOFF_S_MAX) for direction in Direction}
-        self.overrides: dict[tuple[Direction, str | None], Override] = {}  # what is not left to the breakers
+        self.overrides = Overrides()
         self._retired: list[OpenStore] = []
         self._opening: OpenBackend | None = None  # opens the wanted store, as long as it is not open
         self._attempt: OpenBackend | None = None  # in flight for the wanted store
@@ -162,20 +162,7 @@ class StorageGate:
         `store` names one of a composition, None all of them; the last word about a store holds. With ranks, one rank
         that switches a direction of all off closes it on all.
         """
-        if store is None:
-            self.overrides = {key: mode for key, mode in self.overrides.items() if key[0] is not direction}
-        self.overrides[direction, store] = mode
-        self._apply_overrides()
-        if mode is Override.AUTO and (store is None or (direction, None) not in self.overrides):
-            del self.overrides[direction, store]
-
-    def _apply_overrides(self) -> None:
-        """Pass the overrides to all guards of the open store."""
-        for name, guard in () if self.storage is None else named_leaves(self.storage.backend):
-            for direction in Direction:
-                mode = self.overrides.get((direction, name), self.overrides.get((direction, None)))
-                if mode is not None and isinstance(guard, GuardedBackend):
-                    guard.override(direction, mode)
+        self.overrides.force(direction, mode, store, () if self.storage is None else (self.storage.backend,))
 
     # Stores
 
@@ -266,7 +253,7 @@ class StorageGate:
     def use(self, backend: StorageBackend) -> None:
         """Use `backend` as the store that is wanted. REQUIRES: no store is open."""
         self.storage, self.attached, self.opened = OpenStore(backend, self._until), True, self.wanted
-        self._apply_overrides()
+        self.overrides.apply(backend)
 
     def retire(self, *, for_another: bool) -> OpenStore | None:
         """Stop using the open store, cancel its work and return it. `for_another`: another one is being opened."""

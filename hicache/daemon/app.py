@@ -18,8 +18,10 @@ from starlette.exceptions import HTTPException
 
 from .. import __version__
 from ..admin.access import AdminAccess
+from ..admin.router import AdminSurface
 from ..backends.errors import ErrorKind
 from ..errors import InvalidInput
+from .admin import NodeAdmin
 from .bodies import PagesAnswer, write_pages
 from .history import History
 from .memory import MemoryRequest
@@ -82,6 +84,7 @@ def create_app(node: Node, staging: Staging, history: History, access: AdminAcce
     _add_verbs(app, node)
     _add_bodies(app, node, staging)
     app.include_router(page_router(history))
+    app.include_router(AdminSurface(NodeAdmin(node), access).router)
     return app
 
 

@@ -29,6 +29,7 @@ from ..backends.registry import check_backend
 from ..config import HiCacheConfig
 from ..errors import BackendError, ConfigError, HiCacheError
 from ..frame import FrameCodec
+from .attachment import Attachment
 from .calls import CallCounters
 from .memory import Memories
 from .namespace import Namespace
@@ -66,12 +67,13 @@ class Node:
         self.state = NodeState.STARTING
         self.calls = CallCounters()
         self.memories = Memories(config.daemon.memory_max, config.daemon.memories_max)
-        self._environ = os.environ if environ is None else environ
-        self._opener = StorageOpener(config, self._environ)
+        self.environ = os.environ if environ is None else environ
+        self.storage = Attachment(StorageOpener(config, self.environ), self.namespaces)
+        self.quotas: dict[str, int] = {}  # of the pool, by namespace
         if config.storage is None and not config.daemon.pool:
             raise ConfigError("daemon: there is neither storage nor a pool; add the section `storage`, or daemon.pool")
-        if self._opener.spec is not None:
-            check_backend(self._opener.spec.type, self._opener.spec.options)
+        if (spec := self.storage.opener.spec) is not None:
+            check_backend(spec.type, spec.options)
         try:
             self.pool = PagePool(config.daemon.pool)
         except OSError as error:
@@ -99,6 +101,7 @@ class Node:
                 raise Refused(503, ErrorKind.UNAVAILABLE, detail, 5) from error
             with self._changed:
                 self._namespaces[digest] = made
+            self.storage.joined(made)
             return made
 
     def find(self, digest: str) -> Namespace:
@@ -142,14 +145,26 @@ class Node:
 
     def reconfigure(self, config: HiCacheConfig) -> None:
         """Use other limits and overrides from now on. Raises ConfigError, and changes nothing then."""
-        opener = StorageOpener(config, self._environ)
-        self.config, self._opener = config, opener
+        opener = StorageOpener(config, self.environ)
+        self.config, self.storage.opener = config, opener
         self.memories.bytes_max, self.memories.count_max = config.daemon.memory_max, config.daemon.memories_max
+
+    def set_quota(self, digest: str, quota_bytes: int | None) -> None:
+        """Let a namespace take so many bytes of the pool at most, now and when it is opened again; None for no limit.
+        """
+        with self._changed:
+            self.quotas = {other: quota for other, quota in self.quotas.items() if other != digest}
+            if quota_bytes is not None:
+                self.quotas[digest] = quota_bytes
+            found = self._namespaces.get(digest)
+        if found is not None:
+            self.pool.set_quota(found.space, quota_bytes)
 
     def close(self, deadline: float) -> None:
         """Close all namespaces and let go of all memory, until `deadline` at most where operations are in flight."""
         with self._changed:
             self.state = NodeState.DRAINING
+        self.storage.close(max(0.0, deadline - time.monotonic()))
         self.memories.close(deadline)
         for namespace in self.namespaces():
             self._close(namespace)
@@ -157,13 +172,14 @@ class Node:
     def _open(self, digest: bytes, request: NamespaceRequest) -> Namespace:
         epoch, label = request.weights_epoch, request.label
         try:
-            codec = self._opener.codec(digest, request.payload_bytes, weights_epoch=epoch, label=label)
+            codec = self.storage.opener.codec(digest, request.payload_bytes, weights_epoch=epoch, label=label)
             wire = FrameCodec(digest, request.payload_bytes, weights_epoch=epoch, label=label)
         except HiCacheError as error:  # a label that is too long, say
             raise Refused(422, ErrorKind.BAD_REQUEST, str(error)) from error
-        inner = self._opener.open(codec) if self._opener.spec is not None else None
+        inner = self.storage.open(codec)
         store = SharedStore(codec, self.pool, inner, label=label)
         space = self.pool.open(digest, request.payload_bytes, label)
+        self.pool.set_quota(space, self.quotas.get(digest.hex()))
         return Namespace(
             wire, store, space, weights_epoch=epoch, label=label, threads=self.config.daemon.threads
         )

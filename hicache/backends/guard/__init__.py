@@ -3,6 +3,7 @@
 from ...config.guard import Override
 from .admission import BOUNDS_S, Direction, GuardStatistics, LatencyStatistics, Verb
 from .backend import GuardedBackend, LeafStatistics, guards_of, leaf_statistics, may_pass, named_leaves, unique_names
+from .overrides import Overrides
 
 __all__ = [
     "BOUNDS_S",
@@ -12,6 +13,7 @@ __all__ = [
     "LatencyStatistics",
     "LeafStatistics",
     "Override",
+    "Overrides",
     "Verb",
     "guards_of",
     "leaf_statistics",

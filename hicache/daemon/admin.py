@@ -1,0 +1,244 @@
+"""NodeAdmin: the admin surface of a daemon.
+
+Pins and quotas are of this run: a daemon that is restarted has none.
+
+Locking design: `_lock` guards the table of pins and is held while the pool pins and unpins, so that a page stays pinned
+as long as one pin names it. It is taken before the lock of the pool.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .. import __version__
+from ..admin.models import (
+    ClientStatus,
+    LookupRequest,
+    NamespaceStatus,
+    PinRequest,
+    PinStatus,
+    Quota,
+    Status,
+    TierStatus,
+)
+from ..admin.stores import ConfiguredStores, LiveStore
+from ..admin.target import MemoryPlaces, Places
+from ..admin.views import store_status
+from ..admin.work import MATCHES_MAX
+from ..backends.guard import Direction, Override, named_leaves
+from ..background import BackgroundTask
+from ..errors import AdminError
+from .namespace import Namespace
+from .node import Node
+from .statistics import NamespaceStatistics, NodeStatistics
+
+PINS_MAX = 4096
+QUOTAS_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pin:
+    namespace: Namespace
+    keys: tuple[bytes, ...]
+    pages: int
+    expires_s: float
+
+
+class NodeAdmin:
+    """An AdminTarget: `node`. `clock` is monotonic, in seconds. Raises ConfigError for keys of pages that cannot be
+    had."""
+
+    def __init__(self, node: Node, clock: Callable[[], float] = time.monotonic) -> None:
+        self._node = node
+        self._clock = clock
+        self._stores = ConfiguredStores(node.config, node.environ)
+        self._lock = threading.Lock()
+        self._pins: dict[str, _Pin] = {}
+        self._expiry = BackgroundTask("unpin", self._expire)
+
+    @property
+    def stores(self) -> ConfiguredStores:
+        """See AdminTarget."""
+        return self._stores
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread; blocks."""
+        self._expiry.close(timeout_s)
+
+    # Reading
+
+    def live_stores(self) -> Sequence[LiveStore]:
+        """See AdminTarget."""
+        return [
+            LiveStore(name, namespace.digest, leaf)
+            for namespace in self._node.namespaces()
+            for part in namespace.store.parts
+            for name, leaf in named_leaves(part)
+        ]
+
+    def status(self) -> Status:
+        """See AdminTarget."""
+        found = self._node.statistics()
+        return Status(
+            kind="daemon", version=__version__, instance=found.instance, state=found.state.value,
+            uptime_s=found.uptime_s, attached=self._node.storage.is_attached, tiers=_tiers(found),
+            namespaces=[_namespace_status(one) for one in found.namespaces],
+            stores=[store_status(one.namespace, leaf) for one in found.namespaces for leaf in one.stores],
+            clients=[
+                ClientStatus(name=one.name, bytes=one.pages * one.frame_bytes, operations=one.operations,
+                             is_alive=one.is_alive)
+                for one in found.clients
+            ],
+            configured_stores=list(self.stores.specs),
+            overrides={
+                f"{store or '*'}/{way.value}": mode
+                for (way, store), mode in self._node.storage.overrides.modes.items()
+            },
+        )  # fmt: skip
+
+    def memory_places(self, request: LookupRequest, deadline: float) -> MemoryPlaces:
+        """See AdminTarget."""
+        if request.tokens is not None:
+            raise AdminError("unsupported", "a daemon does not know tokens: name pages by their keys, or ask an engine")
+        keys = [bytes.fromhex(one) for one in request.keys]
+        pool, places = self._node.pool, Places()
+        for namespace in self._matching(request.namespace):
+            wanted = keys
+            if request.prefix is not None:
+                wanted = [key for key in pool.keys(namespace.space) if key.hex().startswith(request.prefix)]
+            for key, is_there in zip(wanted, pool.has(namespace.space, wanted), strict=True):
+                if is_there and (keys or len(places) < MATCHES_MAX):
+                    places[namespace.digest, key] = ["pool"]
+        return MemoryPlaces(keys, places, bool(keys) or len(places) < MATCHES_MAX)
+
+    def _matching(self, prefix: str) -> list[Namespace]:
+        return [namespace for namespace in self._node.namespaces() if namespace.digest.startswith(prefix)]
+
+    def _one(self, prefix: str) -> Namespace:
+        found = self._matching(prefix)
+        if not found:
+            raise AdminError("unknown_namespace", "no namespace that begins so is open; list the namespaces")
+        if len(found) > 1:
+            raise AdminError("ambiguous", f"{len(found)} namespaces begin so; give more digits")
+        return found[0]
+
+    # Memory
+
+    def clear_memory(self, namespace: str) -> int:
+        """See AdminTarget. Pinned pages go too."""
+        removed = 0
+        for one in self._matching(namespace):
+            with self._node.pool.deleting(one.space, None) as there:
+                removed += len(there)
+        return removed
+
+    def stores_cleared(self, namespace: str) -> None:
+        """See AdminTarget: a daemon remembers nothing of what its stores have."""
+
+    def pin(self, request: PinRequest) -> PinStatus:
+        """See AdminTarget."""
+        if request.tokens is not None or not request.keys:
+            raise AdminError("invalid", "keys: a daemon pins a chain by its page keys; it does not know tokens")
+        namespace = self._one(request.namespace)
+        keys = tuple(bytes.fromhex(key) for key in request.keys)
+        with self._lock:
+            if len(self._pins) >= PINS_MAX:
+                raise AdminError("too_many", f"there are {PINS_MAX} pins; end some")
+            pages = self._node.pool.pin(namespace.space, keys)
+            name = secrets.token_hex(4)
+            pin = _Pin(namespace, keys, pages, self._clock() + request.ttl_s)
+            if pages:
+                self._pins[name] = pin
+        if pages:
+            self._expiry.wake(time.monotonic() + request.ttl_s)
+        return self._pin_status(name, pin)
+
+    def unpin(self, pin: str) -> None:
+        """See AdminTarget."""
+        with self._lock:
+            if pin not in self._pins:
+                raise AdminError("unknown_pin", f"there is no pin {pin[:16]!r}; list the pins")
+            self._end(pin)
+
+    def pins(self) -> Sequence[PinStatus]:
+        """See AdminTarget."""
+        with self._lock:
+            found = dict(self._pins)
+        return [self._pin_status(name, pin) for name, pin in found.items()]
+
+    def _pin_status(self, name: str, pin: _Pin) -> PinStatus:
+        present = sum(self._node.pool.has(pin.namespace.space, pin.keys))
+        return PinStatus(
+            id=name, namespace=pin.namespace.digest, pages=min(pin.pages, present), asked_pages=len(pin.keys),
+            expires_in_s=max(0.0, pin.expires_s - self._clock()),
+        )  # fmt: skip
+
+    def _end(self, name: str) -> None:
+        """End a pin: its pages that no other pin names may be evicted. REQUIRES: the lock is held."""
+        pin = self._pins.pop(name)
+        others = {key for one in self._pins.values() if one.namespace is pin.namespace for key in one.keys}
+        self._node.pool.unpin(pin.namespace.space, [key for key in pin.keys if key not in others])
+
+    def _expire(self) -> float:
+        with self._lock:
+            now_s = self._clock()
+            for name in [name for name, pin in self._pins.items() if pin.expires_s <= now_s]:
+                self._end(name)
+            next_s = min((pin.expires_s for pin in self._pins.values()), default=math.inf)
+        return time.monotonic() + max(0.0, next_s - now_s)
+
+    # Storage
+
+    def attach(self, store: str | None) -> None:
+        """See AdminTarget."""
+        self._node.storage.attach(None if store is None else self.stores.specs[store])
+
+    def detach(self) -> None:
+        """See AdminTarget."""
+        self._node.storage.detach()
+
+    def override(self, store: str | None, direction: Direction, mode: Override) -> None:
+        """See AdminTarget."""
+        self._node.storage.force(direction, mode, store)
+
+    # Quotas
+
+    def quotas(self) -> Sequence[Quota]:
+        """See AdminTarget."""
+        spaces = {namespace.digest: namespace.space for namespace in self._node.namespaces()}
+        return [
+            Quota(
+                namespace=digest, quota_bytes=quota_bytes,
+                pool_bytes=self._node.pool.space_bytes(spaces[digest]) if digest in spaces else 0,
+            )
+            for digest, quota_bytes in self._node.quotas.items()
+        ]  # fmt: skip
+
+    def set_quota(self, namespace: str, quota_bytes: int | None) -> None:
+        """See AdminTarget. One that is not open yet is named by its whole digest."""
+        is_known = len(namespace) == 64 and not self._matching(namespace)
+        digest = namespace if is_known else self._one(namespace).digest
+        if quota_bytes is not None and digest not in self._node.quotas and len(self._node.quotas) >= QUOTAS_MAX:
+            raise AdminError("too_many", f"there are {QUOTAS_MAX} quotas; remove some")
+        self._node.set_quota(digest, quota_bytes)
+
+
+def _tiers(found: NodeStatistics) -> list[TierStatus]:
+    pool = found.pool
+    return [TierStatus(
+        name="pool", capacity_bytes=pool.capacity_bytes, used_bytes=pool.used_bytes, pinned_bytes=pool.pinned_bytes,
+        pages=pool.pages,
+    )]  # fmt: skip
+
+
+def _namespace_status(one: NamespaceStatistics) -> NamespaceStatus:
+    return NamespaceStatus(
+        namespace=one.namespace, label=one.label, weights_epoch=one.weights_epoch, pool_bytes=one.pool_bytes,
+        quota_bytes=one.quota_bytes, pool_hits=one.sharing.pool_hits, store_hits=one.sharing.store_hits,
+        misses=one.sharing.misses,
+    )  # fmt: skip
