@@ -95,7 +95,7 @@ $(VENV)/.demo-stamp: pyproject.toml constraints.txt hatch_build.py native/pack_t
 $(VENV)/.test-stamp: pyproject.toml constraints.txt hatch_build.py native/pack_token_ids.c | $(BIN)/python
 	@echo "installing the dependencies into $(VENV); torch takes a few minutes the first time"
 	$(PIP_INSTALL) -e ".[engine,redis,s3,mooncake-cpu,daemon,events,compression,dev-servers,dev]"
-	$(BIN)/python -m hicache.devservers.install_libraries || echo "the tests of Mooncake will fail until then" >&2
+	$(BIN)/python -m hicache.devservers.install_libraries || echo "the tests that need them will fail until then" >&2
 	touch $@ $(VENV)/.demo-stamp
 
 # Debian and Ubuntu ship Python without the part that makes environments, and a failed attempt leaves half of one.

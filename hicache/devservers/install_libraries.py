@@ -1,7 +1,9 @@
-"""Get the system libraries that Mooncake needs: `python -m hicache.devservers.install_libraries`.
+"""Get the system libraries that Mooncake needs, and the programs of Prometheus that tests need:
+`python -m hicache.devservers.install_libraries`.
 
-As root on Debian or Ubuntu they are installed; otherwise their packages are fetched and unpacked beside this Python,
-which takes no rights. Ends with 0 if all are there, with 1 after saying which packages to install by hand.
+As root on Debian or Ubuntu the libraries are installed; otherwise their packages are fetched and unpacked beside this
+Python, which takes no rights. Programs are always unpacked: an installed package of Prometheus would start its service.
+Ends with 0 if all are there, with 1 after saying which packages to install by hand.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..backends.system_libraries import MOONCAKE_LIBRARIES, absent_libraries, preload, unpacked_libraries
-from ..errors import ConfigError
+from ..errors import ConfigError, MissingPackage
+from .packages import PROMETHEUS_PROGRAMS, prometheus_program
 
 _TIMEOUT_S = 300
 
@@ -41,6 +45,21 @@ def unpack(packages: list[str], target: Path) -> None:
                     shutil.copyfile(library, target / library.name)
 
 
+def unpack_programs(package: str, programs: Sequence[str], target: Path) -> None:
+    """Fetch one package without what it needs, and put its `programs` into `target`. Raises OSError or
+    SubprocessError."""
+    if os.geteuid() == 0:
+        _run(["apt-get", "update", "-qq"])  # an image has no lists of packages, and only root may fetch them
+    with tempfile.TemporaryDirectory() as folder:
+        _run(["apt-get", "download", "-qq", package], directory=folder)
+        for archive in Path(folder).glob("*.deb"):
+            _run(["dpkg-deb", "-x", str(archive), f"{folder}/unpacked"])
+        for name in programs:
+            # Under another name first: a copy that is cut off is not taken for the program.
+            shutil.copy(Path(folder, "unpacked/usr/bin", name), target / f".{name}")
+            os.replace(target / f".{name}", target / name)
+
+
 def _with_dependencies(packages: list[str]) -> list[str]:
     """`packages`, and what they need that is not installed. To ask takes no rights."""
     plan = _run(["apt-get", "install", "--simulate", "--no-install-recommends", *packages])
@@ -62,8 +81,8 @@ def _run(command: list[str], *, directory: str | None = None, environ: dict[str,
     return done.stdout
 
 
-def main() -> int:
-    """The exit code."""
+def _get_libraries() -> str:
+    """Return an empty text if Mooncake has its libraries now, else why not and what to do."""
     missing = missing_packages()
     try:
         if missing and os.geteuid() == 0:
@@ -72,10 +91,29 @@ def main() -> int:
             unpack(missing, unpacked_libraries())
         preload(MOONCAKE_LIBRARIES)
     except (OSError, subprocess.SubprocessError, ConfigError) as error:
-        print(f"{error}\nMooncake needs system libraries; run: sudo apt-get install {' '.join(missing)}",
-              file=sys.stderr)  # fmt: skip
-        return 1
-    return 0
+        return f"{error}\nMooncake needs system libraries; run: sudo apt-get install {' '.join(missing)}"
+    return ""
+
+
+def _get_programs() -> str:
+    """As `_get_libraries`, for Prometheus."""
+    try:
+        for name in PROMETHEUS_PROGRAMS:
+            prometheus_program(name)
+    except MissingPackage as absent:
+        try:
+            unpack_programs("prometheus", PROMETHEUS_PROGRAMS, Path(sys.executable).parent)
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"{error}\n{absent}"
+    return ""
+
+
+def main() -> int:
+    """The exit code."""
+    failures = [failure for failure in (_get_libraries(), _get_programs()) if failure]
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from ..errors import MissingPackage, install_hint
 
+# What Debian's package `prometheus` brings.
+PROMETHEUS_PROGRAMS = ("prometheus", "promtool")
+
 
 def package_file(module: str, *parts: str, extra: str) -> Path:
     """A file that an installed package brings. Raises MissingPackage if it is not there."""
@@ -23,11 +26,20 @@ def package_file(module: str, *parts: str, extra: str) -> Path:
 
 def program(name: str, *, extra: str) -> Path:
     """A program beside this Python or on the path. Raises MissingPackage if there is none."""
+    return _program(name, install_hint(extra))
+
+
+def prometheus_program(name: str) -> Path:
+    """Return the path of one of `PROMETHEUS_PROGRAMS`, beside this Python or on the path. Raises MissingPackage."""
+    return _program(name, "run python -m hicache.devservers.install_libraries, or sudo apt-get install prometheus")
+
+
+def _program(name: str, hint: str) -> Path:
     # Not resolved: Debian's redis-server is a link to a program that looks at the name it is called by.
     beside = Path(sys.executable).parent / name
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
     if found is None:
-        raise MissingPackage(f"the program {name} is not installed; {install_hint(extra)}")
+        raise MissingPackage(f"the program {name} is not installed; {hint}")
     return Path(found).absolute()
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from hicache.backends import system_libraries
 from hicache.backends.system_libraries import library_path, preload
-from hicache.devservers.install_libraries import unpack
-from hicache.errors import ConfigError
+from hicache.devservers.install_libraries import unpack, unpack_programs
+from hicache.devservers.packages import prometheus_program
+from hicache.errors import ConfigError, MissingPackage
 
 # Everything here is linked to the C library, so the system has it; nobody has the other one.
 THERE = {"libc.so.6": "libc6"}
@@ -71,30 +72,65 @@ esac
 """
 
 
-@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="not a Debian system; install dpkg to run this")
-def test_packages_are_unpacked_without_installing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("libx", "libneeded"):
-        package = tmp_path / name
-        folder = package / "usr/lib/anywhere"
-        folder.mkdir(parents=True)
-        (folder / f"{name}.so.1.0").write_bytes(b"library")
-        (folder / f"{name}.so.1").symlink_to(f"{name}.so.1.0")
-        (folder / f"{name}-alone.so.2").write_bytes(b"library")
-        (package / "DEBIAN").mkdir()
-        (package / "DEBIAN/control").write_text(
-            f"Package: {name}\nVersion: 1\nArchitecture: all\nMaintainer: nobody\nDescription: x\n"
-        )
-    # Instead of the real one, which needs a mirror: it says what would be installed, and puts packages where it is
-    # called.
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for packages that are offered, instead of a mirror: `apt-get` says what would be installed, and puts
+    packages where it is called."""
     fetcher = tmp_path / "bin/apt-get"
     fetcher.parent.mkdir()
     fetcher.write_text(APT_GET.format(packages=tmp_path))
     fetcher.chmod(0o700)
     monkeypatch.setenv("PATH", f"{fetcher.parent}:{os.environ['PATH']}")
-    unpack(["libx"], tmp_path / "target")
-    found = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
+    return tmp_path
+
+
+def make_package(packages: Path, name: str, *files: str) -> None:
+    for file in files:
+        path = packages / name / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"library")
+    (packages / name / "DEBIAN").mkdir()
+    (packages / name / "DEBIAN/control").write_text(
+        f"Package: {name}\nVersion: 1\nArchitecture: all\nMaintainer: nobody\nDescription: x\n"
+    )
+
+
+needs_dpkg = pytest.mark.skipif(
+    shutil.which("dpkg-deb") is None, reason="not a Debian system; install dpkg to run this"
+)
+
+
+@needs_dpkg
+def test_packages_are_unpacked_without_installing_them(packages: Path) -> None:
+    for name in ("libx", "libneeded"):
+        folder = f"usr/lib/anywhere/{name}"
+        make_package(packages, name, f"{folder}.so.1.0", f"{folder}-alone.so.2")
+        (packages / name / f"{folder}.so.1").symlink_to(f"{name}.so.1.0")
+    unpack(["libx"], packages / "target")
+    found = {path.name: path.read_bytes() for path in (packages / "target").iterdir()}
     names = ["libx.so.1", "libx-alone.so.2", "libneeded.so.1", "libneeded-alone.so.2"]
     assert found == dict.fromkeys(names, b"library")
+
+
+@needs_dpkg
+def test_programs_are_unpacked_alone(packages: Path) -> None:
+    make_package(packages, "libx", "usr/bin/wanted", "usr/bin/other", "lib/systemd/system/wanted.service")
+    (packages / "target").mkdir()
+    unpack_programs("libx", ["wanted"], packages / "target")
+    assert [path.name for path in (packages / "target").iterdir()] == ["wanted"]
+    with pytest.raises(OSError):
+        unpack_programs("libx", ["absent"], packages / "target")
+
+
+def test_a_program_of_prometheus_that_is_nowhere_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(MissingPackage, match=r"promtool is not installed; .*apt-get install prometheus"):
+        prometheus_program("promtool")
+    (tmp_path / "promtool").touch(mode=0o700)
+    assert prometheus_program("promtool") == tmp_path / "promtool"
 
 
 def test_the_installer_has_nothing_to_do_where_all_is_there() -> None:
