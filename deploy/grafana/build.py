@@ -1,0 +1,235 @@
+"""Write the dashboards of this folder: `python deploy/grafana/build.py`. Grafana 11 and later.
+
+The files in `dashboards/` are what Grafana reads; edit the tables here, not the files. A panel is one row of a table:
+what it shows, in which unit, by which expressions, and what to look for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SCHEMA_VERSION = 39  # of Grafana 11.0; later ones read it
+COLUMNS = 24
+HERE = Path(__file__).parent
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+# Which series: of the targets that the reader has chosen.
+OF = 'instance=~"$instance"'
+
+
+class Panel(NamedTuple):
+    """`queries` are pairs of an expression, in which `%s` stands for the chosen targets, and a legend. `values` names
+    numbers that stand for states."""
+
+    title: str
+    description: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    kind: str = "timeseries"
+    width: int = 12
+    stacked: bool = False
+    maximum: float | None = None
+    values: tuple[tuple[int, str, str], ...] = ()
+
+
+def rate(metric: str, *labels: str, where: str = "") -> str:
+    """The rate per second of a counter, summed but for `labels`."""
+    matchers = ",".join(filter(None, ("%s", where)))
+    by = ", ".join(("instance", *labels))
+    return f"sum by ({by}) (rate(hicache_{metric}{{{matchers}}}[$__rate_interval]))"
+
+
+def quantile(share: float, metric: str, *labels: str) -> str:
+    """A quantile of a histogram, by `labels`."""
+    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', 'le', *labels)})"
+
+
+HIT = 'outcome="hit"'
+BREAKER = ((0, "closed", "green"), (1, "half open", "yellow"), (2, "open", "red"))
+
+TIERS = (
+    Panel("Hit rate by tier", "Share of the prompt tokens whose KV was reused, by the tier it came from. What is left "
+          "was computed.", "percentunit",
+          (("sum by (tier) (rate(hicache_hit_tokens_total{%s}[$__rate_interval])) / on () group_left () "
+            "(sum(rate(hicache_prompt_tokens_total{%s}[$__rate_interval])) > 0)", "{{tier}}"),),
+          stacked=True, maximum=1),
+    Panel("Prompt tokens", "Prompt tokens of the requests that were given KV.", "short",
+          ((rate("prompt_tokens_total"), "{{instance}}"),)),
+    Panel("L1 and L2 in use", "Share of a tier's memory that is not free. A tier that is full evicts; that is normal "
+          "while its hit rate holds.", "percentunit",
+          (("1 - hicache_tier_free_bytes{%s} / (hicache_tier_capacity_bytes{%s} > 0)", "{{instance}} {{tier}}"),),
+          maximum=1),
+    Panel("Cached and evictable", "Memory that holds cached pages, and how much of it may leave its tier now. Little "
+          "that is evictable in a full tier means that requests wait for room.", "bytes",
+          (("sum by (tier) (hicache_tier_cached_bytes{%s})", "{{tier}} cached"),
+           ("sum by (tier) (hicache_tier_evictable_bytes{%s})", "{{tier}} evictable"))),
+    Panel("Pages moved between tiers", "Backups to the host, loads to the device, reads from and writes to storage.",
+          "ops", ((rate("moved_pages_total", "direction"), "{{instance}} {{direction}}"),)),
+    Panel("Pages evicted", "Pages that left a tier for lack of room. Steady eviction with a falling hit rate asks for "
+          "a larger tier.", "ops", ((rate("evicted_pages_total", "tier"), "{{instance}} {{tier}}"),)),
+    Panel("Skipped, by reason", "What the cache decided not to do or could not do; each is a slower request and no "
+          "error. docs/metrics.md explains the reasons.", "ops", ((rate("skipped_total", "reason"), "{{reason}}"),)),
+    Panel("Fetch or compute", "Decisions whether a hit is fetched, by why. `too_slow` means that computing is faster "
+          "than fetching from that tier.", "ops",
+          ((rate("break_even_decisions_total", "route", "reason"), "{{route}} {{reason}}"),)),
+    Panel("Queues", "Operations of the controller that are queued or in flight.", "short",
+          (("sum by (instance, queue) (hicache_queued_operations{%s})", "{{instance}} {{queue}}"),)),
+    Panel("Refused by a bound", "Operations that a full queue has refused: the cache gives up reuse to keep requests "
+          "moving. Find out what the queue waits for.", "ops",
+          ((rate("refused_operations_total", "queue"), "{{instance}} {{queue}}"),)),
+)  # fmt: skip
+
+STORAGE = (
+    Panel("Hit rate", "Share of the pages asked of a store that it had, and that were proved to be right.",
+          "percentunit",
+          ((f"{rate('backend_get_pages_total', 'backend', where=HIT)} / "
+            f"({rate('backend_get_pages_total', 'backend')} > 0)", "{{instance}} {{backend}}"),), maximum=1),
+    Panel("Transfers", "Bytes of whole frames that were read and written.", "Bps",
+          ((rate("backend_transferred_bytes_total", "backend", "direction"),
+            "{{instance}} {{backend}} {{direction}}"),)),
+    Panel("Call time, p50", "Median time of a call, by verb. A call is a batch of pages.", "s",
+          ((quantile(0.5, "backend_call_seconds", "backend", "verb"), "{{instance}} {{backend}} {{verb}}"),)),
+    Panel("Call time, p99", "The slowest of a hundred calls, by verb. Near the deadline (transfer.storage_deadline) "
+          "calls fail.", "s",
+          ((quantile(0.99, "backend_call_seconds", "backend", "verb"), "{{instance}} {{backend}} {{verb}}"),)),
+    Panel("Stored", "Bytes stored, by all processes that share the store, and its limit. A store at its limit evicts "
+          "its least recently used pages.", "bytes",
+          (("max by (instance, backend) (hicache_backend_stored_bytes{%s})", "{{instance}} {{backend}} stored"),
+           ("max by (instance, backend) (hicache_backend_capacity_bytes{%s})", "{{instance}} {{backend}} limit"))),
+    Panel("Breakers", "Closed: calls are made. Half open: the next call decides. Open: no call is made, and the store "
+          "costs hits and nothing else.", "short",
+          (("max by (instance, backend, direction) (hicache_backend_breaker_state{%s})",
+            "{{instance}} {{backend}} {{direction}}"),), kind="state-timeline", values=BREAKER),
+    Panel("Pages read, by outcome", "`corrupt` pages were refused and removed, `error` pages could not be read in "
+          "time.", "ops",
+          ((rate("backend_get_pages_total", "backend", "outcome"), "{{instance}} {{backend}} {{outcome}}"),)),
+    Panel("Pages written, by outcome", "`rejected` pages found no room, `present` ones were there already.", "ops",
+          ((rate("backend_set_pages_total", "backend", "outcome"), "{{instance}} {{backend}} {{outcome}}"),)),
+    Panel("In flight", "Bytes of pages that are being read or written. At the limit (storage.guard.in_flight) calls "
+          "wait.", "bytes",
+          (("sum by (instance, backend) (hicache_backend_in_flight_bytes{%s})", "{{instance}} {{backend}}"),)),
+    Panel("Calls in flight", "Calls that have not returned, and those of them that hang past their deadline.", "short",
+          (("sum by (instance, backend) (hicache_backend_in_flight_calls{%s})", "{{instance}} {{backend}}"),
+           ("sum by (instance, backend) (hicache_backend_overdue_calls{%s})", "{{instance}} {{backend}} overdue"))),
+    Panel("Copies between levels", "Pages that are copied to a part of a composition in the background, by outcome.",
+          "ops", ((rate("backend_copies_total", "backend", "outcome"), "{{instance}} {{backend}} {{outcome}}"),)),
+    Panel("Waiting copies", "Pages that wait to be copied to a part. A number that only rises ends in dropped copies.",
+          "short", (("sum by (instance, backend) (hicache_backend_waiting_copies{%s})", "{{instance}} {{backend}}"),)),
+    Panel("Evicted by the store", "Pages that the store has removed to make room.", "ops",
+          ((rate("backend_evicted_pages_total", "backend"), "{{instance}} {{backend}}"),)),
+    Panel("Retries", "Calls that were tried a second time; the budget is storage.guard.retry_share.", "ops",
+          ((rate("backend_retried_calls_total", "backend", "direction"), "{{instance}} {{backend}} {{direction}}"),)),
+)  # fmt: skip
+
+HEALTH = (
+    Panel("Targets", "1 while Prometheus reads the metrics of an engine or a daemon.", "short",
+          (("up{%s}", "{{instance}}"),), kind="state-timeline", width=24,
+          values=((0, "down", "red"), (1, "up", "green"))),
+    Panel("Breakers opened in an hour", "How often the guard of a store has stopped its calls. More than a few an "
+          "hour: the store stumbles.", "short",
+          (("sum by (instance, backend, direction) (increase(hicache_backend_breaker_opens_total{%s}[1h]))",
+            "{{instance}} {{backend}} {{direction}}"),)),
+    Panel("Damaged pages in an hour", "Pages that were read and refused, by what was wrong. They cost hits, never a "
+          "wrong token; a rising number is a disk, a cable or a key.", "short",
+          (("sum by (instance, backend, reason) (increase(hicache_backend_corrupt_pages_total{%s}[1h]))",
+            "{{instance}} {{backend}} {{reason}}"),)),
+    Panel("Errors of stores", "Operations that failed, by class of error.", "ops",
+          ((rate("backend_errors_total", "backend", "reason"), "{{instance}} {{backend}} {{reason}}"),)),
+    Panel("Failed calls", "Calls that count as failed for the breaker, by reason.", "ops",
+          ((rate("backend_failed_calls_total", "backend", "direction", "reason"),
+            "{{instance}} {{backend}} {{direction}} {{reason}}"),)),
+    Panel("Refused calls", "Calls that the guard did not make: the breaker was open, or other calls had all the bytes "
+          "in flight.", "ops",
+          ((rate("backend_refused_calls_total", "backend", "direction", "reason"),
+            "{{instance}} {{backend}} {{direction}} {{reason}}"),)),
+    Panel("Probes", "Pages that the guard writes and reads to find out whether a store works again.", "ops",
+          ((rate("backend_probes_total", "backend", "direction", "outcome"),
+            "{{instance}} {{backend}} {{direction}} {{outcome}}"),)),
+    Panel("Overrides", "1 while an operator has switched a direction of a store on or off; the breaker decides "
+          "nothing then.", "short",
+          (("max by (instance, backend, direction) (hicache_backend_override{%s})",
+            "{{instance}} {{backend}} {{direction}}"),)),
+    Panel("Workers", "Threads of the controller that run and are not stuck.", "short",
+          (("hicache_workers_alive{%s}", "{{instance}}"),)),
+    Panel("Workers restarted or failing", "Restarts of threads that died, and exceptions in threads, in an hour. Both "
+          "are faults of HiCache or of a library: the log names them.", "short",
+          (("increase(hicache_worker_restarts_total{%s}[1h])", "{{instance}} restarts"),
+           ("sum by (instance, worker) (increase(hicache_worker_errors_total{%s}[1h]))", "{{instance}} {{worker}}"))),
+    Panel("Storage that did not open", "Attempts to open storage for new weights that failed, in an hour.", "short",
+          (("increase(hicache_storage_open_failures_total{%s}[1h])", "{{instance}}"),)),
+    Panel("KV events", "Events recorded, snapshots made for readers that missed some, and batches that a subscriber "
+          "was too slow for.", "ops",
+          ((rate("events_total"), "{{instance}} events"), (rate("event_snapshots_total"), "{{instance}} snapshots"),
+           (rate("event_slow_batches_total"), "{{instance}} slow batches"))),
+)  # fmt: skip
+
+DASHBOARDS = {
+    "tiers": ("HiCache: tiers", "Where KV comes from, how full L1 and L2 are, what moves between the tiers.", TIERS),
+    "storage": ("HiCache: storage", "Each store: hit rate, speed, fill, breakers, and what waits for it.", STORAGE),
+    "health": ("HiCache: health", "What is wrong now, and what went wrong. docs/runbooks.md says what to do.", HEALTH),
+}
+
+
+def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
+    """One panel in Grafana's schema."""
+    is_states = panel.kind == "state-timeline"
+    custom: dict[str, Any] = {"fillOpacity": 80, "lineWidth": 0} if is_states else {
+        "lineWidth": 1, "fillOpacity": 40 if panel.stacked else 8, "showPoints": "never",
+        "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
+    }  # fmt: skip
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0, "custom": custom, "mappings": []}
+    if panel.maximum is not None:
+        defaults["max"] = panel.maximum
+    if panel.values:
+        options = {str(value): {"text": text, "color": color, "index": value} for value, text, color in panel.values}
+        defaults |= {"mappings": [{"type": "value", "options": options}], "color": {"mode": "fixed"}}
+    legend = {"showLegend": True, "displayMode": "list" if is_states else "table", "placement": "bottom",
+              "calcs": [] if is_states else ["lastNotNull", "max"]}  # fmt: skip
+    return {
+        "id": number, "type": panel.kind, "title": panel.title, "description": panel.description,
+        "datasource": DATASOURCE, "gridPos": {"x": x, "y": y, "w": panel.width, "h": 8},
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": {"legend": legend, "tooltip": {"mode": "multi" if not is_states else "single", "sort": "desc"}},
+        "targets": [
+            {"refId": chr(ord("A") + place), "datasource": DATASOURCE, "editorMode": "code", "range": True,
+             "expr": expression.replace("%s", OF), "legendFormat": legend_format}
+            for place, (expression, legend_format) in enumerate(panel.queries)
+        ],
+    }  # fmt: skip
+
+
+def dashboard_json(name: str) -> dict[str, Any]:
+    """One dashboard: its panels in rows from left to right, with a choice of data source and of targets."""
+    title, description, panels = DASHBOARDS[name]
+    placed, x, y = [], 0, 0
+    for number, panel in enumerate(panels, 1):
+        if x + panel.width > COLUMNS:
+            x, y = 0, y + 8
+        placed.append(panel_json(panel, number, x, y))
+        x += panel.width
+    instances = 'label_values({__name__=~"hicache_workers_alive|hicache_daemon_connections"}, instance)'
+    variables = [
+        {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "hide": 0},
+        {"name": "instance", "label": "Target", "type": "query", "datasource": DATASOURCE, "refresh": 2, "sort": 1,
+         "query": {"query": instances, "refId": "instances"}, "definition": instances, "multi": True,
+         "includeAll": True, "allValue": ".*", "current": {"text": ["All"], "value": ["$__all"]}},
+    ]  # fmt: skip
+    return {
+        "uid": f"hicache-{name}", "title": title, "description": description, "tags": ["hicache"],
+        "schemaVersion": SCHEMA_VERSION, "version": 1, "editable": True, "graphTooltip": 1, "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"}, "timezone": "browser", "templating": {"list": variables},
+        "annotations": {"list": []}, "panels": placed,
+        "links": [{"type": "dashboards", "tags": ["hicache"], "title": "HiCache", "asDropdown": False,
+                   "includeVars": True, "keepTime": True}],
+    }  # fmt: skip
+
+
+def text_of(name: str) -> str:
+    """The file of one dashboard."""
+    return json.dumps(dashboard_json(name), indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    for dashboard in DASHBOARDS:
+        HERE.joinpath("dashboards", f"{dashboard}.json").write_text(text_of(dashboard))

@@ -1,0 +1,123 @@
+"""Rules, alerts and dashboards: valid for the programs that read them, and true about the metrics that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hicache.config import load_config
+from hicache.metrics.families import CACHE_METRICS, STORE_METRICS
+from tests.prometheus import program
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMETHEUS = ROOT / "deploy/prometheus"
+DASHBOARDS = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
+
+
+def promtool(*arguments: str | Path) -> str:
+    done = subprocess.run(
+        [program("promtool"), *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def rules(file: str) -> Iterator[dict[str, Any]]:
+    for group in yaml.safe_load((PROMETHEUS / file).read_text())["groups"]:
+        yield from group["rules"]
+
+
+def panels() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in DASHBOARDS:
+        for panel in json.loads(path.read_text())["panels"]:
+            yield f"{path.stem}: {panel['title']}", panel
+
+
+def test_the_configuration_and_its_rules_are_valid() -> None:
+    assert "2 rule files found" in promtool("check", "config", PROMETHEUS / "prometheus.yml")
+
+
+@pytest.mark.parametrize("path", sorted((PROMETHEUS / "tests").iterdir()), ids=lambda path: path.name)
+def test_the_rules_pass_their_tests(path: Path) -> None:
+    promtool("test", "rules", path)
+
+
+def test_every_rule_is_tested_and_an_alert_that_cannot_fire_is_noticed(tmp_path: Path) -> None:
+    tests = "".join(path.read_text() for path in (PROMETHEUS / "tests").iterdir())
+    assert not [rule["alert"] for rule in rules("alerts.rules.yml") if f'"{rule["alert"]}"' not in tests]
+    for name in ("recording.rules.yml", "alerts.rules.yml"):
+        text = (PROMETHEUS / name).read_text()
+        (tmp_path / name).write_text(text.replace("hicache_backend_overdue_calls", "hicache_backend_overdue"))
+    (tmp_path / "tests").mkdir()
+    changed = tmp_path / "tests/alerts.test.yml"
+    changed.write_text((PROMETHEUS / "tests/alerts.test.yml").read_text())
+    with pytest.raises(AssertionError, match="HiCacheCallsHang"):
+        promtool("test", "rules", changed)
+
+
+def test_every_alert_says_how_bad_it_is_what_happened_and_where_its_runbook_is() -> None:
+    anchors = {line[3:].strip().lower() for line in (ROOT / "docs/runbooks.md").read_text().splitlines()
+               if line.startswith("## ")}  # fmt: skip
+    alerts = list(rules("alerts.rules.yml"))
+    for alert in alerts:
+        assert alert["labels"]["severity"] in ("critical", "warning", "info")
+        assert {"summary", "description", "runbook_url"} == set(alert["annotations"])
+        assert alert["annotations"]["runbook_url"] == f"docs/runbooks.md#{alert['alert'].lower()}"
+    assert anchors == {alert["alert"].lower() for alert in alerts}  # and no section is about an alert that is gone
+
+
+def test_prometheus_scrapes_where_the_ready_configurations_listen() -> None:
+    jobs = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
+    targets = {job["job_name"]: job["static_configs"][0]["targets"] for job in jobs}
+    metrics = load_config(ROOT / "configs/single-node-file.yaml", environ={}, overrides={}).metrics
+    daemon = load_config(ROOT / "configs/daemon.yaml", environ={}, overrides={}).daemon
+    assert targets == {"hicache": [f"{metrics.host}:{metrics.port}"], "hicache-daemon": [daemon.listen]}
+    (relabel,) = jobs[0]["metric_relabel_configs"]
+    assert re.fullmatch(relabel["regex"], "hicache_backend_get_pages_total")
+
+
+def test_the_dashboards_are_those_of_their_tables(tmp_path: Path) -> None:
+    script = tmp_path / "build.py"
+    script.write_text((ROOT / "deploy/grafana/build.py").read_text())
+    (tmp_path / "dashboards").mkdir()
+    subprocess.run(["python3", str(script)], check=True, timeout=60)
+    made = {path.name: path.read_text() for path in (tmp_path / "dashboards").iterdir()}
+    assert made == {path.name: path.read_text() for path in DASHBOARDS}
+
+
+def test_every_panel_has_a_place_a_unit_a_description_and_the_chosen_data_source() -> None:
+    for path in DASHBOARDS:
+        board = json.loads(path.read_text())
+        assert {variable["name"] for variable in board["templating"]["list"]} == {"datasource", "instance"}
+        taken: set[tuple[int, int]] = set()
+        for panel in board["panels"]:
+            place = panel["gridPos"]
+            cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+            assert not cells & taken and place["x"] + place["w"] <= 24
+            taken |= cells
+            assert panel["description"] and panel["fieldConfig"]["defaults"]["unit"]
+            assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])
+        assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_every_panel_and_rule_names_metrics_that_there_are() -> None:
+    known = {f"hicache_{spec.name}" for spec in CACHE_METRICS} | {f"hicache_{spec.name}" for spec in STORE_METRICS}
+    known |= {f"{name}_{end}" for name in known if name.endswith("_seconds") for end in ("bucket", "count", "sum")}
+    texts = {name: [target["expr"] for target in panel["targets"]] for name, panel in panels()}
+    recorded = set()
+    for file in ("recording.rules.yml", "alerts.rules.yml"):
+        for rule in rules(file):
+            texts[rule.get("alert") or rule["record"]] = [rule["expr"]]
+            recorded.add(rule.get("record"))
+    for name, expressions in texts.items():
+        for expression in expressions:
+            found = set(re.findall(r"(?<![\w:])hicache_\w+", expression))
+            assert found <= known, f"{name}: {found - known}"
+            assert set(re.findall(r"\w+:hicache_\w+:\w+", expression)) <= recorded, name
