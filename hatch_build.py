@@ -1,6 +1,7 @@
 """Build hook: compiles `native/pack_token_ids.c` if the machine can; if not, everything works the same, only slower.
 
-A wheel carries the library, an editable install gets it beside the modules. `HICACHE_NATIVE=0` leaves it out.
+A wheel carries the library, an editable install gets it beside the modules. `HICACHE_NATIVE=0` leaves it out. A wheel
+also carries the ready configurations, which an editable install finds in `configs/`.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class NativeHook(BuildHookInterface):  # type: ignore[misc]
         if version == "editable":
             compile_native(root, root / "hicache" / LIBRARY)
             return
+        build_data["force_include"][str(root / "configs")] = "hicache/configs"
         self._folder = tempfile.TemporaryDirectory()
         library = Path(self._folder.name) / LIBRARY
         if compile_native(root, library):

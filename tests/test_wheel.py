@@ -82,10 +82,15 @@ def _package_files(repository: Path) -> set[str]:
     return {str(path.relative_to(repository)) for path in files}
 
 
+def _shipped_files(repository: Path) -> set[str]:
+    """The package, and the ready configurations that are beside it in a clone."""
+    return _package_files(repository) | {f"hicache/configs/{path.name}" for path in (repository / "configs").iterdir()}
+
+
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path, repository: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
     info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
-    assert names - info - {NATIVE} == _package_files(repository)
+    assert names - info - {NATIVE} == _shipped_files(repository)
     assert "hicache/py.typed" in names
     assert any(name.endswith("/licenses/LICENSE") for name in info)
 
@@ -155,7 +160,7 @@ def test_the_sdist_makes_the_same_wheel(dist: Path, wheel: Path) -> None:
     assert sorted([*pure, NATIVE]) == sorted(name for name in zipfile.ZipFile(wheel).namelist() if name[-1] != "/")
 
 
-def test_the_wheel_runs_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_runs_in_an_environment_of_its_own(wheel: Path, tmp_path: Path, repository: Path) -> None:
     folder = tmp_path / "env"
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin/python"
@@ -169,3 +174,5 @@ def test_the_wheel_runs_in_an_environment_of_its_own(wheel: Path, tmp_path: Path
     version = _run(folder / "bin/hicache", "--version", cwd=tmp_path)
     assert version == f"hicache, version {hicache.__version__}\n"
     assert "page_size" in _run(folder / "bin/hicache", "config", "schema", cwd=tmp_path)
+    ready = _run(folder / "bin/hicache", "config", "init", "redis", cwd=tmp_path)
+    assert ready == (repository / "configs/redis.yaml").read_text()
