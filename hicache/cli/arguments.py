@@ -97,10 +97,11 @@ def read_dash(path: Path | None) -> Iterator[Path | None]:
     if path is None or not is_dash(path):
         yield path
         return
-    with tempfile.NamedTemporaryFile(prefix="hicache-stdin-", suffix=".yaml") as copy:
-        shutil.copyfileobj(sys.stdin.buffer, copy)
-        copy.flush()
-        yield Path(copy.name)
+    with tempfile.TemporaryDirectory(prefix="hicache-") as folder:
+        copy = Path(folder, "standard-input")
+        with copy.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield copy
 
 
 PATH = UserPath()

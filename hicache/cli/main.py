@@ -26,7 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "ctl": ("hicache.cli.ctl:ctl", "Ask or change a running daemon, or the cache inside an engine."),
     "demo": ("hicache.cli.demo:demo", "Serve a small model with and without the cache, and compare."),
     "dev-up": ("hicache.cli.dev_up:dev_up", "Run a real storage server for development until Ctrl-C."),
-    "inspect": ("hicache.cli.storage:inspect", "Show the header of one stored page."),
+    "inspect": ("hicache.cli.verify:inspect", "Show the header of one stored page."),
     "ls": ("hicache.cli.storage_view:ls", "List what is in a store, by namespace."),
     "purge": ("hicache.cli.storage:purge", "Remove stored pages, all or by namespace, weights epoch and age."),
     "replay": ("hicache.cli.replay:replay", "Replay a request trace through the cache and check every byte."),
@@ -34,7 +34,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "stat": ("hicache.cli.storage_view:stat", "Sum up a store: pages, bytes, ages, chains."),
     "trace": ("hicache.cli.trace:trace", "Make up a request trace, or say what is in one."),
     "trim": ("hicache.cli.storage:trim", "Shrink a store to a size, tails of old chains first."),
-    "verify": ("hicache.cli.storage:verify", "Read every page of a store and report damage."),
+    "verify": ("hicache.cli.verify:verify", "Read every page of a store and report damage."),
 }
 # The extra that brings what a command needs beyond the package's own dependencies.
 EXTRAS: Mapping[str, str] = {"demo": "engine", "replay": "torch", "serve": "daemon"}
@@ -42,6 +42,7 @@ FOUND_EXIT_CODE = 1  # what a check has found, and an answer of "no"
 USAGE_EXIT_CODE = 2
 BUG_EXIT_CODE = 3
 INTERRUPTED_EXIT_CODE = 130  # 128 and the number of SIGINT, as shells have it
+BROKEN_PIPE_EXIT_CODE = 141  # the same of SIGPIPE
 # What writing to standard output may fail with: closed, a full disk, over a limit or quota, a broken device.
 _OUTPUT_ERRNOS = frozenset({errno.EPIPE, errno.EBADF, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
@@ -166,8 +167,8 @@ def _keep_traceback(error: Exception) -> str:
 
 @contextlib.contextmanager
 def output_failures() -> Iterator[None]:
-    """Turn output that cannot be written into a Failure. Everything else that fails with such an error is translated
-    where it happens: storage raises a BackendError."""
+    """Turn output that cannot be written into a Failure, and output whose reader has gone into a silent Exit. All else
+    that fails with such an error is translated where it happens: storage raises a BackendError."""
     if sys.stdout is None:
         raise Failure("there is nowhere to write to: standard output is closed")
     try:
@@ -178,6 +179,8 @@ def output_failures() -> Iterator[None]:
         if error.errno not in _OUTPUT_ERRNOS or error.filename is not None:
             raise
         _abandon_stdout()
+        if error.errno == errno.EPIPE:  # `hicache ls | head`: the reader has what it wanted
+            raise click.exceptions.Exit(BROKEN_PIPE_EXIT_CODE) from error
         raise Failure(f"cannot write to standard output: {error.strerror}") from error
 
 
@@ -195,6 +198,7 @@ Exit codes:
   2    not done: usage, configuration, or something that the system refuses
   3    not done: a bug in HiCache; the message says where its traceback is
   130  ended by Ctrl-C; 143 by SIGTERM
+  141  the reader of the output has gone, as with `| head`; nothing is said
 """
 
 

@@ -11,10 +11,13 @@ from typing import TypeVar
 
 import click
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+from .main import FOUND_EXIT_CODE, INTERRUPTED_EXIT_CODE
 
 # Without a terminal, a line this often shows a log's reader that a command of hours is alive.
-PLAIN_INTERVAL_S = 10.0
+PLAIN_INTERVAL_S = 5.0
 # A bar need not move more often than somebody sees it move; steps may be microseconds apart.
 BAR_INTERVAL_S = 0.05
 # These are shown however soon they come: behind them a slow rate may keep the next step away for hours.
@@ -30,7 +33,7 @@ def width() -> int:
 
 class OutputConsole(Console):
     """A console whose reader may leave. Rich would end the process with exit code 1 then, which here means that bytes
-    are wrong; the error is raised instead and told like that of any other command."""
+    are wrong; the error is raised instead and ends the command as it ends any other."""
 
     def on_broken_pipe(self) -> None:
         """Raise what rich has just caught. REQUIRES: called by rich, while it handles that error."""
@@ -51,18 +54,73 @@ def follow(steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -> S
     """Run through `steps`, of which there is at least one, and show how far they are; the last step."""
     bar = sys.stderr.isatty()
     interval_s = BAR_INTERVAL_S if bar else PLAIN_INTERVAL_S
-    columns = Progress.get_default_columns()
-    with Progress(*columns, "{task.fields[found]}", console=Console(stderr=True), disable=not bar) as progress:
+    with Progress(*_columns(), console=Console(stderr=True), disable=not bar) as progress:
         task = progress.add_task(title, total=None, found="")
-        shown_s = time.monotonic()
+        started_s = shown_s = time.monotonic()
         for number, last in enumerate(steps):
             if time.monotonic() - shown_s >= interval_s or (bar and number < BAR_FIRST_STEPS):
                 shown_s = time.monotonic()
                 told = tell(last)
                 progress.update(task, completed=told.done, total=told.total, found=told.found)
                 if not bar:
-                    of = "" if told.total is None else f" of {told.total:,}"
-                    click.echo(f"{title}: {told.done:,}{of} {told.kind}, {told.found}", err=True)
+                    click.echo(f"{title}: {_plain(told, shown_s - started_s)}", err=True)
         told = tell(last)
         progress.update(task, completed=told.done, total=told.total, found=told.found)
     return last
+
+
+def _columns() -> list[ProgressColumn]:
+    """What stands beside each other, narrow enough for 60 columns: what was found is wrapped and never cut."""
+    found = TextColumn("{task.fields[found]}", table_column=Column(overflow="fold"))
+    bar = BarColumn(bar_width=max(5, min(40, width() - 60)))
+    return [TextColumn("{task.description}"), bar, TaskProgressColumn(), TimeRemainingColumn(), found]
+
+
+def _plain(told: Told, elapsed_s: float) -> str:
+    if told.total is None:
+        return f"{told.done:,} {told.kind}, {told.found}"
+    share = f" ({100 * told.done / told.total:.0f} %)" if told.total else ""
+    to_do = told.total - told.done
+    left = f", about {format_age(elapsed_s * to_do / told.done)} left" if told.done and to_do > 0 else ""
+    return f"{told.done:,} of {told.total:,} {told.kind}{share}, {told.found}{left}"
+
+
+def format_age(seconds: float) -> str:
+    """A time in its largest whole unit: `45s`, `12m`, `3h`, `9d`."""
+    for unit, length_s in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if seconds >= length_s:
+            return f"{int(seconds // length_s)}{unit}"
+    return f"{int(seconds)}s"
+
+
+class Work:
+    """What one command does, in one or several runs through steps. Ctrl-C ends it between any two operations of a
+    store, and the command still says what was done until then. Used on the main thread."""
+
+    def __init__(self) -> None:
+        self.interrupted = False
+
+    def follow(self, steps: Iterator[Step], title: str, tell: Callable[[Step], Told]) -> Step:
+        """As `follow`, and after Ctrl-C the step that was the last. Raises KeyboardInterrupt if there was none."""
+        last: list[Step] = []
+
+        def noted() -> Iterator[Step]:
+            for step in steps:
+                last[:] = [step]
+                yield step
+
+        try:
+            return follow(noted(), title, tell)
+        except KeyboardInterrupt:
+            if not last:
+                raise
+            self.interrupted = True
+            return last[0]
+
+    def end(self, *, found: bool = False) -> None:
+        """Raise Exit if the command was interrupted, which it says on stderr, or if its check has found something."""
+        if self.interrupted:
+            click.echo("interrupted; the figures are those until then", err=True)
+            raise click.exceptions.Exit(INTERRUPTED_EXIT_CODE)
+        if found:
+            raise click.exceptions.Exit(FOUND_EXIT_CODE)

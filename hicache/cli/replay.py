@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import click
 from rich.console import Console
 
 from ..config import HiCacheConfig, entry_of_variable, load_config
+from ..config.files import open_regular
 from ..config.logging import LoggingConfig
 from ..config.ready import ready_file
 from ..config.section import TOKENS_MAX
@@ -24,7 +26,7 @@ from ..replay.processes import start_engines
 from ..replay.report import html_report
 from ..replay.result import ReplayResult, Sample
 from ..replay.trace import REQUESTS_MAX
-from .arguments import DIRECTORY, FILE, SEED_MAX, Number
+from .arguments import DIRECTORY, FILE, SEED_MAX, Number, is_dash, read_dash
 from .config import parse_settings
 from .interrupts import noted_signals
 from .log_options import LOG_OPTIONS, log_options, start_log
@@ -73,7 +75,7 @@ _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" fo
               help="Engines on one store, each with tiers of its own and every N-th request.")  # fmt: skip
 @click.option("--whole-trace-each", is_flag=True, help="With --processes: each engine replays all requests.")
 @click.option("--device", default="cpu", show_default=True, help="Where L1 is: cpu, cuda, cuda:1, ...")
-@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the report as JSON.")
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the report as JSON; - is standard output.")
 @click.option("--report", "html_file", type=FILE, metavar="FILE.html", help="Write the report as a page with plots.")
 @log_options
 def replay(
@@ -83,20 +85,22 @@ def replay(
     """Replay a request trace through the cache, and check every byte that comes back.
 
     TRACE is in the public Mooncake format (JSON lines with timestamp, input_length, output_length and hash_ids of
-    512-token blocks); without it a synthetic one is made up. No model runs: pages are filled with bytes derived from
-    their keys, and compared whenever they come back from a tier.
+    512-token blocks), or - for standard input; without it a synthetic one is made up. No model runs: pages are filled
+    with bytes derived from their keys, and compared whenever they come back from a tier.
 
     Ctrl-C ends the replay and prints the report so far. Exit code 1 if one byte was wrong, 2 if no request ran.
     """
     start_log(LoggingConfig(level="warning"), **{name: given.pop(name) for name in LOG_OPTIONS})
-    console = OutputConsole()
     check_reports(json_file, html_file)
+    # Standard output is then the report's.
+    console = OutputConsole(stderr=any(file is not None and is_dash(file) for file in (json_file, html_file)))
     overrides = parse_settings(settings)
     for name, value in (("device.tokens", device_tokens), ("host.tokens", host_tokens)):
         if value is not None:
             overrides[name] = str(value)
-    with noted_signals() as stop, _temporary_directory(console) as temporary:
+    with noted_signals() as stop, _temporary_directory(console) as temporary, read_dash(given["trace"]) as trace:
         config = replay_config(overrides, os.environ, temporary, config_file, store)
+        given |= {"trace": trace, "requests": given["requests"] or _lines_in(trace)}
         job = ReplayJob(config=config, prefill_tokens_per_s=prefill_rate or None, **given)
         console.print(f"replaying {job.trace.name if job.trace else 'a synthetic trace'} ...", highlight=False)
         with closing(start_engines(job)) as engines:
@@ -106,6 +110,15 @@ def replay(
     console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)
     if stop:
         sys.exit(128 + stop[0])
+
+
+def _lines_in(trace: Path | None) -> int | None:
+    """How many requests a trace has at most, so that the progress has an end; None without one that can be read."""
+    if trace is None:
+        return None
+    with contextlib.suppress(OSError), open_regular(trace) as lines:
+        return min(REQUESTS_MAX, sum(1 for _ in lines)) or None
+    return None
 
 
 def _until(stop: list[int], samples: Iterator[Sample]) -> Iterator[Sample]:
@@ -136,7 +149,7 @@ def check_reports(*paths: Path | None) -> None:
     """Raises ConfigError for files that could not be written, or would be the same one."""
     files = [file for file in paths if file is not None]
     for file in files:
-        if not file.parent.is_dir():
+        if not is_dash(file) and not file.parent.is_dir():
             raise ConfigError(f"{file}: there is no directory {file.parent} to write it to")
     if len(files) > len({os.path.realpath(file) for file in files}):
         raise ConfigError(f"{files[0]}: --json and --report name the same file; give each its own")
@@ -148,6 +161,9 @@ def _tell(console: Console, result: ReplayResult, json_file: Path | None, html_f
     for file, text in ((json_file, ReplayResult.to_json), (html_file, html_report)):
         if file is not None:
             try:
+                if is_dash(file):
+                    click.echo(text(result))
+                    continue
                 _write(file, text(result))
                 written.append(file)
             except OSError as error:

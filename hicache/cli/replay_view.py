@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -86,8 +87,8 @@ def milliseconds(time_us: float) -> str:
     return f"{time_ms:,.{places}f}"
 
 
-def trace_facts(requests: Iterable[TraceRequest]) -> Iterator[str]:
-    """What is in a trace, in lines. Raises InvalidInput for a trace without requests."""
+def trace_facts(requests: Iterable[TraceRequest]) -> dict[str, Any]:
+    """What is in a trace. Raises InvalidInput for a trace without requests."""
     source = TokenSource()
     prompts: list[int] = []
     outputs: list[int] = []
@@ -101,8 +102,22 @@ def trace_facts(requests: Iterable[TraceRequest]) -> Iterator[str]:
         end_ms = max(end_ms, request.timestamp_ms)
     if not prompts:
         raise InvalidInput("trace: there is no request in it")
-    yield f"requests            {len(prompts):,} within {end_ms / 1000:,.0f} s"
-    for name, lengths in (("prompt tokens", prompts), ("output tokens", outputs)):
-        yield (f"{name:19} {sum(lengths):,}, median {statistics.median(lengths):,.0f}, longest {max(lengths):,}")
-    yield f"blocks of 512       {len(blocks):,} different ones"
-    yield f"seen before         {seen:,} prompt tokens, {format_share(seen, sum(prompts))}"
+    return {
+        "requests": len(prompts),
+        "duration_s": end_ms / 1000,
+        **{name: {"sum": sum(lengths), "median": statistics.median(lengths), "max": max(lengths)}
+           for name, lengths in (("prompt_tokens", prompts), ("output_tokens", outputs))},
+        "blocks": len(blocks),
+        "seen_prompt_tokens": seen,
+    }  # fmt: skip
+
+
+def facts_lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    """What `trace_facts` found, in words."""
+    yield f"requests            {facts['requests']:,} within {facts['duration_s']:,.0f} s"
+    for name in ("prompt tokens", "output tokens"):
+        found = facts[name.replace(" ", "_")]
+        yield f"{name:19} {found['sum']:,}, median {found['median']:,.0f}, longest {found['max']:,}"
+    yield f"blocks of 512       {facts['blocks']:,} different ones"
+    seen = facts["seen_prompt_tokens"]
+    yield f"seen before         {seen:,} prompt tokens, {format_share(seen, facts['prompt_tokens']['sum'])}"

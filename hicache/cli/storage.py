@@ -1,6 +1,6 @@
-"""`hicache inspect`, `verify`, `purge`, `trim` and `copy`: tools for stores, for people and for cron.
+"""`hicache purge`, `trim` and `copy`: what removes and carries stored pages, for people and for cron.
 
-Exit codes: 0 for sound, 1 for damage found or an answer of "no", 2 for whatever stopped the command.
+Exit codes: 0 for done, 1 for pages that were left out or an answer of "no", 2 for what stopped the command.
 """
 
 from __future__ import annotations
@@ -9,26 +9,24 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from ..backends.file.pages import NOT_REGULAR
-from ..backends.file.raw import inspect_page, make_store
+from ..backends.file.raw import make_store
 from ..backends.raw import RawStore
 from ..backends.tools.copying import CopyProgress, copy_raw
 from ..backends.tools.removal import RemovalProgress, purge_raw, trim_raw
 from ..backends.tools.survey import survey
-from ..backends.tools.verify import PageReport, ScrubProgress, encoding_name, tag_name, verify_raw
-from ..errors import InvalidInput
-from ..frame import NO_PARENT, Damage
 from ..units import counted, format_size
 from .arguments import DURATION, PATH, SIZE
 from .main import FOUND_EXIT_CODE
-from .progress import Told, follow
+from .progress import Told, Work, follow
 from .stores import (
     DRY_RUN,
+    JSON,
     NAMESPACE,
     PART,
     STORE,
@@ -38,64 +36,8 @@ from .stores import (
     only_part,
     page_keys,
     parts_of,
+    print_json,
 )
-
-# Found with a key, and nothing against the pages themselves: other engines may use them.
-_UNSUPPORTED = {
-    "mac_key": "sealed with another MAC key than those given",
-    "encryption_key": "encrypted with another key than those given",
-    "tag_kind": "sealed by other means than the given keys are for, so those prove nothing",
-}
-
-
-@click.command()
-@click.argument("path", type=PATH)
-@key_options
-def inspect(path: Path, **key_files: tuple[Path, ...]) -> None:
-    """Show the header of the stored page PATH, and whether the page is sound.
-
-    Exit code 1 if it is damaged, is no page, or does not fit the keys that were given.
-    """
-    if path.is_dir() and not path.is_symlink():
-        raise InvalidInput(f"{path} is a directory; name a page file in it")
-    report = inspect_page(path, keys=page_keys(**key_files))
-    for name, value in _report_lines(report):
-        click.echo(f"{name + ':':<12} {value}")
-    if report.damage is not None or report.unsupported is not None:
-        raise click.exceptions.Exit(FOUND_EXIT_CODE)
-
-
-@click.command()
-@STORE
-@PART
-@click.option("--rate", type=SIZE, help="Bytes to read per second, such as 200MiB, to leave the store to others.")
-@click.option("--remove", is_flag=True, help="Remove what is damaged. A removed page is a miss, nothing worse.")
-@key_options
-def verify(store: Path, part: str | None, rate: int | None, remove: bool, **key_files: tuple[Path, ...]) -> None:
-    """Read every page of STORE and report damage. Engines may use the store meanwhile.
-
-    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Changes
-    nothing without --remove. Exit code 1 if damage was found, also if it was removed, or if pages do not fit the keys
-    that were given; those are never removed.
-    """
-    keys = page_keys(**key_files)
-    parts = parts_of(store, part)
-    bad = False
-    for one in parts:
-        with one.opened() as raw:
-            steps = verify_raw(raw, keys=keys, rate_bytes_per_s=rate, remove=remove)
-            last = follow(steps, "checking", _tell_scrub)
-        if len(parts) > 1:
-            click.echo(f"{one.name}:")
-        click.echo(_verdict(last))
-        bad = bad or bool(last.damaged or last.unsupported)
-    if bad:
-        raise click.exceptions.Exit(FOUND_EXIT_CODE)
-
-
-def _tell_scrub(step: ScrubProgress) -> Told:
-    found = f"{format_size(step.bytes)}, {sum(step.damaged.values())} damaged"
-    return Told(step.pages, step.pages_total, found)
 
 
 @click.command()
@@ -108,6 +50,7 @@ def _tell_scrub(step: ScrubProgress) -> Told:
 @click.option("--older-than", type=DURATION, help="Only pages unused for this long, such as 7d.")
 @DRY_RUN
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@JSON
 def purge(
     *,
     store: Path,
@@ -115,17 +58,16 @@ def purge(
     namespace: str,
     epoch: int | None,
     older_than: float | None,
-    dry_run: bool,
-    yes: bool,
+    **how: bool,
 ) -> None:
     """Remove pages from STORE: all of them, or those of a namespace, of a weights epoch, or of an age.
 
     STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Engines
     may use it meanwhile; what is removed is a miss for them.
     """
+    removal = Removal(**how)
     chosen = ((one, prefix) for one in parts_of(store, part) for prefix in _prefixes(one, namespace, epoch))
-    done = _removed(chosen, functools.partial(purge_raw, older_than_s=older_than), dry_run, yes)
-    click.echo(f"removed {_total(done)}")
+    removal.run(chosen, functools.partial(purge_raw, older_than_s=older_than))
 
 
 def _prefixes(part: StorePart, namespace: str, epoch: int | None) -> list[str]:
@@ -145,17 +87,16 @@ def _prefixes(part: StorePart, namespace: str, epoch: int | None) -> list[str]:
 @NAMESPACE
 @DRY_RUN
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def trim(
-    store: Path, part: str | None, target_bytes: int, namespace: str, dry_run: bool, yes: bool
-) -> None:
+@JSON
+def trim(store: Path, part: str | None, target_bytes: int, namespace: str, **how: bool) -> None:
     """Remove pages from STORE until it is no larger than a size: the tails of the chains unused for longest go first.
 
     STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Engines
     may use it meanwhile; what is removed is a miss for them.
     """
+    removal = Removal(**how, shows_left=True)
     chosen = ((one, namespace) for one in parts_of(store, part))
-    done = _removed(chosen, functools.partial(trim_raw, target_bytes=target_bytes), dry_run, yes)
-    click.echo(f"removed {_total(done)}; {format_size(sum(one.left_bytes for one in done))} left")
+    removal.run(chosen, functools.partial(trim_raw, target_bytes=target_bytes))
 
 
 @click.command()
@@ -166,6 +107,7 @@ def trim(
 @NAMESPACE
 @DRY_RUN
 @click.option("--rate", type=SIZE, help="Bytes to copy per second, such as 200MiB, to leave the stores to others.")
+@JSON
 @key_options
 def copy(
     *,
@@ -176,27 +118,32 @@ def copy(
     namespace: str,
     dry_run: bool,
     rate: int | None,
+    as_json: bool,
     **key_files: tuple[Path, ...],
 ) -> None:
     """Store the pages of FROM in TO as well. What is there already is skipped, so a copy that was stopped goes on.
 
     FROM and TO are directories of file stores (TO is made if it is missing) or configurations (*.yaml) whose section
     `storage` names a store. Pages are checked on the way; a chain comes head first, the one used last at first. Exit
-    code 1 if pages were left out: damaged ones, and those without room.
+    code 1 if pages were left out: damaged ones, and those without room. After Ctrl-C the target has whole prefixes.
     """
     keys = page_keys(**key_files)
-    done: list[CopyProgress] = []
+    work, done = Work(), dict[str, CopyProgress]()
     with contextlib.ExitStack() as stack:
         sources = [(one, stack.enter_context(one.opened())) for one in parts_of(source, part)]
         into = _target(only_part(target, to_part, "--to-part"), dry_run, stack)
         for one, raw in sources:
-            if len(sources) > 1:
-                click.echo(f"{one.name}:")
             steps = copy_raw(raw, into, namespace=namespace, keys=keys, rate_bytes_per_s=rate, dry_run=dry_run)
-            done.append(follow(steps, "copying", _tell_copy))
-            click.echo("\n".join(_copy_lines(done[-1], dry_run)))
-    if not all(one.is_whole for one in done):
-        raise click.exceptions.Exit(FOUND_EXIT_CODE)
+            last = done[one.name] = work.follow(steps, "copying", _tell_copy)
+            if not as_json:
+                heading = [f"{one.name}:"] if len(sources) > 1 else []
+                click.echo("\n".join([*heading, *_copy_lines(last, dry_run)]))
+            if work.interrupted:
+                break
+    if as_json:
+        parts = [{"part": name, **asdict(last)} for name, last in done.items()]
+        print_json({"parts": parts, "dry_run": dry_run, "interrupted": work.interrupted})
+    work.end(found=not all(one.is_whole for one in done.values()))
 
 
 def _target(part: StorePart, dry_run: bool, stack: contextlib.ExitStack) -> RawStore | None:
@@ -236,85 +183,73 @@ def _copy_lines(last: CopyProgress, dry_run: bool) -> list[str]:
     return lines
 
 
-def _removed(
-    chosen: Iterable[tuple[StorePart, str]],
-    steps: Callable[..., Iterator[RemovalProgress]],
-    dry_run: bool,
-    yes: bool,
-) -> list[RemovalProgress]:
-    """Remove by `steps` from the chosen parts, of namespaces with a prefix each. If the command line does not say yes,
-    that comes after a dry run and a question. Ends the command if nothing is to be removed or the answer is no.
+class Removal:
+    """A command that removes pages: it asks first, unless it is told not to, and says what was removed."""
 
-    Raises UsageError, before it looks at any part, if there is no terminal to ask on.
-    """
-    if not (dry_run or yes or sys.stdin.isatty()):
-        raise click.UsageError("there is no terminal to ask on; pass --yes to remove pages without being asked")
-    places = list(chosen)
+    def __init__(self, *, dry_run: bool, yes: bool, as_json: bool, shows_left: bool = False) -> None:
+        self._dry_run = dry_run
+        self._yes = yes
+        self._as_json = as_json
+        self._shows_left = shows_left
+        self._work = Work()
 
-    def run(title: str, dry_run: bool) -> list[RemovalProgress]:
-        done = []
-        for one, prefix in places:
+    def run(
+        self, chosen: Iterable[tuple[StorePart, str]], steps: Callable[..., Iterator[RemovalProgress]]
+    ) -> None:
+        """Remove by `steps` from the chosen parts, of namespaces with a prefix each. If the command line does not say
+        yes, that comes after a dry run and a question. Ends the command if nothing is to be removed or the answer is
+        no.
+
+        Raises UsageError, before it looks at any part, if there is no terminal to ask on.
+        """
+        if not (self._dry_run or self._yes or sys.stdin.isatty()):
+            raise click.UsageError("there is no terminal to ask on; pass --yes to remove pages without being asked")
+        places = list(chosen)
+        seen = None
+        if not self._yes or self._dry_run:
+            found = self._run(places, steps, "looking", None)
+            pages = sum(one.pages for _, one in found)
+            if self._dry_run or not pages or self._work.interrupted:
+                self._tell("to remove: ", found)
+                return
+            click.echo(f"to remove: {_total(found)}", err=self._as_json)
+            click.echo("Remove them? [y/N]: ", nl=False, err=True)
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # what is not a clear yes is a no
+                click.echo("nothing removed", err=self._as_json)
+                raise click.exceptions.Exit(FOUND_EXIT_CODE)
+            seen = [one.seen for _, one in found]
+        self._tell("removed ", self._run(places, steps, "removing", seen))
+
+    def _run(
+        self, places: Sequence[tuple[StorePart, str]], steps: Callable[..., Iterator[RemovalProgress]], title: str,
+        seen: Sequence[int] | None,
+    ) -> list[tuple[str, RemovalProgress]]:  # fmt: skip
+        """Go through the places; `seen` is how many pages a dry run has seen in each, None before there was one."""
+        done: list[tuple[str, RemovalProgress]] = []
+        for number, (one, prefix) in enumerate(places):
+            tell = functools.partial(_tell_removal, expected=None if seen is None else seen[number])
             with one.opened() as raw:
-                done.append(follow(steps(raw, namespace=prefix, dry_run=dry_run), title, _tell_removal))
+                dry_run = title == "looking"
+                done.append((one.name, self._work.follow(steps(raw, namespace=prefix, dry_run=dry_run), title, tell)))
+            if self._work.interrupted:
+                break
         return done
 
-    if not yes or dry_run:
-        found = run("looking", True)
-        click.echo(f"to remove: {_total(found)}")
-        if dry_run or not sum(one.pages for one in found):
-            raise click.exceptions.Exit(0)
-        click.echo("Remove them? [y/N]: ", nl=False, err=True)
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # what is not a clear yes is a no
-            click.echo("nothing removed")
-            raise click.exceptions.Exit(FOUND_EXIT_CODE)
-    return run("removing", False)
+    def _tell(self, what: str, done: Sequence[tuple[str, RemovalProgress]]) -> None:
+        if self._as_json:
+            parts = [{"part": name, **asdict(one)} for name, one in done]
+            print_json({"parts": parts, "dry_run": self._dry_run, "interrupted": self._work.interrupted})
+        else:
+            left_bytes = sum(one.left_bytes or 0 for _, one in done)
+            shows_left = self._shows_left and what == "removed "
+            left = f"; {format_size(left_bytes)} left" if shows_left else ""
+            click.echo(f"{what}{_total(done)}{left}")
+        self._work.end()
 
 
-def _tell_removal(step: RemovalProgress) -> Told:
-    return Told(step.seen, step.total, amount(step.pages, step.bytes))
+def _tell_removal(step: RemovalProgress, expected: int | None) -> Told:
+    return Told(step.seen, expected if step.total is None else step.total, amount(step.pages, step.bytes))
 
 
-def _total(found: list[RemovalProgress]) -> str:
-    return amount(sum(one.pages for one in found), sum(one.bytes for one in found))
-
-
-def _state(report: PageReport) -> str:
-    if report.damage in (Damage.NOT_A_FRAME, NOT_REGULAR):
-        return f"not a HiCache page: {report.damage}"
-    if report.damage is not None:
-        return f"damaged: {report.damage}"
-    if report.unsupported is not None:
-        return f"not proved: {report.note}"
-    return "sound" if report.is_proved else "sound as far as checked"
-
-
-def _report_lines(report: PageReport) -> Iterator[tuple[str, str]]:
-    yield "page", _state(report)
-    if report.note is not None and report.unsupported is None:
-        yield "note", report.note
-    yield "file", f"{format_size(report.size_bytes)} ({report.size_bytes} bytes)"
-    header = report.header
-    if header is None:
-        return
-    yield "version", str(header.version)
-    yield "tag", tag_name(header)
-    form = encoding_name(header)
-    stored = "" if form == "plain" else f", stored as {form} in {header.stored_bytes}"
-    yield "payload", f"{header.payload_bytes} bytes{stored}"
-    yield "key", header.page_key.hex()
-    yield "parent", "none: the first page of a chain" if header.parent_key == NO_PARENT else header.parent_key.hex()
-    yield "namespace", header.namespace.hex()
-    yield "model", f"{header.label or 'not named'}, weights epoch {header.weights_epoch}"
-
-
-def _verdict(last: ScrubProgress) -> str:
-    lines = [f"checked {amount(last.pages, last.bytes)}: {sum(last.damaged.values()) or 'none'} damaged"]
-    lines += [f"  {reason}: {count}" for reason, count in sorted(last.damaged.items())]
-    for reason, count in sorted(last.unsupported.items()):
-        lines.append(f"{counted(count, 'page')} {'is' if count == 1 else 'are'} {_UNSUPPORTED[reason]}")
-    if last.removed:
-        lines.append(f"removed {last.removed}")
-    if last.unverifiable:
-        how = "no tag, or a key is needed (--mac-key-file, --encryption-key-file)"
-        lines.append(f"{last.unverifiable} could not be proved: {how}")
-    return "\n".join(lines)
+def _total(found: Sequence[tuple[str, RemovalProgress]]) -> str:
+    return amount(sum(one.pages for _, one in found), sum(one.bytes for _, one in found))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,26 +15,26 @@ from ..backends.tools.survey import NamespaceSurvey, StoreSurvey, survey
 from ..errors import BackendError, ConfigError
 from ..units import counted, format_share, format_size
 from .main import USAGE_EXIT_CODE
-from .progress import Told, follow
-from .stores import NAMESPACE, PART, STORE, StorePart, amount, parts_of
+from .progress import Told, follow, format_age, width
+from .stores import JSON, NAMED_STORE, NAMESPACE, PART, StorePart, amount, parts_of, print_json
 
 SHORT_HEX = 12
 _AGES = ("under 1 h", "under 1 d", "under 7 d", "under 30 d", "older", "unknown")
 _BAR_CHARACTERS = 30
-_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document, with whole digests and plain numbers.")
 
 
 @click.command()
-@STORE
+@NAMED_STORE
 @PART
 @NAMESPACE
 @click.option("--pages", "with_pages", is_flag=True, help="List the pages instead of their namespaces.")
-@_JSON
+@JSON
 def ls(store: Path, part: str | None, namespace: str, with_pages: bool, as_json: bool) -> None:
     """List the namespaces in STORE: whose pages they hold, how many, and when they were used.
 
-    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Changes
-    nothing; engines may use the store meanwhile. Exit code 2 if a part of it cannot be listed.
+    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store; without
+    it, what HICACHE_CONFIG_FILE names. Changes nothing; engines may use the store meanwhile. Exit code 2 if a part of
+    it cannot be listed.
     """
 
     def show(one: StorePart, raw: RawStore, heading: bool) -> dict[str, Any]:
@@ -50,16 +49,17 @@ def ls(store: Path, part: str | None, namespace: str, with_pages: bool, as_json:
 
 
 @click.command()
-@STORE
+@NAMED_STORE
 @PART
 @NAMESPACE
 @click.option("--chains", is_flag=True, help="Read every header, to count chains and pages that nothing leads to.")
-@_JSON
+@JSON
 def stat(store: Path, part: str | None, namespace: str, chains: bool, as_json: bool) -> None:
     """Sum up STORE, part by part: pages, bytes, capacity, ages, namespaces.
 
-    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store. Changes
-    nothing; engines may use the store meanwhile. Exit code 2 if a part of it cannot be listed.
+    STORE is the directory of a file store, or a configuration (*.yaml) whose section `storage` names a store; without
+    it, what HICACHE_CONFIG_FILE names. Changes nothing; engines may use the store meanwhile. Exit code 2 if a part of
+    it cannot be listed.
     """
 
     def show(one: StorePart, raw: RawStore, _: bool) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _show_parts(
             click.echo(f"hicache: part {one.name}: {error}", err=True)
             documents.append({"part": one.name, "error": str(error)})
     if as_json:
-        click.echo(json.dumps({"parts": documents}, indent=2))
+        print_json({"parts": documents})
     if any("error" in document for document in documents):
         raise click.exceptions.Exit(USAGE_EXIT_CODE)
 
@@ -145,14 +145,6 @@ def _used(one: NamespaceSurvey, now_s: float) -> str:
     return f"{newest} ago" if newest == oldest else f"{newest} to {oldest} ago"
 
 
-def format_age(seconds: float) -> str:
-    """An age in its largest whole unit: `45s`, `12m`, `3h`, `9d`."""
-    for unit, length_s in (("d", 86_400), ("h", 3600), ("m", 60)):
-        if seconds >= length_s:
-            return f"{int(seconds // length_s)}{unit}"
-    return f"{int(seconds)}s"
-
-
 def _namespace_json(one: NamespaceSurvey) -> dict[str, Any]:
     sample = one.sample
     return {
@@ -177,7 +169,7 @@ def _list_pages(
     if not as_json:
         if heading:
             click.echo(f"{part.name}:")
-        click.echo(f"{'NAMESPACE':<{SHORT_HEX}}  {'PAGE':<16}  {'BEHIND':<16}  {'SIZE':>10}  USED")
+        click.echo(f"{'SPACE':<8}  {'PAGE':<16}  {'BEHIND':<12}  {'SIZE':>9}  USED")
     for page in raw.pages(namespace):
         header = read_header(raw, page)
         parent = None if header is None else parent_in(header)
@@ -188,9 +180,9 @@ def _list_pages(
                 "damaged": header is None,
             })  # fmt: skip
             continue
-        behind = "damaged" if header is None else (parent_hex or "-")[:16]
+        behind = "damaged" if header is None else (parent_hex or "-")[:12]
         used = "unknown" if page.used_s is None else f"{format_age(max(0.0, now_s - page.used_s))} ago"
-        click.echo(f"{space[:SHORT_HEX]}  {key[:16]:<16}  {behind:<16}  {format_size(page.bytes):>10}  {used}")
+        click.echo(f"{space[:8]}  {key[:16]:<16}  {behind:<12}  {format_size(page.bytes):>9}  {used}")
     return {"pages": documents}
 
 
@@ -224,14 +216,14 @@ def _stat_lines(part: StorePart, found: StoreSurvey) -> Iterator[str]:
         chains = found.chains
         yield f"  chains    {counted(chains.heads(), 'head')}, {counted(chains.tails(), 'tail')}"
         orphans = f"{counted(chains.orphans(), 'page')} ({format_share(chains.orphans(), found.pages)})"
-        yield f"  orphans   {orphans} behind a page that is not in this part"
+        yield f"  orphans   {orphans} with no parent in this part"
         if len(chains) < found.pages:
             yield f"  damaged   {counted(found.pages - len(chains), 'page')} without a sound header"
     yield "  bytes by last use"
     for name, size in zip(_AGES, found.ages, strict=True):
         if size or name != "unknown":
             # A store may hold nothing but pages that were cut to no bytes.
-            bar = "#" * round(_BAR_CHARACTERS * size / max(1, found.bytes))
+            bar = "#" * round(min(_BAR_CHARACTERS, width() - 40) * size / max(1, found.bytes))
             yield f"    {name:<10}  {format_size(size):>10}  {format_share(size, found.bytes):>7}  {bar}".rstrip()
     yield ""
     yield from ("  " + line for line in _namespace_table(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import click
 from ..backends.raw import RawStore
 from ..backends.registry import BackendSpec, open_raw, part_specs
 from ..backends.tools.verify import PageKeys
-from ..config import HiCacheConfig, entry_of_variable, load_config, read_key_file
+from ..config import FILE_VARIABLE, HiCacheConfig, entry_of_variable, load_config, read_key_file
 from ..config.storage import FileStorageOptions
 from ..errors import ConfigError
 from ..units import counted, format_size
@@ -23,7 +24,24 @@ from .arguments import PATH, NamespacePrefix
 _YAML = (".yaml", ".yml")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+
+def _store_or_variable(context: click.Context, parameter: click.Parameter, store: Path | None) -> Path:
+    """The store that a command which removes nothing is given, or the configuration that the variable names."""
+    if store is not None:
+        return store
+    if not os.environ.get(FILE_VARIABLE):
+        raise click.UsageError(f"give a STORE, or name a configuration in the variable {FILE_VARIABLE}", context)
+    return Path(PATH.convert(os.environ[FILE_VARIABLE], parameter, context))
+
+
+def _is_configuration(store: Path) -> bool:
+    named = os.path.expanduser(os.environ.get(FILE_VARIABLE, ""))
+    return (store.suffix in _YAML or str(store) == named) and not store.is_dir()
+
+
 STORE = click.argument("store", metavar="STORE", type=PATH)
+NAMED_STORE = click.argument("store", metavar="[STORE]", type=PATH, required=False, callback=_store_or_variable)
+JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document, with whole digests and plain numbers.")
 PART = click.option("--part", metavar="NAME", help="Only this part of a store of several; `stat` shows their names.")
 NAMESPACE = click.option(
     "--namespace", metavar="HEX", type=NamespacePrefix(), callback=lambda _context, _option, value: value or "",
@@ -74,7 +92,7 @@ def parts_of(store: Path, part: str | None = None) -> list[StorePart]:
 
     Memory that is part of a composition is left out, as it is another process's. Opens nothing. Raises ConfigError.
     """
-    if store.suffix in _YAML and not store.is_dir():
+    if _is_configuration(store):
         found = list(_parts_of_spec(None, _configured(store)))
     else:
         found = [StorePart("file", BackendSpec("file", _directory(store)))]
@@ -144,3 +162,8 @@ def page_keys(mac: tuple[Path, ...], encryption: tuple[Path, ...]) -> PageKeys:
 def amount(pages: int, size_bytes: int) -> str:
     """`4 pages, 16.0 KiB`."""
     return f"{counted(pages, 'page')}, {format_size(size_bytes)}"
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print what `--json` asks for."""
+    click.echo(json.dumps(document, indent=2))

@@ -9,10 +9,11 @@ import click
 from ..errors import InvalidInput
 from ..replay.job import SYNTHETIC_REQUESTS
 from ..replay.synthetic import synthetic_trace
-from ..replay.trace import REQUESTS_MAX, read_trace, write_trace
+from ..replay.trace import REQUESTS_MAX, as_line, read_trace, write_trace
 from ..units import counted
-from .arguments import FILE, SEED_MAX
-from .replay_view import trace_facts
+from .arguments import FILE, SEED_MAX, is_dash, read_dash
+from .replay_view import facts_lines, trace_facts
+from .stores import JSON, print_json
 
 
 @click.group()
@@ -30,7 +31,12 @@ def trace() -> None:
 )
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 def generate(file: Path, requests: int, seed: int, force: bool) -> None:
-    """Write a synthetic trace to FILE: chats and agents with shared system prompts, and questions about documents."""
+    """Write a synthetic trace to FILE (- for standard output): chats and agents with shared system prompts, and
+    questions about documents."""
+    if is_dash(file):
+        for request in synthetic_trace(requests, seed):
+            click.echo(as_line(request))
+        return
     if file.exists() and not force:
         raise InvalidInput(f"trace {file}: it is there already; replace it with --force")
     count = write_trace(file, synthetic_trace(requests, seed))
@@ -40,7 +46,13 @@ def generate(file: Path, requests: int, seed: int, force: bool) -> None:
 @trace.command(short_help="Check a trace, and say how much can be reused.")
 @click.argument("file", type=FILE)
 @click.option("--requests", type=click.IntRange(1, REQUESTS_MAX), metavar="N", help="Only the first N requests.")
-def show(file: Path, requests: int | None) -> None:
-    """Check FILE and print how long its prompts are and how much of them a cache could reuse."""
-    for line in trace_facts(read_trace(file, requests)):
-        click.echo(line)
+@JSON
+def show(file: Path, requests: int | None, as_json: bool) -> None:
+    """Check FILE (- for standard input) and print how long its prompts are and how much of them a cache could reuse."""
+    with read_dash(file) as path:
+        assert path is not None
+        facts = trace_facts(read_trace(path, requests))
+    if as_json:
+        print_json(facts)
+    else:
+        click.echo("\n".join(facts_lines(facts)))

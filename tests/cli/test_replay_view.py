@@ -73,7 +73,8 @@ def test_a_line_now_and_then_goes_to_stderr(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.splitlines() == [
-        "counting: 0 pages, 0 found", "counting: 1 of 3 pages, 1 found", "counting: 3 of 3 pages, 3 found",
+        "counting: 0 pages, 0 found", "counting: 1 of 3 pages (33 %), 1 found, about 0s left",
+        "counting: 3 of 3 pages (100 %), 3 found",
     ]  # fmt: skip
 
 

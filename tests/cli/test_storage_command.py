@@ -158,13 +158,16 @@ def test_verify_counts_damage_by_reason_and_removes_it_only_if_told_to(store: St
     page = store.page(1)
     page.unlink()
     os.mkfifo(page)
-    for remove, last, left in (([], "  tag: 1", PAGES), (["--remove"], "removed 3", PAGES - 3)):
+    files = [store.page(index) for index in range(3)]
+    for remove, left in (([], PAGES), (["--remove"], PAGES - 3)):
         result = invoke("verify", store.root, *remove)
         lines = result.stdout.splitlines()
         assert (result.exit_code, lines[0][-9:], lines[1:4]) == (1, "3 damaged", [
             "  not_regular: 1", "  size: 1", "  tag: 1",
         ])  # fmt: skip
-        assert (lines[-1], store.pages()) == (last, left)
+        # Each with its file, which `inspect` takes.
+        assert {line.partition(":")[0].strip() for line in lines[4:7]} == {str(path) for path in files}
+        assert (lines[-1], store.pages()) == ("removed 3" if remove else f"  {files[2]}: tag", left)
     assert invoke("verify", store.root).exit_code == 0
 
 
@@ -270,7 +273,8 @@ def test_verify_of_the_directory_above_a_store_names_the_store(store: Store) -> 
     assert result.exit_code == 2 and f"did you mean {store.root}?" in result.stderr
 
 
-def test_ctrl_c_in_a_scrub_ends_it_with_130(store: Store) -> None:
+def test_ctrl_c_in_a_scrub_ends_it_with_130_and_what_was_found_until_then(store: Store) -> None:
+    store.damage(0)
     # A parent that ignores SIGINT, as a shell's background job does, hands that on.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -287,4 +291,6 @@ def test_ctrl_c_in_a_scrub_ends_it_with_130(store: Store) -> None:
     shown += os.read(controller, 65536)
     os.close(controller)
     os.close(terminal)
-    assert (process.returncode, output) == (130, b"") and b"Traceback" not in shown
+    assert process.returncode == 130 and b"Traceback" not in shown
+    assert output.startswith(b"checked 1 page, 4.0 KiB: ")
+    assert b"interrupted; the figures are those until then" in shown

@@ -129,7 +129,7 @@ def test_ls_of_a_namespace_and_as_json_has_plain_numbers(stores: Stores) -> None
 def test_ls_of_pages_shows_what_each_is_behind(stores: Stores) -> None:
     result = invoke("ls", stores.root("a"), "--pages", "--namespace", "22")
     rows = sorted(line.split()[1:3] for line in result.stdout.splitlines()[1:])
-    assert rows == sorted([[KEYS[0].hex()[:16], "-"], [KEYS[1].hex()[:16], KEYS[0].hex()[:16]]])
+    assert rows == sorted([[KEYS[0].hex()[:16], "-"], [KEYS[1].hex()[:16], KEYS[0].hex()[:12]]])
     (part,) = as_json("ls", stores.root("a"), "--pages", "--namespace", "22")
     parents = {page["key"]: page["parent"] for page in part["pages"]}
     assert parents == {KEYS[0].hex(): None, KEYS[1].hex(): KEYS[0].hex()}
@@ -180,14 +180,14 @@ def test_stat_counts_chains_and_what_nothing_leads_to(stores: Stores) -> None:
     (after,) = as_json("stat", stores.root("a"), "--chains")
     assert (after["heads"], after["tails"], after["orphans"]) == (3, 4, 1)
     shown = invoke("stat", stores.root("a"), "--chains").stdout
-    assert "1 page (11.1 %) behind a page that is not in this part" in shown
+    assert "1 page (11.1 %) with no parent in this part" in shown
 
 
 def test_a_configuration_names_the_store_and_its_capacity(stores: Stores) -> None:
-    path = stores.configured(type="file", options={"path": str(stores.root("a")), "capacity": "80KiB"})
+    path = stores.configured(type="file", options={"path": str(stores.root("a")), "capacity": "1MiB"})
     (part,) = as_json("stat", path)
-    assert (part["type"], part["pages"], part["capacity_bytes"]) == ("file", 10, 80 << 10)
-    assert "capacity  80.0 KiB, 50.0 % used" in invoke("stat", path).stdout
+    assert (part["type"], part["pages"], part["capacity_bytes"]) == ("file", 10, 1 << 20)
+    assert "capacity  1.0 MiB, 3.9 % used" in invoke("stat", path).stdout
 
 
 def test_credentials_of_another_store_in_the_environment_are_no_typos(
@@ -278,12 +278,15 @@ def test_a_copy_leaves_out_damage_and_what_hangs_on_it(stores: Stores) -> None:
 
 
 def test_a_copy_into_a_small_store_keeps_whole_prefixes(stores: Stores) -> None:
+    room = (1 << 20) // PAGE
+    keys = make_keys(room + 2)
+    stores.fill("long", NEW, keys)
     stores.open("b").backend.close()
-    path = stores.configured(type="file", options={"path": str(stores.root("b")), "capacity": 3 * PAGE,
+    path = stores.configured(type="file", options={"path": str(stores.root("b")), "capacity": "1MiB",
                                                    "free_space_floor": 0})  # fmt: skip
-    result = invoke("copy", stores.root("a"), path, "--namespace", "12")
+    result = invoke("copy", stores.root("long"), path, "--namespace", "12")
     assert result.exit_code == 1 and "turned away" in result.stdout
-    assert stores.found("b", NEW, KEYS) == 3
+    assert stores.found("b", NEW, keys) == room
 
 
 def test_a_copy_into_a_composition_asks_which_part(stores: Stores) -> None:
@@ -296,9 +299,9 @@ def test_a_copy_into_a_composition_asks_which_part(stores: Stores) -> None:
 
 
 def test_trim_takes_the_tails_of_the_oldest_chains(stores: Stores) -> None:
-    dry = invoke("trim", stores.root("a"), "--to", str(7 * PAGE), "--dry-run")
+    dry = invoke("trim", stores.root("a"), "--to", f"{7 * PAGE}B", "--dry-run")
     assert (dry.exit_code, dry.stdout) == (0, "to remove: 3 pages, 12.0 KiB\n")
-    result = invoke("trim", stores.root("a"), "--to", str(7 * PAGE), "--yes")
+    result = invoke("trim", stores.root("a"), "--to", f"{7 * PAGE}B", "--yes")
     assert (result.exit_code, result.stdout) == (0, "removed 3 pages, 12.0 KiB; 28.0 KiB left\n")
     assert [stores.found("a", namespace, KEYS) for namespace in (OTHER, OLD, NEW)] == [0, 3, 4]
     assert invoke("trim", stores.root("a"), "--to", "1GiB", "--yes").stdout.startswith("removed 0 pages")
@@ -332,9 +335,11 @@ def test_verify_looks_at_every_part(stores: Stores) -> None:
     path = stores.levels("a", "b")
     result = invoke("verify", path)
     assert result.exit_code == 1
-    assert result.stdout == (
-        "a:\nchecked 10 pages, 40.0 KiB: none damaged\nb:\nchecked 4 pages, 16.0 KiB: 1 damaged\n  tag: 1\n"
-    )
+    (damaged,) = stores.root("b").rglob(KEYS[2].hex())
+    assert result.stdout.splitlines() == [
+        "a:", "checked 10 pages, 40.0 KiB: none damaged",
+        "b:", "checked 4 pages, 16.0 KiB: 1 damaged", "  tag: 1", f"  {damaged}: tag",
+    ]  # fmt: skip
     assert invoke("verify", path, "--part", "a").exit_code == 0
 
 
@@ -344,3 +349,53 @@ def test_looking_changes_nothing(stores: Stores) -> None:
         name, *options = command.split()
         assert invoke(name, stores.root("a"), *options).exit_code == 0
     assert {str(path): path.lstat().st_mtime_ns for path in stores.root("a").rglob("*")} == before
+
+
+def test_each_damaged_page_is_named_by_a_program_and_some_on_a_screen(stores: Stores) -> None:
+    many = make_keys(30)
+    stores.fill("b", NEW, many)
+    for key in many[:25]:
+        stores.damage("b", key)
+    lines = invoke("verify", stores.root("b")).stdout.splitlines()
+    assert (len(lines), lines[1], lines[-1]) == (23, "  tag: 25", "  and 5 more; --json names them")
+    result = invoke("verify", stores.root("b"), "--json")
+    (part,) = json.loads(result.stdout)["parts"]
+    assert (result.exit_code, part["pages"], part["damaged"]) == (1, 30, {"tag": 25})
+    found = part["damaged_pages"]
+    assert {one["key"] for one in found} == {key.hex() for key in many[:25]}
+    assert all(one["namespace"] == NEW.hex() and Path(one["path"]).is_file() for one in found)
+
+
+def test_what_is_removed_and_copied_is_told_to_programs_too(stores: Stores) -> None:
+    stores.open("b").backend.close()
+    (copied,) = as_json("copy", stores.root("a"), stores.root("b"))
+    assert (copied["copied"], copied["damaged"], copied["bytes"]) == (10, 0, 10 * PAGE)
+    (dry,) = as_json("purge", stores.root("b"), "--namespace", "12", "--dry-run")
+    (trimmed,) = as_json("trim", stores.root("b"), "--to", f"{7 * PAGE}B", "--yes")
+    (purged,) = as_json("purge", stores.root("b"), "--yes")
+    assert (dry["pages"], trimmed["pages"], trimmed["left_bytes"], purged["pages"]) == (4, 3, 7 * PAGE, 7)
+    path = next(stores.root("a").rglob(KEYS[0].hex()))
+    inspected = json.loads(invoke("inspect", path, "--json").stdout)
+    assert (inspected["proved"], inspected["header"]["key"]) == (True, KEYS[0].hex())
+
+
+@pytest.mark.parametrize("command", ["ls", "stat", "verify"])
+def test_without_a_store_the_configuration_is_used_that_a_variable_names(
+    stores: Stores, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "give a STORE" in invoke(command).stderr
+    path = stores.configured(type="file", options={"path": str(stores.root("a"))})
+    path = path.rename(stores.folder / "hicache.conf")
+    monkeypatch.setenv("HICACHE_CONFIG_FILE", str(path))
+    (part,) = as_json(command)
+    assert part.get("pages", 10) == 10
+    assert "Missing argument" in invoke("purge", "--yes").stderr  # what removes is told from where
+
+
+@pytest.mark.parametrize("args", [["ls"], ["ls", "--pages"], ["stat", "--chains"]])
+def test_at_60_columns_no_figure_is_broken_over_lines(
+    stores: Stores, args: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = [line for line in invoke(args[0], stores.root("a"), *args[1:]).stdout.splitlines() if "payload" not in line]
+    assert max(map(len, lines)) <= 60

@@ -75,7 +75,7 @@ def test_pages_go_from_a_directory_over_one_server_to_another_and_are_looked_aft
         assert found(servers[name]) == [6, 6, 6]
         whole = {"type": name, "pages": 18, "bytes": 18 * PAGE, "heads": 3, "orphans": 0, "damaged": 0}
         assert summed_up(path) == whole
-        assert invoke("trim", path, "--to", str(10 * PAGE), "--yes").exit_code == 0
+        assert invoke("trim", path, "--to", f"{10 * PAGE}B", "--yes").exit_code == 0
         assert sum(found(servers[name])) == 10, "what is left are whole prefixes"
         assert invoke("purge", path, "--epoch", "4", "--yes").stdout == "removed 0 pages, 0 B\n"
         assert invoke("purge", path, "--epoch", "3", "--yes").stdout == "removed 10 pages, 80.0 KiB\n"

@@ -17,13 +17,14 @@ REMOVE_CHUNK = 1000
 @dataclass(slots=True)
 class RemovalProgress:
     """Pages and bytes that were removed, or would be, of those that were `seen` (and are still to be seen: `total`,
-    None while that is not known). `left_bytes` is what a trimmed store holds now, in the namespaces looked at."""
+    None while that is not known). `left_bytes` is what a trimmed store holds now, in the namespaces looked at; None for
+    a purge."""
 
     seen: int = 0
     total: int | None = None
     pages: int = 0
     bytes: int = 0
-    left_bytes: int = 0
+    left_bytes: int | None = None
 
 
 def check_prefix(namespace: str) -> None:
@@ -84,10 +85,11 @@ def trim_raw(
         yield progress
     progress.total = progress.seen
     chunk: list[StoredPage] = []
+    left_bytes = chains.bytes
     for page in chains.tails_first():
-        if progress.left_bytes <= target_bytes:
+        if left_bytes <= target_bytes:
             break
-        progress.left_bytes -= page.bytes
+        progress.left_bytes = left_bytes = left_bytes - page.bytes
         chunk.append(page)
         if len(chunk) == REMOVE_CHUNK:
             _remove(raw, chunk, progress, dry_run)

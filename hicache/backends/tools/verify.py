@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from ...errors import InvalidInput, PageUnreadable
 from ...frame import FRAME_KEY_BYTES, HEADER_BYTES, Damage, Encoding, FrameCodec, FrameHeader, TagKind
 from ...keys import FORMAT_VERSION
-from ..raw import RawStore
+from ..raw import RawStore, StoredPage
 
 UNREADABLE = "unreadable"
 UNVERIFIABLE = "unverifiable: MAC key needed"
@@ -28,6 +28,10 @@ OTHER_NAME = "the name of the file is not the key of the page"
 OTHER_DIRECTORY = "the directory of the file is not that of the page's namespace"
 # A larger "page" is not a page of any model; it is refused before memory is taken for it.
 PAGE_BYTES_MAX = 1 << 30
+# Damaged pages that a scrub names; some 300 bytes each. What a broken disk has beyond that is only counted.
+FINDINGS_MAX = 100_000
+# While a store is listed, progress comes this often.
+_LISTED_STEP = 1000
 # Of a larger object the header is read first, to see whether it is worth the memory.
 _LARGE_BYTES = 16 << 20
 
@@ -156,14 +160,23 @@ def encoding_name(header: FrameHeader) -> str:
     return "+".join([*names, *([hex(unknown)] if (unknown := header.encoding & ~sum(Encoding)) else [])]).lower()
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A damaged page: where it is, what is wrong with it, and in words why, where there is more to say."""
+
+    page: StoredPage
+    damage: str
+    note: str | None
+
+
 @dataclass(slots=True)
 class ScrubProgress:
-    """How far a scrub has come.
+    """How far a scrub has come. It lists the store first: `pages` is 0 and `pages_total` grows.
 
     `damaged` counts by reason the objects that are not sound pages. `unsupported` counts, by reason, pages with which
     nothing is wrong but that an engine with the given keys would refuse: `mac_key` and `encryption_key`, sealed with
     another key; `tag_kind`, by other means than the given keys are for. `unverifiable` are the pages that nothing could
-    be proved about without a key, or at all.
+    be proved about without a key, or at all. `findings` are the damaged ones, the first `FINDINGS_MAX` of them.
     """
 
     pages: int = 0
@@ -173,14 +186,17 @@ class ScrubProgress:
     unsupported: Counter[str] = field(default_factory=Counter)
     unverifiable: int = 0
     removed: int = 0
+    findings: list[Finding] = field(default_factory=list)
 
-    def add(self, report: PageReport) -> None:
+    def add(self, page: StoredPage, report: PageReport) -> None:
         """Count a page."""
         self.pages += 1
         self.pages_total = max(self.pages_total, self.pages)
         self.bytes += report.size_bytes
         if report.damage is not None:
             self.damaged[report.damage] += 1
+            if len(self.findings) < FINDINGS_MAX:
+                self.findings.append(Finding(page, report.damage, report.note))
         elif report.unsupported is not None:
             self.unsupported[report.unsupported] += 1
         else:
@@ -213,7 +229,11 @@ def verify_raw(
     not positive.
     """
     limit = RateLimit(rate_bytes_per_s)
-    progress = ScrubProgress(pages_total=sum(1 for _ in raw.pages()))
+    progress = ScrubProgress()
+    yield progress
+    for progress.pages_total, _ in enumerate(raw.pages(), 1):
+        if progress.pages_total % _LISTED_STEP == 0:
+            yield progress
     yield progress
     for page in raw.pages():
         report = PageReport(page.bytes, damage=page.damage)
@@ -223,13 +243,13 @@ def verify_raw(
                     page.bytes, functools.partial(raw.read, page), (page.namespace.hex(), page.key.hex()), keys
                 )
             except PageUnreadable:
-                progress.add(PageReport(0, damage=UNREADABLE))
+                progress.add(page, PageReport(0, damage=UNREADABLE))
                 yield progress
                 continue
             if found is None:
                 continue  # evicted since it was listed
             _, report = found
-        progress.add(report)
+        progress.add(page, report)
         if report.damage is not None and remove:
             progress.removed += raw.remove([page])
         yield progress
