@@ -135,7 +135,7 @@ def test_a_section_that_a_program_builds_is_refused_as_a_file_is() -> None:
         ({"storage": {"type": "file", "options": {"path": "/x", "syncc": 1}}}, r"syncc: .* did you mean sync\?"),
         ({"storage": {"type": "mine:Store", "guard": {"failurs": 1}}}, r"failurs: .* did you mean failures\?"),
         ({"ranks": {"x": 1}}, r"ranks\.x: unknown entry; there are deadline$"),
-        ({"host": 5}, "host: is a section: give its entries .size, tokens, ratio, pin. below it"),
+        ({"host": 5}, "host: is a section: give its entries .size, tokens, ratio, pin, shared. below it"),
         ({"storage": {"type": "mine:Store", "options": 5}}, "options: is a section: give its entries .by name."),
     ],
 )
@@ -373,7 +373,7 @@ def test_a_tier_of_one_page_is_no_slip(load: Load) -> None:
          "storage.options.io_threads: must be at most 64; got 65"),
         ("integrity: {mac_key_file: a}\nstorage_format: {encryption_key_file: b}",
          "integrity and storage_format: give a MAC key or an encryption key"),
-        ("host: 5", "host: is a section: give its entries (size, tokens, ratio, pin)"),
+        ("host: 5", "host: is a section: give its entries (size, tokens, ratio, pin, shared)"),
         ("storage: 5", "storage: is a section"),
         ("storage: {options: {path: /x}}", "storage.type: is missing"),
         ("storage: {type: file}", "storage.options: is missing"),

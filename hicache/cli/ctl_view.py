@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ..admin.models import BreakerStatus, Job, Lookup, PinStatus, Quota, Status
 from ..units import counted, format_share, format_size
 from .ctl_client import AdminClient
-from .storage_view import format_age
+from .progress import format_age
 from .tables import table
 
 # Digits of a namespace and of a page key: enough to name one, and to find it again by its prefix.
