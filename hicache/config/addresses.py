@@ -108,12 +108,12 @@ def split_url(url: str, default_ports: Mapping[str, int]) -> Url:
     return Url(match[1], host, port, match[3])
 
 
-def default_socket() -> Path | None:
+def default_socket(environ: Mapping[str, str] | None = None) -> Path | None:
     """Return where a daemon of this user listens, and where its engines look for it, if no configuration says so; None
     if the system has no private directory for it."""
     if os.geteuid() == 0:
         return Path("/run/hicache/daemon.sock")
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    runtime = (os.environ if environ is None else environ).get("XDG_RUNTIME_DIR")
     return Path(runtime) / "hicache/daemon.sock" if runtime else None
 
 

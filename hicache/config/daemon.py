@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ..errors import ConfigError
 from ..units import GIB, MIB, Count, PositiveDuration, PositiveSize, Size
 from .addresses import Address, is_loopback, split_address
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
@@ -21,20 +18,6 @@ _SOCKET_PATH_BYTES_MAX = 107
 def _check_listen(text: str) -> str:
     split_address(text, lowest=0)
     return text
-
-
-def default_socket(environ: Mapping[str, str] | None = None) -> Path:
-    """Return where a daemon of this user listens, and where its engines look for it, if no configuration says so.
-
-    Never in a directory that all users share. Raises ConfigError if the system gives this user no runtime directory.
-    """
-    environ = os.environ if environ is None else environ
-    runtime = environ.get("XDG_RUNTIME_DIR")
-    if os.geteuid() == 0:
-        return Path("/run/hicache/daemon.sock")
-    if runtime:
-        return Path(runtime) / "hicache" / "daemon.sock"
-    raise ConfigError("daemon.socket: XDG_RUNTIME_DIR is not set; give a path in a directory of yours, mode 0700")
 
 
 class TlsConfig(Section):

@@ -28,6 +28,7 @@ from uvicorn.server import ServerState
 from ..admin.access import AdminAccess
 from ..admin.sockets import BACKLOG, PrivateSocket
 from ..config import HiCacheConfig
+from ..config.addresses import default_socket, is_loopback
 from ..errors import ConfigError
 from .app import create_app
 from .connection import Connection, Listener, Shared
@@ -95,6 +96,8 @@ class Server:
         self._shared.uvicorn.load()
         async with AsyncExitStack() as undo:
             path = self._shared.config.socket or default_socket(self._environ)
+            if path is None:
+                raise ConfigError("daemon.socket: XDG_RUNTIME_DIR is not set; give a path in a directory of mode 0700")
             unix = undo.enter_context(PrivateSocket(path, "daemon.socket", lock=path.with_name("lock")))
             listeners = [await self._listen(Listener(True, True, False, False), unix.socket, None)]
             address = self._shared.config.address
