@@ -119,7 +119,7 @@ class NeverBacksOff(StorageGate):
 
 
 class KeepsToBreakers(StorageGate):
-    def override(self, direction: Direction, mode: Override) -> None:
+    def override(self, direction: Direction, mode: Override, store: str | None = None) -> None:
         pass
 
 

@@ -134,9 +134,9 @@ class SimulatedStorage(MemoryBackend):
         if self.random.random() < 0.5:
             self.delete([key], deadline=math.inf)
             return
-        frame = bytearray(self._pages[key].stored)
+        frame = bytearray(self._pages[key])
         frame[self.random.randrange(HEADER_BYTES + self.codec.payload_bytes)] ^= 1 << self.random.randrange(8)
-        self._pages[key].stored = bytes(frame)
+        self._pages[key] = bytes(frame)
 
     def _require_right(self, key: bytes, frame: memoryview) -> None:
         if frame[HEADER_BYTES : HEADER_BYTES + self.codec.payload_bytes] != self._stamps.payload(key, self.epoch):
