@@ -1,0 +1,251 @@
+"""The admin surface of a real daemon, with engines at work."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hicache.devservers.ports import free_ports
+from tests.admin.ctl import Ctl
+from tests.admin.daemons import ADMIN_TOKEN, DATA_TOKEN, Daemon, keys_of
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.long
+A, B = "aa" * 32, "bb" * 32
+PAGE_POOL_BYTES = 32768  # two units of the pool
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def daemon(running: Daemon) -> Iterator[Daemon]:
+    """A daemon that is as new at the end of each test."""
+    yield running
+    for pin in running.ask("GET", "/pins"):
+        running.ask("DELETE", f"/pins/{pin['id']}", code=204)
+    for quota in running.ask("GET", "/quotas"):
+        running.ask("PUT", "/quotas", {"namespace": quota["namespace"], "quota_bytes": None}, 204)
+    running.ask("PUT", "/breakers", {"mode": "auto"}, 204)
+    running.ask("POST", "/detach", {}, 204)  # and with it what the memory stores have
+    wait_for(lambda: running.ask("GET", "/status")["stores"] == [])
+    running.ask("POST", "/attach", {}, 204)
+    wait_for(lambda: all(stores_of(running, one) == {"ram", "disk"} for one in namespaces_of(running)))
+    assert running.job("/clear", {"where": "all"})["state"] == "done"
+
+
+def namespaces_of(daemon: Daemon) -> list[str]:
+    """The namespaces that are open."""
+    return [one["namespace"] for one in daemon.ask("GET", "/status")["namespaces"]]
+
+
+def stores_of(daemon: Daemon, namespace: str) -> set[str]:
+    """The open stores of a namespace."""
+    return {one["name"] for one in daemon.ask("GET", "/status")["stores"] if one["namespace"] == namespace}
+
+
+def filled(daemon: Daemon, namespace: int, pages: int = 4) -> list[bytes]:
+    """A chain of a namespace, which is in the pool and in both stores."""
+    keys = keys_of(pages)
+    daemon.engine(namespace).store(keys)
+    space = f"{namespace:02x}" * 32
+    wait_for(lambda: daemon.places(keys, namespace=space) == [["pool", "ram", "disk"]] * pages)
+    return keys
+
+
+def test_a_lookup_tells_namespaces_apart(daemon: Daemon) -> None:
+    keys = filled(daemon, 0xAA)
+    filled(daemon, 0xBB, 2)
+    found = daemon.ask("POST", "/lookup", {"keys": [keys[0].hex(), keys[3].hex()]})["pages"]
+    assert [(page["namespace"], page["places"]) for page in found] == [
+        (A, ["pool", "ram", "disk"]), (B, ["pool", "ram", "disk"]), (A, ["pool", "ram", "disk"])
+    ]  # fmt: skip
+    by_prefix = daemon.ask("POST", "/lookup", {"prefix": keys[3].hex()[:10]})
+    assert [page["key"] for page in by_prefix["pages"]] == [keys[3].hex()] and by_prefix["complete"]
+    assert "does not know tokens" in daemon.ask("POST", "/lookup", {"tokens": {"ids": [1]}}, 409)["detail"]
+
+
+@pytest.mark.parametrize(
+    ("where", "left_a", "left_b"),
+    [
+        ({"where": "pool", "namespace": "aa"}, ["ram", "disk"], ["pool", "ram", "disk"]),
+        ({"where": "store", "store": "disk", "namespace": "aa"}, ["pool", "ram"], ["pool", "ram", "disk"]),
+        ({"where": "store", "store": "ram"}, ["pool", "disk"], ["pool", "disk"]),
+        ({"where": "all", "namespace": "aa"}, [], ["pool", "ram", "disk"]),
+        ({"where": "all"}, [], []),
+    ],
+)  # fmt: skip
+def test_clearing_takes_the_pages_that_were_named(
+    daemon: Daemon, where: dict[str, str], left_a: list[str], left_b: list[str]
+) -> None:
+    keys = filled(daemon, 0xAA, 2)
+    filled(daemon, 0xBB, 2)
+    assert daemon.job("/clear", where)["state"] == "done"
+    assert daemon.places(keys, namespace="aa") == [left_a] * 2
+    assert daemon.places(keys, namespace="bb") == [left_b] * 2
+
+
+def test_stores_are_detached_and_attached_under_engines(daemon: Daemon) -> None:
+    engine, keys = daemon.engine(0xAA), filled(daemon, 0xAA)
+    daemon.ask("POST", "/detach", {}, 204)
+    wait_for(lambda: not stores_of(daemon, A))
+    assert engine.read(keys) == 4  # the pool stays
+    daemon.job("/clear", {"where": "pool"})
+    assert engine.read(keys) == 0
+    filled_later = daemon.engine(0xCC)
+    filled_later.store(keys)  # a namespace that is opened now has none either
+    assert daemon.places(keys, namespace="cc") == [["pool"]] * 4
+    daemon.ask("POST", "/attach", {"store": "disk"}, 204)
+    wait_for(lambda: stores_of(daemon, A) == stores_of(daemon, "cc" * 32) == {"disk"})
+    assert engine.read(keys) == 4
+    daemon.ask("POST", "/attach", {}, 204)
+    wait_for(lambda: stores_of(daemon, A) == {"ram", "disk"})
+
+
+def test_a_forced_breaker_holds_for_namespaces_that_are_opened_later(daemon: Daemon) -> None:
+    filled(daemon, 0xAA)
+    daemon.ask("PUT", "/breakers", {"store": "disk", "mode": "off"}, 204)
+    keys = keys_of(3, first=50)
+    for namespace in (0xAA, 0xDD):
+        daemon.engine(namespace).store(keys)
+        assert daemon.places(keys, namespace=f"{namespace:02x}") == [["pool", "ram"]] * 3
+    status = daemon.ask("GET", "/status")
+    assert status["overrides"] == {"disk/read": "off", "disk/write": "off"}
+    assert {one["read"]["override"] for one in status["stores"] if one["name"] == "disk"} == {"off"}
+
+
+def pool_bytes(daemon: Daemon, namespace: str) -> int:
+    return next(int(one["pool_bytes"]) for one in daemon.ask("GET", "/status")["namespaces"]
+                if one["namespace"] == namespace)  # fmt: skip
+
+
+def test_a_quota_bounds_what_one_namespace_takes_of_the_pool(daemon: Daemon) -> None:
+    filled(daemon, 0xAA, 6)
+    filled(daemon, 0xBB, 6)
+    daemon.ask("PUT", "/quotas", {"namespace": "aa", "quota_bytes": 2 * PAGE_POOL_BYTES}, 204)
+    assert pool_bytes(daemon, A) == 2 * PAGE_POOL_BYTES and pool_bytes(daemon, B) == 6 * PAGE_POOL_BYTES
+    daemon.engine(0xAA).store(keys_of(6, first=60))
+    assert pool_bytes(daemon, A) == 2 * PAGE_POOL_BYTES
+    later = "ee" * 32
+    daemon.ask("PUT", "/quotas", {"namespace": later, "quota_bytes": PAGE_POOL_BYTES}, 204)
+    daemon.engine(0xEE).store(keys_of(3))
+    assert pool_bytes(daemon, later) == PAGE_POOL_BYTES
+    assert [one["namespace"] for one in daemon.ask("GET", "/quotas")] == [A, later]
+    daemon.ask("PUT", "/quotas", {"namespace": "aa", "quota_bytes": None}, 204)
+    daemon.engine(0xAA).store(keys_of(6, first=70))
+    assert pool_bytes(daemon, A) >= 6 * PAGE_POOL_BYTES
+    assert daemon.ask("PUT", "/quotas", {"namespace": "12", "quota_bytes": 1}, 404)["error"] == "unknown_namespace"
+
+
+def test_pinned_pages_stay_while_others_are_evicted(daemon: Daemon) -> None:
+    keys = filled(daemon, 0xAA, 4)
+    asked = {"namespace": "aa", "keys": [key.hex() for key in keys[:2]]}
+    first, second = (daemon.ask("POST", "/pins", asked, 201) for _ in range(2))
+    assert (first["pages"], first["asked_pages"]) == (2, 2)
+    daemon.ask("PUT", "/quotas", {"namespace": "aa", "quota_bytes": PAGE_POOL_BYTES}, 204)
+    assert daemon.places(keys) == [["pool", "ram", "disk"]] * 2 + [["ram", "disk"]] * 2
+    daemon.ask("DELETE", f"/pins/{first['id']}", code=204)
+    daemon.ask("PUT", "/quotas", {"namespace": "aa", "quota_bytes": PAGE_POOL_BYTES}, 204)
+    assert "pool" in daemon.places(keys)[1]  # the second pin holds
+    daemon.ask("DELETE", f"/pins/{second['id']}", code=204)
+    daemon.ask("PUT", "/quotas", {"namespace": "aa", "quota_bytes": PAGE_POOL_BYTES}, 204)
+    assert [page for page in daemon.places(keys) if "pool" in page] == [["pool", "ram", "disk"]]
+
+
+def test_a_pin_ends_by_itself(daemon: Daemon) -> None:
+    keys = filled(daemon, 0xAA, 2)
+    daemon.ask("POST", "/pins", {"namespace": "aa", "keys": [keys[0].hex()], "ttl_s": 0.05}, 201)
+    wait_for(lambda: daemon.ask("GET", "/pins") == [])
+    assert daemon.ask("GET", "/status")["tiers"][0]["pinned_bytes"] == 0
+    unknown = daemon.ask("POST", "/pins", {"namespace": "aa", "keys": ["0" * 64]}, 201)
+    assert unknown["pages"] == 0 and daemon.ask("GET", "/pins") == []
+    assert daemon.ask("POST", "/pins", {"namespace": "12", "keys": [keys[0].hex()]}, 404)["error"]
+
+
+def test_a_scrub_reads_every_namespace(daemon: Daemon) -> None:
+    filled(daemon, 0xAA, 3)
+    filled(daemon, 0xBB, 2)
+    progress = daemon.job("/scrub", {})["progress"]
+    assert (progress["pages"], progress["damaged"], progress["skipped"]) == (5, {}, ["ram"])
+
+
+def test_ctl_finds_a_daemon_by_its_configuration(daemon: Daemon) -> None:
+    filled(daemon, 0xAA, 2)
+    ctl = Ctl(("-c", str(daemon.config_file)))
+    out = ctl("status", columns=60).out
+    assert "daemon 0.1.0, ready" in out and "model-aa" in out and "no clients" in out
+    assert max(map(len, out.splitlines())) <= 60
+    assert "2.0 MiB" in ctl.quick("quota", "aa", "2MiB").out
+    assert ctl.quick("quota", "aa", "none").out == "no quotas\n"
+    keys = [key.hex() for key in keys_of(2)]
+    pin = ctl.quick("--json", "pin", "--namespace", "aa", *keys).json
+    assert pin["pages"] == 2 and pin["id"] in ctl.quick("pin").out
+    assert "begins so is open" in ctl.quick("quota", "12", "1MiB", code=2).err
+
+
+# Who
+
+
+def over_tcp(port: int, method: str, path: str, token: str | None) -> tuple[int, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        connection.request(method, path, None if method == "GET" else "{}", headers)
+        response = connection.getresponse()
+        data = response.read()
+        return response.status, json.loads(data) if data else {}
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def with_tokens(tmp_path: Path) -> Iterator[tuple[Daemon, int]]:
+    daemon = Daemon(tmp_path / "daemon")
+    (port,) = free_ports(1)
+    files = {"token_file": daemon.secret("data", DATA_TOKEN), "admin_token_file": daemon.secret("admin", ADMIN_TOKEN)}
+    with Daemon(tmp_path / "daemon", listen=f"127.0.0.1:{port}", **files) as running:
+        yield running, port
+
+
+def test_over_tcp_the_admin_token_alone_opens_admin(with_tokens: tuple[Daemon, int]) -> None:
+    daemon, port = with_tokens
+    for token, code in ((None, 403), (DATA_TOKEN, 403), ("wrong", 403), (ADMIN_TOKEN, 200)):
+        assert over_tcp(port, "GET", "/v1/admin/status", token)[0] == code
+    assert over_tcp(port, "POST", "/v1/admin/detach", DATA_TOKEN)[0] == 403
+    # The other way round: the admin token is not one for data.
+    usage = f"/v1/namespaces/{A}/usage"
+    assert over_tcp(port, "GET", usage, ADMIN_TOKEN)[0] in (401, 403)
+    assert over_tcp(port, "GET", usage, DATA_TOKEN)[0] == 404
+    token_file = daemon.folder / "admin"
+    ctl = Ctl(("--url", f"http://127.0.0.1:{port}", "--token-file", str(token_file)))
+    assert ctl.quick("--json", "status").json["kind"] == "daemon"
+    assert "needs the admin token" in Ctl(("--url", f"http://127.0.0.1:{port}")).quick("status", code=2).err
+
+
+def test_with_an_admin_token_the_socket_needs_it_too_and_actions_are_logged(with_tokens: tuple[Daemon, int]) -> None:
+    daemon, _ = with_tokens
+    daemon.ask("POST", "/detach", {}, 403)
+    daemon.ask("POST", "/detach", {}, 403, token=DATA_TOKEN)
+    assert daemon.ask("GET", "/status", token=ADMIN_TOKEN)["attached"]
+    daemon.ask("POST", "/detach", {}, 204, token=ADMIN_TOKEN)
+    assert Ctl(("-c", str(daemon.config_file))).quick("stores").out == "no stores are open\n"
+    log = daemon.log.read_text()
+    assert "admin: token: detach all stores: ok" in log
+    assert f"admin: uid {os.geteuid()}: POST '/v1/admin/detach': refused (forbidden)" in log
+    assert ADMIN_TOKEN not in log and DATA_TOKEN not in log
+
+
+def test_without_an_admin_token_tcp_has_no_admin(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with Daemon(tmp_path / "daemon", listen=f"127.0.0.1:{port}") as daemon:
+        for token in (None, ADMIN_TOKEN, ""):
+            assert over_tcp(port, "GET", "/v1/admin/status", token)[0] == 403
+        daemon.ask("GET", "/status")
