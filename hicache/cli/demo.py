@@ -29,13 +29,14 @@ from ..errors import ConfigError, HiCacheError
 from ..metrics import serve_configured
 from .arguments import PATH, Number
 from .config import parse_settings
-from .demo_report import LiveTable, differences, tier_table, time_table
+from .demo_report import LiveTable, differences, gain_lines, gains, tier_table, time_table
 from .demo_run import Answer, Runner
 from .demo_storage import STORAGES, demo_storage
 from .demo_workload import Ask, Workload
 from .interrupts import interrupted_by_signals
 from .log_options import LOG_OPTIONS, log_options, start_log
 from .progress import OutputConsole
+from .stores import print_json
 
 DEMO_CONFIG = ready_file("demo")
 RESTART_TIMEOUT_S = 600
@@ -79,9 +80,10 @@ class Settings:
     "--storage", type=click.Choice(STORAGES),
     help="Start this storage for the demo instead of using what the configuration names.",
 )  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print what was gained as JSON; the rest goes to standard error.")
 @click.option("--restarted", is_flag=True, hidden=True)
 @log_options
-def demo(metrics_port: int | None, storage: str | None, restarted: bool, **options: Any) -> None:
+def demo(metrics_port: int | None, storage: str | None, restarted: bool, as_json: bool, **options: Any) -> None:
     """Serve a small model without and with the cache, then again in a new process, and compare.
 
     Exit code 1 if one output token differs. Pages stored in files stay, so a second demo starts with hits from storage;
@@ -92,16 +94,21 @@ def demo(metrics_port: int | None, storage: str | None, restarted: bool, **optio
     if restarted:
         answer_again(settings)
     elif storage is None:
-        run(settings, metrics_port)
+        run(settings, metrics_port, as_json)
     else:
         with interrupted_by_signals(), demo_storage(storage, settings.config_file) as config_file:
-            run(replace(settings, config_file=config_file), metrics_port)
+            run(replace(settings, config_file=config_file), metrics_port, as_json)
 
 
-def run(settings: Settings, metrics_port: int | None) -> None:
+def run(settings: Settings, metrics_port: int | None, as_json: bool) -> None:
     """The demo, with its verdict. Exits with 1 if something differs."""
-    console = OutputConsole()
-    found = Demo(settings, console, metrics_port).run()
+    console = OutputConsole(stderr=as_json)
+    demo = Demo(settings, console, metrics_port)
+    found = demo.run()
+    if as_json:
+        print_json({**demo.gains, "differences": found})
+    for line in gain_lines(demo.gains):
+        console.print(line, highlight=False)
     if found:
         for line in found[:20]:
             console.print(line, style="red", highlight=False)
@@ -125,6 +132,7 @@ class Demo:
             self._config = self._config.model_copy(update={"metrics": section})
         self._checkpoint = load_checkpoint(BUNDLED_MODEL)
         self._tokenizer = load_tokenizer(BUNDLED_MODEL)
+        self.gains: dict[str, Any] = {}
         self._snapshot: CacheStatistics | None = None
         self._engine: Engine | None = None
 
@@ -140,27 +148,34 @@ class Demo:
         # Each document once: a second question about it would find its pages on L1.
         firsts = {cached[i].document or cached[i].label: i for i in again}
         restarted = self._restart([cached[i] for i in firsts.values()])
-        self._console.print(time_table(cold, cached, restarted))
+        self._console.print(time_table(cold, cached, restarted), highlight=False)
         if not any(answer.document and answer.tier == "storage" for answer in restarted):
             self._console.print(
                 "no prefix came from storage after the restart: the store kept nothing (is the disk full, "
                 "or does this backend end with its process?)",
                 style="yellow",
             )
+        self.gains = gains(cold, cached, restarted)
         return differences(cold, cached) + differences([cold[i] for i in firsts.values()], restarted)
 
     def _serve(self, title: str, config: HiCacheConfig, *, reuse: bool) -> list[Answer]:
         workload = load_workload(self._tokenizer, self._settings.rounds)
         requests = sum(len(wave) for wave in load_workload(self._tokenizer, self._settings.rounds).waves())
-        with create_engine(config, self._checkpoint) as engine, LiveTable(self._console, title, engine, requests):
+        with (
+            create_engine(config, self._checkpoint) as engine,
+            LiveTable(self._console, title, engine, requests) as table,
+        ):
             self._engine = engine
-            answers = list(make_runner(engine, self._settings, reuse=reuse).run(workload))
+            answers = []
+            for answer in make_runner(engine, self._settings, reuse=reuse).run(workload):
+                answers.append(answer)
+                table.answered()
             settle(engine)
             state = engine.cache.statistics()
             self._snapshot, self._engine = state, None
         self._console.print(f"{title}: {len(answers)} requests, {state.prompt_tokens:,} prompt tokens")
         if reuse:
-            self._console.print(tier_table(state))
+            self._console.print(tier_table(state), highlight=False)
         return answers
 
     def _show_answers(self, answers: list[Answer]) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
 from ..cache import CacheStatistics
 from ..engine import Engine
 from ..replay.result import TIER_NAMES
-from ..units import format_size
+from ..units import format_share, format_size
 from .demo_run import Answer
+from .progress import PLAIN_INTERVAL_S
+from .tables import table
 
 # The table changes by the step; this often is enough for an eye.
 REFRESH_PER_S = 8
@@ -21,13 +25,14 @@ REFRESH_PER_S = 8
 
 class LiveTable:
     """The state of an engine's tiers, redrawn while it runs; on something that is no terminal it prints one line per
-    phase and nothing meanwhile."""
+    phase and, in a long one, another every few seconds."""
 
     def __init__(self, console: Console, title: str, engine: Engine, requests: int) -> None:
         self._console = console
         self._title = title
         self._engine = engine
         self._requests = requests
+        self._shown_s = time.monotonic()
         self._live = Live(
             console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self._render, transient=True
         )
@@ -42,17 +47,24 @@ class LiveTable:
     def __exit__(self, *exc_info: object) -> None:
         self._live.stop()
 
+    def answered(self) -> None:
+        """Say where the run is, if nobody sees the table and the last line was some time ago."""
+        if not self._console.is_terminal and time.monotonic() - self._shown_s >= PLAIN_INTERVAL_S:
+            self._shown_s = time.monotonic()
+            self._console.print(self._heading(self._engine.cache.statistics()), highlight=False)
+
+    def _heading(self, state: CacheStatistics) -> str:
+        done = sum(self._engine.statistics().finished.values())
+        hits = format_share(sum(state.hit_tokens.values()), state.prompt_tokens)
+        return f"{self._title}: request {done} of {self._requests}, hit rate {hits} of prompt tokens"
+
     def _render(self) -> RenderableType:
         state = self._engine.cache.statistics()
-        done = sum(self._engine.statistics().finished.values())
-        return Group(f"{self._title}: request {done} of {self._requests}", tier_table(state), queue_table(state))
+        return Group(*(Text(part) for part in (self._heading(state), tier_table(state), queue_table(state))))
 
 
-def tier_table(state: CacheStatistics) -> Table:
-    """Hits, moves and room by tier."""
-    table = Table()
-    for column in ("tier", "hit tokens", "pages held", "pages max", "pages in", "bytes in", "evicted"):
-        table.add_column(column, justify="left" if column == "tier" else "right", no_wrap=column == "tier")
+def tier_table(state: CacheStatistics) -> str:
+    """Hits, room and moves by tier. `hit rate` is of all prompt tokens, `moved in` what was copied to the tier."""
     controller = state.controller
     backend, usage = controller.backend, controller.usage
     rows = [
@@ -66,49 +78,78 @@ def tier_table(state: CacheStatistics) -> Table:
         capacity = None if usage.capacity_bytes is None else usage.capacity_bytes // state.host.page_bytes
         rows.append(("storage", usage.pages, capacity or 0, controller.stored_pages, state.host.page_bytes,
                      backend.evicted_pages))  # fmt: skip
-    for tier, held, capacity, moved, page_bytes, evicted in rows:
-        hits = state.hit_tokens.get(tier, 0)
-        table.add_row(TIER_NAMES[tier], f"{hits:,}", f"{held:,}", f"{capacity:,}", f"{moved:,}",
-                      format_size(moved * page_bytes), f"{evicted:,}")  # fmt: skip
-    return table
+    cells = [
+        (TIER_NAMES[tier], f"{state.hit_tokens.get(tier, 0):,}",
+         format_share(state.hit_tokens.get(tier, 0), state.prompt_tokens), f"{held:,}",
+         f"{capacity:,}" if capacity else "any", format_size(moved * page_bytes), f"{evicted:,}")
+        for tier, held, capacity, moved, page_bytes, evicted in rows
+    ]  # fmt: skip
+    return "\n".join(table(["tier", "hits>", "rate>", "pages>", "of>", "moved in>", "evicted>"], cells))
 
 
-def queue_table(state: CacheStatistics) -> Table:
-    """Operations queued or under way."""
+def queue_table(state: CacheStatistics) -> str:
+    """Operations queued or in flight, by their way, and the pages of L2 that they hold."""
     queues = state.controller.queues
-    table = Table()
-    for name in ("write", "load", "prefetch", "reads", "backup", "pages lent"):
-        table.add_column(name, justify="right")
-    depths = (queues.write, queues.load, queues.prefetch, queues.reads, queues.backup, queues.host_pages_reserved)
-    table.add_row(*(str(depth) for depth in depths))
-    return table
+    ways = {"L1>L2": queues.write, "L2>L1": queues.load, "lookups": queues.prefetch, "L3>L2": queues.reads,
+            "L2>L3": queues.backup, "pages lent": queues.host_pages_reserved}  # fmt: skip
+    return "in flight: " + ", ".join(f"{way} {depth:,}" for way, depth in ways.items())
 
 
-def time_table(cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequence[Answer]) -> Table:
-    """Time to first token of document questions, by where the prefix came from."""
-    table = Table(title="time to first token, questions about documents")
-    for column in ("prefix from", "requests", "prompt tokens", "reused tokens", "median", "speed-up"):
-        table.add_column(
-            column, justify="left" if column == "prefix from" else "right", no_wrap=column == "prefix from"
-        )
+def by_source(
+    cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequence[Answer]
+) -> list[tuple[str, list[Answer]]]:
+    """Answers to questions about documents, by where the prefix came from; the first are those computed."""
     groups = [("computed, no reuse", [a for a in cold if a.document])]
     groups += [(name, [a for a in cached if a.document and a.tier == tier]) for tier, name in TIER_NAMES.items()]
-    groups.append(("L3, after a restart", [a for a in restarted if a.document and a.tier == "storage"]))
-    reference = statistics.median(a.time_to_first_token_s for a in groups[0][1])
+    return [*groups, ("L3, after a restart", [a for a in restarted if a.document and a.tier == "storage"])]
+
+
+def median_ttft_s(answers: Sequence[Answer]) -> float:
+    """The median time to first token. REQUIRES: at least one answer."""
+    return statistics.median(answer.time_to_first_token_s for answer in answers)
+
+
+def time_table(cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequence[Answer]) -> str:
+    """Time to first token of document questions, by where the prefix came from. Tokens and times are medians."""
+    groups = by_source(cold, cached, restarted)
+    reference = median_ttft_s(groups[0][1])
+    rows = []
     for name, answers in groups:
         if not answers:
-            table.add_row(name, "0", "-", "-", "-", "-")
+            rows.append((name, "0", "-", "-", "-", "-"))
             continue
-        median = statistics.median(a.time_to_first_token_s for a in answers)
-        table.add_row(
+        median = median_ttft_s(answers)
+        rows.append((
             name,
             str(len(answers)),
             f"{statistics.median(len(a.prompt) for a in answers):.0f}",
             f"{statistics.median(sum(a.hit_tokens.values()) for a in answers):.0f}",
             f"{1000 * median:.1f} ms",
             f"{reference / median:.1f} x",
-        )
-    return table
+        ))  # fmt: skip
+    columns = ["prefix from", "asked>", "tokens>", "reused>", "ttft>", "speed>"]
+    return "\n".join(["time to first token, questions about documents", *table(columns, rows)])
+
+
+def gains(cold: Sequence[Answer], cached: Sequence[Answer], restarted: Sequence[Answer]) -> dict[str, Any]:
+    """What reuse has gained, in figures. Times are medians over questions about documents."""
+    groups = by_source(cold, cached, restarted)
+    return {
+        "prompt_tokens": sum(len(answer.prompt) for answer in cached),
+        "tokens_not_computed": {tier: sum(answer.hit_tokens[tier] for answer in cached) for tier in TIER_NAMES},
+        "time_to_first_token_s": {name: median_ttft_s(answers) if answers else None for name, answers in groups},
+    }
+
+
+def gain_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """The same in words: two lines that say what the cache is good for."""
+    tokens, prompt = found["tokens_not_computed"], found["prompt_tokens"]
+    tiers = ", ".join(f"{count:,} from {TIER_NAMES[tier]}" for tier, count in tokens.items())
+    total = sum(tokens.values())
+    yield f"gained: {total:,} of {prompt:,} prompt tokens ({format_share(total, prompt)}) were not computed: {tiers}"
+    (_, computed_s), *others = found["time_to_first_token_s"].items()
+    times = ", ".join(f"{1000 * s:.0f} ms from {name} ({computed_s / s:.1f} x)" for name, s in others if s)
+    yield f"gained: time to first token {1000 * computed_s:.0f} ms computed, {times or 'no other'}"
 
 
 def differences(expected: Sequence[Answer], found: Sequence[Answer]) -> list[str]:

@@ -104,5 +104,6 @@ def kv_digest(engine: Engine, key: RadixKey) -> str:
     digest = hashlib.sha256()
     for layer in cache.device.blocks.layers:
         for region in layer:
-            digest.update(region[pages].cpu().numpy().tobytes())
+            # A copy of the numbers: those of a match cannot be written, which PyTorch warns of.
+            digest.update(region[pages.copy()].cpu().numpy().tobytes())
     return digest.hexdigest()

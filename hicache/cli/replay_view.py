@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ..errors import InvalidInput
 from ..replay.job import ReplayJob
@@ -18,6 +17,7 @@ from ..replay.tokens import TokenSource
 from ..replay.trace import TraceRequest
 from ..units import counted, format_share, format_size
 from .progress import Told
+from .tables import table
 
 
 def progress_of(sample: Sample, job: ReplayJob) -> Told:
@@ -45,23 +45,18 @@ def print_summary(console: Console, result: ReplayResult) -> None:
         console.print(", ".join(f"{count:,} {what}" for what, count in left_out.items() if count), highlight=False)
     drops = [(REASONS.get(reason, reason), f"{count:,}") for reason, count in flattened_drops(result)]
     moved = [(WAY_NAMES[way], format_size(count)) for way, count in result.moved_bytes.items()]
-    sources = ("source", "tokens", "share", "pages evicted")
-    console.print(_table("where prompt tokens came from", sources, _source_rows(result)))
-    console.print(_table("bytes moved", ("way", ""), moved))
+    costs = ("call", "count>", "p50>", "p90>", "p99>", "p99.9>", "max>")
+    _print_table(console, "where prompt tokens came from", ("source", "tokens>", "share>", "pages evicted>"),
+                 _source_rows(result))  # fmt: skip
+    _print_table(console, "bytes moved", ("way", "bytes>"), moved)
     if drops:
-        console.print(_table("work refused, skipped or failed", ("what", ""), drops))
-    costs = ("", "count", "p50", "p90", "p99", "p99.9", "max")
-    console.print(_table("what the cache costs the scheduler's thread, in ms", costs, _time_rows(result.scheduler)))
+        _print_table(console, "work refused, skipped or failed", ("what", "count>"), drops)
+    _print_table(console, "what the cache costs the scheduler's thread, in ms", costs, _time_rows(result.scheduler))
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """The first column holds names, the others numbers."""
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", overflow="fold" if not number else "ellipsis")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    lines = table(columns, rows, width=console.width)
+    console.print("\n".join(["", title, *lines]), highlight=False, markup=False, soft_wrap=True)
 
 
 def _source_rows(result: ReplayResult) -> Iterator[Sequence[str]]:
@@ -70,8 +65,7 @@ def _source_rows(result: ReplayResult) -> Iterator[Sequence[str]]:
         hits = tokens.hits.get(tier, 0)
         yield name, f"{hits:,}", format_share(hits, tokens.prompt), f"{result.evicted_pages.get(tier, 0):,}"
     yield "computed", f"{tokens.computed:,}", format_share(tokens.computed, tokens.prompt), ""
-    seen = ("seen before in the trace", f"{tokens.seen:,}", format_share(tokens.seen, tokens.prompt))
-    yield [f"[dim]{cell}" for cell in seen]
+    yield "seen before in the trace", f"{tokens.seen:,}", format_share(tokens.seen, tokens.prompt), ""
 
 
 def _time_rows(times: SchedulerTimes) -> Iterator[Sequence[str]]:

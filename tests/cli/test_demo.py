@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.request
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hicache.cli.demo_report import differences
+from hicache.cli.demo_report import differences, gain_lines, gains, time_table
 from hicache.cli.demo_run import Answer
 from tests.cli.processes import DEMO_TIMEOUT_S, demo_timeout, finish, hicache, start
 
@@ -39,11 +40,17 @@ def test_the_demo_hits_every_tier_with_equal_tokens_and_a_second_one_starts_from
     code, output = finish(process, DEMO_TIMEOUT_S)
     assert code == 0, output
     assert output.rstrip().endswith("identical with and without the cache, and after the restart")
+    assert "Warning" not in output
+    tokens, times, _ = output.splitlines()[-3:]
+    assert re.match(r"gained: [1-9][0-9,]* of [0-9,]+ prompt tokens .* were not computed: [1-9][0-9,]* from L1", tokens)
+    assert re.match(r"gained: time to first token [0-9]+ ms computed, [0-9]+ ms from L1 .* after a restart", times)
     for tier in ("L1 device", "L2 host", "L3 storage"):
         assert hits(output, tier) > 0, output
     first = hits(output, "L3 storage")
-    code, output = hicache(repository, *DEMO, "--set", store, timeout_s=DEMO_TIMEOUT_S)
+    code, output = hicache(repository, *DEMO, "--set", store, "--json", timeout_s=DEMO_TIMEOUT_S)
     assert code == 0, output
+    figures = json.loads(output[output.index("\n{") : output.rindex("\n}") + 2])
+    assert figures["tokens_not_computed"]["storage"] > 0 and figures["differences"] == []
     assert hits(output, "L3 storage") > first, "the second demo found no more in storage than the first"
 
 
@@ -72,3 +79,15 @@ def test_a_demo_without_storage_is_refused(repository: Path, tmp_path: Path) -> 
     code, output = hicache(repository, *DEMO, "-c", str(config))
     assert code == 2
     assert "storage" in output
+
+
+def test_the_tables_fit_into_60_columns_with_their_figures_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    one = Answer("a", "a", [1] * 99_999, [5], {"device": 99_999, "host": 0, "storage": 0}, 12.345, None)
+    cold = replace(one, hit_tokens=dict.fromkeys(one.hit_tokens, 0), time_to_first_token_s=123.456)
+    lines = time_table([cold] * 999, [one] * 999, []).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert all(figure in "\n".join(lines) for figure in (" 99999", " 123456.0 ms", " 12345.0 ms"))
+    tokens, times = gain_lines(gains([cold], [one], []))
+    assert tokens.startswith("gained: 99,999 of 99,999 prompt tokens (100.0 %) were not computed: 99,999 from L1")
+    assert times == "gained: time to first token 123456 ms computed, 12345 ms from L1 device (10.0 x)"
