@@ -34,12 +34,22 @@ TIER_BYTES_MIN = MIB
 WRITTEN = {"hicache written": True}
 
 
+# What to write in place of a bare number, the likeliest units first.
+_LIKELY_UNITS = {"size": ("GiB", "MiB", "B"), "duration": ("d", "h", "m", "s", "ms")}
+
+
+def _no_unit(number: object, what: str) -> ValueError:
+    text = str(number).strip()[:40]
+    *most, last = (f"{text}{unit}" for unit in _LIKELY_UNITS[what])
+    return ValueError(f"{text} has no unit; write {', '.join(most)} or {last}")
+
+
 def _parse(text: str, units: dict[str, float], what: str, example: str) -> float:
     match = _NUMBER_WITH_UNIT.fullmatch(text) if len(text) <= _TEXT_MAX else None
     if match is not None and not match[2]:
         if float(match[1]) == 0:
             return 0.0
-        raise ValueError(f"{text[:40]} has no unit; write it like {example}")
+        raise _no_unit(text, what)
     if match is None or match[2].upper() not in units:
         raise ValueError(f"{text[:40]!r} is not a valid {what}; write it like {example}")
     return float(match[1]) * units[match[2].upper()]
@@ -82,13 +92,13 @@ def _is_written(info: ValidationInfo) -> bool:
     return info.context is WRITTEN
 
 
-def _with_unit(parse: Callable[[Any], Any], example: str) -> Callable[[Any, ValidationInfo], Any]:
+def _with_unit(parse: Callable[[Any], Any], what: str) -> Callable[[Any, ValidationInfo], Any]:
     """`parse`, which refuses a number other than 0 that a person has written."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
         parsed = parse(value)
         if isinstance(value, (int, float)) and value != 0 and _is_written(info):
-            raise ValueError(f"{value} has no unit; write it like {example}")
+            raise _no_unit(value, what)
         return parsed
 
     return check
@@ -145,8 +155,8 @@ _DURATION_SCHEMA = {"anyOf": [{"type": "number", "const": 0}, {"type": "string",
 _SIZE_TEXT = PlainSerializer(lambda size: exact_size(size) if size else 0, when_used="json")
 _DURATION_TEXT = PlainSerializer(exact_duration, when_used="json")
 
-_WRITTEN_SIZE = BeforeValidator(_with_unit(parse_size, _SIZE_EXAMPLES))
-_WRITTEN_DURATION = BeforeValidator(_with_unit(parse_duration, _DURATION_EXAMPLES))
+_WRITTEN_SIZE = BeforeValidator(_with_unit(parse_size, "size"))
+_WRITTEN_DURATION = BeforeValidator(_with_unit(parse_duration, "duration"))
 
 Size = Annotated[int, _WRITTEN_SIZE, _SIZE_TEXT, WithJsonSchema(_SIZE_SCHEMA)]
 PositiveSize = Annotated[Size, AfterValidator(_positive)]

@@ -245,14 +245,14 @@ def test_the_variables_of_a_kubernetes_service_named_hicache_change_nothing(
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("host: {size: 64}", "host.size: 64 has no unit; write it like 200GiB, 64MiB or 512B"),
-     ("host: {size: '64'}", "host.size: 64 has no unit; write it like 200GiB, 64MiB or 512B"),
+    [("host: {size: 64}", "host.size: 64 has no unit; write 64GiB, 64MiB or 64B"),
+     ("host: {size: '64'}", "host.size: 64 has no unit; write 64GiB, 64MiB or 64B"),
      ("host: {size: 64KB}", "host.size: must be at least 1MiB; got 64KB"),
      ("storage: {type: file, options: {path: /x, capacity: 500}}", "storage.options.capacity: 500 has no unit; write"),
      ("storage: {type: levels, options: {levels: [{type: memory}, {type: file, options: {path: /x, capacity: 5}}]}}",
-      "storage.options.levels.1.options.capacity: 5 has no unit; write it like"),
-     ("transfer: {storage_deadline: 10}", "transfer.storage_deadline: 10 has no unit; write it like 5s, 250ms, 2h"),
-     ("prefetch: {timeout_base: 0.5}", "prefetch.timeout_base: 0.5 has no unit; write it like 5s, 250ms, 2h or 7d")],
+      "storage.options.levels.1.options.capacity: 5 has no unit; write 5GiB"),
+     ("transfer: {storage_deadline: 10}", "transfer.storage_deadline: 10 has no unit; write 10d, 10h, 10m, 10s"),
+     ("prefetch: {timeout_base: 0.5}", "prefetch.timeout_base: 0.5 has no unit; write 0.5d, 0.5h, 0.5m")],
 )  # fmt: skip
 def test_a_size_or_duration_that_somebody_wrote_needs_a_unit(
     refused: Callable[..., list[str]], text: str, problem: str
@@ -263,7 +263,7 @@ def test_a_size_or_duration_that_somebody_wrote_needs_a_unit(
 
 def test_a_variable_and_a_flag_need_a_unit_too(refused: Callable[..., list[str]]) -> None:
     (line,) = refused("", {"HOST__SIZE": "64"})
-    assert line == "host.size: 64 has no unit; write it like 200GiB, 64MiB or 512B (variable HICACHE_HOST__SIZE)"
+    assert line == "host.size: 64 has no unit; write 64GiB, 64MiB or 64B (variable HICACHE_HOST__SIZE)"
     (line,) = refused("", None, {"sessions.ttl": "600"})
     assert line.startswith("sessions.ttl: 600 has no unit")
 

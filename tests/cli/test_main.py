@@ -43,6 +43,19 @@ def test_version_and_help_import_nothing_heavy(argument: str) -> None:
     assert result.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize("line", ["ls .", "config check", "purge . --yes"])
+def test_a_command_for_operators_imports_no_engine_and_no_server(line: str, tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom hicache.cli.main import main\n"
+        f"try:\n    main({line.split()}, standalone_mode=False)\nexcept Exception:\n    pass\n"
+        "print(sorted({'torch', 'fastapi', 'uvicorn', 'boto3', 'redis', 'zmq', 'mooncake'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path
+    )
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
 def test_help_lists_every_command() -> None:
     result = run("--help")
     assert result.returncode == 0

@@ -252,7 +252,8 @@ def test_purge_removes_every_page_damaged_ones_too(store: Store, way: str) -> No
 
 @pytest.mark.parametrize(
     ("args", "words"),
-    [(["verify", "--rate", "fast"], "write it like 200GiB"), (["purge", "--older-than", "old"], "250ms, 2h or 7d")],
+    [(["verify", "--rate", "fast"], "write it like 200GiB"), (["purge", "--older-than", "old"], "250ms, 2h or 7d"),
+     (["purge", "--older-than", "7"], "7 has no unit; write 7d, 7h, 7m, 7s or 7ms")],
 )
 def test_a_rate_or_an_age_without_sense_is_a_usage_error_that_shows_how(
     store: Store, args: list[str], words: str
