@@ -40,6 +40,18 @@ def test_embedding_hits_the_device_and_after_a_restart_storage(repository: Path,
     assert hits[1] == [(0, 0, 496), (0, 0, 496), (496, 0, 0), (496, 0, 0)]
 
 
+def test_two_engines_share_a_daemon_that_is_killed_under_them(repository: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(repository / "examples" / "two_engines.py")],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, _, after = done.stdout.partition("The daemon is killed with SIGKILL")
+    assert re.findall(r"second .* (\d+) of them from the daemon", before) == ["592"] * 3
+    assert re.findall(r"second .* (\d+) of them from the daemon", after)[-1] == "592"
+    assert "DIFFER" not in done.stdout
+
+
 def test_following_events_shows_what_an_engine_holds(repository: Path) -> None:
     stream = EventStream(1 << 20)
     tree = RadixTree(16, POLICIES["lru"], observer=EventRecorder(stream))
