@@ -177,6 +177,8 @@ class SharedMemory:
     @classmethod
     def attach(cls, name: str, *, identity: tuple[int, int] | None = None, deadline: float) -> SharedMemory:
         """Map memory that members have open, or a kept file that a member will open. Blocks until `deadline` at most.
+        Takes no memory: whoever made the file may have written any size into it. `populate` does, after a look at
+        `layout`.
 
         Raises SharedMemoryError if it does not exist, is not `identity`, is not kept, belongs to another user, or if
         its size is not the one that its control block says; InvalidInput for a name that is not valid.
@@ -201,7 +203,6 @@ class SharedMemory:
         except BaseException:
             os.close(descriptor)
             raise
-        populate(mapping)
         return cls(name, found, descriptor, mapping)
 
     @property
@@ -290,9 +291,7 @@ class _Opening:
         difference = self.wanted.difference(found, size_bytes)
         has_members = _locked(descriptor, 0, PROCESSES_MAX)
         if difference is not None and has_members:
-            raise _error(
-                self.path, f"{difference}. Give all processes the same arguments, or choose another name"
-            )
+            raise _error(self.path, f"{difference}. Give all processes the same arguments, or choose another name")
         if not has_members and self.role is not Role.GUEST and _locked(descriptor, _ATTACHED, 1):
             if time.monotonic() < self.deadline:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # the daemon takes it to remove the name
@@ -367,16 +366,12 @@ def populate(mapping: mmap.mmap) -> bool:
     """Ask for huge pages and map every page for writing, without changing a byte. False if the kernel cannot do it in
     one call (before Linux 5.14); then each page is mapped when it is first touched.
     """
+    # Not `mapping.madvise`: that holds the interpreter's lock, for seconds where the memory is large.
+    advise = ctypes.CDLL(None).madvise
+    address, size = ctypes.c_void_p(address_of(memoryview(mapping))), ctypes.c_size_t(len(mapping))
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without transparent huge pages; small ones do as well
-    try:
-        mapping.madvise(_MADV_POPULATE_WRITE)
-    except (OSError, ValueError):
-        return False
-    return True
+        advise(address, size, mmap.MADV_HUGEPAGE)  # may fail: small pages do as well
+    return int(advise(address, size, _MADV_POPULATE_WRITE)) == 0
 
 
 def _open_file(path: Path, *, creates: bool = False) -> int:

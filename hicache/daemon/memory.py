@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from ..backends.errors import ErrorKind
 from ..errors import CapacityError, SharedMemoryError
-from ..shared_memory import Layout, Role, SharedMemory
+from ..shared_memory import Layout, Role, SharedMemory, populate
 from .refusal import Refused
 from .statistics import ClientStatistics
 
@@ -227,4 +227,5 @@ def _open(request: MemoryRequest, deadline: float) -> SharedMemory:
     if (layout.pages, layout.frame_bytes) != (request.pages, request.frame_bytes) or not memory.has_others():
         memory.close()
         raise Refused(409, ErrorKind.CONFLICT, "memory: the file has other pages, or no engine has it open; open it")
+    populate(memory.mapping)
     return memory

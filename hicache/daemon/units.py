@@ -5,12 +5,13 @@ Locking design: `UnitMemory` belongs to its pool, which locks it. Copies run wit
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
+
+from ..shared_memory import populate
 
 # Units that lie behind each other: (first unit, number of units).
 Extent: TypeAlias = tuple[int, int]
@@ -86,9 +87,8 @@ def _touched(size: int) -> memoryview:
     if not size:
         return memoryview(b"")
     memory = mmap.mmap(-1, size)
-    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
+    if not populate(memory):
+        np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
     return memoryview(memory)
 
 
