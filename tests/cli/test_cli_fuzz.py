@@ -31,7 +31,10 @@ VALUES = [
 EXTRA = {
     ("replay",): ["--requests", "2", "--prefill-rate", "0"], ("trace", "generate"): ["--requests", "2"],
     ("demo",): ["--set", "no.entry=1"], ("dev-up",): ["--port", "0"],
+    ("serve",): ["--set", "no.entry=1"],
 }  # fmt: skip
+# Options of a group. No command may reach a daemon that runs on this machine.
+GROUPS = {"ctl": ["--socket", "none.sock"]}
 # Their finding is that the file is not what it should be.
 FINDS = {("config", "check"), ("inspect",)}
 COMMANDS_OF_EACH = 12
@@ -75,7 +78,7 @@ def drawn(path: tuple[str, ...], numbers: random.Random) -> list[str]:
     """A command line with up to two options, and hostile values."""
     options = [one for one in LEAVES[path].params if isinstance(one, click.Option) and not one.hidden]
     arguments = [one for one in LEAVES[path].params if isinstance(one, click.Argument)]
-    line = [*path, *EXTRA.get(path, [])]
+    line = [path[0], *GROUPS.get(path[0], []), *path[1:], *EXTRA.get(path, [])]
     for option in numbers.sample(options, min(len(options), numbers.randrange(3))):
         # The last of equal ones counts, so those that keep a command short are left alone.
         if option.opts[-1] not in ("--help", "--processes", *line):
