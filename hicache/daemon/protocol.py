@@ -25,7 +25,7 @@ Frames: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 40)]], Fie
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 
 class OpenNamespace(_Body):

@@ -11,8 +11,6 @@ from ..config.files import require_readable
 from ..config.secret import read_private_file, read_secret
 from ..errors import ConfigError
 
-# Of a token: 128 bits in base 64, or more.
-_TOKEN_CHARACTERS_MIN = 22
 # Of a key in PEM.
 _KEY_BYTES_MAX = 64 << 10
 
@@ -26,7 +24,7 @@ class Tokens:
 
 
 def read_tokens(config: DaemonConfig, environ: Mapping[str, str]) -> Tokens:
-    """Read both tokens. Raises ConfigError for one that cannot be had, that is short, or that is the other one too."""
+    """Read both tokens. Raises ConfigError for one that cannot be had or sent, or that is the other one too."""
     data = _token("daemon: token", config.token_env, config, environ)
     admin = _token("daemon: admin token", config.admin_token_env, config, environ)
     if data is not None and data == admin:
@@ -37,11 +35,8 @@ def read_tokens(config: DaemonConfig, environ: Mapping[str, str]) -> Tokens:
 def _token(what: str, variable: str | None, config: DaemonConfig, environ: Mapping[str, str]) -> str | None:
     path = config.admin_token_file if "admin" in what else config.token_file
     token = read_secret(what, variable, path, environ)
-    if token is not None and (len(token) < _TOKEN_CHARACTERS_MIN or not token.isascii() or not token.isprintable()):
-        raise ConfigError(
-            f"{what}: must be {_TOKEN_CHARACTERS_MIN} or more printable ASCII characters; make one with: "
-            "(umask 077; openssl rand -hex 32 > FILE)"
-        )
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"{what}: is not printable ASCII; make one with: (umask 077; openssl rand -hex 32 > FILE)")
     return token
 
 

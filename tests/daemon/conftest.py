@@ -1,0 +1,52 @@
+"""Daemons for tests: one that the tests of a module share, and those of a test of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon.daemons import Client, Daemon, EngineMemory
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """A daemon over a memory store, for a module."""
+    with tempfile.TemporaryDirectory(prefix="hc-") as folder:
+        made = Daemon(Path(folder)).start()
+        yield made
+        made.kill()
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[Client]:
+    """A connection to that daemon, with the namespace of the tests open."""
+    with contextlib.closing(daemon.client()) as made:
+        assert made.open()[0] == 200
+        yield made
+
+
+@pytest.fixture
+def start(scratch: Path) -> Iterator[Callable[..., Daemon]]:
+    """Start a daemon with these entries of the section `daemon`, and whole other sections."""
+    made: list[Daemon] = []
+
+    def begin(daemon: dict[str, Any] | None = None, **sections: Any) -> Daemon:
+        made.append(Daemon(scratch, daemon, **sections))
+        return made[-1].start()
+
+    yield begin
+    for one in made:
+        one.kill()
+
+
+@pytest.fixture
+def memory() -> Iterator[EngineMemory]:
+    """The memory of an engine, which is this process."""
+    made = EngineMemory()
+    yield made
+    made.close()

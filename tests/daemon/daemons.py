@@ -1,0 +1,237 @@
+"""A real daemon in a process of its own, plain HTTP to it, and the memory of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hicache.devservers.ports import LOOPBACK, free_ports
+from hicache.frame import HEADER_BYTES, FrameCodec
+from hicache.shared_memory import Layout, SharedMemory
+from tests.waiting import WAIT_S, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMESPACE = "ab" * 32
+PAYLOAD_BYTES = 12000
+CODEC = FrameCodec(bytes.fromhex(NAMESPACE), PAYLOAD_BYTES, weights_epoch=3, label="tests")
+FRAME_BYTES = CODEC.frame_bytes
+TOKEN = "token-of-the-engines-in-tests"
+
+
+class Client(http.client.HTTPConnection):
+    """A connection to a daemon's Unix socket, or over TCP with `port`."""
+
+    def __init__(self, path: Path | None, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(LOOPBACK, port, timeout=WAIT_S)
+        self._path = path
+        self._tls = tls
+
+    def connect(self) -> None:
+        if self._path is None:
+            super().connect()
+            if self._tls is not None:
+                self.sock = self._tls.wrap_socket(self.sock, server_hostname="localhost")
+            return
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(WAIT_S)
+        self.sock.connect(str(self._path))
+
+    def call(self, method: str, target: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
+        """Send JSON, or bytes, and return the status and the answer: what its JSON says, or bytes."""
+        answer, content = self.whole_call(method, target, body, token)
+        is_json = answer.headers.get_content_type() == "application/json"
+        return answer.status, json.loads(content) if is_json else content
+
+    def whole_call(
+        self, method: str, target: str, body: Any = None, token: str | None = None
+    ) -> tuple[http.client.HTTPResponse, bytes]:
+        """The same, with the headers."""
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        if body is not None and not isinstance(body, bytes):
+            body, headers["content-type"] = json.dumps(body), "application/json"
+        self.request(method, target, body, headers)
+        answer = self.getresponse()
+        return answer, answer.read()
+
+    def verb(self, verb: str, namespace: str = NAMESPACE, **fields: Any) -> tuple[int, Any]:
+        """Call a verb with keys and such."""
+        body = {"timeout_s": WAIT_S, **fields}
+        if "keys" in body:
+            body["keys"] = [key.hex() for key in body["keys"]]
+        return self.call("POST", f"/v1/namespaces/{namespace}/{verb}", body)
+
+    def open(self, namespace: str = NAMESPACE, payload_bytes: int = PAYLOAD_BYTES) -> tuple[int, Any]:
+        """Open a namespace."""
+        fields = {"payload_bytes": payload_bytes, "weights_epoch": 3, "label": "tests"}
+        return self.call("PUT", f"/v1/namespaces/{namespace}", fields)
+
+
+class Daemon:
+    """`hicache serve` in `folder`. `entries` are those of the section `daemon`, and whole other sections."""
+
+    def __init__(self, folder: Path, daemon: Mapping[str, Any] | None = None, **sections: Any) -> None:
+        self.folder = folder
+        self.socket = folder / "run" / "daemon.sock"
+        self.port = free_ports(1)[0]
+        self.config_file = folder / "daemon.yaml"
+        self.log_file = folder / "log"
+        self.environ: dict[str, str] = {}
+        self.process: subprocess.Popen[bytes] | None = None
+        self.configure(daemon, **sections)
+
+    def configure(self, daemon: Mapping[str, Any] | None = None, **sections: Any) -> None:
+        """Write the configuration of the next start or reload."""
+        entries = {"socket": str(self.socket), "listen": f"{LOOPBACK}:{self.port}", "pool": "4MiB",
+                   "staging": "4MiB", **(daemon or {})}  # fmt: skip
+        written = {"daemon": entries, "storage": {"type": "memory"}, **sections}
+        self.config_file.write_text(yaml.safe_dump(written))
+
+    def secret(self, name: str, text: str) -> str:
+        """A private file."""
+        path = self.folder / name
+        path.write_text(text)
+        path.chmod(0o600)
+        return str(path)
+
+    @property
+    def log(self) -> str:
+        """What it has logged."""
+        return self.log_file.read_text()
+
+    def launch(self) -> None:
+        """Start it."""
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "hicache", "serve", "-c", str(self.config_file)],
+                cwd=ROOT, stdout=log, stderr=log, env={**os.environ, **self.environ},
+            )  # fmt: skip
+
+    def start(self) -> Daemon:
+        """Start it and wait until it takes requests."""
+        self.launch()
+        wait_for(self.is_ready)
+        return self
+
+    def is_ready(self) -> bool:
+        """True if it takes requests."""
+        assert self.process is not None and self.process.poll() is None, self.log
+        try:
+            return self.ask("GET", "/readyz")[0] == 200
+        except OSError:
+            return False
+
+    def client(self) -> Client:
+        """A connection to its Unix socket."""
+        return Client(self.socket)
+
+    def tcp(self, tls: ssl.SSLContext | None = None) -> Client:
+        """A connection to its TCP address."""
+        return Client(None, self.port, tls)
+
+    def ask(self, method: str, target: str, body: Any = None) -> tuple[int, Any]:
+        """One call over a connection of its own."""
+        with contextlib.closing(self.client()) as client:
+            return client.call(method, target, body)
+
+    def status(self) -> Any:
+        """Its snapshot."""
+        return self.ask("GET", "/statusz")[1]
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """Wait for its end; its exit code."""
+        assert self.process is not None
+        return self.process.wait(WAIT_S)
+
+    def stop(self) -> int:
+        """End it as systemd does; its exit code."""
+        self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+class EngineMemory:
+    """Frames that a daemon maps."""
+
+    def __init__(self, pages: int = 32, frame_bytes: int = FRAME_BYTES) -> None:
+        self.name = f"test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.shared = SharedMemory.open(
+            self.name, Layout(0, pages, frame_bytes, bytes(32)), deadline=time.monotonic() + WAIT_S
+        )
+        self.pages = pages
+        self.frame_bytes = frame_bytes
+
+    def frame(self, number: int) -> memoryview:
+        """One frame."""
+        return self.shared.frames[number * self.frame_bytes : (number + 1) * self.frame_bytes]
+
+    def attach(self, client: Client, **changed: Any) -> tuple[int, Any]:
+        """Have it mapped."""
+        device, inode = self.shared.identity
+        fields = {"frame_bytes": self.frame_bytes, "pages": self.pages, "device": device, "inode": inode}
+        return client.call("PUT", f"/v1/memory/{self.name}", {**fields, **changed})
+
+    def close(self) -> None:
+        """Remove it."""
+        self.shared.unlink()
+        with contextlib.suppress(BufferError):
+            self.shared.close()
+
+
+def keys_of(count: int, chain: str = "") -> list[bytes]:
+    """Page keys."""
+    return [hashlib.sha256(f"{chain} {number}".encode()).digest() for number in range(count)]
+
+
+def payload_of(key: bytes) -> bytes:
+    """The payload that a page of this key has in the tests."""
+    return hashlib.shake_128(key).digest(PAYLOAD_BYTES)
+
+
+def sealed(key: bytes, parent: bytes | None = None, codec: FrameCodec = CODEC) -> bytes:
+    """A page as a client sends it."""
+    frame = memoryview(bytearray(codec.frame_bytes))
+    frame[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = payload_of(key)
+    return bytes(codec.seal(key, frame, parent=parent))
+
+
+def written(keys: Sequence[bytes]) -> bytes:
+    """The body of a `write`."""
+    parents = [None, *keys]
+    return b"".join(keys) + b"".join(sealed(key, parent) for key, parent in zip(keys, parents, strict=False))
+
+
+def write(client: Client, keys: Sequence[bytes], token: str | None = None, body: bytes | None = None) -> Any:
+    """Store pages as bodies."""
+    target = f"/v1/namespaces/{NAMESPACE}/write?keys={len(keys)}&timeout_s=30"
+    return client.call("POST", target, written(keys) if body is None else body, token)
+
+
+def read(client: Client, keys: Sequence[bytes], token: str | None = None) -> Any:
+    """Read pages as bodies."""
+    body = {"keys": [key.hex() for key in keys], "timeout_s": WAIT_S}
+    return client.call("POST", f"/v1/namespaces/{NAMESPACE}/read", body, token)

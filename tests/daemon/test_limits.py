@@ -1,0 +1,278 @@
+"""What one client can take of a daemon: heads, bodies, connections, requests, time, threads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.daemon.daemons import (
+    FRAME_BYTES,
+    NAMESPACE,
+    Daemon,
+    EngineMemory,
+    keys_of,
+    read,
+    write,
+    written,
+)
+from tests.waiting import wait_for
+
+SHORT = {"head_timeout": "300ms", "body_timeout": "300ms", "idle_timeout": "300ms"}
+SLOW = {"type": "memory", "guard": {"inject": {"latency": "300ms"}}}
+
+
+@contextlib.contextmanager
+def _raw(daemon: Daemon) -> Iterator[socket.socket]:
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as sock:
+        sock.settimeout(30)
+        sock.connect(str(daemon.socket))
+        yield sock
+
+
+def _all(sock: socket.socket) -> bytes:
+    """All that comes until the daemon hangs up."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := sock.recv(65536):
+            received += piece
+    return received
+
+
+def _refused(daemon: Daemon, limit: str) -> int:
+    return int(daemon.status()["refused"].get(limit, 0))
+
+
+HEAD = f"POST /v1/namespaces/{NAMESPACE}/exists HTTP/1.1\r\nhost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status", "limit"),
+    [
+        (b"GET /livez HTTP/1.1\r\nx: " + b"a" * 20000 + b"\r\n\r\n", 431, "head_bytes"),
+        (b"GET /" + b"a" * 20000 + b" HTTP/1.1\r\n\r\n", 431, "head_bytes"),
+        (b"GET /livez HTTP/1.1\r\n" + b"a: b\r\n" * 4000, 431, "head_bytes"),
+        (f"{HEAD}content-length: 99999999\r\n\r\n".encode(), 413, "body_bytes"),
+        (f"{HEAD}content-length: {10**40}\r\n\r\n".encode(), 400, ""),
+        (f"{HEAD}transfer-encoding: chunked\r\n\r\n".encode() + b"ffff\r\n" + b" " * 65535 + b"\r\n", 0, ""),
+        (b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n" * 3, 400, "pipelining"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100), 400, ""),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, ""),
+    ],
+)
+def test_a_request_beyond_the_bounds_is_refused_and_hung_up_on(
+    daemon: Daemon, request_bytes: bytes, status: int, limit: str
+) -> None:
+    before = _refused(daemon, limit)
+    with _raw(daemon) as sock:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            sock.sendall(request_bytes)
+            if not status:  # a body of unknown length goes on until it is too long
+                for _ in range(1000):
+                    sock.sendall(b"ffff\r\n" + b" " * 65535 + b"\r\n")
+        answer = _all(sock)
+    if status:
+        assert f"HTTP/1.1 {status} ".encode() in answer, answer[:100]
+        assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["error"] == "bad_request"
+    else:
+        limit, before = "body_bytes", before or _refused(daemon, "body_bytes") - 1
+    if limit:
+        assert _refused(daemon, limit) > before
+    assert "Traceback" not in daemon.log
+
+
+@pytest.mark.parametrize(
+    ("sent", "limit"),
+    [
+        (b"", "head_timeout"),
+        (b"GET /livez HT", "head_timeout"),
+        (f"{HEAD}content-length: 10\r\n\r\n123".encode(), "body_timeout"),
+        (f"POST /v1/namespaces/{NAMESPACE}/write?keys=1&timeout_s=30 HTTP/1.1\r\nhost: x\r\n"
+         f"content-length: {32 + FRAME_BYTES}\r\n\r\n123".encode(), "body_timeout"),
+    ],
+)  # fmt: skip
+def test_a_client_that_does_not_go_on_is_hung_up_on(start: Callable[..., Daemon], sent: bytes, limit: str) -> None:
+    daemon = start(SHORT)
+    daemon.ask("PUT", f"/v1/namespaces/{NAMESPACE}", {"payload_bytes": 12000})
+    with _raw(daemon) as sock:
+        sock.sendall(sent)
+        _all(sock)
+    assert _refused(daemon, limit) >= 1
+
+
+def test_an_idle_connection_is_closed_and_one_in_use_stays(start: Callable[..., Daemon]) -> None:
+    """Negative control: with the default time it stays."""
+    daemon = start(SHORT)
+    with contextlib.closing(daemon.client()) as client:
+        client.call("GET", "/livez")
+        assert _all(client.sock) == b""
+    daemon.stop()
+    daemon = start()
+    with contextlib.closing(daemon.client()) as client:
+        client.call("GET", "/livez")
+        client.sock.settimeout(0.6)
+        with pytest.raises(TimeoutError):
+            client.sock.recv(1)
+
+
+def test_a_client_that_does_not_take_its_answer_is_hung_up_on_and_frees_the_memory(
+    start: Callable[..., Daemon],
+) -> None:
+    daemon = start({"staging": "64MiB", "pool": 0, "body_timeout": "300ms"})
+    keys = keys_of(900)
+    with contextlib.closing(daemon.client()) as client:
+        client.open()
+        assert write(client, keys)[1]["outcomes"] == ["stored"] * 900
+        head = HEAD.replace("exists", "read")
+        body = json.dumps({"keys": [key.hex() for key in keys], "timeout_s": 30}).encode()
+        request = f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        with contextlib.ExitStack() as open_sockets:
+            for _ in range(4):  # all of the staging memory
+                open_sockets.enter_context(_raw(daemon)).sendall(request)
+            wait_for(lambda: _refused(daemon, "answer_timeout") == 4)
+            assert read(client, keys)[1][:900] == b"H" * 900
+    assert "Traceback" not in daemon.log
+
+
+def test_connections_over_the_limit_are_refused_and_room_comes_back(start: Callable[..., Daemon]) -> None:
+    daemon = start({"connections_max": 4})
+    with contextlib.ExitStack() as held:
+        clients = [held.enter_context(contextlib.closing(daemon.client())) for _ in range(4)]
+        for client in clients:
+            assert client.call("GET", "/livez")[0] == 200
+        with _raw(daemon) as sock:
+            answer = _all(sock)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer
+        with contextlib.closing(daemon.tcp()) as other:  # has a limit of its own
+            assert other.call("GET", "/livez")[0] == 200
+        assert clients[0].call("GET", "/statusz")[1]["refused"] == {"connections": 1}
+    wait_for(daemon.is_ready)
+
+
+def test_requests_over_the_limit_are_refused_with_a_time_to_come_again(start: Callable[..., Daemon]) -> None:
+    daemon = start({"namespace_requests_max": 2, "threads": 1}, storage=SLOW)
+    codes: list[int] = []
+
+    def ask() -> None:
+        with contextlib.closing(daemon.client()) as client:
+            answer, _ = client.whole_call(
+                "POST", f"/v1/namespaces/{NAMESPACE}/exists", {"keys": ["00" * 32], "timeout_s": 30}
+            )
+            codes.append(answer.status)
+            if answer.status == 503:
+                assert answer.headers["retry-after"] == "1"
+
+    with contextlib.closing(daemon.client()) as client:
+        client.open()
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(codes) == [200] * codes.count(200) + [503] * codes.count(503)
+    assert 2 <= codes.count(200) < 6
+    assert daemon.status()["in_flight_requests"] == 1
+
+
+def test_a_slow_namespace_does_not_take_the_threads_of_another_one(start: Callable[..., Daemon]) -> None:
+    """Its calls queue for its own thread; the other's call ends before the last of them."""
+    daemon = start({"threads": 1, "pool": 0}, storage=SLOW)
+    other = "cd" * 32
+    ended: list[str] = []
+
+    def ask(namespace: str) -> None:
+        with contextlib.closing(daemon.client()) as client:
+            assert client.verb("exists", namespace, keys=keys_of(1))[0] == 200
+            ended.append(namespace)
+
+    with contextlib.closing(daemon.client()) as client:
+        client.open()
+        client.open(other)
+    threads = [threading.Thread(target=ask, args=(NAMESPACE,)) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: daemon.status()["in_flight_requests"] == 6)
+    ask(other)
+    for thread in threads:
+        thread.join()
+    assert ended.index(other) < 3
+
+
+def test_page_bodies_wait_for_memory_in_turn_and_give_it_back(start: Callable[..., Daemon]) -> None:
+    daemon = start({"staging": "1MiB", "pool": 0})
+    with contextlib.closing(daemon.client()) as client:
+        client.open()
+        write(client, keys_of(16))
+    failed: list[object] = []
+
+    def work(number: int) -> None:
+        with contextlib.closing(daemon.client()) as client:
+            for _ in range(20):
+                keys = keys_of(16)
+                if read(client, keys)[1][:16] != b"H" * 16:
+                    failed.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_slow_bodies_do_not_keep_others_from_being_served(start: Callable[..., Daemon]) -> None:
+    daemon = start({"pool": 0})
+    keys = keys_of(2)
+    body = written(keys)
+    head = HEAD.replace("exists", "write?keys=2&timeout_s=30") + f"content-length: {len(body)}\r\n\r\n"
+    with contextlib.ExitStack() as held, contextlib.closing(daemon.client()) as client:
+        client.open()
+        for _ in range(40):  # more than there are threads for a namespace
+            held.enter_context(_raw(daemon)).sendall(head.encode() + body[:100])
+        wait_for(lambda: daemon.status()["in_flight_requests"] == 41)
+        assert write(client, keys)[1]["outcomes"] == ["stored"] * 2
+        assert client.verb("exists", keys=keys)[1]["pages"] == 2
+
+
+def test_a_client_that_dies_at_any_point_of_a_request_leaves_nothing(start: Callable[..., Daemon]) -> None:
+    daemon = start({"token_file": None})
+    keys = keys_of(2)
+    body = written(keys)
+    requests = [
+        (HEAD.replace("exists", "write?keys=2&timeout_s=5") + f"content-length: {len(body)}\r\n\r\n").encode() + body,
+        (f"{HEAD}content-type: application/json\r\ncontent-length: 100\r\n\r\n").encode() + b"{" * 100,
+        b"GET /statusz HTTP/1.1\r\nhost: x\r\n\r\n",
+    ]
+    with contextlib.closing(daemon.client()) as client:
+        client.open()
+    for request in requests:
+        step = max(1, len(request) // 25)
+        for cut in range(0, len(request) + step, step):
+            with _raw(daemon) as sock:
+                sock.sendall(request[:cut])
+    wait_for(lambda: daemon.status()["connections"] == 1)
+    wait_for(lambda: daemon.status()["in_flight_requests"] == 1)
+    with contextlib.closing(daemon.client()) as client:
+        assert set(write(client, keys)[1]["outcomes"]) <= {"stored", "present"}
+    assert "Traceback" not in daemon.log
+
+
+def test_namespaces_over_the_limit_are_refused_while_others_are_in_use(start: Callable[..., Daemon]) -> None:
+    daemon = start({"namespaces_max": 2})
+    with contextlib.closing(daemon.client()) as client:
+        assert [client.open(f"{number:064x}")[0] for number in range(3)] == [200, 200, 503]
+        assert client.open(f"{1:064x}")[0] == 200
+
+
+def test_shared_memory_over_the_limit_is_refused(start: Callable[..., Daemon], memory: EngineMemory) -> None:
+    daemon = start({"memory_max": f"{33 * FRAME_BYTES}B", "memories_max": 2})
+    other = EngineMemory(2)
+    with contextlib.closing(daemon.client()) as client, contextlib.closing(other):
+        assert memory.attach(client)[0] == 200
+        assert other.attach(client)[0] == 413
+        assert client.call("DELETE", f"/v1/memory/{memory.name}")[0] == 200
+        assert other.attach(client)[0] == 200

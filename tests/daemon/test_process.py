@@ -1,0 +1,200 @@
+"""The daemon as a process: one at a time, restarts, draining, reloading, and what systemd is told."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.config import HiCacheConfig
+from hicache.daemon.reload import changed_entries
+from tests.daemon.daemons import NAMESPACE, TOKEN, Daemon, EngineMemory, keys_of, write
+from tests.waiting import wait_for
+
+SLOW = {"type": "memory", "guard": {"inject": {"latency": "700ms"}}}
+HANGING = {"type": "memory", "guard": {"inject": {"latency": "1h"}}}
+
+
+def _file_store(scratch: Path) -> dict[str, Any]:
+    return {"type": "file", "options": {"path": str(scratch / "store"), "free_space_floor": "0B"}}
+
+
+def test_a_second_daemon_at_the_same_socket_is_refused(daemon: Daemon) -> None:
+    other = copy.copy(daemon)
+    other.log_file = daemon.folder / "other-log"
+    other.launch()
+    assert other.wait() == 2
+    assert "another process holds" in other.log
+    assert daemon.is_ready()
+
+
+def test_a_daemon_that_was_killed_is_started_again_under_its_engines(
+    start: Callable[..., Daemon], scratch: Path, memory: EngineMemory
+) -> None:
+    daemon = start(storage=_file_store(scratch))
+    keys = keys_of(4)
+    with contextlib.closing(daemon.client()) as client:
+        first = client.open()[1]["instance"]
+        memory.attach(client)
+        assert write(client, keys)[1]["outcomes"] == ["stored"] * 4
+    daemon.kill()
+    assert daemon.socket.exists()  # left over
+    daemon.start()
+    with contextlib.closing(daemon.client()) as client:
+        fields = {"keys": keys, "memory": memory.name, "frames": [0, 1, 2, 3]}
+        assert client.verb("get", **fields)[0] == 404
+        assert client.open()[1]["instance"] != first
+        assert client.verb("get", **fields)[0] == 404
+        memory.attach(client)
+        assert client.verb("get", **fields)[1]["outcomes"] == ["hit"] * 4
+
+
+def _ask_in_background(daemon: Daemon, answers: list[Any]) -> threading.Thread:
+    def ask() -> None:
+        with contextlib.closing(daemon.client()) as client:
+            try:
+                answers.append(client.verb("exists", keys=keys_of(1)))
+            except (OSError, EOFError) as error:
+                answers.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_for(lambda: daemon.status()["in_flight_requests"] == 2)
+    return thread
+
+
+def test_sigterm_lets_requests_end_and_the_process_ends_with_0(start: Callable[..., Daemon]) -> None:
+    daemon = start(storage=SLOW)
+    daemon.ask("PUT", f"/v1/namespaces/{NAMESPACE}", {"payload_bytes": 12000})
+    with contextlib.closing(daemon.client()) as idle:
+        idle.call("GET", "/livez")
+        answers: list[Any] = []
+        thread = _ask_in_background(daemon, answers)
+        assert daemon.stop() == 0
+        thread.join()
+        assert answers == [(200, {"pages": 0, "errors": []})]
+        assert idle.sock.recv(1) == b""  # an idle connection is closed at once
+    assert not daemon.socket.exists()
+    assert "draining" in daemon.log
+
+
+def test_a_store_that_hangs_does_not_keep_the_process(start: Callable[..., Daemon]) -> None:
+    daemon = start({"drain_timeout": "200ms"}, storage=HANGING)
+    daemon.ask("PUT", f"/v1/namespaces/{NAMESPACE}", {"payload_bytes": 12000})
+    answers: list[Any] = []
+    thread = _ask_in_background(daemon, answers)
+    assert daemon.stop() == 0
+    thread.join()
+    assert isinstance(answers[0], OSError)
+    assert "1 requests have not ended in time" in daemon.log
+
+
+def test_a_reload_changes_tokens_limits_and_overrides_and_names_the_rest(
+    start: Callable[..., Daemon], scratch: Path
+) -> None:
+    token = scratch / "token"
+    token.touch(0o600)
+    token.write_text(TOKEN)
+    daemon = start({"token_file": str(token), "pool": 0})
+    target, body = f"/v1/namespaces/{NAMESPACE}", {"payload_bytes": 12000, "label": "tests", "weights_epoch": 3}
+    with contextlib.closing(daemon.tcp()) as client, contextlib.closing(daemon.client()) as local:
+        assert client.call("PUT", target, body, TOKEN)[0] == 200
+        assert write(local, keys_of(1))[1]["outcomes"] == ["stored"]
+        token.write_text("another-token")
+        daemon.configure(
+            {"token_file": str(token), "pool": "8MiB", "namespaces_max": 1},
+            storage={"type": "memory", "guard": {"read": "off"}},
+        )
+        daemon.signal(signal.SIGHUP)
+        wait_for(lambda: "restart it to change: daemon.pool" in daemon.log)
+        assert "changed: daemon.namespaces_max, storage.guard.read" in daemon.log
+        assert client.call("PUT", target, body, TOKEN)[0] == 401
+        assert client.call("PUT", target, body, "another-token")[0] == 200
+        assert local.open("cd" * 32)[0] == 503
+        answer = local.verb("exists", keys=keys_of(1))[1]
+        assert answer["pages"] == 0 and answer["errors"]
+        daemon.configure({"token_file": str(token), "pool": 0})
+        daemon.signal(signal.SIGHUP)
+        wait_for(lambda: local.verb("exists", keys=keys_of(1))[1]["pages"] == 1)
+    assert "another-token" not in daemon.log
+
+
+def test_a_configuration_that_is_refused_changes_nothing(start: Callable[..., Daemon]) -> None:
+    daemon = start()
+    daemon.config_file.write_text("daemon: {socket: 5\n")
+    daemon.signal(signal.SIGHUP)
+    wait_for(lambda: "reload refused, nothing was changed" in daemon.log)
+    daemon.configure({"token_env": "NOT_SET"})
+    daemon.signal(signal.SIGHUP)
+    wait_for(lambda: "NOT_SET is not set" in daemon.log)
+    assert daemon.is_ready()
+
+
+def test_a_change_of_the_storage_needs_a_restart_and_overrides_do_not() -> None:
+    def config(path: str, read: str, **daemon: Any) -> HiCacheConfig:
+        return HiCacheConfig(
+            storage={"type": "file", "options": {"path": path}, "guard": {"read": read}}, daemon=daemon
+        )  # type: ignore[arg-type]
+
+    now, later = changed_entries(config("/a", "auto"), config("/b", "off", drain_timeout="1s", threads=3))
+    assert now == ["daemon.drain_timeout", "storage.guard.read"]
+    assert later == ["daemon.threads", "storage.options.path"]
+    assert changed_entries(config("/a", "auto"), config("/a", "auto")) == ([], [])
+
+
+def test_systemd_is_told_of_each_state(scratch: Path) -> None:
+    daemon = Daemon(scratch)
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as manager:
+        manager.bind(str(scratch / "notify"))
+        manager.settimeout(30)
+        daemon.environ = {"NOTIFY_SOCKET": str(scratch / "notify"), "WATCHDOG_USEC": "100000"}
+        try:
+            daemon.start()
+            assert manager.recv(1000) == b"READY=1"
+            assert manager.recv(1000) == b"WATCHDOG=1"
+            daemon.signal(signal.SIGHUP)
+            told = b""
+            while not told.startswith(b"RELOADING=1\nMONOTONIC_USEC="):
+                told = manager.recv(1000)
+            while told != b"READY=1":
+                told = manager.recv(1000)
+            daemon.signal(signal.SIGTERM)
+            while told != b"STOPPING=1":
+                told = manager.recv(1000)
+            assert daemon.wait() == 0
+        finally:
+            daemon.kill()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"storage": {"type": "nothing"}}, "backend 'nothing' is not known"),
+        ({"storage": None, "daemon": {"pool": 0}}, "neither storage nor a pool"),
+        ({"daemon": {"tls": {"certificate": "/none", "key": "/none"}}}, "daemon.tls.certificate '/none'"),
+        ({"integrity": {"mac_key_env": "NOT_SET"}}, "NOT_SET: is not set"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_the_daemon_listens(
+    scratch: Path, sections: dict[str, Any], message: str
+) -> None:
+    daemon = Daemon(scratch, **sections)
+    daemon.launch()
+    assert daemon.wait() == 2
+    assert message in daemon.log and "Traceback" not in daemon.log
+    assert not daemon.socket.exists()
+
+
+def test_a_pool_without_a_store_is_a_store(start: Callable[..., Daemon]) -> None:
+    daemon = start(storage=None)
+    with contextlib.closing(daemon.client()) as client:
+        client.open()
+        assert write(client, keys_of(2))[1]["outcomes"] == ["stored"] * 2
+        assert client.verb("exists", keys=keys_of(3))[1]["pages"] == 2

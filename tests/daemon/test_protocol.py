@@ -1,0 +1,305 @@
+"""`/v1`: verbs on frames of shared memory and on page bodies, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.synchronize import Event
+from typing import Any
+
+import pytest
+
+from hicache.frame import HEADER_BYTES, FrameCodec
+from hicache.shared_memory import Layout, Role, SharedMemory
+from tests.daemon.daemons import (
+    CODEC,
+    FRAME_BYTES,
+    NAMESPACE,
+    PAYLOAD_BYTES,
+    Client,
+    Daemon,
+    EngineMemory,
+    keys_of,
+    payload_of,
+    read,
+    sealed,
+    write,
+    written,
+)
+from tests.waiting import wait_for
+
+SLOW = {"type": "memory", "guard": {"inject": {"latency": "400ms"}}}
+
+
+def _pages(content: bytes, count: int) -> tuple[bytes, list[memoryview]]:
+    frames = memoryview(content)[count:]
+    return content[:count], [frames[at : at + FRAME_BYTES] for at in range(0, len(frames), FRAME_BYTES)]
+
+
+def test_pages_move_between_the_store_and_frames_of_an_engine(client: Client, memory: EngineMemory) -> None:
+    keys = keys_of(4, "frames")
+    assert memory.attach(client)[0] == 200
+    for number, key in enumerate(keys):
+        memory.frame(number)[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = payload_of(key)
+    status, answer = client.verb("set", keys=keys, memory=memory.name, frames=[0, 1, 2, 3])
+    assert (status, answer) == (200, {"outcomes": ["stored"] * 4, "errors": []})
+    assert client.verb("exists", keys=[*keys, bytes(32)]) == (200, {"pages": 4, "errors": []})
+    assert client.verb("has", keys=[bytes(32), keys[3]])[1]["stored"] == [False, True]
+    answer = client.verb("get", keys=[*keys, bytes(32)], memory=memory.name, frames=[9, 8, 7, 6, 5])[1]
+    assert answer["outcomes"] == ["hit"] * 4 + ["miss"]
+    for number, key in zip((9, 8, 7, 6), keys, strict=True):
+        assert CODEC.is_sealed(key, memory.frame(number))
+        assert memory.frame(number)[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] == payload_of(key)
+    assert client.verb("delete", keys=keys[3:])[1]["pages"] == 1
+    assert client.verb("exists", keys=keys)[1]["pages"] == 3
+
+
+def test_pages_travel_as_bodies(client: Client) -> None:
+    keys = keys_of(5, "bodies")
+    assert write(client, keys) == (200, {"outcomes": ["stored"] * 5, "errors": []})
+    assert write(client, keys)[1]["outcomes"] == ["present"] * 5
+    status, content = read(client, [*keys, bytes(32)])
+    outcomes, frames = _pages(content, 6)
+    assert (status, outcomes) == (200, b"HHHHHM")
+    for key, frame in zip(keys, frames, strict=True):
+        assert CODEC.check(key, frame) is None
+        assert frame[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] == payload_of(key)
+
+
+def test_a_body_that_comes_in_small_pieces_is_the_same(daemon: Daemon, client: Client) -> None:
+    """Whichever part of it the event loop has seen, and whichever its thread."""
+    keys = keys_of(3, "pieces")
+    body = written(keys)
+    target = f"/v1/namespaces/{NAMESPACE}/write?keys=3&timeout_s=30"
+    head = f"POST {target} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with contextlib.closing(daemon.client()) as other:
+        other.connect()
+        for cut in (len(head), len(head) + 1, len(head) + 40, len(head) + 5000):
+            other.sock.sendall((head + body)[:cut])
+            wait_for(lambda: daemon.status()["in_flight_requests"] == 2)  # this one and the question
+            for at in range(cut, len(head + body), 9001):
+                other.sock.sendall((head + body)[at : at + 9001])
+            answer = b""
+            while b"}" not in answer:
+                answer += other.sock.recv(4096)
+            assert b"200 OK" in answer and b'"errors":[]' in answer
+    assert client.verb("exists", keys=keys)[1]["pages"] == 3
+
+
+def test_a_damaged_body_is_not_stored_nor_what_follows_it(client: Client) -> None:
+    keys = keys_of(3, "damaged")
+    body = bytearray(written(keys))
+    body[3 * 32 + FRAME_BYTES + HEADER_BYTES + 5] ^= 1
+    assert write(client, keys, body=bytes(body)) == (
+        200, {"outcomes": ["stored", "error", "error"], "errors": ["checksum"]},
+    )  # fmt: skip
+    assert client.verb("has", keys=keys)[1]["stored"] == [True, False, False]
+    assert read(client, keys)[1][:3] == b"HMM"
+
+
+@pytest.mark.parametrize("format", ["mac", "encryption", "zstd"])
+def test_what_a_store_seals_in_its_own_way_is_plain_on_the_wire(
+    start: Callable[..., Daemon], format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_PAGE_KEY", "17" * 32)
+    sections: dict[str, Any] = {
+        "mac": {"integrity": {"mac_key_env": "TEST_PAGE_KEY"}},
+        "encryption": {"storage_format": {"encryption_key_env": "TEST_PAGE_KEY"}},
+        "zstd": {"storage_format": {"compression": "zstd"}},
+    }[format]
+    daemon = start({"pool": 0}, **sections)
+    keys = keys_of(3, format)
+    with contextlib.closing(daemon.client()) as client:
+        client.open()
+        assert write(client, keys)[1]["outcomes"] == ["stored"] * 3
+        outcomes, frames = _pages(read(client, keys)[1], 3)
+    assert outcomes == b"HHH"
+    wire = FrameCodec(bytes.fromhex(NAMESPACE), PAYLOAD_BYTES)
+    for key, frame in zip(keys, frames, strict=True):
+        assert wire.check(key, frame) is None
+        assert frame[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] == payload_of(key)
+
+
+def test_a_namespace_is_opened_once_and_keeps_its_size(client: Client) -> None:
+    first, second = client.open(), client.open()
+    assert first == second and first[1]["frame_bytes"] == FRAME_BYTES
+    assert client.open(payload_bytes=PAYLOAD_BYTES + 1)[0] == 409
+
+
+def test_what_is_not_known_is_told_apart_from_what_is_empty(client: Client, memory: EngineMemory) -> None:
+    assert client.verb("exists", "cd" * 32, keys=keys_of(1))[0] == 404
+    assert client.verb("get", keys=keys_of(1), memory=memory.name, frames=[0])[0] == 404
+    assert client.call("GET", f"/v1/namespaces/{NAMESPACE}/nothing")[0] in (404, 405)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"frames": [32]}, 422),
+        ({"frames": [-1]}, 422),
+        ({"frames": [1 << 60]}, 422),
+        ({"frames": []}, 422),
+        ({"frames": [0, 1]}, 422),
+        ({"frames": [True]}, 422),
+        ({"frames": [0], "timeout_s": 0}, 422),
+        ({"frames": [0], "timeout_s": "nan"}, 422),
+        ({"frames": [0], "more": 1}, 422),
+        ({"frames": [0], "mapping": "0" * 32}, 404),
+        ({"frames": [0], "memory": "../shm"}, 422),
+    ],
+)
+def test_frames_that_an_engine_does_not_have_are_refused(
+    client: Client, memory: EngineMemory, fields: dict[str, Any], status: int
+) -> None:
+    memory.attach(client)
+    found, answer = client.verb("get", **{"keys": keys_of(1), "memory": memory.name, **fields})
+    assert found == status, answer
+    assert set(answer) == {"error", "detail"}
+
+
+def test_a_frame_is_not_lent_twice_to_one_call(client: Client, memory: EngineMemory) -> None:
+    memory.attach(client)
+    assert client.verb("get", keys=keys_of(2), memory=memory.name, frames=[3, 3])[0] == 422
+
+
+@pytest.mark.parametrize("key", ["AB" * 32, "ab" * 31, "ab" * 31 + " a", "zz" * 32, 5, None])
+def test_keys_are_64_digits_in_lower_case(client: Client, key: Any) -> None:
+    target = f"/v1/namespaces/{NAMESPACE}/exists"
+    status, answer = client.call("POST", target, {"keys": ["ab" * 32, key], "timeout_s": 1})
+    assert status == 422
+    assert "ab" * 31 not in str(answer)
+
+
+def test_a_batch_that_hangs_on_itself_is_refused_without_naming_a_key(client: Client) -> None:
+    key = keys_of(1, "loop")[0]
+    target = f"/v1/namespaces/{NAMESPACE}/write?keys=1&timeout_s=5&parent={key.hex()}"
+    status, answer = client.call("POST", target, key + sealed(key))
+    assert status == 422 and key.hex() not in str(answer)
+
+
+def test_a_refused_body_is_read_to_its_end_so_that_the_connection_can_be_used_again(client: Client) -> None:
+    keys = keys_of(3, "again")
+    target = f"/v1/namespaces/{'cd' * 32}/write?keys=3&timeout_s=5"
+    sock = client.sock
+    assert client.call("POST", target, written(keys))[0] == 404
+    assert client.call("POST", f"/v1/namespaces/{NAMESPACE}/write?keys=2&timeout_s=5", written(keys))[0] == 422
+    assert write(client, keys)[1]["outcomes"] == ["stored"] * 3
+    assert client.sock is sock
+
+
+def test_more_page_bodies_than_memory_for_them_are_refused(client: Client) -> None:
+    pages_max = client.open()[1]["body_pages_max"]
+    keys = keys_of(pages_max + 1, "many")
+    assert read(client, keys)[0] == 413
+    assert write(client, keys)[0] == 413
+    assert read(client, keys[:pages_max])[1] == b"M" * pages_max
+
+
+def test_memory_is_mapped_only_as_it_is(client: Client, memory: EngineMemory) -> None:
+    assert memory.attach(client, pages=31)[0] == 409
+    assert memory.attach(client, inode=1)[0] == 409
+    assert memory.attach(client, frame_bytes=FRAME_BYTES + 1)[0] == 422
+    assert memory.attach(client, device=None)[0] == 422
+    assert client.call("PUT", "/v1/memory/no-such-memory", {
+        "frame_bytes": FRAME_BYTES, "pages": 1, "device": 1, "inode": 1,
+    })[0] == 409  # fmt: skip
+
+
+def test_memory_with_other_frames_than_the_namespace_is_refused(client: Client) -> None:
+    other = EngineMemory(2, FRAME_BYTES + 4096)
+    try:
+        assert other.attach(client)[0] == 200
+        assert client.verb("get", keys=keys_of(1), memory=other.name, frames=[0])[0] == 409
+    finally:
+        other.close()
+
+
+def test_a_call_that_waited_while_its_memory_was_attached_again_is_refused(
+    client: Client, memory: EngineMemory
+) -> None:
+    """Negative control: the same call with the new mapping, or with none, is served."""
+    first = memory.attach(client)[1]["mapping"]
+    assert memory.attach(client)[1]["mapping"] == first  # nothing has changed
+    assert client.call("DELETE", f"/v1/memory/{memory.name}")[0] == 200
+    second = memory.attach(client)[1]["mapping"]
+    for mapping, status in ((first, 404), (second, 200), (None, 200)):
+        fields = {"keys": keys_of(1), "memory": memory.name, "frames": [0], "mapping": mapping}
+        assert client.verb("get", **fields)[0] == status
+
+
+def test_memory_is_let_go_only_when_no_operation_touches_it(
+    start: Callable[..., Daemon], memory: EngineMemory
+) -> None:
+    daemon = start({"pool": 0}, storage=SLOW)
+    with contextlib.closing(daemon.client()) as client, contextlib.closing(daemon.client()) as other:
+        client.open()
+        memory.attach(client)
+        answers: list[str] = []
+
+        def get() -> None:
+            status, _ = client.verb("get", keys=keys_of(1), memory=memory.name, frames=[0])
+            answers.append(f"get {status}")
+
+        thread = threading.Thread(target=get)
+        thread.start()
+        wait_for(lambda: bool(daemon.status()["clients"][0]["operations"]))
+        target = f"/v1/memory/{memory.name}"
+        assert other.call("DELETE", f"{target}?timeout_s=0.001")[0] == 503  # it waits no longer than it may
+        refused = other.verb("get", keys=keys_of(1), memory=memory.name, frames=[1])
+        answers.append(f"delete {other.call('DELETE', target)[0]}")
+        thread.join()
+        assert refused[0] == 404
+        assert sorted(answers) == ["delete 200", "get 200"]
+        assert daemon.status()["clients"] == []
+
+
+def _engine(name: str, identity: Any, ready: Event, end: Event) -> None:
+    made = EngineMemory()
+    name.value, identity[0], identity[1] = made.name.encode(), *made.shared.identity  # type: ignore[attr-defined]
+    ready.set()
+    end.wait()
+
+
+def test_the_memory_of_an_engine_that_died_is_removed(daemon: Daemon, client: Client) -> None:
+    context = multiprocessing.get_context("spawn")
+    name, identity = context.Array("c", 64), context.Array("L", 2)
+    ready, end = context.Event(), context.Event()
+    engine = context.Process(target=_engine, args=(name, identity, ready, end))
+    engine.start()
+    assert ready.wait(30)
+    memory = name.value.decode()  # type: ignore[attr-defined]
+    fields = {"frame_bytes": FRAME_BYTES, "pages": 32, "device": identity[0], "inode": identity[1]}
+    assert client.call("PUT", f"/v1/memory/{memory}", fields)[0] == 200
+    engine.kill()
+    engine.join()
+    wait_for(lambda: all(one["name"] != memory for one in daemon.status()["clients"]))
+    assert client.verb("get", keys=keys_of(1), memory=memory, frames=[0])[0] == 404
+    assert f"memory {memory}: its engine has died" in daemon.log
+
+
+def test_the_daemon_creates_memory_for_an_engine_that_asks_for_it(client: Client) -> None:
+    name = f"daemons-{id(client)}"
+    fields = {"frame_bytes": FRAME_BYTES, "pages": 2, "shape": "11" * 32}
+    assert client.call("PUT", f"/v1/memory/{name}", fields)[0] == 200
+    layout = Layout(0, 2, FRAME_BYTES, b"\x11" * 32)
+    memory = SharedMemory.open(name, layout, deadline=time.monotonic() + 30, role=Role.GUEST)
+    memory.frames[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = payload_of(keys_of(1, name)[0])
+    assert client.verb("set", keys=keys_of(1, name), memory=name, frames=[0])[1]["outcomes"] == ["stored"]
+    memory.close()
+    assert client.call("DELETE", f"/v1/memory/{name}")[0] == 200
+    assert not memory.path.exists()
+
+
+def test_each_verb_is_counted_under_its_name_and_status(daemon: Daemon, client: Client) -> None:
+    client.verb("exists", "ef" * 32, keys=[])
+    assert client.verb("clear")[0] == 200
+    usage = client.call("GET", f"/v1/namespaces/{NAMESPACE}/usage")
+    assert usage[0] == 200 and usage[1]["pages"] == 0
+    status = daemon.status()
+    assert status["requests"]["exists"]["404"] >= 1
+    assert status["requests"]["clear"] == {"200": 1}
+    assert sum(status["latency"]["usage"]["counts"]) == status["requests"]["usage"]["200"]
+    assert status["namespaces"][0]["label"] == "tests" and status["namespaces"][0]["weights_epoch"] == 3

@@ -1,0 +1,207 @@
+"""Who may call what: peers of the Unix socket, tokens, TLS, and where a daemon refuses to listen."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.config import HiCacheConfig, load_config
+from hicache.daemon.security import read_tokens
+from hicache.errors import ConfigError
+from tests.certificates import Certificates, make_certificates
+from tests.daemon.daemons import NAMESPACE, TOKEN, Client, Daemon, keys_of, read, write
+
+PROBES = ("/livez", "/readyz")
+PAGES = ("/", "/statusz", "/openapi.json", "/history")
+OPEN = {"payload_bytes": 12000}
+NAMESPACE_PATH = f"/v1/namespaces/{NAMESPACE}"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def _statuses(client: Client, paths: tuple[str, ...], token: str | None = None) -> list[int]:
+    return [client.call("GET", path, token=token)[0] for path in paths]
+
+
+def test_without_a_token_loopback_serves_only_what_tells_nothing_and_takes_nothing(daemon: Daemon) -> None:
+    with contextlib.closing(daemon.tcp()) as client:
+        assert _statuses(client, PROBES + PAGES) == [200] * 6
+        assert client.call("PUT", NAMESPACE_PATH, OPEN)[0] == 401
+        assert client.call("DELETE", "/v1/memory/x")[0] == 401
+        assert client.call("GET", "/nothing")[0] == 401
+        assert client.call("GET", "/v1/admin/status")[0] == 403
+    assert daemon.ask("PUT", NAMESPACE_PATH, OPEN)[0] == 200  # the Unix socket needs none
+
+
+def test_a_token_opens_data_and_a_wrong_one_does_not(start: Callable[..., Daemon], scratch: Path) -> None:
+    token = scratch / "token"
+    token.touch(0o600)
+    token.write_text(f"{TOKEN}\n")
+    daemon = start({"token_file": str(token)})
+    keys = keys_of(2)
+    with contextlib.closing(daemon.tcp()) as client:
+        for wrong in (None, "", TOKEN[:-1], TOKEN + "x", TOKEN.upper(), "\xe9"):
+            answer, _ = client.whole_call("PUT", NAMESPACE_PATH, OPEN, wrong)
+            assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
+        assert client.call("PUT", NAMESPACE_PATH, OPEN, TOKEN)[0] == 200
+        assert write(client, keys, TOKEN)[1]["outcomes"] == ["stored"] * 2
+        assert write(client, keys)[0] == 401
+        assert read(client, keys, TOKEN)[1][:2] == b"HH"
+        assert client.call("GET", "/v1/admin/status", token=TOKEN)[0] == 403
+        assert daemon.status()["refused"]["token"] == 7
+    assert TOKEN not in daemon.log
+
+
+def test_the_admin_token_opens_the_admin_surface_over_tcp_and_no_data(start: Callable[..., Daemon], scratch: Path) -> None:
+    admin = scratch / "admin"
+    admin.touch(0o600)
+    admin.write_text("token-of-operators")
+    daemon = start({"admin_token_file": str(admin)})
+    with contextlib.closing(daemon.tcp()) as client:
+        assert client.call("GET", "/v1/admin/status")[0] == 403
+        assert client.call("GET", "/v1/admin/status", token="token-of-operators")[0] == 200
+        assert client.call("PUT", NAMESPACE_PATH, OPEN, "token-of-operators")[0] == 401
+
+
+def test_beyond_loopback_all_but_probes_need_the_token(start: Callable[..., Daemon], scratch: Path) -> None:
+    token = scratch / "token"
+    token.touch(0o600)
+    token.write_text(TOKEN)
+    daemon = Daemon(scratch)
+    daemon.configure({"token_file": str(token), "listen": f"0.0.0.0:{daemon.port}"})
+    try:
+        daemon.start()
+        with contextlib.closing(daemon.tcp()) as client:
+            assert _statuses(client, PROBES + PAGES) == [200, 200, 401, 401, 401, 401]
+            assert _statuses(client, PAGES, TOKEN) == [200] * 4
+    finally:
+        daemon.kill()
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "example.com:80", "10.1.2.3:80"])
+def test_beyond_loopback_a_configuration_needs_a_token_or_tls(listen: str) -> None:
+    with pytest.raises(ConfigError, match=r"daemon: .*listen: beyond loopback"):
+        load_config(environ={}, overrides={"daemon.listen": listen})
+    load_config(environ={}, overrides={"daemon.listen": listen, "daemon.token_env": "TOKEN"})
+    load_config(environ={}, overrides={"daemon.listen": "127.0.0.1:0"})
+
+
+@pytest.mark.parametrize(
+    ("section", "environ", "message"),
+    [
+        ({"token_env": "T"}, {}, "not set"),
+        ({"token_env": "T"}, {"T": "with\ttab"}, "printable ASCII"),
+        ({"token_env": "T", "admin_token_env": "A"}, {"T": "one", "A": "one"}, "one of their own"),
+    ],
+)
+def test_tokens_that_cannot_be_used_are_refused_without_being_quoted(
+    section: dict[str, Any], environ: dict[str, str], message: str
+) -> None:
+    config = HiCacheConfig(daemon=section).daemon  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_tokens(config, environ)
+    assert not any(secret in str(caught.value) for secret in environ.values() if secret != "one")
+
+
+def test_a_token_in_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="0644"):
+        read_tokens(HiCacheConfig(daemon={"token_file": path}).daemon, {})  # type: ignore[arg-type]
+
+
+def _client_context(certificates: Certificates, *, own: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=certificates.ca_file)
+    if own:
+        context.load_cert_chain(certificates.client_cert_file, certificates.client_key_file)
+    return context
+
+
+def test_tls_protects_the_token_and_the_pages(
+    start: Callable[..., Daemon], scratch: Path, certificates: Certificates
+) -> None:
+    token = scratch / "token"
+    token.touch(0o600)
+    token.write_text(TOKEN)
+    tls = {"certificate": str(certificates.cert_file), "key": str(certificates.key_file)}
+    daemon = start({"tls": tls, "token_file": str(token), "pool": 0})
+    keys = keys_of(8)
+    with contextlib.closing(daemon.tcp(_client_context(certificates, own=False))) as client:
+        assert client.call("PUT", NAMESPACE_PATH, OPEN)[0] == 401
+        assert client.call("PUT", NAMESPACE_PATH, {**OPEN, "label": "tests", "weights_epoch": 3}, TOKEN)[0] == 200
+        assert write(client, keys, TOKEN)[1]["outcomes"] == ["stored"] * 8
+        assert read(client, keys, TOKEN)[1][:8] == b"H" * 8
+    with contextlib.closing(daemon.tcp()) as plain, pytest.raises((OSError, http.client.HTTPException)):
+        plain.call("GET", "/livez")
+
+
+def test_mutual_tls_takes_the_place_of_a_token(start: Callable[..., Daemon], certificates: Certificates) -> None:
+    """Negative control: without its certificate a client gets no answer at all."""
+    tls = {
+        "certificate": str(certificates.cert_file), "key": str(certificates.key_file),
+        "client_ca": str(certificates.ca_file),
+    }  # fmt: skip
+    daemon = start({"tls": tls})
+    with contextlib.closing(daemon.tcp(_client_context(certificates, own=True))) as client:
+        assert client.call("PUT", NAMESPACE_PATH, {**OPEN, "label": "tests", "weights_epoch": 3})[0] == 200
+        assert write(client, keys_of(3))[1]["outcomes"] == ["stored"] * 3
+    with contextlib.closing(daemon.tcp(_client_context(certificates, own=False))) as client:
+        with pytest.raises((OSError, http.client.HTTPException)):
+            client.call("GET", "/livez")
+
+
+# Connects as another user and prints what it is told.
+_AS_OTHER = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX)
+sock.connect(sys.argv[1])
+sock.sendall(b"GET /livez HTTP/1.1\\r\\nhost: x\\r\\n\\r\\n")
+print(sock.recv(65536).decode())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused_even_if_the_directory_lets_it_in(daemon: Daemon) -> None:
+    """Negative control: root itself is served over the same socket."""
+    command = [sys.executable, "-c", _AS_OTHER, str(daemon.socket)]
+    shut = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "PermissionError" in shut.stderr
+    for path, mode in ((daemon.folder, 0o755), (daemon.socket.parent, 0o711), (daemon.socket, 0o666)):
+        path.chmod(mode)
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert "HTTP/1.1 403" in answer.stdout and "access_denied" in answer.stdout
+        assert daemon.status()["refused"]["peer"] == 1
+    finally:
+        for path, mode in ((daemon.socket, 0o600), (daemon.socket.parent, 0o700), (daemon.folder, 0o700)):
+            path.chmod(mode)
+
+
+def test_a_directory_that_lets_others_in_is_refused(scratch: Path) -> None:
+    (scratch / "run").mkdir(mode=0o755)
+    daemon = Daemon(scratch)
+    daemon.launch()
+    assert daemon.wait() == 2
+    assert "chmod 700" in daemon.log
+
+
+def test_the_socket_is_its_owners_alone(daemon: Daemon) -> None:
+    assert daemon.socket.stat().st_mode & 0o777 == 0o600
+    assert daemon.socket.parent.stat().st_mode & 0o777 == 0o700
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as sock:
+        sock.connect(str(daemon.socket))
