@@ -28,7 +28,8 @@ from .statistics import NodeState
 from .status import refusal_json
 
 _PROBES = frozenset({"livez", "readyz"})
-_PAGES = frozenset({"statusz", "metrics", "openapi.json", "page"})
+_PAGES = frozenset({"statusz", "metrics", "openapi.json", "page", "history"})
+_PAGE_FILES = frozenset({"", "page.css", "page.js"})
 _VERBS = frozenset({"exists", "has", "get", "set", "read", "write", "delete", "clear", "usage"})
 _ADMIN = "/v1/admin/"
 
@@ -37,7 +38,7 @@ def operation_of(method: str, path: str) -> str:
     """Return the name under which a request is counted: one of a few, whatever the client asks for."""
     parts = path.strip("/").split("/")
     if parts[0] != "v1":
-        first = parts[0] or "page"
+        first = "page" if parts[0] in _PAGE_FILES else parts[0]
         return first if first in _PROBES | _PAGES else "other"
     what = parts[1] if len(parts) > 1 else ""
     if what == "namespaces":

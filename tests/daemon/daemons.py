@@ -68,7 +68,7 @@ class Client(http.client.HTTPConnection):
         answer = self.getresponse()
         return answer, answer.read()
 
-    def verb(self, verb: str, namespace: str = NAMESPACE, **fields: Any) -> tuple[int, Any]:
+    def verb(self, verb: str, namespace: str = NAMESPACE, /, **fields: Any) -> tuple[int, Any]:
         """Call a verb with keys and such."""
         body = {"timeout_s": WAIT_S, **fields}
         if "keys" in body:

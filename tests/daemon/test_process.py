@@ -48,7 +48,7 @@ def test_a_daemon_that_was_killed_is_started_again_under_its_engines(
     assert daemon.socket.exists()  # left over
     daemon.start()
     with contextlib.closing(daemon.client()) as client:
-        fields = {"keys": keys, "memory": memory.name, "frames": [0, 1, 2, 3]}
+        fields: dict[str, Any] = {"keys": keys, "memory": memory.name, "frames": [0, 1, 2, 3]}
         assert client.verb("get", **fields)[0] == 404
         assert client.open()[1]["instance"] != first
         assert client.verb("get", **fields)[0] == 404
@@ -141,7 +141,7 @@ def test_a_change_of_the_storage_needs_a_restart_and_overrides_do_not() -> None:
     def config(path: str, read: str, **daemon: Any) -> HiCacheConfig:
         return HiCacheConfig(
             storage={"type": "file", "options": {"path": path}, "guard": {"read": read}}, daemon=daemon
-        )  # type: ignore[arg-type]
+        )
 
     now, later = changed_entries(config("/a", "auto"), config("/b", "off", drain_timeout="1s", threads=3))
     assert now == ["daemon.drain_timeout", "storage.guard.read"]

@@ -226,7 +226,9 @@ def test_a_call_that_waited_while_its_memory_was_attached_again_is_refused(
     assert client.call("DELETE", f"/v1/memory/{memory.name}")[0] == 200
     second = memory.attach(client)[1]["mapping"]
     for mapping, status in ((first, 404), (second, 200), (None, 200)):
-        fields = {"keys": keys_of(1), "memory": memory.name, "frames": [0], "mapping": mapping}
+        fields: dict[str, Any] = {
+            "keys": keys_of(1), "memory": memory.name, "frames": [0], "mapping": mapping,
+        }  # fmt: skip
         assert client.verb("get", **fields)[0] == status
 
 
