@@ -12,6 +12,8 @@ from ..backends.guard.breaker import BreakerState
 from ..units import DURATION_MAX_S, SIZE_MAX_BYTES
 
 KEYS_MAX = 4096
+# Damaged pages that a job names; its counts are of all.
+FINDINGS_MAX = 100
 TOKENS_MAX = 1 << 20
 PIN_TTL_S = 3600.0
 
@@ -184,9 +186,19 @@ class JobState(enum.StrEnum):
         return self in (JobState.DONE, JobState.CANCELLED, JobState.FAILED)
 
 
+class DamagedPage(Model):
+    """A page that is not sound: where it is, and what is wrong with it."""
+
+    store: str
+    namespace: Hex
+    key: Hex
+    damage: str
+
+
 class Progress(Model):
-    """How far a job is. `store` is the one it works on, `total` its pages, None while they are not known. The counts
-    are of all stores so far: `damaged` by reason, `removed` pages."""
+    """How far a job is. `store` is the one it works on, of which `pages` and `total` are; None while it is not known.
+    The counts are of all stores so far: `damaged` by reason, `removed` pages; `findings` are the first damaged pages.
+    """
 
     store: str = ""
     pages: int = 0
@@ -197,6 +209,7 @@ class Progress(Model):
     unverifiable: int = 0
     removed: int = 0
     skipped: list[str] = []
+    findings: list[DamagedPage] = []
 
 
 class Job(Model):

@@ -270,7 +270,7 @@ def _add_stores(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
     @router.post("/attach", status_code=204)
     async def attach(body: StoreRequest, request: Request) -> None:
         """Use the configured storage, or one store of it alone. It is open once `status` shows it."""
-        request.state.what = f"attach {_named(body.store)}"
+        request.state.what = "attach the storage" if body.store is None else f"attach {_named(body.store)} alone"
         target.stores.require(body.store)
         if target.stores.whole is None:
             raise AdminError("unsupported", "the configuration has no section `storage`, so there is nothing to attach")
@@ -279,7 +279,7 @@ def _add_stores(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
     @router.post("/detach", status_code=204)
     async def detach(body: StoreRequest, request: Request) -> None:
         """Close the storage and go on without."""
-        request.state.what = f"detach {_named(body.store)}"
+        request.state.what = "detach the storage"
         if body.store is not None and len(target.stores.specs) > 1 and target.stores.require(body.store):
             raise AdminError(
                 "unsupported", f"{body.store!r} is one store of several and cannot be closed alone; bypass it, or "

@@ -18,10 +18,10 @@ from ..backends.guard import unique_names
 from ..backends.raw import RawStore
 from ..backends.registry import BackendSpec, open_raw, part_specs
 from ..backends.tools.removal import purge_raw
-from ..backends.tools.verify import PageKeys, verify_raw
+from ..backends.tools.verify import Finding, PageKeys, verify_raw
 from ..config import HiCacheConfig
 from ..errors import AdminError, ConfigError
-from .models import Progress
+from .models import FINDINGS_MAX, DamagedPage, Progress
 
 # The progress after each step of a job; closing it releases the store that it has open.
 Steps: TypeAlias = Generator[Progress, None, None]
@@ -69,12 +69,16 @@ class ConfiguredStores:
                 continue
             with closing:
                 for step in verify_raw(raw, keys=self._keys, rate_bytes_per_s=rate_bytes_per_s, remove=remove):
+                    findings = before.findings
+                    if step.findings:
+                        findings = [*findings, *(_damaged(name, found) for found in step.findings[:FINDINGS_MAX])]
                     last = Progress(
                         store=name, pages=step.pages, total=step.pages_total, bytes=before.bytes + step.bytes,
                         damaged=dict(Counter(before.damaged) + step.damaged),
                         unsupported=before.unsupported + sum(step.unsupported.values()),
                         unverifiable=before.unverifiable + step.unverifiable,
                         removed=before.removed + step.removed, skipped=before.skipped,
+                        findings=findings[:FINDINGS_MAX],
                     )  # fmt: skip
                     yield last
             before = last
@@ -113,6 +117,12 @@ class ConfiguredStores:
                 yield name, None, contextlib.nullcontext()
             else:
                 yield name, raw, contextlib.closing(raw)
+
+
+def _damaged(store: str, found: Finding) -> DamagedPage:
+    return DamagedPage(
+        store=store, namespace=found.page.namespace.hex(), key=found.page.key.hex(), damage=found.damage
+    )  # fmt: skip
 
 
 def _leaf_specs(spec: BackendSpec) -> Iterator[BackendSpec]:

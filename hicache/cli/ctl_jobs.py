@@ -18,6 +18,8 @@ from .progress import Told, follow
 # How often a job is asked for: short jobs end soon, and one request costs the other side a millisecond.
 ASK_S = 0.2
 _CANCEL_S_MAX = 30.0
+# Damaged pages that people are shown.
+_NAMED_MAX = 10
 
 
 def watch(
@@ -88,6 +90,10 @@ def summary(job: Job) -> Iterator[str]:
         yield f"  read      {counted(progress.pages, 'page')}, {format_size(progress.bytes)}"
         for reason, pages in sorted(progress.damaged.items()):
             yield f"  damaged   {counted(pages, 'page')}: {reason}"
+        for page in progress.findings[:_NAMED_MAX]:
+            yield f"    {page.store}  {page.namespace[:12]}  {page.key[:16]}  {page.damage}"
+        if len(progress.findings) > _NAMED_MAX:
+            yield "    ... (`--json` names the first 100)"
         if not progress.damaged:
             yield "  damaged   none"
         if progress.unsupported:

@@ -120,6 +120,7 @@ def test_scrub_finds_damage_and_its_exit_code_says_so(ctl: Ctl, tmp_path: Path) 
     assert "damaged   none" in ctl("scrub").out
     damage_one(tmp_path)
     ended = ctl.quick("scrub", "disk", "--remove", code=1)
+    assert f"disk  {DIGEST[:12]}  {KEYS[1][:16]}  tag" in ended.out
     assert "damaged   1 page" in ended.out and "removed   1 page" in ended.out
     job = ctl.quick("--json", "scrub", "disk").json
     assert (job["state"], job["progress"]["pages"], job["progress"]["damaged"]) == ("done", 3, {})

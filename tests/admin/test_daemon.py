@@ -238,7 +238,7 @@ def test_with_an_admin_token_the_socket_needs_it_too_and_actions_are_logged(with
     daemon.ask("POST", "/detach", {}, 204, token=ADMIN_TOKEN)
     assert Ctl(("-c", str(daemon.config_file))).quick("stores").out == "no stores are open\n"
     log = daemon.log.read_text()
-    assert "admin: token: detach all stores: ok" in log
+    assert "admin: token: detach the storage: ok" in log
     assert f"admin: uid {os.geteuid()}: POST '/v1/admin/detach': refused (forbidden)" in log
     assert ADMIN_TOKEN not in log and DATA_TOKEN not in log
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,9 @@ def test_a_scrub_finds_damage_and_removes_it_on_demand(served: RunningEngine, tm
     for remove in (False, True):
         progress = served.job("/scrub", {"store": "file", "remove": remove})["progress"]
         assert (progress["pages"], sum(progress["damaged"].values()), progress["removed"]) == (4, 1, int(remove))
+        assert [(page["store"], page["namespace"], page["key"]) for page in progress["findings"]] == [
+            ("file", DIGEST, KEYS[1])
+        ]  # fmt: skip
     assert served.job("/scrub", {})["progress"]["pages"] == 3
 
 
@@ -245,6 +249,13 @@ def test_with_several_ranks_one_of_them_cannot_act_alone(
     served.ask("PUT", "/breakers", {"mode": "off"}, 204)
 
 
+@pytest.fixture(scope="module")
+def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    """An engine that refuses."""
+    with RunningEngine(file_config(tmp_path_factory.mktemp("idle"))) as running:
+        yield running
+
+
 @pytest.mark.parametrize(
     ("method", "target", "body", "code", "says"),
     [
@@ -267,9 +278,9 @@ def test_with_several_ranks_one_of_them_cannot_act_alone(
     ],
 )  # fmt: skip
 def test_a_refusal_says_what_to_do_and_quotes_nothing(
-    engine: RunningEngine, method: str, target: str, body: object, code: int, says: str
+    idle: RunningEngine, method: str, target: str, body: object, code: int, says: str
 ) -> None:
-    answer = engine.ask(method, target, body, code)
+    answer = idle.ask(method, target, body, code)
     assert set(answer) == {"error", "detail"} and says in answer["detail"]
     assert "secret-key" not in answer["detail"] and "-5" not in answer["detail"]
 
