@@ -30,8 +30,7 @@ VALUES = [
 # What keeps a command short that would otherwise have work to do.
 EXTRA = {
     ("replay",): ["--requests", "2", "--prefill-rate", "0"], ("trace", "generate"): ["--requests", "2"],
-    ("demo",): ["--set", "no.entry=1"], ("dev-up",): ["--port", "0"],
-    ("serve",): ["--set", "no.entry=1"],
+    ("demo",): ["--set", "no.entry=1"], ("serve",): ["--set", "no.entry=1"], ("dev-up",): ["--port", "0"],
 }  # fmt: skip
 # Options of a group. No command may reach a daemon that runs on this machine.
 GROUPS = {"ctl": ["--socket", "none.sock"]}
