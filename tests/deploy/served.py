@@ -1,0 +1,103 @@
+"""A daemon started as a deployment file starts it, with its places moved to a directory and ports of the test."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hicache.devservers.ports import LOOPBACK, free_ports
+from tests.waiting import WAIT_S, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+# The port that every deployment file names.
+PORT = 9321
+CONFIG = "/etc/hicache/daemon.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the directories of a deployment are in a test."""
+
+    folder: Path
+    port: int
+
+    @classmethod
+    def make(cls, folder: Path) -> Place:
+        """Make the directories as the deployment does."""
+        for name in ("run", "lib", "etc"):
+            (folder / name).mkdir(mode=0o700)
+        return cls(folder, free_ports(1)[0])
+
+    @property
+    def socket(self) -> Path:
+        """The daemon's Unix socket."""
+        return self.folder / "run/daemon.sock"
+
+    def moved(self, text: str, **changes: str) -> str:
+        """Return a text of a deployment file with this place's directories and port. Each of `changes`, with `_` for
+        what is no letter, must occur in it."""
+        for old, new in {
+            "/run/hicache/private/": f"{self.folder}/run/", "/run/hicache/": f"{self.folder}/run/",
+            "/var/lib/hicache": f"{self.folder}/lib", "/etc/hicache": f"{self.folder}/etc",
+            "0.0.0.0:": f"{LOOPBACK}:", f":{PORT}": f":{self.port}",
+            # Taken at start, or more than this disk has.
+            **{f"pool: {size}GiB": "pool: 16MiB" for size in (1, 4, 16)},
+            **{f"free_space_floor: {size}GiB": "free_space_floor: 0B" for size in (10, 50)},
+        }.items():  # fmt: skip
+            text = text.replace(old, new)
+        for old, new in changes.items():
+            assert old in text, f"the file no longer says {old}"
+            text = text.replace(old, new)
+        return text
+
+    def get(self, path: str, *, port: int | None = None, token: str | None = None) -> int:
+        """Return the status of a request, over the Unix socket or a TCP port."""
+        connection = http.client.HTTPConnection(LOOPBACK, port or 0, timeout=WAIT_S)
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as unix:
+            if port is None:
+                unix.connect(str(self.socket))
+                connection.sock = unix
+            connection.request("GET", path, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+            status = connection.getresponse().status
+            connection.close()
+            return status
+
+    def is_ready(self) -> bool:
+        """True if a daemon serves here."""
+        with contextlib.suppress(OSError):
+            return self.get("/readyz") == 200
+        return False
+
+
+@contextlib.contextmanager
+def served(
+    place: Place, arguments: Sequence[str], environ: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `hicache` with the arguments of a deployment, wait until it is ready, and end it as a deployment does."""
+    log_path = place.folder / "log"
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hicache", *(place.moved(argument) for argument in arguments)], cwd=ROOT,
+            env=os.environ | dict(environ or {}), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+
+    def require_running() -> None:
+        assert process.poll() is None, log_path.read_text()
+
+    try:
+        wait_for(place.is_ready, require_running, pause_s=0.02)
+        yield process
+        require_running()
+        process.terminate()
+        assert process.wait(WAIT_S) == 0, log_path.read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(WAIT_S)
