@@ -1,0 +1,118 @@
+"""deploy/systemd: systemd takes each unit, confines it, and the daemon does what the unit says of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.served import CONFIG, Place, served
+from tests.waiting import wait_for
+
+UNITS = ("hicache.service", "user/hicache.service")
+ANALYZE = shutil.which("systemd-analyze")
+# In tenths, as systemd-analyze takes it; it calls up to 5.0 medium and up to 2.0 ok.
+EXPOSURE_MAX = "20"
+
+needs_systemd = pytest.mark.skipif(ANALYZE is None, reason="needs systemd-analyze, of Debian's package systemd")
+
+
+def entry(unit: str, name: str) -> str:
+    """The only value of an entry."""
+    (value,) = re.findall(rf"^{name}=(.*)$", unit, flags=re.MULTILINE)
+    return str(value)
+
+
+def analyze(command: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run systemd-analyze."""
+    assert ANALYZE is not None
+    environ = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "SYSTEMD_COLORS": "0"}
+    return subprocess.run([ANALYZE, *command], env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def installed(repository: Path, tmp_path: Path, name: str) -> Path:
+    """A copy of a unit whose program is there, as it is after an installation."""
+    unit = (repository / "deploy/systemd" / name).read_text(encoding="utf-8")
+    hicache = Path(sys.executable).with_name("hicache")
+    path = tmp_path / "hicache.service"
+    path.write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={hicache}", unit, flags=re.MULTILINE), encoding="utf-8")
+    return path
+
+
+@needs_systemd
+@pytest.mark.parametrize("name", UNITS)
+def test_systemd_takes_the_unit(repository: Path, tmp_path: Path, name: str) -> None:
+    """And the control: it says so of an entry that it does not know."""
+    path = installed(repository, tmp_path, name)
+    command = ["--user" if name.startswith("user/") else "--system", "verify", str(path)]
+    result = analyze(command, tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    path.write_text(path.read_text(encoding="utf-8").replace("WatchdogSec=", "WatchdogSeconds="), encoding="utf-8")
+    assert "WatchdogSeconds" in analyze(command, tmp_path).stderr
+
+
+@needs_systemd
+def test_the_unit_is_confined(repository: Path, tmp_path: Path) -> None:
+    """And the control: without its confinement it is over the limit."""
+    path = installed(repository, tmp_path, "hicache.service")
+    command = ["security", "--offline=yes", f"--threshold={EXPOSURE_MAX}", str(path)]
+    result = analyze(command, tmp_path)
+    assert result.returncode == 0, result.stdout
+    text = re.sub(r"^(Protect|Restrict|SystemCall|Capability).*\n", "", path.read_text(), flags=re.MULTILINE)
+    path.write_text(text, encoding="utf-8")
+    assert analyze(command, tmp_path).returncode != 0
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_the_socket_is_in_the_directory_that_the_unit_makes(repository: Path, name: str) -> None:
+    unit = (repository / "deploy/systemd" / name).read_text(encoding="utf-8")
+    assert (entry(unit, "RuntimeDirectory"), entry(unit, "RuntimeDirectoryMode")) == ("hicache", "0700")
+    if name == "hicache.service":
+        assert entry(unit, "Environment") == "XDG_RUNTIME_DIR=/run"
+    assert "\nRemoveIPC=" not in unit, "it would remove the memory of engines when the daemon stops"
+
+
+@contextlib.contextmanager
+def listening(path: Path) -> Iterator[socket.socket]:
+    """The socket on which systemd hears of a service's state."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+        notify.bind(str(path))
+        notify.settimeout(30)
+        yield notify
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("name", UNITS)
+def test_the_daemon_keeps_to_the_protocol_that_the_unit_names(repository: Path, tmp_path: Path, name: str) -> None:
+    """Type=notify, WatchdogSec= and ExecReload=, without systemd: this test listens in its place."""
+    unit = (repository / "deploy/systemd" / name).read_text(encoding="utf-8")
+    assert entry(unit, "Type") == "notify" and entry(unit, "ExecReload") == "/bin/kill -HUP $MAINPID"
+    assert int(entry(unit, "WatchdogSec")) > 0
+    place = Place.make(tmp_path)
+    (tmp_path / "etc/daemon.yaml").write_text(
+        f"daemon: {{socket: {place.socket}, pool: 16MiB}}\n"
+        f"storage: {{type: file, options: {{path: {tmp_path}/lib/pages, free_space_floor: 0B}}}}\n"
+    )
+    arguments = entry(unit, "ExecStart").split()[1:-1]
+    with listening(tmp_path / "notify") as notify:
+        environ = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
+        told: set[str] = set()
+
+        def hear() -> None:
+            told.update(notify.recv(4096).decode().splitlines())
+
+        with served(place, [*arguments, CONFIG], environ) as process:
+            wait_for(lambda: {"READY=1", "WATCHDOG=1"} <= told, hear)
+            told.clear()
+            process.send_signal(signal.SIGHUP)
+            wait_for(lambda: {"RELOADING=1", "READY=1"} <= told or "WATCHDOG=1" in told, hear)
+        wait_for(lambda: "STOPPING=1" in told, hear)
