@@ -1,0 +1,76 @@
+"""Each file in deploy/ and configs/ is exercised by a test: this table says by which, and is complete."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+READY = "tests.test_ready_configs"
+# A file or a folder, and the test that opens it. The longest name that fits counts.
+EXERCISED_BY = {
+    "configs/daemon.yaml": "tests.deploy.test_daemon:test_the_ready_configuration_works_as_it_is",
+    "configs/demo.yaml": f"{READY}:test_the_one_with_a_disk",
+    "configs/encrypted-file.yaml": f"{READY}:test_the_one_with_encrypted_pages",
+    "configs/file-over-mooncake.yaml": f"{READY}:test_the_one_with_a_disk_above_mooncake",
+    "configs/file-over-redis.yaml": f"{READY}:test_the_one_with_a_disk_above_redis",
+    "configs/levels.yaml": f"{READY}:test_the_one_with_a_disk_above_a_bucket",
+    "configs/memory-over-file.yaml": f"{READY}:test_the_one_with_several_stores",
+    "configs/mooncake.yaml": f"{READY}:test_the_one_for_mooncake",
+    "configs/redis-cluster.yaml": f"{READY}:test_the_one_for_a_cluster",
+    "configs/redis-sentinel.yaml": f"{READY}:test_the_one_for_sentinels",
+    "configs/redis.yaml": f"{READY}:test_the_one_for_redis",
+    "configs/replay.yaml": f"{READY}:test_the_one_with_a_disk",
+    "configs/s3-compatible.yaml": f"{READY}:test_the_one_for_a_server_with_the_interface_of_s3",
+    "configs/s3.yaml": f"{READY}:test_the_one_for_a_bucket",
+    "configs/sharded-file.yaml": f"{READY}:test_the_one_with_several_stores",
+    "configs/single-node-file.yaml": f"{READY}:test_the_one_with_a_disk",
+    "configs/two-level-file.yaml": f"{READY}:test_the_one_with_several_stores",
+    "deploy/compose/compose.yaml": "tests.deploy.test_compose:test_the_file_is_valid_and_a_wrong_one_is_not",
+    "deploy/compose/config/engine.yaml": "tests.deploy.test_compose:test_the_daemon_over_a_disk",
+    "deploy/compose/config/file.yaml": "tests.deploy.test_compose:test_the_daemon_over_a_disk",
+    "deploy/compose/config/mooncake.yaml": "tests.deploy.test_compose:test_the_daemon_in_a_mooncake_store",
+    "deploy/compose/config/s3.yaml": "tests.deploy.test_compose:test_the_daemon_over_a_bucket",
+    "deploy/compose/config/valkey.yaml": "tests.deploy.test_compose:test_the_daemon_over_valkey",
+    "deploy/compose/prometheus.yml": "tests.deploy.test_compose:test_prometheus_takes_the_file_and_finds_the_rules",
+    "deploy/docker/Dockerfile": "tests.deploy.test_docker:test_the_linter_takes_it_and_refuses_a_wrong_one",
+    "deploy/kubernetes/kustomization.yaml": "tests.deploy.test_kubernetes:test_kustomize_renders_them_all",
+    "deploy/kubernetes/daemon.yaml": "tests.deploy.test_kubernetes:test_the_daemon_serves_an_engine_with_the_files",
+    "deploy/kubernetes/": "tests.deploy.test_kubernetes:test_the_schemas_take_each_resource",
+    "deploy/grafana/build.py": "tests.deploy.test_prometheus:test_the_dashboards_are_those_of_their_tables",
+    "deploy/grafana/dashboards/": "tests.deploy.test_prometheus:test_every_panel_and_rule_names_metrics_that_there_are",
+    "deploy/grafana/provisioning/": "tests.deploy.test_compose:test_grafana_finds_prometheus_and_the_dashboards",
+    "deploy/prometheus/": "tests.deploy.test_prometheus:test_the_configuration_and_its_rules_are_valid",
+    "deploy/prometheus/tests/": "tests.deploy.test_prometheus:test_the_rules_pass_their_tests",
+    "deploy/systemd/hicache.service": "tests.deploy.test_systemd:test_systemd_takes_the_unit",
+    "deploy/systemd/user/hicache.service": "tests.deploy.test_systemd:test_systemd_takes_the_unit",
+}
+
+
+def files(repository: Path) -> Iterator[str]:
+    """The files of both folders."""
+    for folder in ("configs", "deploy"):
+        for path in sorted((repository / folder).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                yield path.relative_to(repository).as_posix()
+
+
+def entry_of(file: str) -> str | None:
+    """The entry of the table that holds for a file."""
+    fitting = [name for name in EXERCISED_BY if file == name or (name.endswith("/") and file.startswith(name))]
+    return max(fitting, key=len, default=None)
+
+
+def test_each_file_is_exercised_and_each_entry_is_needed(repository: Path) -> None:
+    used = {file: entry_of(file) for file in files(repository)}
+    assert not [file for file, entry in used.items() if entry is None], "no test exercises these"
+    assert set(used.values()) == set(EXERCISED_BY), "these are gone"
+    assert entry_of("deploy/unknown.yaml") is None and entry_of("configs/unknown.yaml") is None
+
+
+@pytest.mark.parametrize("test", sorted(set(EXERCISED_BY.values())))
+def test_the_tests_exist(test: str) -> None:
+    module, _, name = test.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
