@@ -1,0 +1,204 @@
+"""Hostile clients of a real daemon, each attack beside a client that is served all the time. The figures are in
+docs/daemon.md; `make hostile` takes longer."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hicache.shared_memory import path_of
+from tests.waiting import wait_for
+
+from .attacks import BOUNDS, FRAME_BYTES, NAMESPACE, OPEN, attach, keys_of, memory, open_namespace
+from .hostile import GROWTH_MAX, Outcome, run
+from .process import REPOSITORY, Daemon, Held, answer_of, request
+
+pytestmark = pytest.mark.long
+
+TOKEN = "t" * 30
+NOBODY = 65534
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Two rounds of all attacks, the first for warming up."""
+    seed = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**31)))
+    print(f"TEST_SEED={seed} replays this")
+    folder = tmp_path_factory.mktemp("hostile") / "daemon"
+    return run(folder, seed, lambda number: number < 2, lambda number: number > 0)
+
+
+def test_every_attack_is_refused_and_a_client_beside_is_served(outcome: Outcome) -> None:
+    assert outcome.rounds == 2
+    assert not outcome.failures and outcome.served > 100
+
+
+def test_memory_descriptors_and_threads_come_back_and_the_daemon_ends_cleanly(outcome: Outcome) -> None:
+    assert outcome.faults() == []
+
+
+def test_growth_is_seen() -> None:
+    """The control of the test above."""
+    warm = Held(100 << 20, 20, 20)
+    for most in (Held(int((100 << 20) * GROWTH_MAX) + (1 << 20), 20, 20), Held(0, 100, 0), Held(0, 0, 100)):
+        assert len(Outcome(warm=warm, most=most, served=1, exit_code=0).faults()) == 1
+    assert not Outcome(warm=warm, most=warm, served=1, exit_code=0).faults()
+
+
+# Engines that die while the daemon is at their frames
+
+_ENGINE = """
+import sys, time
+from tests.daemon.attacks import FRAME_BYTES
+from hicache.shared_memory import Layout, SharedMemory
+made = SharedMemory.open(sys.argv[1], Layout(0, 8, FRAME_BYTES, bytes(32)), deadline=time.monotonic() + 10)
+print(*made.identity, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[Daemon]:
+    """A daemon whose store takes a second for each call."""
+    storage = {"type": "memory", "guard": {"inject": {"latency": "1s"}}}
+    with Daemon(tmp_path / "slow", storage, **BOUNDS) as daemon:
+        open_namespace(daemon)
+        yield daemon
+
+
+@pytest.mark.parametrize("verb", ["get", "set"])
+def test_an_engine_that_is_killed_while_its_frames_are_in_use_leaves_nothing(slow: Daemon, verb: str) -> None:
+    name, dice = f"dies-{os.getpid()}-{verb}", random.Random(1)
+    engine = subprocess.Popen(
+        [sys.executable, "-c", _ENGINE, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert engine.stdout is not None
+    device, inode = map(int, engine.stdout.readline().split())
+    body = {"frame_bytes": FRAME_BYTES, "pages": 8, "device": device, "inode": inode}
+    assert slow.call("PUT", f"/v1/memory/{name}", body)[0] == 200
+    transfer = {"keys": keys_of(8, dice), "memory": name, "frames": list(range(8)), "timeout_s": 5}
+    with slow.connect() as sock:
+        sock.sendall(request("POST", f"{OPEN}/{verb}", json.dumps(transfer).encode()))
+        wait_for(lambda: _operations(slow) == [1])
+        engine.kill()
+        engine.communicate()
+        # The daemon has the frames in use: they stay mapped, and their file stays, until the call has ended.
+        assert _operations(slow) == [1] and path_of(name).exists()
+        assert answer_of(sock)[0] == 200
+    wait_for(lambda: _operations(slow) == [] and not path_of(name).exists())
+    assert slow.end()[0] == 0
+
+
+def test_memory_is_not_taken_away_under_a_call_whose_client_has_gone(slow: Daemon) -> None:
+    with memory(f"goes-{os.getpid()}") as made:
+        assert attach(slow, made)[0] == 200
+        transfer = {"keys": keys_of(8, random.Random(1)), "memory": made.name, "frames": list(range(8)), "timeout_s": 5}
+        with slow.connect() as sock:
+            sock.sendall(request("POST", f"{OPEN}/get", json.dumps(transfer).encode()))
+            wait_for(lambda: _operations(slow) == [1])
+        status, answer = slow.call("DELETE", f"/v1/memory/{made.name}?timeout_s=0.1")
+        assert (status, answer["error"]) == (503, "leased")
+        assert slow.call("DELETE", f"/v1/memory/{made.name}")[0] == 200
+        assert _operations(slow) == []
+
+
+def _operations(daemon: Daemon) -> list[int]:
+    return [client["operations"] for client in daemon.call("GET", "/statusz")[1]["clients"]]
+
+
+# Who may call what
+
+
+@pytest.fixture(params=[False, True], ids=["no-token", "token"])
+def listening(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Daemon, int]]:
+    """A daemon on loopback, and its port."""
+    settings = {**BOUNDS, "listen": "127.0.0.1:0"}
+    if request.param:
+        token = tmp_path / "token"
+        token.touch(0o600)
+        token.write_text(TOKEN)
+        settings["token_file"] = str(token)
+    with Daemon(tmp_path / "tcp", **settings) as daemon:
+        open_namespace(daemon)
+        port = int(daemon.log.read_text().split(" port ")[1].split()[0])
+        yield daemon, port
+
+
+def test_on_loopback_nobody_without_the_token_gets_at_pages(listening: tuple[Daemon, int]) -> None:
+    daemon, port = listening
+    has_token = (daemon.log.parent.parent / "token").exists()
+    keys = json.dumps({"keys": keys_of(1, random.Random(1)), "timeout_s": 1}).encode()
+
+    def status(method: str, path: str, body: bytes = b"", given: str = "") -> int:
+        with socket.create_connection(("127.0.0.1", port), 30.0) as sock:
+            sock.sendall(request(method, path, body, authorization=given))
+            return answer_of(sock)[0]
+
+    for path in ("/", "/livez", "/readyz", "/statusz", "/openapi.json"):
+        assert status("GET", path) == 200
+    wrong = ("", "Bearer " + "x" * 30, "Bearer ", "Basic eA==", "Bearer " + TOKEN[:-1], "bearer")
+    for given in wrong:
+        for verb in ("exists", "has", "read", "delete", "clear", "get", "set", "write"):
+            assert status("POST", f"{OPEN}/{verb}", keys, given) == 401
+        assert status("PUT", f"/v1/namespaces/{'cd' * 32}", b'{"payload_bytes": 1}', given) == 401
+        assert status("PUT", "/v1/memory/x", b"{}", given) == 401
+        assert status("GET", f"{OPEN}/usage", given=given) == 401
+        assert status("GET", "/v1/nothing", given=given) == 401
+        assert status("GET", "/v1/admin/status", given=given) in {401, 403}
+    with_token = status("POST", f"{OPEN}/exists", keys, f"Bearer {TOKEN}")
+    assert with_token == (200 if has_token else 401)
+    assert TOKEN not in daemon.log.read_text()
+
+
+_CONNECT = """
+import os, socket, sys
+os.setgid(65534), os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX)
+try:
+    sock.connect(sys.argv[1])
+    sock.sendall(b"GET /statusz HTTP/1.1\\r\\nhost: x\\r\\n\\r\\n")
+    print(sock.recv(100).split()[1].decode())
+except PermissionError:
+    print("cannot connect")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("is_open", [False, True])
+def test_another_user_is_kept_out_by_the_directory_and_by_the_daemon(is_open: bool) -> None:
+    """Even where somebody has opened the directory and the socket to all."""
+    folder = Path(f"/tmp/hicache-uid-{os.getpid()}-{is_open}")
+    try:
+        with Daemon(folder, **BOUNDS) as daemon:
+            if is_open:
+                for path, mode in ((folder, 0o755), (daemon.socket.parent, 0o755), (daemon.socket, 0o777)):
+                    path.chmod(mode)
+            done = subprocess.run(
+                [sys.executable, "-c", _CONNECT, str(daemon.socket)], capture_output=True, text=True, check=True
+            )
+            assert done.stdout.strip() == ("403" if is_open else "cannot connect")
+            assert daemon.call("GET", "/livez")[0] == 200
+    finally:
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+def test_a_daemon_ends_cleanly_while_clients_are_hostile(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "ends", **BOUNDS) as daemon:
+        socks = [daemon.connect() for _ in range(50)]
+        body = json.dumps({"keys": keys_of(2, random.Random(1)), "timeout_s": 5}).encode()
+        whole = request("POST", f"/v1/namespaces/{NAMESPACE}/exists", body)
+        for number, sock in enumerate(socks):
+            sock.sendall(whole[: number * len(whole) // 50])
+        assert daemon.end()[0] == 0
+        assert not daemon.socket.exists()
+        for sock in socks:
+            sock.close()
