@@ -174,7 +174,7 @@ def _add_bodies(app: FastAPI, node: Node, staging: Staging) -> None:
     async def read(namespace: NamespacePath, body: Lookup) -> Response:
         """Read pages: one byte for each key says what became of it (`H` hit, `M` miss, `C` corrupt, `E` error), then
         the frames of the hits follow in order."""
-        keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
+        keys, deadline = body.keys, _deadline(node, body.timeout_s)
         return PagesAnswer(node, node.find(namespace), staging, keys, deadline)
 
     @app.post(f"{path}/write", tags=["pages"], responses=_REFUSALS,
@@ -198,7 +198,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
     @post("exists")
     async def exists(namespace: NamespacePath, body: Lookup) -> Pages:
         """How many of the keys are stored before the first hole."""
-        keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
+        keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found = node.find(namespace)
         pages, errors = await node.call(found, lambda: found.store.batch_exists(keys, deadline=deadline))
         return Pages(pages=pages, errors=errors)
@@ -206,7 +206,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
     @post("has")
     async def has(namespace: NamespacePath, body: Lookup) -> Stored:
         """Whether each of the keys is stored."""
-        keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
+        keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found = node.find(namespace)
         stored, errors = await node.call(found, lambda: found.store.batch_has(keys, deadline=deadline))
         return Stored(stored=stored, errors=errors)
@@ -214,7 +214,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
     @post("get")
     async def get(namespace: NamespacePath, body: Transfer) -> GetOutcomes:
         """Read pages into frames of an engine's memory."""
-        keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
+        keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found, mapping = node.find(namespace), node.memories.find(body.memory, body.mapping)
         _require_equal(len(keys), len(body.frames))
 
@@ -228,7 +228,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
     @post("set")
     async def put(namespace: NamespacePath, body: Store) -> SetOutcomes:
         """Store pages from frames of an engine's memory."""
-        keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
+        keys, deadline = body.keys, _deadline(node, body.timeout_s)
         parent = None if body.parent is None else bytes.fromhex(body.parent)
         found, mapping = node.find(namespace), node.memories.find(body.memory, body.mapping)
         _require_equal(len(keys), len(body.frames))
@@ -243,7 +243,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
     @post("delete")
     async def delete(namespace: NamespacePath, body: Lookup) -> Pages:
         """Remove pages."""
-        keys, deadline = _keys(body.keys), _deadline(node, body.timeout_s)
+        keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found = node.find(namespace)
         pages, errors = await node.call(found, lambda: found.store.delete(keys, deadline=deadline))
         return Pages(pages=pages, errors=errors)
@@ -269,11 +269,6 @@ async def _on(threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:
 
 def _deadline(node: Node, timeout_s: float) -> float:
     return time.monotonic() + min(timeout_s, node.config.daemon.request_timeout)
-
-
-def _keys(keys: list[str]) -> list[bytes]:
-    joined = bytes.fromhex("".join(keys))
-    return [joined[start : start + 32] for start in range(0, len(joined), 32)]
 
 
 def _require_equal(keys: int, frames: int) -> None:

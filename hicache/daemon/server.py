@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ from ..errors import ConfigError
 from .app import create_app
 from .connection import Connection, Listener, Shared
 from .gate import Gate
-from .history import SAMPLE_S, History
+from .history import SAMPLE_S, FaultKind, History
 from .node import Node
 from .notify import ServiceManager
 from .protocol import KEYS_MAX
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 # How often it looks for engines that died. A restarted engine waits for that before it opens its memory again.
 _TEND_S = 0.25
+# The event loop waits so long for threads that compute: by default 5 ms, several times as long as a lookup takes.
+_SWITCH_INTERVAL_S = 0.0005
 _STOPPED_BY = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -55,6 +58,7 @@ def serve(load: Callable[[], HiCacheConfig], environ: Mapping[str, str] | None =
     environ = os.environ if environ is None else environ
     node = Node(load(), environ)
     server = Server(node, load, environ)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         uvloop.run(server.run())
     finally:
@@ -158,6 +162,7 @@ class Server:
         while not self._stopping.is_set():
             for name in await loop.run_in_executor(None, self._node.memories.tend):
                 logger.warning("memory %s: its engine has died; the memory was unmapped and its file removed", name)
+                self._history.note(FaultKind.CLIENT, name)
             if time.monotonic() - sampled_s >= SAMPLE_S:
                 sampled_s = time.monotonic()
                 self._history.record(await loop.run_in_executor(None, self._node.statistics))
@@ -165,13 +170,6 @@ class Server:
                 self._manager.alive()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), period_s)
-
-    async def _record(self) -> None:
-        """Take a sample for the page, every few seconds."""
-        loop = asyncio.get_running_loop()
-        while True:
-            self._history.record(await loop.run_in_executor(None, self._node.statistics))
-            await asyncio.sleep(SAMPLE_S)
 
     async def _drain(self) -> None:
         deadline = time.monotonic() + self._shared.config.drain_timeout
