@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import FastAPI, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from starlette.exceptions import HTTPException
 
 from .. import __version__
@@ -80,6 +81,7 @@ def create_app(node: Node, staging: Staging, history: History, access: AdminAcce
     app.add_exception_handler(HTTPException, _http_error)
     control = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="hicache-control")
     _add_probes(app, node, control)
+    _add_metrics(app, control)
     _add_control(app, node, control, staging)
     _add_verbs(app, node)
     _add_bodies(app, node, staging)
@@ -132,6 +134,16 @@ def _add_probes(app: FastAPI, node: Node, control: ThreadPoolExecutor) -> None:
     async def statusz() -> dict[str, Any]:
         """Return a snapshot of all that the daemon counts."""
         return status_json(await _on(control, node.statistics))
+
+
+def _add_metrics(app: FastAPI, control: ThreadPoolExecutor) -> None:
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)  # the one place for further collectors: they are asked on a thread
+
+    @app.get("/metrics", tags=["probes"], response_class=Response)
+    async def metrics() -> Response:
+        """Return all metrics for Prometheus."""
+        return Response(await _on(control, lambda: generate_latest(registry)), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_control(app: FastAPI, node: Node, control: ThreadPoolExecutor, staging: Staging) -> None:

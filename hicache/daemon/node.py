@@ -29,6 +29,7 @@ from ..backends.registry import check_backend
 from ..config import HiCacheConfig
 from ..errors import BackendError, ConfigError, HiCacheError
 from ..frame import FrameCodec
+from ..units import format_size
 from .attachment import Attachment
 from .calls import CallCounters
 from .memory import Memories
@@ -102,6 +103,8 @@ class Node:
             with self._changed:
                 self._namespaces[digest] = made
             self.storage.joined(made)
+            logger.info("namespace %s (%s): opened, pages of %s", digest[:8], made.label or "no label",
+                        format_size(made.wire.frame_bytes))  # fmt: skip
             return made
 
     def find(self, digest: str) -> Namespace:

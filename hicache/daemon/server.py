@@ -31,6 +31,7 @@ from ..admin.sockets import BACKLOG, PrivateSocket
 from ..config import HiCacheConfig
 from ..config.addresses import default_socket, is_loopback
 from ..errors import ConfigError
+from ..units import format_size
 from .app import create_app
 from .connection import Connection, Listener, Shared
 from .gate import Gate
@@ -112,7 +113,7 @@ class Server:
                 listeners.append(await self._listen(kind, tcp, self._tls))
             self._handle_signals()
             self._node.state = NodeState.READY
-            logger.info("daemon: serving at %s", ", ".join(map(_name, listeners)))
+            logger.info("daemon: serving at %s; %s", ", ".join(map(_name, listeners)), _described(self._node.config))
             self._manager.ready()
             await self._until_stopped()
             self._manager.stopping()
@@ -204,6 +205,11 @@ def _raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _described(config: HiCacheConfig) -> str:
+    storage = "no storage" if config.storage is None else f"storage {config.storage.type}"
+    return f"pool {format_size(config.daemon.pool)}, staging {format_size(config.daemon.staging)}, {storage}"
 
 
 def _name(listener: asyncio.Server) -> str:
