@@ -85,7 +85,7 @@ def create_app(node: Node, staging: Staging, history: History, access: AdminAcce
     _add_control(app, node, control, staging)
     _add_verbs(app, node)
     _add_bodies(app, node, staging)
-    app.include_router(page_router(history))
+    app.include_router(page_router(history), responses={422: _REFUSALS[422]})
     app.include_router(AdminSurface(NodeAdmin(node), access).router)
     return app
 
