@@ -192,7 +192,7 @@ def _add_bodies(app: FastAPI, node: Node, staging: Staging) -> None:
     @app.post(f"{path}/write", tags=["pages"], responses=_REFUSALS,
               openapi_extra={"requestBody": {"required": True, "content": _OCTETS}})  # fmt: skip
     async def write(
-        namespace: NamespacePath, request: Request, keys: Annotated[int, Query(ge=0, le=KEYS_MAX)],
+        namespace: NamespacePath, request: Request, keys: Annotated[int, Query(ge=1, le=KEYS_MAX)],
         timeout_s: Annotated[Timeout, Query()], parent: Annotated[Digest | None, Query()] = None,
     ) -> SetOutcomes:  # fmt: skip
         """Store pages. The body is the keys, 32 bytes each, then their frames. From the first damaged frame on, pages
