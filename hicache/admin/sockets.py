@@ -11,6 +11,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +20,9 @@ from ..errors import ConfigError
 # The system's limit for the path of a Unix socket, with its final null byte.
 PATH_BYTES_MAX = 107
 BACKLOG = 512
+# An engine that asks whether a daemon is dead holds its lock for microseconds.
+_LOCK_TRIES = 10
+_LOCK_PAUSE_S = 0.02
 
 
 class PrivateSocket:
@@ -77,16 +81,18 @@ def require_private_directory(directory: Path, what: str) -> None:
 def _hold(lock: Path, what: str) -> int:
     """Return the descriptor of the lock file, which is locked. Raises ConfigError if another process holds it."""
     held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(held)
-        if not isinstance(error, BlockingIOError):
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_PAUSE_S)
+        except OSError:
+            os.close(held)
             raise
-        raise ConfigError(
-            f"{what}: another process holds {str(lock)!r}; end it, or choose another path for this one"
-        ) from error
-    return held
+        else:
+            return held
+    os.close(held)
+    raise ConfigError(f"{what}: another process holds {str(lock)!r}; end it, or choose another path for this one")
 
 
 def _listening(path: Path, what: str) -> socket.socket:
