@@ -23,6 +23,7 @@ import struct
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -72,11 +73,13 @@ _HEALTHY = Faults()
 
 
 class Proxy:
-    """Listens on a loopback port and hands on to `target_port`; with `tls` it ends TLS before an unencrypted server."""
+    """Listens on a loopback port and hands on to the port `target`; with `tls` it ends TLS before an unencrypted
+    server. Before a Unix socket `target` it listens at another one beside it, `path`."""
 
-    def __init__(self, target_port: int, *, tls: ssl.SSLContext | None = None) -> None:
-        self._target_port = target_port
+    def __init__(self, target: int | Path, *, tls: ssl.SSLContext | None = None) -> None:
+        self._target = target
         self._tls = tls
+        self.path = target.with_name("proxy.sock") if isinstance(target, Path) else None
         self.port = free_ports(1)[0]
         self.connections = 0  # accepted so far
         self.bytes_up = 0  # handed to the server so far
@@ -126,9 +129,17 @@ class Proxy:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_WAIT_S)
 
     async def _listen(self) -> None:
+        if self.path is not None:
+            self._server = await asyncio.start_unix_server(self._serve, self.path, limit=_CHUNK_BYTES)
+            return
         self._server = await asyncio.start_server(
             self._serve, LOOPBACK, self.port, ssl=self._tls, limit=_CHUNK_BYTES, backlog=256
         )
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if isinstance(self._target, Path):
+            return await asyncio.open_unix_connection(self._target, limit=_CHUNK_BYTES)
+        return await asyncio.open_connection(LOOPBACK, self._target, limit=_CHUNK_BYTES)
 
     async def _set(self, faults: Faults) -> None:
         self._faults = faults
@@ -144,9 +155,10 @@ class Proxy:
             pair.set(Faults(cut_after_bytes=0, reset=True, direction=Direction.UP))
 
     async def _drop(self, reset: bool) -> None:
-        for pair in list(self._pairs):
+        dropped = set(self._pairs)
+        for pair in dropped:
             pair.end(reset=reset)
-        while self._pairs:
+        while dropped & self._pairs:
             await asyncio.sleep(0.001)
 
     async def _close(self) -> None:
@@ -165,7 +177,7 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         try:
-            there_reader, there_writer = await asyncio.open_connection(LOOPBACK, self._target_port, limit=_CHUNK_BYTES)
+            there_reader, there_writer = await self._connect()
         except OSError:
             writer.transport.abort()
             return
@@ -292,7 +304,8 @@ class _Pair:
         self._reset = False
         for pipe in self._pipes:
             connection = pipe.writer.get_extra_info("socket")
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def set(self, faults: Faults) -> None:
         self._faults = faults

@@ -160,8 +160,7 @@ class RemoteBackend(Envelope):
             outcomes[run.part] = map(SetOutcome, words)
 
         rest = self._by_frames(pages, deadline, write)
-        for run in runs(rest):
-            part = slice(rest[run.start], rest[run.stop - 1] + 1)
+        for part in runs(rest):
             outcomes[part] = self._send(PageWrites(self.codec, keys[part], pages[part], above(part), deadline))
         return outcomes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import signal
 import socket
@@ -34,7 +35,8 @@ TOKEN = "a-token-of-clients-" + "1" * 20
 
 
 class Daemon:
-    """A process in `folder`, which has its socket, its log and its store. `entries` are those of its configuration."""
+    """A process in `folder`, which has its socket, its log and its store. `entries` are sections of its configuration;
+    `storage_guard` is the guard of the store."""
 
     def __init__(self, folder: Path, **entries: Any) -> None:
         self.folder = folder
@@ -54,7 +56,8 @@ class Daemon:
             "socket": str(self.socket), "listen": f"{LOOPBACK}:{self.port}", "token_file": str(self._token),
             "pool": 0, "staging": "64MiB", **entries.pop("daemon", {}),
         }  # fmt: skip
-        storage = {"type": "file", "options": {"path": str(self.store), "capacity": None, "free_space_floor": 0}}
+        options = {"path": str(self.store), "capacity": None, "free_space_floor": 0}
+        storage = {"type": "file", "options": options, "guard": entries.pop("storage_guard", {})}
         self._config.write_text(yaml.safe_dump({"daemon": daemon, "storage": storage, **entries}))
 
     def start(self) -> None:
@@ -66,15 +69,28 @@ class Daemon:
 
     def is_ready(self) -> bool:
         """True if it takes requests."""
+        try:
+            return self._ask("/readyz")[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def status(self) -> Any:
+        """Return its snapshot."""
+        return json.loads(self._ask("/statusz")[1])
+
+    def requests(self) -> dict[str, int]:
+        """How many requests were answered with 200, by operation."""
+        return {operation: by_status.get("200", 0) for operation, by_status in self.status()["requests"].items()}
+
+    def _ask(self, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("localhost")
         with contextlib.closing(socket.socket(socket.AF_UNIX)) as sock:
-            try:
-                sock.connect(str(self.socket))
-                connection.sock = sock
-                connection.request("GET", "/readyz")
-                return connection.getresponse().status == 200
-            except OSError:
-                return False
+            sock.settimeout(WAIT_S)
+            sock.connect(str(self.socket))
+            connection.sock = sock
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
 
     def _require_running(self) -> None:
         assert self.process is not None and self.process.poll() is None, (self.folder / "log").read_text()

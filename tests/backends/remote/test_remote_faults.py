@@ -1,0 +1,288 @@
+"""A daemon that hangs, dies or loses connections: no late byte gets into a frame or out of one, engines go on with
+misses, and use the daemon again as soon as it is back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.errors import ErrorKind
+from hicache.backends.remote import RemoteBackend
+from hicache.backends.remote.frames import SharedFrames
+from hicache.backends.testing import (
+    GET_ERROR,
+    HIT,
+    MISS,
+    SET_ERROR,
+    STORED,
+    exists,
+    full_frames,
+    holds,
+    load,
+    make_keys,
+    soon,
+    store_chain,
+)
+from hicache.errors import BackendError, BackendUnavailable
+from tests.backends.remote.daemon import CODEC, Daemon, Frames
+from tests.proxy import Proxy
+from tests.waiting import wait_for
+
+POISON = b"\xee" * CODEC.frame_bytes
+# Long enough for a test to do something to a call that is in flight.
+LATENCY = "700ms"
+
+
+@pytest.fixture(scope="module")
+def slow(folder: Path) -> Iterator[Daemon]:
+    """A daemon whose store takes its time."""
+    place = folder / "slow"
+    place.mkdir()
+    made = Daemon(place, storage_guard={"inject": {"latency": LATENCY}})
+    made.start()
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Daemon]:
+    """A daemon that the test may kill."""
+    made = Daemon(tmp_path)
+    made.start()
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def opened() -> Iterator[list[RemoteBackend]]:
+    found: list[RemoteBackend] = []
+    yield found
+    for backend in found:
+        backend.close()
+
+
+def open_it(daemon: Daemon, frames: Frames, opened: list[RemoteBackend], socket: Path | None = None) -> RemoteBackend:
+    options = daemon.options() if socket is None else daemon.options().model_copy(update={"socket": socket})
+    backend = RemoteBackend(CODEC, options)
+    opened.append(backend)
+    backend.register_memory(frames.memory.frames)
+    return backend
+
+
+class Call:
+    """A verb on a thread of its own."""
+
+    def __init__(self, verb: Callable[[], object]) -> None:
+        self.answer: object = None
+        self._verb = verb
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.answer = self._verb()
+
+    def has_ended(self, wait_s: float = 0.0) -> bool:
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+
+def poison(frames: Frames, count: int) -> list[memoryview]:
+    views = [frames.frame(number) for number in range(count)]
+    for view in views:
+        view[:] = POISON
+    return views
+
+
+def operations(daemon: Daemon) -> int:
+    """Operations of the daemon that touch an engine's frames."""
+    return sum(client["operations"] for client in daemon.status()["clients"])
+
+
+def test_pages_in_shared_memory_go_by_their_numbers_and_others_as_bodies(
+    daemon: Daemon, frames: Frames, opened: list[RemoteBackend]
+) -> None:
+    backend, keys = open_it(daemon, frames, opened), make_keys(4, "numbers")
+    views = poison(frames, 2)
+    for view, page in zip(views, full_frames(CODEC, keys[:2]), strict=True):
+        view[:] = page
+    before = daemon.requests()
+    pages = [views[0], *full_frames(CODEC, keys[2:3]), views[1], *full_frames(CODEC, keys[3:])]
+    assert backend.batch_set([keys[0], keys[2], keys[1], keys[3]], pages, parent=None, deadline=soon()) == [STORED] * 4
+    assert backend.batch_get(keys[:2], poison(frames, 2), deadline=soon()) == [HIT] * 2
+    assert holds(CODEC, keys[0], frames.frame(0)) and holds(CODEC, keys[1], frames.frame(1))
+    after = daemon.requests()
+    asked = {verb: after.get(verb, 0) - before.get(verb, 0) for verb in ("get", "set", "read", "write")}
+    assert asked == {"get": 1, "set": 2, "read": 0, "write": 2}
+    assert load(daemon.door(backend), [keys[0], keys[2], keys[1], keys[3]]) == [HIT] * 4
+
+
+def test_one_frame_for_two_pages_of_a_call_is_not_shared(
+    daemon: Daemon, frames: Frames, opened: list[RemoteBackend]
+) -> None:
+    """Two pages of one request must not move through one frame; a caller who wants that gets the last page."""
+    backend, keys = open_it(daemon, frames, opened), make_keys(2, "twice")
+    assert store_chain(daemon.door(backend), keys) == [STORED] * 2
+    (view,) = poison(frames, 1)
+    assert backend.batch_get(keys, [view, view], deadline=soon()) == [HIT] * 2
+    assert holds(CODEC, keys[1], view)
+    assert dict(backend.statistics().errors) == {}
+
+
+@pytest.mark.parametrize("is_fenced", [True, False])
+@pytest.mark.parametrize("verb", ["get", "set"])
+def test_a_call_whose_connection_is_cut_returns_when_the_daemon_has_let_go_of_its_frames(
+    slow: Daemon, frames: Frames, opened: list[RemoteBackend], monkeypatch: pytest.MonkeyPatch, verb: str,
+    is_fenced: bool,
+) -> None:  # fmt: skip
+    """Without the fence, the control, the call returns at once, and the daemon works in frames that are used again."""
+    if not is_fenced:
+        monkeypatch.setattr(SharedFrames, "fence", lambda self, mapping: self.forget(mapping))
+    with Proxy(slow.socket) as proxy:
+        backend = open_it(slow, frames, opened, proxy.path)
+        keys = make_keys(4, f"cut {verb} {is_fenced}")
+        if verb == "get":
+            assert store_chain(slow.door(backend), keys) == [STORED] * 4
+        views = poison(frames, 4)
+        if verb == "get":
+            call = Call(lambda: backend.batch_get(keys, views, deadline=soon()))
+        else:
+            for view, page in zip(views, full_frames(CODEC, keys), strict=True):
+                view[:] = page
+            call = Call(lambda: backend.batch_set(keys, views, parent=None, deadline=soon()))
+        wait_for(lambda: operations(slow) == 1)
+        proxy.drop()
+        assert call.has_ended(30.0)
+        assert (operations(slow) == 0) is is_fenced
+        poison(frames, 4)
+        wait_for(lambda: operations(slow) == 0)
+        if verb == "get":
+            assert call.answer == [GET_ERROR] * 4
+            assert all(bytes(view) == POISON for view in views) is is_fenced
+        else:
+            assert call.answer == [SET_ERROR] * 4
+            right = [slow.door(backend).read(key) for key in keys]
+            expected = [bytes(CODEC.seal(key, page, parent=above)) for key, page, above in
+                        zip(keys, full_frames(CODEC, keys), [None, *keys], strict=False)]  # fmt: skip
+            assert (right == expected) is is_fenced
+        assert backend.statistics().errors[ErrorKind.CONNECTION_LOST] == 4
+        assert exists(slow.door(backend), keys) in (0, 4)
+
+
+def test_a_call_of_a_daemon_that_hangs_waits_for_it(own: Daemon, frames: Frames, opened: list[RemoteBackend]) -> None:
+    """The daemon reads the request when it goes on, and refuses it: the memory was detached."""
+    backend, keys = open_it(own, frames, opened), make_keys(4)
+    assert store_chain(own.door(backend), keys) == [STORED] * 4
+    views = poison(frames, 4)
+    own.signal(signal.SIGSTOP)
+    call = Call(lambda: backend.batch_get(keys, views, deadline=soon(0.1)))
+    assert not call.has_ended(1.0), "it has returned while the daemon can still read its request"
+    own.signal(signal.SIGCONT)
+    assert call.has_ended(30.0) and call.answer in ([GET_ERROR] * 4, [HIT] * 4)
+    poison(frames, 4)
+    assert load(own.door(backend), keys) == [HIT] * 4
+    wait_for(lambda: operations(own) == 0)
+    assert all(bytes(view) == POISON for view in views)
+    assert backend.batch_get(keys, views, deadline=soon()) == [HIT] * 4, "mapped again"
+
+
+def test_a_daemon_that_is_killed_costs_misses_until_it_is_back(
+    own: Daemon, frames: Frames, opened: list[RemoteBackend]
+) -> None:
+    backend, keys = open_it(own, frames, opened), make_keys(4)
+    assert store_chain(own.door(backend), keys) == [STORED] * 4
+    own.signal(signal.SIGSTOP)
+    views = poison(frames, 4)
+    call = Call(lambda: backend.batch_get(keys, views, deadline=soon(0.1)))
+    assert not call.has_ended(0.5)
+    own.kill()
+    assert call.has_ended(30.0) and call.answer == [GET_ERROR] * 4
+    assert all(bytes(view) == POISON for view in views)
+    door = own.door(backend)
+    assert (load(door, keys), exists(door, keys), store_chain(door, keys)) == ([GET_ERROR] * 4, 0, [SET_ERROR] * 4)
+    assert backend.batch_get(keys, views, deadline=soon()) == [GET_ERROR] * 4
+    errors = backend.statistics().errors
+    assert errors[ErrorKind.CONNECTION_REFUSED] + errors.get(ErrorKind.UNREACHABLE, 0) >= 13
+    own.start()
+    assert (load(door, keys), exists(door, keys)) == ([HIT] * 4, 4)
+    assert backend.batch_get(keys, views, deadline=soon()) == [HIT] * 4
+    assert own.requests()["get"] >= 1, "the frames go by their numbers again"
+    assert all(holds(CODEC, key, view) for key, view in zip(keys, views, strict=True))
+
+
+def test_a_daemon_that_was_restarted_between_two_calls_costs_nothing(
+    own: Daemon, frames: Frames, opened: list[RemoteBackend]
+) -> None:
+    backends, keys = [open_it(own, frames, opened) for _ in range(4)], make_keys(4)
+    views = poison(frames, 4)
+    assert store_chain(own.door(backends[0]), keys) == [STORED] * 4
+    own.kill()
+    own.start()
+    assert backends[0].batch_get(keys, views, deadline=soon()) == [HIT] * 4
+    assert load(own.door(backends[1]), keys) == [HIT] * 4
+    assert exists(own.door(backends[2]), keys) == 4
+    assert backends[3].usage().pages == 4
+    assert [dict(backend.statistics().errors) for backend in backends] == [{}] * 4
+
+
+def test_a_page_that_the_daemon_damaged_after_its_check_is_corrupt_and_removed(
+    daemon: Daemon, frames: Frames, opened: list[RemoteBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame that is not of the page asked for, whatever the daemon says of it."""
+    backend, keys = open_it(daemon, frames, opened), make_keys(2, "damaged")
+    assert store_chain(daemon.door(backend), keys) == [STORED] * 2
+    call = backend._client.call
+
+    def answer(method: str, path: str, fields: object = None, **options: object) -> object:
+        found = call(method, path, fields, **options)  # type: ignore[arg-type]
+        if path.endswith("/get"):
+            frames.frame(1)[60] ^= 1
+        return found
+
+    monkeypatch.setattr(backend._client, "call", answer)
+    views = poison(frames, 2)
+    assert backend.batch_get(keys, views, deadline=soon()) == [HIT, GetOutcome.CORRUPT]
+    assert dict(backend.statistics().corrupt) == {"header": 1}
+    assert load(daemon.door(backend), keys) == [HIT, MISS]
+
+
+def test_a_child_of_a_fork_uses_no_connection_of_its_parent(
+    daemon: Daemon, frames: Frames, opened: list[RemoteBackend]
+) -> None:
+    backend, keys = open_it(daemon, frames, opened), make_keys(2, "fork")
+    store_chain(daemon.door(backend), keys)
+    child = os.fork()
+    if not child:
+        is_refused = exists(daemon.door(backend), keys) == 0 and dict(backend.statistics().errors) == {"forked": 1}
+        os._exit(0 if is_refused else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert exists(daemon.door(backend), keys) == 2
+
+
+def test_what_is_wrong_at_the_start_is_said(daemon: Daemon, tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailable, match="start the daemon with: hicache serve"):
+        RemoteBackend(CODEC, daemon.options().model_copy(update={"socket": tmp_path / "none.sock"}))
+    wrong = tmp_path / "token"
+    wrong.write_text("x" * 30)
+    wrong.chmod(0o600)
+    with pytest.raises(BackendError, match="wrong_credentials") as refused:
+        RemoteBackend(CODEC, daemon.options(tcp=True).model_copy(update={"token_file": wrong}))
+    assert "x" * 30 not in str(refused.value)
+
+
+def test_the_outcomes_of_a_call_that_is_late_are_errors(
+    slow: Daemon, frames: Frames, opened: list[RemoteBackend]
+) -> None:
+    backend, keys = open_it(slow, frames, opened), make_keys(2, "late")
+    begun = time.monotonic()
+    views = poison(frames, 2)
+    assert backend.batch_get(keys, views, deadline=soon(0.1)) == [GET_ERROR] * 2
+    assert backend.batch_set(keys, views, parent=None, deadline=soon(0.1)) == [SetOutcome.ERROR] * 2
+    assert time.monotonic() - begun < 20.0
+    assert sum(backend.statistics().errors.values()) >= 4
