@@ -1,8 +1,10 @@
 """The gate of the application: who may call what, how many requests at once, and what is counted of each.
 
     Unix socket    this user's processes; the connection has checked that
-    loopback       probes, the page, status, metrics and the OpenAPI document; data with a token or a client certificate
-    other hosts    probes; all else with a token or a client certificate
+    loopback       probes, the page, status, history, metrics and the OpenAPI document; data with a token or a client
+                   certificate
+    other hosts    probes, and the files of the page, which asks for the token; all else with a token or a client
+                   certificate
 
 Calls below /v1/admin are let through: their router asks for rights of its own.
 
@@ -28,7 +30,7 @@ from .statistics import NodeState
 from .status import refusal_json
 
 _PROBES = frozenset({"livez", "readyz"})
-_PAGES = frozenset({"statusz", "metrics", "openapi.json", "page", "history"})
+_PAGES = frozenset({"statusz", "history", "metrics", "openapi.json", "page"})
 _PAGE_FILES = frozenset({"", "page.css", "page.js"})
 _VERBS = frozenset({"exists", "has", "get", "set", "read", "write", "delete", "clear", "usage"})
 _ADMIN = "/v1/admin/"
@@ -38,7 +40,7 @@ def operation_of(method: str, path: str) -> str:
     """Return the name under which a request is counted: one of a few, whatever the client asks for."""
     parts = path.strip("/").split("/")
     if parts[0] != "v1":
-        first = "page" if parts[0] in _PAGE_FILES else parts[0]
+        first = "page" if path.removeprefix("/") in _PAGE_FILES else parts[0]
         return first if first in _PROBES | _PAGES else "other"
     what = parts[1] if len(parts) > 1 else ""
     if what == "namespaces":
@@ -99,7 +101,9 @@ class Gate:
 
     def _may(self, scope: Scope, operation: str) -> bool:
         listener: Listener = scope["state"]["listener"]
-        if listener.is_unix or scope["path"].startswith(_ADMIN) or (listener.is_loopback and operation in _PAGES):
+        if listener.is_unix or operation == "page" or scope["path"].startswith(_ADMIN):
+            return True
+        if listener.is_loopback and operation in _PAGES:
             return True
         if self.token is None:
             return listener.verifies_clients
