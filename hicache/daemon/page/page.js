@@ -109,16 +109,20 @@ function storesOf(status) {
 
 // A failure in words, worst first.
 function problemsOf(status) {
-  const found = [];
+  const found = [], affected = new Map(); // the namespaces of each problem of a store
   for (const {store, namespace} of storesOf(status)) {
-    const where = named(store.name, namespace.label);
+    const where = store.name;
+    const add = (problem) => affected.set(problem, [...(affected.get(problem) ?? []), namespace.label]);
     for (const [direction, breaker] of Object.entries(store.guard?.breakers ?? {})) {
       const calls = `${where}: ${direction}s`;
-      if (breaker.override === "off") found.push(`${calls} are switched off by the operator`);
-      else if (breaker.state === "open") found.push(`${calls} are not made; the breaker is open (${breaker.reason})`);
-      else if (breaker.state === "half_open") found.push(`${calls} are tried again; the breaker is half open`);
+      if (breaker.override === "off") add(`${calls} are switched off by the operator`);
+      else if (breaker.state === "open") add(`${calls} are not made; the breaker is open (${breaker.reason})`);
+      else if (breaker.state === "half_open") add(`${calls} are tried again; the breaker is half open`);
     }
-    if (store.guard?.overdue_calls) found.push(`${where}: ${store.guard.overdue_calls} calls hang past their deadline`);
+    if (store.guard?.overdue_calls) add(`${where}: ${store.guard.overdue_calls} calls hang past their deadline`);
+  }
+  for (const [problem, labels] of affected) {
+    found.push(`${problem}. In ${labels.length > 3 ? `${labels.length} namespaces` : labels.join(", ")}`);
   }
   for (const namespace of status.namespaces) {
     if (!namespace.stores.length) found.push(`${namespace.label}: no store is attached`);
@@ -134,8 +138,14 @@ function showTiers(status) {
   const tiers = [{name: "Host pool", used: size(pool.used_bytes, "pool.used_bytes"), bytes: pool.used_bytes,
     capacity: pool.capacity_bytes, capacityPath: "pool.capacity_bytes", pinned: pool.pinned_bytes,
     more: pool.capacity_bytes ? `${count(pool.pages)} pages, ${bytes(pool.pinned_bytes)} pinned` : "no pool is configured"}];
-  for (const {store, namespace, path} of storesOf(status)) {
-    const usage = store.usage, name = named(store.name, namespace.label);
+  // Each namespace sees the whole of a store that they share: the largest of what they see counts, once.
+  const stores = new Map();
+  for (const found of storesOf(status)) {
+    const known = stores.get(found.store.name);
+    if (!known || (found.store.usage?.bytes ?? -1) > (known.store.usage?.bytes ?? -1)) stores.set(found.store.name, found);
+  }
+  for (const {store, path} of stores.values()) {
+    const usage = store.usage, name = store.name;
     tiers.push(usage === null ? {name, used: "", bytes: 0, capacity: 0, pinned: 0, more: "usage is not known yet"} : {
       name, used: size(usage.bytes, `${path}.usage.bytes`), bytes: usage.bytes, capacity: usage.capacity_bytes ?? 0,
       capacityPath: `${path}.usage.capacity_bytes`, pinned: 0, more: `${count(usage.pages)} pages`});
@@ -267,7 +277,9 @@ function showFaults() {
 
 // Samples of the chosen time, joined into as many columns as can be told apart.
 function columns() {
-  const span = +document.querySelector("#span input:checked").value, end = rows.length ? rows[rows.length - 1].time : 0;
+  const end = rows.length ? rows[rows.length - 1].time : 0, kept = rows.length ? end - rows[0].time + sampleS : 0;
+  // A daemon that was started just now fills its charts as well.
+  const span = Math.min(+document.querySelector("#span input:checked").value, Math.max(60, kept));
   const width = Math.max(sampleS, span / COLUMNS_MAX), found = new Map();
   for (const row of rows) {
     if (row.time <= end - span) continue;
@@ -295,11 +307,11 @@ const CHARTS = [
   {id: "flight", unit: (value) => count(Math.round(value)), series: [["in flight", (column) => column.requests_in_flight]]},
 ];
 
-// The next value that reads well on an axis: 1, 2 or 5 times a power of ten, or a power of two for bytes.
+// The next value that reads well on an axis, like its half: 2, 4 or 10 times a power of ten, or a power of two for bytes.
 function ceiling(value, unit) {
   if (unit === bytes || unit === perSecond) return 2 ** Math.ceil(Math.log2(Math.max(value, 1024)));
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
-  return power * [1, 2, 5, 10].find((step) => step * power >= value);
+  return power * [2, 4, 10].find((step) => step * power >= value);
 }
 
 function swatch(chart, at) {
@@ -332,7 +344,7 @@ function build(chart) {
 
 function render(chart) {
   const {span, end, width, columns: shown} = columns(), picture = chart.picture, unit = chart.unit;
-  const box = picture.getBoundingClientRect(), left = 62, right = box.width - 4, top = 8, bottom = box.height - 18;
+  const box = picture.getBoundingClientRect(), left = 70, right = box.width - 4, top = 8, bottom = box.height - 18;
   const values = chart.series.map(([, value]) => shown.map(value));
   const highest = chart.ceiling ? chart.ceiling() : ceiling(Math.max(0, ...values.flat()), unit);
   const x = (column) => right - (end - column.time) / span * (right - left);
@@ -345,7 +357,7 @@ function render(chart) {
   if (end) {
     for (const [share, anchor] of [[0, "start"], [0.5, "middle"], [1, "end"]]) {
       parts.push(draw("text", {x: left + share * (right - left), y: bottom + 14, "text-anchor": anchor},
-        clock(end - (1 - share) * span).slice(0, 5)));
+        clock(end - (1 - share) * span).slice(0, span < 300 ? 8 : 5)));
     }
   }
   if (chart.stacked) {
@@ -383,7 +395,7 @@ function render(chart) {
   const at = chart.at ?? shown.length - 1, last = shown[at];
   const text = !used ? chart.empty ?? "No sample yet." : `${clock(last.time)}: ${reading(at)}`;
   setText(chart.now, text);
-  picture.setAttribute("aria-label", `${$(`${chart.id}-h`).textContent}, last ${span / 60} minutes. ${text}`);
+  picture.setAttribute("aria-label", `${$(`${chart.id}-h`).textContent}, last ${Math.round(span / 60)} minutes. ${text}`);
   if (chart.table.closest("details").open) {
     const step = Math.ceil(shown.length / 12), places = shown.map((_, place) => place).filter((place) => (shown.length - 1 - place) % step === 0);
     fill(chart.table.id, [["Time"], ...chart.series.map(([label]) => [label, "n"])],

@@ -1,0 +1,57 @@
+"""A real browser without a screen, and what a page must not do in it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+
+# It asks its maker for nothing at start: where such requests are refused, each costs time and a line in the console.
+_ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+              "--disable-component-update", "--disable-sync")  # fmt: skip
+DESK = (1280, 800)
+PHONE = (360, 740)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Debian's Chromium; skips the test without it."""
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("chromium is not installed; run: apt-get install chromium (make test does so as root)")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=_ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(
+    browser: Browser, url: str, size: tuple[int, int] = DESK, scheme: Literal["light", "dark"] = "light"
+) -> Iterator[Page]:
+    """The page at `url`. At the end: it has complained about nothing, and asked no other origin for anything."""
+    page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
+    complaints: list[str] = []
+    requests: list[str] = []
+
+    def said(message: ConsoleMessage) -> None:
+        # A daemon that is down is no fault of the page; the browser reports each attempt.
+        if "ERR_CONNECTION_REFUSED" not in message.text:
+            complaints.append(f"{message.type}: {message.text}")
+
+    def asked(request: Request) -> None:
+        if not request.url.startswith((url, "data:,")):
+            requests.append(request.url)
+
+    page.on("console", said)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", asked)
+    page.goto(url)
+    yield page
+    page.close()
+    assert not complaints
+    assert not requests

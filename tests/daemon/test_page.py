@@ -1,0 +1,196 @@
+"""The daemon's page in a real browser, on a real daemon with traffic: what it shows is what `/statusz` says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.browser import DESK, PHONE, chromium, opened
+from tests.daemon.traffic import MARKUP, BusyDaemon
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.servers, pytest.mark.long]
+PAGE_BYTES_MAX = 40 << 10
+
+# The colours of every text that is shown, with those of what is behind it.
+_COLOURS = """() => {
+  const found = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node; (node = walker.nextNode());) {
+    const element = node.parentElement;
+    if (!node.textContent.trim() || !element.checkVisibility() || element.closest("svg")) continue;
+    let behind = element;
+    while (behind && getComputedStyle(behind).backgroundColor === "rgba(0, 0, 0, 0)") behind = behind.parentElement;
+    const ground = getComputedStyle(behind ?? document.body).backgroundColor;
+    found.push([node.textContent.trim(), getComputedStyle(element).color, ground]);
+  }
+  return found;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[BusyDaemon]:
+    folder = Path(tempfile.mkdtemp(prefix="hicache-test-"))
+    made = BusyDaemon(folder)
+    made.start()
+    made.serve()
+    yield made
+    made.kill()
+    shutil.rmtree(folder)
+
+
+def at(status: Any, path: str) -> Any:
+    """The value of a snapshot at a path such as `namespaces.0.stores.1.usage.bytes`."""
+    for part in path.split("."):
+        status = status[int(part)] if isinstance(status, list) else status[part]
+    return status
+
+
+def shown(page: Page) -> dict[str, Any]:
+    """The exact values on the page, by their path in `/statusz`; a breaker's state by its name."""
+    found = page.eval_on_selector_all("[data-path]", "all => all.map(e => [e.dataset.path, e.title, e.textContent])")
+    values: dict[str, Any] = {}
+    for path, title, text in found:
+        digits = re.sub(r"[^0-9]", "", title)
+        values[path] = int(digits) if digits else text.split(" ", 1)[1].replace(" ", "_")
+    return values
+
+
+def luminance(colour: str) -> float:
+    """WCAG 2.2, "relative luminance"."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def test_the_page_is_light() -> None:
+    files = (Path(__file__).resolve().parents[2] / "hicache/daemon/page").glob("*.[hcj]*")
+    assert sum(path.stat().st_size for path in files if path.suffix != ".py") < PAGE_BYTES_MAX
+
+
+def test_the_values_on_the_page_are_those_of_the_status(browser: Browser, daemon: BusyDaemon) -> None:
+    with opened(browser, daemon.url) as page:
+        expect(page.locator("#state")).to_have_text("● ready")
+        paths = {"pool.used_bytes", "namespaces.0.stores.0.usage.bytes", "namespaces.0.stores.1.usage.bytes",
+                 "namespaces.1.stores.1.guard.breakers.write.state", "in_flight_requests"}  # fmt: skip
+        # The daemon still copies between levels, so compare until both stand still.
+        wait_for(lambda: shown(page).get("namespaces.0.stores.1.usage.bytes", 0) > 0, pause_s=0.1)
+
+        def agree() -> bool:
+            status, values = daemon.ask("statusz"), shown(page)
+            values.pop("connections")  # the one of `status` is among them
+            return paths <= set(values) and all(value == at(status, path) for path, value in values.items())
+
+        wait_for(agree, pause_s=0.1)
+        assert page.locator("#problems").inner_text().endswith("None: all stores take calls.")
+        # For a reader the same in units.
+        capacity = page.locator("[data-path='pool.capacity_bytes']")
+        assert (capacity.inner_text(), capacity.get_attribute("title")) == ("16.0 MiB", "16,777,216 bytes")
+
+
+def test_the_charts_show_the_traffic_as_pictures_and_as_text(browser: Browser, daemon: BusyDaemon) -> None:
+    with opened(browser, daemon.url) as page:
+        daemon.serve(engines=1)
+        for chart in ("hits", "engines", "stores"):
+            expect(page.locator(f"#{chart} svg .mark").first).to_be_attached(timeout=20_000)
+        wait_for(lambda: "of" in page.locator("#hits-figure").inner_text(), pause_s=0.1)
+        picture = page.locator("#engines svg[role=img]")
+        label = picture.get_attribute("aria-label") or ""
+        assert re.search(r"Transfers with engines, last \d+ minutes. [\d:]+: to engines .*/s, from engines .*/s", label)
+        # By keyboard: the sample before, then the table.
+        picture.focus()
+        before = page.locator("#engines-now").inner_text()
+        for _ in range(2):
+            page.keyboard.press("ArrowLeft")
+        assert page.locator("#engines-now").inner_text() != before
+        page.locator("#engines summary").focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("#engines-table tbody tr").first).to_contain_text("/s")
+        page.get_by_label("1 hour").check()
+        expect(page.locator("#hits svg .mark").first).to_be_attached()
+
+
+def test_a_label_with_markup_is_shown_as_text_and_does_nothing(browser: Browser, daemon: BusyDaemon) -> None:
+    with opened(browser, daemon.url) as page:  # an alert would be a complaint: the page's policy runs no inline handler
+        expect(page.locator("#namespaces")).to_contain_text(MARKUP)
+        assert page.locator("img, main b").count() == 0
+    # The control: as markup the same text is an image, whose handler would run.
+    with opened(browser, "about:blank") as blank:
+        assert blank.evaluate("text => new DOMParser().parseFromString(text, 'text/html').images.length", MARKUP) == 1
+
+
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_and_can_be_read(
+    browser: Browser, daemon: BusyDaemon, size: tuple[int, int], scheme: Literal["light", "dark"]
+) -> None:
+    with opened(browser, daemon.url, size, scheme) as page:
+        expect(page.locator("#namespaces tbody tr")).to_have_count(2)
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+        colours = page.evaluate(_COLOURS)
+        assert len(colours) > 50
+        assert not [found for found in colours if contrast(*found[1:]) < 4.5]
+        assert (luminance(colours[0][2]) < 0.1) == (scheme == "dark")
+
+
+def test_a_store_that_fails_is_the_first_thing_on_the_page_until_it_works_again(
+    browser: Browser, daemon: BusyDaemon
+) -> None:
+    with opened(browser, daemon.url) as page:
+        daemon.break_shared()
+        problems = page.locator("#problems")
+
+        def serve() -> None:
+            daemon.serve(engines=1, rounds=1, pages=4)
+
+        wait_for(lambda: "shared" in problems.inner_text(), serve, pause_s=0.1)
+        expect(page.locator("#guards .bad").first).to_contain_text("■ open")
+        assert "(1)" in page.title() or "(2)" in page.title()
+        expect(page.locator("#faults")).to_contain_text("breaker opened", timeout=20_000)
+        daemon.mend_shared()
+        wait_for(lambda: "None" in problems.inner_text(), serve, pause_s=0.1)
+
+
+def test_a_daemon_that_is_gone_is_shown_with_the_age_of_what_is_shown_and_its_successor_is_taken(
+    browser: Browser, daemon: BusyDaemon
+) -> None:
+    with opened(browser, daemon.url) as page:
+        expect(page.locator("#state")).to_have_text("● ready")
+        run = page.locator("#facts").inner_text()
+        daemon.kill()
+        expect(page.locator("#state")).to_have_text("■ unreachable", timeout=10_000)
+        assert re.search(
+            r"does not answer: no connection. The values below are from \d", page.locator("#banner").inner_text()
+        )
+        daemon.start()
+        expect(page.locator("#state")).to_have_text("● ready", timeout=10_000)
+        expect(page.locator("#banner")).to_be_hidden()
+        assert page.locator("#facts").inner_text() != run
+
+
+def test_the_policy_of_the_page_lets_nothing_else_run(daemon: BusyDaemon) -> None:
+    for name in ("", "page.css", "page.js"):
+        with urllib.request.urlopen(f"{daemon.url}{name}", timeout=10) as answer:
+            policy = answer.headers["Content-Security-Policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'") and "unsafe" not in policy
+            assert answer.headers["X-Content-Type-Options"] == "nosniff"
+            text = answer.read().decode()
+            assert not re.search(r"\bon\w+=|style=|innerHTML|insertAdjacentHTML|document\.write|\beval\(", text)

@@ -1,0 +1,107 @@
+"""A daemon with traffic, for those who look at it: two engines that share it, over a store that can break."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hicache.backends.remote import RemoteBackend
+from hicache.backends.testing import empty_frames, full_frames, make_keys, soon
+from hicache.config.remote_storage import RemoteStorageOptions
+from hicache.devservers.launcher import launch
+from hicache.devservers.ports import LOOPBACK, free_ports
+from hicache.frame import FrameCodec
+from hicache.keys import PAGE_KEY_BYTES
+from tests.waiting import wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE_BYTES = 256 << 10
+# What an engine calls itself is text of a stranger to the page.
+MARKUP = "<img src=x onerror=alert(1)><b>x</b>"
+LABELS = ("llama-3-70b tp0", MARKUP)
+
+
+class BusyDaemon:
+    """A daemon in `folder` over two stores on levels, `nvme` and `shared`, whose page is at `url`. Engines name
+    themselves by `labels`."""
+
+    def __init__(self, folder: Path, labels: tuple[str, ...] = LABELS) -> None:
+        self.folder = folder
+        self.labels = labels
+        self.target = f"{LOOPBACK}:{free_ports(1)[0]}"
+        self.url = f"http://{self.target}/"
+        self._socket = folder / "run/daemon.sock"
+        self._served = 0
+        levels = []
+        for name, capacity in (("nvme", "64MiB"), ("shared", "256MiB")):
+            options = {"path": str(folder / name), "capacity": capacity, "free_space_floor": "0B"}
+            levels.append({"name": name, "type": "file", "options": options})
+        self._config = folder / "daemon.yaml"
+        self._config.write_text(yaml.safe_dump({
+            "daemon": {"socket": str(self._socket), "listen": self.target, "pool": "16MiB", "staging": "64MiB"},
+            "storage": {"type": "levels", "options": {"levels": levels}},
+        }))  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and wait until it takes requests."""
+        command = [sys.executable, "-m", "hicache", "serve", "-c", str(self._config)]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self._process = launch(command, environ=environ, directory=self.folder, log=self.folder / "log")
+        wait_for(self._is_ready)
+
+    def kill(self) -> None:
+        """Kill it, as a crash would."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def _is_ready(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, (self.folder / "log").read_text()
+        try:
+            return bool(self.ask("readyz")["state"] == "ready")
+        except OSError:
+            return False
+
+    def ask(self, path: str) -> Any:
+        """What a path such as `statusz` answers."""
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=10) as answer:
+            return json.load(answer)
+
+    def break_shared(self) -> None:
+        """Have calls to `shared` fail until `mend_shared`."""
+        (self.folder / "shared").rename(self.folder / "away")
+
+    def mend_shared(self) -> None:
+        """Let `shared` work again."""
+        (self.folder / "away").rename(self.folder / "shared")
+
+    @contextmanager
+    def engine(self, label: str) -> Iterator[RemoteBackend]:
+        """A client of its own namespace; it sends and gets page bodies over the Unix socket."""
+        codec = FrameCodec(label.encode().ljust(PAGE_KEY_BYTES, b".")[:PAGE_KEY_BYTES], PAGE_BYTES, label=label)
+        with closing(RemoteBackend(codec, RemoteStorageOptions(socket=self._socket))) as backend:
+            yield backend
+
+    def serve(self, engines: int = 2, rounds: int = 3, pages: int = 16) -> None:
+        """Some batches of each engine: stored, read again, and asked for in vain. New pages in each call."""
+        self._served += 1
+        with ExitStack() as stack:
+            for backend in [stack.enter_context(self.engine(label)) for label in self.labels[:engines]]:
+                for number in range(rounds):
+                    keys = make_keys(pages, f"chain{self._served}/{number}")
+                    frames = full_frames(backend.codec, keys)
+                    backend.batch_set(keys, frames, parent=None, deadline=soon())
+                    unknown = make_keys(pages // 4, f"unknown{self._served}/{number}")
+                    for asked in (keys, unknown, keys[: pages // 2]):
+                        backend.batch_get(asked, empty_frames(backend.codec, len(asked)), deadline=soon())
