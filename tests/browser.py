@@ -22,7 +22,7 @@ def chromium() -> Iterator[Browser]:
     """Debian's Chromium; skips the test without it."""
     path = shutil.which("chromium")
     if path is None:
-        pytest.skip("chromium is not installed; run: apt-get install chromium (make test does so as root)")
+        pytest.skip("chromium is not installed; run: sudo apt-get install chromium (make test does so as root)")
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=_ARGUMENTS)
         yield browser

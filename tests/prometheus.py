@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import signal
 import subprocess
 import urllib.error
@@ -18,7 +17,9 @@ import pytest
 import yaml
 
 from hicache.devservers.launcher import launch
+from hicache.devservers.packages import prometheus_program
 from hicache.devservers.ports import LOOPBACK, free_ports
+from hicache.errors import MissingPackage
 from tests.waiting import wait_for
 
 START_S = 30.0
@@ -26,11 +27,11 @@ _ANSWER_S = 10.0
 
 
 def program(name: str) -> str:
-    """The path of a program of Debian's package `prometheus`; skips the test without it."""
-    found = shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is not installed; run: apt-get install prometheus (make test does so as root)")
-    return found
+    """The path of `prometheus` or `promtool`; skips the test without it."""
+    try:
+        return str(prometheus_program(name))
+    except MissingPackage as error:
+        pytest.skip(str(error))
 
 
 class Prometheus:

@@ -1,8 +1,9 @@
-"""Get the system libraries that Mooncake needs, and the programs of Prometheus that tests need:
+"""Get the system libraries that Mooncake needs, and the programs of Prometheus and the browser that tests need:
 `python -m hicache.devservers.install_libraries`.
 
 As root on Debian or Ubuntu the libraries are installed; otherwise their packages are fetched and unpacked beside this
-Python, which takes no rights. Programs are always unpacked: an installed package of Prometheus would start its service.
+Python, which takes no rights. The programs of Prometheus are always unpacked: an installed package would start its
+service. Chromium needs a hundred libraries, so it is installed, which only root can do.
 Ends with 0 if all are there, with 1 after saying which packages to install by hand.
 """
 
@@ -24,10 +25,10 @@ from .packages import PROMETHEUS_PROGRAMS, prometheus_program
 _TIMEOUT_S = 300
 
 
-def install() -> None:
-    """Install the missing packages. Raises OSError or SubprocessError."""
+def install(packages: list[str]) -> None:
+    """Install `packages`. Raises OSError or SubprocessError."""
     environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["update", "-qq"], ["install", "-y", "-qq", *missing_packages()]):
+    for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *packages]):
         _run(["apt-get", *command], environ=environ)
 
 
@@ -86,7 +87,7 @@ def _get_libraries() -> str:
     missing = missing_packages()
     try:
         if missing and os.geteuid() == 0:
-            install()
+            install(missing)
         elif missing:
             unpack(missing, unpacked_libraries())
         preload(MOONCAKE_LIBRARIES)
@@ -108,9 +109,22 @@ def _get_programs() -> str:
     return ""
 
 
+def _get_browser() -> str:
+    """As `_get_libraries`, for the browser of the tests of the daemon's page, which are skipped without it."""
+    if shutil.which("chromium") is not None:
+        return ""
+    if os.geteuid() != 0:
+        return "the tests of the daemon's page need a browser; run: sudo apt-get install chromium"
+    try:
+        install(["chromium"])
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{error}\nthe tests of the daemon's page need a browser: apt-get install chromium"
+    return ""
+
+
 def main() -> int:
     """The exit code."""
-    failures = [failure for failure in (_get_libraries(), _get_programs()) if failure]
+    failures = [failure for failure in (_get_libraries(), _get_programs(), _get_browser()) if failure]
     for failure in failures:
         print(failure, file=sys.stderr)
     return 1 if failures else 0
