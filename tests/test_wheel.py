@@ -167,12 +167,15 @@ def test_the_wheel_runs_in_an_environment_of_its_own(wheel: Path, tmp_path: Path
     site = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
     _run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel, cwd=tmp_path)
     # After the installation: pip would otherwise see this environment's own hicache.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # PyTorch is not to be found: a daemon's machine has none.
+    lines = [sysconfig.get_path("purelib"), "import sys; sys.modules['torch'] = None"]
+    (site / "dependencies.pth").write_text("\n".join(lines) + "\n")
 
     where = _run(python, "-c", "import hicache; print(hicache.__file__)", cwd=tmp_path).strip()
     assert Path(where).is_relative_to(folder)
     version = _run(folder / "bin/hicache", "--version", cwd=tmp_path)
     assert version == f"hicache, version {hicache.__version__}\n"
     assert "page_size" in _run(folder / "bin/hicache", "config", "schema", cwd=tmp_path)
+    assert "until SIGTERM" in _run(folder / "bin/hicache", "serve", "--help", cwd=tmp_path)
     ready = _run(folder / "bin/hicache", "config", "init", "redis", cwd=tmp_path)
     assert ready == (repository / "configs/redis.yaml").read_text()
