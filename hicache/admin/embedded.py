@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn, Self, TypeVar
 
 import uvicorn
@@ -311,23 +312,18 @@ class AdminServer:
         self.close()
 
 
-def serve_configured(
+def serve(
     config: HiCacheConfig,
+    path: Path,
     cache: TreeCache | HostCache,
     namespace: Namespace,
-    *,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None,
 ) -> AdminServer | None:
-    """Serve the admin surface of `cache` as the section `admin` says; None if it names no socket, and for a ChunkCache,
-    which keeps nothing. Starts a thread. Call it on one rank. Raises ConfigError.
-    """
-    section = config.admin
-    if section.socket is None:
-        return None
+    """Serve the admin surface of `cache` at `path`. See `hicache.admin.serve_configured`."""
     if not isinstance(cache, (HiRadixCache, HostCache)):
         logger.warning("admin.socket: this cache keeps nothing between requests, so there is no admin surface")
         return None
     environ = os.environ if environ is None else environ
-    token = read_secret("admin token", section.token_env, section.token_file, environ)
+    token = read_secret("admin token", config.admin.token_env, config.admin.token_file, environ)
     target = EmbeddedCache(cache, config, namespace, environ)
-    return AdminServer(target, PrivateSocket(section.socket, "admin.socket"), token)
+    return AdminServer(target, PrivateSocket(path, "admin.socket"), token)

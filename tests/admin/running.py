@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from hicache.admin.embedded import AdminServer, serve_configured
+from hicache.admin import serve_configured
+from hicache.admin.embedded import AdminServer
 from hicache.cache import HiRadixCache, create_cache
 from hicache.config import HiCacheConfig
 from hicache.keys import RadixKey
@@ -92,8 +93,9 @@ class RunningEngine:
             while not self._calls.empty():
                 work, answer = self._calls.get()
                 answer.set_result(work())
-            self.cache.check()
-            time.sleep(0.0005)  # as an engine between steps
+                self.cache.check()
+            time.sleep(0.001)  # as an engine between steps
+        self.cache.check()
 
     def call(self, work: Callable[[], T]) -> T:
         """Have the scheduler thread do something."""

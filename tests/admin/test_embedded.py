@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from hicache.admin import embedded
-from hicache.admin.embedded import serve_configured
+from hicache.admin import embedded, serve_configured
 from hicache.admin.jobs import UNFINISHED_MAX
 from hicache.backends.file.raw import FileRaw
-from hicache.cache import create_cache
+from hicache.cache import create_cache, create_host_cache
 from hicache.config.storage import FileStorageOptions
 from hicache.errors import ConfigError
 from hicache.frame import HEADER_BYTES
@@ -338,6 +338,20 @@ def test_without_a_socket_there_is_no_surface_and_without_a_cache_neither(tmp_pa
     plain = file_config(tmp_path, prefix_cache=False)
     with create_cache(plain, NAMESPACE) as cache:
         assert serve_configured(plain, cache, NAMESPACE) is None
+
+
+def test_a_cache_without_an_l1_is_served_too(tmp_path: Path) -> None:
+    config = file_config(tmp_path)
+    with create_host_cache(config, NAMESPACE) as cache, ThreadPoolExecutor() as pool:
+        server = serve_configured(config, cache, NAMESPACE)
+        assert server is not None
+        with server:
+            assert [tier["name"] for tier in ask(server.path, "GET", "/status")[1]["tiers"]] == ["host"]
+            code, answer = ask(server.path, "POST", "/pins", {"tokens": TOKENS})
+            assert (code, answer["error"]) == (409, "unsupported")
+            asked = pool.submit(ask, server.path, "POST", "/lookup", {"tokens": TOKENS})
+            wait_for(asked.done, cache.poll)
+            assert [page["places"] for page in asked.result()[1]["pages"]] == [[]] * 4
 
 
 def test_two_engines_need_two_sockets(engine: RunningEngine) -> None:
