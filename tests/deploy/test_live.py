@@ -1,0 +1,133 @@
+"""Each panel and each rule on a real Prometheus that scrapes a real engine and a real daemon: none stays empty."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hicache.cache import TreeCache, create_cache
+from hicache.config import HiCacheConfig
+from hicache.devservers.ports import LOOPBACK, free_ports
+from hicache.geometry import KVGeometry
+from hicache.keys import Namespace, RadixKey
+from hicache.metrics import serve_configured
+from tests.daemon.traffic import BusyDaemon
+from tests.prometheus import Prometheus
+
+pytestmark = [pytest.mark.servers, pytest.mark.long]
+ROOT = Path(__file__).resolve().parents[2]
+RULES = [ROOT / "deploy/prometheus" / name for name in ("recording.rules.yml", "alerts.rules.yml")]
+GEOMETRY = KVGeometry(layers=2, heads=1, head_dim=4, page_size=4, dtype="float32")
+# Of what is scraped every second: over so long a rate is known after a few scrapes.
+RATE = "10s"
+RUN_S = 40.0
+# Series that begin with their first event, which no fault of storage brings about.
+LATE = ("hicache_worker_errors_total",)
+
+
+def engine_config(folder: Path) -> HiCacheConfig:
+    """An engine that publishes events, over two stores of which one fails and damages pages."""
+    faults = {"error_share": 0.2, "damage_share": 0.1, "seed": 1}
+    levels = [
+        {"name": name, "type": "file", "options": {"path": str(folder / name), "capacity": "1MiB"}, **guard}
+        for name, guard in (("nvme", {}), ("shared", {"guard": {"inject": faults}}))
+    ]
+    return HiCacheConfig.model_validate({
+        "page_size": GEOMETRY.page_size, "device": {"tokens": 256}, "host": {"tokens": 512},
+        "prefetch": {"threshold_tokens": 8}, "load_back_threshold_tokens": 4,
+        # Room for the copies of one request: that of a second one is refused while they run.
+        "transfer": {"write_pages_max": 13},
+        "storage": {"type": "levels", "options": {"levels": levels}},
+        "events": {"endpoint": f"tcp://{LOOPBACK}:{free_ports(1)[0]}"}, "metrics": {"port": 0},
+    })  # fmt: skip
+
+
+def serve(cache: TreeCache, rid: str, tokens: list[int]) -> None:
+    """One request of an engine that computes nothing."""
+    key = RadixKey.of(tokens)
+    cache.prefetch_from_storage(rid, key)
+    while not cache.check_prefetch_progress(rid):
+        cache.poll()
+        time.sleep(0.0005)
+    request = cache.begin_request(rid, key)
+    if request is not None:
+        cache.start_loading()
+        cache.cache_finished_req(request, key)
+    cache.poll()
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """What each panel and each rule asks, by its name."""
+    for path in sorted((ROOT / "deploy/grafana/dashboards").glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel["targets"]:
+                expression = target["expr"].replace("$__rate_interval", RATE).replace("$instance", ".*")
+                yield f"{path.stem}: {panel['title']} ({target['legendFormat']})", expression
+    for rule in rules():
+        for number, part in enumerate(conditions(rule["expr"])):
+            yield f"{rule.get('alert') or rule['record']} {number}", re.sub(r" offset \w+", "", part)
+
+
+def rules() -> Iterator[Any]:
+    for path in RULES:
+        for group in yaml.safe_load(path.read_text())["groups"]:
+            yield from group["rules"]
+
+
+def conditions(expression: str) -> list[str]:
+    """An expression without its comparisons, and in parts where conditions are joined."""
+    parts = re.split(r"\s+(?:unless|or|and)\s+", expression)
+    return [re.split(r"\s(?:==|<|>)\s(?!0\))", part)[0] for part in parts]
+
+
+def test_a_condition_is_stripped_of_its_comparison() -> None:
+    assert conditions("max by (a) (x) == 2 unless y == 1") == ["max by (a) (x)", "y"]
+    assert conditions("a / (b > 0) > 0.05") == ["a / (b > 0)"]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="hicache-test-"))
+    yield made
+    shutil.rmtree(made)
+
+
+def test_no_panel_and_no_rule_stays_empty(folder: Path) -> None:
+    config = engine_config(folder)
+    daemon = BusyDaemon(folder)
+    daemon.start()
+    with ExitStack() as stack:
+        stack.callback(daemon.kill)
+        cache = stack.enter_context(create_cache(config, Namespace(model="stamp", geometry=GEOMETRY)))
+        metrics = serve_configured(config, cache.statistics)
+        assert metrics is not None
+        stack.enter_context(metrics)
+        targets = [("hicache", f"{LOOPBACK}:{metrics.port}"), ("hicache-daemon", daemon.target)]
+        prometheus = stack.enter_context(Prometheus(folder, targets, RULES))
+        left = {name: query for name, query in expressions() if not any(late in query for late in LATE)}
+        numbers = itertools.count()
+        deadline_s = time.monotonic() + RUN_S
+        while left and time.monotonic() < deadline_s:
+            daemon.serve(rounds=1, pages=4)
+            ends_s = time.monotonic() + 1
+            while time.monotonic() < ends_s:
+                number = next(numbers)
+                # New prompts push older ones down; each third prompt comes back from the host or from storage.
+                first = number if number % 3 else max(0, number - 40)
+                serve(cache, str(number), [first * 7 % 1009 + place for place in range(48)])
+            left = {name: query for name, query in left.items() if not prometheus.values(query)}
+        assert not left
+        assert not [(rule["name"], rule["lastError"]) for rule in prometheus.rules() if rule["health"] == "err"]
+        # The control: an expression about a metric that does not exist is empty.
+        assert not prometheus.values("rate(hicache_no_such_metric_total[1m])")
