@@ -22,6 +22,7 @@ from fastapi.routing import APIRoute
 
 from ..backends.guard import Direction
 from ..errors import AdminError, BackendError, ConfigError, HiCacheError, InvalidInput, InvariantError
+from ..logs import LimitedLog
 from ..supervised import Beat, SupervisedPool
 from ..units import counted
 from . import work
@@ -47,6 +48,7 @@ from .models import (
 from .target import AdminTarget
 
 logger = logging.getLogger(__name__)
+_strangers = LimitedLog(logger)
 T = TypeVar("T")
 
 PREFIX = "/v1/admin"
@@ -146,9 +148,7 @@ def _guarded(access: AdminAccess) -> type[APIRoute]:
                 what = f"{request.method} {request.url.path[:100]!r}"
                 try:
                     if who is None:
-                        raise AdminError(
-                            "forbidden", access.how
-                        )
+                        raise AdminError("forbidden", access.how)
                     response: Response = await handler(request)
                     result = "ok"
                 except RequestValidationError as error:
@@ -157,7 +157,10 @@ def _guarded(access: AdminAccess) -> type[APIRoute]:
                     response, result = _answer(error)
                 level = logging.DEBUG if request.method == "GET" or what.endswith("/lookup'") else logging.INFO
                 what = getattr(request.state, "what", what)
-                logger.log(level, "admin: %s: %s: %s", who or _stranger(request), what, result)
+                if who is None:  # a stranger must not be able to fill the log
+                    _strangers.warn(request.method, "admin: %s: %s: %s", _stranger(request), what, result)
+                else:
+                    logger.log(level, "admin: %s: %s: %s", who, what, result)
                 return response
 
             return handle
