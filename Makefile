@@ -5,7 +5,7 @@
 #   make quick   after each change: ruff, and the tests without servers and without long ones, in under 90 s on two cores
 #   make check   ruff, mypy and the import layers
 #   make soak    all tests, the random ones for longer: SOAK_FACTOR (default 20) times as many examples and seeds
-#   make hostile some minutes (HOSTILE_MINUTES, default 10) of hostile replies: memory and descriptors stay flat
+#   make hostile some minutes (HOSTILE_MINUTES, default 10) each of hostile servers and of hostile clients: memory stays flat
 #   make docs    the documentation as a site, in build/site
 #   make wheel   what an index accepts, in DIST (default dist): source, a pure wheel, and one with the native helper
 #   make bench   the benchmarks, as ratios; PEER=DIR adds SGLang's tree core from its unpacked wheel
@@ -53,6 +53,7 @@ soak: $(VENV)/.test-stamp
 
 hostile: $(VENV)/.test-stamp
 	$(BIN)/python -m tests.hostile --minutes $(HOSTILE_MINUTES)
+	$(BIN)/python -m tests.daemon.hostile --minutes $(HOSTILE_MINUTES)
 
 bench: $(VENV)/.test-stamp
 	$(BIN)/python -m benchmarks $(if $(PEER),--peer $(PEER))

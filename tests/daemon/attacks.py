@@ -18,6 +18,7 @@ from typing import Any
 from hicache.daemon.protocol import KEYS_MAX
 from hicache.shared_memory import Layout, SharedMemory, path_of
 
+from .daemons import NAMESPACE
 from .process import Daemon, answer_of, request
 
 # Short times, so that slow clients are seen to be hung up on; few connections, so that they can be exhausted.
@@ -25,7 +26,6 @@ BOUNDS: dict[str, Any] = {
     "head_timeout": "500ms", "body_timeout": "500ms", "idle_timeout": "2s", "request_timeout": "5s",
     "connections_max": 100, "memory_max": "1GiB", "drain_timeout": "2s",
 }  # fmt: skip
-NAMESPACE = "ab" * 32
 OPEN = f"/v1/namespaces/{NAMESPACE}"
 PAYLOAD_BYTES = 5000
 FRAME_BYTES = 8192
@@ -256,9 +256,9 @@ def _planted(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path]]:
 def planted_files(daemon: Daemon, dice: random.Random) -> Answers:
     """Links, FIFOs, directories and files of the wrong size or mode where the memory of an engine should be."""
     found: Answers = Counter()
-    for name, path in _planted(daemon.log.parent, dice):
+    for name, path in _planted(daemon.folder, dice):
         try:
-            state = os.stat(path) if path.exists() else os.lstat(daemon.log)
+            state = os.stat(path) if path.exists() else os.lstat(daemon.log_file)
             for device, inode, pages in (
                 (state.st_dev, state.st_ino, 8), (state.st_dev, state.st_ino, 1 << 20), (0, 0, 8), (None, None, 8),
             ):  # fmt: skip

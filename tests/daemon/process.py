@@ -1,25 +1,19 @@
-"""A real daemon in a process of its own, raw bytes to its socket, and what it holds."""
+"""A daemon as a hostile client sees it: raw bytes to its socket, and what its process holds."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from tests.waiting import WAIT_S, wait_for
 
-from hicache.devservers.launcher import launch
-from tests.waiting import wait_for
+from . import daemons
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-START_S = 30.0
 _MIB = 1 << 20
 
 
@@ -35,42 +29,22 @@ class Held:
         return f"{self.resident_bytes / _MIB:.1f} MiB resident, {self.descriptors} descriptors, {self.threads} threads"
 
 
-class Daemon:
-    """`hicache serve` with `settings` in its section `daemon` and `storage`; a context manager. It is killed at the end
-    if it has not ended before."""
+class Daemon(daemons.Daemon):
+    """`hicache serve` with these entries of its section `daemon`, over `storage`; a context manager."""
 
-    def __init__(self, folder: Path, storage: Mapping[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(self, folder: Path, storage: dict[str, Any] | None = None, **entries: Any) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
-        self.socket = folder / "run" / "daemon.sock"
-        self.log = folder / "log"
-        config = {
-            "daemon": {"socket": str(self.socket), "pool": "8MiB", "staging": "8MiB", **settings},
-            "storage": storage or {"type": "memory"},
-        }
-        path = folder / "daemon.yaml"
-        path.write_text(yaml.safe_dump(config))
-        environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MALLOC_ARENA_MAX": "1"}
-        self.process = launch(
-            [sys.executable, "-m", "hicache", "serve", "-c", str(path)], environ=environ, directory=folder, log=self.log
-        )
+        super().__init__(folder, entries, storage=storage or {"type": "memory"})
+        self.environ = {"MALLOC_ARENA_MAX": "1"}  # the arenas of ended threads would hide what grows
 
     def __enter__(self) -> Daemon:
-        wait_for(self._is_ready, timeout_s=START_S, pause_s=0.02)
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        self.kill()
 
-    def _is_ready(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()
-        try:
-            return self.call("GET", "/readyz")[0] == 200
-        except OSError:
-            return False
-
-    def connect(self, timeout_s: float = 30.0) -> socket.socket:
+    def connect(self, timeout_s: float = WAIT_S) -> socket.socket:
         """Connect to the Unix socket."""
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(timeout_s)
@@ -89,6 +63,7 @@ class Daemon:
 
     def held(self) -> Held:
         """Return what the process holds."""
+        assert self.process is not None
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         fields = dict(line.split(":", 1) for line in status.splitlines())
         descriptors = len(os.listdir(f"/proc/{self.process.pid}/fd"))
@@ -99,15 +74,13 @@ class Daemon:
         wait_for(lambda: self._counts() == (1, 1), pause_s=0.02)
 
     def _counts(self) -> tuple[int, int]:
-        _, found = self.call("GET", "/statusz")
+        found = self.status()
         return found["connections"], found["in_flight_requests"]
 
     def end(self) -> tuple[int, float]:
         """Send SIGTERM; the exit code, and how long it took."""
         began_s = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(START_S)
-        return code, time.monotonic() - began_s
+        return self.stop(), time.monotonic() - began_s
 
 
 def request(method: str, path: str, body: bytes = b"", **headers: str) -> bytes:

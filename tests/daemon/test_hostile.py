@@ -17,9 +17,10 @@ import pytest
 from hicache.shared_memory import path_of
 from tests.waiting import wait_for
 
-from .attacks import BOUNDS, FRAME_BYTES, NAMESPACE, OPEN, attach, keys_of, memory, open_namespace
+from .attacks import BOUNDS, FRAME_BYTES, OPEN, attach, keys_of, memory, open_namespace
+from .daemons import NAMESPACE, ROOT
 from .hostile import GROWTH_MAX, Outcome, run
-from .process import REPOSITORY, Daemon, Held, answer_of, request
+from .process import Daemon, Held, answer_of, request
 
 pytestmark = pytest.mark.long
 
@@ -78,8 +79,8 @@ def slow(tmp_path: Path) -> Iterator[Daemon]:
 def test_an_engine_that_is_killed_while_its_frames_are_in_use_leaves_nothing(slow: Daemon, verb: str) -> None:
     name, dice = f"dies-{os.getpid()}-{verb}", random.Random(1)
     engine = subprocess.Popen(
-        [sys.executable, "-c", _ENGINE, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        [sys.executable, "-c", _ENGINE, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert engine.stdout is not None
     device, inode = map(int, engine.stdout.readline().split())
@@ -118,28 +119,22 @@ def _operations(daemon: Daemon) -> list[int]:
 # Who may call what
 
 
-@pytest.fixture(params=[False, True], ids=["no-token", "token"])
-def listening(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Daemon, int]]:
-    """A daemon on loopback, and its port."""
-    settings = {**BOUNDS, "listen": "127.0.0.1:0"}
-    if request.param:
-        token = tmp_path / "token"
-        token.touch(0o600)
-        token.write_text(TOKEN)
-        settings["token_file"] = str(token)
-    with Daemon(tmp_path / "tcp", **settings) as daemon:
+@pytest.mark.parametrize("has_token", [False, True])
+def test_on_loopback_nobody_without_the_token_gets_at_pages(tmp_path: Path, has_token: bool) -> None:
+    daemon = Daemon(tmp_path / "tcp", **BOUNDS)
+    if has_token:
+        daemon.configure({**BOUNDS, "token_file": daemon.secret("token", TOKEN)})
+    with daemon:
         open_namespace(daemon)
-        port = int(daemon.log.read_text().split(" port ")[1].split()[0])
-        yield daemon, port
+        _only_with_the_token(daemon, has_token)
+    assert TOKEN not in daemon.log
 
 
-def test_on_loopback_nobody_without_the_token_gets_at_pages(listening: tuple[Daemon, int]) -> None:
-    daemon, port = listening
-    has_token = (daemon.log.parent.parent / "token").exists()
+def _only_with_the_token(daemon: Daemon, has_token: bool) -> None:
     keys = json.dumps({"keys": keys_of(1, random.Random(1)), "timeout_s": 1}).encode()
 
     def status(method: str, path: str, body: bytes = b"", given: str = "") -> int:
-        with socket.create_connection(("127.0.0.1", port), 30.0) as sock:
+        with socket.create_connection(("127.0.0.1", daemon.port), 30.0) as sock:
             sock.sendall(request(method, path, body, authorization=given))
             return answer_of(sock)[0]
 
@@ -156,7 +151,6 @@ def test_on_loopback_nobody_without_the_token_gets_at_pages(listening: tuple[Dae
         assert status("GET", "/v1/admin/status", given=given) in {401, 403}
     with_token = status("POST", f"{OPEN}/exists", keys, f"Bearer {TOKEN}")
     assert with_token == (200 if has_token else 401)
-    assert TOKEN not in daemon.log.read_text()
 
 
 _CONNECT = """
@@ -193,6 +187,7 @@ def test_another_user_is_kept_out_by_the_directory_and_by_the_daemon(is_open: bo
 
 def test_a_daemon_ends_cleanly_while_clients_are_hostile(tmp_path: Path) -> None:
     with Daemon(tmp_path / "ends", **BOUNDS) as daemon:
+        open_namespace(daemon)
         socks = [daemon.connect() for _ in range(50)]
         body = json.dumps({"keys": keys_of(2, random.Random(1)), "timeout_s": 5}).encode()
         whole = request("POST", f"/v1/namespaces/{NAMESPACE}/exists", body)

@@ -13,6 +13,8 @@ from hicache.daemon.sharing import SharedStore
 from hicache.frame import FrameCodec
 from tests.backends._files import OPENED, open_file
 
+pytestmark = pytest.mark.long
+
 # For the 300 pages of the contract's long batches, and for few of the larger ones.
 LARGE, SMALL = 8 << 20, 1 << 20
 
@@ -36,14 +38,10 @@ def memory(codec: FrameCodec) -> Store:
     return Store(backend, backend.peek, backend.poke)
 
 
-@pytest.fixture(params=[LARGE, SMALL, 0], ids=["pool", "small-pool", "no-pool"])
-def pool(request: pytest.FixtureRequest) -> PagePool:
-    return PagePool(request.param, unit_bytes=4096)
-
-
 class TestOverMemory(SoleBackendContract):
-    @pytest.fixture
-    def open_store(self, pool: PagePool) -> OpenStore:
+    @pytest.fixture(params=[SMALL, 0], ids=["pool", "no-pool"])
+    def open_store(self, request: pytest.FixtureRequest) -> OpenStore:
+        pool = PagePool(request.param, unit_bytes=4096)
         return lambda codec: shared(codec, pool, memory(codec))
 
 
@@ -51,5 +49,6 @@ class TestOverFile(BackendContract):
     machine_examples = 15
 
     @pytest.fixture
-    def open_store(self, pool: PagePool, tmp_path: Path) -> OpenStore:
+    def open_store(self, tmp_path: Path) -> OpenStore:
+        pool = PagePool(LARGE, unit_bytes=4096)
         return lambda codec: shared(codec, pool, open_file(tmp_path / "store", codec))

@@ -1,0 +1,56 @@
+"""The OpenAPI document of a running daemon drives a fuzzer: what the document allows is answered as it says, what it
+forbids is refused, and nothing is an error of the server. SOAK_FACTOR makes it take longer."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .process import Daemon
+
+pytestmark = pytest.mark.long
+
+DATA_TOKEN, ADMIN_TOKEN = "d" * 32, "a" * 32
+SECONDS = 6 * int(os.environ.get("SOAK_FACTOR", "1"))
+CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance",
+          "negative_data_rejection")  # fmt: skip
+# The document names 500 for admin calls, whose errors have a kind; these are the ones that only a bug can cause.
+BUG = re.compile("Traceback|InvariantError|Internal Server Error")
+
+
+@pytest.mark.parametrize(("token", "paths"), [
+    (DATA_TOKEN, ("--exclude-path-regex", "^/v1/admin")), (ADMIN_TOKEN, ("--include-path-regex", "^/v1/admin")),
+], ids=["data", "admin"])  # fmt: skip
+def test_answers_are_those_of_the_document(tmp_path: Path, token: str, paths: tuple[str, str]) -> None:
+    seed = os.environ.get("TEST_SEED", str(random.SystemRandom().randrange(2**31)))
+    print(f"TEST_SEED={seed} replays this")
+    with Daemon(tmp_path / "daemon", request_timeout="2s") as daemon:
+        entries = {
+            "token_file": daemon.secret("token", DATA_TOKEN), "admin_token_file": daemon.secret("admin", ADMIN_TOKEN),
+        }  # fmt: skip
+        daemon.stop()
+        daemon.configure({"request_timeout": "2s", **entries})
+        daemon.start()
+        before = daemon.held()
+        done = subprocess.run(
+            [
+                Path(sys.executable).with_name("schemathesis"), "run", f"http://127.0.0.1:{daemon.port}/openapi.json",
+                "-H", f"Authorization: Bearer {token}", "--checks", ",".join(CHECKS), "--max-time", str(SECONDS),
+                "--phases", "coverage,fuzzing", "--seed", seed, "--no-color", "--warnings", "off",
+                "--request-timeout", "30", *paths,
+            ],
+            cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60 + 4 * SECONDS,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        generated = re.search(r"(\d+) generated", done.stdout)
+        assert generated and int(generated[1]) > 30, done.stdout  # far more on a machine that has nothing else to do
+        print(f"{generated[1]} requests; {before} before, {daemon.held()} after")
+        assert not BUG.search(daemon.log)
+        assert DATA_TOKEN not in daemon.log and ADMIN_TOKEN not in daemon.log
+        assert daemon.end()[0] == 0
