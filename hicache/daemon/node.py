@@ -164,12 +164,15 @@ class Node:
             self.pool.set_quota(found.space, quota_bytes)
 
     def close(self, deadline: float) -> None:
-        """Close all namespaces and let go of all memory, until `deadline` at most where operations are in flight."""
+        """Close all namespaces and let go of all memory, until `deadline` at most where operations are in flight. Has no
+        effect the second time."""
         with self._changed:
             self.state = NodeState.DRAINING
         self.storage.close(max(0.0, deadline - time.monotonic()))
         self.memories.close(deadline)
-        for namespace in self.namespaces():
+        with self._changed:
+            closing, self._namespaces = self.namespaces(), {}
+        for namespace in closing:
             self._close(namespace)
 
     def _open(self, digest: bytes, request: NamespaceRequest) -> Namespace:

@@ -113,7 +113,7 @@ class Server:
                 listeners.append(await self._listen(kind, tcp, self._tls))
             self._handle_signals()
             self._node.state = NodeState.READY
-            logger.info("daemon: serving at %s; %s", ", ".join(map(_name, listeners)), _described(self._node.config))
+            logger.info("daemon: serving at %s (%s)", ", ".join(map(_name, listeners)), _described(self._node.config))
             self._manager.ready()
             await self._until_stopped()
             self._manager.stopping()
