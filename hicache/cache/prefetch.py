@@ -24,6 +24,7 @@ from typing import NamedTuple
 from ..arguments import instance
 from ..backends.guard import Direction
 from ..controller import PREFETCH_S_MAX, HiCacheController, Lookup, Read
+from ..histogram import BOUNDS_S, Histogram
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
 from .break_even import BreakEven, Route
@@ -103,10 +104,18 @@ class Prefetcher:
         self._followers: dict[str, _Follower] = {}
         self._arrived: dict[str, _Arrived] = {}
         self._arrived_pages = 0
+        self.wait = Histogram(BOUNDS_S)  # of requests, from `start` until they need not wait any more
+        self._asked_s: dict[str, float] = {}  # when each of those that wait began to
         self._pages_max = int(config.host_share * host.host.pages)
 
     def start(self, rid: str, key: RadixKey) -> bool:
         """Look for what L1 and L2 lack of the whole pages of `key`. False if it is not worth it or not possible now."""
+        started = self._start(rid, key)
+        if started:
+            self._asked_s[rid] = self._controller.clock()
+        return started
+
+    def _start(self, rid: str, key: RadixKey) -> bool:
         if not self._gate.attached or rid in self._active or rid in self._followers:
             return False
         if self._pages_max == 0:
@@ -156,6 +165,18 @@ class Prefetcher:
     def ready(self, rid: str) -> bool:
         """Whether the request need not wait (any more). Ends the wait of one whose time is over."""
         instance("rid", rid, str)
+        is_ready = self._ready(rid)
+        if is_ready:
+            self._note_wait(rid)
+        return is_ready
+
+    def _note_wait(self, rid: str) -> None:
+        """The request does not wait any more, if it did."""
+        asked_s = self._asked_s.pop(rid, None)
+        if asked_s is not None:
+            self.wait.add(self._controller.clock() - asked_s)
+
+    def _ready(self, rid: str) -> bool:
         if self._config.policy == "best_effort":
             return True
         follower = self._followers.get(rid)
@@ -183,7 +204,7 @@ class Prefetcher:
         del self._followers[rid]
         if in_vain:
             return True
-        self.start(rid, follower.key)
+        self._start(rid, follower.key)
         return rid not in self._followers
 
     def is_active(self, rid: str) -> bool:
@@ -198,6 +219,7 @@ class Prefetcher:
 
     def conclude(self, rid: str) -> None:
         """End the wait of a request that begins: what has not arrived from storage by now is computed."""
+        self._note_wait(rid)
         self._followers.pop(rid, None)
         prefetch = self._active.get(rid)
         if prefetch is not None and not prefetch.answered:
@@ -205,6 +227,7 @@ class Prefetcher:
 
     def cancel_all(self) -> None:
         """Stop all prefetches; nothing that they bring is shown any more."""
+        self._asked_s.clear()
         self._followers.clear()
         for rid in list(self._arrived):
             self.take_arrived(rid)
@@ -231,6 +254,7 @@ class Prefetcher:
     def found(self, found: Lookup) -> None:
         """The lookup has ended: start the reads if they pay and fit, else drop the prefetch."""
         prefetch = self._operations.pop(found)
+        self._counters.lookups[_outcome(found, prefetch)] += 1
         page_size, threshold = prefetch.tree.page_size, self._config.threshold_tokens
         held_pages = self._controller.read_pages + self._arrived_pages
         pages = min(found.pages, self._pages_max - held_pages)
@@ -314,3 +338,12 @@ class Prefetcher:
     def _skip(self, reason: str) -> bool:
         self._counters.skipped[reason] += 1
         return False
+
+
+def _outcome(found: Lookup, prefetch: _Prefetch) -> str:
+    """Return one of `LOOKUP_OUTCOMES`."""
+    if found.failed:
+        return "failed"
+    if not found.pages:
+        return "miss"
+    return "whole" if found.pages == found.key.pages(prefetch.tree.page_size) - found.start_page else "part"

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 import numpy as np
@@ -48,7 +48,7 @@ from ..keys import RadixKey
 from ..tiers import HostPool, KVPool
 from .radix_cache import HiRadixCache
 from .requests import RequestKV, computed_pages, missing_pages, require_beginning
-from .statistics import SessionStatistics
+from .statistics import RELEASE_REASONS, CacheStatistics, SessionStatistics
 from .tiered import TieredOptions
 
 
@@ -83,7 +83,7 @@ class SessionCache(HiRadixCache):
         self._turns: dict[str, _Session] = {}  # by request id
         self._expiry_s = math.inf  # no session expires before
         self._counts: Counter[str] = Counter()
-        self._released: Counter[str] = Counter()
+        self._released = dict.fromkeys(RELEASE_REASONS, 0)
 
     # Sessions
 
@@ -320,13 +320,19 @@ class SessionCache(HiRadixCache):
 
     # State
 
+    def statistics(self) -> CacheStatistics:
+        """A snapshot of all tiers and of the sessions. May be called from any thread; may look at what storage holds.
+        """
+        return replace(super().statistics(), sessions=self.session_statistics())
+
     def session_statistics(self) -> SessionStatistics:
-        """A snapshot of the sessions. REQUIRES: the scheduler's thread."""
-        held = [session.held for session in self._sessions.values() if session.held is not None]
+        """A snapshot of the sessions. May be called from any thread."""
+        sessions = list(self._sessions.values())  # one operation in CPython
+        held = [kv for session in sessions if (kv := session.held) is not None]
         return SessionStatistics(
-            open=len(self._sessions),
+            open=len(sessions),
             holding=len(held),
-            running=sum(not session.idle for session in self._sessions.values()),
+            running=sum(not session.idle for session in sessions),
             held_pages=sum(len(kv.pages) for kv in held),
             own_pages=sum(len(kv.pages) - kv.shared_pages for kv in held),
             turns=self._counts["turns"],

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..controller import ControllerStatistics
     from ..events import PublisherStatistics, StreamStatistics
+    from ..histogram import HistogramStatistics
     from ..tiers import PageAllocator
     from .break_even import BreakEvenStatistics
 
@@ -42,6 +43,11 @@ SKIP_REASONS = (
     "write_back_dropped",
 )
 
+# What a lookup in storage found of the pages that it asked for, for each an entry in `CacheCounters.lookups`.
+LOOKUP_OUTCOMES = ("whole", "part", "miss", "failed")
+# Why a session gave KV up, for each an entry in `SessionStatistics.released`.
+RELEASE_REASONS = ("closed", "diverged", "dropped", "expired", "not_shared", "pressure")
+
 
 @dataclass(slots=True, eq=False)
 class CacheCounters:
@@ -52,6 +58,7 @@ class CacheCounters:
     hit_tokens: Counter[str] = field(default_factory=Counter)
     evicted_pages: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
+    lookups: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LOOKUP_OUTCOMES, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,10 @@ class CacheStatistics:
 
     `skipped` counts by reason what the cache decided not to do or could not do: a slower request, never an error.
     `events` and `publisher` are None where events are not recorded, or not published.
+
+    `lookups` counts lookups in storage by what they found. `prefetch_wait` is how long requests waited for their
+    prefetch, `step` how long `poll` took the scheduler; None for a cache that has neither. `sessions` is None for a
+    cache without sessions.
     """
 
     requests: int
@@ -99,6 +110,10 @@ class CacheStatistics:
     controller: ControllerStatistics
     events: StreamStatistics | None
     publisher: PublisherStatistics | None = None
+    lookups: Mapping[str, int] = field(default_factory=dict)
+    prefetch_wait: HistogramStatistics | None = None
+    step: HistogramStatistics | None = None
+    sessions: SessionStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +122,7 @@ class SessionStatistics:
 
     `held_pages` are kept between turns, those shared with the tree included; `own_pages` are the partial ones among
     them. `continued_turns` went on where the turn before had ended and `tail_tokens` are what that saved over the tree.
-    `released` counts by reason (pressure, diverged, expired, closed, dropped, not_shared) how often KV was given up.
+    `released` counts by reason how often KV was given up.
     """
 
     open: int

@@ -24,6 +24,7 @@ from ..backends.guard import Direction
 from ..controller import Acks, HiCacheController
 from ..errors import InvalidInput, RankError
 from ..events import EventStream, Publisher
+from ..histogram import STEP_BOUNDS_S, Histogram
 from ..keys import TOKEN_BYTES, Namespace, require_epoch
 from ..radix import RUN_PAGES_MAX, RadixTree, check_tree, make_policy
 from ..tiers import HostPool, PageAllocator
@@ -84,6 +85,7 @@ class TieredCache:
         self._policy = make_policy(config.eviction_policy, slru_protected_hits=config.slru_protected_hits)
         self.break_even = break_even or BreakEven(config.break_even, host.payload_bytes)
         self._counters = CacheCounters()
+        self._step_time = Histogram(STEP_BOUNDS_S)
         self._events: EventRecorder | None = None
         self._publisher: Publisher | None = None
         self._trees = Trees(self._new_tree, device, host)
@@ -167,6 +169,7 @@ class TieredCache:
         Returns whether anything ended. Never blocks without ranks. With them, all call it equally often; it waits for
         the slowest if that is a whole step behind, and raises RankError if one is lost or they have gone astray.
         """
+        began_s = time.perf_counter()
         acks = self.controller.poll()
         if acks is not None:
             self._take_in(acks)
@@ -178,6 +181,7 @@ class TieredCache:
         self.break_even.use_rates(Rates(*self.controller.rates))
         if self.mailbox.pending:
             self.mailbox.serve()
+        self._step_time.add(time.perf_counter() - began_s)
         return acks is not None
 
     def _take_in(self, acks: Acks) -> None:
@@ -216,6 +220,9 @@ class TieredCache:
             controller=self.controller.statistics(),
             events=None if self._events is None else self._events.stream.statistics(),
             publisher=None if publisher is None else publisher.statistics(),
+            lookups=dict(counters.lookups),
+            prefetch_wait=self._prefetcher.wait.statistics(),
+            step=self._step_time.statistics(),
         )
 
     def check(self) -> None:

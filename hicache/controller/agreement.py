@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -32,9 +33,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import RankError
+from ..histogram import STEP_BOUNDS_S, Histogram
 from .gate import Readiness
 from .operations import Lookup, Read, Store
 from .ranks import RankGroup
+from .statistics import RankStatistics
 
 # Stores end nearly in the order of submission, so the oldest few are all that can have ended, but for those of a step.
 STORE_PLACES = 64
@@ -104,6 +107,7 @@ class Agreement:
         self._rates = rates
         self._sent: tuple[list[Lookup | Read], list[Store]] | None = None
         self._failure: RankError | None = None
+        self._wait = Histogram(STEP_BOUNDS_S)
 
     def start(self, local: Progress, counts: Mapping[str, int]) -> None:
         """Send this rank's progress. Does not wait. Operations beyond the places are left for later steps.
@@ -133,11 +137,14 @@ class Agreement:
         if self._sent is None:
             return Progress(rates=(0,) * self._rates)
         (prefetches, stores), self._sent = self._sent, None
+        began_s = time.perf_counter()
         try:
             numbers = iter(self._group.result().tolist())
         except RankError as error:
             self._failure = error
             raise
+        finally:
+            self._wait.add(time.perf_counter() - began_s)
         healthy, opened, read, write, time_ms, writes_done, loads_done = itertools.islice(numbers, 7)
         rates = tuple(itertools.islice(numbers, self._rates))
         self._require_equal_counters(list(itertools.islice(numbers, 2 * len(COUNTERS))))
@@ -154,6 +161,12 @@ class Agreement:
                 for i, prefetch in enumerate(prefetches)
             ],
             stores=[(store, StoreProgress(state)) for store, state in zip(stores, numbers, strict=False)],
+        )
+
+    def statistics(self) -> RankStatistics:
+        """Return a snapshot. May be called from any thread."""
+        return RankStatistics(
+            self._group.rank, self._group.size, self._failure is not None, self._wait.statistics()
         )
 
     def close(self) -> None:

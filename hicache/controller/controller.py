@@ -53,7 +53,7 @@ from .agreement import (
 from .gate import OpenBackend
 from .operations import Acks, Backup, Copy, Launch, Load, Lookup, Read, Store
 from .ranks import RankGroup
-from .statistics import ControllerStatistics, QueueStatistics
+from .statistics import BOUNDED_QUEUES, ControllerStatistics, CopyCounter, QueueStatistics
 from .storage import StorageExecutor
 
 # Stores of several ranks cannot give way on L2, so that more of them waiting would cost hits.
@@ -91,7 +91,7 @@ class HiCacheController:
         self.stores_pages = stores_pages
         self.closed = False
         self.rates: tuple[int, ...] = (0,) * rates
-        self.refused: Counter[str] = Counter()
+        self.refused = dict.fromkeys(BOUNDED_QUEUES, 0)
         self.clock = clock
         self._started_s = clock()
         self._agreed_s = 0.0
@@ -106,6 +106,7 @@ class HiCacheController:
         self._prefetches: dict[Lookup | Read, None] = {}
         self._stores: dict[Store, None] = {}
         self._moved: Counter[str] = Counter()
+        self._backup_times, self._load_times = CopyCounter(host.payload_bytes), CopyCounter(host.payload_bytes)
         self._submitted: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._fault: TransferError | None = None
         self._storage = StorageExecutor(backend, host, config.transfer, workers, clock)
@@ -368,13 +369,15 @@ class HiCacheController:
         for _ in range(backups_done):
             backups = self._launched_backups.popleft()
             self._backup_pages -= backups.pages
+            self._backup_times.add(backups.pages, backups.transfer.seconds)
             healthy = self._is_healthy(backups.transfer, acks)
             (acks.written if healthy else acks.failed_backups).extend(backups.operations)
             self._moved["written"] += backups.pages * healthy
         for _ in range(loads_done):
             loads = self._launched_loads.popleft()
             self._load_pages -= loads.pages
-            if (seconds := loads.transfer.seconds) is not None:
+            self._load_times.add(loads.pages, seconds := loads.transfer.seconds)
+            if seconds is not None:
                 acks.load_times.append((loads.pages, seconds))
             healthy = self._is_healthy(loads.transfer, acks)
             (acks.loaded if healthy else acks.failed_loads).extend(loads.operations)
@@ -456,7 +459,11 @@ class HiCacheController:
             backend=None if backend is None else backend.statistics(),
             backends=() if backend is None else leaf_statistics(backend),
             copies={} if backend is None else copies_of(backend),
-        )
+            l1_copies={} if self._copies is None else {
+                "device_to_host": self._backup_times.statistics(), "host_to_device": self._load_times.statistics(),
+            },
+            ranks=None if self._agreement is None else self._agreement.statistics(),
+        )  # fmt: skip
 
     def close(self, timeout_s: float) -> bool:
         """Finish the queued copies and stores within `timeout_s`, then end all threads; blocks.

@@ -1,8 +1,8 @@
-"""The metrics themselves: a snapshot of `statistics()` becomes metric families at each scrape.
+"""The metrics of a cache, and the collector: a snapshot of `statistics()` becomes metric families at each scrape.
 
-What is exported is two tables of `MetricSpec`, of the cache and of each of its stores, each with a function that picks
-the values out of the snapshot. Nothing counts twice and no hot path touches a metric object: the numbers are those of
-`statistics()`.
+Nothing counts twice and no hot path touches a metric object: the numbers are those of `statistics()`. Nothing here is
+`prometheus_client`'s own counter, so several processes need no shared directory for them: each has an exporter of its
+own.
 
 Locking design: the collector holds nothing that changes. `statistics` is called on the server's threads, one call per
 scrape and possibly several at once; making that safe is the snapshot's business (frozen values are).
@@ -10,84 +10,50 @@ scrape and possibly several at once; making that safe is the snapshot's business
 
 from __future__ import annotations
 
-import enum
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
+import platform
+import sys
+from collections.abc import Callable, Iterable
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from ..backends.base import GetOutcome, SetOutcome
-from ..backends.guard import BOUNDS_S, GuardStatistics, LatencyStatistics, LeafStatistics, Override, Verb
-from ..cache.statistics import CacheStatistics, TierStatistics
+from .. import __version__
+from ..cache.statistics import LOOKUP_OUTCOMES, RELEASE_REASONS, CacheStatistics, TierStatistics
+from ..controller.statistics import BOUNDED_QUEUES, WORKERS, ControllerStatistics
+from ..keys import FORMAT_VERSION
+from .spec import LABELS, MetricSpec, Values
+from .stores import STORE_METRICS, copies_by_outcome, store_families, waiting_copies
 
-# Few labels with few values each. Never a key, a tenant or a path: a label value lives as long as the time series.
-LABELS = frozenset({"tier", "backend", "direction", "reason", "outcome", "queue", "worker", "route", "verb"})
-S = TypeVar("S")
-# Without labels a value, or None if it is unknown; with one label a value for each of its values, with two a value for
-# each pair. A duration's value is a `LatencyStatistics`.
-Values: TypeAlias = "float | Mapping[Any, Any] | None"
-
-
-class MetricSpec(NamedTuple, Generic[S]):
-    """One metric: its name without `hicache_`, its help, its labels, and its values in a snapshot; `pick` must not
-    block. The name ends with the unit; `_total` makes it a counter, which only rises until the process restarts, and
-    `_seconds` a histogram.
-    """
-
-    name: str
-    help: str
-    labels: tuple[str, ...]
-    pick: Callable[[S], Values]
-
-    def collect(self, snapshots: Iterable[tuple[tuple[str, ...], S]], *outer: str) -> Metric:
-        """The family of some snapshots, each with its values of the labels `outer`, which come first."""
-        last = self.name.rpartition("_")[2]
-        kind: Any = {"total": CounterMetricFamily, "seconds": HistogramMetricFamily}.get(last, GaugeMetricFamily)
-        family = kind(f"hicache_{self.name}", self.help, labels=(*outer, *self.labels))
-        for prefix, snapshot in snapshots:
-            values = self.pick(snapshot)
-            if not isinstance(values, Mapping):
-                values = {} if values is None else {(): values}
-            for label, value in values.items():
-                labels = (*prefix, *(label if isinstance(label, tuple) else (label,)))
-                if isinstance(value, LatencyStatistics):
-                    bounds = [*(f"{bound:.6g}" for bound in BOUNDS_S), "+Inf"]
-                    buckets = list(zip(bounds, itertools.accumulate(value.counts), strict=True))
-                    family.add_metric(labels, buckets, value.seconds)
-                else:
-                    family.add_metric(labels, value)
-        return cast("Metric", family)
+__all__ = [
+    "BUILD_INFO", "CACHE_METRICS", "LABELS", "STORE_METRICS", "CacheCollector", "MetricSpec", "store_families",
+]  # fmt: skip
 
 
 class CacheCollector(Collector):
-    """A collector that calls `statistics` of a cache once per scrape; None yields no samples."""
+    """A collector that calls `statistics` of a cache once per scrape; None yields no samples but the build's."""
 
     def __init__(self, statistics: Callable[[], CacheStatistics | None]) -> None:
         self._statistics = statistics
 
     def describe(self) -> Iterable[Metric]:
         """The families without samples: registering does not take a snapshot."""
-        return [*(spec.collect(()) for spec in CACHE_METRICS), *store_families(())]
+        return [BUILD_INFO.collect(()), *(spec.collect(()) for spec in CACHE_METRICS), *store_families(())]
 
     def collect(self) -> Iterable[Metric]:
         """The families of one snapshot."""
         state = self._statistics()
         states = () if state is None else (((), state),)
+        yield BUILD_INFO.collect((((), None),))
         yield from (spec.collect(states) for spec in CACHE_METRICS)
         yield from store_families(() if state is None else state.controller.backends)
 
 
-def store_families(stores: Iterable[LeafStatistics]) -> Iterator[Metric]:
-    """The families of stores and of their guards; the name of each store is a label."""
-    named = [((store.name,), store) for store in stores]
-    return (spec.collect(named, "backend") for spec in STORE_METRICS)
-
-
-def _with_zeros(outcomes: type[enum.StrEnum], counts: Mapping[Any, int]) -> Values:
-    """Counts by outcome, zero for what has not happened: a rate needs the sample before the first event."""
-    return {outcome.value: counts.get(outcome, 0) for outcome in outcomes}
+def _build() -> Values:
+    """Return what runs here. PyTorch is named only where it is loaded: nothing is imported for a scrape."""
+    torch = sys.modules.get("torch")
+    native = "yes" if "hicache._native" in sys.modules else "no"
+    loaded = "" if torch is None else str(getattr(torch, "__version__", ""))
+    return {(__version__, platform.python_version(), loaded, native, str(FORMAT_VERSION)): 1}
 
 
 def _known(**rates: int) -> Values:
@@ -100,117 +66,169 @@ def _tiers(pages: Callable[[TierStatistics], int]) -> Callable[[CacheStatistics]
     return lambda s: {"device": pages(s.device) * s.device.page_bytes, "host": pages(s.host) * s.host.page_bytes}
 
 
-def _guarded(pick: Callable[[GuardStatistics], Values]) -> Callable[[LeafStatistics], Values]:
-    """What a store's guard shows; nothing without a guard."""
-    return lambda store: {} if store.guard is None else pick(store.guard)
+def _worker_errors(controller: ControllerStatistics) -> Values:
+    """Exceptions by pool of workers; the log has their classes."""
+    found = dict.fromkeys(WORKERS, 0)
+    for name, count in controller.worker_errors.items():
+        found[name.partition(":")[0]] += count
+    return found
+
+
+BUILD_INFO: MetricSpec[None] = MetricSpec(
+    "build_info", "Versions of what runs: always 1.", ("version", "python", "torch", "native", "page_format"),
+    lambda _: _build(),
+    "Tells which engines were not upgraded. native: whether the optional helper in C is used. Engines share stored "
+    "pages only if page_format is equal.",
+)  # fmt: skip
 
 
 CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
-    MetricSpec("requests_total", "Requests that were given KV.", (), lambda s: s.requests),
-    MetricSpec("prompt_tokens_total", "Prompt tokens of those requests.", (), lambda s: s.prompt_tokens),
+    MetricSpec("requests_total", "Requests that were given KV.", (), lambda s: s.requests,
+               "The load. Compare replicas behind one router."),
+    MetricSpec("prompt_tokens_total", "Prompt tokens of those requests.", (), lambda s: s.prompt_tokens,
+               "The denominator of each hit rate."),
     MetricSpec("hit_tokens_total", "Prompt tokens whose KV was reused, by tier it came from.", ("tier",),
-               lambda s: {tier: s.hit_tokens.get(tier, 0) for tier in ("device", "host", "storage")}),
+               lambda s: {tier: s.hit_tokens.get(tier, 0) for tier in ("device", "host", "storage")},
+               "Over prompt_tokens_total it is the hit rate by tier. Many from storage and few from the host: L2 is "
+               "too small. Falls after a deployment: weights, model or page size have changed, so the namespace has."),
     MetricSpec("evicted_pages_total", "Pages that left a tier for lack of room.", ("tier",),
-               lambda s: {tier: s.evicted_pages.get(tier, 0) for tier in ("device", "host")}),
+               lambda s: {tier: s.evicted_pages.get(tier, 0) for tier in ("device", "host")},
+               "Normal for a full tier. Rises while the hit rate falls: the tier is too small."),
     MetricSpec("skipped_total", "What the cache did not do, by reason; each is a slower request.", ("reason",),
-               lambda s: s.skipped),
+               lambda s: s.skipped,
+               "The reasons are listed below. ..._no_host_room and prefetch_host_share: host.size is too "
+               "small; ..._paused: storage fails; prefetch_timeout: storage is slow."),
     MetricSpec("break_even_decisions_total", "Hits fetched (or not: too_slow, calibration), by why.",
-               ("route", "reason"), lambda s: s.break_even.decisions),
+               ("route", "reason"), lambda s: s.break_even.decisions,
+               "Many too_slow: fetching from that tier is slower than computing, so the tier is not worth its price, "
+               "or is overloaded."),
     MetricSpec("break_even_prefill_tokens_per_second", "Prefill speed that decisions use; absent if unknown.", (),
-               lambda s: s.break_even.rates.prefill_tokens_per_s or None),
+               lambda s: s.break_even.rates.prefill_tokens_per_s or None,
+               "Absent until the engine reports forwards; every hit is fetched then."),
     MetricSpec("break_even_bandwidth_bytes_per_second", "Speed up from a tier that decisions use; absent if unknown.",
                ("tier",), lambda s: _known(host=s.break_even.rates.host_bytes_per_s,
-                                           storage=s.break_even.rates.storage_bytes_per_s)),
+                                           storage=s.break_even.rates.storage_bytes_per_s),
+               "Compare it with what the link or disk should give."),
     MetricSpec("break_even_operations_per_second", "One over the fixed part of a copy up from a tier.", ("tier",),
                lambda s: _known(host=s.break_even.rates.host_operations_per_s,
-                                storage=s.break_even.rates.storage_operations_per_s)),
-    MetricSpec("tier_capacity_bytes", "Memory of a tier.", ("tier",), _tiers(lambda tier: tier.capacity_pages)),
+                                storage=s.break_even.rates.storage_operations_per_s),
+               "Low: each fetch has a long fixed part, so only long hits pay."),
+    MetricSpec("tier_capacity_bytes", "Memory of a tier.", ("tier",), _tiers(lambda tier: tier.capacity_pages),
+               "What device.size and host.size came to."),
     MetricSpec("tier_free_bytes", "Memory of a tier that nothing holds.", ("tier",),
-               _tiers(lambda tier: tier.free_pages)),
+               _tiers(lambda tier: tier.free_pages),
+               "0 is normal for a warm cache: what is free is not used."),
     MetricSpec("tier_cached_bytes", "Memory of a tier that holds cached pages.", ("tier",),
-               _tiers(lambda tier: tier.cached_pages)),
+               _tiers(lambda tier: tier.cached_pages),
+               "Falls under load: running requests take the tier, so hits become rarer."),
     MetricSpec("tier_evictable_bytes", "Memory of a tier whose pages may leave it now.", ("tier",),
-               _tiers(lambda tier: tier.evictable_pages)),
+               _tiers(lambda tier: tier.evictable_pages),
+               "Near 0 with free at 0: requests wait for room. Fewer running requests, or a larger tier."),
     MetricSpec("pinned_bytes", "Host memory that pinned prefixes take, or would take.", (),
-               lambda s: s.pinned_pages * s.host.page_bytes),
-    MetricSpec("nodes", "Nodes of the radix tree.", (), lambda s: s.nodes),
-    MetricSpec("weights_epoch", "Epoch of the weights whose pages are served.", (), lambda s: s.weights_epoch),
-    MetricSpec("refused_operations_total", "Operations turned away by a bound, by queue.", ("queue",),
-               lambda s: s.controller.refused),
+               lambda s: s.pinned_pages * s.host.page_bytes,
+               "Memory that eviction cannot use; at pin_host_share further pins are refused."),
+    MetricSpec("nodes", "Nodes of the radix tree.", (), lambda s: s.nodes,
+               "A tree of many short nodes costs the scheduler time; page_size may be too small."),
+    MetricSpec("weights_epoch", "Epoch of the weights whose pages are served.", (), lambda s: s.weights_epoch,
+               "Differs between replicas only while weights are being rolled out."),
+    MetricSpec("refused_operations_total", "Operations refused by a bound, by queue.", ("queue",),
+               lambda s: {queue: s.controller.refused.get(queue, 0) for queue in BOUNDED_QUEUES},
+               "The tier behind the queue is too slow, or the bound too small: transfer.write_pages_max, "
+               "transfer.load_pages_max, prefetch.operations_max, transfer.store_host_share."),
     MetricSpec("moved_pages_total", "Pages moved between tiers.", ("direction",),
                lambda s: {"device_to_host": s.controller.written_pages, "host_to_device": s.controller.loaded_pages,
                           "storage_to_host": s.controller.prefetched_pages,
-                          "host_to_storage": s.controller.stored_pages}),
-    MetricSpec("queued_operations", "Operations queued or under way.", ("queue",),
+                          "host_to_storage": s.controller.stored_pages},
+               "Times the page size it is the traffic between tiers."),
+    MetricSpec("queued_operations", "Operations queued or in flight.", ("queue",),
                lambda s: {queue: getattr(s.controller.queues, queue)
-                          for queue in ("write", "load", "prefetch", "reads", "backup")}),
-    MetricSpec("worker_errors_total", "Exceptions in workers, by worker and kind.", ("worker",),
-               lambda s: s.controller.worker_errors),
+                          for queue in ("write", "load", "prefetch", "reads", "backup")},
+               "Stays high: the tier behind it is the bottleneck."),
+    MetricSpec("worker_errors_total", "Exceptions in worker threads.", ("worker",),
+               lambda s: _worker_errors(s.controller),
+               "Should stay at 0: a bug, in HiCache or in a backend of your own. The log has the traceback."),
     MetricSpec("worker_restarts_total", "Workers that died and were replaced.", (),
-               lambda s: s.controller.worker_restarts),
+               lambda s: s.controller.worker_restarts,
+               "Should stay at 0. The log says why the thread died."),
     MetricSpec("storage_open_failures_total", "Attempts to open storage for new weights that failed.", (),
-               lambda s: s.controller.open_failures),
-    MetricSpec("workers_alive", "Workers that run and are not stuck.", (), lambda s: s.controller.workers_alive),
-    MetricSpec("events_total", "KV events recorded.", (), lambda s: None if s.events is None else s.events.events),
+               lambda s: s.controller.open_failures,
+               "Rises while storage cannot be opened, after a start without it or new weights. The log has the error."),
+    MetricSpec("workers_alive", "Workers that run and are not stuck.", (), lambda s: s.controller.workers_alive,
+               "Lower than at the start: threads died or hang."),
+    MetricSpec("events_total", "KV events recorded.", (), lambda s: None if s.events is None else s.events.events,
+               "The rate is what routers have to take in."),
     MetricSpec("event_snapshots_total", "Snapshots of the tree made for readers that missed events.", (),
-               lambda s: None if s.events is None else s.events.snapshots),
+               lambda s: None if s.events is None else s.events.snapshots,
+               "Rises often: subscribers lose events; see event_slow_batches_total."),
     MetricSpec("event_publisher_alive", "1 while the publisher of KV events runs.", (),
-               lambda s: None if s.publisher is None else s.publisher.alive),
+               lambda s: None if s.publisher is None else s.publisher.alive,
+               "0: routers do not see this cache; the log says why."),
     MetricSpec("event_slow_batches_total", "Batches that some subscriber did not get: it reads too slowly.", (),
-               lambda s: None if s.publisher is None else s.publisher.slow),
+               lambda s: None if s.publisher is None else s.publisher.slow,
+               "A subscriber does not keep up."),
     MetricSpec("event_gaps_total", "Times that events were dropped before they were published.", (),
-               lambda s: None if s.publisher is None else s.publisher.gaps),
+               lambda s: None if s.publisher is None else s.publisher.gaps,
+               "Raise events.buffer."),
     MetricSpec("event_refused_total", "Keys of subscribers that are not on the list, and broken requests.", (),
-               lambda s: None if s.publisher is None else s.publisher.refused),
-    MetricSpec("event_publisher_errors_total", "Unexpected errors of the publisher, by class.", ("reason",),
-               lambda s: None if s.publisher is None else s.publisher.errors),
+               lambda s: None if s.publisher is None else s.publisher.refused,
+               "Somebody knocks who is not on the list of keys, or a subscriber has an old key."),
+    MetricSpec("event_publisher_errors_total", "Unexpected errors of the publisher.", (),
+               lambda s: None if s.publisher is None else sum(s.publisher.errors.values()),
+               "Should stay at 0; the log has the traceback."),
     MetricSpec("backend_copies_total", "Pages to be copied to a part of a composition in the background, by what "
                "became of them.", ("backend", "outcome"),
-               lambda s: {(part, outcome): getattr(copies, outcome) for part, copies in s.controller.copies.items()
-                          for outcome in ("copied", "present", "failed", "dropped")}),
+               lambda s: copies_by_outcome(s.controller.copies),
+               "dropped: storage.options.cascade_bytes_max was full, so the level below lacks pages. failed: see "
+               "backend_errors_total of that part."),
     MetricSpec("backend_waiting_copies", "Pages that wait to be copied to a part.", ("backend",),
-               lambda s: {part: copies.waiting for part, copies in s.controller.copies.items()}),
-)  # fmt: skip
-
-# Of each store; the label `backend` comes before the others.
-STORE_METRICS: tuple[MetricSpec[LeafStatistics], ...] = (
-    MetricSpec("backend_get_pages_total", "Pages asked of the backend, by what became of them.", ("outcome",),
-               lambda b: _with_zeros(GetOutcome, b.statistics.gets)),
-    MetricSpec("backend_set_pages_total", "Pages given to the backend, by what became of them.", ("outcome",),
-               lambda b: _with_zeros(SetOutcome, b.statistics.sets)),
-    MetricSpec("backend_corrupt_pages_total", "Stored pages that were refused, by what was wrong with them.",
-               ("reason",), lambda b: b.statistics.corrupt),
-    MetricSpec("backend_errors_total", "Operations that failed, by class of error.", ("reason",),
-               lambda b: b.statistics.errors),
-    MetricSpec("backend_transferred_bytes_total", "Bytes of whole frames moved.", ("direction",),
-               lambda b: {"read": b.statistics.read_bytes, "write": b.statistics.written_bytes}),
-    MetricSpec("backend_evicted_pages_total", "Pages removed to make room.", (), lambda b: b.statistics.evicted_pages),
-    MetricSpec("backend_stored_pages", "Pages stored now, by all processes that share the store.", (),
-               lambda b: None if b.usage is None else b.usage.pages),
-    MetricSpec("backend_stored_bytes", "Bytes stored now, by all processes that share the store.", (),
-               lambda b: None if b.usage is None else b.usage.bytes),
-    MetricSpec("backend_capacity_bytes", "Bytes the store may hold; absent if the server sets the limit.", (),
-               lambda b: None if b.usage is None else b.usage.capacity_bytes),
-    MetricSpec("backend_breaker_state", "0: calls are made (closed), 1: the next one decides, 2: none is made (open).",
-               ("direction",), _guarded(lambda g: {way: b.state for way, b in g.breakers.items()})),
-    MetricSpec("backend_override", "1 if the operator has switched a direction on or off.", ("direction",),
-               _guarded(lambda g: {way: b.override is not Override.AUTO for way, b in g.breakers.items()})),
-    MetricSpec("backend_breaker_opens_total", "Times that the breaker has opened.", ("direction",),
-               _guarded(lambda g: {way: b.opens for way, b in g.breakers.items()})),
-    MetricSpec("backend_probes_total", "Probes of the store, by what became of them.", ("direction", "outcome"),
-               _guarded(lambda g: {(way, outcome): count for way, b in g.breakers.items()
-                                   for outcome, count in (("good", b.good_probes), ("failed", b.failed_probes))})),
-    MetricSpec("backend_refused_calls_total", "Calls that were not made, by reason.", ("direction", "reason"),
-               _guarded(lambda g: g.refused)),
-    MetricSpec("backend_failed_calls_total", "Calls that count as failed, by reason.", ("direction", "reason"),
-               _guarded(lambda g: g.failures)),
-    MetricSpec("backend_retried_calls_total", "Calls that were tried a second time.", ("direction",),
-               _guarded(lambda g: {way: g.retried_calls.get(way, 0) for way in g.breakers})),
-    MetricSpec("backend_in_flight_bytes", "Bytes of the frames that are being read or written.", (),
-               _guarded(lambda g: g.in_flight_bytes)),
-    MetricSpec("backend_in_flight_calls", "Calls under way.", (), _guarded(lambda g: g.in_flight_calls)),
-    MetricSpec("backend_overdue_calls", "Calls that hang past their deadline.", (),
-               _guarded(lambda g: g.overdue_calls)),
-    MetricSpec("backend_call_seconds", "How long calls take.", ("verb",),
-               _guarded(lambda g: {verb: g.latency[verb] for verb in Verb})),
+               lambda s: waiting_copies(s.controller.copies),
+               "Stays high: the level below is slower than what is stored."),
+    MetricSpec("scheduler_step_seconds", "Time that `poll` takes of the engine's scheduler, in each step.", (),
+               lambda s: s.step,
+               "The price of the cache on the scheduler: microseconds, tens of them when much ends at once. With ranks "
+               "it contains the wait for the slowest.", True),
+    MetricSpec("prefetch_wait_seconds", "How long requests waited for their prefetch before they could begin.", (),
+               lambda s: s.prefetch_wait,
+               "Part of the time to the first token. Near the limit of prefetch.timeout_base: storage is slow; a "
+               "lower limit, or policy best_effort, trades hits for time.", True),
+    MetricSpec("lookups_total", "Lookups in storage, by how many of the pages that the request lacked they found.",
+               ("outcome",), lambda s: {found: s.lookups.get(found, 0) for found in LOOKUP_OUTCOMES},
+               "whole, part or miss say how well storage fits the load. failed: the worker met an error; see "
+               "worker_errors_total and backend_errors_total."),
+    MetricSpec("copy_seconds", "How long merged copies between device and host take.", ("direction",),
+               lambda s: {way: copies.seconds for way, copies in s.controller.l1_copies.items()},
+               "With copy_bytes it gives the bandwidth, for the bus. Absent where the engine copies.", True),
+    MetricSpec("copy_bytes", "Bytes of a merged copy between device and host.", ("direction",),
+               lambda s: {way: copies.bytes for way, copies in s.controller.l1_copies.items()},
+               "Small copies do not use the bus: the prompts are short, or page_size is small.", True),
+    MetricSpec("worker_stuck_total", "Workers that hung in a call past its deadline, and got a substitute.", (),
+               lambda s: s.controller.workers_stuck,
+               "Should stay at 0: a store hangs and does not keep its deadline. See backend_overdue_calls."),
+    MetricSpec("sessions", "Sessions: open, holding KV on the device, with a running turn. Absent without sessions.",
+               ("state",), lambda s: {} if s.sessions is None else {
+                   "open": s.sessions.open, "holding": s.sessions.holding, "running": s.sessions.running},
+               "Open ones that do not hold KV have lost it; their next turn starts from the tree."),
+    MetricSpec("session_held_bytes", "Device memory that sessions keep between turns.", (),
+               lambda s: None if s.sessions is None else s.sessions.held_pages * s.device.page_bytes,
+               "It is given up when requests need room; a lower sessions.ttl frees it earlier."),
+    MetricSpec("session_turns_total", "Turns of sessions.", (),
+               lambda s: None if s.sessions is None else s.sessions.turns, "The load of conversations."),
+    MetricSpec("session_continued_turns_total", "Turns that went on exactly where the last one had ended.", (),
+               lambda s: None if s.sessions is None else s.sessions.continued_turns,
+               "Low against session_turns_total: clients change the history, so sessions save nothing."),
+    MetricSpec("session_tail_tokens_total", "Tokens that sessions saved over what the tree would have.", (),
+               lambda s: None if s.sessions is None else s.sessions.tail_tokens, "What sessions gain."),
+    MetricSpec("session_released_total", "Times that a session gave its KV up, by why.", ("reason",),
+               lambda s: {} if s.sessions is None else
+               {why: s.sessions.released.get(why, 0) for why in RELEASE_REASONS},
+               "pressure: the device is too small for the open sessions. diverged: as for continued turns."),
+    MetricSpec("ranks", "Ranks that decide together. Absent without ranks.", (),
+               lambda s: None if s.controller.ranks is None else s.controller.ranks.size,
+               "Each rank exports its own metrics; see Several processes."),
+    MetricSpec("rank_lost", "1 if a rank is gone, or the ranks have decided differently.", (),
+               lambda s: None if s.controller.ranks is None else s.controller.ranks.is_lost,
+               "1: no rank serves from the cache any more. Restart all of them."),
+    MetricSpec("rank_wait_seconds", "How long this rank waited for the slowest, in each step.", (),
+               lambda s: None if s.controller.ranks is None else s.controller.ranks.wait,
+               "The rank that waits least is the slow one.", True),
 )  # fmt: skip

@@ -45,8 +45,8 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsServer(ThreadingWSGIServer):
-    """Serves `statistics` at `http://host:port/metrics`, on a thread of its own. `port` is the real one. A context
-    manager that closes. Raises OSError if it cannot listen.
+    """Serves `statistics` at `http://host:port/metrics`, on a thread of its own; `/healthz` answers while the process
+    can answer at all. `port` is the real one. A context manager that closes. Raises OSError if it cannot listen.
 
     Invariant: `_connections` are at most `CONNECTIONS_MAX`, in the order of arrival.
     """
@@ -61,7 +61,7 @@ class MetricsServer(ThreadingWSGIServer):
         self.port: int = self.server_port
         registry = CollectorRegistry(auto_describe=False)
         registry.register(CacheCollector(statistics))
-        self.set_app(make_wsgi_app(registry))
+        self.set_app(_application(make_wsgi_app(registry)))
         self._thread = threading.Thread(target=self.serve_forever, name="hicache-metrics", daemon=True)
         self._thread.start()
 
@@ -124,6 +124,20 @@ class MetricsServer(ThreadingWSGIServer):
         with self._changed:
             del self._connections[request]
             self._changed.notify()
+
+
+def _application(metrics: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the WSGI application: `/metrics`, `/healthz`, which takes no snapshot, and nothing else."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        path = environ["PATH_INFO"]
+        if path == "/metrics":
+            return metrics(environ, start_response)
+        found = path == "/healthz"
+        start_response("200 OK" if found else "404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [b"ok\n" if found else b"see /metrics\n"]
+
+    return answer
 
 
 class _Handler(WSGIRequestHandler):

@@ -1,12 +1,14 @@
 """The guard: what stands in front of every storage backend, so that its troubles stay its own."""
 
 from ...config.guard import Override
-from .admission import BOUNDS_S, Direction, GuardStatistics, LatencyStatistics, Verb
+from ...histogram import BOUNDS_S, LatencyStatistics
+from .admission import CallResult, Direction, GuardStatistics, Refusal, Verb
 from .backend import GuardedBackend, LeafStatistics, guards_of, leaf_statistics, may_pass, named_leaves, unique_names
 from .overrides import Overrides
 
 __all__ = [
     "BOUNDS_S",
+    "CallResult",
     "Direction",
     "GuardStatistics",
     "GuardedBackend",
@@ -14,6 +16,7 @@ __all__ = [
     "LeafStatistics",
     "Override",
     "Overrides",
+    "Refusal",
     "Verb",
     "guards_of",
     "leaf_statistics",

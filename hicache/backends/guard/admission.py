@@ -14,11 +14,12 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...backoff import Backoff
 from ...config.guard import GuardConfig, Override
 from ...errors import InvariantError
+from ...histogram import BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramStatistics, LatencyStatistics
 from ..base import GetOutcome
 from ..errors import StoreError
 from .breaker import Breaker, BreakerState, BreakerStatistics
@@ -32,9 +33,6 @@ BURST_PAGES = 256.0
 # to repair something needs that long.
 _DAMAGE_BACKOFF_GROWTH = 4
 _DAMAGE_BACKOFF_S_MAX = 3600.0
-# Upper bounds of latencies in seconds: 100 us (a lookup in memory) doubling to 26 s (past any deadline); the last
-# bucket has the rest.
-BOUNDS_S = tuple(0.0001 * 2**step for step in range(19))
 
 
 # Changes of breakers that wait for the log; they come seconds apart.
@@ -109,19 +107,6 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyStatistics:
-    """`counts[i]` calls took at most `BOUNDS_S[i]` and more than the bound before; the last took longer than all."""
-
-    counts: tuple[int, ...]
-    seconds: float
-
-    @property
-    def calls(self) -> int:
-        """How many there were."""
-        return sum(self.counts)
-
-
-@dataclass(frozen=True, slots=True)
 class GuardStatistics:
     """Totals since the guard was made, and what is in flight. `refused` and `failures` count calls."""
 
@@ -133,6 +118,7 @@ class GuardStatistics:
     in_flight_calls: int
     in_flight_bytes: int
     overdue_calls: int
+    call_bytes: Mapping[Verb, HistogramStatistics] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +229,7 @@ class AdmissionControl:
         self._budget = RetryBudget(options.retry_share)
         self._latency_counts = {verb: [0] * (len(BOUNDS_S) + 1) for verb in Verb}
         self._latency_s = dict.fromkeys(Verb, 0.0)
+        self._call_bytes = {verb: Histogram(SIZE_BOUNDS_BYTES) for verb in (Verb.GET, Verb.SET)}
         self._refused: Counter[tuple[Direction, Refusal]] = Counter()
         self._failures: Counter[tuple[Direction, str]] = Counter()
         self._retried_calls: Counter[Direction] = Counter()
@@ -291,6 +278,8 @@ class AdmissionControl:
             self._in_flight_bytes -= call.bytes
             self._latency_counts[call.verb][bisect.bisect_left(BOUNDS_S, took_s)] += 1
             self._latency_s[call.verb] += took_s
+            if call.bytes:
+                self._call_bytes[call.verb].add(call.bytes)
             if self._waiting:
                 self._state.notify_all()
             if call.result is not CallResult.UNKNOWN and not call.overdue:
@@ -387,6 +376,7 @@ class AdmissionControl:
                 in_flight_calls=len(self._calls),
                 in_flight_bytes=self._in_flight_bytes,
                 overdue_calls=sum(call.overdue for call in self._calls),
+                call_bytes={verb: histogram.statistics() for verb, histogram in self._call_bytes.items()},
             )
 
     def close(self) -> None:
