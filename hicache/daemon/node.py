@@ -164,7 +164,7 @@ class Node:
             self.pool.set_quota(found.space, quota_bytes)
 
     def close(self, deadline: float) -> None:
-        """Close all namespaces and let go of all memory, until `deadline` at most where operations are in flight. Has no
+        """Close all namespaces and let go of memory, until `deadline` at most where operations are in flight. Has no
         effect the second time."""
         with self._changed:
             self.state = NodeState.DRAINING
