@@ -62,12 +62,16 @@ class Mapping:
         same = self.request.frame_bytes == request.frame_bytes and self.request.pages == request.pages
         return same and request.identity in (None, self.memory.identity) and request.shape in (b"", self.request.shape)
 
+    def has_joined(self) -> bool:
+        """True if an engine has the memory open. Does not block."""
+        if not self.memory.has_others():
+            return False
+        self._join_until_s = 0.0  # it need not be waited for any more
+        return True
+
     def is_alive(self) -> bool:
         """True if an engine has the memory open, or is about to open it. Does not block."""
-        if self.memory.has_others():
-            self._join_until_s = 0.0
-            return True
-        return time.monotonic() < self._join_until_s
+        return self.has_joined() or time.monotonic() < self._join_until_s
 
 
 class Memories:
@@ -91,7 +95,7 @@ class Memories:
         with self._changed:
             known = self._mappings.get(name)
             if known is not None:
-                if known.holds(request) and not known.is_leaving and known.memory.has_others():
+                if known.holds(request) and not known.is_leaving and known.has_joined():
                     return known
                 self._take_out(known, deadline)
             if name in self._opening:
