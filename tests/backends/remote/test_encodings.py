@@ -1,0 +1,94 @@
+"""How pages are stored is the daemon's: its MACs, encryption and compression, for engines that know none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.remote import RemoteBackend
+from hicache.backends.testing import CORRUPT, HIT, NAMESPACE, PAYLOAD_BYTES, STORED, load, make_keys, store_chain
+from hicache.config import HiCacheConfig
+from hicache.errors import ConfigError
+from hicache.frame import Compression, FrameCodec, FrameHeader, TagKind
+from tests.backends.remote.daemon import CODEC, Daemon, Frames, ThroughFrames
+
+KEY = b"k" * 32
+FORMS = {
+    "gmac": (
+        {"integrity": {"mac_key_file": "key"}}, FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[KEY]),
+    ),
+    "zstd+gcm": (
+        {"storage_format": {"encryption_key_file": "key", "compression": "zstd"}},
+        FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=[KEY], compression=Compression()),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=FORMS)
+def keyed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Daemon, FrameCodec]]:
+    """A daemon with a key, and a codec with the same one."""
+    sections, codec = FORMS[request.param]
+    (tmp_path / "key").write_bytes(KEY)
+    (tmp_path / "key").chmod(0o600)
+    places = {name: {**section} for name, section in sections.items()}
+    for section in places.values():
+        section.update({entry: str(tmp_path / place) for entry, place in section.items() if place == "key"})
+    made = Daemon(tmp_path, **places)
+    made.start()
+    yield made, codec
+    made.kill()
+
+
+def test_pages_are_stored_as_the_daemon_says_and_read_by_engines_without_a_key(
+    keyed: tuple[Daemon, FrameCodec], frames: Frames
+) -> None:
+    daemon, codec = keyed
+    in_frames, as_bodies = (RemoteBackend(CODEC, daemon.options()) for _ in range(2))
+    in_frames.register_memory(frames.memory.frames)
+    doors = [daemon.door(ThroughFrames(in_frames, frames)), daemon.door(as_bodies)]
+    keys = [make_keys(4, name) for name in ("frames", "bodies")]
+    for door, chain in zip(doors, keys, strict=True):
+        assert store_chain(door, chain) == [STORED] * 4
+        for key, above in zip(chain, [None, *chain], strict=False):
+            raw = door.read(key)
+            assert raw is not None and codec.check(key, memoryview(raw)) is None
+            header = FrameHeader.parse(raw)
+            assert header is not None and header.parent_key == (above or bytes(32))
+    for door in doors:
+        assert [load(door, chain) for chain in keys] == [[HIT] * 4] * 2
+    forged = bytes(CODEC.seal(keys[0][1], memoryview(bytearray(CODEC.frame_bytes)), parent=keys[0][0]))
+    for door in doors:
+        door.write(keys[0][1], forged)
+        assert load(door, keys[0]) == [HIT, CORRUPT, HIT, HIT]
+        assert dict(door.backend.statistics().corrupt) == {"daemon": 1}
+        assert store_chain(door, keys[0])[1] is STORED
+    for door in doors:
+        door.backend.close()
+
+
+def test_an_engine_with_such_settings_of_its_own_is_refused(daemon: Daemon) -> None:
+    for codec in (
+        FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=[KEY]),
+        FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE),
+        FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=Compression()),
+    ):
+        with pytest.raises(ConfigError, match="write them into the daemon's"):
+            RemoteBackend(codec, daemon.options())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"socket": "/run/x.sock", "url": "https://host:1"}, "at most one of socket, url"),
+        ({"url": "ftp://host"}, "url: a URL must look like"),
+        ({"url": "https://host/path"}, "name the host and the port alone"),
+        ({"url": "http://host", "token_env": "TOKEN"}, "in clear text over a network"),
+        ({"url": "https://host", "certificate": "c.pem"}, "give both or neither"),
+        ({"socket": "/run/x.sock", "ca_file": "c.pem"}, "go with a url"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HiCacheConfig(storage={"type": "remote", "options": options})

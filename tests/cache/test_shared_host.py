@@ -1,0 +1,179 @@
+"""L2 under a name (`host.shared`): who creates it, that nothing is left of it, and who takes it over after a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.cache import HiRadixCache, create_cache, create_host_cache
+from hicache.config import HiCacheConfig
+from hicache.errors import BackendUnavailable, ConfigError, SharedMemoryError
+from hicache.keys import RadixKey
+from hicache.shared_memory import path_of
+from hicache.tiers import SharedHostPool
+from tests.backends.remote.daemon import Daemon
+from tests.cache.test_factory import NAMESPACE, file_storage
+from tests.waiting import wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = list(range(32))
+REUSABLE = 28  # the last page is computed, for the first new token
+# Starts an engine, stores the pages of TOKENS, says so, and waits to be killed.
+ENGINE = """
+import json, sys
+from hicache.cache import create_cache
+from hicache.config import HiCacheConfig
+from hicache.keys import RadixKey
+from tests.cache.test_factory import NAMESPACE
+cache = create_cache(HiCacheConfig.model_validate(json.loads(sys.argv[1])), NAMESPACE)
+pages = cache.page_source.alloc(8)
+cache.insert(RadixKey.of(list(range(32))), pages)
+assert cache.drain(30)
+print("stored", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    chosen = f"test-engine-{os.getpid()}"
+    yield chosen
+    left = path_of(chosen).exists()
+    path_of(chosen).unlink(missing_ok=True)
+    assert not left
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    """A daemon that the test may kill."""
+    made = Daemon(tmp_path, daemon={"pool": "1MiB", "staging": "8MiB"})
+    made.start()
+    yield made
+    made.kill()
+
+
+def sections(name: str, *, owner: str = "engine", tokens: int = 64, **others: Any) -> dict[str, Any]:
+    host = {"tokens": tokens, "shared": {"name": name, "owner": owner}}
+    return {"page_size": 4, "device": {"tokens": 64}, "prefetch": {"threshold_tokens": 4}, "host": host,
+            "transfer": {"io_workers": 1}, **others}  # fmt: skip
+
+
+def on(daemon: Daemon) -> dict[str, Any]:
+    return {"storage": {"type": "remote", "options": {"socket": str(daemon.socket)}}}
+
+
+def start(settings: dict[str, Any]) -> HiRadixCache:
+    cache = create_cache(HiCacheConfig.model_validate(settings), NAMESPACE)
+    assert isinstance(cache, HiRadixCache)
+    return cache
+
+
+def crash(settings: dict[str, Any]) -> None:
+    """An engine that stores pages and is killed."""
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, json.dumps(settings)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert engine.stdout is not None and engine.stdout.readline() == b"stored\n"
+    finally:
+        engine.kill()
+        engine.communicate()
+
+
+def stored_tokens(cache: HiRadixCache) -> int:
+    """Read what storage has of TOKENS into L2; return how many tokens that are."""
+    key = RadixKey.of(TOKENS)
+    wait_for(lambda: cache.prefetch_from_storage("r", key), cache.poll)  # possible once storage is open
+    wait_for(lambda: cache.check_prefetch_progress("r"), cache.poll)
+    return cache.peek(key).host_pages * 4
+
+
+def identity(name: str) -> int:
+    return path_of(name).stat().st_ino
+
+
+def test_the_pool_has_its_name_until_the_cache_is_closed(name: str) -> None:
+    with start(sections(name)) as cache:
+        assert isinstance(cache.host, SharedHostPool)
+        assert path_of(name).stat().st_mode & 0o777 == 0o600
+    assert not path_of(name).exists()
+    with create_host_cache(HiCacheConfig.model_validate(sections(name)), NAMESPACE) as host_cache:
+        assert isinstance(host_cache.host, SharedHostPool) and path_of(name).exists()
+    assert not path_of(name).exists()
+
+
+def test_a_start_that_fails_leaves_nothing(name: str, tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("a file")
+    with pytest.raises(Exception, match="store"):
+        start(sections(name, storage=file_storage(tmp_path / "store")))
+    assert not path_of(name).exists()
+
+
+def test_another_engine_of_this_name_is_refused(name: str) -> None:
+    with start(sections(name)), pytest.raises(SharedMemoryError, match="it has 16 pages, and 8 are asked for"):
+        start(sections(name, tokens=32))
+
+
+def test_what_a_crash_has_left_is_taken_over(name: str, tmp_path: Path) -> None:
+    settings = sections(name, storage=file_storage(tmp_path / "pages"))
+    crash(settings)
+    left = identity(name)
+    with start(settings) as cache:
+        assert identity(name) == left
+        cache.check()
+
+
+@pytest.mark.parametrize("owner", ["engine", "daemon"])
+def test_an_engine_that_crashed_beside_a_daemon_starts_again_and_finds_its_pages(
+    name: str, daemon: Daemon, owner: str
+) -> None:
+    settings = sections(name, owner=owner, **on(daemon))
+    crash(settings)
+    if owner == "daemon":  # the other one starts while the daemon still has the memory of the one that died
+        wait_for(lambda: not daemon.status()["clients"])
+        assert not path_of(name).exists(), "the daemon sees that the engine has died, and removes its memory"
+    with start(settings) as cache:
+        (client,) = daemon.status()["clients"]
+        assert (client["name"], client["pages"], client["is_alive"]) == (name, 16, True)
+        before = daemon.requests()
+        assert stored_tokens(cache) == REUSABLE
+        after = daemon.requests()
+        assert after["get"] > before.get("get", 0) and "read" not in after, "into the frames, not over the socket"
+    wait_for(lambda: not daemon.status()["clients"])
+    assert not path_of(name).exists()
+
+
+def test_a_daemon_restarted_under_its_own_memory_goes_on_with_it(name: str, daemon: Daemon) -> None:
+    settings = sections(name, owner="daemon", **on(daemon))
+    crash(settings)
+    with start(settings) as cache:
+        before = identity(name)
+        daemon.kill()
+        daemon.start()
+        assert stored_tokens(cache) == REUSABLE
+        assert identity(name) == before and daemon.requests()["get"] > 0
+
+
+def test_an_engine_starts_without_its_daemon_and_finds_it_later(name: str, daemon: Daemon) -> None:
+    settings = sections(name, **on(daemon))
+    crash(settings)
+    daemon.kill()
+    with start(settings) as cache:
+        daemon.start()
+        assert stored_tokens(cache) == REUSABLE
+    daemon.kill()
+    with pytest.raises(BackendUnavailable, match="does not create the memory"):
+        start(sections(name, owner="daemon", **on(daemon)))
+
+
+def test_only_a_daemon_on_this_host_can_own_the_memory(name: str, tmp_path: Path) -> None:
+    for storage in ({"type": "remote", "options": {"url": "https://other:1"}}, file_storage(tmp_path / "pages"), None):
+        with pytest.raises(ConfigError, match=r"owner: daemon needs storage\.type: remote"):
+            HiCacheConfig(**sections(name, owner="daemon", storage=storage))
