@@ -35,6 +35,7 @@ from hicache.devservers import (
 from hicache.devservers.ports import LOOPBACK, free_ports
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
+from tests.backends.remote.daemon import Daemon
 
 PAYLOAD_BYTES = 5000
 
@@ -144,6 +145,17 @@ def in_directory(path: Path) -> Callable[[dict[str, Any]], None]:
         options |= {"path": str(path), "capacity": "1GiB", "free_space_floor": "0"}
 
     return move
+
+
+def test_the_one_for_a_daemon(repository: Path, tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path)
+    daemon.start()
+    try:
+        path = moved(repository, "remote.yaml", tmp_path, lambda options: options.update(socket=str(daemon.socket)))
+        assert load_config(path, environ={}).host.shared.name == "engine-0"
+        assert carries_pages(path)
+    finally:
+        daemon.kill()
 
 
 def test_the_one_with_a_disk_above_a_bucket(

@@ -22,6 +22,7 @@ EXERCISED_BY = {
     "configs/redis-cluster.yaml": f"{READY}:test_the_one_for_a_cluster",
     "configs/redis-sentinel.yaml": f"{READY}:test_the_one_for_sentinels",
     "configs/redis.yaml": f"{READY}:test_the_one_for_redis",
+    "configs/remote.yaml": f"{READY}:test_the_one_for_a_daemon",
     "configs/replay.yaml": f"{READY}:test_the_one_with_a_disk",
     "configs/s3-compatible.yaml": f"{READY}:test_the_one_for_a_server_with_the_interface_of_s3",
     "configs/s3.yaml": f"{READY}:test_the_one_for_a_bucket",
