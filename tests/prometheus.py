@@ -34,6 +34,14 @@ def program(name: str) -> str:
         pytest.skip(str(error))
 
 
+def checked(text: str) -> str:
+    """What promtool has to say about a scrape: nothing, if all is well."""
+    done = subprocess.run(
+        [program("promtool"), "check", "metrics"], input=text, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.stdout + done.stderr
+
+
 class Prometheus:
     """Scrapes `targets`, pairs of a job and `host:port`, every `interval_s` seconds and evaluates `rules` as often. A
     context manager: it answers inside."""

@@ -26,6 +26,7 @@ from .admin import NodeAdmin
 from .bodies import PagesAnswer, write_pages
 from .history import History
 from .memory import MemoryRequest
+from .metrics import DaemonCollector
 from .node import NamespaceRequest, Node
 from .page import page_router
 from .protocol import (
@@ -82,7 +83,7 @@ def create_app(node: Node, staging: Staging, history: History, access: AdminAcce
     app.add_exception_handler(HTTPException, _http_error)
     control = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="hicache-control")
     _add_probes(app, node, control)
-    _add_metrics(app, control)
+    _add_metrics(app, node, control)
     _add_control(app, node, control, staging)
     _add_verbs(app, node)
     _add_bodies(app, node, staging)
@@ -137,9 +138,10 @@ def _add_probes(app: FastAPI, node: Node, control: ThreadPoolExecutor) -> None:
         return status_json(await _on(control, node.statistics))
 
 
-def _add_metrics(app: FastAPI, control: ThreadPoolExecutor) -> None:
+def _add_metrics(app: FastAPI, node: Node, control: ThreadPoolExecutor) -> None:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)  # the one place for further collectors: they are asked on a thread
+    registry.register(DaemonCollector(node.statistics))
 
     @app.get("/metrics", tags=["probes"], response_class=Response)
     async def metrics() -> Response:

@@ -11,6 +11,12 @@ from collections import Counter
 
 from ..backends.guard import BOUNDS_S, LatencyStatistics
 
+# The limits that refuse requests and connections, by the names under which they are counted.
+LIMITS = (
+    "answer_lost", "answer_timeout", "body_bytes", "body_lost", "body_timeout", "connections", "draining",
+    "head_bytes", "head_timeout", "idle_timeout", "peer", "pipelining", "requests", "token",
+)  # fmt: skip
+
 
 class CallCounters:
     """Totals since the start, and the requests and connections there are now."""

@@ -34,6 +34,8 @@ _PAGES = frozenset({"statusz", "history", "metrics", "openapi.json", "page"})
 _PAGE_FILES = frozenset({"", "page.css", "page.js"})
 _VERBS = frozenset({"exists", "has", "get", "set", "read", "write", "delete", "clear", "usage"})
 _ADMIN = "/v1/admin/"
+# All that `operation_of` returns.
+OPERATIONS = _PROBES | _PAGES | _VERBS | {"open", "attach", "detach", "admin", "other"}
 
 
 def operation_of(method: str, path: str) -> str:

@@ -1,0 +1,127 @@
+"""The metrics of a daemon: what its snapshot says, with promtool's word on a scrape of a real one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import CollectorRegistry
+
+from hicache.backends.guard import Direction
+from hicache.daemon import gate
+from hicache.daemon.calls import LIMITS
+from hicache.daemon.metrics import DAEMON_METRICS, NAMESPACE_METRICS, DaemonCollector
+from hicache.daemon.statistics import NodeStatistics, SharingStatistics
+from hicache.metrics.families import LABELS, STORE_METRICS, MetricSpec
+from tests.daemon.daemons import Client, Daemon, keys_of, write
+from tests.daemon.snapshots import MIB, guard, namespace, node, store
+from tests.prometheus import checked
+
+Found = dict[tuple[str, frozenset[tuple[str, str]]], float]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def parsed(text: str) -> Found:
+    families = text_string_to_metric_families(text)
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def shown(state: NodeStatistics) -> Found:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(DaemonCollector(lambda: state))
+    return parsed(generate_latest(registry).decode())
+
+
+def value(found: Found, name: str, **labels: str) -> float:
+    return found[f"hicache_{name}", frozenset(labels.items())]
+
+
+def test_requests_are_counted_by_class_of_status_from_the_start() -> None:
+    found = shown(node(requests={("get", 200): 12, ("get", 503): 1, ("set", 204): 4}))
+    assert value(found, "daemon_requests_total", operation="get", status="2xx") == 12
+    assert value(found, "daemon_requests_total", operation="get", status="5xx") == 1
+    assert value(found, "daemon_requests_total", operation="exists", status="5xx") == 0
+    assert value(found, "daemon_request_seconds_count", operation="delete") == 0
+    assert value(found, "daemon_request_seconds_count", operation="get") == 12
+
+
+def test_namespaces_are_told_apart_and_not_added_up() -> None:
+    other = namespace(label="qwen", namespace="a1" * 32, sharing=SharingStatistics(7, 2, 1, 3, 0), quota_bytes=9)
+    found = shown(node(namespace(), other))
+    assert value(found, "daemon_pages_total", namespace="a1a1a1a1", source="pool") == 7
+    assert value(found, "daemon_pages_total", namespace="5e5e5e5e", source="pool") == 0
+    assert value(found, "daemon_namespace_info", namespace="a1a1a1a1", label="qwen", weights_epoch="3") == 1
+    assert value(found, "daemon_namespace_quota_bytes", namespace="a1a1a1a1") == 9
+    assert ("hicache_daemon_namespace_quota_bytes", frozenset({("namespace", "5e5e5e5e")})) not in found
+    assert value(found, "backend_stored_bytes", namespace="a1a1a1a1", backend="nvme") == 300 * MIB
+    alone = shown(node(other))
+    assert {name for name, labels in found} == {name for name, labels in alone}
+
+
+def test_no_event_of_a_store_or_limit_is_the_first_sample_of_its_series() -> None:
+    before = shown(node(namespace(), refused={}))
+    failing = store(guard=guard(failures={(Direction.READ, "error"): 3}))
+    after = shown(node(namespace(stores=(failing,)), refused=dict.fromkeys(LIMITS, 1)))
+    assert set(after) == set(before)
+    labels = {"namespace": "5e5e5e5e", "backend": "nvme", "direction": "read", "reason": "error"}
+    assert value(after, "backend_failed_calls_total", **labels) == 3
+    assert value(after, "daemon_refused_requests_total", reason="token") == 1
+
+
+def limits_in_the_source() -> Iterator[str]:
+    for path in (ROOT / "hicache/daemon").glob("*.py"):
+        for call in re.finditer(r"(?:\brefuse|_refuse|_raise|_limit_time)\(([^)\n]*\"[a-z_]+\")", path.read_text()):
+            yield from re.findall(r'"([a-z_]+)"', call[1])
+
+
+def test_every_limit_that_the_source_names_is_known() -> None:
+    found = set(limits_in_the_source())
+    assert found >= {"token", "peer", "head_timeout", "body_bytes"}  # the search finds what it should
+    assert found <= set(LIMITS)
+
+
+def test_every_operation_of_a_request_is_known() -> None:
+    paths = ("/", "/livez", "/x", "/v1", "/v1/x", "/v1/namespaces", "/v1/admin/x", "/history")
+    asked = [("GET", path) for path in paths]
+    asked += [("PUT", "/v1/namespaces/aa"), ("POST", "/v1/namespaces/aa/get"), ("POST", "/v1/namespaces/aa/x")]
+    asked += [("PUT", "/v1/memory/a"), ("DELETE", "/v1/memory/a")]
+    assert {gate.operation_of(*one) for one in asked} <= gate.OPERATIONS
+
+
+def test_every_metric_keeps_the_naming_rules() -> None:
+    specs: list[MetricSpec[Any]] = [*DAEMON_METRICS, *NAMESPACE_METRICS]
+    for spec in specs:
+        assert re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", spec.name)
+        assert spec.help.endswith(".") and spec.act.endswith((".", "`.")), spec.name
+        assert set(spec.labels) <= LABELS
+    assert len({spec.name for spec in specs}) == len(specs)
+    assert not {spec.name for spec in specs} & {spec.name for spec in STORE_METRICS}
+
+
+def test_a_scrape_of_a_real_daemon_passes_promtool_and_counts_what_happened(daemon: Daemon, client: Client) -> None:
+    assert write(client, keys_of(3))[1]["outcomes"] == ["stored"] * 3
+    text = client.call("GET", "/metrics")[1].decode()
+    assert checked(text) == ""
+    found = parsed(text)
+    label = {"namespace": "abababab"}
+    assert value(found, "daemon_set_pages_total", **label, outcome="stored") == 3
+    assert value(found, "daemon_requests_total", operation="write", status="2xx") == 1
+    assert value(found, "daemon_state", state="ready") == 1
+    assert value(found, "backend_set_pages_total", **label, backend="memory", outcome="stored") == 3
+    absent = {"daemon_namespace_quota_bytes", "backend_copies_total", "backend_waiting_copies"}
+    absent.add("backend_capacity_bytes")  # of a store in memory
+    names = {re.sub("_(bucket|count|sum)$", "", name) for name, _ in found}
+    specs: list[MetricSpec[Any]] = [*DAEMON_METRICS, *NAMESPACE_METRICS, *STORE_METRICS]
+    for spec in specs:
+        assert f"hicache_{spec.name}" in names or spec.name in absent, spec.name
+
+
+def test_a_snapshot_of_a_daemon_without_namespaces_has_its_own_series_alone() -> None:
+    found = shown(replace(node(), clients=()))
+    assert value(found, "daemon_clients") == value(found, "daemon_client_memory_bytes") == 0
+    assert not [name for name, _ in found if name.startswith("hicache_backend_")]
