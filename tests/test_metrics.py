@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_keys, soon
 from hicache.cache.break_even import BreakEven, Decision, Rates, Route
 from hicache.cache.statistics import CacheStatistics, SessionStatistics
+from hicache.cli.metrics_page import page
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import PublisherStatistics
@@ -379,3 +381,7 @@ def test_every_metric_keeps_the_naming_rules() -> None:
         assert spec.act.endswith("."), spec.name
         assert set(spec.labels) <= LABELS
     assert len({spec.name for spec in specs}) == len(specs)
+
+
+def test_the_page_of_metrics_is_that_of_the_code(repository: Path) -> None:
+    assert (repository / "docs/metrics.md").read_text() == page(), "run: python -m hicache.cli.metrics_page"
