@@ -31,16 +31,22 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def opened(
-    browser: Browser, url: str, size: tuple[int, int] = DESK, scheme: Literal["light", "dark"] = "light"
+    browser: Browser,
+    url: str,
+    size: tuple[int, int] = DESK,
+    scheme: Literal["light", "dark"] = "light",
+    *,
+    refused: bool = False,
 ) -> Iterator[Page]:
-    """The page at `url`. At the end: it has complained about nothing, and asked no other origin for anything."""
+    """The page at `url`. At the end: it has complained about nothing, and asked no other origin for anything. With
+    `refused`, answers of 401 are no complaint."""
     page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
     complaints: list[str] = []
     requests: list[str] = []
 
     def said(message: ConsoleMessage) -> None:
         # A daemon that is down is no fault of the page; the browser reports each attempt.
-        if "ERR_CONNECTION_REFUSED" not in message.text:
+        if "ERR_CONNECTION_REFUSED" not in message.text and not (refused and "status of 401" in message.text):
             complaints.append(f"{message.type}: {message.text}")
 
     def asked(request: Request) -> None:

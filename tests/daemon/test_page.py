@@ -186,6 +186,26 @@ def test_a_daemon_that_is_gone_is_shown_with_the_age_of_what_is_shown_and_its_su
         assert page.locator("#facts").inner_text() != run
 
 
+def test_beyond_loopback_the_page_asks_for_the_token(browser: Browser, tmp_path: Path, scratch: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("for-engines-" + "2" * 20)
+    made = BusyDaemon(scratch, token_file=str(token))
+    made.listen_everywhere()
+    made.start()
+    try:
+        with opened(browser, made.url, refused=True) as page:
+            expect(page.locator("#banner")).to_contain_text("it asks for a token")
+            assert not page.locator("#namespaces thead").count()
+            for entered, state in (("wrong", "■ unreachable"), (token.read_text(), "● ready")):
+                page.locator("#token").fill(entered)
+                page.keyboard.press("Enter")
+                expect(page.locator("#state")).to_have_text(state)
+            expect(page.locator("#login")).to_be_hidden()
+    finally:
+        made.kill()
+
+
 def test_the_policy_of_the_page_lets_nothing_else_run(daemon: BusyDaemon) -> None:
     for name in ("", "page.css", "page.js"):
         with urllib.request.urlopen(f"{daemon.url}{name}", timeout=10) as answer:

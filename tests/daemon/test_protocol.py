@@ -232,9 +232,7 @@ def test_a_call_that_waited_while_its_memory_was_attached_again_is_refused(
         assert client.verb("get", **fields)[0] == status
 
 
-def test_memory_is_let_go_only_when_no_operation_touches_it(
-    start: Callable[..., Daemon], memory: EngineMemory
-) -> None:
+def test_memory_is_let_go_only_when_no_operation_touches_it(start: Callable[..., Daemon], memory: EngineMemory) -> None:
     daemon = start({"pool": 0}, storage=SLOW)
     with contextlib.closing(daemon.client()) as client, contextlib.closing(daemon.client()) as other:
         client.open()

@@ -32,9 +32,9 @@ LABELS = ("llama-3-70b tp0", MARKUP)
 
 class BusyDaemon:
     """A daemon in `folder` over two stores on levels, `nvme` and `shared`, whose page is at `url`. Engines name
-    themselves by `labels`."""
+    themselves by `labels`; `section` adds to `daemon`."""
 
-    def __init__(self, folder: Path, labels: tuple[str, ...] = LABELS) -> None:
+    def __init__(self, folder: Path, labels: tuple[str, ...] = LABELS, **section: Any) -> None:
         self.folder = folder
         self.labels = labels
         self.target = f"{LOOPBACK}:{free_ports(1)[0]}"
@@ -47,10 +47,16 @@ class BusyDaemon:
             levels.append({"name": name, "type": "file", "options": options})
         self._config = folder / "daemon.yaml"
         self._config.write_text(yaml.safe_dump({
-            "daemon": {"socket": str(self._socket), "listen": self.target, "pool": "16MiB", "staging": "64MiB"},
+            "daemon": {
+                "socket": str(self._socket), "listen": self.target, "pool": "16MiB", "staging": "64MiB", **section,
+            },
             "storage": {"type": "levels", "options": {"levels": levels}},
         }))  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
+
+    def listen_everywhere(self) -> None:
+        """Listen on all addresses. Before `start`."""
+        self._config.write_text(self._config.read_text().replace(self.target, self.target.replace(LOOPBACK, "0.0.0.0")))
 
     def start(self) -> None:
         """Start it and wait until it takes requests."""
