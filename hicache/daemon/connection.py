@@ -91,6 +91,7 @@ class Connection(PeerProtocol):
         self._has_request = False  # since the connection was made
         self._is_in_head = True
         self._head_bytes = 0
+        self._headers_bytes = 0
         self._body_left = 0
         self._body: _Body | None = None
 
@@ -115,6 +116,14 @@ class Connection(PeerProtocol):
         self.listener.connections -= 1
         self._limit_time(None)
         super().connection_lost(exc)
+        # All of these refer to this object, to the head of the request or to the bytes that were received: they are
+        # freed now, not when Python next looks for cycles.
+        self.scope = None  # type: ignore[assignment]
+        cycle: Any = self.cycle  # None before the first request
+        if cycle is not None and cycle.response_complete:
+            self.cycle = None  # type: ignore[assignment]
+        if self._refusal is not None:
+            self._refusal.__traceback__ = None
 
     def pause_writing(self) -> None:
         """A client that does not take its answer in time is hung up on."""
@@ -182,9 +191,17 @@ class Connection(PeerProtocol):
         if self._has_request and not self.cycle.response_complete:
             self._raise("pipelining", Refused(400, ErrorKind.BAD_REQUEST, "wait for the answer to the last request"))
         self._has_request = True
+        self._headers_bytes = 0
         super().on_message_begin()
         state: dict[str, Any] = self.scope["state"]
         state["connection"] = self
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Bound the headers as they come: a quarter of a mebibyte may come at once, and tiny ones grow thirtyfold."""
+        self._headers_bytes += len(name) + len(value)
+        if self._headers_bytes > HEAD_BYTES_MAX:
+            self._raise("head_bytes", Refused(431, ErrorKind.BAD_REQUEST, "the head of the request is too long"))
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Set the bounds of the body before the application sees the request."""
