@@ -56,15 +56,18 @@ class Beat(Protocol):
 
 
 class _Thread(threading.Thread, Generic[Job]):
-    def __init__(self, pool: SupervisedPool[Job], number: int) -> None:
+    def __init__(self, pool: SupervisedPool[Job], number: int, why: str) -> None:
         super().__init__(name=f"hicache-{pool.name}-{number}", daemon=True)
         self.job: Job | None = None
         self.busy_since = math.inf  # of the current step of a job
         self.started_at = time.monotonic()
         self.stuck = False  # a substitute has taken this thread's place
         self._pool = pool
+        self._why = why  # it was started late; the thread itself logs that, since a scheduler may start it
 
     def run(self) -> None:
+        if self._why:
+            logger.warning("worker %s: started another thread, because %s", self._pool.name, self._why)
         try:
             self._pool._serve(self)
         except BaseException:
@@ -223,8 +226,10 @@ class SupervisedPool(Generic[Job]):
         self._backoff = Backoff(RESTART_S_MIN, RESTART_S_MAX)
         self._restart_at = 0.0  # without `linger_s`: when missing threads are started; infinity if none is missing
         self._closed = False
+        self._is_complete = False  # all threads were there once
         with self._state:
             self._fill()
+        self._is_complete = True
         self.restarts = 0
 
     @property
@@ -394,8 +399,8 @@ class SupervisedPool(Generic[Job]):
                     self._backoff.reset()
                 delay_s = self._backoff.next_s()
                 self._restart_at = time.monotonic() + delay_s
-                logger.error("%s: a thread died; starting another in %.1f s", self.name, delay_s)
             self._fill()
+        logger.error("worker %s: a thread died; its job counts as failed", self.name)
         self._note("ThreadDied")
         job, thread.job = thread.job, None
         if job is not None:
@@ -404,7 +409,7 @@ class SupervisedPool(Generic[Job]):
     def _note(self, kind: str) -> None:
         self.errors[kind] += 1
         if self.errors[kind] == 1:
-            logger.exception("%s: unexpected %s; counted from now on", self.name, kind)
+            logger.exception("worker %s: unexpected %s; counted from now on", self.name, kind)
         self._on_error()
 
     # With `_state` held
@@ -419,27 +424,27 @@ class SupervisedPool(Generic[Job]):
         else:
             return
         while wanted > len(self._threads) - sum(thread.stuck for thread in self._threads) and not self._closed:
-            if not self._start_thread():
+            late = self._linger_s is None and self._is_complete
+            if not self._start_thread("one died or could not be started" if late else ""):
                 self._restart_at = time.monotonic() + self._backoff.next_s()
                 return
             self.restarts += self._linger_s is None
 
     def _substitute(self, thread: _Thread[Job]) -> None:
         """Give a stuck thread's place to another, within a limit: a store that hangs must not eat threads."""
-        if sum(other.stuck for other in self._threads) < SUBSTITUTES_MAX and self._start_thread():
+        if sum(other.stuck for other in self._threads) < SUBSTITUTES_MAX and self._start_thread("one hangs in a call"):
             thread.stuck = True
             self._load -= 1
             self.stuck_threads += 1
-            logger.error("%s: a thread is stuck in a call; started another", self.name)
 
-    def _start_thread(self) -> bool:
-        thread = _Thread(self, next(self._numbers))
+    def _start_thread(self, why: str) -> bool:
+        thread = _Thread(self, next(self._numbers), why)
         try:
             thread.start()
         except RuntimeError:
             self.errors["NoThread"] += 1
             if self.errors["NoThread"] == 1:
-                logger.exception("%s: the system gives no more threads; counted from now on", self.name)
+                logger.exception("worker %s: the system gives no more threads; counted from now on", self.name)
             return False
         self._threads.append(thread)
         return True

@@ -6,6 +6,9 @@ import io
 import json
 import logging
 import re
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +17,20 @@ import pytest
 from hicache import HiCacheConfig, KVGeometry, Namespace
 from hicache.backends.faults import FaultyBackend
 from hicache.backends.guard import Direction, GuardedBackend, Override
+from hicache.backends.guard.admission import BreakerChange
+from hicache.backends.guard.breaker import BreakerState, BreakerStatistics
+from hicache.backends.guard.log import BreakerLog
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing.pages import NAMESPACE, PAYLOAD_BYTES, empty_frames, full_frames, make_keys, soon
-from hicache.cache import HiRadixCache, create_cache
-from hicache.cache.report import DropLog, dropped
+from hicache.cache import create_cache
+from hicache.cache.report import LIMITS, DropLog, dropped
 from hicache.cache.statistics import CacheStatistics
 from hicache.config.guard import GuardConfig
+from hicache.controller.gate import StorageGate
+from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from hicache.logs import LimitedLog, request_id, set_up_logging
+from hicache.supervised import Beat, SupervisedPool
 from tests.waiting import wait_for
 
 
@@ -133,8 +142,8 @@ def test_a_damaged_page_is_named_by_its_first_digits_with_the_reason(lines: io.S
     store.poke(key, bytes(codec.frame_bytes))
     store.batch_get([key], empty_frames(codec, 1), deadline=soon())
     (line,) = lines.getvalue().splitlines()
-    assert f"page {key.hex()[:8]} is not the page that was stored (not_a_frame)" in line
-    assert "llama" in line
+    assert f"page {key.hex()[:8]} of llama is not the page that was stored (not_a_frame)" in line
+    assert line.endswith("was removed")
     assert key.hex() not in line
 
 
@@ -152,26 +161,119 @@ NAMESPACE_OF_CACHE = Namespace(
 
 def test_a_cache_says_at_its_start_what_it_is_made_of(lines: io.StringIO, tmp_path: Path) -> None:
     create_cache(config_for(tmp_path / "pages"), NAMESPACE_OF_CACHE).close()
-    (line,) = lines.getvalue().splitlines()
-    for part in ("L1 16 pages", "L2 16 pages", "storage file", "write_through", "'llama'", "weights epoch 0"):
+    line = lines.getvalue().splitlines()[0]
+    for part in ("L1 16 pages", "L2 16 pages", "storage file 10.0 GiB", "write_through", "'llama'", "weights epoch 0"):
         assert part in line
     assert NAMESPACE_OF_CACHE.digest.hex()[:8] in line
     assert str(tmp_path) not in line
 
 
-def test_dropped_work_is_one_line_a_period_with_counts_since_the_last(lines: io.StringIO, tmp_path: Path) -> None:
+def test_dropped_work_is_one_line_a_period_with_counts_since_the_last(lines: io.StringIO) -> None:
+    counts = Counter({"prefetch_no_host_room": 5, "queue backup": 1204})
+    log = DropLog(lambda: Counter(counts), period_s=0.01)
+    try:
+        wait_for(lambda: "1,204 stores: backup queue full (transfer.store_host_share" in lines.getvalue())
+        assert "5 prefetches found no room on the host (host.size)" in lines.getvalue()
+        counts["prefetch_no_host_room"] += 2
+        wait_for(lambda: "2 prefetches found no room" in lines.getvalue())
+    finally:
+        log.close()
+    assert lines.getvalue().count("1,204") == 1
+    counts["queue load"] += 3
+    log.close()
+    assert "3 loads: load queue full" in lines.getvalue(), "the end is one more look"
+
+
+def test_an_overload_that_goes_on_is_logged_less_and_less() -> None:
+    looks = Counter[str]()
+
+    def counts() -> Counter[str]:
+        looks["all"] += 1
+        return Counter({"queue load": looks["all"]})
+
+    log = DropLog(counts, period_s=10.0)
+    try:
+        pauses = [log._look() - time.monotonic() for _ in range(8)]
+        assert [round(pause) for pause in pauses] == [10, 20, 40, 80, 160, 300, 300, 300]
+        looks["all"] -= 1  # nothing new at the next look
+        assert round(log._look() - time.monotonic()) == 10
+        assert round(log._look() - time.monotonic()) == 10
+    finally:
+        log.close()
+
+
+def test_every_limit_of_a_cache_has_words(tmp_path: Path) -> None:
     with create_cache(config_for(tmp_path / "pages"), NAMESPACE_OF_CACHE) as cache:
-        assert isinstance(cache, HiRadixCache)
         state = cache.statistics()
-        assert isinstance(state, CacheStatistics)
-        assert not +dropped(state)
-        log = DropLog(cache.statistics, period_s=0.01)
-        try:
-            cache._counters.skipped["prefetch_no_host_room"] += 5
-            wait_for(lambda: "prefetch_no_host_room 5" in lines.getvalue())
-            cache._counters.skipped["prefetch_no_host_room"] += 2
-            cache._counters.skipped["load_too_short"] += 9
-            wait_for(lambda: "prefetch_no_host_room 2" in lines.getvalue())
-        finally:
-            log.close()
-    assert "load_too_short" not in lines.getvalue(), "that is a decision, and not a limit"
+    assert isinstance(state, CacheStatistics)
+    assert set(dropped(state)) == set(LIMITS)
+    assert not +dropped(state)
+
+
+def test_new_weights_and_the_end_are_a_line_each(lines: io.StringIO, tmp_path: Path) -> None:
+    cache = create_cache(config_for(tmp_path / "pages"), NAMESPACE_OF_CACHE)
+    cache.update_weights(7)
+    wait_for(lambda: "storage is open" in lines.getvalue(), cache.poll)
+    cache.close()
+    text = lines.getvalue()
+    assert "new weights: epoch 7 in place of 0" in text
+    assert re.search(r"INFO .*cache closed after \d+\.\d s", text)
+
+
+def test_storage_that_does_not_open_is_one_line_and_its_opening_another(lines: io.StringIO) -> None:
+    tries: list[int] = []
+    opened: list[bool] = []
+
+    def open_backend() -> MemoryBackend:
+        tries.append(1)
+        if not opened:
+            raise BackendUnavailable("redis: 127.0.0.1 port 1: connection refused")
+        return MemoryBackend(FrameCodec(NAMESPACE, PAYLOAD_BYTES))
+
+    gate = StorageGate(memoryview(bytearray(4096)), SupervisedPool, time.monotonic)
+    gate.replace(open_backend)
+    try:
+        wait_for(lambda: len(tries) > 2, gate.advance)
+        opened.append(True)
+        wait_for(lambda: gate.storage is not None, gate.advance)
+    finally:
+        gate.close(5.0, workers_ended=True)
+    first, second = lines.getvalue().splitlines()
+    assert "WARNING" in first and "storage cannot be opened" in first and "connection refused" in first
+    assert second.endswith("storage is open")
+    assert gate.open_failures == len(tries) - 1
+
+
+def test_an_outage_of_an_hour_is_recalled_less_and_less(lines: io.StringIO) -> None:
+    log = BreakerLog("disk")
+    state = BreakerStatistics(BreakerState.OPEN, Override.AUTO, "error", 1, 0, 0)
+    log.changed([BreakerChange(Direction.READ, state, 0.5, 0.0, 0)], {"timeout": 3})
+    for second in range(0, 3600, 5):
+        log.still_off({Direction.READ: (float(second), second)}, {"timeout": 3 + second})
+    off, *recalls = lines.getvalue().splitlines()
+    assert "errors since the last such line: timeout 3;" in off
+    assert [int(found[1]) for line in recalls if (found := re.search(r"off for (\d+) s", line))] == [
+        60, 180, 420, 900, 1800, 2700,
+    ]  # fmt: skip
+    assert "60 calls were not made; errors since the last such line: timeout 60" in recalls[0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread is to die
+def test_a_thread_that_hangs_and_one_that_dies_are_logged_by_those_that_take_their_place(lines: io.StringIO) -> None:
+    go = threading.Event()
+
+    def handle(job: str, beat: Beat) -> None:
+        if job == "hang":
+            go.wait()
+        raise SystemExit
+
+    pool = SupervisedPool("io", 1, handle=handle, patience_s=0.01)
+    try:
+        pool.submit("hang")
+        wait_for(lambda: "started another thread, because one hangs in a call" in lines.getvalue(), pool.supervise)
+        pool.submit("die")
+        wait_for(lambda: "because one died" in lines.getvalue(), pool.supervise)
+        assert "ERROR   hicache.supervised: worker io: a thread died; its job counts as failed" in lines.getvalue()
+    finally:
+        go.set()
+        pool.close()

@@ -37,6 +37,7 @@ class Envelope(StorageBackend):
     def __init__(self, codec: FrameCodec) -> None:
         super().__init__(codec)
         self._calls = Calls(codec)
+        self.name = type(self).__name__  # in log lines; a guard in front of a store gives it its own
         self._close_lock = threading.Lock()
         self._usage = Usage(0, 0, None)
 

@@ -109,16 +109,18 @@ class PageStore(Envelope, Generic[Found]):
             if reads.errors or reads.damaged:
                 self._calls.count(errors=reads.errors, corrupt=reads.corrupt)
         if reads.damaged:
-            for one in reads.damaged:
-                _damage_log.warn(
-                    f"{id(self)}{one.reason}", "%s of %s: page %s is not the page that was stored (%s); it counts as a "
-                    "miss and is removed", type(self).__name__, self.codec.label or "no label", one.key.hex()[:8],
-                    one.reason,
-                )  # fmt: skip
+            failure = ""
             try:
                 self.remove_damaged(reads.damaged, max(deadline, time.monotonic() + SETTLE_S))
             except StoreError as error:
                 self.count(error.kind)
+                failure = f"not removed ({error.kind})"
+            for one in reads.damaged:
+                _damage_log.warn(
+                    f"{id(self)}{one.reason}", "storage %s: page %s of %s is not the page that was stored (%s); it "
+                    "counts as a miss and was %s", self.name, one.key.hex()[:8], self.codec.label or "no label",
+                    one.reason, failure or "removed",
+                )  # fmt: skip
         return outcomes
 
     def put(

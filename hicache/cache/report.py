@@ -1,7 +1,6 @@
-"""What a cache tells its log: a line at the start, and a line when limits have dropped work.
+"""What a cache tells its log: a line at the start, when limits have dropped work, when the weights change, at the end.
 
-Locking design: the line about dropped work is written on a thread of its own, which compares snapshots of
-`statistics()`. The scheduler thread only counts.
+Locking design: a `DropLog` compares counts on a thread of its own. The scheduler thread only counts.
 """
 
 from __future__ import annotations
@@ -9,9 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ..background import BackgroundTask
+from ..backoff import Backoff
 from ..config import HiCacheConfig
 from ..config.storage import AnyStorage, parts_of
 from ..keys import Namespace
@@ -20,22 +20,40 @@ from .statistics import CacheStatistics
 
 logger = logging.getLogger(__name__)
 
-# How often the counts are compared: one line each time at most.
+# How often the counts are compared, which is one line at most. While work is dropped each time, the period doubles up
+# to the second one: an overload of an hour is some 15 lines.
 PERIOD_S = 10.0
-# Reasons of `CacheStatistics.skipped` that say that a limit has dropped work, and not that it would not have paid.
-LIMITS = (
-    "backup_no_host_room", "no_device_room", "pin_share", "prefetch_host_share", "prefetch_no_host_room",
-    "prefetch_timeout", "store_gave_way", "store_incomplete", "write_back_dropped",
-)  # fmt: skip
+PERIOD_S_MAX = 300.0
+# What a cache counts when a limit has dropped work (and not because it would not have paid): in words, with the entry
+# of the configuration that is the limit.
+LIMITS: Mapping[str, str] = {
+    "backup_no_host_room": "backups found no room on the host (host.size)",
+    "no_device_room": "requests found no room on the device (device.size, or fewer running requests)",
+    "pin_share": "pins were refused (pin_host_share)",
+    "prefetch_host_share": "prefetches found their share of the host taken (prefetch.host_share)",
+    "prefetch_no_host_room": "prefetches found no room on the host (host.size)",
+    "prefetch_timeout": "prefetches took too long (prefetch.timeout_base, or a slow store)",
+    "store_gave_way": "stores gave way to other pages on the host (host.size, or a slow store)",
+    "store_incomplete": "stores were not taken whole (the store is full, slow or down)",
+    "write_back_dropped": "pages were dropped before they could be written back (host.size)",
+    "queue backup": "stores: backup queue full (transfer.store_host_share, or a slow store)",
+    "queue load": "loads: load queue full (transfer.load_pages_max)",
+    "queue prefetch": "prefetches: prefetch queue full (prefetch.operations_max)",
+    "queue write": "backups: write queue full (transfer.write_pages_max)",
+}
 
 
 def stores_of(storage: AnyStorage | None) -> str:
-    """Return the stores of a configuration in words, such as `levels (file, s3)`."""
+    """Return the stores of a configuration in words, such as `levels (file 10 GiB, s3)`."""
     if storage is None:
         return "none"
     parts = parts_of(storage.options)
-    inner = ", ".join(part.name or stores_of(part.storage) for part in parts)
-    return f"{storage.type} ({inner})" if parts else storage.type
+    if parts:
+        inner = ", ".join(f"{part.name + '=' if part.name else ''}{stores_of(part.storage)}" for part in parts)
+        return f"{storage.type} ({inner})"
+    options: object = storage.options
+    limit = options.get("capacity_bytes") if isinstance(options, Mapping) else getattr(options, "capacity", None)
+    return f"{storage.type} {format_size(limit)}" if isinstance(limit, int) else storage.type
 
 
 def log_start(config: HiCacheConfig, namespace: Namespace, state: CacheStatistics) -> None:
@@ -52,33 +70,77 @@ def log_start(config: HiCacheConfig, namespace: Namespace, state: CacheStatistic
     )  # fmt: skip
 
 
+def log_end(*, everything_ended: bool, took_s: float) -> None:
+    """Write that a cache was closed."""
+    if everything_ended:
+        logger.info("cache closed after %.1f s; all that was queued has ended", took_s)
+    else:
+        logger.warning("cache closed after %.1f s with operations left: pages that waited to be stored are lost, or a "
+                       "call hangs (transfer.shutdown_deadline)", took_s)  # fmt: skip
+
+
 def dropped(state: CacheStatistics) -> Counter[str]:
-    """Return how often each limit has dropped work since the start."""
-    found = Counter({reason: state.skipped[reason] for reason in LIMITS})
+    """Return how often each of `LIMITS` has dropped work since the start."""
+    found = Counter({reason: state.skipped[reason] for reason in LIMITS if not reason.startswith("queue ")})
     found.update({f"queue {queue}": count for queue, count in state.controller.refused.items()})
     return found
 
 
 class DropLog:
-    """Writes a warning when limits have dropped work since the last look, with counts by reason."""
+    """Writes a warning when limits have dropped work since the last look, with `counts` by limit and each in `words`.
+    `look` is called each time besides."""
 
-    def __init__(self, statistics: Callable[[], CacheStatistics], period_s: float = PERIOD_S) -> None:
-        self._statistics = statistics
-        self._period_s = period_s
+    def __init__(
+        self,
+        counts: Callable[[], Counter[str]],
+        words: Mapping[str, str] = LIMITS,
+        period_s: float = PERIOD_S,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._counts = counts
+        self._words = words
+        self._look_too = look
+        self._backoff = Backoff(period_s, PERIOD_S_MAX)
+        self._quiet_s = period_s
         self._seen: Counter[str] = Counter()
+        self._looked_s = time.monotonic()
         self._task = BackgroundTask("drop-log", self._look)
-        self._task.wake(time.monotonic() + period_s)
+        self._task.wake(self._looked_s + period_s)
 
     def _look(self) -> float:
-        found = dropped(self._statistics())
-        new = found - self._seen
-        self._seen = found
-        if new:
-            reasons = ", ".join(f"{reason} {count:,}" for reason, count in new.most_common())
-            logger.warning("limits dropped work in the last %.0f s, requests are slower for it: %s", self._period_s,
-                           reasons)  # fmt: skip
-        return time.monotonic() + self._period_s
+        self._look_too()
+        found, time_s = self._counts(), time.monotonic()
+        new, since_s = found - self._seen, time_s - self._looked_s
+        self._seen, self._looked_s = found, time_s
+        if not new:
+            self._backoff.reset()
+            return time_s + self._quiet_s
+        drops = "; ".join(f"{count:,} {self._words.get(reason, reason)}" for reason, count in new.most_common())
+        logger.warning("dropped in the last %.0f s: %s", since_s, drops)
+        return time_s + self._backoff.next_s()
 
     def close(self) -> None:
-        """End the thread."""
-        self._task.close(1.0)
+        """End the thread, after a last look."""
+        if self._task.close(1.0):
+            self._look()
+
+
+class CacheLog:
+    """The log of one cache from its start on."""
+
+    def __init__(self, config: HiCacheConfig, namespace: Namespace, statistics: Callable[[], CacheStatistics]) -> None:
+        state = statistics()
+        log_start(config, namespace, state)
+        self._statistics = statistics
+        self._state = state
+        self._drops = DropLog(lambda: dropped(self._state), look=self._look)
+
+    def _look(self) -> None:
+        before, self._state = self._state, self._statistics()
+        if self._state.weights_epoch != before.weights_epoch:
+            logger.info("new weights: epoch %d in place of %d; the cache began empty, and storage is opened again",
+                        self._state.weights_epoch, before.weights_epoch)  # fmt: skip
+
+    def close(self) -> None:
+        """End the thread, after a last look."""
+        self._drops.close()

@@ -33,7 +33,7 @@ from .host_tier import HostTier
 from .mailbox import Mailbox
 from .prefetch import Prefetcher
 from .recorder import EventRecorder
-from .report import DropLog, log_start
+from .report import CacheLog, log_end
 from .statistics import NO_TIER, CacheCounters, CacheStatistics, TierStatistics
 from .storage import StorageControl
 from .trees import Trees
@@ -93,7 +93,7 @@ class TieredCache:
         self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._counters, self.break_even)
         self.storage = StorageControl(controller, self._trees, self._prefetcher, open_storage, weights_epoch)
         self.mailbox = Mailbox()
-        self._drop_log: DropLog | None = None
+        self._log: CacheLog | None = None
         self._release_host = release
         self._closed = False
 
@@ -114,8 +114,7 @@ class TieredCache:
 
     def start_log(self, namespace: Namespace) -> None:
         """Log what the cache is made of, and from now on what limits drop. Call it once, before the first request."""
-        log_start(self.config, namespace, self.statistics())
-        self._drop_log = DropLog(self.statistics)
+        self._log = CacheLog(self.config, namespace, self.statistics)
 
     # Emptying
 
@@ -250,13 +249,12 @@ class TieredCache:
         Prefetches are given up. False if something was left; stored objects are whole or absent all the same.
         """
         timeout_s = self.config.transfer.shutdown_deadline if timeout_s is None else number("timeout_s", timeout_s)
-        deadline = time.monotonic() + timeout_s
+        began_s = time.monotonic()
+        deadline = began_s + timeout_s
         if self._closed:
             return self.controller.idle
         self._closed = True
         self.mailbox.close()
-        if self._drop_log is not None:
-            self._drop_log.close()
         self.controller.gate.stop(Direction.READ)
         try:
             self.drain(max(0.0, deadline - time.monotonic()))
@@ -266,8 +264,14 @@ class TieredCache:
         self.poll()
         if self._publisher is not None:
             self._publisher.close(max(0.1, deadline - time.monotonic()))
+        self._end_log(ended, began_s)
         self._release_host()
         return ended
+
+    def _end_log(self, ended: bool, began_s: float) -> None:
+        if self._log is not None:
+            self._log.close()
+            log_end(everything_ended=ended, took_s=time.monotonic() - began_s)
 
     def __enter__(self) -> Self:
         return self

@@ -35,6 +35,7 @@ from ..backends.base import StorageBackend, register_memory
 from ..backends.guard import Direction, Override, Overrides, may_pass
 from ..backoff import Backoff
 from ..errors import BackendError, InvariantError
+from ..logs import LimitedLog
 from ..supervised import SupervisedPool, WorkerFactory
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ REOPEN_S_MIN = 0.1
 REOPEN_S_MAX = 30.0
 # A large store is swept when it is opened. What takes longer hangs, and must not keep the next store from being opened.
 OPEN_DEADLINE_S = 60.0
+# Of storage that cannot be opened, one line in so long.
+_OPEN_LOG_S = 60.0
 
 # Monotonic seconds: workers start no batch of a direction at or after its time.
 Until: TypeAlias = Mapping[Direction, float]
@@ -91,6 +94,7 @@ class StorageGate:
 
     def __init__(self, memory: memoryview, workers: WorkerFactory, clock: Callable[[], float]) -> None:
         self.open_failures = 0
+        self._log = LimitedLog(logger, _OPEN_LOG_S)
         self.storage: OpenStore | None = None
         self.attached = False  # True if a store is open or being opened
         self.wanted, self.opened = 1, 0  # numbers: of the store that is wanted, and of the last one that was opened
@@ -240,7 +244,13 @@ class StorageGate:
         """Opening worker: a backend that knows the memory its frames will come from."""
         opened = None
         try:
-            backend = open_backend()
+            try:
+                backend = open_backend()
+            except BackendError as error:
+                self._log.warn("open", "storage cannot be opened, so the cache works without it and tries again: %s",
+                               error)  # fmt: skip
+                return
+            logger.info("storage is open")
             try:
                 register_memory(backend, self._memory)
                 opened = backend

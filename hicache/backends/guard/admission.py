@@ -354,6 +354,15 @@ class AdmissionControl:
             self._changes.clear()
             return changes
 
+    def off(self) -> dict[Direction, tuple[float, int]]:
+        """Return the directions that are off: since how many seconds, and how many calls were refused for it."""
+        with self._state:
+            time_s = self._clock()
+            return {
+                direction: (time_s - since_s, self._refused[direction, Refusal.OPEN] - before)
+                for direction, (since_s, before) in self._off_since.items()
+            }
+
     def set_override(self, direction: Direction, override: Override) -> None:
         """The operator's word about one direction."""
         with self._state:

@@ -33,11 +33,20 @@ from ...background import BackgroundTask
 from ...config.guard import GuardConfig, Override
 from ...errors import BackendError, InvalidInput
 from ...frame import PageBuffer
-from ..base import BackendStatistics, Composite, GetOutcome, SetOutcome, StorageBackend, Usage, register_memory
+from ..base import (
+    BackendStatistics,
+    Composite,
+    GetOutcome,
+    SetOutcome,
+    StorageBackend,
+    Usage,
+    leaves,
+    register_memory,
+)
 from ..calls import parent_outside, runs
-from ..envelope import Compound
+from ..envelope import Compound, Envelope
 from .admission import AdmissionControl, Call, CallResult, Direction, GuardStatistics, Verb
-from .breaker import BreakerState
+from .log import BreakerLog
 from .probes import Prober
 
 logger = logging.getLogger(__name__)
@@ -83,10 +92,13 @@ class GuardedBackend(Compound):
         self._inner = inner
         self._clock = clock
         self._closing = threading.Event()
-        self._logged_errors: Counter[str] = Counter()
+        self._log = BreakerLog(name)
         self._raised: set[str] = set()  # kinds of exceptions that were logged
         self._failed_writes = 0
         self._last_statistics = BackendStatistics({}, {}, {}, {}, 0, 0, 0)
+        for leaf in leaves(inner):
+            if isinstance(leaf, Envelope):
+                leaf.name = name
         self._prober = Prober(inner, self._contain)
         # One run makes a probe in each direction; what takes longer hangs.
         patience_s = 2 * (self.options.probe_timeout + self.options.grace)
@@ -257,7 +269,9 @@ class GuardedBackend(Compound):
 
     def _probe(self) -> float:
         """Make the probes that are due; return when the next is. Blocks as the store does."""
-        self._log_changes()
+        errors = self._inner_statistics().errors
+        self._log.changed(self._admission.take_changes(), errors)
+        self._log.still_off(self._admission.off(), errors)
         for direction in Direction:
             due = self._admission.begin_probe(direction)
             if due is not None:
@@ -268,24 +282,6 @@ class GuardedBackend(Compound):
                 finally:
                     self._admission.probed(direction, begun, ok)
         return self._admission.probe_at
-
-    def _log_changes(self) -> None:
-        """Say which directions were switched off or on since the last time, with the errors that led to it."""
-        errors = Counter(self._inner_statistics().errors)
-        for change in self._admission.take_changes():
-            breaker, what = change.breaker, "reading" if change.direction is Direction.READ else "writing"
-            if breaker.state is not BreakerState.OPEN:
-                logger.info("storage %s: %s is on again after %.1f s; %d calls were not made meanwhile", self.name,
-                            what, change.after_s, change.refused)  # fmt: skip
-            elif breaker.override is not Override.AUTO:
-                logger.warning("storage %s: %s is off: the operator switched it off", self.name, what)
-            else:
-                found = (errors - self._logged_errors).most_common(3)
-                seen = ", ".join(f"{kind} {count}" for kind, count in found) or "none"
-                logger.warning("storage %s: %s is off: the breaker has opened (%s); errors since the last such line: "
-                               "%s; next probe in %.1f s", self.name, what, breaker.reason, seen,
-                               change.pause_s)  # fmt: skip
-                self._logged_errors = errors
 
     def _look_up(
         self, ask: Callable[[], object], is_answer: Callable[[object], bool], deadline: float, whole: T, nothing: T
