@@ -31,6 +31,7 @@ from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from hicache.logs import LimitedLog, request_id, set_up_logging
 from hicache.supervised import Beat, SupervisedPool
+from tests.logcalls import log_calls
 from tests.waiting import wait_for
 
 
@@ -206,7 +207,8 @@ def test_every_limit_of_a_cache_has_words(tmp_path: Path) -> None:
     with create_cache(config_for(tmp_path / "pages"), NAMESPACE_OF_CACHE) as cache:
         state = cache.statistics()
     assert isinstance(state, CacheStatistics)
-    assert set(dropped(state)) == set(LIMITS)
+    assert set(dropped(state)) >= set(LIMITS)
+    assert {reason for reason in dropped(state) if " " not in reason.removeprefix("queue ")} == set(LIMITS)
     assert not +dropped(state)
 
 
@@ -277,3 +279,15 @@ def test_a_thread_that_hangs_and_one_that_dies_are_logged_by_those_that_take_the
     finally:
         go.set()
         pool.close()
+
+
+def test_every_line_of_the_log_is_explained(repository: Path) -> None:
+    rows = re.findall(r"^\| (\w+) \| `(.*?)` \|", (repository / "docs/logs.md").read_text(), re.MULTILINE)
+    explained = {message: level for level, message in rows}
+    calls = [call for call in log_calls(repository / "hicache") if call.message != "?"]
+    assert len(calls) > 40  # the search finds what it should
+    missing = [call for call in calls if call.level != "DEBUG" and call.message not in explained]
+    assert not missing, "add them to docs/logs.md"
+    assert not set(explained) - {call.message for call in calls}, "docs/logs.md explains lines that are gone"
+    levels = {message: {call.level for call in calls if call.message == message} for message in explained}
+    assert not {message for message, level in explained.items() if level not in levels[message]}

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from ..backends.guard import Direction, Refusal
 from ..background import BackgroundTask
 from ..backoff import Backoff
 from ..config import HiCacheConfig
@@ -80,9 +81,17 @@ def log_end(*, everything_ended: bool, took_s: float) -> None:
 
 
 def dropped(state: CacheStatistics) -> Counter[str]:
-    """Return how often each of `LIMITS` has dropped work since the start."""
+    """Return how often each of `LIMITS`, and those of single stores, have dropped work since the start."""
     found = Counter({reason: state.skipped[reason] for reason in LIMITS if not reason.startswith("queue ")})
     found.update({f"queue {queue}": count for queue, count in state.controller.refused.items()})
+    for part, copies in state.controller.copies.items():
+        found[f"pages were not copied to {part} (cascade_bytes_max, or a slow store)"] += copies.dropped
+    for store in state.controller.backends:
+        if store.guard is not None:
+            busy = sum(store.guard.refused.get((way, Refusal.BUSY), 0) for way in Direction)
+            found[f"calls to {store.name} found no room in flight (storage.guard.in_flight, or a slow store)"] += busy
+    if state.publisher is not None:
+        found["times KV events were dropped (events.buffer)"] += state.publisher.gaps
     return found
 
 

@@ -8,14 +8,27 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
+from collections.abc import Mapping
 
 from ..backends.guard import BOUNDS_S, LatencyStatistics
 
-# The limits that refuse requests and connections, by the names under which they are counted.
-LIMITS = (
-    "answer_lost", "answer_timeout", "body_bytes", "body_lost", "body_timeout", "connections", "draining",
-    "head_bytes", "head_timeout", "idle_timeout", "peer", "pipelining", "requests", "token",
-)  # fmt: skip
+# What refuses or ends requests and connections, by the names under which they are counted: in words for the log.
+LIMITS: Mapping[str, str] = {
+    "answer_lost": "connections were lost while they were answered",
+    "answer_timeout": "clients did not take their answer in time (daemon.body_timeout)",
+    "body_bytes": "bodies were too long",
+    "body_lost": "connections were lost before the end of a body",
+    "body_timeout": "bodies did not come in time (daemon.body_timeout)",
+    "connections": "connections were too many (daemon.connections_max)",
+    "draining": "requests came while the daemon was ending",
+    "head_bytes": "heads of requests were too long",
+    "head_timeout": "heads of requests did not come in time (daemon.head_timeout)",
+    "idle_timeout": "connections were closed after an early answer (daemon.idle_timeout)",
+    "peer": "connections came from another user's processes",
+    "pipelining": "clients did not wait for their answer",
+    "requests": "requests were too many at once (daemon.requests_max)",
+    "token": "requests came without the token",
+}
 
 
 class CallCounters:

@@ -18,6 +18,7 @@ import socket
 import ssl
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
@@ -28,11 +29,13 @@ from uvicorn.server import ServerState
 
 from ..admin.access import AdminAccess
 from ..admin.sockets import BACKLOG, PrivateSocket
+from ..cache.report import DropLog, stores_of
 from ..config import HiCacheConfig
 from ..config.addresses import default_socket, is_loopback
 from ..errors import ConfigError
 from ..units import format_size
 from .app import create_app
+from .calls import LIMITS
 from .connection import Connection, Listener, Shared
 from .gate import Gate
 from .history import SAMPLE_S, FaultKind, History
@@ -112,6 +115,7 @@ class Server:
                 tcp = undo.enter_context(_tcp_socket(address.host, address.port))
                 listeners.append(await self._listen(kind, tcp, self._tls))
             self._handle_signals()
+            undo.callback(DropLog(lambda: Counter(self._node.calls.refused()), LIMITS).close)
             self._node.state = NodeState.READY
             logger.info("daemon: serving at %s (%s)", ", ".join(map(_name, listeners)), _described(self._node.config))
             self._manager.ready()
@@ -122,6 +126,7 @@ class Server:
             for listener in listeners:
                 listener.close()
             await self._drain()
+            logger.info("daemon: ended")
 
     async def _listen(self, kind: Listener, sock: socket.socket, tls: ssl.SSLContext | None) -> asyncio.Server:
         return await asyncio.get_running_loop().create_server(
@@ -208,8 +213,8 @@ def _raise_descriptor_limit() -> None:
 
 
 def _described(config: HiCacheConfig) -> str:
-    storage = "no storage" if config.storage is None else f"storage {config.storage.type}"
-    return f"pool {format_size(config.daemon.pool)}, staging {format_size(config.daemon.staging)}, {storage}"
+    pool, staging = format_size(config.daemon.pool), format_size(config.daemon.staging)
+    return f"pool {pool}, staging {staging}, storage {stores_of(config.storage)}"
 
 
 def _name(listener: asyncio.Server) -> str:
