@@ -18,8 +18,6 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parent
 ROOT_PAGES = {"README.md": "readme.md", "DESIGN.md": "DESIGN.md", "CONTRIBUTING.md": "CONTRIBUTING.md",
               "CHANGELOG.md": "CHANGELOG.md"}  # fmt: skip
-# Pages that the navigation has a place for and that may not be written yet.
-AWAITED = {"backends/remote.md", "daemon.md", "operations.md", "logs.md", "metrics.md", "runbooks.md"}
 FOLDERS = {
     "configs": "Each file is a whole configuration with its reasons; `hicache config check FILE` checks a changed one.",
     "deploy": "What runs a daemon and watches it. [Deploying](../docs/deploy.md) says how to use each file.",
@@ -39,10 +37,6 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     for folder, about in FOLDERS.items():
         files.append(File.generated(config, f"{folder}/index.md", content="\n".join(_shown(folder, about))))
-    known = {file.src_uri for file in files}
-    for section in config.nav:
-        for title, pages in section.items():
-            section[title] = [page for page in pages if not AWAITED & set(page.values()) - known]
     return files
 
 
