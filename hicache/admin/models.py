@@ -22,7 +22,7 @@ PageKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 # An empty one stands for all namespaces.
 NamespacePrefix = Annotated[Hex, Field(description="First hexadecimal digits of namespaces; empty for all.")]
 StoreName = Annotated[str, Field(min_length=1, max_length=256, description="A store's name, as `status` shows it.")]
-Seconds = Annotated[float, Field(gt=0, le=DURATION_MAX_S, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(strict=True, gt=0, le=DURATION_MAX_S, allow_inf_nan=False)]
 
 
 class Model(BaseModel):
@@ -156,7 +156,9 @@ class TokenPrefix(Model):
     """A prompt prefix of an embedded cache: token ids, and what its engine seeds its keys with. The ids are the
     prompt: they are neither logged nor returned."""
 
-    ids: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1, max_length=TOKENS_MAX)]
+    ids: Annotated[
+        list[Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]], Field(min_length=1, max_length=TOKENS_MAX)
+    ]
     extra_key: Annotated[str, Field(max_length=1024)] | None = None
     cache_salt: Annotated[SecretStr, Field(max_length=1024)] | None = None
 
@@ -230,8 +232,8 @@ class ScrubRequest(Model):
     """
 
     store: StoreName | None = None
-    rate_bytes_per_s: Annotated[int, Field(gt=0, le=SIZE_MAX_BYTES)] | None = None
-    remove: bool = False
+    rate_bytes_per_s: Annotated[int, Field(strict=True, gt=0, le=SIZE_MAX_BYTES)] | None = None
+    remove: Annotated[bool, Field(strict=True)] = False
 
 
 class ClearRequest(Model):
@@ -285,7 +287,7 @@ class QuotaRequest(Model):
     """Bytes of the daemon's pool that a namespace may take; None removes its quota."""
 
     namespace: Annotated[Hex, Field(min_length=1)]
-    quota_bytes: Annotated[int, Field(gt=0, le=SIZE_MAX_BYTES)] | None
+    quota_bytes: Annotated[int, Field(strict=True, gt=0, le=SIZE_MAX_BYTES)] | None
 
 
 class Quota(Model):
