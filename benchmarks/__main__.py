@@ -20,6 +20,7 @@ def main() -> None:
         ("s3_backend", []),
         ("mooncake_backend", []),
         ("levels", []),
+        ("daemon", []),
         ("tags", []),
         ("guard", []),
         ("outage", []),
