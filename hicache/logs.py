@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import json
 import logging
+import re
 import sys
 import threading
 import time
@@ -23,6 +24,13 @@ request_id: contextvars.ContextVar[str] = contextvars.ContextVar("hicache_reques
 LIMIT_S = 10.0
 # Kinds that a LimitedLog remembers; more are of one kind.
 KINDS_MAX = 256
+# A whole page key, or a secret of 32 bytes, that another package has put into an exception.
+_WHOLE_KEY = re.compile(r"(?<![0-9a-fA-F])([0-9a-fA-F]{8})[0-9a-fA-F]{56}(?![0-9a-fA-F])")
+
+
+def shortened(text: str) -> str:
+    """Return `text` with 8 digits of each run of 64 hexadecimal digits."""
+    return _WHOLE_KEY.sub(r"\1...", text)
 
 
 class TextFormatter(logging.Formatter):
@@ -33,11 +41,15 @@ class TextFormatter(logging.Formatter):
         self.converter = time.gmtime
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a message of several lines stays on one."""
+        """Return the line, and below it a traceback if there is one."""
         request = request_id.get()
         text = super().format(record)
-        head, newline, rest = text.partition("\n")
-        return f"{head} [request {request}]{newline}{rest}" if request else text
+        head, newline, rest = shortened(text).partition("\n")
+        return f"{head} [request {request}]{newline}{rest}" if request else f"{head}{newline}{rest}"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the first line: a message of several lines stays on one, and none can pretend to be another."""
+        return super().formatMessage(record).replace("\n", "\\n").replace("\r", "\\r")
 
 
 class JsonFormatter(logging.Formatter):
@@ -57,7 +69,7 @@ class JsonFormatter(logging.Formatter):
             entry["request"] = request_id.get()
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=True)
+        return shortened(json.dumps(entry, ensure_ascii=True))
 
 
 def set_up_logging(level: str = "info", form: str = "text", stream: TextIO | None = None) -> None:

@@ -1,0 +1,143 @@
+"""What must not be in a log: secrets, tokens, prompts, salts, whole keys. A cache and a daemon run with faults; each
+line that they write at DEBUG is searched."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hicache.backends.base import GetOutcome
+from hicache.backends.guard import GuardedBackend
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.opening import StorageOpener
+from hicache.backends.testing import NAMESPACE as NAMESPACE_DIGEST
+from hicache.backends.testing import PAYLOAD_BYTES, empty_frames, make_keys, soon
+from hicache.cache.report import CacheLog
+from hicache.config import HiCacheConfig
+from hicache.frame import FrameCodec, PageBuffer
+from hicache.keys import RadixKey
+from hicache.logs import set_up_logging, shortened
+from tests.cache.world import GEOMETRY, NAMESPACE, World
+from tests.daemon.daemons import NAMESPACE as NAMESPACE_OF_DAEMON
+from tests.daemon.daemons import TOKEN, Daemon, keys_of, write
+from tests.waiting import wait_for
+
+MAC_KEY = "5ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2"
+SALT = "salt-of-tenant-9"
+TOKENS = np.arange(7_654_300, 7_654_320)  # their numbers are in nothing else
+WHOLE_KEY = re.compile(r"[0-9a-fA-F]{64}")
+
+
+@pytest.fixture
+def written() -> Iterator[io.StringIO]:
+    """All that the package logs."""
+    logger = logging.getLogger("hicache")
+    state = logger.level, logger.propagate, list(logger.handlers)
+    stream = io.StringIO()
+    set_up_logging("debug", "text", stream)
+    yield stream
+    logger.setLevel(state[0])
+    logger.propagate, logger.handlers = state[1], state[2]
+
+
+def found_secrets(text: str, *secrets: str) -> list[str]:
+    return [secret for secret in secrets if secret.lower() in text.lower()] + WHOLE_KEY.findall(text)
+
+
+def damage_all(folder: Path) -> int:
+    """Overwrite the end of each page of a file store."""
+    pages = [path for path in folder.rglob("*") if path.is_file() and WHOLE_KEY.fullmatch(path.name)]
+    for path in pages:
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            file.seek(300)
+            file.write(b"damage" * 3)
+        assert path.stat().st_size == size
+    return len(pages)
+
+
+def test_the_log_of_a_cache_with_faults_has_no_secret(tmp_path: Path, written: io.StringIO) -> None:
+    config = HiCacheConfig.model_validate({
+        "page_size": 4, "integrity": {"mac_key_env": "MAC"},
+        "storage": {"type": "file", "options": {"path": str(tmp_path / "pages"), "free_space_floor": "0B"},
+                    "guard": {"failures": 2, "retry_share": 0, "damage_pages": 2}},
+    })  # fmt: skip
+    opener = StorageOpener(config, {"MAC": MAC_KEY})
+    codec = opener.codec(NAMESPACE.digest, GEOMETRY.payload_bytes, weights_epoch=0, label="llama")
+    key = RadixKey.of(TOKENS, cache_salt=SALT)
+    with contextlib.closing(World(backend=opener.open(codec))) as world:
+        log = CacheLog(config, NAMESPACE, world.cache.statistics)
+        world.serve("one", key)
+        world.until(lambda: world.controller.idle)
+        assert damage_all(tmp_path / "pages") == 5
+        world.cache.clear()
+        world.serve("two", key)
+        wait_for(lambda: "reading is off: the breaker has opened (damage)" in written.getvalue(), world.step)
+        log.close()
+    text = written.getvalue()
+    assert "is not the page that was stored (tag)" in text and "cache started" in text
+    tokens = [str(token) for token in TOKENS]
+    assert found_secrets(text, MAC_KEY, SALT, key.seed.hex(), *tokens) == []
+
+
+class Telling(MemoryBackend):
+    """Puts the whole key into its exceptions."""
+
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+        raise KeyError(keys[0].hex())
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_key_in_the_exception_of_a_backend_is_shortened(form: str, written: io.StringIO) -> None:
+    set_up_logging("debug", form, written)
+    codec = FrameCodec(NAMESPACE_DIGEST, PAYLOAD_BYTES)
+    (key,) = make_keys(1)
+    with contextlib.closing(GuardedBackend(Telling(codec), name="telling")) as guard:
+        guard.batch_get([key], empty_frames(codec, 1), deadline=soon())
+    assert f"KeyError: '{key.hex()[:8]}...'" in written.getvalue()
+    assert found_secrets(written.getvalue()) == []
+    assert found_secrets(f"KeyError: '{key.hex()}'") == [key.hex()]  # the control
+    assert shortened("ab" * 33) == "ab" * 33  # is not a key
+
+
+def test_a_message_cannot_pretend_to_be_another_line(written: io.StringIO) -> None:
+    logging.getLogger("hicache").warning("label %s", "x\n2026-01-01T00:00:00.000Z INFO hicache: all is well\r")
+    assert len(written.getvalue().splitlines()) == 1
+
+
+def test_the_log_of_a_daemon_with_faults_has_no_secret(scratch: Path) -> None:
+    path = scratch / "pages"
+    daemon = Daemon(scratch)
+    daemon.configure(
+        {"token_file": daemon.secret("token", TOKEN), "pool": "0B"},
+        logging={"level": "debug"}, integrity={"mac_key_env": "MAC"},
+        storage={"type": "file", "options": {"path": str(path), "free_space_floor": "0B"},
+                 "guard": {"failures": 2, "retry_share": 0, "damage_pages": 2}},
+    )  # fmt: skip
+    daemon.environ = {"MAC": MAC_KEY}
+    daemon.start()
+    try:
+        keys = keys_of(5)
+        with contextlib.closing(daemon.client()) as client:
+            assert client.open()[0] == 200
+            assert write(client, keys)[1]["outcomes"] == ["stored"] * 5
+            assert damage_all(path) == 5
+            assert client.verb("read", keys=keys)[0] == 200
+            assert client.call("POST", "/v1/namespaces/" + "cd" * 32 + "/exists", {"keys": []})[0] in (404, 422)
+        with contextlib.closing(daemon.tcp()) as stranger:
+            usage = f"/v1/namespaces/{NAMESPACE_OF_DAEMON}/usage"
+            assert stranger.call("GET", usage, token="of-somebody-else")[0] == 401
+        wait_for(lambda: "the breaker has opened (damage)" in daemon.log)
+        assert daemon.stop() == 0
+        assert re.search(r"page [0-9a-f]{8} of tests is not the page .* \[request [0-9a-f-]+\]", daemon.log)
+        assert "1 requests came without the token" in daemon.log
+        assert found_secrets(daemon.log, MAC_KEY, TOKEN, "of-somebody-else") == []
+    finally:
+        daemon.kill()
