@@ -6,6 +6,7 @@
 #   make check   ruff, mypy and the import layers
 #   make soak    all tests, the random ones for longer: SOAK_FACTOR (default 20) times as many examples and seeds
 #   make hostile some minutes (HOSTILE_MINUTES, default 10) each of hostile servers and of hostile clients: memory stays flat
+#   make faults  engines and a daemon under a schedule of faults, for MINUTES (default 3); the log is in faults.log
 #   make docs    the documentation as a site, in build/site
 #   make wheel   what an index accepts, in DIST (default dist): source, a pure wheel, and one with the native helper
 #   make bench   the benchmarks, as ratios; PEER=DIR adds SGLang's tree core from its unpacked wheel
@@ -24,6 +25,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 unexport PYTHONDONTWRITEBYTECODE
 SOAK_FACTOR ?= 20
 HOSTILE_MINUTES ?= 10
+MINUTES ?= 3
 PYTEST_ARGS ?=
 DIST ?= dist
 # One process for each; a file of tests stays in one of them, so that its module and its servers are set up once.
@@ -31,7 +33,7 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 
-.PHONY: demo test quick check soak hostile bench gpu docs wheel clean
+.PHONY: demo test quick check soak hostile faults bench gpu docs wheel clean
 
 demo: $(VENV)/.demo-stamp
 	$(BIN)/hicache demo $(DEMO_ARGS)
@@ -54,6 +56,9 @@ soak: $(VENV)/.test-stamp
 hostile: $(VENV)/.test-stamp
 	$(BIN)/python -m tests.hostile --minutes $(HOSTILE_MINUTES)
 	$(BIN)/python -m tests.daemon.hostile --minutes $(HOSTILE_MINUTES)
+
+faults: $(VENV)/.test-stamp
+	$(BIN)/python -m tests.soak_faults --minutes $(MINUTES) --log faults.log
 
 bench: $(VENV)/.test-stamp
 	$(BIN)/python -m benchmarks $(if $(PEER),--peer $(PEER))
