@@ -66,7 +66,8 @@ class Role(enum.Enum):
     """Which part a process has in memory that it opens."""
 
     OWNER = enum.auto()  # a member that creates the file, or finds it created by another member
-    GUEST = enum.auto()  # a member whose daemon has created the file
+    ALONE = enum.auto()  # as OWNER, and refuses a file that another member has open
+    GUEST = enum.auto()  # as ALONE, a member whose daemon has created the file
     DAEMON = enum.auto()  # creates the file for a guest; not a member
 
 
@@ -158,8 +159,8 @@ class SharedMemory:
         `require_memory` is called before memory is taken, and raises if the machine has too little. REQUIRES: for
         DAEMON, a layout of a kept file.
         Raises CapacityError if the memory does not fit (then nothing is left of it), SharedMemoryError if the file
-        differs from `layout`, is not ready in time, or if the path holds a file that HiCache did not create or that
-        others may open; InvalidInput for a name that is not valid.
+        differs from `layout`, is not ready in time, is open elsewhere where that is refused, or if the path holds a
+        file that HiCache did not create or that others may open; InvalidInput for a name that is not valid.
         """
         opening = _Opening(path_of(name), layout, deadline, role, require_memory)
         while True:
@@ -284,7 +285,7 @@ class _Opening:
                 raise
 
     def _verify(self, descriptor: int, size_bytes: int) -> bool:
-        """True if the file is joined as it is. Otherwise it is a leftover, which is unlinked or waited for."""
+        """True if the file is joined as it is. Otherwise a leftover is unlinked, or another process is waited for."""
         found = Layout.unpack(os.pread(descriptor, Layout.BYTES, 0))
         if found is None:
             raise _error(self.path, "was not created by HiCache; it was left as it is. Choose another name")
@@ -292,15 +293,26 @@ class _Opening:
         has_members = _locked(descriptor, 0, PROCESSES_MAX)
         if difference is not None and has_members:
             raise _error(self.path, f"{difference}. Give all processes the same arguments, or choose another name")
+        if has_members and self.role in (Role.ALONE, Role.GUEST):
+            # The engine before this one may be about to end. Two would write their pages into the same frames.
+            if time.monotonic() < self.deadline:
+                self._pause(descriptor)
+                return False
+            raise _error(self.path, "is another engine's; end that one, or give each engine a name of its own")
         if not has_members and self.role is not Role.GUEST and _locked(descriptor, _ATTACHED, 1):
             if time.monotonic() < self.deadline:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # the daemon takes it to remove the name
-                time.sleep(_RETRY_S)
+                self._pause(descriptor)
                 return False
             difference = "a daemon still has it mapped"
         if difference is not None:
             os.unlink(self.path)
         return difference is None
+
+    @staticmethod
+    def _pause(descriptor: int) -> None:
+        """Before another try. A daemon takes the lock meanwhile, to remove the name."""
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        time.sleep(_RETRY_S)
 
     def _fill(self, descriptor: int) -> None:
         """Write the control block of an empty file and take all memory. The name is removed if that fails."""

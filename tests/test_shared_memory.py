@@ -148,6 +148,23 @@ def test_an_engine_joins_the_file_that_a_daemon_created_for_it(name: str) -> Non
     daemon.unlink()
 
 
+@pytest.mark.parametrize("role", [Role.ALONE, Role.GUEST])
+def test_memory_that_an_engine_has_open_is_not_given_to_another_one(name: str, role: Role) -> None:
+    """Two engines of one configuration would write their pages into the same frames."""
+    engine = open_it(name, role=Role.ALONE)
+    engine.frames[:4] = b"mine"
+    with pytest.raises(SharedMemoryError, match="is another engine's; end that one"):
+        open_it(name, wait_s=0.02, role=role)
+    found: list[SharedMemory] = []
+    opening = threading.Thread(target=lambda: found.append(open_it(name, wait_s=60.0, role=role)))
+    opening.start()
+    engine.close()
+    opening.join(30.0)
+    assert found[0].identity == engine.identity and bytes(found[0].frames[:4]) == b"mine", "what it left is taken over"
+    assert open_it(name).identity == engine.identity, "the control: its workers join"
+    found[0].unlink()
+
+
 def test_the_machine_is_asked_before_memory_is_taken(name: str) -> None:
     def refuse() -> None:
         raise CapacityError("too little")

@@ -21,7 +21,7 @@ def open_host_pool(
     config: HiCacheConfig, shape: PageShape | KVGeometry, pages: int, *, pin: bool, rank: int | None = None
 ) -> HostPool:
     """Open the pool of this process, which is rank `rank` of its engine. Blocks; memory under a name that a crashed
-    engine has left is taken over.
+    engine has left is taken over, and an engine that has it open is waited for until `_OPEN_S`.
 
     Raises CapacityError if it does not fit, SharedMemoryError if another process has memory under that name, and
     BackendError if a daemon is to create it and does not.
@@ -31,7 +31,7 @@ def open_host_pool(
         return HostPool(shape, pages, pin=pin)
     if rank is not None:
         name = f"{name}.{rank}"
-    role = Role.OWNER
+    role = Role.ALONE
     if config.host.shared.owner == "daemon" and config.storage is not None:
         options = config.storage.options
         assert isinstance(options, RemoteStorageOptions)  # checked with the configuration

@@ -60,8 +60,8 @@ class SharedHostPool(HostPool):
 
         `name` is 1 to 128 letters, digits, dashes and dots; use one per engine, so that a restart takes over what a
         crash has left. `processes` is how many open it, this one included; None keeps it until `unlink`. `pin`
-        registers the memory with CUDA, in each process that needs it. `role` GUEST opens a pool that a daemon has
-        created for this process.
+        registers the memory with CUDA, in each process that needs it. `role` ALONE refuses a pool that another process
+        has open; so does GUEST, which opens one that a daemon has created for this process.
 
         Raises CapacityError if the memory does not fit (then nothing is left of it), SharedMemoryError if the pool has
         other pages than asked for, is not ready in time, or if the path holds a file that HiCache did not create or
