@@ -6,6 +6,8 @@
     other hosts    probes, and the files of the page, which asks for the token; all else with a token or a client
                    certificate
 
+Engines' memory is for the Unix socket alone: a token would let another host read and write the frames of every engine.
+
 Calls below /v1/admin are let through: their router asks for rights of its own.
 
 Locking design: runs on the event loop's thread. `token` is replaced by a reload.
@@ -33,6 +35,8 @@ _PROBES = frozenset({"livez", "readyz"})
 _PAGES = frozenset({"statusz", "history", "metrics", "openapi.json", "page"})
 _PAGE_FILES = frozenset({"", "page.css", "page.js"})
 _VERBS = frozenset({"exists", "has", "get", "set", "read", "write", "delete", "clear", "usage"})
+# What names the memory of an engine on this host.
+_OF_MEMORY = frozenset({"attach", "detach", "get", "set"})
 _ADMIN = "/v1/admin/"
 # All that `operation_of` returns.
 OPERATIONS = _PROBES | _PAGES | _VERBS | {"open", "attach", "detach", "admin", "other"}
@@ -93,6 +97,9 @@ class Gate:
         if not self._may(scope, operation):
             calls.refuse("token")
             return Refused(401, ErrorKind.WRONG_CREDENTIALS, "send the header `Authorization: Bearer TOKEN`")
+        if operation in _OF_MEMORY and not scope["state"]["listener"].is_unix:
+            detail = "memory: is for the Unix socket alone; over TCP use read and write"
+            return Refused(403, ErrorKind.ACCESS_DENIED, detail)
         if calls.in_flight > config.requests_max:
             calls.refuse("requests")
             return Refused(503, ErrorKind.BUSY, "daemon: too many requests are in progress; try again", 1)

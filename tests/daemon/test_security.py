@@ -19,7 +19,7 @@ from hicache.config import HiCacheConfig, load_config
 from hicache.daemon.security import read_tokens
 from hicache.errors import ConfigError
 from tests.certificates import Certificates, make_certificates
-from tests.daemon.daemons import NAMESPACE, TOKEN, Client, Daemon, keys_of, read, write
+from tests.daemon.daemons import NAMESPACE, TOKEN, Client, Daemon, EngineMemory, keys_of, read, write
 
 PROBES = ("/livez", "/readyz")
 PAGES = ("/", "/statusz", "/openapi.json", "/history")
@@ -63,6 +63,30 @@ def test_a_token_opens_data_and_a_wrong_one_does_not(start: Callable[..., Daemon
         assert client.call("GET", "/v1/admin/status", token=TOKEN)[0] == 403
         assert daemon.status()["refused"]["token"] == 7
     assert TOKEN not in daemon.log
+
+
+def test_a_token_does_not_open_the_memory_of_engines_on_this_host(
+    start: Callable[..., Daemon], scratch: Path, memory: EngineMemory
+) -> None:
+    """It is for other hosts, which could read the frames of all engines with it, and write to them."""
+    token = scratch / "token"
+    token.touch(0o600)
+    token.write_text(TOKEN)
+    daemon = start({"token_file": str(token)})
+    keys = keys_of(1)
+    with contextlib.closing(daemon.tcp()) as client, contextlib.closing(daemon.client()) as engine:
+        assert engine.open()[0] == 200 and memory.attach(engine)[0] == 200
+        memory.frame(0)[:] = b"s" * memory.frame_bytes
+        fields = {"keys": [keys[0].hex()], "memory": memory.name, "frames": [0], "timeout_s": 5}
+        created = {"frame_bytes": 4096, "pages": 1, "shape": "00" * 32}
+        for method, target, body in (
+            ("POST", f"{NAMESPACE_PATH}/set", fields), ("POST", f"{NAMESPACE_PATH}/get", fields),
+            ("PUT", "/v1/memory/made", created), ("DELETE", f"/v1/memory/{memory.name}", None),
+        ):  # fmt: skip
+            assert client.call(method, target, body, TOKEN)[0] == 403
+        assert read(client, keys, TOKEN)[1] == b"M"
+        assert engine.call("POST", f"{NAMESPACE_PATH}/set", fields)[1]["outcomes"] == ["stored"], "the control"
+        assert read(client, keys, TOKEN)[1][:1] == b"H"
 
 
 def test_the_admin_token_opens_the_admin_surface_over_tcp_and_no_data(
