@@ -7,6 +7,7 @@ from typing import Any
 
 from ..admin.stores import ConfiguredStores
 from ..backends.guard import Direction, guards_of
+from ..backends.registry import check_backend
 from ..config import HiCacheConfig
 from .node import Node
 
@@ -23,15 +24,20 @@ _OVERRIDES = (".guard.read", ".guard.write")
 
 
 def changed_entries(old: HiCacheConfig, new: HiCacheConfig) -> tuple[list[str], list[str]]:
-    """Return the dotted names of entries that differ: those that a reload changes, and those that need a restart."""
+    """Return the dotted names of entries that differ: those that a reload changes, and those that need a restart. A
+    store of another type is one entry."""
     before, after = (dict(_flat(config.model_dump(mode="json"), "")) for config in (old, new))
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    differing = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    others = tuple(name.removesuffix("type") for name in differing if name.endswith(".type"))
+    changed = sorted({next((one[:-1] for one in others if name.startswith(one)), name) for name in differing})
     now = [name for name in changed if name in RELOADED or name.endswith(_OVERRIDES)]
     return now, [name for name in changed if name not in now]
 
 
 def apply(node: Node, new: HiCacheConfig) -> tuple[list[str], list[str]]:
     """Change what a reload changes; return as `changed_entries`. Raises ConfigError, and changes nothing then."""
+    if new.storage is not None:
+        check_backend(new.storage.type, new.storage.options)
     now, later = changed_entries(node.config, new)
     values = {name.rpartition(".")[2]: getattr(new.daemon, name.rpartition(".")[2])
               for name in now if name.startswith("daemon.")}  # fmt: skip

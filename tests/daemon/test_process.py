@@ -134,6 +134,10 @@ def test_a_configuration_that_is_refused_changes_nothing(start: Callable[..., Da
     daemon.configure({"token_env": "NOT_SET"})
     daemon.signal(signal.SIGHUP)
     wait_for(lambda: "NOT_SET is not set" in daemon.log)
+    daemon.configure(storage={"type": "tape"})
+    daemon.signal(signal.SIGHUP)
+    wait_for(lambda: daemon.log.count("reload refused") == 3)
+    assert "tape" in daemon.log
     assert daemon.is_ready()
 
 
@@ -147,6 +151,7 @@ def test_a_change_of_the_storage_needs_a_restart_and_overrides_do_not() -> None:
     assert now == ["daemon.drain_timeout", "storage.guard.read"]
     assert later == ["daemon.threads", "storage.options.path"]
     assert changed_entries(config("/a", "auto"), config("/a", "auto")) == ([], [])
+    assert changed_entries(config("/a", "auto"), HiCacheConfig(storage={"type": "memory"})) == ([], ["storage"])
 
 
 def test_systemd_is_told_of_each_state(scratch: Path) -> None:
