@@ -78,6 +78,14 @@ TIERS = (
     Panel("Refused by a bound", "Operations that a full queue has refused: the cache gives up reuse to keep requests "
           "moving. Find out what the queue waits for.", "ops",
           ((rate("refused_operations_total", "queue"), "{{instance}} {{queue}}"),)),
+    Panel("Scheduler time per step, p99", "What the cache takes of the scheduler's thread in a step: `poll`.", "s",
+          ((quantile(0.99, "scheduler_step_seconds"), "{{instance}}"),)),
+    Panel("Prefetch wait, p90", "How long requests waited for pages from storage.", "s",
+          ((quantile(0.9, "prefetch_wait_seconds"), "{{instance}}"),)),
+    Panel("Copies, p99", "Time of copies between L1 and L2, by direction.", "s",
+          ((quantile(0.99, "copy_seconds", "direction"), "{{instance}} {{direction}}"),)),
+    Panel("Lookups, by outcome", "What storage lookups came to.", "ops",
+          ((rate("lookups_total", "outcome"), "{{instance}} {{outcome}}"),)),
 )  # fmt: skip
 
 STORAGE = (
@@ -164,9 +172,41 @@ HEALTH = (
            (rate("event_slow_batches_total"), "{{instance}} slow batches"))),
 )  # fmt: skip
 
+DAEMON = (
+    Panel("Pages, by source", "Where the pages came from that engines asked for: the host pool, a store, the read of "
+          "another engine that was in flight, or nowhere.", "ops", ((rate("daemon_pages_total", "source"),
+          "{{instance}} {{source}}"),), stacked=True),
+    Panel("Transfers with engines", "Bytes of frames that went to engines and came from them.", "Bps",
+          ((rate("daemon_transferred_bytes_total", "direction"), "{{instance}} {{direction}}"),)),
+    Panel("Requests", "Answers by operation and class of status. 503 is back-pressure.", "reqps",
+          ((rate("daemon_requests_total", "operation", "status") + " > 0", "{{instance}} {{operation}} {{status}}"),)),
+    Panel("Request time, p99", "The slowest of a hundred answers, from the head of a request on. `get` and `set` wait "
+          "for the store.", "s",
+          ((quantile(0.99, "daemon_request_seconds", "operation"), "{{instance}} {{operation}}"),)),
+    Panel("Pool", "Memory of hot pages: what there is, what is used, what pins hold.", "bytes",
+          tuple((f"hicache_daemon_pool_{what}_bytes{{%s}}", f"{{{{instance}}}} {what}")
+                for what in ("capacity", "used", "pinned"))),
+    Panel("Pool, pages in and out", "Pages that entered the pool, and pages that left it for lack of room. Both high "
+          "with few hits in the pool: it is too small for the load.", "ops",
+          ((rate("daemon_pool_admitted_pages_total"), "{{instance}} in"),
+           (rate("daemon_pool_evicted_pages_total"), "{{instance}} out"))),
+    Panel("Clients", "Engines whose memory is mapped, and connections.", "short",
+          (("hicache_daemon_clients{%s}", "{{instance}} engines"),
+           ("hicache_daemon_connections{%s}", "{{instance}} connections"))),
+    Panel("In flight", "Requests without an answer, and operations that touch memory of engines. Above 0 without load: "
+          "a store hangs.", "short",
+          (("hicache_daemon_in_flight_requests{%s}", "{{instance}} requests"),
+           ("hicache_daemon_client_operations{%s}", "{{instance}} operations on memory"))),
+    Panel("Refused, by limit", "Requests and connections that a limit refused or ended. docs/daemon.md has the limits.",
+          "ops", ((rate("daemon_refused_requests_total", "reason"), "{{instance}} {{reason}}"),)),
+    Panel("Saved writes", "Pages that were not written because another engine was writing them.", "ops",
+          ((rate("daemon_shared_writes_total"), "{{instance}}"),)),
+)  # fmt: skip
+
 DASHBOARDS = {
     "tiers": ("HiCache: tiers", "Where KV comes from, how full L1 and L2 are, what moves between the tiers.", TIERS),
     "storage": ("HiCache: storage", "Each store: hit rate, speed, fill, breakers, and what waits for it.", STORAGE),
+    "daemon": ("HiCache: daemon", "A storage daemon: its engines, its pool, its requests and what it refuses.", DAEMON),
     "health": ("HiCache: health", "What is wrong now, and what went wrong. docs/runbooks.md says what to do.", HEALTH),
 }
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from hicache.config import load_config
+from hicache.daemon.metrics import DAEMON_METRICS, NAMESPACE_METRICS
 from hicache.metrics.families import CACHE_METRICS, STORE_METRICS
 from tests.prometheus import program
 
@@ -108,7 +109,8 @@ def test_every_panel_has_a_place_a_unit_a_description_and_the_chosen_data_source
 
 
 def test_every_panel_and_rule_names_metrics_that_there_are() -> None:
-    known = {f"hicache_{spec.name}" for spec in CACHE_METRICS} | {f"hicache_{spec.name}" for spec in STORE_METRICS}
+    tables = (CACHE_METRICS, STORE_METRICS, DAEMON_METRICS, NAMESPACE_METRICS)
+    known = {f"hicache_{spec.name}" for table in tables for spec in table}
     known |= {f"{name}_{end}" for name in known if name.endswith("_seconds") for end in ("bucket", "count", "sum")}
     texts = {name: [target["expr"] for target in panel["targets"]] for name, panel in panels()}
     recorded = set()
