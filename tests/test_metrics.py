@@ -198,6 +198,15 @@ def test_a_histogram_is_exported_with_its_bounds_cumulated() -> None:
     assert (count.value, total.value) == (6, 31.5)
 
 
+def test_the_queues_and_workers_of_the_metrics_are_those_of_the_controller() -> None:
+    with closing(World(backend=guarded())) as world:
+        found, controller = shown(world), world.controller
+        workers = {pool.name for pool in controller._storage.pools.values()}
+    shown_queues = {dict(labels)["queue"] for name, labels in found if name == "hicache_refused_operations_total"}
+    assert shown_queues == set(controller.refused)
+    assert {dict(labels)["worker"] for name, labels in found if name == "hicache_worker_errors_total"} == workers
+
+
 def test_bounds_in_bytes_keep_all_their_digits() -> None:
     sizes = Histogram(SIZE_BOUNDS_BYTES)
     sizes.add(4 << 30)

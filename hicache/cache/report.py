@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from ..backends.guard import Direction, Refusal
+from ..backends.base import SetOutcome
+from ..backends.compose import CopyStatistics
+from ..backends.guard import Direction, LeafStatistics, Refusal
 from ..background import BackgroundTask
 from ..backoff import Backoff
 from ..config import HiCacheConfig
@@ -29,7 +31,6 @@ PERIOD_S_MAX = 300.0
 # of the configuration that is the limit.
 LIMITS: Mapping[str, str] = {
     "backup_no_host_room": "backups found no room on the host (host.size)",
-    "no_device_room": "requests found no room on the device (device.size, or fewer running requests)",
     "pin_share": "pins were refused (pin_host_share)",
     "prefetch_host_share": "prefetches found their share of the host taken (prefetch.host_share)",
     "prefetch_no_host_room": "prefetches found no room on the host (host.size)",
@@ -67,7 +68,7 @@ def log_start(config: HiCacheConfig, namespace: Namespace, state: CacheStatistic
     logger.info(
         "cache started: %s of %d tokens, storage %s, %s; namespace %s, %r, weights epoch %d", ", ".join(tiers),
         config.page_size, stores_of(config.storage), config.write_policy, namespace.digest.hex()[:8],
-        namespace.label or "no label", state.weights_epoch,
+        namespace.label or namespace.model, state.weights_epoch,
     )  # fmt: skip
 
 
@@ -84,14 +85,23 @@ def dropped(state: CacheStatistics) -> Counter[str]:
     """Return how often each of `LIMITS`, and those of single stores, have dropped work since the start."""
     found = Counter({reason: state.skipped[reason] for reason in LIMITS if not reason.startswith("queue ")})
     found.update({f"queue {queue}": count for queue, count in state.controller.refused.items()})
-    for part, copies in state.controller.copies.items():
-        found[f"pages were not copied to {part} (cascade_bytes_max, or a slow store)"] += copies.dropped
-    for store in state.controller.backends:
+    found.update(dropped_by_stores(state.controller.backends, state.controller.copies))
+    if state.publisher is not None:
+        found["times KV events were dropped (events.buffer)"] += state.publisher.gaps
+    return found
+
+
+def dropped_by_stores(stores: Iterable[LeafStatistics], copies: Mapping[str, CopyStatistics]) -> Counter[str]:
+    """Return how often limits of single stores and of their copies have dropped work."""
+    found: Counter[str] = Counter()
+    for part, of_part in copies.items():
+        found[f"pages were not copied to {part} (cascade_bytes_max, or a slow store)"] += of_part.dropped
+    for store in stores:
+        rejected = store.statistics.sets.get(SetOutcome.REJECTED, 0)
+        found[f"pages were rejected by {store.name}, which has no room and can make none"] += rejected
         if store.guard is not None:
             busy = sum(store.guard.refused.get((way, Refusal.BUSY), 0) for way in Direction)
             found[f"calls to {store.name} found no room in flight (storage.guard.in_flight, or a slow store)"] += busy
-    if state.publisher is not None:
-        found["times KV events were dropped (events.buffer)"] += state.publisher.gaps
     return found
 
 

@@ -10,8 +10,6 @@ from ..backends.compose import CopyStatistics
 from ..backends.guard import LeafStatistics
 from ..histogram import BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramStatistics
 
-# The pools of worker threads, which `worker_errors` names.
-WORKERS = ("prefetch", "io", "backup")
 # The queues whose bound refuses operations.
 BOUNDED_QUEUES = ("write", "load", "prefetch", "backup")
 

@@ -29,7 +29,7 @@ from uvicorn.server import ServerState
 
 from ..admin.access import AdminAccess
 from ..admin.sockets import BACKLOG, PrivateSocket
-from ..cache.report import DropLog, stores_of
+from ..cache.report import DropLog, dropped_by_stores, stores_of
 from ..config import HiCacheConfig
 from ..config.addresses import default_socket, is_loopback
 from ..errors import ConfigError
@@ -115,7 +115,7 @@ class Server:
                 tcp = undo.enter_context(_tcp_socket(address.host, address.port))
                 listeners.append(await self._listen(kind, tcp, self._tls))
             self._handle_signals()
-            undo.callback(DropLog(lambda: Counter(self._node.calls.refused()), LIMITS).close)
+            undo.callback(DropLog(self._dropped, LIMITS).close)
             self._node.state = NodeState.READY
             logger.info("daemon: serving at %s (%s)", ", ".join(map(_name, listeners)), _described(self._node.config))
             self._manager.ready()
@@ -127,6 +127,13 @@ class Server:
                 listener.close()
             await self._drain()
             logger.info("daemon: ended")
+
+    def _dropped(self) -> Counter[str]:
+        """Return what limits have dropped so far, for the log. Not on the event loop's thread."""
+        found = Counter(self._node.calls.refused())
+        for one in self._node.statistics().namespaces:
+            found.update(dropped_by_stores(one.stores, one.copies))
+        return found
 
     async def _listen(self, kind: Listener, sock: socket.socket, tls: ssl.SSLContext | None) -> asyncio.Server:
         return await asyncio.get_running_loop().create_server(

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from .. import __version__
 from ..cache.statistics import LOOKUP_OUTCOMES, RELEASE_REASONS, CacheStatistics, TierStatistics
-from ..controller.statistics import BOUNDED_QUEUES, WORKERS, ControllerStatistics
 from ..keys import FORMAT_VERSION
 from .spec import LABELS, MetricSpec, Values
 from .stores import STORE_METRICS, copies_by_outcome, store_families, waiting_copies
@@ -27,6 +26,12 @@ from .stores import STORE_METRICS, copies_by_outcome, store_families, waiting_co
 __all__ = [
     "BUILD_INFO", "CACHE_METRICS", "LABELS", "STORE_METRICS", "CacheCollector", "MetricSpec", "store_families",
 ]  # fmt: skip
+
+
+# The queues whose bound refuses operations, and the pools of workers, of a controller. It is not imported: it needs
+# PyTorch, which a daemon does without.
+_BOUNDED_QUEUES = ("write", "load", "prefetch", "backup")
+_WORKERS = ("prefetch", "io", "backup")
 
 
 class CacheCollector(Collector):
@@ -66,10 +71,10 @@ def _tiers(pages: Callable[[TierStatistics], int]) -> Callable[[CacheStatistics]
     return lambda s: {"device": pages(s.device) * s.device.page_bytes, "host": pages(s.host) * s.host.page_bytes}
 
 
-def _worker_errors(controller: ControllerStatistics) -> Values:
+def _worker_errors(errors: Mapping[str, int]) -> Values:
     """Exceptions by pool of workers; the log has their classes."""
-    found = dict.fromkeys(WORKERS, 0)
-    for name, count in controller.worker_errors.items():
+    found = dict.fromkeys(_WORKERS, 0)
+    for name, count in errors.items():
         found[name.partition(":")[0]] += count
     return found
 
@@ -132,7 +137,7 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
     MetricSpec("weights_epoch", "Epoch of the weights whose pages are served.", (), lambda s: s.weights_epoch,
                "Differs between replicas only while weights are being rolled out."),
     MetricSpec("refused_operations_total", "Operations refused by a bound, by queue.", ("queue",),
-               lambda s: {queue: s.controller.refused.get(queue, 0) for queue in BOUNDED_QUEUES},
+               lambda s: {queue: s.controller.refused.get(queue, 0) for queue in _BOUNDED_QUEUES},
                "The tier behind the queue is too slow, or the bound too small: transfer.write_pages_max, "
                "transfer.load_pages_max, prefetch.operations_max, transfer.store_host_share."),
     MetricSpec("moved_pages_total", "Pages moved between tiers.", ("direction",),
@@ -145,7 +150,7 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                           for queue in ("write", "load", "prefetch", "reads", "backup")},
                "Stays high: the tier behind it is the bottleneck."),
     MetricSpec("worker_errors_total", "Exceptions in worker threads.", ("worker",),
-               lambda s: _worker_errors(s.controller),
+               lambda s: _worker_errors(s.controller.worker_errors),
                "Should stay at 0: a bug, in HiCache or in a backend of your own. The log has the traceback."),
     MetricSpec("worker_restarts_total", "Workers that died and were replaced.", (),
                lambda s: s.controller.worker_restarts,
