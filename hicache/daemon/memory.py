@@ -11,8 +11,9 @@ none:
 A mapping has a random `id`. A call that names it and waited while its memory was detached and attached again refers to
 the old mapping, and is refused.
 
-Locking design: `_changed` guards the table and the fields of all mappings; files are opened and mapped without it.
-Threads of calls enter and leave; any thread attaches and detaches. A name in `_opening` belongs to one thread.
+Locking design: `_changed` guards the table and the fields of all mappings; files are opened, mapped and unmapped
+without it. Threads of calls enter and leave; any thread attaches and detaches. A name in `_opening` belongs to one
+thread.
 """
 
 from __future__ import annotations
@@ -92,12 +93,11 @@ class Memories:
         """Map the memory of an engine; the mapping that exists if it is the same memory, which its engine still has
         open. Blocks while operations touch an older memory of that name. Raises Refused."""
         name, size_bytes = request.name, request.frame_bytes * request.pages
-        with self._changed:
-            known = self._mappings.get(name)
-            if known is not None:
+        with self._table() as gone:
+            while (known := self._mappings.get(name)) is not None:  # another thread may make one while this one waits
                 if known.holds(request) and not known.is_leaving and known.has_joined():
                     return known
-                self._take_out(known, deadline)
+                self._take_out(known, deadline, gone)
             if name in self._opening:
                 raise Refused(503, ErrorKind.BUSY, "memory: another call attaches this name; try again", 1)
             if len(self._mappings) + len(self._opening) >= self.count_max:
@@ -162,24 +162,22 @@ class Memories:
 
         Raises Refused (503) if operations are still in flight at the deadline; new ones are refused all the same.
         """
-        with self._changed:
+        with self._table() as gone:
             mapping = self._mappings.get(name)
             if mapping is not None:
-                self._take_out(mapping, deadline)
+                self._take_out(mapping, deadline, gone)
 
     def tend(self) -> list[str]:
         """Unmap the memory that no engine has open any more and remove its file, unless an operation touches it; return
         the names. Does not wait."""
-        gone = []
-        with self._changed:
-            for name, mapping in list(self._mappings.items()):
+        with self._table() as gone:
+            for mapping in list(self._mappings.values()):
                 if mapping.is_alive():
                     continue
                 mapping.is_leaving = True
                 if not mapping.operations and mapping.memory.unlink_if_left():
-                    self._take_out(mapping, 0.0)
-                    gone.append(name)
-        return gone
+                    self._take_out(mapping, 0.0, gone)
+        return [mapping.request.name for mapping in gone]
 
     def statistics(self) -> tuple[ClientStatistics, ...]:
         """Return a snapshot of all mappings. Does not wait."""
@@ -191,13 +189,26 @@ class Memories:
 
     def close(self, deadline: float) -> None:
         """Detach all. Memory with operations in flight stays mapped until the process ends. Blocks until `deadline`."""
-        with self._changed:
+        with self._table() as gone:
             for mapping in list(self._mappings.values()):
                 with contextlib.suppress(Refused):
-                    self._take_out(mapping, deadline)
+                    self._take_out(mapping, deadline, gone)
 
-    def _take_out(self, mapping: Mapping, deadline: float) -> None:
-        """REQUIRES: `_changed` is held; it is let go while this waits."""
+    @contextlib.contextmanager
+    def _table(self) -> Iterator[list[Mapping]]:
+        """Hold `_changed`. What the block takes out is unmapped behind it: the system needs seconds to free memory that
+        is large, and the event loop must not wait for that."""
+        gone: list[Mapping] = []
+        try:
+            with self._changed:
+                yield gone
+        finally:
+            for mapping in gone:
+                with contextlib.suppress(BufferError):  # then the last view of it unmaps it
+                    mapping.memory.close()
+
+    def _take_out(self, mapping: Mapping, deadline: float, gone: list[Mapping]) -> None:
+        """REQUIRES: `_changed` is held, by `_table`; it is let go while this waits."""
         mapping.is_leaving = True
         if not self._changed.wait_for(lambda: not mapping.operations, max(0.0, deadline - time.monotonic())):
             raise Refused(503, ErrorKind.LEASED, "memory: operations touch its frames; try again", 1)
@@ -208,8 +219,7 @@ class Memories:
         self._bytes -= mapping.request.frame_bytes * mapping.request.pages
         if mapping.request.identity is None:
             mapping.memory.unlink_if_left()  # an engine that has it open may attach it again, by its name
-        with contextlib.suppress(BufferError):  # then the last view of it unmaps it
-            mapping.memory.close()
+        gone.append(mapping)
 
 
 def _not_attached() -> Refused:
