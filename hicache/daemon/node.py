@@ -11,6 +11,7 @@ is opened and closed by one thread, which has put its digest into `_busy`; other
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -18,12 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
+from ..backends.base import GetOutcome, StorageBackend
 from ..backends.calls import collected_errors
 from ..backends.compose import copies_of
 from ..backends.errors import ErrorKind
-from ..backends.guard import leaf_statistics
+from ..backends.guard import Direction, guards_of, leaf_statistics, may_pass
 from ..backends.opening import StorageOpener
 from ..backends.registry import check_backend
 from ..config import HiCacheConfig
@@ -116,11 +118,18 @@ class Node:
 
     async def call(self, namespace: Namespace, verb: Callable[[], T]) -> tuple[T, list[str]]:
         """Run a verb on a thread of its namespace; return its answer, and the kinds of errors that it counted. Raises
-        Refused."""
+        Refused.
+
+        Errors of one of several stores are not told while another one works: the guard of an engine would take the
+        whole daemon for a store that is down, and ask it no more. What could not be read is a miss then.
+        """
 
         def call() -> tuple[T, list[str]]:
             with collected_errors() as errors:
-                return verb(), errors
+                answer = verb()
+            if errors and _bears_failures(namespace.store):
+                return _as_misses(answer), []
+            return answer, errors
 
         return await namespace.submit(call, self.config.daemon.namespace_requests_max)
 
@@ -240,3 +249,14 @@ class Node:
                 self._busy.discard(digest)
                 self._changed.notify_all()
 
+
+def _bears_failures(store: StorageBackend) -> bool:
+    """True if `store` is made of several that have guards, some of which are asked now."""
+    return len(list(itertools.islice(guards_of(store), 2))) > 1 and may_pass(store, Direction.READ)
+
+
+def _as_misses(answer: T) -> T:
+    """Return the answer to a read with a miss for each page that failed, and any other answer as it is."""
+    if isinstance(answer, list):  # `is`: the word of a failed write is the same
+        return cast(T, [GetOutcome.MISS if one is GetOutcome.ERROR else one for one in answer])
+    return answer

@@ -303,3 +303,29 @@ def test_each_verb_is_counted_under_its_name_and_status(daemon: Daemon, client: 
     assert status["requests"]["clear"] == {"200": 1}
     assert sum(status["latency"]["usage"]["counts"]) == status["requests"]["usage"]["200"]
     assert status["namespaces"][0]["label"] == "tests" and status["namespaces"][0]["weights_epoch"] == 3
+
+
+FAILING = {"type": "memory", "guard": {"inject": {"error_share": 1}}}
+
+
+def test_a_store_that_fails_beside_one_that_works_is_a_miss_and_no_failure_of_the_daemon(
+    start: Callable[..., Daemon],
+) -> None:
+    """Otherwise the guards of all engines would switch the daemon off, and the store that works with it."""
+    levels = [{"name": "near", "type": "memory"}, {"name": "far", **FAILING}]
+    daemon = start({"pool": 0}, storage={"type": "levels", "options": {"levels": levels}})
+    stored, missing = keys_of(1), keys_of(1, "missing")
+    with contextlib.closing(daemon.client()) as client:
+        assert client.open()[0] == 200
+        write(client, stored)
+        for _ in range(20):  # before and after the breaker of the far store has opened
+            assert _pages(read(client, [*stored, *missing])[1], 2)[0] == b"HM"
+            assert client.verb("has", keys=[*stored, *missing])[1] == {"stored": [True, False], "errors": []}
+
+
+def test_a_store_that_fails_alone_is_told(start: Callable[..., Daemon]) -> None:
+    daemon = start({"pool": 0}, storage=FAILING)
+    with contextlib.closing(daemon.client()) as client:
+        assert client.open()[0] == 200
+        assert _pages(read(client, keys_of(1))[1], 1)[0] == b"E"
+        assert client.verb("has", keys=keys_of(1))[1]["errors"]
