@@ -16,6 +16,7 @@ Locking design: runs on the event loop's thread. `token` is replaced by a reload
 from __future__ import annotations
 
 import itertools
+import re
 import time
 
 from fastapi.responses import Response
@@ -38,6 +39,9 @@ _VERBS = frozenset({"exists", "has", "get", "set", "read", "write", "delete", "c
 # What names the memory of an engine on this host.
 _OF_MEMORY = frozenset({"attach", "detach", "get", "set"})
 _ADMIN = "/v1/admin/"
+# What a client may call its request: short, and of characters that mean nothing to a log or a header. Longer runs of
+# digits may be keys.
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,48}")
 # All that `operation_of` returns.
 OPERATIONS = _PROBES | _PAGES | _VERBS | {"open", "attach", "detach", "admin", "other"}
 
@@ -77,7 +81,7 @@ class Gate:
                 message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
             await send(message)
 
-        identity = f"{self._node.instance[:6]}-{next(self._numbers):x}"
+        identity = _named(scope) or f"{self._node.instance[:6]}-{next(self._numbers):x}"
         request_id.set(identity)
         calls.in_flight += 1
         try:
@@ -117,6 +121,12 @@ class Gate:
         if self.token is None:
             return listener.verifies_clients
         return is_token(bearer_token(Headers(scope=scope)), self.token)
+
+
+def _named(scope: Scope) -> str:
+    """Return the client's own name of its request, if it may stand in a log as it is; empty otherwise."""
+    name = next((value for header, value in scope["headers"] if header == b"x-request-id"), b"")
+    return name.decode("ascii") if _REQUEST_ID.fullmatch(name) else ""
 
 
 def _answer(refusal: Refused) -> Response:

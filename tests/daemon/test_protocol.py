@@ -329,3 +329,15 @@ def test_a_store_that_fails_alone_is_told(start: Callable[..., Daemon]) -> None:
         assert client.open()[0] == 200
         assert _pages(read(client, keys_of(1))[1], 1)[0] == b"E"
         assert client.verb("has", keys=keys_of(1))[1]["errors"]
+
+
+def test_a_client_names_its_request_if_the_name_is_short_and_plain(daemon: Daemon) -> None:
+    def name_of(sent: str | None) -> str:
+        with contextlib.closing(daemon.client()) as client:
+            client.request("GET", "/readyz", headers={} if sent is None else {"x-request-id": sent})
+            return str(client.getresponse().getheader("x-request-id"))
+
+    assert name_of("step-7_of.vllm") == "step-7_of.vllm"
+    made = [name_of(sent) for sent in (None, "a" * 49, "a b", "", "x]\tWARNING", keys_of(1)[0].hex())]
+    assert len(set(made)) == len(made)
+    assert all(one.startswith(daemon.status()["instance"][:6] + "-") for one in made)
