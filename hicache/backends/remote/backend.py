@@ -170,7 +170,7 @@ class RemoteBackend(Envelope):
 
     def remove_all(self, deadline: float) -> int:
         """See Envelope."""
-        return number_of(self._ask("clear", None, deadline), "pages")
+        return number_of(self._ask("clear", (), deadline), "pages")
 
     def measure(self) -> Usage:
         """See Envelope."""
@@ -213,11 +213,10 @@ class RemoteBackend(Envelope):
         reattach()
         return request()
 
-    def _ask(self, verb: str, keys: Sequence[bytes] | None, deadline: float) -> Mapping[str, Any]:
+    def _ask(self, verb: str, keys: Sequence[bytes], deadline: float) -> Mapping[str, Any]:
         """Return the answer to a verb without pages, whose errors are counted. Raises StoreError."""
-        fields = {} if keys is None else {"keys": [key.hex() for key in keys]}
         answer = self._again(
-            lambda: self._client.call("POST", f"{self._path}/{verb}", fields, deadline=deadline), deadline
+            lambda: self._client.call("POST", f"{self._path}/{verb}", {}, keys, deadline=deadline), deadline
         )
         self.count(*kinds_of(answer, 4 * len(keys or (b"",))))
         return answer
@@ -230,13 +229,10 @@ class RemoteBackend(Envelope):
         shared, mapping = run.shared, run.mapping
 
         def request() -> Mapping[str, Any]:
-            asked = {
-                "keys": [key.hex() for key in keys], "memory": shared.memory.name, "mapping": mapping,
-                "frames": run.numbers, **fields,
-            }  # fmt: skip
+            asked = {"memory": shared.memory.name, "mapping": mapping, "frames": run.numbers, **fields}
             with shared.fenced(mapping):
                 answer = self._client.call(
-                    "POST", f"{self._path}/{verb}", asked, deadline=deadline, may_repeat=False
+                    "POST", f"{self._path}/{verb}", asked, keys, deadline=deadline, may_repeat=False
                 )
             return answer
 

@@ -46,8 +46,7 @@ def read_pages(
                 reads.fail(position, ErrorKind.SERVER_ERROR)
         return True
 
-    keys = [reads.keys[position].hex() for position in positions]
-    client.receive_pages(path, {"keys": keys}, take, deadline=reads.deadline)
+    client.receive_pages(path, [reads.keys[position] for position in positions], take, deadline=reads.deadline)
 
 
 def write_pages(client: DaemonClient, path: str, writes: PageWrites, positions: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from urllib.parse import urlencode
 
 from ...frame import Damage
+from ...keys import PAGE_KEY_BYTES
 from ..errors import ErrorKind, StoreError
 from ..http import Connection, ConnectionPool, Head, read_small, request_head
 from .access import Access
@@ -65,16 +66,15 @@ class DaemonClient:
         method: str,
         path: str,
         fields: Mapping[str, object] | None = None,
+        keys: Sequence[bytes] = (),
         *,
         deadline: float,
         may_repeat: bool = True,
     ) -> Mapping[str, Any]:
-        """Send `fields` as JSON, with the time that is left as `timeout_s`, and return the fields of the answer. Raises
-        Refused and StoreError."""
+        """Send `fields` and `keys` as JSON, with the time that is left as `timeout_s`, and return the fields of the
+        answer. Raises Refused and StoreError."""
         left_s = time_left(deadline)
-        body = b""
-        if fields is not None:
-            body = json.dumps({**fields, "timeout_s": left_s}, separators=(",", ":")).encode()
+        body = b"" if fields is None else _body(fields, keys, left_s)
 
         def read(connection: Connection, head: Head) -> Mapping[str, Any]:
             return _fields(_small(connection, head, until))
@@ -97,12 +97,10 @@ class DaemonClient:
         head = self._head("POST", target, "application/octet-stream", sum(buffer.nbytes for buffer in pages))
         return self._pool.exchange(head, pages, read, until)
 
-    def receive_pages(
-        self, path: str, fields: Mapping[str, object], take: PageReceiver, *, deadline: float
-    ) -> None:
+    def receive_pages(self, path: str, keys: Sequence[bytes], take: PageReceiver, *, deadline: float) -> None:
         """As `call`, where the answer is pages: `take` reads them from the connection. Raises as `call`."""
         left_s = time_left(deadline)
-        body = json.dumps({**fields, "timeout_s": left_s}, separators=(",", ":")).encode()
+        body = _body({}, keys, left_s)
 
         def read(connection: Connection, head: Head) -> None:
             if head.status != 200 or head.length is None or head.is_chunked:
@@ -121,6 +119,15 @@ class DaemonClient:
     def _head(self, method: str, path: str, content_type: str, length: int) -> bytes:
         headers = {**self.access.headers, "content-type": content_type, "content-length": str(length)}
         return request_head(method, path, headers)
+
+
+def _body(fields: Mapping[str, object], keys: Sequence[bytes], left_s: float) -> bytes:
+    text = json.dumps({**fields, "timeout_s": left_s}, separators=(",", ":"))
+    if keys:  # half the time that `json` and a call per key take, which is a tenth of a lookup of 500
+        digits, size = b"".join(keys).hex(), 2 * PAGE_KEY_BYTES
+        names = '","'.join([digits[start : start + size] for start in range(0, len(digits), size)])
+        text = f'{{"keys":["{names}"],{text[1:]}'
+    return text.encode("ascii")
 
 
 def time_left(deadline: float) -> float:

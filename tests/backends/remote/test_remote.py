@@ -31,7 +31,7 @@ from tests.backends.remote.daemon import CODEC, Daemon, Frames, ThroughFrames
 class _RemoteContract(BackendContract):
     """Each test begins with an empty store, which the daemon keeps open for all of them."""
 
-    machine_examples = 5  # random walks over HTTP; the store behind is the one of another contract
+    machine_examples = 3  # random walks over HTTP; the store behind is the one of another contract
     opened: list[Store]
 
     @pytest.fixture(autouse=True)
