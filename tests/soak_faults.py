@@ -239,7 +239,7 @@ class Site:
             "daemon killed": (lambda: self.daemon.end(signal.SIGKILL), self._restart_daemon),
             "daemon stopped": (lambda: self._end_well(self.daemon, signal.SIGTERM), self._restart_daemon),
             "pages damaged": (self._damage_pages, _nothing),
-            "pages removed": (lambda: shutil.rmtree(self.folder / "pages", ignore_errors=True), _nothing),
+            "pages removed": (lambda: shutil.rmtree(self.folder / "pages", ignore_errors=True), self._stop_and_start),
             f"engine {victim} killed": (lambda: self.engines[victim].end(signal.SIGKILL), self.engines[victim].restart),
             "daemon reloads": (self._reload, _nothing),
             "daemon reloads nonsense": (self._reload_nonsense, lambda: self.daemon.configure(self.config)),
@@ -264,6 +264,11 @@ class Site:
         code = program.end(number)
         if code:
             raise RuntimeError(f"{program.name} has ended with code {code}")
+
+    def _stop_and_start(self) -> None:
+        """What the log asks for after the store's directory has gone."""
+        self._end_well(self.daemon, signal.SIGTERM)
+        self._restart_daemon()
 
     def _restart_daemon(self) -> None:
         self.daemon.restart()

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import shutil
 import threading
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ import pytest
 
 from hicache import HiCacheConfig, KVGeometry, Namespace
 from hicache.backends.faults import FaultyBackend
+from hicache.backends.file import FileBackend
 from hicache.backends.guard import Direction, GuardedBackend, Override
 from hicache.backends.guard.admission import BreakerChange
 from hicache.backends.guard.breaker import BreakerState, BreakerStatistics
@@ -26,6 +28,7 @@ from hicache.cache import create_cache
 from hicache.cache.report import LIMITS, DropLog, dropped
 from hicache.cache.statistics import CacheStatistics
 from hicache.config.guard import GuardConfig
+from hicache.config.storage import FileStorageOptions
 from hicache.controller.gate import StorageGate
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
@@ -258,6 +261,29 @@ def test_an_outage_of_an_hour_is_recalled_less_and_less(lines: io.StringIO) -> N
         60, 180, 420, 900, 1800, 2700,
     ]  # fmt: skip
     assert "60 calls were not made; errors since the last such line: timeout 60" in recalls[0]
+
+
+def test_a_full_store_is_a_line_a_minute(lines: io.StringIO) -> None:
+    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
+    guard = GuardedBackend(MemoryBackend(codec, capacity_bytes=1), name="cold")
+    try:
+        for key in make_keys(3):
+            guard.batch_set([key], full_frames(guard.codec, [key]), parent=None, deadline=soon())
+    finally:
+        guard.close()
+    (line,) = lines.getvalue().splitlines()
+    assert "WARNING" in line and line.endswith("storage cold: had no room for 1 of 1 pages, which are not stored")
+
+
+def test_a_removed_directory_says_what_to_do(lines: io.StringIO, tmp_path: Path) -> None:
+    store = FileBackend(FrameCodec(NAMESPACE, PAYLOAD_BYTES), FileStorageOptions(path=tmp_path / "pages"))
+    try:
+        shutil.rmtree(tmp_path / "pages")
+        for key in make_keys(2):
+            store.batch_set([key], full_frames(store.codec, [key]), parent=None, deadline=soon())
+    finally:
+        store.close()
+    assert lines.getvalue().count("its directory was moved, replaced or removed") == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread is to die

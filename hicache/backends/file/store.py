@@ -51,6 +51,7 @@ from dataclasses import dataclass, field
 
 from ...backoff import Backoff
 from ...errors import BackendUnavailable
+from ...logs import LimitedLog
 from ..raw import PageId
 from .index import JOURNAL, JOURNAL_BYTES, Index, IndexDamaged, blames_file, index_files, index_names
 from .pages import FULL_ERRNOS, TMP_DIR, System, look, look_for_file, make_folder, remove_page
@@ -58,6 +59,8 @@ from .reconcile import OWNER_HEX_DIGITS, OWNER_SUFFIX, reap, reconcile
 from .root import open_root
 
 _log = logging.getLogger(__name__)
+# Each transaction meets the same fault until an operator ends it.
+_limited_log = LimitedLog(_log, 60.0)
 
 LOCK_FILE = "lock"
 # An opening scans the directory under the lock: about 1.5 s for 100,000 pages, more on a cold disk.
@@ -259,6 +262,10 @@ class Store:
         except (FileNotFoundError, NotADirectoryError):
             moved = True
         if moved:
+            _limited_log.warn(
+                str(self.path), "file store %s: its directory was moved, replaced or removed, so nothing is stored; "
+                "move it back, or close and open the store, as a restart does", self.path,
+            )  # fmt: skip
             raise OSError(errno.ESTALE, f"{self.path} was moved or replaced; move it back, or open it where it is")
 
     @contextlib.contextmanager
