@@ -148,14 +148,10 @@ def in_directory(path: Path) -> Callable[[dict[str, Any]], None]:
 
 
 def test_the_one_for_a_daemon(repository: Path, tmp_path: Path) -> None:
-    daemon = Daemon(tmp_path)
-    daemon.start()
-    try:
+    with Daemon(tmp_path) as daemon:
         path = moved(repository, "remote.yaml", tmp_path, lambda options: options.update(socket=str(daemon.socket)))
         assert load_config(path, environ={}).host.shared.name == "engine-0"
         assert carries_pages(path)
-    finally:
-        daemon.kill()
 
 
 def test_the_one_with_a_disk_above_a_bucket(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
-import json
+import contextlib
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -19,38 +17,16 @@ from hicache.cache import HiRadixCache, create_cache
 from hicache.config import HiCacheConfig
 from hicache.keys import RadixKey
 from tests.cache.world import GEOMETRY, NAMESPACE, prompt
+from tests.daemon.daemons import Client
 from tests.waiting import wait_for
 
 T = TypeVar("T")
 
 
-class UnixConnection(http.client.HTTPConnection):
-    """One HTTP connection over a Unix socket."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=30)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
-
-
 def ask(path: Path, method: str, target: str, body: object = None, token: str | None = None) -> tuple[int, Any]:
     """One request to `/v1/admin`; the status code and the JSON document of the answer."""
-    connection = UnixConnection(path)
-    try:
-        headers = {"Content-Type": "application/json"}
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
-        text = None if body is None else body if isinstance(body, str) else json.dumps(body)
-        connection.request(method, f"/v1/admin{target}", text, headers)
-        response = connection.getresponse()
-        data = response.read()
-        return response.status, json.loads(data) if data else None
-    finally:
-        connection.close()
+    with contextlib.closing(Client(path)) as client:
+        return client.call(method, f"/v1/admin{target}", body, token)
 
 
 def file_config(folder: Path, **entries: Any) -> HiCacheConfig:

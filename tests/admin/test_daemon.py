@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
-import json
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hicache.devservers.ports import free_ports
+from hicache.devservers.ports import LOOPBACK
 from tests.admin.ctl import Ctl
 from tests.admin.daemons import ADMIN_TOKEN, DATA_TOKEN, Daemon, keys_of
 from tests.waiting import wait_for
@@ -30,26 +29,26 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 def daemon(running: Daemon) -> Iterator[Daemon]:
     """A daemon that is as new at the end of each test."""
     yield running
-    for pin in running.ask("GET", "/pins"):
-        running.ask("DELETE", f"/pins/{pin['id']}", code=204)
-    for quota in running.ask("GET", "/quotas"):
-        running.ask("PUT", "/quotas", {"namespace": quota["namespace"], "quota_bytes": None}, 204)
-    running.ask("PUT", "/breakers", {"mode": "auto"}, 204)
-    running.ask("POST", "/detach", {}, 204)  # and with it what the memory stores have
-    wait_for(lambda: running.ask("GET", "/status")["stores"] == [])
-    running.ask("POST", "/attach", {}, 204)
+    for pin in running.admin("GET", "/pins"):
+        running.admin("DELETE", f"/pins/{pin['id']}", code=204)
+    for quota in running.admin("GET", "/quotas"):
+        running.admin("PUT", "/quotas", {"namespace": quota["namespace"], "quota_bytes": None}, 204)
+    running.admin("PUT", "/breakers", {"mode": "auto"}, 204)
+    running.admin("POST", "/detach", {}, 204)  # and with it what the memory stores have
+    wait_for(lambda: running.admin("GET", "/status")["stores"] == [])
+    running.admin("POST", "/attach", {}, 204)
     wait_for(lambda: all(stores_of(running, one) == {"ram", "disk"} for one in namespaces_of(running)))
     assert running.job("/clear", {"where": "all"})["state"] == "done"
 
 
 def namespaces_of(daemon: Daemon) -> list[str]:
     """The namespaces that are open."""
-    return [one["namespace"] for one in daemon.ask("GET", "/status")["namespaces"]]
+    return [one["namespace"] for one in daemon.admin("GET", "/status")["namespaces"]]
 
 
 def stores_of(daemon: Daemon, namespace: str) -> set[str]:
     """The open stores of a namespace."""
-    return {one["name"] for one in daemon.ask("GET", "/status")["stores"] if one["namespace"] == namespace}
+    return {one["name"] for one in daemon.admin("GET", "/status")["stores"] if one["namespace"] == namespace}
 
 
 def filled(daemon: Daemon, namespace: int, pages: int = 4) -> list[bytes]:
@@ -64,13 +63,13 @@ def filled(daemon: Daemon, namespace: int, pages: int = 4) -> list[bytes]:
 def test_a_lookup_tells_namespaces_apart(daemon: Daemon) -> None:
     keys = filled(daemon, 0xAA)
     filled(daemon, 0xBB, 2)
-    found = daemon.ask("POST", "/lookup", {"keys": [keys[0].hex(), keys[3].hex()]})["pages"]
+    found = daemon.admin("POST", "/lookup", {"keys": [keys[0].hex(), keys[3].hex()]})["pages"]
     assert [(page["namespace"], page["places"]) for page in found] == [
         (A, ["pool", "ram", "disk"]), (B, ["pool", "ram", "disk"]), (A, ["pool", "ram", "disk"])
     ]  # fmt: skip
-    by_prefix = daemon.ask("POST", "/lookup", {"prefix": keys[3].hex()[:10]})
+    by_prefix = daemon.admin("POST", "/lookup", {"prefix": keys[3].hex()[:10]})
     assert [page["key"] for page in by_prefix["pages"]] == [keys[3].hex()] and by_prefix["complete"]
-    assert "does not know tokens" in daemon.ask("POST", "/lookup", {"tokens": {"ids": [1]}}, 409)["detail"]
+    assert "does not know tokens" in daemon.admin("POST", "/lookup", {"tokens": {"ids": [1]}}, 409)["detail"]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_clearing_takes_the_pages_that_were_named(
 
 def test_stores_are_detached_and_attached_under_engines(daemon: Daemon) -> None:
     engine, keys = daemon.engine(0xAA), filled(daemon, 0xAA)
-    daemon.ask("POST", "/detach", {}, 204)
+    daemon.admin("POST", "/detach", {}, 204)
     wait_for(lambda: not stores_of(daemon, A))
     assert engine.read(keys) == 4  # the pool stays
     daemon.job("/clear", {"where": "pool"})
@@ -103,71 +102,71 @@ def test_stores_are_detached_and_attached_under_engines(daemon: Daemon) -> None:
     filled_later = daemon.engine(0xCC)
     filled_later.store(keys)  # a namespace that is opened now has none either
     assert daemon.places(keys, namespace="cc") == [["pool"]] * 4
-    daemon.ask("POST", "/attach", {"store": "disk"}, 204)
+    daemon.admin("POST", "/attach", {"store": "disk"}, 204)
     wait_for(lambda: stores_of(daemon, A) == stores_of(daemon, "cc" * 32) == {"disk"})
     assert engine.read(keys) == 4
-    daemon.ask("POST", "/attach", {}, 204)
+    daemon.admin("POST", "/attach", {}, 204)
     wait_for(lambda: stores_of(daemon, A) == {"ram", "disk"})
 
 
 def test_a_forced_breaker_holds_for_namespaces_that_are_opened_later(daemon: Daemon) -> None:
     filled(daemon, 0xAA)
-    daemon.ask("PUT", "/breakers", {"store": "disk", "mode": "off"}, 204)
+    daemon.admin("PUT", "/breakers", {"store": "disk", "mode": "off"}, 204)
     keys = keys_of(3, first=50)
     for namespace in (0xAA, 0xDD):
         daemon.engine(namespace).store(keys)
         assert daemon.places(keys, namespace=f"{namespace:02x}") == [["pool", "ram"]] * 3
-    status = daemon.ask("GET", "/status")
+    status = daemon.admin("GET", "/status")
     assert status["overrides"] == {"disk/read": "off", "disk/write": "off"}
     assert {one["read"]["override"] for one in status["stores"] if one["name"] == "disk"} == {"off"}
 
 
 def pool_bytes(daemon: Daemon, namespace: str) -> int:
-    return next(int(one["pool_bytes"]) for one in daemon.ask("GET", "/status")["namespaces"]
+    return next(int(one["pool_bytes"]) for one in daemon.admin("GET", "/status")["namespaces"]
                 if one["namespace"] == namespace)  # fmt: skip
 
 
 def test_a_quota_bounds_what_one_namespace_takes_of_the_pool(daemon: Daemon) -> None:
     filled(daemon, 0xAA, 6)
     filled(daemon, 0xBB, 6)
-    daemon.ask("PUT", "/quotas", {"namespace": "aa", "quota_bytes": 2 * PAGE_POOL_BYTES}, 204)
+    daemon.admin("PUT", "/quotas", {"namespace": "aa", "quota_bytes": 2 * PAGE_POOL_BYTES}, 204)
     assert pool_bytes(daemon, A) == 2 * PAGE_POOL_BYTES and pool_bytes(daemon, B) == 6 * PAGE_POOL_BYTES
     daemon.engine(0xAA).store(keys_of(6, first=60))
     assert pool_bytes(daemon, A) == 2 * PAGE_POOL_BYTES
     later = "ee" * 32
-    daemon.ask("PUT", "/quotas", {"namespace": later, "quota_bytes": PAGE_POOL_BYTES}, 204)
+    daemon.admin("PUT", "/quotas", {"namespace": later, "quota_bytes": PAGE_POOL_BYTES}, 204)
     daemon.engine(0xEE).store(keys_of(3))
     assert pool_bytes(daemon, later) == PAGE_POOL_BYTES
-    assert [one["namespace"] for one in daemon.ask("GET", "/quotas")] == [A, later]
-    daemon.ask("PUT", "/quotas", {"namespace": "aa", "quota_bytes": None}, 204)
+    assert [one["namespace"] for one in daemon.admin("GET", "/quotas")] == [A, later]
+    daemon.admin("PUT", "/quotas", {"namespace": "aa", "quota_bytes": None}, 204)
     daemon.engine(0xAA).store(keys_of(6, first=70))
     assert pool_bytes(daemon, A) >= 6 * PAGE_POOL_BYTES
-    assert daemon.ask("PUT", "/quotas", {"namespace": "12", "quota_bytes": 1}, 404)["error"] == "unknown_namespace"
+    assert daemon.admin("PUT", "/quotas", {"namespace": "12", "quota_bytes": 1}, 404)["error"] == "unknown_namespace"
 
 
 def test_pinned_pages_stay_while_others_are_evicted(daemon: Daemon) -> None:
     keys = filled(daemon, 0xAA, 4)
     asked = {"namespace": "aa", "keys": [key.hex() for key in keys[:2]]}
-    first, second = (daemon.ask("POST", "/pins", asked, 201) for _ in range(2))
+    first, second = (daemon.admin("POST", "/pins", asked, 201) for _ in range(2))
     assert (first["pages"], first["asked_pages"]) == (2, 2)
-    daemon.ask("PUT", "/quotas", {"namespace": "aa", "quota_bytes": PAGE_POOL_BYTES}, 204)
+    daemon.admin("PUT", "/quotas", {"namespace": "aa", "quota_bytes": PAGE_POOL_BYTES}, 204)
     assert daemon.places(keys) == [["pool", "ram", "disk"]] * 2 + [["ram", "disk"]] * 2
-    daemon.ask("DELETE", f"/pins/{first['id']}", code=204)
-    daemon.ask("PUT", "/quotas", {"namespace": "aa", "quota_bytes": PAGE_POOL_BYTES}, 204)
+    daemon.admin("DELETE", f"/pins/{first['id']}", code=204)
+    daemon.admin("PUT", "/quotas", {"namespace": "aa", "quota_bytes": PAGE_POOL_BYTES}, 204)
     assert "pool" in daemon.places(keys)[1]  # the second pin holds
-    daemon.ask("DELETE", f"/pins/{second['id']}", code=204)
-    daemon.ask("PUT", "/quotas", {"namespace": "aa", "quota_bytes": PAGE_POOL_BYTES}, 204)
+    daemon.admin("DELETE", f"/pins/{second['id']}", code=204)
+    daemon.admin("PUT", "/quotas", {"namespace": "aa", "quota_bytes": PAGE_POOL_BYTES}, 204)
     assert [page for page in daemon.places(keys) if "pool" in page] == [["pool", "ram", "disk"]]
 
 
 def test_a_pin_ends_by_itself(daemon: Daemon) -> None:
     keys = filled(daemon, 0xAA, 2)
-    daemon.ask("POST", "/pins", {"namespace": "aa", "keys": [keys[0].hex()], "ttl_s": 0.05}, 201)
-    wait_for(lambda: daemon.ask("GET", "/pins") == [])
-    assert daemon.ask("GET", "/status")["tiers"][0]["pinned_bytes"] == 0
-    unknown = daemon.ask("POST", "/pins", {"namespace": "aa", "keys": ["0" * 64]}, 201)
-    assert unknown["pages"] == 0 and daemon.ask("GET", "/pins") == []
-    assert daemon.ask("POST", "/pins", {"namespace": "12", "keys": [keys[0].hex()]}, 404)["error"]
+    daemon.admin("POST", "/pins", {"namespace": "aa", "keys": [keys[0].hex()], "ttl_s": 0.05}, 201)
+    wait_for(lambda: daemon.admin("GET", "/pins") == [])
+    assert daemon.admin("GET", "/status")["tiers"][0]["pinned_bytes"] == 0
+    unknown = daemon.admin("POST", "/pins", {"namespace": "aa", "keys": ["0" * 64]}, 201)
+    assert unknown["pages"] == 0 and daemon.admin("GET", "/pins") == []
+    assert daemon.admin("POST", "/pins", {"namespace": "12", "keys": [keys[0].hex()]}, 404)["error"]
 
 
 def test_a_scrub_reads_every_namespace(daemon: Daemon) -> None:
@@ -194,58 +193,51 @@ def test_ctl_finds_a_daemon_by_its_configuration(daemon: Daemon) -> None:
 # Who
 
 
-def over_tcp(port: int, method: str, path: str, token: str | None) -> tuple[int, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        connection.request(method, path, None if method == "GET" else "{}", headers)
-        response = connection.getresponse()
-        data = response.read()
-        return response.status, json.loads(data) if data else {}
-    finally:
-        connection.close()
+def over_tcp(daemon: Daemon, method: str, target: str, token: str | None) -> int:
+    """The status of one request over TCP."""
+    with contextlib.closing(daemon.tcp()) as client:
+        return client.call(method, target, None, token)[0]
 
 
 @pytest.fixture
-def with_tokens(tmp_path: Path) -> Iterator[tuple[Daemon, int]]:
-    daemon = Daemon(tmp_path / "daemon")
-    (port,) = free_ports(1)
+def with_tokens(tmp_path: Path) -> Iterator[Daemon]:
+    daemon = Daemon(tmp_path)
     files = {"token_file": daemon.secret("data", DATA_TOKEN), "admin_token_file": daemon.secret("admin", ADMIN_TOKEN)}
-    with Daemon(tmp_path / "daemon", listen=f"127.0.0.1:{port}", **files) as running:
-        yield running, port
+    with Daemon(tmp_path, **files) as running:
+        yield running
 
 
-def test_over_tcp_the_admin_token_alone_opens_admin(with_tokens: tuple[Daemon, int]) -> None:
-    daemon, port = with_tokens
+def test_over_tcp_the_admin_token_alone_opens_admin(with_tokens: Daemon) -> None:
+    daemon = with_tokens
     for token, code in ((None, 403), (DATA_TOKEN, 403), ("wrong", 403), (ADMIN_TOKEN, 200)):
-        assert over_tcp(port, "GET", "/v1/admin/status", token)[0] == code
-    assert over_tcp(port, "POST", "/v1/admin/detach", DATA_TOKEN)[0] == 403
+        assert over_tcp(daemon, "GET", "/v1/admin/status", token) == code
+    assert over_tcp(daemon, "POST", "/v1/admin/detach", DATA_TOKEN) == 403
     # The other way round: the admin token is not one for data.
     usage = f"/v1/namespaces/{A}/usage"
-    assert over_tcp(port, "GET", usage, ADMIN_TOKEN)[0] in (401, 403)
-    assert over_tcp(port, "GET", usage, DATA_TOKEN)[0] == 404
+    assert over_tcp(daemon, "GET", usage, ADMIN_TOKEN) in (401, 403)
+    assert over_tcp(daemon, "GET", usage, DATA_TOKEN) == 404
     token_file = daemon.folder / "admin"
-    ctl = Ctl(("--url", f"http://127.0.0.1:{port}", "--token-file", str(token_file)))
+    url = ("--url", f"http://{LOOPBACK}:{daemon.port}")
+    ctl = Ctl((*url, "--token-file", str(token_file)))
     assert ctl.quick("--json", "status").json["kind"] == "daemon"
-    assert "needs the admin token" in Ctl(("--url", f"http://127.0.0.1:{port}")).quick("status", code=2).err
+    assert "needs the admin token" in Ctl(url).quick("status", code=2).err
 
 
-def test_with_an_admin_token_the_socket_needs_it_too_and_actions_are_logged(with_tokens: tuple[Daemon, int]) -> None:
-    daemon, _ = with_tokens
-    daemon.ask("POST", "/detach", {}, 403)
-    daemon.ask("POST", "/detach", {}, 403, token=DATA_TOKEN)
-    assert daemon.ask("GET", "/status", token=ADMIN_TOKEN)["attached"]
-    daemon.ask("POST", "/detach", {}, 204, token=ADMIN_TOKEN)
+def test_with_an_admin_token_the_socket_needs_it_too_and_actions_are_logged(with_tokens: Daemon) -> None:
+    daemon = with_tokens
+    daemon.admin("POST", "/detach", {}, 403)
+    daemon.admin("POST", "/detach", {}, 403, token=DATA_TOKEN)
+    assert daemon.admin("GET", "/status", token=ADMIN_TOKEN)["attached"]
+    daemon.admin("POST", "/detach", {}, 204, token=ADMIN_TOKEN)
     assert Ctl(("-c", str(daemon.config_file))).quick("stores").out == "no stores are open\n"
-    log = daemon.log.read_text()
+    log = daemon.log
     assert "admin: token: detach the storage: ok" in log
     assert f"admin: uid {os.geteuid()}: POST '/v1/admin/detach': refused (forbidden)" in log
     assert ADMIN_TOKEN not in log and DATA_TOKEN not in log
 
 
 def test_without_an_admin_token_tcp_has_no_admin(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    with Daemon(tmp_path / "daemon", listen=f"127.0.0.1:{port}") as daemon:
+    with Daemon(tmp_path) as daemon:
         for token in (None, ADMIN_TOKEN, ""):
-            assert over_tcp(port, "GET", "/v1/admin/status", token)[0] == 403
-        daemon.ask("GET", "/status")
+            assert over_tcp(daemon, "GET", "/v1/admin/status", token) == 403
+        daemon.admin("GET", "/status")

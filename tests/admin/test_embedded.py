@@ -314,7 +314,7 @@ def test_with_a_token_nobody_gets_in_without_it(tmp_path: Path, caplog: pytest.L
     with RunningEngine(file_config(tmp_path, admin=section)):
         for token, code in ((None, 403), ("close-sesame", 403), ("open-sesame", 204)):
             assert ask(section["socket"], "PUT", "/log_level", {"level": "info"}, token)[0] == code
-        assert ask(section["socket"], "PUT", "/log_level", "{broken")[0] == 403  # before the body is read
+        assert ask(section["socket"], "PUT", "/log_level", b"{broken")[0] == 403  # before the body is read
     assert "admin: token: log level info: ok" in caplog.text and "sesame" not in caplog.text
     logging.getLogger("hicache").setLevel(logging.NOTSET)
 

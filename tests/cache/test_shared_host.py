@@ -53,10 +53,8 @@ def name() -> Iterator[str]:
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
     """A daemon that the test may kill."""
-    made = Daemon(tmp_path, daemon={"pool": "1MiB", "staging": "8MiB"})
-    made.start()
-    yield made
-    made.kill()
+    with Daemon(tmp_path, {"pool": "1MiB", "staging": "8MiB"}) as made:
+        yield made
 
 
 def sections(name: str, *, owner: str = "engine", tokens: int = 64, **others: Any) -> dict[str, Any]:

@@ -16,10 +16,8 @@ from tests.daemon.daemons import Client, Daemon, EngineMemory
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     """A daemon over a memory store, for a module."""
-    with tempfile.TemporaryDirectory(prefix="hc-") as folder:
-        made = Daemon(Path(folder)).start()
+    with tempfile.TemporaryDirectory(prefix="hc-") as folder, Daemon(Path(folder)) as made:
         yield made
-        made.kill()
 
 
 @pytest.fixture

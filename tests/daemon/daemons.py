@@ -16,10 +16,11 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
+from hicache.devservers.launcher import launch
 from hicache.devservers.ports import LOOPBACK, free_ports
 from hicache.frame import HEADER_BYTES, FrameCodec
 from hicache.shared_memory import Layout, SharedMemory
@@ -55,7 +56,7 @@ class Client(http.client.HTTPConnection):
         """Send JSON, or bytes, and return the status and the answer: what its JSON says, or bytes."""
         answer, content = self.whole_call(method, target, body, token)
         is_json = answer.headers.get_content_type() == "application/json"
-        return answer.status, json.loads(content) if is_json else content
+        return answer.status, json.loads(content or b"null") if is_json else content
 
     def whole_call(
         self, method: str, target: str, body: Any = None, token: str | None = None
@@ -115,13 +116,11 @@ class Daemon:
 
     def launch(self) -> None:
         """Start it."""
-        with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "hicache", "serve", "-c", str(self.config_file)],
-                cwd=ROOT, stdout=log, stderr=log, env={**os.environ, **self.environ},
-            )  # fmt: skip
+        command = [sys.executable, "-m", "hicache", "serve", "-c", str(self.config_file)]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), **self.environ}
+        self.process = launch(command, environ=environ, directory=self.folder, log=self.log_file)
 
-    def start(self) -> Daemon:
+    def start(self) -> Self:
         """Start it and wait until it takes requests."""
         self.launch()
         wait_for(self.is_ready)
@@ -143,10 +142,10 @@ class Daemon:
         """A connection to its TCP address."""
         return Client(None, self.port, tls)
 
-    def ask(self, method: str, target: str, body: Any = None) -> tuple[int, Any]:
+    def ask(self, method: str, target: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
         """One call over a connection of its own."""
         with contextlib.closing(self.client()) as client:
-            return client.call(method, target, body)
+            return client.call(method, target, body, token)
 
     def status(self) -> Any:
         """Its snapshot."""
@@ -172,6 +171,12 @@ class Daemon:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
 
 
 class EngineMemory:

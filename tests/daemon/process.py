@@ -37,13 +37,6 @@ class Daemon(daemons.Daemon):
         super().__init__(folder, entries, storage=storage or {"type": "memory"})
         self.environ = {"MALLOC_ARENA_MAX": "1"}  # the arenas of ended threads would hide what grows
 
-    def __enter__(self) -> Daemon:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
     def connect(self, timeout_s: float = WAIT_S) -> socket.socket:
         """Connect to the Unix socket."""
         sock = socket.socket(socket.AF_UNIX)

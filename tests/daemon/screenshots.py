@@ -44,15 +44,10 @@ def picture(
 
 def main(folder: Path) -> None:
     """Write both pictures."""
-    with tempfile.TemporaryDirectory() as scratch, chromium() as browser:
-        daemon = BusyDaemon(Path(scratch), LABELS)
-        daemon.start()
-        try:
-            traffic(daemon)
-            picture(browser, daemon, folder / "daemon-page-light.png", DESK, "light")
-            picture(browser, daemon, folder / "daemon-page-dark-phone.png", PHONE, "dark")
-        finally:
-            daemon.kill()
+    with tempfile.TemporaryDirectory() as scratch, chromium() as browser, BusyDaemon(Path(scratch), LABELS) as daemon:
+        traffic(daemon)
+        picture(browser, daemon, folder / "daemon-page-light.png", DESK, "light")
+        picture(browser, daemon, folder / "daemon-page-dark-phone.png", PHONE, "dark")
 
 
 if __name__ == "__main__":

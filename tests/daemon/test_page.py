@@ -44,11 +44,9 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[BusyDaemon]:
     folder = Path(tempfile.mkdtemp(prefix="hicache-test-"))
-    made = BusyDaemon(folder)
-    made.start()
-    made.serve()
-    yield made
-    made.kill()
+    with BusyDaemon(folder) as made:
+        made.serve()
+        yield made
     shutil.rmtree(folder)
 
 
@@ -95,7 +93,7 @@ def test_the_values_on_the_page_are_those_of_the_status(browser: Browser, daemon
         wait_for(lambda: shown(page).get("namespaces.0.stores.1.usage.bytes", 0) > 0, pause_s=0.1)
 
         def agree() -> bool:
-            status, values = daemon.ask("statusz"), shown(page)
+            status, values = daemon.status(), shown(page)
             values.pop("connections")  # the one of `status` is among them
             return paths <= set(values) and all(value == at(status, path) for path, value in values.items())
 
@@ -192,18 +190,14 @@ def test_beyond_loopback_the_page_asks_for_the_token(browser: Browser, tmp_path:
     token.write_text("for-engines-" + "2" * 20)
     made = BusyDaemon(scratch, token_file=str(token))
     made.listen_everywhere()
-    made.start()
-    try:
-        with opened(browser, made.url, refused=True) as page:
-            expect(page.locator("#banner")).to_contain_text("it asks for a token")
-            assert not page.locator("#namespaces thead").count()
-            for entered, state in (("wrong", "■ unreachable"), (token.read_text(), "● ready")):
-                page.locator("#token").fill(entered)
-                page.keyboard.press("Enter")
-                expect(page.locator("#state")).to_have_text(state)
-            expect(page.locator("#login")).to_be_hidden()
-    finally:
-        made.kill()
+    with made, opened(browser, made.url, refused=True) as page:
+        expect(page.locator("#banner")).to_contain_text("it asks for a token")
+        assert not page.locator("#namespaces thead").count()
+        for entered, state in (("wrong", "■ unreachable"), (token.read_text(), "● ready")):
+            page.locator("#token").fill(entered)
+            page.keyboard.press("Enter")
+            expect(page.locator("#state")).to_have_text(state)
+        expect(page.locator("#login")).to_be_hidden()
 
 
 def test_the_policy_of_the_page_lets_nothing_else_run(daemon: BusyDaemon) -> None:

@@ -2,87 +2,45 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hicache.backends.remote import RemoteBackend
 from hicache.backends.testing import empty_frames, full_frames, make_keys, soon
 from hicache.config.remote_storage import RemoteStorageOptions
-from hicache.devservers.launcher import launch
-from hicache.devservers.ports import LOOPBACK, free_ports
+from hicache.devservers.ports import LOOPBACK
 from hicache.frame import FrameCodec
 from hicache.keys import PAGE_KEY_BYTES
-from tests.waiting import wait_for
+from tests.daemon.daemons import Daemon
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE_BYTES = 256 << 10
 # What an engine calls itself is text of a stranger to the page.
 MARKUP = "<img src=x onerror=alert(1)><b>x</b>"
 LABELS = ("llama-3-70b tp0", MARKUP)
 
 
-class BusyDaemon:
+class BusyDaemon(Daemon):
     """A daemon in `folder` over two stores on levels, `nvme` and `shared`, whose page is at `url`. Engines name
     themselves by `labels`; `section` adds to `daemon`."""
 
     def __init__(self, folder: Path, labels: tuple[str, ...] = LABELS, **section: Any) -> None:
-        self.folder = folder
-        self.labels = labels
-        self.target = f"{LOOPBACK}:{free_ports(1)[0]}"
-        self.url = f"http://{self.target}/"
-        self._socket = folder / "run/daemon.sock"
-        self._served = 0
         levels = []
         for name, capacity in (("nvme", "64MiB"), ("shared", "256MiB")):
             options = {"path": str(folder / name), "capacity": capacity, "free_space_floor": "0B"}
             levels.append({"name": name, "type": "file", "options": options})
-        self._config = folder / "daemon.yaml"
-        self._config.write_text(yaml.safe_dump({
-            "daemon": {
-                "socket": str(self._socket), "listen": self.target, "pool": "16MiB", "staging": "64MiB", **section,
-            },
-            "storage": {"type": "levels", "options": {"levels": levels}},
-        }))  # fmt: skip
-        self._process: subprocess.Popen[bytes] | None = None
+        storage = {"type": "levels", "options": {"levels": levels}}
+        super().__init__(folder, {"pool": "16MiB", "staging": "64MiB", **section}, storage=storage)
+        self.labels = labels
+        self.target = f"{LOOPBACK}:{self.port}"
+        self.url = f"http://{self.target}/"
+        self._served = 0
 
     def listen_everywhere(self) -> None:
         """Listen on all addresses. Before `start`."""
-        self._config.write_text(self._config.read_text().replace(self.target, self.target.replace(LOOPBACK, "0.0.0.0")))
-
-    def start(self) -> None:
-        """Start it and wait until it takes requests."""
-        command = [sys.executable, "-m", "hicache", "serve", "-c", str(self._config)]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self._process = launch(command, environ=environ, directory=self.folder, log=self.folder / "log")
-        wait_for(self._is_ready)
-
-    def kill(self) -> None:
-        """Kill it, as a crash would."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def _is_ready(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, (self.folder / "log").read_text()
-        try:
-            return bool(self.ask("readyz")["state"] == "ready")
-        except OSError:
-            return False
-
-    def ask(self, path: str) -> Any:
-        """What a path such as `statusz` answers."""
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=10) as answer:
-            return json.load(answer)
+        text = self.config_file.read_text()
+        self.config_file.write_text(text.replace(self.target, self.target.replace(LOOPBACK, "0.0.0.0")))
 
     def break_shared(self) -> None:
         """Have calls to `shared` fail until `mend_shared`."""
@@ -96,7 +54,7 @@ class BusyDaemon:
     def engine(self, label: str) -> Iterator[RemoteBackend]:
         """A client of its own namespace; it sends and gets page bodies over the Unix socket."""
         codec = FrameCodec(label.encode().ljust(PAGE_KEY_BYTES, b".")[:PAGE_KEY_BYTES], PAGE_BYTES, label=label)
-        with closing(RemoteBackend(codec, RemoteStorageOptions(socket=self._socket))) as backend:
+        with closing(RemoteBackend(codec, RemoteStorageOptions(socket=self.socket))) as backend:
             yield backend
 
     def serve(self, engines: int = 2, rounds: int = 3, pages: int = 16) -> None:

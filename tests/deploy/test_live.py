@@ -103,10 +103,8 @@ def folder() -> Iterator[Path]:
 
 def test_no_panel_and_no_rule_stays_empty(folder: Path) -> None:
     config = engine_config(folder)
-    daemon = BusyDaemon(folder)
-    daemon.start()
     with ExitStack() as stack:
-        stack.callback(daemon.kill)
+        daemon = stack.enter_context(BusyDaemon(folder))
         cache = stack.enter_context(create_cache(config, Namespace(model="stamp", geometry=GEOMETRY)))
         metrics = serve_configured(config, cache.statistics)
         assert metrics is not None

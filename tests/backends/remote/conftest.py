@@ -23,10 +23,8 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def daemon(folder: Path) -> Iterator[Daemon]:
     """A daemon that runs."""
-    made = Daemon(folder)
-    made.start()
-    yield made
-    made.kill()
+    with Daemon(folder) as made:
+        yield made
 
 
 @pytest.fixture

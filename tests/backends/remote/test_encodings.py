@@ -35,10 +35,8 @@ def keyed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Daem
     places = {name: {**section} for name, section in sections.items()}
     for section in places.values():
         section.update({entry: str(tmp_path / place) for entry, place in section.items() if place == "key"})
-    made = Daemon(tmp_path, **places)
-    made.start()
-    yield made, codec
-    made.kill()
+    with Daemon(tmp_path, **places) as made:
+        yield made, codec
 
 
 def test_pages_are_stored_as_the_daemon_says_and_read_by_engines_without_a_key(

@@ -45,19 +45,15 @@ def slow(folder: Path) -> Iterator[Daemon]:
     """A daemon whose store takes its time."""
     place = folder / "slow"
     place.mkdir()
-    made = Daemon(place, storage_guard={"inject": {"latency": LATENCY}})
-    made.start()
-    yield made
-    made.kill()
+    with Daemon(place, storage_guard={"inject": {"latency": LATENCY}}) as made:
+        yield made
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[Daemon]:
     """A daemon that the test may kill."""
-    made = Daemon(tmp_path)
-    made.start()
-    yield made
-    made.kill()
+    with Daemon(tmp_path) as made:
+        yield made
 
 
 @pytest.fixture
