@@ -93,7 +93,7 @@ def init(name: str | None, output: Path | None) -> None:
 
 def _first_sentence(text: str) -> str:
     """What a ready configuration is for: the first sentence of the comment at its head."""
-    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    lines = itertools.takewhile(lambda line: line.startswith("# "), text.splitlines())
     return " ".join(line.lstrip("# ") for line in lines).partition(". ")[0].rstrip(".") + "."
 
 

@@ -181,13 +181,19 @@ def lookup(
 def _lookup(keys: tuple[str, ...], tokens_file: Path | None, namespace: str, timeout: float) -> LookupRequest:
     if tokens_file is not None:
         return _checked(LookupRequest, tokens=_tokens(tokens_file), namespace=namespace, timeout_s=timeout)
-    given = [key.lower() for key in keys]
-    for key in given:
-        if not (64 if len(given) > 1 else 4) <= len(key) <= 64 or key.strip("0123456789abcdef"):
-            raise InvalidInput(f"lookup: {key[:70]!r} is not a page key: 64 hexadecimal digits, or the first 4 of one")
+    given = _page_keys(keys, digits_min=64 if len(keys) > 1 else 4)
     if len(given) == 1 and len(given[0]) < 64:
         return _checked(LookupRequest, prefix=given[0], namespace=namespace, timeout_s=timeout)
     return _checked(LookupRequest, keys=given, namespace=namespace, timeout_s=timeout)
+
+
+def _page_keys(keys: tuple[str, ...], digits_min: int = 64) -> list[str]:
+    given = [key.lower() for key in keys]
+    for key in given:
+        if not digits_min <= len(key) <= 64 or key.strip("0123456789abcdef"):
+            shorter = "" if digits_min == 64 else f", or the first {digits_min} or more of one"
+            raise InvalidInput(f"{key[:70]!r} is not a page key; give its 64 hexadecimal digits{shorter}")
+    return given
 
 
 # Memory
@@ -230,7 +236,7 @@ def pin(session: Session, keys: tuple[str, ...], tokens_file: Path | None, names
         session.show(found, ctl_view.pin_lines(found))
         return
     tokens = None if tokens_file is None else _tokens(tokens_file)
-    request = _checked(PinRequest, namespace=namespace, keys=[key.lower() for key in keys], tokens=tokens, ttl_s=ttl)
+    request = _checked(PinRequest, namespace=namespace, keys=_page_keys(keys), tokens=tokens, ttl_s=ttl)
     made = session.client.post("/pins", request, PinStatus)
     session.show(made, ctl_view.pin_lines([made]))
     if not made.pages:

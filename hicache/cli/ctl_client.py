@@ -131,7 +131,8 @@ class AdminClient:
         raise AdminError(refusal.error, refusal.detail)
 
     def _unavailable(self, error: StoreError) -> BackendUnavailable:
-        hint = _HINTS.get(error.kind, "start it (`hicache serve`), or name another with --socket, --url or -c FILE")
+        hint = _HINTS.get(error.kind, "start a daemon there (`hicache serve`), or name another address with --socket, "
+                                      "--url or -c FILE")  # fmt: skip
         reason = re.sub(r"\[Errno [0-9]+\] ", "", str(error))
         return BackendUnavailable(f"{self.endpoint}: {reason}; {hint}")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..config import HiCacheConfig, load_config
+from ..config import FILE_VARIABLE, HiCacheConfig, load_config
 from ..daemon.server import serve as run
 from .arguments import FILE
 from .config import parse_settings
@@ -16,7 +16,8 @@ from .log_options import log_options, start_log
 
 
 @click.command()
-@click.option("-c", "--config", "path", type=FILE, required=True, help="Configuration file.")
+@click.option("-c", "--config", "path", type=FILE, required=True, envvar=FILE_VARIABLE, show_envvar=True,
+              help="Configuration file.")  # fmt: skip
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as daemon.pool=8GiB.")
 @log_options
 def serve(path: Path, settings: tuple[str, ...], **log: Any) -> None:

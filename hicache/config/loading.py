@@ -235,9 +235,12 @@ def _likeness(left: str, right: str) -> float:
 def _origin(path: EntryPath, entries: _Entries) -> str:
     """Where `path` was given; for a section, or an entry that is missing in it, where that section was given."""
     for end in range(len(path), 0, -1):
-        origins = {entry.origin: None for known, entry in entries.items() if known[:end] == path[:end]}
+        origins: dict[str, str] = {}
+        for known, entry in entries.items():
+            if known[:end] == path[:end]:
+                origins.setdefault(entry.origin.partition(", line ")[0], entry.origin)  # of a file, its first line
         if origins:
-            return ", ".join(origins)
+            return ", ".join(origins.values())
     return ""
 
 

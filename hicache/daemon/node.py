@@ -80,7 +80,8 @@ class Node:
         try:
             self.pool = PagePool(config.daemon.pool)
         except OSError as error:
-            raise ConfigError(f"daemon.pool: the system does not give the memory: {error.strerror}") from error
+            size = format_size(config.daemon.pool)
+            raise ConfigError(f"daemon.pool: the system does not give {size}: {error.strerror}; choose less") from error
         self._began_s = time.monotonic()
         self._changed = threading.Condition()
         self._namespaces: dict[str, Namespace] = {}

@@ -209,7 +209,11 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET,
                                     backlog=BACKLOG)  # fmt: skip
     except OSError as error:
-        raise ConfigError(f"daemon.listen: cannot listen on {host} port {port}: {error.strerror}") from error
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror  # of a name's look-up
+        raise ConfigError(
+            f"daemon.listen: cannot listen on {host} port {port}: {reason}; end what listens there, or name an address "
+            "of this host and a free port"
+        ) from error
 
 
 def _raise_descriptor_limit() -> None:
