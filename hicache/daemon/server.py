@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 
 import uvicorn
 import uvloop
@@ -119,13 +119,17 @@ class Server:
             self._node.state = NodeState.READY
             logger.info("daemon: serving at %s (%s)", ", ".join(map(_name, listeners)), _described(self._node.config))
             self._manager.ready()
-            await self._until_stopped()
-            self._manager.stopping()
-            self._node.state = NodeState.DRAINING
-            logger.info("daemon: draining, for %s s at most", self._shared.config.drain_timeout)
-            for listener in listeners:
-                listener.close()
-            await self._drain()
+            try:
+                await self._until_stopped()
+            finally:  # also after an error: the lock is released only once nothing touches engines' memory
+                if not self._stopping.is_set():
+                    logger.critical("daemon: ends after an error that should not happen", exc_info=True)
+                self._manager.stopping()
+                self._node.state = NodeState.DRAINING
+                logger.info("daemon: draining, for %s s at most", self._shared.config.drain_timeout)
+                for listener in listeners:
+                    listener.close()
+                await self._drain()
             logger.info("daemon: ended")
 
     def _dropped(self) -> Counter[str]:
@@ -168,21 +172,32 @@ class Server:
 
     async def _until_stopped(self) -> None:
         """Look after engines, history and the service manager meanwhile."""
-        loop = asyncio.get_running_loop()
+        tending = asyncio.create_task(self._tend())
         watchdog_s = self._manager.watchdog_s
-        period_s = min(_TEND_S, watchdog_s) if watchdog_s else _TEND_S
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            while not (stopping.done() or tending.done()):
+                if watchdog_s:
+                    self._manager.alive()
+                await asyncio.wait([stopping, tending], timeout=watchdog_s, return_when=asyncio.FIRST_COMPLETED)
+            if tending.done():
+                tending.result()
+        finally:
+            stopping.cancel()
+            tending.cancel()
+
+    async def _tend(self) -> None:
+        """Let go of the memory of dead engines, which takes as long as the system needs to free it, and sample."""
+        loop = asyncio.get_running_loop()
         sampled_s = 0.0
-        while not self._stopping.is_set():
+        while True:
             for name in await loop.run_in_executor(None, self._node.memories.tend):
                 logger.warning("memory %s: its engine has died; the memory was unmapped and its file removed", name)
                 self._history.note(FaultKind.CLIENT, name)
             if time.monotonic() - sampled_s >= SAMPLE_S:
                 sampled_s = time.monotonic()
                 self._history.record(await loop.run_in_executor(None, self._node.statistics))
-            if watchdog_s:
-                self._manager.alive()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), period_s)
+            await asyncio.sleep(_TEND_S)
 
     async def _drain(self) -> None:
         deadline = time.monotonic() + self._shared.config.drain_timeout
@@ -200,7 +215,7 @@ class Server:
         if late or not done:
             # Threads that hang in a store would keep the process: what they write is whole or absent all the same.
             logging.shutdown()
-            os._exit(0)
+            os._exit(0 if self._stopping.is_set() else 1)
 
 
 def _tcp_socket(host: str, port: int) -> socket.socket:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,11 @@ from typing import Any
 import pytest
 
 from hicache.config import HiCacheConfig
+from hicache.daemon import server as server_module
+from hicache.daemon.node import Node
 from hicache.daemon.reload import changed_entries
+from hicache.daemon.server import Server
+from hicache.daemon.statistics import NodeState
 from tests.daemon.daemons import NAMESPACE, TOKEN, Daemon, EngineMemory, keys_of, write
 from tests.waiting import wait_for
 
@@ -203,3 +209,60 @@ def test_a_pool_without_a_store_is_a_store(start: Callable[..., Daemon]) -> None
         client.open()
         assert write(client, keys_of(2))[1]["outcomes"] == ["stored"] * 2
         assert client.verb("exists", keys=keys_of(3))[1]["pages"] == 2
+
+
+def test_an_engine_whose_memory_takes_long_to_free_stops_neither_the_watchdog_nor_the_end(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system needs minutes for the memory of a large engine; a daemon without a sign of life is killed."""
+    ends, in_time = threading.Event(), list[bool]()
+    config = HiCacheConfig.model_validate({"daemon": {"pool": "1MiB", "staging": "1MiB"}})
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as manager:
+        manager.bind(str(scratch / "notify"))
+        manager.settimeout(30)
+        environ = {"NOTIFY_SOCKET": str(scratch / "notify"), "WATCHDOG_USEC": "20000"}
+        node = Node(config, environ)
+
+        def tend() -> list[str]:
+            in_time.append(ends.wait(30))
+            return []
+
+        monkeypatch.setattr(node.memories, "tend", tend)
+        server = Server(node, lambda: config, environ)
+
+        async def serve() -> None:
+            running = asyncio.create_task(server._until_stopped())
+            for _ in range(3):
+                assert await asyncio.to_thread(manager.recv, 1000) == b"WATCHDOG=1"
+            server._stopping.set()
+            await running
+            ends.set()
+
+        asyncio.run(serve())
+    assert in_time == [True]
+
+
+def test_a_daemon_that_fails_lets_go_of_its_lock_only_once_its_requests_have_ended(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines take a daemon without its lock for dead, and their frames for their own."""
+    config = HiCacheConfig.model_validate(
+        {"daemon": {"pool": "1MiB", "staging": "1MiB", "socket": str(scratch / "run" / "daemon.sock")}}
+    )
+    node = Node(config, {})
+    server = Server(node, lambda: config, {})
+    states: list[tuple[NodeState, bool]] = []
+
+    async def drain() -> None:
+        states.append((node.state, (scratch / "run" / "daemon.sock").exists()))
+
+    def fail() -> list[str]:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(server, "_drain", drain)
+    monkeypatch.setattr(node.memories, "tend", fail)
+    monkeypatch.setattr(server_module, "_raise_descriptor_limit", lambda: None)  # this process keeps its own
+    with pytest.raises(OSError, match="no such file"):
+        asyncio.run(server.run())
+    assert states == [(NodeState.DRAINING, True)]
+    node.close(time.monotonic())
