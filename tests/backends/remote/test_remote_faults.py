@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -235,8 +236,8 @@ def test_a_page_that_the_daemon_damaged_after_its_check_is_corrupt_and_removed(
     assert store_chain(daemon.door(backend), keys) == [STORED] * 2
     call = backend._client.call
 
-    def answer(method: str, path: str, fields: object = None, **options: object) -> object:
-        found = call(method, path, fields, **options)  # type: ignore[arg-type]
+    def answer(method: str, path: str, *body: Any, **options: Any) -> Mapping[str, Any]:
+        found = call(method, path, *body, **options)
         if path.endswith("/get"):
             frames.frame(1)[60] ^= 1
         return found
