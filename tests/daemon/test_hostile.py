@@ -171,7 +171,6 @@ os.setgid(65534), os.setuid(65534)
 sock = socket.socket(socket.AF_UNIX)
 try:
     sock.connect(sys.argv[1])
-    sock.sendall(b"GET /statusz HTTP/1.1\\r\\nhost: x\\r\\n\\r\\n")
     print(sock.recv(100).split()[1].decode())
 except PermissionError:
     print("cannot connect")
