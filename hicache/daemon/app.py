@@ -57,8 +57,11 @@ from .status import status_json
 
 T = TypeVar("T")
 
-# Threads that open namespaces and map memory: one that hangs is one namespace's or one engine's.
-_CONTROL_THREADS = 32
+# Threads that open namespaces, that map memory, and that count. A store that hangs while it is opened, for many
+# namespaces, keeps neither engines from getting their memory back nor operators from seeing what is wrong.
+_OPENING_THREADS = 32
+_MEMORY_THREADS = 32
+_COUNTING_THREADS = 4
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer} for status in (400, 401, 403, 404, 409, 413, 422, 503)
 }
@@ -81,10 +84,11 @@ def create_app(node: Node, staging: Staging, history: History, access: AdminAcce
     app.add_exception_handler(InvalidInput, _misused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
-    control = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="hicache-control")
-    _add_probes(app, node, control)
-    _add_metrics(app, node, control)
-    _add_control(app, node, control, staging)
+    counting = ThreadPoolExecutor(_COUNTING_THREADS, thread_name_prefix="hicache-counting")
+    _add_probes(app, node, counting)
+    _add_metrics(app, node, counting)
+    _add_namespaces(app, node, staging)
+    _add_memory(app, node)
     _add_verbs(app, node)
     _add_bodies(app, node, staging)
     app.include_router(page_router(history), responses={422: _REFUSALS[422]})
@@ -119,7 +123,7 @@ async def _http_error(_: Request, error: Exception) -> Response:
     return JSONResponse(answer, error.status_code, error.headers)
 
 
-def _add_probes(app: FastAPI, node: Node, control: ThreadPoolExecutor) -> None:
+def _add_probes(app: FastAPI, node: Node, counting: ThreadPoolExecutor) -> None:
     @app.get("/livez", tags=["probes"])
     async def livez() -> State:
         """The process works."""
@@ -135,10 +139,10 @@ def _add_probes(app: FastAPI, node: Node, control: ThreadPoolExecutor) -> None:
     @app.get("/statusz", tags=["probes"])
     async def statusz() -> dict[str, Any]:
         """Return a snapshot of all that the daemon counts."""
-        return status_json(await _on(control, node.statistics))
+        return status_json(await _on(counting, node.statistics))
 
 
-def _add_metrics(app: FastAPI, node: Node, control: ThreadPoolExecutor) -> None:
+def _add_metrics(app: FastAPI, node: Node, counting: ThreadPoolExecutor) -> None:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)  # the one place for further collectors: they are asked on a thread
     registry.register(DaemonCollector(node.statistics))
@@ -146,19 +150,25 @@ def _add_metrics(app: FastAPI, node: Node, control: ThreadPoolExecutor) -> None:
     @app.get("/metrics", tags=["probes"], response_class=Response)
     async def metrics() -> Response:
         """Return all metrics for Prometheus."""
-        return Response(await _on(control, lambda: generate_latest(registry)), media_type=CONTENT_TYPE_LATEST)
+        return Response(await _on(counting, lambda: generate_latest(registry)), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_control(app: FastAPI, node: Node, control: ThreadPoolExecutor, staging: Staging) -> None:
+def _add_namespaces(app: FastAPI, node: Node, staging: Staging) -> None:
+    threads = ThreadPoolExecutor(_OPENING_THREADS, thread_name_prefix="hicache-opening")
+
     @app.put("/v1/namespaces/{namespace}", tags=["control"], responses=_REFUSALS)
     async def open_namespace(namespace: NamespacePath, body: OpenNamespace) -> NamespaceOpened:
         """Open a namespace, or confirm that it is open."""
         deadline = _deadline(node, body.timeout_s)
         asked = NamespaceRequest(body.payload_bytes, body.weights_epoch, body.label)
-        found = await _on(control, lambda: node.open(namespace, asked, deadline))
+        found = await _on(threads, lambda: node.open(namespace, asked, deadline))
         frame_bytes = found.wire.frame_bytes
         pages_max = staging.piece_max() // frame_bytes
         return NamespaceOpened(frame_bytes=frame_bytes, instance=node.instance, body_pages_max=pages_max)
+
+
+def _add_memory(app: FastAPI, node: Node) -> None:
+    threads = ThreadPoolExecutor(_MEMORY_THREADS, thread_name_prefix="hicache-memory")
 
     @app.put("/v1/memory/{name}", tags=["control"], responses=_REFUSALS)
     async def attach_memory(name: MemoryPath, body: AttachMemory) -> MemoryAttached:
@@ -171,13 +181,13 @@ def _add_control(app: FastAPI, node: Node, control: ThreadPoolExecutor, staging:
             name, body.frame_bytes, body.pages,
             (body.device or 0, body.inode or 0) if is_known else None, bytes.fromhex(body.shape or ""),
         )  # fmt: skip
-        mapping = await _on(control, lambda: node.memories.attach(asked, deadline))
+        mapping = await _on(threads, lambda: node.memories.attach(asked, deadline))
         return MemoryAttached(instance=node.instance, mapping=mapping.id)
 
     @app.delete("/v1/memory/{name}", tags=["control"], responses=_REFUSALS)
     async def detach_memory(name: MemoryPath, timeout_s: float = 30.0) -> MemoryAttached:
         """Answer once no operation of the daemon can touch the memory any more."""
-        await _on(control, lambda: node.memories.detach(name, _deadline(node, timeout_s)))
+        await _on(threads, lambda: node.memories.detach(name, _deadline(node, timeout_s)))
         return MemoryAttached(instance=node.instance, mapping="")
 
 

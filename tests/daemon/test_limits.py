@@ -210,6 +210,27 @@ def test_a_slow_namespace_does_not_take_the_threads_of_another_one(start: Callab
     assert ended.index(other) < 3
 
 
+def test_stores_that_hang_while_they_are_opened_take_no_thread_of_memory_and_probes(
+    start: Callable[..., Daemon], memory: EngineMemory
+) -> None:
+    """A verb of an engine ends once its memory was detached, and an operator wants to see what hangs."""
+    namespaces = [f"{number:064x}" for number in range(40)]
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        options = {"url": f"redis://127.0.0.1:{silent.getsockname()[1]}", "timeout": "60s"}
+        daemon = start(storage={"type": "redis", "options": options})
+        opening = b'{"payload_bytes": 12000, "timeout_s": 60}'
+        head = f"HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(opening)}\r\n\r\n".encode()
+        with contextlib.ExitStack() as undo:
+            for namespace in namespaces:
+                undo.enter_context(_raw(daemon)).sendall(f"PUT /v1/namespaces/{namespace} ".encode() + head + opening)
+            client = undo.enter_context(contextlib.closing(daemon.client()))
+            assert client.call("GET", "/livez")[0] == 200
+            wait_for(lambda: client.call("GET", "/statusz")[1]["in_flight_requests"] == 41)
+            assert memory.attach(client)[0] == 200
+            assert client.call("DELETE", f"/v1/memory/{memory.name}")[0] == 200
+        daemon.kill()
+
+
 def test_page_bodies_wait_for_memory_in_turn_and_give_it_back(start: Callable[..., Daemon]) -> None:
     daemon = start({"staging": "1MiB", "pool": 0})
     with contextlib.closing(daemon.client()) as client:
