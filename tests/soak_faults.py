@@ -229,9 +229,9 @@ class Site:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def faults(self) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    def faults(self, schedule: random.Random) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
         """Return each fault: how it begins, and how it ends after a phase."""
-        victim = self._rng.choice(ENGINES)
+        victim = schedule.choice(ENGINES)
         return {
             "valkey hangs": (self.valkey.pause, self.valkey.resume),
             "valkey killed": (self.valkey.kill, self.valkey.restart),
@@ -385,23 +385,23 @@ class Soak:
         phase.hits.update(dict(zip(TIERS, found["hits"], strict=True)))
 
 
-def soak(site: Site, work: Soak, seconds: float, rng: random.Random) -> None:
+def soak(site: Site, work: Soak, seconds: float, schedule: random.Random) -> None:
     """Inject the faults in a random order, again and again, each followed by a healthy phase."""
     deadline_s = time.monotonic() + seconds
     waiting: list[int] = []
     work.run("healthy", 5.0)
     while time.monotonic() < deadline_s:
-        faults = site.faults()
+        faults = site.faults(schedule)
         if not waiting:
-            waiting = rng.sample(range(len(faults)), len(faults))
+            waiting = schedule.sample(range(len(faults)), len(faults))
         kind = list(faults)[waiting.pop()]
         begin, end = faults[kind]
         site.log.say(f"======== {kind}")
         begin()
-        work.run(kind, rng.uniform(4.0, 10.0))
+        work.run(kind, schedule.uniform(4.0, 10.0))
         end()
         site.log.say("======== healthy")
-        work.run("healthy", rng.uniform(8.0, 14.0))
+        work.run("healthy", schedule.uniform(8.0, 14.0))
 
 
 def resident_mib(pid: int) -> float:
@@ -433,16 +433,18 @@ def main() -> int:
     parser.add_argument("--rest", type=float, default=0.5, metavar="S", help="pause between two rounds of requests")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    rng, log = random.Random(chosen.seed), Log(chosen.log)
+    # Of their own, so that a seed gives the same schedule however many requests there was time for.
+    schedule, prompts, damage = (random.Random(f"{chosen.seed} {what}") for what in ("schedule", "prompts", "damage"))
+    log = Log(chosen.log)
     alone_config = {"page_size": 16, "prefix_cache": False, "device": {"tokens": 1024}}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-soak-")))
         alone = stack.enter_context(create_engine(HiCacheConfig.model_validate(alone_config)))
-        site = stack.enter_context(Site(log, folder, rng))
-        work = Soak(site, alone, rng, chosen.rest)
+        site = stack.enter_context(Site(log, folder, damage))
+        work = Soak(site, alone, prompts, chosen.rest)
         log.say(f"seed {chosen.seed}, {chosen.minutes:g} minutes")
         try:
-            soak(site, work, 60 * chosen.minutes, rng)
+            soak(site, work, 60 * chosen.minutes, schedule)
             programs: list[Program] = [site.daemon, *site.engines.values()]
             log.say("resident: " + ", ".join(f"{one.name} {resident_mib(one.process.pid):.0f} MiB" for one in programs))
             log.say("======== end")
