@@ -263,18 +263,6 @@ def test_an_outage_of_an_hour_is_recalled_less_and_less(lines: io.StringIO) -> N
     assert "60 calls were not made; errors since the last such line: timeout 60" in recalls[0]
 
 
-def test_a_full_store_is_a_line_a_minute(lines: io.StringIO) -> None:
-    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
-    guard = GuardedBackend(MemoryBackend(codec, capacity_bytes=1), name="cold")
-    try:
-        for key in make_keys(3):
-            guard.batch_set([key], full_frames(guard.codec, [key]), parent=None, deadline=soon())
-    finally:
-        guard.close()
-    (line,) = lines.getvalue().splitlines()
-    assert "WARNING" in line and line.endswith("storage cold: had no room for 1 of 1 pages, which are not stored")
-
-
 def test_a_removed_directory_says_what_to_do(lines: io.StringIO, tmp_path: Path) -> None:
     store = FileBackend(FrameCodec(NAMESPACE, PAYLOAD_BYTES), FileStorageOptions(path=tmp_path / "pages"))
     try:

@@ -168,7 +168,6 @@ class GuardedBackend(Compound):
                         before = parent_outside(keys[again], keys[run.start - 1] if run.start else parent)
                         outcomes[again] = self._set(call, keys[again], pages[again], before)
                 self._failed_writes += SetOutcome.ERROR in outcomes
-            self._log.rejected(outcomes.count(SetOutcome.REJECTED), len(keys))
             call.result = self._judge(call, outcomes.count(SetOutcome.ERROR))
             return outcomes
 

@@ -1,7 +1,6 @@
 """What a guard tells its log: one line when a direction is switched off, one when it is on again, a few in between.
 
-Locking design: runs on the thread of the probes alone, which the guard wakes when a breaker moves; but for `rejected`,
-which any caller may use.
+Locking design: runs on the thread of the probes alone, which the guard wakes when a breaker moves.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Iterable, Mapping
 
 from ...backoff import Backoff
 from ...config.guard import Override
-from ...logs import LimitedLog
 from .admission import BreakerChange, Direction
 from .breaker import BreakerState
 
@@ -21,8 +19,6 @@ logger = logging.getLogger(__name__)
 # A direction that stays off is recalled after 1, 2, 4 and 8 minutes, and then each quarter of an hour.
 _RECALL_S = 60.0
 _RECALL_S_MAX = 900.0
-# A store that is full stays so: one line in this time.
-_FULL_S = 60.0
 _WORDS = {Direction.READ: "reading", Direction.WRITE: "writing"}
 
 
@@ -32,7 +28,6 @@ class BreakerLog:
     def __init__(self, name: str) -> None:
         self._name = name
         self._errors: dict[Direction, Mapping[str, int]] = {}  # as they were counted at the last line
-        self._full = LimitedLog(logger, _FULL_S)
         self._recalls: dict[Direction, tuple[Backoff, float]] = {}  # of those that are off: when they were so long
 
     def changed(self, changes: Iterable[BreakerChange], errors: Mapping[str, int]) -> None:
@@ -61,12 +56,6 @@ class BreakerLog:
                 logger.warning("storage %s: %s has been off for %.0f s; %s calls were not made; errors since the last "
                                "such line: %s", self._name, _WORDS[direction], off_s, f"{refused:,}",
                                self._new(direction, errors))  # fmt: skip
-
-    def rejected(self, pages: int, of_pages: int) -> None:
-        """Say that a store had no room for `pages` of `of_pages` pages, at most one line in a while."""
-        if pages:
-            self._full.warn("full", "storage %s: had no room for %d of %d pages, which are not stored", self._name,
-                            pages, of_pages)  # fmt: skip
 
     def _new(self, direction: Direction, errors: Mapping[str, int]) -> str:
         """Return the errors since the last line of a direction, the most frequent first."""
