@@ -98,14 +98,12 @@ def create_app(node: Node, staging: Staging, history: History, access: AdminAcce
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s else None
-    return JSONResponse({"error": error.kind, "detail": error.detail}, error.status, headers)
+    return error.answer()
 
 
 async def _misused(_: Request, error: Exception) -> Response:
     """Of a backend's own check of its arguments, whose words may name a whole key."""
-    answer = {"error": ErrorKind.BAD_REQUEST, "detail": "keys: a key or parent cannot be where it is in the batch"}
-    return JSONResponse(answer, 422)
+    return Refused(422, ErrorKind.BAD_REQUEST, "keys: a key or parent cannot be where it is in the batch").answer()
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
@@ -113,8 +111,7 @@ async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(part)[:40] for part in first["loc"][1:])
-    detail = f"{where or 'body'}: {first['msg']}"
-    return JSONResponse({"error": ErrorKind.BAD_REQUEST, "detail": detail}, 422)
+    return Refused(422, ErrorKind.BAD_REQUEST, f"{where or 'body'}: {first['msg']}").answer()
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

@@ -34,7 +34,6 @@ from ..frame import TagStream
 from .calls import CallCounters
 from .protocol import KEYS_MAX
 from .refusal import Refused
-from .status import refusal_json
 
 # A Prometheus sends some 300 bytes; browsers send cookies of other servers on this machine as well.
 HEAD_BYTES_MAX = 16 << 10
@@ -161,7 +160,7 @@ class Connection(PeerProtocol):
         """Answer what is not a request, or one that was refused, and hang up."""
         refusal = self._refusal or Refused(400, ErrorKind.BAD_REQUEST, "the request is not valid HTTP")
         self._refusal = refusal
-        body = refusal_json(refusal)
+        body = refusal.body
         retry = b"retry-after: %d\r\n" % refusal.retry_after_s if refusal.retry_after_s else b""
         head = b"HTTP/1.1 %d Refused\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (
             refusal.status, len(body),

@@ -19,7 +19,6 @@ import itertools
 import re
 import time
 
-from fastapi.responses import Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,7 +29,6 @@ from .connection import Listener
 from .node import Node
 from .refusal import Refused
 from .statistics import NodeState
-from .status import refusal_json
 
 _PROBES = frozenset({"livez", "readyz"})
 _PAGES = frozenset({"statusz", "history", "metrics", "openapi.json", "page"})
@@ -89,7 +87,7 @@ class Gate:
             if refusal is None:
                 await self._app(scope, receive, noted)
             else:
-                await _answer(refusal)(scope, receive, noted)
+                await refusal.answer()(scope, receive, noted)
         finally:
             calls.in_flight -= 1
             calls.answered(operation, status, time.monotonic() - began_s)
@@ -127,10 +125,3 @@ def _named(scope: Scope) -> str:
     """Return the client's own name of its request, if it may stand in a log as it is; empty otherwise."""
     name = next((value for header, value in scope["headers"] if header == b"x-request-id"), b"")
     return name.decode("ascii") if _REQUEST_ID.fullmatch(name) else ""
-
-
-def _answer(refusal: Refused) -> Response:
-    headers = {"retry-after": str(refusal.retry_after_s)} if refusal.retry_after_s else {}
-    if refusal.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return Response(refusal_json(refusal), refusal.status, headers, "application/json")

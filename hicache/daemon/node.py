@@ -194,7 +194,7 @@ class Node:
             raise Refused(422, ErrorKind.BAD_REQUEST, str(error)) from error
         inner = self.storage.open(codec)
         store = SharedStore(codec, self.pool, inner, label=label)
-        space = self.pool.open(digest, request.payload_bytes, label)
+        space = store.pages.space
         self.pool.set_quota(space, self.quotas.get(digest.hex()))
         return Namespace(
             wire, store, space, weights_epoch=epoch, label=label, threads=self.config.daemon.threads
@@ -205,7 +205,6 @@ class Node:
             namespace.close()
         except BackendError as error:
             logger.warning("namespace %s: its store does not close: %s", namespace.digest[:8], error)
-        self.pool.close(namespace.space)
 
     def _statistics(self, namespace: Namespace) -> NamespaceStatistics:
         store = namespace.store

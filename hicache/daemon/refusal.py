@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
+from fastapi.responses import Response
+
 from ..errors import HiCacheError
 
 
@@ -18,3 +22,15 @@ class Refused(HiCacheError):
         self.kind = kind
         self.detail = detail
         self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> bytes:
+        """The JSON of the answer."""
+        return json.dumps({"error": self.kind, "detail": self.detail}).encode()
+
+    def answer(self) -> Response:
+        """Return the answer."""
+        headers = {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return Response(self.body, self.status, headers, "application/json")

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..backends.guard import BOUNDS_S
-from .refusal import Refused
 from .statistics import NodeStatistics
 
 
@@ -46,8 +44,3 @@ def _mapping(values: Mapping[Any, Any]) -> dict[str, Any]:
         else:
             plain[str(key)] = _plain(value)
     return plain
-
-
-def refusal_json(refusal: Refused) -> bytes:
-    """Return the body of the answer to a request that is refused."""
-    return json.dumps({"error": refusal.kind, "detail": refusal.detail}).encode()
