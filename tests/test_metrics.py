@@ -35,6 +35,7 @@ from hicache.backends.guard import (
 from hicache.backends.memory import MemoryBackend
 from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_keys, soon
 from hicache.cache.break_even import BreakEven, Decision, Rates, Route
+from hicache.cache.report import LIMITS
 from hicache.cache.statistics import CacheStatistics, SessionStatistics
 from hicache.cli.metrics_page import page
 from hicache.config import HiCacheConfig
@@ -54,6 +55,7 @@ from hicache.metrics.families import (
 )
 from hicache.metrics.server import MetricsServer
 from tests.cache.world import GEOMETRY, World, codec, prompt
+from tests.ranks import Exchange
 from tests.waiting import wait_for
 
 
@@ -200,10 +202,9 @@ def test_a_histogram_is_exported_with_its_bounds_cumulated() -> None:
 
 def test_the_queues_and_workers_of_the_metrics_are_those_of_the_controller() -> None:
     with closing(World(backend=guarded())) as world:
-        found, controller = shown(world), world.controller
-        workers = {pool.name for pool in controller._storage.pools.values()}
+        found, workers = shown(world), {pool.name for pool in world.controller._storage.pools.values()}
     shown_queues = {dict(labels)["queue"] for name, labels in found if name == "hicache_refused_operations_total"}
-    assert shown_queues == set(controller.refused)
+    assert {f"queue {queue}" for queue in shown_queues} == {limit for limit in LIMITS if limit.startswith("queue ")}
     assert {dict(labels)["worker"] for name, labels in found if name == "hicache_worker_errors_total"} == workers
 
 
@@ -394,3 +395,14 @@ def test_every_metric_keeps_the_naming_rules() -> None:
 
 def test_the_page_of_metrics_is_that_of_the_code(repository: Path) -> None:
     assert (repository / "docs/metrics.md").read_text() == page(), "run: python -m hicache.cli.metrics_page"
+
+
+def test_a_scrape_of_one_of_two_ranks_shows_how_many_there_are_and_how_it_waits() -> None:
+    one, other = Exchange(2).ranks()
+    with closing(World(ranks=one)) as first, closing(World(ranks=other)) as second:
+        for _ in range(3):
+            for world in (first, second):
+                world.cache.poll()
+        found = shown(first)
+    assert (found["hicache_ranks", ()], found["hicache_rank_lost", ()]) == (2, 0)
+    assert found["hicache_rank_wait_seconds_count", ()] == 2  # the first step has nothing to wait for

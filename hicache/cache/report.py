@@ -83,8 +83,8 @@ def log_end(*, everything_ended: bool, took_s: float) -> None:
 
 def dropped(state: CacheStatistics) -> Counter[str]:
     """Return how often each of `LIMITS`, and those of single stores, have dropped work since the start."""
-    found = Counter({reason: state.skipped[reason] for reason in LIMITS if not reason.startswith("queue ")})
-    found.update({f"queue {queue}": count for queue, count in state.controller.refused.items()})
+    counts = {**state.skipped, **{f"queue {queue}": count for queue, count in state.controller.refused.items()}}
+    found = Counter({reason: counts.get(reason, 0) for reason in LIMITS})
     found.update(dropped_by_stores(state.controller.backends, state.controller.copies))
     if state.publisher is not None:
         found["times KV events were dropped (events.buffer)"] += state.publisher.gaps

@@ -48,7 +48,7 @@ from ..keys import RadixKey
 from ..tiers import HostPool, KVPool
 from .radix_cache import HiRadixCache
 from .requests import RequestKV, computed_pages, missing_pages, require_beginning
-from .statistics import RELEASE_REASONS, CacheStatistics, SessionStatistics
+from .statistics import CacheStatistics, SessionStatistics
 from .tiered import TieredOptions
 
 
@@ -83,7 +83,7 @@ class SessionCache(HiRadixCache):
         self._turns: dict[str, _Session] = {}  # by request id
         self._expiry_s = math.inf  # no session expires before
         self._counts: Counter[str] = Counter()
-        self._released = dict.fromkeys(RELEASE_REASONS, 0)
+        self._released: Counter[str] = Counter()
 
     # Sessions
 

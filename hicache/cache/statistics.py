@@ -45,7 +45,7 @@ SKIP_REASONS = (
 
 # What a lookup in storage found of the pages that it asked for, for each an entry in `CacheCounters.lookups`.
 LOOKUP_OUTCOMES = ("whole", "part", "miss", "failed")
-# Why a session gave KV up, for each an entry in `SessionStatistics.released`.
+# Why a session gave KV up: the keys of `SessionStatistics.released`.
 RELEASE_REASONS = ("closed", "diverged", "dropped", "expired", "not_shared", "pressure")
 
 

@@ -53,7 +53,7 @@ from .agreement import (
 from .gate import OpenBackend
 from .operations import Acks, Backup, Copy, Launch, Load, Lookup, Read, Store
 from .ranks import RankGroup
-from .statistics import BOUNDED_QUEUES, ControllerStatistics, CopyCounter, QueueStatistics
+from .statistics import ControllerStatistics, CopyCounter, QueueStatistics
 from .storage import StorageExecutor
 
 # Stores of several ranks cannot give way on L2, so that more of them waiting would cost hits.
@@ -91,7 +91,7 @@ class HiCacheController:
         self.stores_pages = stores_pages
         self.closed = False
         self.rates: tuple[int, ...] = (0,) * rates
-        self.refused = dict.fromkeys(BOUNDED_QUEUES, 0)
+        self.refused: Counter[str] = Counter()
         self.clock = clock
         self._started_s = clock()
         self._agreed_s = 0.0

@@ -10,9 +10,6 @@ from ..backends.compose import CopyStatistics
 from ..backends.guard import LeafStatistics
 from ..histogram import BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramStatistics
 
-# The queues whose bound refuses operations.
-BOUNDED_QUEUES = ("write", "load", "prefetch", "backup")
-
 
 @dataclass(frozen=True, slots=True)
 class QueueStatistics:
