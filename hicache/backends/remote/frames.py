@@ -87,7 +87,6 @@ class SharedFrames:
                 "frame_bytes": layout.frame_bytes, "pages": layout.pages,
                 "device": memory.identity[0], "inode": memory.identity[1],
             }  # fmt: skip
-            self._open_lock(self._client.access.lock)
             try:
                 limit = min(deadline, time.monotonic() + _ATTACH_S)
                 answer = self._client.call("PUT", self._path, asked, deadline=limit)
@@ -95,6 +94,7 @@ class SharedFrames:
                 self._retry_at_s = time.monotonic() + _REFUSED_S
                 raise
             self._mapping = str(answer.get("mapping"))
+            self._open_lock(self._client.access.lock)
             return self._mapping
 
     def forget(self, mapping: str) -> None:
@@ -143,7 +143,9 @@ class SharedFrames:
                 self._lock_file = None
 
     def _open_lock(self, path: Path | None) -> None:
-        """Open the lock of the daemon that is about to map the memory. REQUIRES: `_state` is held."""
+        """Open the lock of the daemon that has mapped the memory, or of one that started since, when that was dead. Not
+        before it has answered: where a restart replaces the directory, that might be the lock of the one before it.
+        REQUIRES: `_state` is held."""
         if path is None:
             return
         found = None
