@@ -29,7 +29,7 @@ from ..backends.guard import Direction, guards_of, leaf_statistics, may_pass
 from ..backends.opening import StorageOpener
 from ..backends.registry import check_backend
 from ..config import HiCacheConfig
-from ..errors import BackendError, ConfigError, HiCacheError
+from ..errors import BackendError, ConfigError, HiCacheError, InvalidInput
 from ..frame import FrameCodec
 from ..units import format_size
 from .attachment import Attachment
@@ -192,10 +192,16 @@ class Node:
             wire = FrameCodec(digest, request.payload_bytes, weights_epoch=epoch, label=label)
         except HiCacheError as error:  # a label that is too long, say
             raise Refused(422, ErrorKind.BAD_REQUEST, str(error)) from error
-        inner = self.storage.open(codec)
-        store = SharedStore(codec, self.pool, inner, label=label)
-        space = store.pages.space
-        self.pool.set_quota(space, self.quotas.get(digest.hex()))
+        try:
+            space = self.pool.open(digest, request.payload_bytes, label)
+        except InvalidInput as error:
+            detail = "namespace: is being closed with pages of another size; try again"
+            raise Refused(503, ErrorKind.BUSY, detail, 1) from error
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.pool.close, space)
+            store = SharedStore(codec, self.pool, self.storage.open(codec), label=label)
+            self.pool.set_quota(space, self.quotas.get(digest.hex()))
+            undo.pop_all()
         return Namespace(
             wire, store, space, weights_epoch=epoch, label=label, threads=self.config.daemon.threads
         )
