@@ -53,7 +53,7 @@ class Client(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
     def call(self, method: str, target: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
-        """Send JSON, or bytes, and return the status and the answer: what its JSON says, or bytes."""
+        """Send JSON (text as it is), or bytes, and return the status and the answer: what its JSON says, or bytes."""
         answer, content = self.whole_call(method, target, body, token)
         is_json = answer.headers.get_content_type() == "application/json"
         return answer.status, json.loads(content or b"null") if is_json else content
@@ -64,7 +64,8 @@ class Client(http.client.HTTPConnection):
         """The same, with the headers."""
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         if body is not None and not isinstance(body, bytes):
-            body, headers["content-type"] = json.dumps(body), "application/json"
+            body = body if isinstance(body, str) else json.dumps(body)
+            headers["content-type"] = "application/json"
         self.request(method, target, body, headers)
         answer = self.getresponse()
         return answer, answer.read()
