@@ -190,9 +190,12 @@ DAEMON = (
           "with few hits in the pool: it is too small for the load.", "ops",
           ((rate("daemon_pool_admitted_pages_total"), "{{instance}} in"),
            (rate("daemon_pool_evicted_pages_total"), "{{instance}} out"))),
-    Panel("Clients", "Engines whose memory is mapped, and connections.", "short",
+    Panel("Clients", "Engines whose memory is mapped, those of them that have ended, and connections by listener with "
+          "their limit.", "short",
           (("hicache_daemon_clients{%s}", "{{instance}} engines"),
-           ("hicache_daemon_connections{%s}", "{{instance}} connections"))),
+           ("hicache_daemon_gone_clients{%s}", "{{instance}} engines that are gone"),
+           ("hicache_daemon_connections{%s}", "{{instance}} connections, {{listener}}"),
+           ("hicache_daemon_connections_max{%s}", "{{instance}} connections at most, each"))),
     Panel("In flight", "Requests without an answer, and operations that touch memory of engines. Above 0 without load: "
           "a store hangs.", "short",
           (("hicache_daemon_in_flight_requests{%s}", "{{instance}} requests"),

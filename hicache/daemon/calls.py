@@ -35,7 +35,7 @@ class CallCounters:
     """Totals since the start, and the requests and connections there are now."""
 
     def __init__(self) -> None:
-        self.connections = 0
+        self.connections = {"unix": 0, "tcp": 0}
         self.in_flight = 0
         self._requests: Counter[tuple[str, int]] = Counter()
         self._refused: Counter[str] = Counter()

@@ -99,8 +99,7 @@ class Connection(PeerProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuse a process of another user, and a connection over the limit."""
         super().connection_made(transport)
-        self._shared.calls.connections += 1
-        self.listener.connections += 1
+        self._count(1)
         peer: Peer | None = self.app_state[PEER]
         if peer is not None and peer.uid not in (os.geteuid(), 0):
             self._refuse("peer", Refused(403, ErrorKind.ACCESS_DENIED, "socket: is for another user's processes"))
@@ -111,8 +110,7 @@ class Connection(PeerProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Count it out."""
-        self._shared.calls.connections -= 1
-        self.listener.connections -= 1
+        self._count(-1)
         self._limit_time(None)
         super().connection_lost(exc)
         # All of these refer to this object, to the head of the request or to the bytes that were received: they are
@@ -123,6 +121,10 @@ class Connection(PeerProtocol):
             self.cycle = None  # type: ignore[assignment]
         if self._refusal is not None:
             self._refusal.__traceback__ = None
+
+    def _count(self, change: int) -> None:
+        self._shared.calls.connections["unix" if self.listener.is_unix else "tcp"] += change
+        self.listener.connections += change
 
     def pause_writing(self) -> None:
         """A client that does not take its answer in time is hung up on."""

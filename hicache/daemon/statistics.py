@@ -88,8 +88,9 @@ class ClientStatistics:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatistics:
-    """The daemon as a whole. `requests` counts answers by (operation, status code), `refused` counts requests by the
-    limit that refused them; `latency` is by operation."""
+    """The daemon as a whole. `connections` are by listener (unix, tcp), each of which takes `connections_max`;
+    `requests` counts answers by (operation, status code), `refused` counts requests by the limit that refused them;
+    `latency` is by operation."""
 
     instance: str
     state: NodeState
@@ -97,7 +98,8 @@ class NodeStatistics:
     pool: PoolStatistics
     namespaces: tuple[NamespaceStatistics, ...]
     clients: tuple[ClientStatistics, ...]
-    connections: int
+    connections: Mapping[str, int]
+    connections_max: int
     requests: Mapping[tuple[str, int], int]
     refused: Mapping[str, int]
     latency: Mapping[str, LatencyStatistics]

@@ -17,7 +17,7 @@ from ..histogram import BOUNDS_S, HistogramStatistics, LatencyStatistics
 # `namespace` has 8 digits of the digest, as log lines do; a daemon has a bounded number of them at a time.
 LABELS = frozenset({
     "tier", "backend", "direction", "reason", "outcome", "queue", "worker", "route", "verb", "state", "source",
-    "operation", "status", "namespace", "label", "weights_epoch",
+    "operation", "status", "listener", "namespace", "label", "weights_epoch",
     "version", "python", "torch", "native", "page_format",
 })  # fmt: skip
 S = TypeVar("S")

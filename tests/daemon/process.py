@@ -68,7 +68,7 @@ class Daemon(daemons.Daemon):
 
     def _counts(self) -> tuple[int, int]:
         found = self.status()
-        return found["connections"], found["in_flight_requests"]
+        return sum(found["connections"].values()), found["in_flight_requests"]
 
     def end(self) -> tuple[int, float]:
         """Send SIGTERM; the exit code, and how long it took."""

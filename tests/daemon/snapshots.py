@@ -84,7 +84,8 @@ def node(*namespaces: NamespaceStatistics, **fields: Any) -> NodeStatistics:
     values: dict[str, Any] = {
         "instance": "0123456789abcdef", "state": NodeState.READY, "uptime_s": 4000.0,
         "pool": PoolStatistics(100 * MIB, 40 * MIB, 5 * MIB, 40, 60, 20), "namespaces": namespaces,
-        "clients": (ClientStatistics("engine0", 64, MIB, 1, True),), "connections": 3,
+        "clients": (ClientStatistics("engine0", 64, MIB, 1, True),), "connections": {"unix": 3, "tcp": 0},
+        "connections_max": 512,
         "requests": {("get", 200): 12, ("get", 503): 1, ("set", 200): 4}, "refused": {"requests": 0},
         "latency": {"get": latency(3, 9)}, "in_flight_requests": 2,
         "hot": (HotPrefix("deadbeef", "llama-8b", 12, 34),),

@@ -283,7 +283,7 @@ def test_a_client_that_dies_at_any_point_of_a_request_leaves_nothing(start: Call
         for cut in range(0, len(request) + step, step):
             with _raw(daemon) as sock:
                 sock.sendall(request[:cut])
-    wait_for(lambda: daemon.status()["connections"] == 1)
+    wait_for(lambda: daemon.status()["connections"] == {"unix": 1, "tcp": 0})
     wait_for(lambda: daemon.status()["in_flight_requests"] == 1)
     with contextlib.closing(daemon.client()) as client:
         assert set(write(client, keys)[1]["outcomes"]) <= {"stored", "present"}

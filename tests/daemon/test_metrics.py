@@ -16,7 +16,7 @@ from hicache.backends.guard import Direction
 from hicache.daemon import gate
 from hicache.daemon.calls import LIMITS
 from hicache.daemon.metrics import DAEMON_METRICS, NAMESPACE_METRICS, DaemonCollector
-from hicache.daemon.statistics import NodeStatistics, SharingStatistics
+from hicache.daemon.statistics import ClientStatistics, NodeStatistics, SharingStatistics
 from hicache.metrics.families import LABELS, STORE_METRICS, MetricSpec
 from tests.daemon.daemons import Client, Daemon, keys_of, write
 from tests.daemon.snapshots import MIB, guard, namespace, node, store
@@ -119,6 +119,12 @@ def test_a_scrape_of_a_real_daemon_passes_promtool_and_counts_what_happened(daem
     specs: list[MetricSpec[Any]] = [*DAEMON_METRICS, *NAMESPACE_METRICS, *STORE_METRICS]
     for spec in specs:
         assert f"hicache_{spec.name}" in names or spec.name in absent, spec.name
+
+
+def test_an_engine_that_has_ended_is_counted_until_its_memory_is_let_go() -> None:
+    clients = (ClientStatistics("engine0", 64, MIB, 1, True), ClientStatistics("engine1", 64, MIB, 1, False))
+    found = shown(node(clients=clients))
+    assert (value(found, "daemon_clients"), value(found, "daemon_gone_clients")) == (2, 1)
 
 
 def test_a_snapshot_of_a_daemon_without_namespaces_has_its_own_series_alone() -> None:

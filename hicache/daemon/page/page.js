@@ -242,7 +242,7 @@ function show(status) {
   showBanner(status.state === "draining" ? "The daemon is draining: it ends what is in flight and takes no new requests."
     : status.state === "starting" ? "The daemon is starting and takes no requests yet." : "", "warn");
   const facts = {Up: seconds(status.uptime_s), "Run": status.instance.slice(0, 8),
-    "Engines": number(status.clients.length), "Connections": number(status.connections, "connections"),
+    "Engines": number(status.clients.length), "Connections": number(total(status.connections)),
     "In flight": number(status.in_flight_requests, "in_flight_requests"), "Refused": number(total(status.refused))};
   const list = $("facts");
   for (const [name, value] of Object.entries(facts)) {
