@@ -13,14 +13,14 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic
 
-from ..frame import PageBuffer
+from ..frame import FrameCodec, PageBuffer
 from ..logs import LimitedLog
 from .base import GetOutcome, SetOutcome
 from .envelope import Envelope
 from .errors import ErrorKind, StoreError
 from .pages import Damaged, Found, PageReads, PageWrites
 
-_damage_log = LimitedLog(logging.getLogger(__name__))
+logger = logging.getLogger(__name__)
 
 # Damaged pages are removed even if the deadline has passed: within this time at most.
 SETTLE_S = 0.25
@@ -34,6 +34,10 @@ class PageStore(Envelope, Generic[Found]):
     A store implements `find`, `read`, `write`, `remove`, `remove_damaged`, `keys`, `measure` and `shut`. Where it fails
     it says so page by page or raises StoreError; `count` is for errors that concern no page of the call.
     """
+
+    def __init__(self, codec: FrameCodec) -> None:
+        super().__init__(codec)
+        self._damage_log = LimitedLog(logger)
 
     # What a store implements
 
@@ -116,8 +120,8 @@ class PageStore(Envelope, Generic[Found]):
                 self.count(error.kind)
                 failure = f"not removed ({error.kind})"
             for one in reads.damaged:
-                _damage_log.warn(
-                    f"{id(self)}{one.reason}", "storage %s: page %s of %s is not the page that was stored (%s); it "
+                self._damage_log.warn(
+                    one.reason, "storage %s: page %s of %s is not the page that was stored (%s); it "
                     "counts as a miss and was %s", self.name, one.key.hex()[:8], self.codec.label or "no label",
                     one.reason, failure or "removed",
                 )  # fmt: skip
