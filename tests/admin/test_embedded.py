@@ -37,23 +37,30 @@ def stored(folder: Path) -> int:
     return sum(1 for _ in FileRaw(FileStorageOptions(path=folder / "store")).pages())
 
 
+def pages_shown(engine: RunningEngine) -> int | None:
+    """Pages of the store by its last measurement, which may be a tenth of a second old."""
+    pages: int | None = engine.ask("GET", "/status")["stores"][0]["pages"]
+    return pages
+
+
 # Reading
 
 
 def test_status_shows_tiers_stores_and_the_namespace(served: RunningEngine) -> None:
     served.serve("b", PROMPT)
+    wait_for(lambda: pages_shown(served) == 4)
     found = served.ask("GET", "/status")
     assert found["kind"] == "embedded" and found["attached"]
     assert [(tier["name"], tier["pages"]) for tier in found["tiers"]] == [("device", 4), ("host", 4)]
     (store,) = found["stores"]
-    assert (store["name"], store["pages"], store["read"]["state"]) == ("file", 4, "closed")
+    assert (store["name"], store["read"]["state"]) == ("file", "closed")
     (space,) = found["namespaces"]
     assert space["namespace"] == DIGEST and space["pool_hits"] == 4
 
 
 def test_status_needs_no_scheduler(served: RunningEngine) -> None:
     served.pause()
-    assert served.ask("GET", "/status")["stores"][0]["pages"] == 4
+    wait_for(lambda: pages_shown(served) == 4)
 
 
 def test_a_lookup_says_where_each_page_is(served: RunningEngine) -> None:
