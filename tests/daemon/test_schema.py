@@ -31,13 +31,10 @@ BUG = re.compile("Traceback|InvariantError|Internal Server Error")
 def test_answers_are_those_of_the_document(tmp_path: Path, token: str, paths: tuple[str, str]) -> None:
     seed = os.environ.get("TEST_SEED", str(random.SystemRandom().randrange(2**31)))
     print(f"TEST_SEED={seed} replays this")
-    with Daemon(tmp_path / "daemon", request_timeout="2s") as daemon:
-        entries = {
-            "token_file": daemon.secret("token", DATA_TOKEN), "admin_token_file": daemon.secret("admin", ADMIN_TOKEN),
-        }  # fmt: skip
-        daemon.stop()
-        daemon.configure({"request_timeout": "2s", **entries})
-        daemon.start()
+    made = Daemon(tmp_path / "daemon")
+    made.configure({"request_timeout": "2s", "token_file": made.secret("token", DATA_TOKEN),
+                    "admin_token_file": made.secret("admin", ADMIN_TOKEN)})  # fmt: skip
+    with made as daemon:
         before = daemon.held()
         done = subprocess.run(
             [
