@@ -86,6 +86,12 @@ TIERS = (
           ((quantile(0.99, "copy_seconds", "direction"), "{{instance}} {{direction}}"),)),
     Panel("Lookups, by outcome", "What storage lookups came to.", "ops",
           ((rate("lookups_total", "outcome"), "{{instance}} {{outcome}}"),)),
+    Panel("Sessions", "Sessions that are open, that hold KV on the device, that run a turn. Empty where "
+          "sessions are off.", "short",
+          (("sum by (instance, state) (hicache_sessions{%s})", "{{instance}} {{state}}"),)),
+    Panel("Turns", "Turns of sessions, and those that went on exactly where the last one had ended.", "ops",
+          ((rate("session_turns_total"), "{{instance}} turns"),
+           (rate("session_continued_turns_total"), "{{instance}} continued"))),
 )  # fmt: skip
 
 STORAGE = (
@@ -180,9 +186,13 @@ DAEMON = (
           ((rate("daemon_transferred_bytes_total", "direction"), "{{instance}} {{direction}}"),)),
     Panel("Requests", "Answers by operation and class of status. 503 is back-pressure.", "reqps",
           ((rate("daemon_requests_total", "operation", "status") + " > 0", "{{instance}} {{operation}} {{status}}"),)),
-    Panel("Request time, p99", "The slowest of a hundred answers, from the head of a request on. `get` and `set` wait "
-          "for the store.", "s",
+    Panel("Request time, p50", "The median time of answers, from the head of a request on.", "s",
+          ((quantile(0.5, "daemon_request_seconds", "operation"), "{{instance}} {{operation}}"),)),
+    Panel("Request time, p99", "The slowest of a hundred answers. `get` and `set` wait for the store.", "s",
           ((quantile(0.99, "daemon_request_seconds", "operation"), "{{instance}} {{operation}}"),)),
+    Panel("Memory of engines", "What the daemon has mapped of the memory of engines. At daemon.memory_max further "
+          "engines are refused and send their pages through the socket.", "bytes",
+          (("hicache_daemon_client_memory_bytes{%s}", "{{instance}}"),)),
     Panel("Pool", "Memory of hot pages: what there is, what is used, what pins hold.", "bytes",
           tuple((f"hicache_daemon_pool_{what}_bytes{{%s}}", f"{{{{instance}}}} {what}")
                 for what in ("capacity", "used", "pinned"))),

@@ -43,7 +43,7 @@ def engine_config(folder: Path) -> HiCacheConfig:
     ]
     return HiCacheConfig.model_validate({
         "page_size": GEOMETRY.page_size, "device": {"tokens": 256}, "host": {"tokens": 512},
-        "prefetch": {"threshold_tokens": 8}, "load_back_threshold_tokens": 4,
+        "prefetch": {"threshold_tokens": 8}, "load_back_threshold_tokens": 4, "sessions": {"enabled": True},
         # Room for the copies of one request: that of a second one is refused while they run.
         "transfer": {"write_pages_max": 13},
         "storage": {"type": "levels", "options": {"levels": levels}},
