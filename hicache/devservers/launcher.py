@@ -33,6 +33,9 @@ def _forget() -> None:
 
 
 _THREAD = ThreadPoolExecutor(1, "hicache-launcher")
+# Its thread starts here, not with the first server: a signal that interrupts the pool while it starts its thread would
+# leave one that the exit of the process waits for and nobody ends.
+_THREAD.submit(int).result()
 os.register_at_fork(after_in_child=_forget)
 
 
