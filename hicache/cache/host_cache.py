@@ -65,7 +65,7 @@ class _Request:
 class HostLoad:
     """A handle: the pages of `rid` from `start_page` on are held in `host_pages` (int32, not to be written to).
 
-    They end at `_node`; `_storage_pages` of them came from storage for `_request`.
+    They end at `_node`; `storage_pages` of them came from storage for `_request`.
     """
 
     rid: str
@@ -74,7 +74,7 @@ class HostLoad:
     _tree: RadixTree = field(repr=False)
     _node: Node = field(repr=False)
     _request: _Request = field(repr=False)
-    _storage_pages: int = field(repr=False)
+    storage_pages: int
 
 
 @dataclass(slots=True, eq=False)
@@ -201,8 +201,8 @@ class HostCache(TieredCache):
             return
         self._loaded_pages += pages
         self.break_even.observe_transfer(Route.LOAD, pages, seconds)
-        self._counters.hit_tokens["host"] += (pages - load._storage_pages) * self.page_size
-        self._counters.hit_tokens["storage"] += load._storage_pages * self.page_size
+        self._counters.hit_tokens["host"] += (pages - load.storage_pages) * self.page_size
+        self._counters.hit_tokens["storage"] += load.storage_pages * self.page_size
 
     # Writes
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from ..arguments import instance
 from ..config import HiCacheConfig, load_config
 from ..errors import ConfigError
+from ..fingerprint import model_fingerprint
 
 
 def engine_config(
@@ -45,3 +47,23 @@ def known_options(where: str, extra: Mapping[str, object] | None, known: frozens
     for name in instance(where, dict(extra or {}), dict):
         if name not in known:
             raise ConfigError(f"{where}: {name!r} is not an option of HiCache; use {', '.join(sorted(known))}")
+
+
+def model_identity(where: str, extra: Mapping[str, object] | None, model: str, commit: str | None) -> str:
+    """Return what names the weights of `model` in a namespace: the entry `model` of `extra`, the fingerprint of a local
+    folder, or the name on a hub with the commit of its snapshot.
+
+    Blocks while the weights of a folder are read the first time. Raises ConfigError if none of the three is known: pages
+    of two models would mix.
+    """
+    named = None if extra is None else extra.get("model")
+    if named is not None:
+        return instance(f"{where}: model", named, str)
+    if os.path.isdir(model):
+        return model_fingerprint(model)
+    if commit:
+        return f"{model}@{commit}"
+    raise ConfigError(
+        f"{where}: the weights of {model!r} have no folder and no commit to tell them by; add the option 'model' with a "
+        "name that changes whenever the weights do"
+    )

@@ -1,0 +1,257 @@
+"""HiCacheConnector: vLLM's connector interface, in the scheduler's process and in each worker. It translates only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from ...admin import serve_configured as serve_admin
+from ...cache import create_host_cache
+from ...errors import ConfigError
+from ...events import EventReader, EventStream
+from ...fingerprint import model_fingerprint
+from ...metrics import serve_configured as serve_metrics
+from .engine import Engine, WorkerLayout, form_of, wants_layerwise
+from .events import vllm_events
+from .figures import CopyPromMetrics, CopyStats
+from .jobs import Report, Step
+from .scheduler import SchedulerSide
+from .worker import Collected, WorkerSide
+
+# Events that vLLM takes at once; the rest comes with the next step.
+_EVENTS_MAX = 10_000
+_CLOSE_S = 10.0
+
+
+@dataclass
+class HiCacheStep(KVConnectorMetadata):
+    """The orders of one step, on their way to the workers."""
+
+    step: Step
+
+
+@dataclass
+class HiCacheReport(KVConnectorWorkerMetadata):
+    """What one worker, or all of them, report after a step."""
+
+    report: Report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, HiCacheReport)
+        return HiCacheReport(self.report.merge(other.report))
+
+
+class HiCacheConnector(KVConnectorBase_V1):
+    """L2 and L3 of HiCache under vLLM's own prefix cache. Raises ConfigError for what it does not serve.
+
+    `kv_connector_extra_config` has `config` (path of HiCache's configuration), `model` (a name of the weights, where
+    vLLM has neither a folder nor a commit of them) and `load` (`async`, the default, or `layerwise`).
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._engine = Engine.of(vllm_config, kv_cache_config)
+        self._blocks = kv_cache_config.num_blocks
+        self._scheduler: _Scheduler | None = None
+        self._worker: _Worker | None = None
+        self._pool = self._engine.open_pool(worker=False) if role == KVConnectorRole.SCHEDULER else None
+
+    # What vLLM asks before it starts
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return wants_layerwise(extra_config)
+
+    def get_handshake_metadata(self) -> WorkerLayout | None:
+        return None if self._worker is None else self._worker.layout
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        assert self._pool is not None
+        self._scheduler = _Scheduler(self._engine, self._pool, metadata)
+
+    # The worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker = _Worker(self._engine, kv_caches, self._blocks)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self._side.flush(_step(kv_connector_metadata))
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._side.begin_step(_step(connector_metadata))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._side.start_loads(self._step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._step.layerwise and self._step.loads:
+            self._side.wait_layer(self._engine.layer_names.index(layer_name))
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Does nothing: pages are saved behind the whole forward, in one copy."""
+
+    def wait_for_save(self) -> None:
+        self._side.start_saves(self._step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self._worker is not None
+        found = self._worker.collected = self._side.collect(self._step)
+        return KVConnectorTransferResults(found.released, found.received, found.failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.collected.invalid_blocks
+
+    def build_connector_worker_meta(self) -> HiCacheReport | None:
+        report = self._side.take_report()
+        return None if report is None else HiCacheReport(report)
+
+    # The scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        self._decisions.arrive(request, self._adapter(request))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens = self._decisions.match(request, num_computed_tokens)
+        return tokens, bool(tokens) and not self._engine.layerwise
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._decisions.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        storage = min(num_external_tokens, self._decisions.loaded_from_storage(request))
+        split = {CacheHitSource.HOST: num_external_tokens - storage, CacheHitSource.DISK: storage}
+        return {source: tokens for source, tokens in split.items() if tokens}
+
+    def build_connector_meta(self, scheduler_output: Any) -> HiCacheStep:
+        blocks = scheduler_output.kv_connector_block_state
+        step = self._decisions.build_step(
+            scheduler_output,
+            lambda rid: found[0] if (found := blocks.get_block_ids(rid)) is not None else None,
+            scheduler_output.scheduled_cached_reqs.resumed_req_ids,
+        )
+        return HiCacheStep(step)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        reported = connector_output.kv_connector_worker_meta
+        if isinstance(reported, HiCacheReport):
+            self._decisions.report(reported.report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._decisions.finish(request.request_id), None
+
+    def has_pending_block_frees(self) -> bool:
+        return self._decisions.frees_blocks_soon
+
+    def reset_cache(self) -> bool:
+        self._decisions.new_weights()
+        return True
+
+    def take_events(self) -> Iterable[Any]:
+        reader = None if self._scheduler is None else self._scheduler.events
+        return () if reader is None else vllm_events(reader.drain(_EVENTS_MAX))
+
+    # Figures
+
+    def get_kv_connector_stats(self) -> CopyStats | None:
+        if self._scheduler is None:
+            return None
+        return CopyStats.of(self._scheduler.decisions.take_copied(), self._engine.layout.shape.payload_bytes)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CopyStats:
+        return CopyStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> CopyPromMetrics:
+        return CopyPromMetrics(*args)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.side.close(_CLOSE_S)
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._pool is not None:
+            self._pool.unlink()
+
+    # Inside
+
+    @property
+    def _side(self) -> WorkerSide:
+        assert self._worker is not None, "vLLM registers its KV caches before the first step"
+        return self._worker.side
+
+    @property
+    def _step(self) -> Step:
+        return _step(self._get_connector_metadata())
+
+    @property
+    def _decisions(self) -> SchedulerSide:
+        if self._scheduler is None:
+            raise ConfigError("the workers have not told the layout of their blocks; HiCache needs vLLM 0.32 or later")
+        return self._scheduler.decisions
+
+    def _adapter(self, request: Any) -> str | None:
+        """What names the weights of a request's adapter: block hashes cover its name alone, and a name can get other
+        weights."""
+        adapter = request.lora_request
+        return None if adapter is None else f"{adapter.lora_name} {model_fingerprint(adapter.lora_path)}"
+
+
+class _Worker:
+    """The parts of a connector in a worker."""
+
+    def __init__(self, engine: Engine, caches: dict[str, torch.Tensor], blocks: int) -> None:
+        pool = engine.open_pool(worker=True)
+        rank = get_tensor_model_parallel_rank()
+        self.side = WorkerSide(pool, engine.layout, rank, engine.layers(caches, blocks))
+        self.layout = engine.worker_layout(caches, pool)
+        self.collected = Collected()
+
+
+class _Scheduler:
+    """The parts of a connector in the scheduler's process."""
+
+    def __init__(self, engine: Engine, pool: Any, workers: dict[int, Any]) -> None:
+        namespace = engine.namespace(form_of(workers, pool, engine.layout.ranks))
+        cache = create_host_cache(engine.config, namespace, host=pool)
+        self.events: EventReader | None = None
+        events = engine.vllm.kv_events_config
+        if events is not None and events.enable_kv_cache_events and engine.config.events.endpoint is None:
+            stream = EventStream(engine.config.events.buffer)
+            cache.record_events(stream)
+            self.events = stream.subscribe()
+        self.decisions = SchedulerSide(cache, engine.layout, layerwise=engine.layerwise)
+        self._metrics = serve_metrics(engine.config, cache.statistics)
+        self._admin = serve_admin(engine.config, cache, namespace)
+
+    def close(self) -> None:
+        if self._admin is not None:
+            self._admin.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        self.decisions.close()
+
+
+def _step(metadata: KVConnectorMetadata) -> Step:
+    assert isinstance(metadata, HiCacheStep)
+    return metadata.step

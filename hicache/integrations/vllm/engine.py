@@ -1,0 +1,184 @@
+"""What HiCache reads of vLLM's configuration: whether it can serve this engine, what a page is, and whose pages they
+are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs, group_kernel_blocks
+
+from ...config import HiCacheConfig
+from ...errors import ConfigError
+from ...keys import Namespace
+from ...tiers import SharedHostPool
+from ...tiers.memory import host_pages
+from ..options import engine_config, known_options, model_identity
+from .layout import BlockLayout
+
+OPTIONS = "kv_connector_extra_config"
+# The other processes of an engine may have to wait until the kernel has zeroed the frames: 1 TiB takes minutes.
+_OPEN_S = 600.0
+# Entries of a model's configuration that say where and by what it was read.
+_NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
+_SECOND_PATH = "use vLLM's OffloadingConnector with the tier hicache.integrations.vllm_tier instead"
+
+
+@dataclass(frozen=True)
+class WorkerLayout(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler's process before the first request: the form of its blocks, and which memory
+    it shares."""
+
+    form: str
+    memory: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One vLLM engine as HiCache sees it, equal in all its processes. `layer_names` are in the order of the page."""
+
+    config: HiCacheConfig
+    layout: BlockLayout
+    layer_names: tuple[str, ...]
+    host_pages: int
+    layerwise: bool
+    vllm: VllmConfig
+
+    @classmethod
+    def of(cls, vllm: VllmConfig, cache: KVCacheConfig) -> Engine:
+        """Read vLLM's configuration. Raises ConfigError for what HiCache does not serve, with what to change."""
+        extra = extra_of(vllm)
+        known_options(OPTIONS, extra, frozenset({"config", "model", "load"}))
+        _require_supported(vllm, cache)
+        group = cache.kv_cache_groups[0]
+        spec = group.kv_cache_spec
+        config = engine_config(OPTIONS, extra, spec.block_size)
+        layers = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+        sizes = tuple(layers.get(name, spec).unpadded_page_size_bytes for name in group.layer_names)
+        layout = BlockLayout(
+            spec.block_size, config.page_size, sizes, vllm.parallel_config.tensor_parallel_size, cache.kv_tp_replicas
+        )
+        return cls(
+            config=config,
+            layout=layout,
+            layer_names=tuple(group.layer_names),
+            host_pages=host_pages(config.host, layout.shape, cache.num_blocks // layout.blocks_per_page),
+            layerwise=wants_layerwise(extra),
+            vllm=vllm,
+        )
+
+    def open_pool(self, *, worker: bool) -> SharedHostPool:
+        """Open the frames that all processes of the engine share; the first process creates them. Blocks until then.
+
+        Raises CapacityError if they do not fit into memory, and SharedMemoryError.
+        """
+        shared = self.config.host.shared.name
+        name = shared or f"vllm.{self.vllm.kv_transfer_config.engine_id}".replace("_", "-")
+        pin = worker and current_platform.is_cuda() and self.config.host.pin != "off"
+        processes = None if shared else self.layout.ranks + 1
+        return SharedHostPool.open(
+            name, self.layout.shape, self.host_pages, processes=processes, pin=pin, timeout_s=_OPEN_S
+        )
+
+    def namespace(self, form: str) -> Namespace:
+        """Return whose pages they are. `form` is that of the workers' blocks. Blocks while weights are fingerprinted.
+        """
+        model, vllm = self.vllm.model_config, self.vllm
+        commit = getattr(model.hf_config, "_commit_hash", None)
+        weights = model_identity(OPTIONS, extra_of(vllm), model.model, commit)
+        # What the command line may change of the model, such as the scaling of its rotary embedding.
+        entries = {name: value for name, value in model.hf_text_config.to_dict().items() if name not in _NOT_THE_MODEL}
+        changed = json.dumps(entries, sort_keys=True, default=str)
+        algorithm = vllm.cache_config.prefix_caching_hash_algo
+        return Namespace(
+            model=f"{weights} {hashlib.sha256(changed.encode()).hexdigest()}",
+            geometry=self.layout.shape,
+            tp_size=self.layout.ranks,
+            ranks_share_pages=True,
+            engine_layout=f"vllm {form} dtype={model.dtype} tp={self.layout.ranks}",
+            quantisation=str(model.quantization or ""),
+            key_hash=f"vllm {algorithm} of {self.layout.block_tokens} tokens, seed {get_none_hash_seed()}",
+            label=str(model.model),
+        )
+
+    def worker_layout(self, caches: Mapping[str, torch.Tensor], pool: SharedHostPool) -> WorkerLayout:
+        """Return what the worker with these tensors tells the scheduler's process."""
+        cache = caches[self.layer_names[0]]
+        backends = get_layers_from_vllm_config(self.vllm, AttentionLayerBase, list(self.layer_names))
+        names = sorted({layer.get_attn_backend().get_name() for layer in backends.values()})
+        platform = current_platform.device_type
+        if platform == "cpu":  # its kernels pack K as the instruction set wants it
+            platform += f":{torch.backends.cpu.get_cpu_capability()}"
+        order = sorted(range(1, cache.ndim), key=lambda dim: -cache.stride(dim))
+        form = f"{'+'.join(names)} {cache.dtype} {list(cache.shape[1:])} order={order} on {platform}"
+        return WorkerLayout(form, pool.identity)
+
+    def layers(self, caches: Mapping[str, torch.Tensor], blocks: int) -> list[list[torch.Tensor]]:
+        """Return the regions of each layer, whose dimension 0 counts the blocks of vLLM's block tables."""
+        missing = [name for name in self.layer_names if name not in caches]
+        if missing:
+            raise ConfigError(f"vLLM registered no KV cache for {', '.join(missing)}; {_SECOND_PATH}")
+        return [[group_kernel_blocks(caches[name], blocks)] for name in self.layer_names]
+
+
+def extra_of(vllm: VllmConfig) -> dict[str, Any]:
+    """Return the options of the connector."""
+    return dict(vllm.kv_transfer_config.kv_connector_extra_config or {})
+
+
+def wants_layerwise(extra: Mapping[str, object]) -> bool:
+    """True if loads are waited for layer by layer in the forward. Raises ConfigError for an unknown way."""
+    load = extra.get("load", "async")
+    if load not in ("async", "layerwise"):
+        raise ConfigError(f"{OPTIONS}: load: {load!r} is not known; use 'async' or 'layerwise'")
+    return load == "layerwise"
+
+
+def form_of(workers: Mapping[Any, Any], pool: SharedHostPool, ranks: int) -> str:
+    """Return the form of the blocks, which all workers must agree on. Raises ConfigError if they do not, or share other
+    memory than this process."""
+    found = [one for one in workers.values() if isinstance(one, WorkerLayout)]
+    if len(found) != ranks:
+        raise ConfigError(f"{len(found)} of {ranks} workers have told the layout of their blocks; restart the engine")
+    forms = {one.form for one in found}
+    if len(forms) > 1:
+        raise ConfigError(f"the workers have blocks of different layouts: {'; '.join(sorted(forms))}")
+    if any(one.memory != pool.identity for one in found):
+        raise ConfigError("a worker shares other memory than the scheduler; several nodes are not supported")
+    return forms.pop()
+
+
+def _require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
+    parallel, speculative = vllm.parallel_config, vllm.speculative_config
+    algorithm = vllm.cache_config.prefix_caching_hash_algo
+    groups = cache.kv_cache_groups
+    specs = [group.kv_cache_spec for group in groups]
+    layers = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
+    problems = {
+        "pipeline parallelism is not supported yet; use tensor parallelism": parallel.pipeline_parallel_size > 1,
+        "several nodes are not supported: the workers share host memory; run one engine a node and let them "
+        "share storage": parallel.nnodes > 1,
+        "context parallelism is not supported yet; leave it out":
+            parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1,
+        f"models with {len(groups)} groups of KV caches (hybrid memory allocator) are not supported here; "
+        f"{_SECOND_PATH}": len(groups) != 1,
+        f"only full attention is supported here, a sliding window drops blocks; {_SECOND_PATH}":
+            not all(isinstance(layer, FullAttentionSpec) for layer in layers),
+        "speculative decoding with a draft model's KV (EAGLE, MTP) is not supported yet; use ngram, or leave it out":
+            speculative is not None and speculative.use_eagle(),
+        f"--prefix-caching-hash-algo {algorithm}: a prompt can be made that collides with another one's pages; use "
+        "sha256": not algorithm.startswith("sha256"),
+    }  # fmt: skip
+    found = [problem for problem, is_there in problems.items() if is_there]
+    if found:
+        raise ConfigError("HiCacheConnector: " + "; ".join(found))

@@ -1,0 +1,72 @@
+"""HiCache's copies in vLLM's own figures: the log line of connectors, and counters among vLLM's Prometheus metrics.
+
+Tiers, storage and everything else are HiCache's own metrics, which the section `metrics` of its configuration serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from .scheduler import Copied
+
+# Name, what it counts, for each direction.
+_COUNTED = (
+    ("pages", "Pages copied"),
+    ("bytes", "Bytes copied"),
+    ("seconds", "Seconds that copies took on the slowest rank"),
+)
+_DIRECTIONS = (("loaded", "from host memory to the device"), ("saved", "from the device to host memory"))
+
+
+@dataclass
+class CopyStats(KVConnectorStats):
+    """Sums over copies, by name: `loaded_pages`, `loaded_bytes`, `loaded_seconds`, and the same for `saved`."""
+
+    @classmethod
+    def of(cls, copied: Iterable[Copied], page_bytes: int) -> CopyStats | None:
+        """Return the sums of `copied`, None for no copies."""
+        data: dict[str, Any] = {}
+        for copy in copied:
+            name = "loaded" if copy.load else "saved"
+            for unit, amount in (("pages", copy.pages), ("bytes", copy.pages * page_bytes), ("seconds", copy.seconds)):
+                data[f"{name}_{unit}"] = data.get(f"{name}_{unit}", 0) + amount
+        return cls(data=data) if data else None
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, amount in other.data.items():
+            self.data[name] = self.data.get(name, 0) + amount
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name: round(amount, 4) for name, amount in self.data.items()}
+
+
+class CopyPromMetrics(KVConnectorPromMetrics):
+    """The sums of `CopyStats` as counters `vllm:hicache_*`, for each engine."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._counters: dict[str, dict[int, Any]] = {}
+        for name, where in _DIRECTIONS:
+            for unit, what in _COUNTED:
+                counter: Counter = self._counter_cls(
+                    name=f"vllm:hicache_{name}_{unit}", documentation=f"{what} {where}.", labelnames=self._labelnames
+                )
+                self._counters[f"{name}_{unit}"] = {
+                    engine: counter.labels(*values) for engine, values in self.per_engine_labelvalues.items()
+                }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, amount in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(amount)

@@ -1,0 +1,76 @@
+"""What the scheduler's process and the workers of one vLLM engine tell each other in each step. Plain values, which are
+pickled on their way; no tensor and no handle.
+
+    scheduler -> workers   `Step`: the copies to start, and whose copies to wait for
+    workers -> scheduler   `Report`: the copies that have ended, merged over the ranks
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...types import PageIds
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One copy of every rank between its blocks of the device and its part of the host frames, pairwise.
+
+    `blocks` and `host_blocks` are int32 arrays of equal length; block i of host page p is host block
+    `p * blocks_per_page + i`. A job that is `lost` is a load whose pages left the host before it could begin: it
+    copies nothing and ends as failed.
+    """
+
+    id: int
+    rid: str
+    blocks: PageIds
+    host_blocks: PageIds
+    lost: bool = False
+
+
+@dataclass(slots=True)
+class Step:
+    """The orders of one engine step. `layerwise`: the forward of this step waits for `loads`, layer by layer.
+
+    `flush` are the requests that lose their blocks in this step: their saves must have ended before the forward writes.
+    `release` are the requests that have ended and whose blocks vLLM keeps until their saves have ended.
+    `prefill_tokens` are the prompt tokens of a forward that waits for no load and computes little else, or 0.
+    """
+
+    loads: list[Job] = field(default_factory=list)
+    saves: list[Job] = field(default_factory=list)
+    layerwise: bool = False
+    flush: list[str] = field(default_factory=list)
+    release: list[str] = field(default_factory=list)
+    prefill_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Ended:
+    """A job that has ended on `ranks` ranks: the longest copy in seconds, and whether one of them failed."""
+
+    ranks: int
+    seconds: float
+    failed: bool
+
+
+@dataclass(slots=True)
+class Report:
+    """The jobs that have ended since the last report, and the slowest measured forward: its prompt tokens, seconds."""
+
+    jobs: dict[int, Ended] = field(default_factory=dict)
+    prefill: tuple[int, float] | None = None
+
+    def merge(self, other: Report) -> Report:
+        """Return this report with that of another rank, or of a later step, taken in."""
+        for job, ended in other.jobs.items():
+            mine = self.jobs.get(job)
+            if mine is None:
+                self.jobs[job] = ended
+            else:
+                mine.ranks += ended.ranks
+                mine.seconds = max(mine.seconds, ended.seconds)
+                mine.failed |= ended.failed
+        if other.prefill is not None and (self.prefill is None or other.prefill[1] > self.prefill[1]):
+            self.prefill = other.prefill
+        return self

@@ -1,0 +1,341 @@
+"""The scheduler's process of vLLM: decides which pages are loaded and saved, and owns the cache over the shared frames.
+
+Per request and in this order:
+
+    arrive -> match (until it is not None) -> allocated -> (build_step, report per step) -> finish
+
+One request has at most one load in flight, and a save for each step in which it filled pages. A job ends when all
+workers have reported it. A request that has ended keeps its blocks, by vLLM's own rule, until its saves have ended;
+then nothing of it is remembered here.
+
+Only pages that are on L2, and so are verified, are offered to vLLM: a load can fail by a fault of the device alone. A
+request whose load has failed is not offered pages again, because vLLM would load them for ever where blocks are scarce.
+
+Locking design: vLLM calls from one thread. The thread `hicache-idle` calls `poll` while vLLM makes no steps, so that
+what was saved is stored and the operator's commands are carried out in an idle engine too. One lock guards everything;
+vLLM's calls hold it for microseconds, and `poll` runs only if no call came for `_IDLE_S`, so that nothing evicts the
+pages that `match` has just offered.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from ...cache import HostCache
+from ...cache.host_cache import HostLoad, HostWrite
+from ...keys import RadixKey
+from ...types import NO_PAGES, PageIds
+from .jobs import Ended, Job, Report, Step
+from .layout import BlockLayout
+
+logger = logging.getLogger(__name__)
+
+# An engine that made no call for so long is idle, or computes a long step, and `poll` is called for it.
+_IDLE_S = 0.02
+# A step that computes nothing because its requests wait for storage rests for so long: vLLM repeats it at once, and a
+# loop that spins keeps the interpreter's lock from the threads that read.
+_REST_S = 0.0005
+# A forward counts as prefill if decoding adds no more than this share to its tokens.
+_DECODE_SHARE_MAX = 0.1
+
+
+class EngineRequest(Protocol):
+    """What is read of vLLM's request."""
+
+    request_id: str
+    num_computed_tokens: int
+    block_hashes: Sequence[bytes]
+    skip_reading_prefix_cache: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the output so far."""
+
+
+class EngineStep(Protocol):
+    """What is read of vLLM's scheduler output."""
+
+    num_scheduled_tokens: Mapping[str, int]
+    preempted_req_ids: set[str] | None
+
+
+@dataclass(slots=True, eq=False)
+class _Tracked:
+    """A request that has not ended. `start_tokens` are those that vLLM had at the last match. `tried_pages`: so many
+    pages were saved, or could not be."""
+
+    request: EngineRequest
+    extra_key: str | None
+    start_tokens: int = 0
+    tried_pages: int = 0
+    storage_pages: int = 0
+    saves: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A job in flight, and what has been reported of it. `handle` is None for a load that was lost."""
+
+    rid: str
+    handle: HostLoad | HostWrite | None
+    pages: int
+    ended: Ended = field(default_factory=lambda: Ended(0, 0.0, False))
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Pages copied by a job that has ended well, for vLLM's connector statistics."""
+
+    load: bool
+    pages: int
+    seconds: float
+
+
+class SchedulerSide:
+    """See the module's docstring. `layerwise`: the forward waits for loads layer by layer instead of vLLM scheduling
+    the request once they have ended. Takes the cache over: `close` closes it.
+    """
+
+    def __init__(self, cache: HostCache, layout: BlockLayout, *, layerwise: bool = False) -> None:
+        self.cache = cache
+        self._layout = layout
+        self._layerwise = layerwise
+        self._lock = threading.RLock()
+        self._requests: dict[str, _Tracked] = {}
+        self._jobs: dict[int, _Open] = {}
+        self._next_job = 0
+        self._loads: list[Job] = []  # for the next step
+        self._release: dict[str, set[int]] = {}  # requests that have ended, and their saves in flight
+        self._released: list[str] = []  # for the next step
+        self._copied: list[Copied] = []
+        self._called_s = time.monotonic()
+        self._closing = threading.Event()
+        self._idle = threading.Thread(target=self._poll_when_idle, name="hicache-idle", daemon=True)
+        self._idle.start()
+
+    # A request
+
+    def arrive(self, request: EngineRequest, extra_key: str | None = None) -> None:
+        """Start to read from storage what it has of a new request. `extra_key` names what the block hashes do not
+        cover, such as the weights of an adapter."""
+        with self._called():
+            if request.request_id not in self._requests:
+                tracked = self._requests[request.request_id] = _Tracked(request, extra_key)
+                self.cache.prefetch(request.request_id, self._prompt_key(tracked))
+
+    def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
+        """Return how many tokens behind the first `computed_tokens`, which are whole blocks, can be loaded. None: ask
+        again in a later step, because storage is being read or another request loads one of the pages."""
+        with self._called():
+            self.arrive(request)
+            rid, tracked = request.request_id, self._requests[request.request_id]
+            key = self._prompt_key(tracked)
+            start = computed_tokens // self._layout.page_tokens
+            wanted = not request.skip_reading_prefix_cache and start < len(key)
+            if wanted and not self.cache.check_prefetch(rid):
+                return None
+            # Also where nothing is wanted: the cache counts the request, and knows of which weights its pages are.
+            found = self.cache.lookup(rid, key, start)
+            if found.loading and wanted:
+                return None
+            tracked.start_tokens = computed_tokens
+            if not found.pages or not wanted:
+                return 0
+            return (start + found.pages) * self._layout.page_tokens - computed_tokens
+
+    def allocated(self, request: EngineRequest, blocks: Sequence[int], tokens: int) -> None:
+        """Load `tokens` tokens behind those that vLLM had at the last `match` into `blocks`, all blocks of the request.
+
+        With 0 tokens nothing is loaded.
+        """
+        if not tokens:
+            return
+        with self._called():
+            rid, tracked = request.request_id, self._requests[request.request_id]
+            begin = tracked.start_tokens // self._layout.block_tokens
+            end = begin + tokens // self._layout.block_tokens
+            per_page = self._layout.blocks_per_page
+            start_page, end_page = begin // per_page, -(-end // per_page)
+            load = self.cache.begin_load(rid, self._key(tracked, end_page), start_page, end_page)
+            device = np.array(blocks[begin:end], np.int32)
+            if load is None:  # left L2 since the match
+                tracked.storage_pages = 0
+                self._loads.append(self._open(rid, None, Job(self._next_job, rid, device, NO_PAGES, lost=True), 0))
+                return
+            tracked.storage_pages = load.storage_pages
+            hosts = self._host_blocks(load.host_pages)[begin - start_page * per_page :][: end - begin]
+            self._loads.append(self._open(rid, load, Job(self._next_job, rid, device, hosts), end_page - start_page))
+
+    def loaded_from_storage(self, request: EngineRequest) -> int:
+        """Return how many tokens of the load that was begun last came from storage for this request."""
+        return self._requests[request.request_id].storage_pages * self._layout.page_tokens
+
+    def finish(self, rid: str) -> bool:
+        """Forget a request that has ended. True: its blocks must stay until the workers say that its saves have ended.
+        """
+        with self._called():
+            tracked = self._requests.pop(rid, None)
+            if tracked is None:
+                return False
+            self.cache.abort(rid)
+            if tracked.saves:
+                self._release[rid] = tracked.saves
+                self._released.append(rid)
+            return bool(tracked.saves)
+
+    @property
+    def frees_blocks_soon(self) -> bool:
+        """True while a request that has ended waits for its saves."""
+        return bool(self._release)
+
+    # A step
+
+    def build_step(
+        self, step: EngineStep, block_ids: Callable[[str], Sequence[int] | None], resumed: Iterable[str]
+    ) -> Step:
+        """Return the orders of a step and take in what has ended. `block_ids` gives the blocks of a scheduled request;
+        `resumed` are the requests that run again after a preemption."""
+        with self._called():
+            self.cache.poll()
+            lost_blocks = {*resumed, *(step.preempted_req_ids or ())}
+            orders = Step(layerwise=self._layerwise)
+            saving = {job.rid for job in self._jobs.values() if isinstance(job.handle, HostWrite)}
+            for rid in saving & self._requests.keys():
+                if rid not in step.num_scheduled_tokens or rid in lost_blocks:
+                    orders.flush.append(rid)
+            orders.loads, self._loads = self._loads, []
+            orders.release, self._released = self._released, []
+            decoded = 0
+            for rid, tokens in step.num_scheduled_tokens.items():
+                tracked_request = self._requests.get(rid)
+                if tracked_request is None:
+                    continue
+                if tokens > 1:
+                    orders.prefill_tokens += tokens
+                else:
+                    decoded += 1
+                self._save(tracked_request, tracked_request.request.num_computed_tokens + tokens, block_ids, orders)
+            if (self._layerwise and orders.loads) or decoded > _DECODE_SHARE_MAX * orders.prefill_tokens:
+                orders.prefill_tokens = 0
+        if not step.num_scheduled_tokens:
+            time.sleep(_REST_S)
+        return orders
+
+    def report(self, report: Report) -> None:
+        """Take in what the workers have reported. A job ends once all of them have."""
+        with self._called():
+            if report.prefill is not None:
+                self.cache.record_prefill(*report.prefill)
+            for number, ended in report.jobs.items():
+                job = self._jobs.get(number)
+                if job is None:
+                    logger.warning("a worker reports the end of job %d, which is not in flight", number)
+                    continue
+                job.ended.ranks += ended.ranks
+                job.ended.seconds = max(job.ended.seconds, ended.seconds)
+                job.ended.failed |= ended.failed
+                if job.ended.ranks >= self._layout.ranks:
+                    del self._jobs[number]
+                    self._end(number, job)
+
+    def take_copied(self) -> list[Copied]:
+        """Return the copies that ended well since the last call."""
+        with self._lock:
+            copied, self._copied = self._copied, []
+        return copied
+
+    # The engine
+
+    def new_weights(self) -> None:
+        """Serve and store nothing from now on that was computed before.
+
+        The epoch is the time in nanoseconds: a count would begin again after a restart, and find the pages of other
+        weights that an earlier run had counted the same.
+        """
+        with self._called():
+            self.cache.update_weights(time.time_ns())
+
+    def close(self) -> None:
+        """Stop polling and close the cache. Copies in flight are abandoned."""
+        self._closing.set()
+        self._idle.join()
+        with self._lock:
+            self.cache.close()
+
+    # Inside
+
+    def _called(self) -> AbstractContextManager[object]:
+        self._called_s = time.monotonic()
+        return self._lock
+
+    def _poll_when_idle(self) -> None:
+        while not self._closing.wait(_IDLE_S):
+            if time.monotonic() - self._called_s < _IDLE_S:
+                continue
+            with self._lock:
+                if time.monotonic() - self._called_s >= _IDLE_S:
+                    self.cache.poll()
+
+    def _prompt_key(self, tracked: _Tracked) -> RadixKey:
+        """The pages that may be loaded: the last token is computed, since its logits are wanted."""
+        return self._key(tracked, (tracked.request.num_tokens - 1) // self._layout.page_tokens)
+
+    def _key(self, tracked: _Tracked, pages: int) -> RadixKey:
+        """The key of the first `pages` pages, fewer where vLLM has not hashed so many: the hash of a page is that of
+        its last block, which covers all blocks before it."""
+        per_page = self._layout.blocks_per_page
+        hashes = tracked.request.block_hashes
+        last = [hashes[block] for block in range(per_page - 1, min(len(hashes), pages * per_page), per_page)]
+        return RadixKey.of_hashes(last, extra_key=tracked.extra_key)
+
+    def _save(
+        self, tracked: _Tracked, tokens: int, block_ids: Callable[[str], Sequence[int] | None], orders: Step
+    ) -> None:
+        """Order to save the pages among the first `tokens` tokens that L2 lacks."""
+        request = tracked.request
+        pages = min(tokens // self._layout.page_tokens, len(request.block_hashes) // self._layout.blocks_per_page)
+        if pages <= tracked.tried_pages:
+            return
+        blocks = block_ids(request.request_id)
+        if blocks is None:
+            return
+        tracked.tried_pages = pages
+        write = self.cache.begin_write(request.request_id, self._key(tracked, pages))
+        if write is None:
+            return
+        hosts = self._host_blocks(write.host_pages)
+        begin = write.start_page * self._layout.blocks_per_page
+        job = Job(self._next_job, request.request_id, np.array(blocks[begin : begin + len(hosts)], np.int32), hosts)
+        orders.saves.append(self._open(request.request_id, write, job, len(write.host_pages)))
+        tracked.saves.add(job.id)
+
+    def _open(self, rid: str, handle: HostLoad | HostWrite | None, job: Job, pages: int) -> Job:
+        self._jobs[job.id] = _Open(rid, handle, pages)
+        self._next_job += 1
+        return job
+
+    def _end(self, number: int, job: _Open) -> None:
+        if isinstance(job.handle, HostLoad):
+            self.cache.end_load(job.handle, None if job.ended.failed else job.ended.seconds)
+        elif job.handle is not None:
+            self.cache.end_write(job.handle, complete=not job.ended.failed)
+            saves = self._requests[job.rid].saves if job.rid in self._requests else self._release.get(job.rid, set())
+            saves.discard(number)
+            if not saves:
+                self._release.pop(job.rid, None)
+        if job.handle is not None and not job.ended.failed:
+            self._copied.append(Copied(isinstance(job.handle, HostLoad), job.pages, job.ended.seconds))
+
+    def _host_blocks(self, pages: PageIds) -> PageIds:
+        """The host blocks of host pages, in order, int32."""
+        per_page = self._layout.blocks_per_page
+        blocks = pages.astype(np.int32)[:, None] * per_page + np.arange(per_page, dtype=np.int32)
+        return blocks.reshape(-1)

@@ -1,0 +1,221 @@
+"""A worker of vLLM: copies between its blocks and its part of the shared frames, as the scheduler's process says.
+
+It knows no page, no key and no storage. Per step, on the worker's one thread and in this order:
+
+    flush (before anything is overwritten) -> begin_step -> start_loads -> wait_layer per layer -> start_saves
+    -> collect
+
+A load or save begins behind the work that is queued on the current stream at that moment, so a load never overwrites
+blocks that an earlier forward reads, and a save reads what the forward has written. Copies run beside the next forwards.
+
+Invariant: the blocks of a save stay unchanged until it has ended. vLLM keeps the blocks of a request that has ended
+until `collect` names it, and `flush` waits for the saves of a request that loses its blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from ...errors import TransferError
+from ...tiers import CopyEngine, EngineBlocks, Fence, HostWindow, SharedHostPool, Transfer, create_copy_engine
+from .jobs import Ended, Job, Report, Step
+from .layout import BlockLayout
+
+logger = logging.getLogger(__name__)
+
+# A save that takes longer than this is stuck, and its blocks are about to be overwritten.
+_FLUSH_S_MAX = 120.0
+
+
+@dataclass(slots=True)
+class Collected:
+    """What has ended since the last step, for vLLM: requests whose load has ended, those of them whose load failed,
+    requests whose blocks may be freed, and device blocks that a layer-wise load has not filled.
+    """
+
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    released: set[str] = field(default_factory=set)
+    invalid_blocks: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    job: Job
+    transfer: Transfer | None  # None: lost, or not this rank's to save
+    layerwise: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.transfer is None or self.transfer.done()
+
+    @property
+    def failed(self) -> bool:
+        return self.job.lost if self.transfer is None else self.transfer.error is not None
+
+    @property
+    def ended(self) -> Ended:
+        seconds = None if self.transfer is None else self.transfer.seconds
+        return Ended(1, seconds or 0.0, self.failed)
+
+
+class WorkerSide:
+    """See the module's docstring. `layers` are the regions of each layer, as `EngineBlocks` takes them.
+
+    Raises InvalidInput for a layout in which a block is not one piece of memory, and for layers of another size than
+    the page has.
+    """
+
+    def __init__(
+        self, pool: SharedHostPool, layout: BlockLayout, rank: int, layers: list[list[torch.Tensor]]
+    ) -> None:
+        blocks = EngineBlocks(layers)
+        first, pieces = layout.window(rank)
+        self.pool = pool
+        self._layout = layout
+        self._saves_here = layout.saves(rank)
+        self._copies: CopyEngine = create_copy_engine(blocks, HostWindow(pool, first, pieces, layout.blocks_per_page))
+        self._device = blocks.device
+        self._loads: dict[int, _Copy] = {}
+        self._saves: dict[int, _Copy] = {}
+        self._waiting_release: set[str] = set()
+        self._timer = _ForwardTimer(blocks.device)
+        self._report = Report()
+        self._invalid_blocks: set[int] = set()
+
+    # Each step
+
+    def flush(self, step: Step) -> None:
+        """Block until the saves of the requests in `step.flush` have ended. Raises TransferError if one is stuck: what
+        it has copied cannot be told from what is written next."""
+        for rid in step.flush:
+            for copy in [copy for copy in self._saves.values() if copy.job.rid == rid]:
+                if copy.transfer is not None and not copy.transfer.wait(_FLUSH_S_MAX):
+                    raise TransferError(f"copy: a save has not ended within {_FLUSH_S_MAX:.0f} s; restart the engine")
+
+    def begin_step(self, step: Step) -> None:
+        """Begin to measure the forward of a step."""
+        self._timer.begin(step.prefill_tokens)
+
+    def start_loads(self, step: Step) -> None:
+        """Start the loads of a step. Does not block."""
+        for job in step.loads:
+            transfer = None if job.lost else self._submit(self._copies.load, job.host_blocks, job.blocks)
+            self._loads[job.id] = _Copy(job, transfer, step.layerwise)
+
+    def wait_layer(self, layer: int) -> None:
+        """Order the forward behind the layer-wise loads of `layer`; on the CPU, block until it has arrived.
+
+        A load that failed does not raise: its blocks are reported as invalid, and vLLM computes them again.
+        """
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        for copy in self._loads.values():
+            if copy.layerwise and copy.transfer is not None:
+                try:
+                    copy.transfer.wait_layer(layer, stream)
+                except TransferError as error:
+                    self._invalidate(copy, error)
+
+    def start_saves(self, step: Step) -> None:
+        """End the measured forward and start the saves of a step. Does not block."""
+        self._timer.end()
+        for job in step.saves:
+            transfer = self._submit(self._copies.backup, job.blocks, job.host_blocks) if self._saves_here else None
+            self._saves[job.id] = _Copy(job, transfer)
+
+    def collect(self, step: Step) -> Collected:
+        """Take in all copies that have ended. Does not block."""
+        found = Collected()
+        for copy in self._take_ended(self._loads):
+            if not copy.layerwise:
+                found.received.add(copy.job.rid)
+                if copy.failed:
+                    found.failed.add(copy.job.rid)
+            elif copy.failed:
+                self._invalidate(copy, None if copy.transfer is None else copy.transfer.error)
+        for _ in self._take_ended(self._saves):
+            pass
+        self._waiting_release.update(step.release)
+        busy = {copy.job.rid for copy in self._saves.values()}
+        found.released = self._waiting_release - busy
+        self._waiting_release &= busy
+        found.invalid_blocks, self._invalid_blocks = self._invalid_blocks, set()
+        return found
+
+    def take_report(self) -> Report | None:
+        """Return what has ended since the last call, None for nothing."""
+        measured = self._timer.take()
+        if measured is not None:
+            self._report.prefill = measured
+        if not self._report.jobs and self._report.prefill is None:
+            return None
+        report, self._report = self._report, Report()
+        return report
+
+    def close(self, timeout_s: float) -> bool:
+        """End the copies; False if one is still running after `timeout_s`."""
+        return self._copies.close(timeout_s)
+
+    # Inside
+
+    def _take_ended(self, copies: dict[int, _Copy]) -> Iterable[_Copy]:
+        for number in [number for number, copy in copies.items() if copy.done]:
+            copy = copies.pop(number)
+            self._report.jobs[number] = copy.ended
+            if copy.transfer is not None and copy.transfer.error is not None:
+                logger.warning("a copy of %d blocks failed: %s", len(copy.job.blocks), copy.transfer.error)
+            yield copy
+
+    def _submit(self, copy: Callable[..., Transfer], source: object, target: object) -> Transfer:
+        return copy(source, target, after=self._fence())
+
+    def _fence(self) -> Fence | None:
+        """A point behind all that is queued on the current stream; on the CPU the forward has computed already."""
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
+    def _invalidate(self, copy: _Copy, error: TransferError | None) -> None:
+        self._invalid_blocks.update(copy.job.blocks.tolist())
+        logger.warning("a load of %d blocks failed, they are computed again: %s", len(copy.job.blocks), error)
+
+
+class _ForwardTimer:
+    """Measures forwards over prompt tokens: on CUDA with events of the stream, which are read once they have passed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tokens = 0
+        self._begun_s = 0.0
+        self._begun: torch.cuda.Event | None = None
+        self._measured: tuple[int, float] | None = None
+        self._pending: tuple[int, torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def begin(self, tokens: int) -> None:
+        self._tokens = tokens
+        if tokens and self._device.type == "cuda":
+            self._begun = self._mark()
+        elif tokens:
+            self._begun_s = time.perf_counter()
+
+    def end(self) -> None:
+        if self._tokens and self._begun is not None:
+            self._pending = (self._tokens, self._begun, self._mark())
+        elif self._tokens:
+            self._measured = (self._tokens, time.perf_counter() - self._begun_s)
+        self._tokens, self._begun = 0, None
+
+    def take(self) -> tuple[int, float] | None:
+        if self._pending is not None and self._pending[2].query():
+            tokens, begun, ended = self._pending
+            self._measured, self._pending = (tokens, begun.elapsed_time(ended) / 1e3), None
+        measured, self._measured = self._measured, None
+        return measured
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
