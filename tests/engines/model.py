@@ -1,0 +1,57 @@
+"""Small models with random weights, saved as an engine reads them.
+
+`INITIALIZER_RANGE` makes attention matter: with the usual 0.02 a model answers the same tokens with any KV, and each
+comparison of tokens would pass.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+
+INITIALIZER_RANGE = 0.15
+VOCABULARY = 1024
+LAYERS = 4
+KV_HEADS = 2
+HEAD_DIM = 32
+# In a hybrid model, all layers but the last see no more tokens than this.
+WINDOW = 128
+_HIDDEN = 128
+_POSITIONS_MAX = 4096
+
+
+def save_model(folder: Path, *, seed: int = 0, hybrid: bool = False) -> Path:
+    """Save a Llama and return `folder`. With `hybrid` it is a Gemma 3 whose layers have a sliding window but for the last.
+
+    The same arguments give the same bytes, in float32; an engine converts them to the type of its `dtype`. There is no
+    tokenizer: engines are asked with token ids.
+    """
+    with warnings.catch_warnings():  # of transformers and of what it imports
+        warnings.simplefilter("ignore")
+        from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig  # noqa: PLC0415
+
+        config = (Gemma3TextConfig if hybrid else LlamaConfig)(
+            vocab_size=VOCABULARY,
+            hidden_size=_HIDDEN,
+            intermediate_size=2 * _HIDDEN,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=2 * KV_HEADS,
+            num_key_value_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            max_position_embeddings=_POSITIONS_MAX,
+            initializer_range=INITIALIZER_RANGE,
+            tie_word_embeddings=False,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+            **({"sliding_window": WINDOW, "query_pre_attn_scalar": HEAD_DIM} if hybrid else {}),
+        )
+        if hybrid:
+            config.layer_types = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(folder)
+    return folder
