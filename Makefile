@@ -2,6 +2,7 @@
 #
 #   make demo    a small model served with and without the cache
 #   make test    check, then all tests, on JOBS (default 2) cores
+#   make test-engines  the tests with real engines, vLLM and SGLang, in .venv-engines beside .venv
 #   make quick   after each change: ruff, and the tests without servers and without long ones, in under 90 s on two cores
 #   make check   ruff, mypy and the import layers
 #   make soak    all tests, the random ones for longer: SOAK_FACTOR (default 20) times as many examples and seeds
@@ -11,7 +12,7 @@
 #   make wheel   what an index accepts, in DIST (default dist): source, a pure wheel, and one with the native helper
 #   make bench   the benchmarks, as ratios; PEER=DIR adds SGLang's tree core from its unpacked wheel
 #   make gpu     the tests and benchmarks that need a CUDA device
-#   make clean   removes .venv, caches and what the demo left behind
+#   make clean   removes .venv, .venv-engines, caches and what the demo left behind
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -20,6 +21,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+ENGINES := .venv-engines
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # With this set, each process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -33,13 +35,17 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 
-.PHONY: demo test quick check soak hostile faults bench gpu docs wheel clean
+.PHONY: demo test test-engines quick check soak hostile faults bench gpu docs wheel clean
 
 demo: $(VENV)/.demo-stamp
 	$(BIN)/hicache demo $(DEMO_ARGS)
 
 test: check
 	$(PYTEST) $(PYTEST_ARGS)
+
+# One process after another: an engine takes all cores.
+test-engines: $(ENGINES)/.stamp
+	$(ENGINES)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
 
 quick: $(VENV)/.test-stamp
 	$(BIN)/ruff check .
@@ -89,7 +95,7 @@ wheel: $(VENV)/.test-stamp
 	$(BIN)/twine check --strict $(DIST)/hicache-*
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist demo-data replay-data .demo
+	rm -rf $(VENV) $(ENGINES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist demo-data replay-data .demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.demo-stamp: pyproject.toml constraints.txt hatch_build.py native/pack_token_ids.c | $(BIN)/python
@@ -103,6 +109,17 @@ $(VENV)/.test-stamp: pyproject.toml constraints.txt hatch_build.py native/pack_t
 	$(PIP_INSTALL) -e ".[engine,redis,s3,mooncake-cpu,daemon,events,compression,dev-servers,dev]"
 	$(BIN)/python -m hicache.devservers.install_libraries || echo "the tests that need them will fail until then" >&2
 	touch $@ $(VENV)/.demo-stamp
+
+# Sees the packages of .venv, so that torch is there once, and adds those of the engines. hicache is imported from here.
+$(ENGINES)/.stamp: constraints.txt $(wildcard tests/engines/requirements-*.txt) | $(VENV)/.test-stamp
+	@trap '[ $$? = 0 ] || echo "the engines could not be installed into $(ENGINES): their tests did not run" >&2' EXIT
+	echo "installing vLLM and SGLang into $(ENGINES): 1.5 GB, some minutes the first time"
+	$(BIN)/python -m venv --clear $(ENGINES)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+	  > "$$($(ENGINES)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  $(patsubst %,-r %,$(filter-out constraints.txt,$^))
+	touch $@
 
 # Debian and Ubuntu ship Python without the part that makes environments, and a failed attempt leaves half of one.
 $(BIN)/python:

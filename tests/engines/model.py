@@ -23,7 +23,7 @@ _POSITIONS_MAX = 4096
 
 
 def save_model(folder: Path, *, seed: int = 0, hybrid: bool = False) -> Path:
-    """Save a Llama and return `folder`. With `hybrid` it is a Gemma 3 whose layers have a sliding window but for the last.
+    """Save a Llama, or with `hybrid` a Gemma 3 with a sliding window in each layer but the last. Return `folder`.
 
     The same arguments give the same bytes, in float32; an engine converts them to the type of its `dtype`. There is no
     tokenizer: engines are asked with token ids.
