@@ -46,6 +46,7 @@ def engine_environ(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # or a start compiles C++ for 15 s
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **(extra or {}),

@@ -1,0 +1,31 @@
+"""A process without an engine that fails in all the ways an engine can. For test_process.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing import shared_memory
+from typing import Any
+
+from .process import serve
+
+
+def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
+    if "error" in options:
+        raise ValueError(options["error"])
+    left = shared_memory.SharedMemory(create=True, size=4096)
+    child = subprocess.Popen(["sleep", "600"])
+    print("some words on stdout")
+    return {
+        "left": lambda: [left.name, child.pid],
+        "echo": lambda value: value,
+        "raise": lambda: 1 // 0,
+        "die": lambda: os._exit(9),
+        "hang": lambda: time.sleep(600),
+    }
+
+
+if __name__ == "__main__":
+    serve(start)

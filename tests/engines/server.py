@@ -1,0 +1,75 @@
+"""An engine's own HTTP server, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from hicache.devservers.ports import LOOPBACK, free_ports
+from tests.waiting import wait_for
+
+from .process import CALL_TIMEOUT_S, START_TIMEOUT_S, EngineFailed, ProcessTree, engine_environ
+
+
+class EngineServer(ProcessTree):
+    """`command` with `--host` and `--port`, until it answers /health. Returns when it does.
+
+    The failures of a request are EngineFailed, with the end of the log.
+    """
+
+    def __init__(self, command: Sequence[str], *, folder: Path, environ: Mapping[str, str] | None = None) -> None:
+        (self.port,) = free_ports(1)
+        super().__init__(
+            [*command, "--host", LOOPBACK, "--port", str(self.port)], folder=folder, environ=engine_environ(environ)
+        )
+        try:
+            wait_for(lambda: self.healthy() or not self.running(), timeout_s=START_TIMEOUT_S, pause_s=0.1)
+            if not self.running():
+                raise EngineFailed(f"the server did not start\n{self.tail()}")
+        except BaseException:
+            self.kill()
+            raise
+
+    def healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{LOOPBACK}:{self.port}/health", timeout=CALL_TIMEOUT_S) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def get(self, path: str) -> str:
+        """The answer of a GET, such as /metrics."""
+        return self._request(path, None)
+
+    def post(self, path: str, **body: object) -> Any:
+        """The answer of a POST of JSON, as JSON gives it."""
+        return json.loads(self._request(path, json.dumps(body).encode()))
+
+    def close(self) -> None:
+        """End the server as its user would, and what it leaves with force."""
+        self.terminate()
+        self.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _request(self, path: str, body: bytes | None) -> str:
+        request = urllib.request.Request(
+            f"http://{LOOPBACK}:{self.port}{path}", data=body, headers={"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=CALL_TIMEOUT_S) as answer:
+                return bytes(answer.read()).decode()
+        except OSError as error:
+            reply = error.read().decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
+            raise EngineFailed(f"{path}: {error} {reply}\n{self.tail()}") from error
