@@ -53,8 +53,8 @@ def model_identity(where: str, extra: Mapping[str, object] | None, model: str, c
     """Return what names the weights of `model` in a namespace: the entry `model` of `extra`, the fingerprint of a local
     folder, or the name on a hub with the commit of its snapshot.
 
-    Blocks while the weights of a folder are read the first time. Raises ConfigError if none of the three is known: pages
-    of two models would mix.
+    Blocks while the weights of a folder are read the first time. Raises ConfigError if none of the three is known,
+    because pages of two models would mix.
     """
     named = None if extra is None else extra.get("model")
     if named is not None:
@@ -64,6 +64,6 @@ def model_identity(where: str, extra: Mapping[str, object] | None, model: str, c
     if commit:
         return f"{model}@{commit}"
     raise ConfigError(
-        f"{where}: the weights of {model!r} have no folder and no commit to tell them by; add the option 'model' with a "
-        "name that changes whenever the weights do"
+        f"{where}: the weights of {model!r} have no folder and no commit to tell them by; add the option 'model' with "
+        "a name that changes whenever the weights do"
     )

@@ -119,7 +119,7 @@ class Engine:
         platform = current_platform.device_type
         if platform == "cpu":  # its kernels pack K as the instruction set wants it
             platform += f":{torch.backends.cpu.get_cpu_capability()}"
-        order = sorted(range(1, cache.ndim), key=lambda dim: -cache.stride(dim))
+        order = sorted(range(1, cache.ndim), key=cache.stride().__getitem__, reverse=True)
         form = f"{'+'.join(names)} {cache.dtype} {list(cache.shape[1:])} order={order} on {platform}"
         return WorkerLayout(form, pool.identity)
 

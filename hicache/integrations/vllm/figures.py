@@ -38,7 +38,7 @@ class CopyStats(KVConnectorStats):
         return cls(data=data) if data else None
 
     def reset(self) -> None:
-        self.data = {}
+        self.data.clear()
 
     def is_empty(self) -> bool:
         return not self.data

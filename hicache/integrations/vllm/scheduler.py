@@ -337,5 +337,5 @@ class SchedulerSide:
     def _host_blocks(self, pages: PageIds) -> PageIds:
         """The host blocks of host pages, in order, int32."""
         per_page = self._layout.blocks_per_page
-        blocks = pages.astype(np.int32)[:, None] * per_page + np.arange(per_page, dtype=np.int32)
-        return blocks.reshape(-1)
+        blocks = np.add.outer(pages * per_page, np.arange(per_page))
+        return blocks.reshape(-1).astype(np.int32)

@@ -5,8 +5,8 @@ It knows no page, no key and no storage. Per step, on the worker's one thread an
     flush (before anything is overwritten) -> begin_step -> start_loads -> wait_layer per layer -> start_saves
     -> collect
 
-A load or save begins behind the work that is queued on the current stream at that moment, so a load never overwrites
-blocks that an earlier forward reads, and a save reads what the forward has written. Copies run beside the next forwards.
+A load or save begins behind the work that is queued on the current stream at that moment. So a load never overwrites
+blocks that an earlier forward reads, and a save reads what the forward has written. Copies run beside later forwards.
 
 Invariant: the blocks of a save stay unchanged until it has ended. vLLM keeps the blocks of a request that has ended
 until `collect` names it, and `flush` waits for the saves of a request that loses its blocks.
@@ -209,13 +209,13 @@ class _ForwardTimer:
         self._tokens, self._begun = 0, None
 
     def take(self) -> tuple[int, float] | None:
-        if self._pending is not None and self._pending[2].query():
+        if self._pending is not None and self._pending[2].query():  # type: ignore[no-untyped-call]
             tokens, begun, ended = self._pending
             self._measured, self._pending = (tokens, begun.elapsed_time(ended) / 1e3), None
         measured, self._measured = self._measured, None
         return measured
 
     def _mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
