@@ -1,0 +1,172 @@
+"""HiCacheTier: a secondary tier of vLLM's TieringOffloadingSpec over a ChunkTier.
+
+vLLM makes it in the scheduler's process, calls it on the scheduler's thread alone, and says nothing of new weights but
+by `drain_jobs`: it calls that only before it resets its caches, as it does for new weights, for sleep and on request.
+
+Written against vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+from vllm import __version__ as vllm_version
+from vllm.platforms import current_platform
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from ...backends.base import StorageBackend
+from ...backends.opening import StorageOpener
+from ...errors import ConfigError
+from ...geometry import DTYPE_BYTES
+from ...keys import Namespace
+from ..options import engine_config
+from .identity import ChunkGroup, ChunkLayout, chunk_keys, model_identity
+from .tier import ChunkTier
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+logger = logging.getLogger(__name__)
+
+_WHERE = "secondary_tiers of kv_connector_extra_config"
+
+
+class HiCacheTier(SecondaryTierManager):
+    """See the module's docstring. Options of its entry in `secondary_tiers`:
+
+    `config` names HiCache's configuration, a file; of it, storage, storage_format, integrity, transfer and prefetch
+    count here. `model` identifies the weights in place of the model's folder or name. `in_place` moves chunks without a
+    copy: a store that hangs then holds the requests that wait for it, and `reset_cache`. `locality` is for vLLM.
+
+    Raises ConfigError for options and a configuration that do not fit, BackendError if storage cannot be opened.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(  # noqa: PLR0917 - vLLM's arguments, and the options
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        config: str | None = None,
+        model: str | None = None,
+        in_place: bool = False,
+        locality: str | None = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = None if locality is None else Locality(locality)
+        layout = chunk_layout(offloading_spec, self.block_size_bytes)
+        options = engine_config(_WHERE, {"config": config}, layout.chunk_tokens, whole_page=True)
+        if options.storage is None:
+            raise ConfigError("storage: the configuration has none, and a tier of vLLM is nothing else; add it")
+        name = offloading_spec.config.model.name
+        identity = model_identity(name, model)
+        if identity.startswith("name:"):
+            logger.warning(
+                "vllm tier: the name %s alone identifies the weights in storage; if they can change under that name, "
+                "serve a local folder, or set `model` in %s", name, _WHERE,
+            )  # fmt: skip
+        opener = StorageOpener(options, element_bytes=DTYPE_BYTES.get(layout.dtype))
+
+        def open_namespace(namespace: Namespace) -> StorageBackend:
+            codec = opener.codec(
+                namespace.digest, layout.chunk_bytes, weights_epoch=namespace.weights_epoch, label=name
+            )
+            return opener.open(codec)
+
+        self._tier = ChunkTier(
+            options, layout.namespace(identity, name), primary_kv_view.cast("B"), open_namespace, _key_of,
+            in_place=in_place,
+        )  # fmt: skip
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """See vLLM's SecondaryTierManager."""
+        found = self._tier.lookup(key, req_context.req_id)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """See vLLM's SecondaryTierManager."""
+        self._tier.store(job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids.tolist())
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """See vLLM's SecondaryTierManager."""
+        self._tier.load(job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids.tolist())
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """See vLLM's SecondaryTierManager."""
+        return [
+            JobResult(
+                job_id=ended.number,
+                success=ended.is_complete,
+                successful_keys=[OffloadKey(name) for name in ended.names],
+                transfer_time=ended.seconds,
+                transfer_bytes=len(ended.names) * self.block_size_bytes,
+            )
+            for ended in self._tier.ended()
+        ]
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """See vLLM's SecondaryTierManager: chunks are stored as they are computed."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """See vLLM's SecondaryTierManager."""
+        self._tier.forget(req_context.req_id)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """See vLLM's SecondaryTierManager."""
+        self._tier.step()
+
+    def drain_jobs(self) -> None:
+        """See vLLM's SecondaryTierManager. Also leaves what is stored: the weights may be others now."""
+        self._tier.reset(secrets.token_hex(8))
+
+    def shutdown(self) -> None:
+        """See vLLM's SecondaryTierManager. Blocks for `transfer.shutdown_deadline` at most."""
+        self._tier.close()
+
+
+def chunk_layout(spec: OffloadingSpec, chunk_bytes: int) -> ChunkLayout:
+    """Return how the engine of `spec` lays out its chunks, rows of `chunk_bytes` of its primary tier."""
+    config = spec.config
+    parallel = config.parallel
+    return ChunkLayout(
+        engine=f"vllm/{vllm_version}/{current_platform.device_type}",
+        dtype=config.model.dtype,
+        kv_layout=str(config.kv_cache_layout),
+        groups=tuple(
+            ChunkGroup(group.group_id, group.tokens_per_block, tuple(group.layer_names)) for group in config.groups
+        ),
+        chunk_bytes=chunk_bytes,
+        chunk_blocks=config.cache.blocks_per_chunk,
+        hash_tokens=config.cache.tokens_per_hash,
+        is_canonical=config.canonical_layout,
+        is_replicated=config.replicated_layout,
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+        cp_size=parallel.pcp_size,
+        dcp_size=parallel.dcp_size,
+    )
+
+
+def _key_of(name: bytes) -> bytes:
+    """Return the page key of a chunk. REQUIRES: a request was seen; vLLM has made its root hash by then."""
+    root: bytes = kv_cache_utils.NONE_HASH
+    return chunk_keys(root)(name)

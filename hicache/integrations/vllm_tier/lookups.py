@@ -1,0 +1,103 @@
+"""LookupTable: which chunks storage has, as far as requests that are not finished have asked.
+
+vLLM asks for single chunks, again in each step until it has an answer, and may not be kept waiting. So a new question
+is noted, the questions of one step go to a thread together, and their answers are read in a later step.
+
+    asked -> (answer of the thread) -> known      a hit or a miss, kept as long as a request that has asked lives
+    asked -> (patience is over)     -> known      a miss: storage does not answer
+    known -> (`mark`)               -> known      a read has failed, or a chunk was stored
+
+A failed read makes a miss of a hit, or vLLM would promote the chunk again in each step, without end.
+
+Locking design: everything is the scheduler's, but the thread of a `Batch` writes its `answers` before it is settled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from ...errors import InvariantError
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """One chunk: `found` is None while it is not known."""
+
+    found: bool | None
+    asked_s: float
+    requests: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """The new questions of one step, and their answers, as many as there are."""
+
+    questions: list[tuple[bytes, Question]]
+    deadline_s: float
+    answers: list[bool] = field(default_factory=list)
+
+
+class LookupTable:
+    """See the module's docstring. `patience_s` is how long a request waits for an answer.
+
+    Invariant: a chunk is in the table exactly while a request that asked for it is not finished.
+    """
+
+    def __init__(self, patience_s: float, clock: Callable[[], float]) -> None:
+        self._patience_s = patience_s
+        self._clock = clock
+        self._questions: dict[bytes, Question] = {}
+        self._of_request: dict[str, set[bytes]] = {}
+        self._new: list[tuple[bytes, Question]] = []
+
+    def ask(self, name: bytes, request: str) -> bool | None:
+        """Return whether chunk `name` is stored, None as long as that is not known."""
+        question = self._questions.get(name)
+        if question is None:
+            question = self._questions[name] = Question(None, self._clock())
+            self._new.append((name, question))
+        elif question.found is None and self._clock() - question.asked_s > self._patience_s:
+            question.found = False
+        if request not in question.requests:
+            question.requests.add(request)
+            self._of_request.setdefault(request, set()).add(name)
+        return question.found
+
+    def take_new(self) -> Batch | None:
+        """Return the questions since the last call, None if there are none."""
+        new, self._new = self._new, []
+        return Batch(new, self._clock() + self._patience_s) if new else None
+
+    def settle(self, batch: Batch) -> None:
+        """Take over the answers of a batch. Questions without one are misses; one that is known stays as it is."""
+        answers = batch.answers + [False] * (len(batch.questions) - len(batch.answers))
+        for (_, question), answer in zip(batch.questions, answers, strict=True):
+            if question.found is None:
+                question.found = answer
+
+    def mark(self, names: Iterable[bytes], found: bool) -> None:
+        """Set what is known of chunks that are in the table."""
+        for name in names:
+            question = self._questions.get(name)
+            if question is not None:
+                question.found = found
+
+    def forget(self, request: str) -> None:
+        """Release a finished request."""
+        for name in self._of_request.pop(request, ()):
+            question = self._questions[name]
+            question.requests.discard(request)
+            if not question.requests:
+                del self._questions[name]
+
+    def refuse_all(self) -> None:
+        """Make a miss of every chunk in the table."""
+        self.mark(list(self._questions), found=False)
+        self._new.clear()
+
+    def check(self) -> None:
+        """Raise InvariantError if the invariant does not hold."""
+        named = {name for names in self._of_request.values() for name in names}
+        if named != set(self._questions) or not all(question.requests for question in self._questions.values()):
+            raise InvariantError(f"lookups: {len(self._questions)} chunks, but requests have asked for {len(named)}")

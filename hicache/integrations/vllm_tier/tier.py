@@ -1,0 +1,415 @@
+"""ChunkTier: HiCache's storage below the host memory of an engine that moves single chunks.
+
+    lookup      a thread asks storage for the chunks of a step, a later step has the answers (see `lookups`)
+    promotion   storage to host memory; each chunk that arrived counts, also behind one that did not
+    cascade     host memory to storage; a chunk that could not be stored is lost
+
+All that can go wrong with storage ends as a miss or as a chunk that is not stored. A job ends for the engine when its
+thread has ended it, or when it hangs: then it is left to its thread (see `jobs`).
+
+Locking design: the engine's scheduler thread makes every call but those under "On the threads", and owns all fields.
+Threads get a job or a batch of questions, and hand it back through one `SimpleQueue`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import queue
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from ...backends.base import GetOutcome, SetOutcome, StorageBackend
+from ...backends.guard import Direction
+from ...config import HiCacheConfig
+from ...controller.gate import OpenStore, StorageGate
+from ...errors import BackendError, BackendUnavailable
+from ...frame import PageBuffer
+from ...keys import Namespace
+from ...logs import LimitedLog
+from ...supervised import SupervisedPool
+from .jobs import ChunkRows, Job, batches
+from .lookups import Batch, LookupTable
+
+logger = logging.getLogger(__name__)
+OpenNamespace: TypeAlias = Callable[[Namespace], StorageBackend]
+_Beat: TypeAlias = Callable[[], None]
+
+# How long after its deadline a call counts as hung: backends check their deadline between pages.
+GRACE_S = 0.25
+# A thread in such a call gets a substitute somewhat later.
+_STUCK_GRACE_S = 2.0
+# Dead and stuck threads are looked for this often.
+_SUPERVISE_EVERY_S = 0.1
+# A promotion may take this long where `prefetch.policy` sets no time: the engine waits for it.
+_PROMOTION_S_MAX = 60.0
+# Part of the host memory that may wait to be stored where `transfer.store_host_share` is not set. The engine cannot
+# take its rows back, so the bound protects what it has in host memory.
+_STORE_SHARE = 0.25
+# The memory that the gate registers with a store: none of the engine's, because no store moves pages in parts through
+# registered memory.
+_NOT_REGISTERED = memoryview(bytearray(4096))
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A job that has ended for the engine: the `names` of the chunks that were read or stored, of `count`."""
+
+    number: int
+    names: Sequence[bytes]
+    count: int
+    seconds: float
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all chunks were read, or stored."""
+        return len(self.names) == self.count
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """The questions of a step, and the store that they are put to."""
+
+    batch: Batch
+    store: OpenStore
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """Totals of chunks since start, and jobs that were left because they hang."""
+
+    looked_up: int
+    found: int
+    promoted: int
+    not_promoted: int
+    stored: int
+    not_stored: int
+    left_jobs: int
+
+
+class ChunkTier:
+    """See the module's docstring. `memory` is the engine's host memory, in rows of `namespace.shape.payload_bytes`.
+
+    `open_namespace` opens the store for a namespace; it is called here, and on a worker where the store is not there
+    yet. `key_of` derives the page key of a chunk from its name. `in_place` moves chunks without a copy, for the price
+    that `jobs` names. Raises ConfigError and BackendError if storage cannot be opened, but not for one that is
+    unavailable: that is opened later.
+    """
+
+    def __init__(
+        self,
+        config: HiCacheConfig,
+        namespace: Namespace,
+        memory: memoryview,
+        open_namespace: OpenNamespace,
+        key_of: Callable[[bytes], bytes],
+        *,
+        in_place: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        transfer = config.transfer
+        self._config, self._namespace, self._open_namespace = config, namespace, open_namespace
+        self._key_of, self._in_place, self._clock = key_of, in_place, clock
+        self._batch_pages = transfer.storage_batch_pages
+        self._rows = ChunkRows(memory, namespace.shape.payload_bytes, self._batch_pages)
+        self._stores_max = int(self._rows.count * (transfer.store_host_share or _STORE_SHARE))
+        patience_s = min(config.prefetch.timeout_base, transfer.storage_deadline)
+        self._lookups = LookupTable(patience_s, clock)
+        self._gate = StorageGate(_NOT_REGISTERED, SupervisedPool, clock)
+        self._log = LimitedLog(logger)
+        self._jobs: dict[int, Job] = {}  # in flight for the engine
+        self._stores_queued = 0  # chunks of the stores among them
+        self._ended: list[Ended] = []  # not reported yet
+        self._finished: queue.SimpleQueue[Job | _Asked] = queue.SimpleQueue()
+        self._supervise_at = 0.0
+        self._looked_up = self._found = self._left_jobs = 0
+        self._done = dict.fromkeys(Direction, 0)
+        self._not_done = dict.fromkeys(Direction, 0)
+        try:
+            self._gate.start(open_namespace(namespace))
+        except BackendUnavailable as error:
+            logger.warning("storage is not open yet; the tier starts without it and tries again: %s", error)
+            self._gate.replace(functools.partial(open_namespace, namespace))
+        deadline_s = transfer.storage_deadline
+        self._askers: SupervisedPool[_Asked] = SupervisedPool(
+            "tier-lookup", transfer.lookup_workers, handle=self._answer, acknowledge=self._finished.put,
+            patience_s=patience_s + _STUCK_GRACE_S,
+        )  # fmt: skip
+        self._pools: dict[Direction, SupervisedPool[Job]] = {
+            direction: SupervisedPool(
+                f"tier-{direction}", threads, handle=handle, fail=_fail, acknowledge=self._finished.put,
+                patience_s=deadline_s + _STUCK_GRACE_S,
+            )
+            for direction, threads, handle in (
+                (Direction.READ, transfer.io_workers, self._read),
+                (Direction.WRITE, transfer.backup_workers, self._write),
+            )
+        }  # fmt: skip
+
+    # Each step of the engine
+
+    def lookup(self, name: bytes, request: str) -> bool | None:
+        """Return whether chunk `name` is stored, None as long as that is not known. Does not block.
+
+        False at once while storage is closed.
+        """
+        if not self._gate.may(Direction.READ):
+            return False
+        self._take_finished()
+        return self._lookups.ask(name, request)
+
+    def load(self, number: int, names: Sequence[bytes], rows: Sequence[int]) -> None:
+        """Read chunks into rows of the engine's memory. Does not block; job `number` comes out of `ended`."""
+        limit_s, prefetch = _PROMOTION_S_MAX, self._config.prefetch
+        if prefetch.policy == "timeout":
+            tokens = len(names) * self._namespace.shape.tokens
+            limit_s = prefetch.timeout_base + prefetch.timeout_per_1024_tokens / 1024 * tokens
+        self._submit(Direction.READ, number, names, rows, self._clock() + limit_s)
+
+    def store(self, number: int, names: Sequence[bytes], rows: Sequence[int]) -> None:
+        """Store chunks from rows of the engine's memory; as `load`. Beyond the bound on what waits, and while storage
+        is closed, nothing is stored."""
+        if self._stores_queued and self._stores_queued + len(names) > self._stores_max:
+            self._log.warn("queue", "vllm tier: %d chunks wait to be stored, at most %d may; chunks are not stored",
+                           self._stores_queued, self._stores_max)  # fmt: skip
+            self._end(Direction.WRITE, number, names, [], 0.0)
+            return
+        self._submit(Direction.WRITE, number, names, rows, math.inf)
+
+    def _submit(
+        self, direction: Direction, number: int, names: Sequence[bytes], rows: Sequence[int], deadline_s: float
+    ) -> None:
+        if not self._gate.may(direction):
+            self._end(direction, number, names, [], 0.0)
+            return
+        keys = [self._key_of(name) for name in names]
+        job = Job(number, direction, names, keys, rows, self._gate.enter(), deadline_s, deadline_s + GRACE_S)
+        self._jobs[number] = job
+        self._stores_queued += len(names) if direction is Direction.WRITE else 0
+        self._pools[direction].submit(job)
+
+    def ended(self) -> list[Ended]:
+        """Return the jobs that have ended since the last call. Does not block."""
+        self._take_finished()
+        self._leave(before_s=self._clock())
+        ended, self._ended = self._ended, []
+        return ended
+
+    def step(self) -> None:
+        """Ask storage what `lookup` does not know yet, and look after stores and threads. Once per step of the engine;
+        does not block."""
+        self._gate.settle(self._gate.offer())
+        batch = self._lookups.take_new()
+        if batch is not None:
+            self._looked_up += len(batch.questions)
+            if self._gate.may(Direction.READ):
+                self._askers.submit(_Asked(batch, self._gate.enter()))
+            else:
+                self._lookups.settle(batch)
+        if self._clock() >= self._supervise_at:
+            self._supervise_at = self._clock() + _SUPERVISE_EVERY_S
+            self._gate.advance()
+            for pool in (self._askers, *self._pools.values()):
+                pool.supervise()
+
+    def forget(self, request: str) -> None:
+        """Release a finished request."""
+        self._lookups.forget(request)
+
+    def _take_finished(self) -> None:
+        for _ in range(self._finished.qsize()):
+            self._take(self._finished.get_nowait())
+
+    def _take(self, finished: Job | _Asked) -> None:
+        finished.store.in_flight -= 1
+        if isinstance(finished, _Asked):
+            self._found += sum(finished.batch.answers)
+            self._lookups.settle(finished.batch)
+            return
+        if finished.is_left:
+            return
+        if finished.failed:
+            self._gate.failed(finished.direction)
+        elif finished.done:
+            self._gate.succeeded(finished.direction)
+        self._report(finished)
+
+    def _report(self, job: Job) -> None:
+        del self._jobs[job.number]
+        self._stores_queued -= len(job.names) if job.direction is Direction.WRITE else 0
+        self._end(job.direction, job.number, job.names, job.done, job.seconds)
+
+    def _end(
+        self, direction: Direction, number: int, names: Sequence[bytes], done: Sequence[int], seconds: float
+    ) -> None:
+        succeeded = [names[position] for position in done]
+        self._done[direction] += len(succeeded)
+        self._not_done[direction] += len(names) - len(succeeded)
+        if direction is Direction.WRITE:
+            self._lookups.mark(succeeded, found=True)
+        elif len(succeeded) < len(names):
+            self._lookups.mark(set(names).difference(succeeded), found=False)
+        self._ended.append(Ended(number, succeeded, len(names), seconds))
+
+    def _leave(self, before_s: float) -> None:
+        """Leave the jobs that hang at this time to their threads; not where storage has the engine's rows itself."""
+        if self._in_place:
+            return
+        for job in [job for job in self._jobs.values() if job.hung_at_s <= before_s]:
+            if job.lock.acquire(blocking=False):  # else its thread copies a page: it does not hang
+                job.is_left = True
+                job.lock.release()
+                self._left_jobs += 1
+                self._gate.failed(job.direction)
+                self._log.warn("hung", "vllm tier: storage hangs in a %s of %d chunks; they count as a miss",
+                               job.direction, len(job.names))  # fmt: skip
+                self._report(job)
+
+    # Rarely
+
+    def reset(self, nonce: str) -> None:
+        """End all jobs, and go on with storage under a namespace that nothing else has: the weights may be others now.
+        `nonce` names it.
+
+        Blocks, at most for `transfer.shutdown_deadline` if chunks are copied. In place it waits for each call in
+        flight, however long that takes, because a store may still write to rows that get other chunks next.
+        """
+        self._cancel(self._jobs.values())
+        deadline_s = self._clock() + self._config.transfer.shutdown_deadline
+        while self._jobs:
+            try:
+                self._take(self._finished.get(timeout=0.05))
+            except queue.Empty:
+                if self._clock() >= deadline_s:
+                    self._leave(before_s=math.inf)
+                    self._log.warn("reset", "vllm tier: the reset waits for %d jobs in storage", len(self._jobs))
+        self._lookups.refuse_all()
+        namespace = replace(self._namespace, model=f"{self._namespace.model}/reset:{nonce}")
+        self._gate.replace(functools.partial(self._open_namespace, namespace))
+
+    def close(self) -> bool:
+        """End all threads and close storage; blocks for `transfer.shutdown_deadline` at most. What is queued is stored
+        within that time. False if a call hangs: its thread is left behind, and keeps the memory that it needs."""
+        deadline_s = self._clock() + self._config.transfer.shutdown_deadline
+        self._cancel(job for job in self._jobs.values() if job.direction is Direction.READ)
+        for direction in Direction:
+            self._gate.stop(direction, deadline_s)
+
+        def left_s() -> float:
+            return max(0.0, deadline_s - self._clock())
+
+        ended = self._pools[Direction.WRITE].close(left_s())
+        self._cancel(self._jobs.values())
+        ended = all([self._pools[Direction.READ].close(left_s()), self._askers.close(left_s()), ended])
+        ended = self._gate.close(left_s(), workers_ended=ended)
+        if ended:
+            self._rows.release()
+        else:
+            logger.warning("vllm tier: a call of storage hangs; its thread is left behind")
+        return ended
+
+    def _cancel(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            job.is_cancelled = True
+
+    def statistics(self) -> TierStatistics:
+        """Return the totals. Does not block."""
+        read, write = Direction.READ, Direction.WRITE
+        return TierStatistics(
+            self._looked_up, self._found, self._done[read], self._not_done[read], self._done[write],
+            self._not_done[write], self._left_jobs,
+        )  # fmt: skip
+
+    # On the threads
+
+    def _answer(self, asked: _Asked, beat: _Beat) -> None:
+        batch = asked.batch
+        for part in batches(len(batch.questions), self._batch_pages):
+            if self._clock() >= batch.deadline_s:
+                return
+            beat()
+            keys = [self._key_of(batch.questions[position][0]) for position in part]
+            found = asked.store.backend.batch_has(keys, deadline=batch.deadline_s)
+            if not isinstance(found, list) or len(found) != len(keys) or not all(type(one) is bool for one in found):
+                raise BackendError(f"the backend did not answer for {len(keys)} chunks")
+            batch.answers += found
+
+    def _read(self, job: Job, beat: _Beat) -> None:
+        """Read batch by batch. A page counts only if it is sealed as that page: a backend may have filled nothing."""
+        backend = job.store.backend
+        for part in self._parts(job, beat):
+            keys, pages = [job.keys[position] for position in part], self._pages(job, part)
+            began_s = self._clock()
+            outcomes = backend.batch_get(keys, pages, deadline=self._deadline_s(job))
+            job.seconds += self._clock() - began_s
+            _require_outcomes(outcomes, GetOutcome, len(keys))
+            with job.lock:
+                if job.is_left:
+                    return
+                for position, key, page, outcome in zip(part, keys, pages, outcomes, strict=True):
+                    if outcome is not GetOutcome.HIT:
+                        continue
+                    if not backend.codec.is_sealed(key, page):
+                        raise BackendError("the backend reports a hit but has not filled the frame with that page")
+                    if isinstance(page, memoryview):
+                        self._rows.fill_row(job.rows[position], page)
+                    job.done.append(position)
+            if GetOutcome.ERROR in outcomes:
+                job.failed = True
+                return
+
+    def _write(self, job: Job, beat: _Beat) -> None:
+        """Store batch by batch; a page that could not be stored ends the job."""
+        backend = job.store.backend
+        for part in self._parts(job, beat):
+            job.hung_at_s = self._clock() + self._config.transfer.storage_deadline + GRACE_S
+            keys, pages = [job.keys[position] for position in part], self._pages(job, part)
+            with job.lock:
+                if job.is_left:
+                    return
+                for position, page in zip(part, pages, strict=True):
+                    if isinstance(page, memoryview):
+                        self._rows.fill_frame(job.rows[position], page)
+            began_s = self._clock()
+            outcomes = backend.batch_set(keys, pages, parent=None, deadline=self._deadline_s(job))
+            job.seconds += self._clock() - began_s
+            _require_outcomes(outcomes, SetOutcome, len(keys))
+            with job.lock:
+                if job.is_left:
+                    return
+                job.done += [position for position, outcome in zip(part, outcomes, strict=True) if outcome.is_stored]
+            if not all(outcome.is_stored for outcome in outcomes):
+                job.failed = True
+                return
+
+    def _parts(self, job: Job, beat: _Beat) -> Iterator[range]:
+        """Return the positions of each call of a job, as long as it is wanted and has time."""
+        for part in batches(len(job.keys), self._batch_pages if self._in_place else self._rows.staged_frames):
+            if job.is_cancelled or job.is_left or self._clock() >= self._last_s(job):
+                return
+            beat()
+            yield part
+
+    def _pages(self, job: Job, part: range) -> Sequence[PageBuffer]:
+        return self._rows.views(job.rows[part.start : part.stop]) if self._in_place else self._rows.frames(len(part))
+
+    def _last_s(self, job: Job) -> float:
+        """When the last call of a job may begin."""
+        return min(job.deadline_s, job.store.until[job.direction])
+
+    def _deadline_s(self, job: Job) -> float:
+        """Of a call that begins now."""
+        return min(self._last_s(job), self._clock() + self._config.transfer.storage_deadline)
+
+
+def _fail(job: Job) -> None:
+    job.failed = True
+
+
+def _require_outcomes(outcomes: object, kind: type[GetOutcome] | type[SetOutcome], count: int) -> None:
+    """Raise BackendError if a backend's answer is not one outcome of `kind` per page."""
+    if not isinstance(outcomes, list) or len(outcomes) != count or not all(type(o) is kind for o in outcomes):
+        raise BackendError(f"the backend did not answer with {count} {kind.__name__} values")

@@ -1,0 +1,95 @@
+"""TieringOffloadingSpec for engines on a CPU: vLLM's own worker copies from and to GPUs only.
+
+The "device" is memory of the process here, so a copy is one assignment, done when it is submitted. The rest of vLLM's
+offloading is as published: connector, scheduler, primary tier in shared memory, secondary tiers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+# While this file exists, loads bring zeros: the control of tests that compare tokens.
+ZEROS = "TEST_VLLM_ZEROS"
+
+
+class CpuTieringSpec(TieringOffloadingSpec):
+    """See the module's docstring."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            self._worker = CopyWorker(self, kv_caches)
+        return self._worker
+
+
+class CopyWorker(OffloadingWorker):
+    """Copies blocks between tensors of the engine and rows of the primary tier."""
+
+    def __init__(self, spec: TieringOffloadingSpec, kv_caches: CanonicalKVCaches) -> None:
+        self._chunk_blocks = spec.blocks_per_chunk
+        self._refs = kv_caches.group_data_refs
+        self._region = SharedOffloadRegion(
+            engine_id=spec.config.engine_id, num_chunks=spec.num_chunks, rank=spec.config.parallel.rank,
+            kv_bytes_per_chunk=spec.kv_bytes_per_chunk, cpu_page_size=spec.cpu_page_size_per_worker,
+        )  # fmt: skip
+        self._device: list[torch.Tensor] = []
+        self._host: list[torch.Tensor] = []
+        for one in kv_caches.tensors:
+            self._device.append(one.tensor.view(torch.int8).view(-1, one.page_size_bytes))
+            self._host.append(self._region.create_next_worker_view(one.page_size_bytes * self._chunk_blocks))
+        self._finished: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        for device, host in self._pairs(src_spec, dst_spec):
+            host.copy_(device)
+        self._finished.append(TransferResult(job_id=job_id, success=True))
+        return True
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        zeros = os.path.exists(os.environ.get(ZEROS, ""))
+        for device, host in self._pairs(dst_spec, src_spec):
+            device.copy_(torch.zeros_like(host) if zeros else host)
+        self._finished.append(TransferResult(job_id=job_id, success=True))
+        return True
+
+    def _pairs(self, device: GPULoadStoreSpec, host: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        assert isinstance(host, CPULoadStoreSpec)
+        per_chunk, chunks, blocks = self._chunk_blocks, list(host.chunk_ids), iter(device.block_ids)
+        for refs, size, first in zip(self._refs, device.group_sizes, device.block_indices, strict=True):
+            skipped = first % per_chunk
+            used = -(-(size + skipped) // per_chunk) if size else 0
+            mine, chunks = chunks[:used], chunks[used:]
+            for number in range(skipped, skipped + size):
+                block, chunk, sub = int(next(blocks)), int(mine[number // per_chunk]), number % per_chunk
+                for ref in refs:
+                    page = self._device[ref.tensor_idx].shape[1]
+                    start = sub * page
+                    yield (
+                        self._device[ref.tensor_idx][block, : ref.page_size_bytes],
+                        self._host[ref.tensor_idx][chunk, start : start + ref.page_size_bytes],
+                    )
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self._device.clear()
+        self._host.clear()
+        self._region.cleanup()
