@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +22,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...admin import serve_configured as serve_admin
 from ...cache import create_host_cache
-from ...errors import ConfigError
+from ...errors import ConfigError, HiCacheError
 from ...events import EventReader, EventStream
 from ...fingerprint import model_fingerprint
+from ...logs import LimitedLog
 from ...metrics import serve_configured as serve_metrics
 from .engine import Engine, WorkerLayout, form_of, wants_layerwise
 from .events import vllm_events
@@ -31,6 +33,8 @@ from .figures import CopyPromMetrics, CopyStats
 from .jobs import Report, Step
 from .scheduler import SchedulerSide
 from .worker import Collected, WorkerSide
+
+logger = logging.getLogger(__name__)
 
 # Events that vLLM takes at once; the rest comes with the next step.
 _EVENTS_MAX = 10_000
@@ -66,6 +70,7 @@ class HiCacheConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._engine = Engine.of(vllm_config, kv_cache_config)
         self._blocks = kv_cache_config.num_blocks
+        self._log = LimitedLog(logger)
         self._scheduler: _Scheduler | None = None
         self._worker: _Worker | None = None
         self._pool = self._engine.open_pool(worker=False) if role == KVConnectorRole.SCHEDULER else None
@@ -128,7 +133,7 @@ class HiCacheConnector(KVConnectorBase_V1):
     # The scheduler
 
     def on_new_request(self, request: Any) -> None:
-        self._decisions.arrive(request, self._adapter(request))
+        self._decisions.arrive(request, self._adapter_key(request.lora_request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._decisions.match(request, num_computed_tokens)
@@ -210,11 +215,21 @@ class HiCacheConnector(KVConnectorBase_V1):
             raise ConfigError("the workers have not told the layout of their blocks; HiCache needs vLLM 0.32 or later")
         return self._scheduler.decisions
 
-    def _adapter(self, request: Any) -> str | None:
-        """What names the weights of a request's adapter: block hashes cover its name alone, and a name can get other
-        weights."""
-        adapter = request.lora_request
-        return None if adapter is None else f"{adapter.lora_name} {model_fingerprint(adapter.lora_path)}"
+    def _adapter_key(self, adapter: Any) -> str | None:
+        """What names the weights of an adapter: block hashes cover its name alone, and a name can get other weights.
+
+        The pages of one that cannot be fingerprinted, such as one on a hub, are found by this engine alone.
+        """
+        if adapter is None:
+            return None
+        try:
+            return f"{adapter.lora_name} {model_fingerprint(adapter.lora_path)}"
+        except HiCacheError as error:
+            self._log.warn(
+                adapter.lora_name, "adapter %r: its pages are not shared with other engines; serve it from a local "
+                "folder: %s", adapter.lora_name, error,
+            )  # fmt: skip
+            return f"{adapter.lora_name} {self._engine.vllm.kv_transfer_config.engine_id}"
 
 
 class _Worker:

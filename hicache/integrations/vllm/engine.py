@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from ...tiers import SharedHostPool
 from ...tiers.memory import host_pages
 from ..options import engine_config, known_options, model_identity
 from .layout import BlockLayout
+
+logger = logging.getLogger(__name__)
 
 OPTIONS = "kv_connector_extra_config"
 # The other processes of an engine may have to wait until the kernel has zeroed the frames: 1 TiB takes minutes.
@@ -164,7 +167,15 @@ def _require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
     groups = cache.kv_cache_groups
     specs = [group.kv_cache_spec for group in groups]
     layers = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
+    transfer = vllm.kv_transfer_config
+    if transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "kv_load_failure_policy is %r: a request fails if a copy to the device fails; set it to 'recompute'",
+            transfer.kv_load_failure_policy,
+        )
     problems = {
+        f"kv_role {transfer.kv_role!r} is not supported, every engine loads and saves; use 'kv_both'":
+            transfer.kv_role != "kv_both",
         "pipeline parallelism is not supported yet; use tensor parallelism": parallel.pipeline_parallel_size > 1,
         "several nodes are not supported: the workers share host memory; run one engine a node and let them "
         "share storage": parallel.nnodes > 1,

@@ -135,7 +135,6 @@ class SchedulerSide:
         """Return how many tokens behind the first `computed_tokens`, which are whole blocks, can be loaded. None: ask
         again in a later step, because storage is being read or another request loads one of the pages."""
         with self._called():
-            self.arrive(request)
             rid, tracked = request.request_id, self._requests[request.request_id]
             key = self._prompt_key(tracked)
             start = computed_tokens // self._layout.page_tokens
