@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,16 +47,42 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     from vllm import LLM, SamplingParams, TokensPrompt  # noqa: PLC0415
 
     llm = LLM(**options)
+    engine = llm.llm_engine
 
-    def generate(prompts: list[list[int]], tokens: int = 8, salt: str | None = None) -> list[dict[str, object]]:
-        """All prompts at once; for each the tokens that followed, and how many of it were cached."""
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        for each in inputs:
+    numbers = itertools.count(1)
+    outputs: dict[str, dict[str, object]] = {}
+
+    def add(prompts: list[list[int]], tokens: int = 8, salt: str | None = None) -> list[str]:
+        """Hand in requests without running them; returns their names."""
+        names = []
+        for prompt in prompts:
+            names.append(f"test-{next(numbers)}")
+            asked = TokensPrompt(prompt_token_ids=prompt)
             if salt is not None:
-                each["cache_salt"] = salt
-        outputs = llm.generate(inputs, sampling, use_tqdm=False)
-        return [{"tokens": list(each.outputs[0].token_ids), "cached": each.num_cached_tokens} for each in outputs]
+                asked["cache_salt"] = salt
+            sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            engine.add_request(names[-1], asked, sampling)
+        return names
+
+    def run(names: list[str], steps_max: int | None = None) -> list[dict[str, object] | None]:
+        """Make steps until all these requests have ended, at most `steps_max`. For each the tokens that followed and
+        how many of its prompt were cached; None if it has not ended."""
+        steps = itertools.count() if steps_max is None else range(steps_max)
+        for _ in steps:
+            if outputs.keys() >= set(names) or not engine.has_unfinished_requests():
+                break
+            for each in engine.step():
+                if each.finished:
+                    tokens = list(each.outputs[0].token_ids)
+                    outputs[each.request_id] = {"tokens": tokens, "cached": each.num_cached_tokens}
+        return [outputs.pop(name, None) for name in names]
+
+    def generate(prompts: list[list[int]], tokens: int = 8, salt: str | None = None) -> list[dict[str, object] | None]:
+        """`add` and `run`: all prompts at once."""
+        return run(add(prompts, tokens, salt))
+
+    def abort(names: list[str]) -> None:
+        engine.abort_request(names)
 
     def reset(connector: bool = False) -> bool:
         """Forget the blocks of the device, and with `connector` what the connector has."""
@@ -72,7 +99,10 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         """Call a method of each worker, such as those of `worker_extension_cls`."""
         return list(llm.collective_rpc(method, kwargs=arguments))
 
-    return {"generate": generate, "reset": reset, "metrics": metrics, "workers": workers}
+    return {
+        "add": add, "run": run, "generate": generate, "abort": abort, "reset": reset, "metrics": metrics,
+        "workers": workers,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
