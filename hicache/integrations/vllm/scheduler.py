@@ -185,10 +185,11 @@ class SchedulerSide:
             if tracked is None:
                 return False
             self.cache.abort(rid)
-            if tracked.saves:
-                self._release[rid] = tracked.saves
-                self._released.append(rid)
-            return bool(tracked.saves)
+            if not tracked.saves or self._receives(rid):
+                return False
+            self._release[rid] = tracked.saves
+            self._released.append(rid)
+            return True
 
     @property
     def frees_blocks_soon(self) -> bool:
@@ -282,6 +283,13 @@ class SchedulerSide:
             with self._lock:
                 if time.monotonic() - self._called_s >= _IDLE_S:
                     self.cache.poll()
+
+    def _receives(self, rid: str) -> bool:
+        """True if vLLM waits for an asynchronous load of the request, and frees its blocks when that has ended. They
+        would be freed twice if its saves released them too; those are of blocks that it lost, and were flushed."""
+        return not self._layerwise and any(
+            job.rid == rid and not isinstance(job.handle, HostWrite) for job in self._jobs.values()
+        )
 
     def _prompt_key(self, tracked: _Tracked) -> RadixKey:
         """The pages that may be loaded: the last token is computed, since its logits are wanted."""
