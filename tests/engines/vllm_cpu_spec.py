@@ -30,9 +30,7 @@ class CpuTieringSpec(TieringOffloadingSpec):
     """See the module's docstring."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        if self._worker is None:
-            self._worker = CopyWorker(self, kv_caches)
-        return self._worker
+        return CopyWorker(self, kv_caches)
 
 
 class CopyWorker(OffloadingWorker):

@@ -8,11 +8,11 @@ Written against vLLM 0.32.
 
 from __future__ import annotations
 
-import logging
-import secrets
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from vllm import __version__ as vllm_version
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
@@ -32,15 +32,13 @@ from ...backends.opening import StorageOpener
 from ...errors import ConfigError
 from ...geometry import DTYPE_BYTES
 from ...keys import Namespace
-from ..options import engine_config
-from .identity import ChunkGroup, ChunkLayout, chunk_keys, model_identity
+from ..options import engine_config, model_identity
+from .identity import ChunkGroup, ChunkLayout, chunk_keys
 from .tier import ChunkTier
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
-
-logger = logging.getLogger(__name__)
 
 _WHERE = "secondary_tiers of kv_connector_extra_config"
 
@@ -49,8 +47,9 @@ class HiCacheTier(SecondaryTierManager):
     """See the module's docstring. Options of its entry in `secondary_tiers`:
 
     `config` names HiCache's configuration, a file; of it, storage, storage_format, integrity, transfer and prefetch
-    count here. `model` identifies the weights in place of the model's folder or name. `in_place` moves chunks without a
-    copy: a store that hangs then holds the requests that wait for it, and `reset_cache`. `locality` is for vLLM.
+    count here. `model` is a name of the weights in place of the model's folder: it changes whenever they do, and with
+    each flag that changes what they compute, which vLLM does not tell a tier. `in_place` moves chunks without a copy: a
+    store that hangs then holds the requests that wait for it, and `reset_cache`. `locality` is for vLLM.
 
     Raises ConfigError for options and a configuration that do not fit, BackendError if storage cannot be opened.
     """
@@ -75,12 +74,7 @@ class HiCacheTier(SecondaryTierManager):
         if options.storage is None:
             raise ConfigError("storage: the configuration has none, and a tier of vLLM is nothing else; add it")
         name = offloading_spec.config.model.name
-        identity = model_identity(name, model)
-        if identity.startswith("name:"):
-            logger.warning(
-                "vllm tier: the name %s alone identifies the weights in storage; if they can change under that name, "
-                "serve a local folder, or set `model` in %s", name, _WHERE,
-            )  # fmt: skip
+        identity = model_identity(_WHERE, {"model": model}, name, None)
         opener = StorageOpener(options, element_bytes=DTYPE_BYTES.get(layout.dtype))
 
         def open_namespace(namespace: Namespace) -> StorageBackend:
@@ -135,8 +129,11 @@ class HiCacheTier(SecondaryTierManager):
         self._tier.step()
 
     def drain_jobs(self) -> None:
-        """See vLLM's SecondaryTierManager. Also leaves what is stored: the weights may be others now."""
-        self._tier.reset(secrets.token_hex(8))
+        """See vLLM's SecondaryTierManager. Also leaves what is stored: the weights may be others now.
+
+        The epoch is the time: a count would begin again after a restart, and find the pages of other weights.
+        """
+        self._tier.reset(time.time_ns())
 
     def shutdown(self) -> None:
         """See vLLM's SecondaryTierManager. Blocks for `transfer.shutdown_deadline` at most."""
@@ -147,8 +144,11 @@ def chunk_layout(spec: OffloadingSpec, chunk_bytes: int) -> ChunkLayout:
     """Return how the engine of `spec` lays out its chunks, rows of `chunk_bytes` of its primary tier."""
     config = spec.config
     parallel = config.parallel
+    platform = current_platform.device_type
+    if platform == "cpu":  # its kernels pack K as the instruction set wants it
+        platform += f":{torch.backends.cpu.get_cpu_capability()}"
     return ChunkLayout(
-        engine=f"vllm/{vllm_version}/{current_platform.device_type}",
+        engine=f"vllm/{vllm_version}/{platform}",
         dtype=config.model.dtype,
         kv_layout=str(config.kv_cache_layout),
         groups=tuple(

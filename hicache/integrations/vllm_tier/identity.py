@@ -15,12 +15,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...fingerprint import model_fingerprint
 from ...geometry import PAGE_SIZE_MAX, PageShape, Piece
 from ...keys import Namespace
 
@@ -41,7 +39,7 @@ class ChunkGroup:
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
     """How an engine lays out its chunks. `engine` names the engine, its version and the kind of its device, since the
-    order of bytes within a block is the engine's own business; `kv_layout` is the engine's name of it."""
+    order of bytes within a block is the engine's own business; `kv_layout` is what the engine calls it."""
 
     engine: str
     dtype: str
@@ -92,14 +90,3 @@ def chunk_keys(root: bytes) -> Callable[[bytes], bytes]:
         return digest.digest()
 
     return key_of
-
-
-def model_identity(name: str, given: str | None) -> str:
-    """Return what identifies the weights: `given` if there is such a text, else the fingerprint of the folder `name`.
-
-    A name that is not a folder, such as one of a hub, is the identity itself: all who use it must mean the same
-    weights. Blocks for a folder, see `model_fingerprint`, and raises as it does.
-    """
-    if given is not None:
-        return f"given:{given}"
-    return model_fingerprint(name) if os.path.isdir(name) else f"name:{name}"

@@ -53,6 +53,10 @@ class Job:
     is_left: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def belongs(self) -> bool:
+        """True if the rows are the thread's while it holds `lock`."""
+        return not self.is_left
+
 
 class ChunkRows:
     """The engine's host memory, contiguous, as rows of `chunk_bytes` each. `staged_frames` is how many frames of

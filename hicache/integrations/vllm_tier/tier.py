@@ -212,7 +212,8 @@ class ChunkTier:
         if self._clock() >= self._supervise_at:
             self._supervise_at = self._clock() + _SUPERVISE_EVERY_S
             self._gate.advance()
-            for pool in (self._askers, *self._pools.values()):
+            self._askers.supervise()
+            for pool in self._pools.values():
                 pool.supervise()
 
     def forget(self, request: str) -> None:
@@ -260,7 +261,7 @@ class ChunkTier:
             return
         for job in [job for job in self._jobs.values() if job.hung_at_s <= before_s]:
             if job.lock.acquire(blocking=False):  # else its thread copies a page: it does not hang
-                job.is_left = True
+                job.is_left = job.is_cancelled = True
                 job.lock.release()
                 self._left_jobs += 1
                 self._gate.failed(job.direction)
@@ -270,9 +271,8 @@ class ChunkTier:
 
     # Rarely
 
-    def reset(self, nonce: str) -> None:
-        """End all jobs, and go on with storage under a namespace that nothing else has: the weights may be others now.
-        `nonce` names it.
+    def reset(self, epoch: int) -> None:
+        """End all jobs, and go on with storage under the namespace of the weights `epoch`, which nothing else has.
 
         Blocks, at most for `transfer.shutdown_deadline` if chunks are copied. In place it waits for each call in
         flight, however long that takes, because a store may still write to rows that get other chunks next.
@@ -283,11 +283,13 @@ class ChunkTier:
             try:
                 self._take(self._finished.get(timeout=0.05))
             except queue.Empty:
-                if self._clock() >= deadline_s:
-                    self._leave(before_s=math.inf)
+                if self._clock() < deadline_s:
+                    continue
+                self._leave(before_s=math.inf)
+                if self._in_place:
                     self._log.warn("reset", "vllm tier: the reset waits for %d jobs in storage", len(self._jobs))
         self._lookups.refuse_all()
-        namespace = replace(self._namespace, model=f"{self._namespace.model}/reset:{nonce}")
+        namespace = replace(self._namespace, weights_epoch=epoch)
         self._gate.replace(functools.partial(self._open_namespace, namespace))
 
     def close(self) -> bool:
@@ -333,8 +335,7 @@ class ChunkTier:
             beat()
             keys = [self._key_of(batch.questions[position][0]) for position in part]
             found = asked.store.backend.batch_has(keys, deadline=batch.deadline_s)
-            if not isinstance(found, list) or len(found) != len(keys) or not all(type(one) is bool for one in found):
-                raise BackendError(f"the backend did not answer for {len(keys)} chunks")
+            _require_answers(found, bool, len(keys))
             batch.answers += found
 
     def _read(self, job: Job, beat: _Beat) -> None:
@@ -345,9 +346,9 @@ class ChunkTier:
             began_s = self._clock()
             outcomes = backend.batch_get(keys, pages, deadline=self._deadline_s(job))
             job.seconds += self._clock() - began_s
-            _require_outcomes(outcomes, GetOutcome, len(keys))
+            _require_answers(outcomes, GetOutcome, len(keys))
             with job.lock:
-                if job.is_left:
+                if not job.belongs():
                     return
                 for position, key, page, outcome in zip(part, keys, pages, outcomes, strict=True):
                     if outcome is not GetOutcome.HIT:
@@ -368,7 +369,7 @@ class ChunkTier:
             job.hung_at_s = self._clock() + self._config.transfer.storage_deadline + GRACE_S
             keys, pages = [job.keys[position] for position in part], self._pages(job, part)
             with job.lock:
-                if job.is_left:
+                if not job.belongs():
                     return
                 for position, page in zip(part, pages, strict=True):
                     if isinstance(page, memoryview):
@@ -376,9 +377,9 @@ class ChunkTier:
             began_s = self._clock()
             outcomes = backend.batch_set(keys, pages, parent=None, deadline=self._deadline_s(job))
             job.seconds += self._clock() - began_s
-            _require_outcomes(outcomes, SetOutcome, len(keys))
+            _require_answers(outcomes, SetOutcome, len(keys))
             with job.lock:
-                if job.is_left:
+                if not job.belongs():
                     return
                 job.done += [position for position, outcome in zip(part, outcomes, strict=True) if outcome.is_stored]
             if not all(outcome.is_stored for outcome in outcomes):
@@ -388,7 +389,7 @@ class ChunkTier:
     def _parts(self, job: Job, beat: _Beat) -> Iterator[range]:
         """Return the positions of each call of a job, as long as it is wanted and has time."""
         for part in batches(len(job.keys), self._batch_pages if self._in_place else self._rows.staged_frames):
-            if job.is_cancelled or job.is_left or self._clock() >= self._last_s(job):
+            if job.is_cancelled or self._clock() >= self._last_s(job):
                 return
             beat()
             yield part
@@ -409,7 +410,7 @@ def _fail(job: Job) -> None:
     job.failed = True
 
 
-def _require_outcomes(outcomes: object, kind: type[GetOutcome] | type[SetOutcome], count: int) -> None:
-    """Raise BackendError if a backend's answer is not one outcome of `kind` per page."""
-    if not isinstance(outcomes, list) or len(outcomes) != count or not all(type(o) is kind for o in outcomes):
+def _require_answers(answers: object, kind: type, count: int) -> None:
+    """Raise BackendError if a backend's answer is not one value of `kind` per page."""
+    if not isinstance(answers, list) or len(answers) != count or not all(type(one) is kind for one in answers):
         raise BackendError(f"the backend did not answer with {count} {kind.__name__} values")

@@ -1,0 +1,205 @@
+"""The side of an engine that a tier serves: what vLLM's TieringOffloadingManager does with one, without vLLM.
+
+Rows of host memory are taken and given back as there, so a tier that touches a row after it has ended its job, ends a
+job twice, or names chunks that were not in it, fails here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from hicache.backends.base import GetOutcome, SetOutcome, StorageBackend
+from hicache.backends.memory import MemoryBackend
+from hicache.backends.opening import StorageOpener
+from hicache.config import HiCacheConfig
+from hicache.frame import FrameCodec, PageBuffer
+from hicache.integrations.vllm_tier.identity import ChunkGroup, ChunkLayout, chunk_keys
+from hicache.integrations.vllm_tier.tier import ChunkTier, Ended
+from hicache.keys import Namespace
+from tests.waiting import wait_for
+
+ROWS = 64
+CHUNK_BYTES = 8192
+LAYOUT = ChunkLayout(
+    engine="vllm/0.32.0/cuda", dtype="bfloat16", kv_layout="LBHNC", groups=(ChunkGroup(0, 16, ("layer.0", "layer.1")),),
+    chunk_bytes=CHUNK_BYTES, chunk_blocks=4, hash_tokens=16,
+)  # fmt: skip
+NAMESPACE = LAYOUT.namespace("weights", "model")
+# vLLM's hash of a block, and its group.
+ROOT = hashlib.sha256(b"root").digest()
+
+
+def names_of(prompt: str, count: int, group: int = 0) -> list[bytes]:
+    """Names of the chunks of a prompt as vLLM makes them: a hash of 32 bytes and the group."""
+    return [hashlib.sha256(f"{prompt} {i}".encode()).digest() + group.to_bytes(4, "big") for i in range(count)]
+
+
+def content(name: bytes, weights: str = "") -> bytes:
+    """The KV of a chunk."""
+    return hashlib.shake_128(name + weights.encode()).digest(CHUNK_BYTES)
+
+
+class Store:
+    """A server of stores by namespace, which outlives the tiers that open and close them.
+
+    While `reads`, `writes` or `lookups` is not set, these calls hang, also beyond their deadline. `refuses` is raised
+    where a store is opened.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        self.reads, self.writes, self.lookups = threading.Event(), threading.Event(), threading.Event()
+        self.release()
+        self.hanging = threading.Semaphore(0)  # released once per call that begins to hang
+        self.refuses: Exception | None = None
+        self.raises: Exception | None = None
+        self.pages: dict[bytes, dict[bytes, bytes]] = {}
+        self._capacity_bytes = capacity_bytes
+
+    def open(self, namespace: Namespace) -> StorageBackend:
+        if self.refuses is not None:
+            raise self.refuses
+        codec = FrameCodec(namespace.digest, namespace.shape.payload_bytes)
+        return _Backend(self, codec, self.pages.setdefault(namespace.digest, {}), self._capacity_bytes)
+
+    def release(self) -> None:
+        for event in (self.reads, self.writes, self.lookups):
+            event.set()
+
+    def pass_or_hang(self, event: threading.Event) -> None:
+        if self.raises is not None:
+            raise self.raises
+        if not event.is_set():
+            self.hanging.release()
+            assert event.wait(30)
+
+
+class _Backend(MemoryBackend):
+    def __init__(
+        self, store: Store, codec: FrameCodec, pages: dict[bytes, bytes], capacity_bytes: int | None
+    ) -> None:
+        super().__init__(codec, capacity_bytes)
+        self._store, self._pages = store, pages
+
+    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
+        self._store.pass_or_hang(self._store.lookups)
+        return super().batch_has(keys, deadline=deadline)
+
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+        self._store.pass_or_hang(self._store.reads)
+        return super().batch_get(keys, pages, deadline=deadline + 100)
+
+    def batch_set(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    ) -> list[SetOutcome]:
+        self._store.pass_or_hang(self._store.writes)
+        return super().batch_set(keys, pages, parent=parent, deadline=deadline + 100)
+
+    def close(self) -> None:
+        """A server keeps its pages."""
+
+
+class ChunkEngine:
+    """See the module's docstring. Closes its tier in `close`, which a test need not call."""
+
+    def __init__(
+        self, store: Store | str, *, in_place: bool = False, namespace: Namespace = NAMESPACE, root: bytes = ROOT,
+        **entries: object,
+    ) -> None:  # fmt: skip
+        self.config = HiCacheConfig.model_validate({
+            "page_size": namespace.shape.tokens,
+            "storage": {"type": "memory"},
+            # Long enough for a busy machine, where the test does not wait for its end.
+            "prefetch": {"timeout_base": "20s"}, **entries,
+        })  # fmt: skip
+        self._memory = bytearray(ROWS * CHUNK_BYTES)
+        self.memory = memoryview(self._memory)
+        self._free = list(range(ROWS))
+        self._numbers = itertools.count()
+        self._open: dict[int, tuple[bool, list[bytes], list[int]]] = {}
+        self.ended: dict[int, Ended] = {}
+        opens = store.open if isinstance(store, Store) else _opens_files(store)
+        self.tier = ChunkTier(self.config, namespace, self.memory, opens, chunk_keys(root), in_place=in_place)
+
+    def row(self, row: int) -> memoryview:
+        return self.memory[row * CHUNK_BYTES : (row + 1) * CHUNK_BYTES]
+
+    def step(self) -> None:
+        """What a step of vLLM's scheduler does with a tier."""
+        for ended in self.tier.ended():
+            is_load, names, rows = self._open.pop(ended.number)
+            assert set(ended.names) <= set(names) and len(set(ended.names)) == len(ended.names)
+            if is_load:
+                for name, row in zip(names, rows, strict=True):
+                    assert name not in ended.names or self.row(row) == content(name), "a wrong chunk is offered"
+            self._give_back(rows)
+            self.ended[ended.number] = ended
+        self.tier.step()
+
+    def find(self, names: Sequence[bytes], request: str = "r") -> list[bool]:
+        """What the tier says of chunks, after as many steps as it wants."""
+        found: list[bool | None] = []
+
+        def ask() -> bool:
+            self.step()
+            found[:] = [self.tier.lookup(name, request) for name in names]
+            return None not in found
+
+        wait_for(ask)
+        return [bool(one) for one in found]
+
+    def begin(self, names: Sequence[bytes], *, load: bool) -> int:
+        """Submit a job; `end` waits for it."""
+        rows = [self._free.pop(0) for _ in names]
+        for name, row in zip(names, rows, strict=True):
+            self.row(row)[:] = bytes(CHUNK_BYTES) if load else content(name)
+        number = next(self._numbers)
+        self._open[number] = (load, list(names), rows)
+        (self.tier.load if load else self.tier.store)(number, list(names), rows)
+        return number
+
+    def end(self, number: int) -> list[bytes]:
+        """The chunks that a job has moved."""
+        wait_for(lambda: number in self.ended, self.step)
+        return list(self.ended[number].names)
+
+    def save(self, names: Sequence[bytes]) -> list[bytes]:
+        return self.end(self.begin(names, load=False))
+
+    def fetch(self, names: Sequence[bytes]) -> list[bytes]:
+        return self.end(self.begin(names, load=True))
+
+    def _give_back(self, rows: list[int]) -> None:
+        """Rows get other KV at once, as under a busy engine."""
+        for row in rows:
+            self.row(row)[:] = b"\xee" * CHUNK_BYTES
+        self._free = rows + self._free
+
+    def is_clean(self) -> bool:
+        """True if no row was written to that no job has."""
+        taken = {row for _, _, rows in self._open.values() for row in rows}
+        return all(
+            self.row(row) in (b"\xee" * CHUNK_BYTES, bytes(CHUNK_BYTES)) for row in range(ROWS) if row not in taken
+        )
+
+
+@contextmanager
+def engine_on(store: Store | str, **options: object) -> Iterator[ChunkEngine]:
+    """An engine, closed at the end, with nothing of it left."""
+    engine = ChunkEngine(store, **options)  # type: ignore[arg-type]
+    try:
+        yield engine
+    finally:
+        if isinstance(store, Store):
+            store.release()
+        engine.tier.close()
+
+
+def _opens_files(folder: str) -> Callable[[Namespace], StorageBackend]:
+    opener = StorageOpener(HiCacheConfig.model_validate({"storage": {"type": "file", "options": {"path": folder}}}))
+    return lambda namespace: opener.open(
+        opener.codec(namespace.digest, CHUNK_BYTES, weights_epoch=namespace.weights_epoch, label="")
+    )

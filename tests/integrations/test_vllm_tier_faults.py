@@ -1,0 +1,220 @@
+"""A tier of vLLM whose storage is dead, hangs, is full or lies: that costs hits, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.errors import BackendError
+from hicache.frame import PageBuffer
+from tests.seeds import rng, seeds
+from tests.waiting import wait_for
+
+from .chunk_engine import CHUNK_BYTES, NAMESPACE, ROWS, ChunkEngine, Store, engine_on, names_of
+
+BOTH_WAYS = pytest.mark.parametrize("in_place", [False, True])
+# Waited for where a store hangs.
+SHORT = {"prefetch": {"timeout_base": "50ms", "timeout_per_1024_tokens": 0}, "transfer": {"storage_deadline": "50ms"}}
+
+
+@BOTH_WAYS
+def test_a_dead_store_costs_hits_alone(in_place: bool) -> None:
+    names, store = names_of("a", 4), Store()
+    with engine_on(store, in_place=in_place) as engine:
+        engine.save(names)
+        store.raises = BackendError("no route to host")
+        assert engine.find(names, "s") == [False] * 4
+        assert engine.fetch(names) == [] and engine.save(names_of("b", 4)) == []
+        store.raises = None
+        wait_for(lambda: engine.fetch(names) == names)  # once the back-off is over
+
+
+def test_an_exception_of_a_store_ends_one_job() -> None:
+    names, store = names_of("a", 4), Store()
+    with engine_on(store) as engine:
+        engine.save(names)
+        store.raises = KeyError("a mistake in a backend")
+        assert engine.fetch(names) == []
+        store.raises = None
+        wait_for(lambda: engine.fetch(names) == names)
+
+
+class _Liar(Store):
+    """Answers hits and fills nothing, and stores nothing that it says it has."""
+
+    def open(self, namespace):  # type: ignore[no-untyped-def]
+        backend = super().open(namespace)
+
+        def get(keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+            return [GetOutcome.HIT] * len(keys)
+
+        def put(
+            keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+        ) -> list[SetOutcome]:
+            return [SetOutcome.STORED] * (len(keys) + 1)
+
+        backend.batch_get, backend.batch_set = get, put  # type: ignore[method-assign]
+        return backend
+
+
+@BOTH_WAYS
+def test_a_hit_without_the_page_is_not_believed(in_place: bool) -> None:
+    with engine_on(_Liar(), in_place=in_place) as engine:
+        assert engine.fetch(names_of("a", 3)) == []
+
+
+def test_an_answer_for_other_pages_is_not_believed() -> None:
+    with engine_on(_Liar()) as engine:
+        assert engine.save(names_of("a", 3)) == []
+
+
+# Stores that hang
+
+
+def test_a_request_does_not_wait_for_a_lookup_that_hangs() -> None:
+    store = Store()
+    with engine_on(store, **SHORT) as engine:
+        store.lookups.clear()
+        assert engine.find(names_of("a", 2)) == [False] * 2
+
+
+def test_a_promotion_that_hangs_ends_and_never_writes_to_rows_that_others_have() -> None:
+    names, store = names_of("a", 3), Store()
+    with engine_on(store, **SHORT) as engine:
+        assert engine.save(names) == names
+        store.reads.clear()
+        assert engine.fetch(names) == []
+        assert engine.tier.statistics().left_jobs == 1
+        store.release()
+        wait_for(lambda: engine.fetch(names) == names)
+    assert engine.is_clean()
+
+
+def test_in_place_a_promotion_that_hangs_is_waited_for() -> None:
+    """The control of the test before: the late read fills the rows, so they must not have been given back."""
+    names, store = names_of("a", 3), Store()
+    with engine_on(store, in_place=True, **SHORT) as engine:
+        engine.save(names)
+        store.reads.clear()
+        number = engine.begin(names, load=True)
+        assert store.hanging.acquire(timeout=30)
+        engine.tier._leave(before_s=float("inf"))
+        engine.step()
+        assert number not in engine.ended
+        store.release()
+        assert engine.end(number) == names
+
+
+def test_a_cascade_that_hangs_stores_what_was_in_the_rows_when_it_began() -> None:
+    names, store = names_of("a", 3), Store()
+    with engine_on(store, **SHORT) as engine:
+        store.writes.clear()
+        assert engine.save(names) == []  # the rows have other KV by now
+        store.release()
+        wait_for(lambda: len(store.pages[NAMESPACE.digest]) == 3)
+        wait_for(lambda: engine.fetch(names) == names)
+
+
+def test_cascades_behind_one_that_hangs_are_dropped_beyond_a_bound() -> None:
+    store = Store()
+    with engine_on(store, transfer={"store_host_share": 0.25}) as engine:
+        store.writes.clear()
+        first = engine.begin(names_of("a", 10), load=False)
+        assert store.hanging.acquire(timeout=30)
+        second = engine.begin(names_of("b", ROWS // 4 - 10), load=False)
+        assert engine.save(names_of("c", 1)) == []
+        store.release()
+        assert len(engine.end(first)) == 10 and len(engine.end(second)) == ROWS // 4 - 10
+        assert engine.save(names_of("c", 1)) == names_of("c", 1)
+
+
+def test_a_cascade_of_more_than_the_bound_goes_alone() -> None:
+    with engine_on(Store(), transfer={"store_host_share": 0.01}) as engine:
+        assert engine.save(names_of("a", 20)) == names_of("a", 20)
+
+
+def test_a_reset_is_over_within_a_bound_and_leaves_the_rows_alone() -> None:
+    names, store = names_of("a", 3), Store()
+    with engine_on(store, transfer={"shutdown_deadline": "100ms"}) as engine:
+        engine.save(names)
+        store.reads.clear()
+        store.writes.clear()
+        jobs = [engine.begin(names, load=True), engine.begin(names_of("b", 2), load=False)]
+        for _ in jobs:
+            assert store.hanging.acquire(timeout=30)
+        engine.tier.reset(1)
+        engine.step()
+        assert set(jobs) <= set(engine.ended), "vLLM empties its primary tier now"
+        store.release()
+    assert engine.is_clean()
+    assert len(store.pages[NAMESPACE.digest]) == 5, "a late write has the namespace that it began in"
+
+
+def test_in_place_a_reset_waits_for_calls_in_flight() -> None:
+    """The control of the test before: the jobs end as their calls do."""
+    names, store = names_of("a", 3), Store()
+    with engine_on(store, in_place=True, transfer={"shutdown_deadline": "10ms"}) as engine:
+        engine.save(names)
+        store.reads.clear()
+        number = engine.begin(names, load=True)
+        assert store.hanging.acquire(timeout=30)
+        threading.Timer(0.1, store.release).start()
+        engine.tier.reset(1)
+        assert engine.end(number) == names
+
+
+def test_a_close_is_over_within_a_bound() -> None:
+    names, store = names_of("a", 3), Store()
+    engine = ChunkEngine(store, transfer={"shutdown_deadline": "100ms"})
+    store.writes.clear()
+    engine.begin(names, load=False)
+    assert store.hanging.acquire(timeout=30)
+    assert not engine.tier.close()
+    store.release()
+    with engine_on(store) as other:
+        assert other.tier.close()
+
+
+# Stores without room
+
+
+def test_a_full_store_keeps_what_it_has() -> None:
+    names, store = names_of("a", 2), Store(capacity_bytes=3 * (CHUNK_BYTES + 4096))
+    with engine_on(store) as engine:
+        assert engine.save(names) == names
+        assert len(engine.save(names_of("b", 8))) < 8  # a batch does not evict its own pages
+        assert engine.fetch(names + names_of("b", 8)) != []
+
+
+@pytest.mark.parametrize("seed", seeds(4))
+def test_whatever_a_store_does_no_wrong_chunk_is_offered(seed: int) -> None:
+    """The engine compares the bytes of each chunk that is offered."""
+    dice, store = rng(seed), Store()
+    fetched = 0
+    with engine_on(store, in_place=bool(seed % 2), transfer={"storage_batch_pages": 3}) as engine:
+        open_jobs: list[int] = []
+        for _ in range(150):
+            names = dice.sample(names_of("a", 12) + names_of("b", 12, group=1), dice.randint(1, 6))
+            if len(open_jobs) < 6:
+                open_jobs.append(engine.begin(names, load=dice.random() < 0.6))
+            engine.tier.lookup(dice.choice(names), dice.choice("rst"))
+            if dice.random() < 0.1:
+                engine.tier.forget(dice.choice("rst"))
+            pages = store.pages[NAMESPACE.digest]
+            stored = list(pages)
+            if stored and dice.random() < 0.2:
+                victim, other = dice.choice(stored), dice.choice(stored)
+                page = pages.get(victim, b"")
+                pages[victim] = dice.choice([page[:300] + b"\0" + page[301:], page[:4096], pages.get(other, b"")])
+            if dice.random() < 0.1:
+                store.raises = None if store.raises else BackendError("down")
+            engine.step()
+            if open_jobs and dice.random() < 0.5:
+                fetched += len(engine.end(open_jobs.pop(0)))
+        store.raises = None
+        for number in open_jobs:
+            engine.end(number)
+    assert fetched
