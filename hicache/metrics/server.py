@@ -12,6 +12,7 @@ outside, which makes that connection's thread end; only that thread closes the s
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import socket
@@ -23,10 +24,11 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
-from prometheus_client.registry import CollectorRegistry
+from prometheus_client.registry import Collector, CollectorRegistry
 
 from ..cache.statistics import CacheStatistics
 from ..config import HiCacheConfig
+from ..config.addresses import PORT_MAX
 from ..errors import ConfigError
 from .families import CacheCollector
 
@@ -45,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsServer(ThreadingWSGIServer):
-    """Serves `statistics` at `http://host:port/metrics`, on a thread of its own; `/healthz` answers while the process
+    """Serves `collector` at `http://host:port/metrics`, on a thread of its own; `/healthz` answers while the process
     can answer at all. `port` is the real one. A context manager that closes. Raises OSError if it cannot listen.
 
     Invariant: `_connections` are at most `CONNECTIONS_MAX`, in the order of arrival.
@@ -53,14 +55,14 @@ class MetricsServer(ThreadingWSGIServer):
 
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, statistics: Callable[[], CacheStatistics | None]) -> None:
+    def __init__(self, host: str, port: int, collector: Collector) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._changed = threading.Condition()
         self._connections: dict[socket.socket, bool] = {}  # whether the request is complete
         super().__init__((host, port), _Handler)
         self.port: int = self.server_port
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(CacheCollector(statistics))
+        registry.register(collector)
         self.set_app(_application(make_wsgi_app(registry)))
         self._thread = threading.Thread(target=self.serve_forever, name="hicache-metrics", daemon=True)
         self._thread.start()
@@ -181,14 +183,25 @@ def read_head(connection: socket.socket, timeout_s: float) -> bytes | None:
 
 
 def serve_configured(config: HiCacheConfig, statistics: Callable[[], CacheStatistics | None]) -> MetricsServer | None:
-    """Serve a cache's `statistics` as the section `metrics` says; None if it names no port. Starts a thread.
+    """Serve a cache's `statistics`; see `serve_collector`."""
+    return serve_collector(config, CacheCollector(statistics))
 
-    Raises ConfigError if the server cannot listen there.
+
+def serve_collector(config: HiCacheConfig, collector: Collector, *, ports: int = 1) -> MetricsServer | None:
+    """Serve `collector` as the section `metrics` says; None if it names no port. Starts a thread.
+
+    Listens on the first free one of `ports` ports, from the configured one on: for engines that have several processes
+    with one configuration. Raises ConfigError if the server cannot listen there.
     """
     section = config.metrics
     if section.port is None:
         return None
-    try:
-        return MetricsServer(section.host, section.port, statistics)
-    except OSError as error:
-        raise ConfigError(f"metrics: cannot listen on {section.host} port {section.port}: {error.strerror}") from error
+    port, last = section.port, min(section.port + ports - 1, PORT_MAX) if section.port else 0
+    while True:
+        try:
+            return MetricsServer(section.host, port, collector)
+        except OSError as error:
+            if port >= last or error.errno != errno.EADDRINUSE:
+                where = str(port) if ports == 1 else f"{section.port} to {last}"
+                raise ConfigError(f"metrics: cannot listen on {section.host} port {where}: {error.strerror}") from error
+        port += 1

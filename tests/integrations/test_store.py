@@ -1,0 +1,209 @@
+"""EngineStorage: what an engine's threads see of storage that works, is down, full or slow, and that comes back."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.guard import Direction
+from hicache.config import HiCacheConfig
+from hicache.devservers.ports import LOOPBACK, free_ports
+from hicache.errors import BackendError, ConfigError
+from hicache.geometry import PageShape, Piece
+from hicache.integrations.store import EngineStorage
+from hicache.keys import Namespace
+from tests.daemon.daemons import Daemon
+from tests.listening import Listener
+from tests.waiting import wait_for
+
+PAYLOAD_BYTES = 5000
+SHAPE = PageShape(64, (Piece("page", PAYLOAD_BYTES),))
+FRAME_BYTES = 8192
+KEYS = [bytes([number]) * 32 for number in range(1, 9)]
+Open = Callable[..., EngineStorage]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Opens storages, which are closed at the end."""
+    made: list[EngineStorage] = []
+
+    def open_storage(storage: dict[str, Any], *, processes: int = 1, epoch: int = 0, **sections: Any) -> EngineStorage:
+        config = HiCacheConfig.model_validate({"storage": storage, **sections})
+        made.append(EngineStorage(config, Namespace("weights", SHAPE, epoch), processes=processes))
+        return made[-1]
+
+    yield open_storage
+    for one in made:
+        one.close()
+
+
+def files(folder: Path, **guard: Any) -> dict[str, Any]:
+    return {"type": "file", "options": {"path": str(folder / "pages"), "free_space_floor": 0}, "guard": guard}
+
+
+def frames(*fills: int) -> list[memoryview]:
+    """A page for each of `fills`, all bytes of whose payload have that value."""
+    made = [memoryview(bytearray(FRAME_BYTES)) for _ in fills]
+    for frame, fill in zip(made, fills, strict=True):
+        frame[256 : 256 + PAYLOAD_BYTES] = bytes([fill]) * PAYLOAD_BYTES
+    return made
+
+
+def test_pages_of_one_engine_are_hits_of_the_next_one(opened: Open, tmp_path: Path) -> None:
+    first = opened(files(tmp_path))
+    assert first.write(KEYS[:3], frames(1, 2, 3), None) == [SetOutcome.STORED] * 3
+    assert first.close()
+    pages = frames(0, 0, 0, 0)
+    second = opened(files(tmp_path))
+    assert second.lookup(KEYS) == 3
+    assert second.read(KEYS[:4], pages) == [GetOutcome.HIT] * 3 + [GetOutcome.MISS]
+    assert [page[256] for page in pages] == [1, 2, 3, 0]
+    assert second.clear() == 3
+    assert second.lookup(KEYS) == 0
+
+
+def test_pages_of_other_weights_are_misses(opened: Open, tmp_path: Path) -> None:
+    opened(files(tmp_path)).write(KEYS[:1], frames(1), None)
+    other = opened(files(tmp_path), epoch=1)
+    assert other.lookup(KEYS) == 0
+    assert other.read(KEYS[:1], frames(0)) == [GetOutcome.MISS]
+
+
+def test_a_damaged_page_is_a_miss(opened: Open, tmp_path: Path) -> None:
+    storage = opened(files(tmp_path))
+    storage.write(KEYS[:2], frames(1, 2), None)
+    (stored,) = (path for path in (tmp_path / "pages").rglob("*") if path.is_file() and KEYS[0].hex() in path.name)
+    data = bytearray(stored.read_bytes())
+    data[300] ^= 1
+    stored.write_bytes(data)
+    assert storage.read(KEYS[:2], frames(0, 0)) == [GetOutcome.CORRUPT, GetOutcome.HIT]
+
+
+def test_a_store_that_is_down_at_the_start_is_used_once_it_is_there(opened: Open, scratch: Path) -> None:
+    daemon = Daemon(scratch)
+    storage = opened({"type": "remote", "options": {"socket": str(daemon.socket)}})
+    assert storage.lookup(KEYS) == 0
+    assert storage.write(KEYS[:1], frames(1), None) == [SetOutcome.ERROR]
+    assert storage.statistics().skipped == {Direction.READ: 1, Direction.WRITE: 1}
+    with daemon:
+        # Each call is also a look at whether it is there by now.
+        wait_for(lambda: storage.write(KEYS[:1], frames(1), None)[0].is_stored)
+        assert storage.lookup(KEYS) == 1
+        assert storage.statistics().stores
+
+
+def test_a_server_that_accepts_and_never_answers_does_not_keep_an_engine_from_starting(opened: Open) -> None:
+    hung = threading.Event()
+
+    def hang(_: socket.socket, __: int) -> None:
+        hung.wait()
+
+    with Listener(hang) as server:
+        options = {"url": f"http://{LOOPBACK}:{server.port}", "timeout": 0.2}
+        storage = opened({"type": "remote", "options": options})
+        assert storage.lookup(KEYS) == 0
+        hung.set()
+
+
+def test_a_folder_of_something_else_fails_the_start(opened: Open, tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir(mode=0o700)
+    (tmp_path / "pages" / "thesis.txt").write_text("important")
+    with pytest.raises(BackendError, match="not a HiCache file store"):
+        opened(files(tmp_path))
+
+
+def test_without_storage_there_is_nothing_to_open() -> None:
+    with pytest.raises(ConfigError, match="storage: the configuration has none"):
+        EngineStorage(HiCacheConfig(), Namespace("weights", SHAPE))
+
+
+def test_a_full_store_is_left_alone_for_a_moment_and_serves_hits(opened: Open, tmp_path: Path) -> None:
+    small = files(tmp_path)
+    small["options"]["capacity"] = 4 * FRAME_BYTES
+    storage = opened(small)
+    found = storage.write(KEYS, frames(*range(8)), None)
+    assert not all(outcome.is_stored for outcome in found)
+    stored = sum(outcome.is_stored for outcome in found)
+    assert storage.write(KEYS[:1], frames(0), None) == [SetOutcome.ERROR]  # not asked
+    assert storage.statistics().skipped[Direction.WRITE] == 1
+    assert storage.lookup(KEYS) == stored
+
+
+def test_a_slow_call_ends_at_its_deadline_and_the_next_one_is_not_made(opened: Open, tmp_path: Path) -> None:
+    slow = files(tmp_path, inject={"latency": 30})
+    storage = opened(slow, transfer={"storage_deadline": 0.05})
+    assert storage.lookup(KEYS) == 0
+    assert storage.lookup(KEYS) == 0
+    assert storage.statistics().skipped[Direction.READ] == 1
+
+
+def test_close_ends_while_a_call_hangs(opened: Open, tmp_path: Path) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    storage = opened(files(tmp_path), transfer={"shutdown_deadline": 0.05})
+    store = storage._gate.storage
+    assert store is not None
+
+    def hang(*_: object, **__: object) -> int:
+        began.set()
+        go_on.wait()
+        return 0
+
+    store.backend.batch_exists = hang  # type: ignore[method-assign]  # no store hangs on demand and past its deadline
+    caller = threading.Thread(target=storage.lookup, args=(KEYS,))
+    caller.start()
+    began.wait()
+    assert not storage.close()
+    go_on.set()
+    caller.join()
+    store.backend.close()
+
+
+def test_a_closed_storage_answers_with_misses(opened: Open, tmp_path: Path) -> None:
+    storage = opened(files(tmp_path))
+    assert storage.close() and storage.close()
+    assert storage.lookup(KEYS) == 0
+    assert storage.read(KEYS[:1], frames(0)) == [GetOutcome.ERROR]
+    assert storage.write(KEYS[:1], frames(1), None) == [SetOutcome.ERROR]
+
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def test_metrics_have_the_stores_and_what_was_not_asked(opened: Open, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    storage = opened(files(tmp_path), metrics={"port": port})
+    storage.write(KEYS[:2], frames(1, 2), None)
+    storage.read(KEYS[:3], frames(0, 0, 0))
+    page = scrape(port)
+    for line in (
+        'hicache_backend_set_pages_total{backend="file",outcome="stored"} 2.0',
+        'hicache_backend_get_pages_total{backend="file",outcome="hit"} 2.0',
+        'hicache_skipped_total{reason="store_paused"} 0.0',
+        "hicache_storage_open_failures_total 0.0",
+        "hicache_build_info",
+    ):
+        assert line in page
+    storage.close()
+    with pytest.raises(OSError):
+        scrape(port)
+
+
+def test_processes_of_one_engine_take_ports_one_behind_the_other(opened: Open, tmp_path: Path) -> None:
+    first, _second = free_ports(2)
+    for _ in range(2):
+        opened(files(tmp_path), processes=100, metrics={"port": first})
+    assert "hicache_build_info" in scrape(first)
+    with pytest.raises(ConfigError, match=f"port {first}"):
+        opened(files(tmp_path), metrics={"port": first})
+
+
