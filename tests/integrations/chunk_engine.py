@@ -47,7 +47,8 @@ class Store:
     """A server of stores by namespace, which outlives the tiers that open and close them.
 
     While `reads`, `writes` or `lookups` is not set, these calls hang, also beyond their deadline. `refuses` is raised
-    where a store is opened.
+    where a store is opened, `raises` by each call; `fails` answers ERROR for each page that is read, and `lies` HIT
+    without filling it.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -56,6 +57,9 @@ class Store:
         self.hanging = threading.Semaphore(0)  # released once per call that begins to hang
         self.refuses: Exception | None = None
         self.raises: Exception | None = None
+        self.fails = self.lies = False
+        self.pages_asked = 0
+        self.closed: list[bytes] = []  # by namespace
         self.pages: dict[bytes, dict[bytes, bytes]] = {}
         self._capacity_bytes = capacity_bytes
 
@@ -90,6 +94,9 @@ class _Backend(MemoryBackend):
 
     def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
         self._store.pass_or_hang(self._store.reads)
+        self._store.pages_asked += len(keys)
+        if self._store.fails or self._store.lies:
+            return [GetOutcome.HIT if self._store.lies else GetOutcome.ERROR] * len(keys)
         return super().batch_get(keys, pages, deadline=deadline + 100)
 
     def batch_set(
@@ -100,6 +107,7 @@ class _Backend(MemoryBackend):
 
     def close(self) -> None:
         """A server keeps its pages."""
+        self._store.closed.append(self.codec.namespace)
 
 
 class ChunkEngine:

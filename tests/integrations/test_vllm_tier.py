@@ -120,6 +120,7 @@ def test_after_a_reset_nothing_older_is_found() -> None:
         assert engine.find(names, "after") == [False] * 4
         assert engine.save(names) == names
         assert engine.find(names, "later") == [True] * 4
+        wait_for(lambda: store.closed == [NAMESPACE.digest], engine.step)
     assert len(store.pages) == 2
     with engine_on(store) as engine:  # without a reset
         assert engine.find(names) == [True] * 4

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
 
 import pytest
 
-from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.guard import Direction
 from hicache.errors import BackendError
-from hicache.frame import PageBuffer
+from hicache.integrations.vllm_tier.identity import chunk_keys
+from hicache.integrations.vllm_tier.jobs import Job
 from tests.seeds import rng, seeds
 from tests.waiting import wait_for
 
-from .chunk_engine import CHUNK_BYTES, NAMESPACE, ROWS, ChunkEngine, Store, engine_on, names_of
+from .chunk_engine import CHUNK_BYTES, NAMESPACE, ROOT, ROWS, ChunkEngine, Store, engine_on, names_of
 
 BOTH_WAYS = pytest.mark.parametrize("in_place", [False, True])
 # Waited for where a store hangs.
@@ -42,33 +43,45 @@ def test_an_exception_of_a_store_ends_one_job() -> None:
         wait_for(lambda: engine.fetch(names) == names)
 
 
-class _Liar(Store):
-    """Answers hits and fills nothing, and stores nothing that it says it has."""
+@BOTH_WAYS
+def test_a_hit_without_the_page_is_not_believed(in_place: bool) -> None:
+    names, store = names_of("a", 3), Store()
+    with engine_on(store, in_place=in_place) as engine:
+        engine.save(names)
+        pages = store.pages[NAMESPACE.digest]
+        for key, page in list(pages.items()):
+            pages[key] = page[:1000] + bytes([page[1000] ^ 1]) + page[1001:]
+        assert engine.fetch(names) == []  # damaged, and what was read is still in a buffer
+        store.lies = True
+        assert engine.fetch(names) == []
 
-    def open(self, namespace):  # type: ignore[no-untyped-def]
-        backend = super().open(namespace)
 
-        def get(keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
-            return [GetOutcome.HIT] * len(keys)
-
-        def put(
-            keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-        ) -> list[SetOutcome]:
-            return [SetOutcome.STORED] * (len(keys) + 1)
-
-        backend.batch_get, backend.batch_set = get, put  # type: ignore[method-assign]
-        return backend
+def test_a_call_that_fails_ends_its_job() -> None:
+    names, store = names_of("a", 9), Store()
+    with engine_on(store, transfer={"storage_batch_pages": 2}) as engine:
+        engine.save(names)
+        store.fails = True
+        assert engine.fetch(names) == [] and store.pages_asked == 2
+        store.fails = False
+        wait_for(lambda: engine.fetch(names) == names)  # once the back-off is over
 
 
 @BOTH_WAYS
-def test_a_hit_without_the_page_is_not_believed(in_place: bool) -> None:
-    with engine_on(_Liar(), in_place=in_place) as engine:
-        assert engine.fetch(names_of("a", 3)) == []
+def test_a_job_that_is_left_before_its_rows_are_read_stores_nothing(in_place: bool) -> None:
+    """Else the KV that the rows get next would be sealed as the chunks of this job."""
+    names, store = names_of("a", 1), Store()
+    with engine_on(store, in_place=in_place) as engine:
+        engine.step()
+        opened = engine.tier._gate.enter()
+        keys = [chunk_keys(ROOT)(name) for name in names]
+        job = Job(0, Direction.WRITE, names, keys, [0], opened, math.inf)
 
+        def leave() -> None:
+            job.is_left = True
 
-def test_an_answer_for_other_pages_is_not_believed() -> None:
-    with engine_on(_Liar()) as engine:
-        assert engine.save(names_of("a", 3)) == []
+        engine.tier._write(job, leave)
+        opened.in_flight -= 1
+        assert not job.done and not store.pages[NAMESPACE.digest]
 
 
 # Stores that hang
