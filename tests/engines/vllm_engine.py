@@ -1,12 +1,14 @@
 """vLLM in a process of its own: the steps that tests run in it (see process.py).
 
-`options` are the arguments of `vllm.LLM`. The other variables of vLLM come from `vllm_environ`.
+`options` are the arguments of `vllm.LLM`, such as `vllm_options`; `vllm_environ` are the variables of its processes.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from .process import serve
@@ -43,11 +45,23 @@ def vllm_environ(*, processes: bool = True, **more: str) -> dict[str, str]:
     }
 
 
+def hicache_connector(config: Path, **extra: object) -> dict[str, object]:
+    """The value of `kv_transfer_config` for HiCache with the configuration file `config`."""
+    return {
+        "kv_connector": "HiCacheConnector",
+        "kv_connector_module_path": "hicache.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"config": str(config), **extra},
+    }
+
+
 def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     from vllm import LLM, SamplingParams, TokensPrompt  # noqa: PLC0415
 
     llm = LLM(**options)
     engine = llm.llm_engine
+    in_process = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
     numbers = itertools.count(1)
     outputs: dict[str, dict[str, object]] = {}
@@ -75,6 +89,9 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
                 if each.finished:
                     tokens = list(each.outputs[0].token_ids)
                     outputs[each.request_id] = {"tokens": tokens, "cached": each.num_cached_tokens}
+        if in_process:  # takes in the end of a save in a step alone; a process of its own makes these steps by itself
+            while engine.engine_core.engine_core.scheduler.has_finished_requests():
+                engine.step()
         return [outputs.pop(name, None) for name in names]
 
     def generate(prompts: list[list[int]], tokens: int = 8, salt: str | None = None) -> list[dict[str, object] | None]:
@@ -85,14 +102,16 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         engine.abort_request(names)
 
     def reset(connector: bool = False) -> bool:
-        """Forget the blocks of the device, and with `connector` what the connector has."""
+        """Forget the blocks of the device, and with `connector` what the connector has. False if blocks are in use, as
+        while they are saved."""
         return bool(llm.reset_prefix_cache(reset_connector=connector))
 
     def metrics() -> dict[str, float]:
-        """Counters and gauges, those of one name summed."""
+        """Counters and gauges, those of one name and `source` summed."""
         values: dict[str, float] = {}
         for metric in llm.get_metrics():
-            values[metric.name] = values.get(metric.name, 0.0) + float(getattr(metric, "value", 0.0))
+            name = " ".join([metric.name, *(metric.labels[label] for label in ("source",) if label in metric.labels)])
+            values[name] = values.get(name, 0.0) + float(getattr(metric, "value", 0.0))
         return values
 
     def workers(method: str, **arguments: object) -> list[object]:

@@ -1,0 +1,234 @@
+"""vLLM on HiCache with files as storage: an engine in one process, then a second one, its HTTP server, over the same
+files.
+
+Each test has prompts of its own and takes its reference from a cold run. The control that KV is really read is
+`test_zeroed_frames_change_the_tokens`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from prometheus_client.parser import text_string_to_metric_families
+
+from hicache.devservers.ports import LOOPBACK, free_ports
+from tests.waiting import wait_for
+
+from .process import EngineProcess
+from .prompts import prompt, prompts, write_config
+from .server import EngineServer
+from .vllm_engine import hicache_connector, vllm_environ, vllm_options
+
+# Of a prompt of 300 tokens: the blocks of 32 on the device, and the pages of 64 beyond.
+ON_DEVICE, IN_PAGES = 288, 256
+PAGES = IN_PAGES // 64
+# Room for 16 pages, so that a few prompts push out what was there before.
+HOST = {"tokens": 1024}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store") / "pages"
+
+
+@pytest.fixture(scope="module")
+def config(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    options = {"path": str(store), "capacity": "1GiB", "free_space_floor": 0}
+    path = tmp_path_factory.mktemp("config") / "hicache.yaml"
+    return write_config(path, host=HOST, storage={"type": "file", "options": options})
+
+
+@pytest.fixture(scope="module")
+def vllm(llama: Path, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    options = vllm_options(
+        llama, kv_transfer_config=hicache_connector(config), worker_extension_cls="tests.engines.vllm_hooks.Hooks"
+    )
+    folder = tmp_path_factory.mktemp("vllm")
+    with EngineProcess(
+        "tests.engines.vllm_engine", options, folder=folder, environ=vllm_environ(processes=False)
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def events_port() -> int:
+    return free_ports(1)[0]
+
+
+@pytest.fixture(scope="module")
+def server(
+    llama: Path, config: Path, events_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineServer]:
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://{LOOPBACK}:{events_port}"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "small"]
+    for name, value in vllm_options(llama).items():
+        if name != "disable_log_stats":
+            flag = "--" + name.replace("_", "-")
+            command += [flag] if value is True else [flag, str(value)]
+    command += ["--kv-transfer-config", json.dumps(hicache_connector(config))]
+    command += ["--kv-events-config", json.dumps(events), "--enable-prompt-tokens-details"]
+    with EngineServer(command, folder=tmp_path_factory.mktemp("server"), environ=vllm_environ()) as server:
+        yield server
+
+
+def pages_in(store: Path) -> set[Path]:
+    """The files of pages."""
+    return {path for path in store.glob("*/*/*") if re.fullmatch("[0-9a-f]{64}", path.name)}
+
+
+def generate(vllm: EngineProcess, *asked: list[int], salt: str | None = None) -> tuple[list[list[int]], list[int]]:
+    """The tokens that follow each prompt, and how many of its own were cached."""
+    found = vllm.call("generate", prompts=list(asked), salt=salt)
+    return [each["tokens"] for each in found], [each["cached"] for each in found]
+
+
+def complete(server: EngineServer, asked: list[int]) -> tuple[list[int], int]:
+    """The same from the HTTP server, for one prompt."""
+    body = {"model": "small", "prompt": asked, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = server.post("/v1/completions", **body, return_token_ids=True)
+    details = answer["usage"]["prompt_tokens_details"] or {}
+    return answer["choices"][0]["token_ids"], details.get("cached_tokens", 0)
+
+
+def stored(vllm: EngineProcess, store: Path, asked: list[int]) -> tuple[list[int], set[Path]]:
+    """Let the engine compute a new prompt; returns the tokens and, once they are stored, the files of its pages."""
+    before = pages_in(store)
+    ((tokens,), cached) = generate(vllm, asked)
+    assert cached == [0]
+    wait_for(lambda: len(pages_in(store) - before) == PAGES)
+    return tokens, pages_in(store) - before
+
+
+def on_host_only(vllm: EngineProcess) -> None:
+    wait_for(lambda: bool(vllm.call("reset")))
+
+
+def in_storage_only(vllm: EngineProcess, name: str) -> None:
+    """Other prompts push the earlier ones out of host memory, and the device forgets."""
+    generate(vllm, *prompts(f"filler of {name}", 5))
+    on_host_only(vllm)
+
+
+def test_tokens_are_equal_cold_and_from_device_host_and_files(vllm: EngineProcess, store: Path) -> None:
+    asked = prompt("equal")
+    cold, _ = stored(vllm, store, asked)
+    assert generate(vllm, asked) == ([cold], [ON_DEVICE])
+    on_host_only(vllm)
+    assert generate(vllm, asked) == ([cold], [IN_PAGES])
+    in_storage_only(vllm, "equal")
+    from_files = vllm.call("metrics").get("vllm:prompt_tokens_cached_by_source disk", 0)
+    assert generate(vllm, asked) == ([cold], [IN_PAGES])
+    assert vllm.call("metrics")["vllm:prompt_tokens_cached_by_source disk"] == from_files + IN_PAGES
+
+
+def test_zeroed_frames_change_the_tokens(vllm: EngineProcess, store: Path) -> None:
+    asked = prompt("zeroed")
+    cold, _ = stored(vllm, store, asked)
+    on_host_only(vllm)
+    assert vllm.call("workers", method="hicache_zero_frames") != [0]
+    tokens, cached = generate(vllm, asked)
+    assert cached == [IN_PAGES] and tokens != [cold]
+
+
+def test_equal_prompts_at_once_are_loaded_once(vllm: EngineProcess, store: Path) -> None:
+    asked = prompt("at once")
+    cold, _ = stored(vllm, store, asked)
+    on_host_only(vllm)
+    loaded = vllm.call("metrics")["vllm:hicache_loaded_pages"]
+    tokens, cached = generate(vllm, asked, asked, asked)
+    assert tokens == [cold] * 3 and min(cached) >= IN_PAGES
+    assert vllm.call("metrics")["vllm:hicache_loaded_pages"] == loaded + PAGES
+
+
+def test_a_cache_salt_shares_nothing(vllm: EngineProcess, store: Path) -> None:
+    asked = prompt("salt")
+    cold, _ = stored(vllm, store, asked)
+    on_host_only(vllm)
+    assert generate(vllm, asked, salt="another tenant") == ([cold], [0])
+
+
+def test_a_server_serves_what_another_engine_has_stored(vllm: EngineProcess, server: EngineServer, store: Path) -> None:
+    asked = prompt("from the first")
+    cold, _ = stored(vllm, store, asked)
+    assert complete(server, asked) == (cold, IN_PAGES)
+    assert complete(server, asked) == (cold, ON_DEVICE)
+
+
+def test_an_engine_serves_what_a_server_has_stored(vllm: EngineProcess, server: EngineServer, store: Path) -> None:
+    asked, before = prompt("from the server"), pages_in(store)
+    cold, cached = complete(server, asked)
+    assert cached == 0
+    wait_for(lambda: len(pages_in(store) - before) == PAGES)
+    assert generate(vllm, asked) == ([cold], [IN_PAGES])
+
+
+@pytest.mark.parametrize("damaged", [1, PAGES])
+def test_damaged_files_are_misses(vllm: EngineProcess, server: EngineServer, store: Path, damaged: int) -> None:
+    """`test_a_server_serves_what_another_engine_has_stored` is the control."""
+    asked = prompt(f"damaged {damaged}")
+    cold, files = stored(vllm, store, asked)
+    for path in sorted(files)[:damaged]:
+        content = bytearray(path.read_bytes())
+        content[-5000] ^= 1
+        path.write_bytes(content)
+    tokens, cached = complete(server, asked)
+    assert tokens == cold and cached <= (PAGES - damaged) * 64
+
+
+def test_a_server_counts_what_hicache_copies(vllm: EngineProcess, server: EngineServer, store: Path) -> None:
+    asked = prompt("counted")
+    stored(vllm, store, asked)
+    before = counters(server)
+    complete(server, asked)
+    after = counters(server)
+    assert after["vllm:hicache_loaded_pages_total"] - before["vllm:hicache_loaded_pages_total"] == PAGES
+    assert after["vllm:hicache_loaded_bytes_total"] > before["vllm:hicache_loaded_bytes_total"]
+    assert after["vllm:hicache_loaded_seconds_total"] > before["vllm:hicache_loaded_seconds_total"]
+    hits = "vllm:external_prefix_cache_hits_total"
+    assert after[hits] - before[hits] == IN_PAGES
+
+
+def test_subscribers_learn_which_pages_the_host_and_the_files_have(server: EngineServer, events_port: int) -> None:
+    found: set[str] = set()
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.bind(f"tcp://{LOOPBACK}:{events_port}")  # vLLM connects to an address without a "*"
+        socket.subscribe(b"")
+        numbers = itertools.count()
+
+        def receive() -> None:
+            """Ask for a new prompt, since what comes before the two are connected is lost."""
+            complete(server, prompt(f"events {next(numbers)}"))
+            while socket.poll(0):
+                _, _, payload = socket.recv_multipart()
+                _, events, *_ = msgspec.msgpack.decode(payload)
+                found.update(event["medium"] for event in events if event["type"] == "BlockStored")
+
+        wait_for(lambda: {"GPU", "CPU", "STORAGE"} <= found, receive, pause_s=0.05)
+
+
+def test_nothing_from_before_a_reset_of_the_connector_is_served(vllm: EngineProcess, store: Path) -> None:
+    """The last test: from then on the two engines do not see each other's pages."""
+    asked = prompt("reset")
+    cold, files = stored(vllm, store, asked)
+    wait_for(lambda: bool(vllm.call("reset", connector=True)))
+    assert generate(vllm, asked) == ([cold], [0])
+    wait_for(lambda: all(path.exists() for path in files))
+    on_host_only(vllm)
+    assert generate(vllm, asked) == ([cold], [IN_PAGES])
+
+
+def counters(server: EngineServer) -> dict[str, float]:
+    """The samples of /metrics, those of one name summed."""
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(server.get("/metrics")):
+        for sample in family.samples:
+            values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return values
