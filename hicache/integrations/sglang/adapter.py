@@ -1,0 +1,228 @@
+"""HiCacheStore: SGLang's storage interface (v1) over a HostPoolStorage. It translates only.
+
+Written against SGLang 0.5.23, which makes one store on each rank and calls it from three threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+from sglang.srt.runtime_context import get_lora, get_model, get_serving, get_spec
+from sglang.version import __version__ as sglang_version
+
+from ...errors import ConfigError
+from ..options import engine_config, known_options, model_identity
+from ..store import EngineStorage
+from .identity import Engine
+from .pages import HostPages, HostPool
+from .storage import HostPoolStorage
+
+logger = logging.getLogger(__name__)
+
+OPTIONS = "--hicache-storage-backend-extra-config"
+# SGLang's own entries, and those of HiCache.
+_KNOWN = frozenset({
+    "backend_name", "module_path", "class_name", "interface_v1", "file_storage_path", "config", "model",
+})  # fmt: skip
+# Each process of an engine on a node serves metrics on a port of its own.
+_PROCESSES_MAX = 64
+# Shorter pages cost a file or an object for a few tokens each.
+_PAGE_TOKENS_MIN = 16
+
+
+class HiCacheStore(HiCacheStorage):
+    """HiCache's storage as the L3 of SGLang's hierarchical cache.
+
+    `--hicache-storage-backend-extra-config` has `config`, the path of HiCache's configuration, and may have `model`, a
+    name of the weights that changes whenever they do: by default the fingerprint of the model's folder, or the commit
+    of its snapshot. Raises ConfigError for what is not served, with the flag to set; the engine does not start then.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None) -> None:
+        self._config = storage_config
+        self._extra = dict(storage_config.extra_config or {})
+        self._storage: HostPoolStorage | None = None
+        known_options(OPTIONS, self._extra, _KNOWN)
+        if not self._extra.get("interface_v1"):
+            raise ConfigError(f'{OPTIONS}: HiCache moves pages in place only; add "interface_v1": 1')
+        if storage_config.should_split_heads:
+            raise ConfigError(
+                f"{OPTIONS}: tp_lcm_size: pages split by heads are not supported by HiCache; leave it out"
+            )
+
+    def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
+        """Open storage for the pages of the pool. Blocks while weights are fingerprinted for the first time."""
+        super().register_mem_pool_host(mem_pool_host)
+        pages = HostPages(mem_pool_host)
+        config = engine_config(OPTIONS, self._extra, pages.shape.tokens, whole_page=True)
+        engine = _engine(self._extra)
+        namespace = engine.namespace(self._config, mem_pool_host, pages)
+        if pages.shape.tokens < _PAGE_TOKENS_MIN:
+            logger.warning(
+                "pages have %d tokens, and each is an object in storage: start SGLang with --page-size 64",
+                pages.shape.tokens,
+            )
+        storage = EngineStorage(config, namespace, processes=_PROCESSES_MAX)
+        self._storage = HostPoolStorage(storage, pages, _weight_version)
+        logger.info(
+            "HiCache stores pages of %d tokens, %d bytes in %d parts (%s); weights: %s; namespace %s",
+            pages.shape.tokens, pages.shape.payload_bytes, len(pages.shape.pieces), mem_pool_host.layout,
+            engine.weights[:24], namespace.digest.hex()[:8],
+        )  # fmt: skip
+
+    def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: PoolName) -> None:
+        """See HiCacheStorage. Raises ConfigError for a pool beside that of KV, as hybrid models have."""
+        if host_pool_name != PoolName.KV:
+            raise ConfigError(
+                f"SGLang's host pool {str(host_pool_name)!r} is not supported by HiCache, which serves models with one "
+                "MHA or MLA pool; leave out --hicache-storage-backend for this model"
+            )
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    # Interface v1
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """See HiCacheStorage."""
+        return self._open.lookup(keys)
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """See HiCacheStorage: for each page whether it arrived."""
+        return self._open.read(keys, host_indices)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """See HiCacheStorage: for each page whether it is stored now."""
+        return self._open.write(keys, host_indices, None if extra_info is None else extra_info.prefix_keys)
+
+    # What works without the other interfaces
+
+    def exists(self, key: str) -> bool:
+        """See HiCacheStorage."""
+        return self._open.lookup([key]) == 1
+
+    def clear(self) -> None:
+        """Remove the pages of this rank that are of its weights and layout, for all engines that use them."""
+        logger.info("HiCache removed %d pages", self._open.clear())
+
+    def get_stats(self) -> StorageMetrics:
+        """Return the pages and the speed of each call since the last time, for SGLang's own metrics."""
+        found = StorageMetrics()
+        for transfer in self._open.take_transfers():
+            pages = found.prefetch_pgs if transfer.is_read else found.backup_pgs
+            pages.append(transfer.pages)
+            speeds = found.prefetch_bandwidth if transfer.is_read else found.backup_bandwidth
+            speeds.append(transfer.bytes_per_s / 1e9)
+        return found
+
+    def close(self) -> None:
+        """Close storage; SGLang calls it on detaching, once its threads have ended, and at its end."""
+        if self._storage is not None and not self._storage.close():
+            logger.warning("storage did not close in time; a thread of it is left behind")
+
+    # Interfaces that HiCache does not have
+
+    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> NoReturn:
+        """Raises ConfigError."""
+        _refuse()
+
+    def batch_get(self, keys: list[str], target_locations: object = None, target_sizes: object = None) -> NoReturn:
+        """Raises ConfigError."""
+        _refuse()
+
+    def set(
+        self, key: str, value: object = None, target_location: object = None, target_sizes: object = None
+    ) -> NoReturn:
+        """Raises ConfigError."""
+        _refuse()
+
+    def batch_set(
+        self, keys: list[str], values: object = None, target_locations: object = None, target_sizes: object = None
+    ) -> NoReturn:
+        """Raises ConfigError."""
+        _refuse()
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Raises ConfigError."""
+        _refuse()
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Raises ConfigError."""
+        _refuse()
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Raises ConfigError."""
+        _refuse()
+
+    @property
+    def _open(self) -> HostPoolStorage:
+        if self._storage is None:
+            raise ConfigError("HiCacheStore: no host pool is registered; call register_mem_pool_host first")
+        return self._storage
+
+
+def _refuse() -> NoReturn:
+    raise ConfigError(f'{OPTIONS}: HiCache has SGLang\'s storage interface v1 only; add "interface_v1": 1')
+
+
+def _weight_version() -> str:
+    return str(get_serving().weight_version)
+
+
+def _engine(extra: dict[str, Any]) -> Engine:
+    """Read what SGLang says about itself. Blocks while weights are read the first time. Raises ConfigError where the
+    weights cannot be told from others."""
+    model, adapters, draft = get_model(), get_lora().lora_paths or (), get_spec().speculative_draft_model_path
+    weights = [model_identity(OPTIONS, extra, model.model_path, _commit(model.model_path, model.revision))]
+    # SGLang names an adapter by its name and path, in each key; and a draft model's KV may be part of a page.
+    for path in (*sorted(adapter.lora_path for adapter in adapters), *([draft] if draft else [])):
+        weights.append(model_identity(OPTIONS, None, path, _commit(path, None)))
+    return Engine(
+        version=sglang_version,
+        weights=" ".join(weights),
+        weight_version=_weight_version(),
+        label=model.model_path.rstrip("/").rpartition("/")[2],
+        kv_cache_dtype=str(model.kv_cache_dtype),
+        quantization=str(model.quantization or ""),
+        kv_scales=_digest(model.quantization_param_path),
+        overrides={"arguments": model.json_model_override_args, "dtype": model.dtype},
+    )
+
+
+def _commit(model: str, revision: str | None) -> str | None:
+    """Return the commit of a model of a hub that was downloaded, None if there is none."""
+    if Path(model).exists():
+        return None
+    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
+def _digest(path: str | None) -> str:
+    return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+

@@ -1,0 +1,74 @@
+"""What two SGLang engines must agree on before one reads a page that the other has stored."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...keys import Namespace
+from .pages import HostPages, HostPool
+
+# SGLang's page keys: SHA-256 over the key of the page before, or a seed of adapter and salt, and the tokens.
+KEY_HASH = "sglang sha256 chain, seed sglang-cache-namespace-v1"
+
+
+class Ranks(Protocol):
+    """What is used of SGLang's HiCacheStorageConfig. `tp_rank` is that of a group of attention where SGLang has data
+    parallel attention; which of these groups it is does not matter for a page."""
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    attn_cp_rank: int
+    attn_cp_size: int
+    dcp_rank: int
+    dcp_size: int
+    is_mla_model: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What SGLang says about itself.
+
+    `weights` identifies them, with adapters and a draft model; `weight_version` is SGLang's own, which updates change.
+    `overrides` is what flags change of the model. `kv_cache_dtype` tells types apart that are stored as the same bytes.
+    """
+
+    version: str
+    weights: str
+    weight_version: str
+    label: str
+    kv_cache_dtype: str = "auto"
+    quantization: str = ""
+    kv_scales: str = ""
+    overrides: Mapping[str, object] | None = None
+
+    def namespace(self, ranks: Ranks, pool: HostPool, pages: HostPages) -> Namespace:
+        """Return the namespace of the pages of `pool` on one rank. Ranks of MLA hold the same pages and share one."""
+        overrides = hashlib.sha256(json.dumps(self.overrides or {}, sort_keys=True, default=str).encode()).hexdigest()
+        layers = f"{getattr(pool, 'start_layer', '')}-{getattr(pool, 'end_layer', '')}"
+        return Namespace(
+            model=f"{self.weights} {overrides} {self.weight_version}",
+            geometry=pages.shape,
+            kv_scales=self.kv_scales,
+            tp_rank=ranks.tp_rank,
+            tp_size=ranks.tp_size,
+            pp_rank=ranks.pp_rank,
+            pp_size=ranks.pp_size,
+            cp_rank=ranks.attn_cp_rank,
+            cp_size=ranks.attn_cp_size,
+            dcp_rank=ranks.dcp_rank,
+            dcp_size=ranks.dcp_size,
+            ranks_share_pages=ranks.is_mla_model,
+            engine_layout=(
+                f"sglang {self.version} {type(pool).__name__} {pool.layout} {pool.dtype} kv={self.kv_cache_dtype} "
+                f"layers={layers}"
+            ),
+            quantisation=self.quantization,
+            key_hash=KEY_HASH,
+            label=self.label,
+        )

@@ -1,0 +1,94 @@
+"""Pages in SGLang's host pool: each is a few parts of its buffers, which storage reads and writes in place.
+
+The pool says where they are. What it says is checked against its buffers, so an address of anything else is an error
+and never memory that is written to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ...errors import ConfigError, InvalidInput
+from ...frame import HEADER_BYTES, PageView
+from ...geometry import PAGE_SIZE_MAX, PageShape, Piece
+
+# In these, a page is whole runs of one buffer: K and V of all layers, or of each layer.
+LAYOUTS = ("page_first", "page_first_direct", "layer_first", "page_head")
+
+
+class HostPool(Protocol):
+    """What is used of SGLang's HostKVCache."""
+
+    page_size: int
+    layout: str
+    dtype: torch.dtype
+    kv_buffer: Any  # a tensor, or several
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> Any:
+        """Return the addresses and the lengths of the parts of the pages that the tokens `indices` make up."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    start: int
+    end: int
+    memory: memoryview
+
+
+class HostPages:
+    """The pages of `pool`. Raises ConfigError for a pool whose pages cannot be moved in place, with what to change."""
+
+    def __init__(self, pool: HostPool) -> None:
+        if pool.layout not in LAYOUTS:
+            raise ConfigError(
+                f"--hicache-mem-layout: {pool.layout!r} is not supported by HiCache; use one of {', '.join(LAYOUTS)}"
+            )
+        if not 1 <= pool.page_size <= PAGE_SIZE_MAX:
+            raise ConfigError(f"--page-size: {pool.page_size} is not supported by HiCache; use 1 to {PAGE_SIZE_MAX}")
+        tensors = pool.kv_buffer if isinstance(pool.kv_buffer, (list, tuple)) else [pool.kv_buffer]
+        if not all(isinstance(tensor, torch.Tensor) and tensor.is_contiguous() for tensor in tensors):
+            raise ConfigError(
+                f"SGLang's host pool {type(pool).__name__} does not keep KV in tensors of its own; HiCache serves models "
+                "with one MHA or MLA pool"
+            )
+        self._pool = pool
+        self._buffers = [_buffer(tensor) for tensor in tensors]
+        self._sizes = [part.nbytes for part in self._parts(torch.arange(pool.page_size), 1)]
+        self.shape = PageShape(pool.page_size, tuple(Piece("part", size) for size in self._sizes))
+
+    def views(self, indices: torch.Tensor, count: int) -> list[PageView]:
+        """Return the `count` pages that the tokens `indices` make up, with fresh headers, so unsealed.
+
+        Raises InvalidInput if the indices or the pool's answer do not fit.
+        """
+        parts, of_page = self._parts(indices, count), len(self._sizes)
+        if [part.nbytes for part in parts] != self._sizes * count:
+            raise InvalidInput("sglang: the host pool gives pages of other parts than at the start; restart the engine")
+        headers = memoryview(bytearray(HEADER_BYTES * count))
+        return [
+            PageView(
+                headers[page * HEADER_BYTES : (page + 1) * HEADER_BYTES], parts[page * of_page : (page + 1) * of_page]
+            )
+            for page in range(count)
+        ]
+
+    def _parts(self, indices: torch.Tensor, count: int) -> list[memoryview]:
+        page_size = self._pool.page_size
+        if len(indices) != count * page_size:
+            raise InvalidInput(f"sglang: {len(indices)} host indices for {count} pages of {page_size} tokens; pass all")
+        addresses, sizes = self._pool.get_page_buffer_meta(indices)
+        return [self._memory(address, size) for address, size in zip(addresses, sizes, strict=True)]
+
+    def _memory(self, address: int, size: int) -> memoryview:
+        for buffer in self._buffers:
+            if buffer.start <= address and address + size <= buffer.end:
+                return buffer.memory[address - buffer.start : address - buffer.start + size]
+        raise InvalidInput("sglang: the host pool names memory outside its KV buffers; this pool is not supported")
+
+
+def _buffer(tensor: torch.Tensor) -> _Buffer:
+    memory = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return _Buffer(tensor.data_ptr(), tensor.data_ptr() + memory.nbytes, memory)

@@ -1,0 +1,303 @@
+"""HiCache's store under SGLang, without SGLang: the contract of its interface v1, over pools of all layouts."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hicache.backends.guard import Direction
+from hicache.config import HiCacheConfig
+from hicache.errors import ConfigError, InvalidInput
+from hicache.integrations.sglang.identity import Engine
+from hicache.integrations.sglang.pages import LAYOUTS, HostPages
+from hicache.integrations.sglang.storage import HostPoolStorage
+from hicache.integrations.store import EngineStorage
+from tests.integrations.host_pools import HEAD_DIM, HEADS, LAYERS, PAGE_SIZE, HostPool
+
+POOLS = [(layout, is_mla) for layout in LAYOUTS for is_mla in (False, True) if (layout, is_mla) != ("page_head", True)]
+ENGINE = Engine(version="0.5.23", weights="weights", weight_version="default", label="llama")
+
+
+@dataclass
+class Ranks:
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    attn_cp_rank: int = 0
+    attn_cp_size: int = 1
+    dcp_rank: int = 0
+    dcp_size: int = 1
+    is_mla_model: bool = False
+
+
+def keys(count: int, chain: str = "a") -> list[str]:
+    """Page hashes as SGLang makes them."""
+    return [hashlib.sha256(f"{chain}{number}".encode()).hexdigest() for number in range(count)]
+
+
+Open = Callable[..., HostPoolStorage]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Opens the store of an engine over files, as `register_mem_pool_host` does."""
+    made: list[HostPoolStorage] = []
+
+    def open_store(
+        pool: Any, *, ranks: Ranks | None = None, engine: Engine = ENGINE, capacity: int | None = None,
+        version: Callable[[], str] = lambda: "default",
+    ) -> HostPoolStorage:  # fmt: skip
+        options = {"path": str(tmp_path / "pages"), "free_space_floor": 0, "capacity": capacity}
+        config = HiCacheConfig.model_validate(
+            {"page_size": pool.page_size, "storage": {"type": "file", "options": options}}
+        )
+        pages = HostPages(pool)
+        storage = EngineStorage(config, engine.namespace(ranks or Ranks(), pool, pages))
+        made.append(HostPoolStorage(storage, pages, version))
+        return made[-1]
+
+    yield open_store
+    for one in made:
+        one.close()
+
+
+def stored_files(folder: Path) -> dict[str, Path]:
+    """The files of pages by the hash in their names."""
+    names = {key: path for path in (folder / "pages").rglob("*") if path.is_file() for key in path.name.split(".")}
+    return {key: path for key, path in names.items() if len(key) == 64}
+
+
+# Pages arrive where they belong
+
+
+@pytest.mark.parametrize(("layout", "is_mla"), POOLS)
+def test_pages_that_one_engine_stored_arrive_in_the_pool_of_another(opened: Open, layout: str, is_mla: bool) -> None:
+    first, second = HostPool(layout, is_mla=is_mla), HostPool(layout, is_mla=is_mla)
+    first.fill()
+    assert opened(first).write(keys(4), first.indices(3, 1, 7, 2), []) == [True] * 4
+    store = opened(second)
+    assert store.lookup(keys(6)) == 4
+    assert store.read(keys(4), second.indices(0, 5, 4, 9)) == [True] * 4
+    for source, target in ((3, 0), (1, 5), (7, 4), (2, 9)):
+        assert torch.equal(second.page(target), first.page(source))
+    for untouched in set(range(16)) - {0, 5, 4, 9}:
+        assert not second.page(untouched).any()
+
+
+def test_pools_of_k_and_v_in_two_tensors_are_served(opened: Open) -> None:
+    """As SGLang has them where K and V have other lengths."""
+
+    class Asymmetric(HostPool):
+        def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+            starts = indices.tolist()[:: self.page_size]
+            rows = [(tensor, tensor[0].nbytes) for tensor in self.kv_buffer]
+            parts = [tensor.data_ptr() + start * row for start in starts for tensor, row in rows]
+            return parts, [row * self.page_size for _ in starts for _, row in rows]
+
+    pool = Asymmetric("page_first")
+    pool.kv_buffer = (torch.rand(pool.size, LAYERS, HEADS, HEAD_DIM), torch.rand(pool.size, LAYERS, HEADS, 3))
+    store, before = opened(pool), [tensor.clone() for tensor in pool.kv_buffer]
+    assert store.write(keys(2), pool.indices(1, 2), []) == [True, True]
+    for tensor in pool.kv_buffer:
+        tensor.zero_()
+    assert store.read(keys(2), pool.indices(1, 2)) == [True, True]
+    for tensor, old in zip(pool.kv_buffer, before, strict=True):
+        assert torch.equal(tensor[PAGE_SIZE : 3 * PAGE_SIZE], old[PAGE_SIZE : 3 * PAGE_SIZE])
+        assert not tensor[3 * PAGE_SIZE :].any()
+
+
+def test_a_page_that_was_written_again_in_memory_is_stored_with_its_new_bytes(opened: Open) -> None:
+    pool = HostPool("page_first")
+    store = opened(pool)
+    for seed, chain in enumerate("ab"):
+        pool.fill(seed)
+        store.write(keys(1, chain), pool.indices(1), [])
+    written = pool.page(1)
+    assert store.read(keys(1, "b"), pool.indices(2)) == [True]
+    assert torch.equal(pool.page(2), written)
+
+
+# What does not arrive is told page by page
+
+
+def test_a_read_tells_which_pages_arrived(opened: Open) -> None:
+    pool = HostPool("page_first")
+    pool.fill()
+    store = opened(pool)
+    wanted = keys(5)
+    store.write([wanted[0], wanted[1], wanted[3]], pool.indices(0, 1, 3), [])
+    assert store.lookup(wanted) == 2
+    assert store.read(wanted, pool.indices(8, 9, 10, 11, 12)) == [True, True, False, True, False]
+
+
+def test_flipped_bytes_and_swapped_pages_are_misses(opened: Open, tmp_path: Path) -> None:
+    pool = HostPool("layer_first")
+    pool.fill()
+    store = opened(pool)
+    wanted = keys(4)
+    store.write(wanted, pool.indices(0, 1, 2, 3), [])
+    files = stored_files(tmp_path)
+    flipped, swapped, other = (files[wanted[number]] for number in (1, 2, 3))
+    data = bytearray(flipped.read_bytes())
+    data[300] ^= 1
+    flipped.write_bytes(data)
+    one, two = swapped.read_bytes(), other.read_bytes()
+    swapped.write_bytes(two)
+    other.write_bytes(one)
+    assert store.read(wanted, pool.indices(8, 9, 10, 11)) == [True, False, False, False]
+    assert torch.equal(pool.page(8), pool.page(0))
+
+
+def test_a_full_store_tells_how_much_of_a_prompt_it_took(opened: Open) -> None:
+    pool = HostPool("page_first")
+    store = opened(pool, capacity=3 * 4096)
+    stored = store.write(keys(8), pool.indices(*range(8)), [])
+    assert stored == sorted(stored, reverse=True) and 0 < sum(stored) < 8
+    assert store.lookup(keys(8)) == sum(stored)
+
+
+def test_the_pages_before_a_batch_stay_longer_than_it(opened: Open) -> None:
+    """The parent comes from SGLang's prefix keys; without them the store takes each batch for a prompt of its own."""
+    wanted = keys(3)
+    for prefix, expected in ((wanted[:1], 2), (None, 0)):
+        pool = HostPool("page_first")
+        store = opened(pool, capacity=3 * 4096, engine=replace(ENGINE, weights=str(prefix)))
+        store.write(wanted[:1], pool.indices(0), [])
+        store.write(wanted[1:], pool.indices(1, 2), prefix)
+        store.write(keys(1, "another prompt"), pool.indices(3), [])
+        assert store.lookup(wanted) == expected
+
+
+def test_without_prefix_keys_the_flag_is_named_once(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    pool = HostPool("page_first")
+    store = opened(pool)
+    with caplog.at_level(logging.WARNING):
+        store.write(keys(1), pool.indices(0), [])
+        assert "hicache_storage_pass_prefix_keys" not in caplog.text
+        for _ in range(2):
+            store.write(keys(1), pool.indices(0), None)
+    assert caplog.text.count("hicache_storage_pass_prefix_keys") == 1
+
+
+def test_after_the_weights_changed_storage_is_not_used(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    version = "default"
+    pool = HostPool("page_first")
+    store = opened(pool, version=lambda: version)
+    assert store.write(keys(2), pool.indices(0, 1), []) == [True, True]
+    version = "step-100"
+    assert store.lookup(keys(2)) == 0
+    assert store.read(keys(2), pool.indices(0, 1)) == [False, False]
+    assert store.write(keys(1, "b"), pool.indices(0), []) == [False]
+    assert caplog.text.count("detach and attach") == 1
+    version = "default"
+    assert store.lookup(keys(2)) == 0  # what was computed in between is unknown
+
+
+def test_storage_that_is_down_or_closed_is_a_miss(opened: Open) -> None:
+    pool = HostPool("page_first")
+    store = opened(pool)
+    store.write(keys(2), pool.indices(0, 1), [])
+    store.close()
+    assert store.lookup(keys(2)) == 0
+    assert store.read(keys(2), pool.indices(0, 1)) == [False, False]
+    assert store.write(keys(2), pool.indices(0, 1), []) == [False, False]
+    assert store._storage.statistics().skipped == {Direction.READ: 2, Direction.WRITE: 1}
+
+
+def test_transfers_are_told_once_for_sglangs_metrics(opened: Open) -> None:
+    pool = HostPool("page_first")
+    store = opened(pool)
+    store.write(keys(2), pool.indices(0, 1), [])
+    store.read(keys(3), pool.indices(0, 1, 2))
+    store.read(keys(1, "missing"), pool.indices(0))
+    assert [(one.is_read, one.pages) for one in store.take_transfers()] == [(False, 2), (True, 2)]
+    assert store.take_transfers() == []
+
+
+def test_clear_removes_the_pages(opened: Open) -> None:
+    pool = HostPool("page_first")
+    store = opened(pool)
+    store.write(keys(3), pool.indices(0, 1, 2), [])
+    assert store.clear() == 3
+    assert store.lookup(keys(3)) == 0
+
+
+# Whose pages they are
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "layout": {"pool": HostPool("page_first_direct")},
+    "dtype": {"pool": HostPool("page_first", dtype=torch.float64)},
+    "fp8 stored as bytes": {"engine": replace(ENGINE, kv_cache_dtype="fp8_e5m2")},
+    "weights": {"engine": replace(ENGINE, weights="others")},
+    "weight version": {"engine": replace(ENGINE, weight_version="2")},
+    "overrides": {"engine": replace(ENGINE, overrides={"rope_theta": 1})},
+    "scales": {"engine": replace(ENGINE, kv_scales="abc")},
+    "quantisation": {"engine": replace(ENGINE, quantization="fp8")},
+    "SGLang": {"engine": replace(ENGINE, version="0.6.0")},
+    "tp": {"ranks": Ranks(tp_rank=1, tp_size=2)},
+    "pp": {"ranks": Ranks(pp_rank=1, pp_size=2)},
+    "cp": {"ranks": Ranks(attn_cp_rank=1, attn_cp_size=2)},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_an_engine_that_differs_sees_nothing(opened: Open, change: dict[str, Any]) -> None:
+    pool = HostPool("page_first")
+    opened(pool).write(keys(2), pool.indices(0, 1), [])
+    assert opened(**{"pool": pool, **change}).lookup(keys(2)) == 0
+    assert opened(pool, engine=replace(ENGINE, label="another name")).lookup(keys(2)) == 2
+
+
+def test_ranks_of_mla_share_their_pages_and_others_do_not(opened: Open) -> None:
+    for is_mla, expected in ((True, 2), (False, 0)):
+        pool = HostPool("page_first", is_mla=is_mla)
+        opened(pool, ranks=Ranks(0, 2, is_mla_model=is_mla)).write(keys(2), pool.indices(0, 1), [])
+        assert opened(pool, ranks=Ranks(1, 2, is_mla_model=is_mla)).lookup(keys(2)) == expected
+
+
+# What is refused
+
+
+def changed(**fields: Any) -> HostPool:
+    pool = HostPool("page_first")
+    for name, value in fields.items():
+        setattr(pool, name, value)
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layout": "page_unified"}, "--hicache-mem-layout: 'page_unified'"),
+        ({"page_size": 2048}, "--page-size: 2048"),
+        ({"kv_buffer": None}, "does not keep KV in tensors"),
+        ({"kv_buffer": torch.zeros(4, 8).t()}, "does not keep KV in tensors"),
+    ],
+)
+def test_a_pool_that_cannot_be_served_is_refused_with_the_flag(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HostPages(changed(**fields))
+
+
+def test_addresses_outside_the_pool_are_never_touched() -> None:
+    pool = HostPool("page_first")
+    pages = HostPages(pool)
+    with pytest.raises(InvalidInput, match="outside"):
+        pages.views(pool.indices(16), 1)
+    with pytest.raises(InvalidInput, match="7 host indices for 1 pages"):
+        pages.views(torch.arange(7), 1)
+
+
+@pytest.mark.parametrize("key", ["", "0" * 63, "g" * 64, "0" * 66])
+def test_a_key_of_another_kind_is_refused_and_not_shown(opened: Open, key: str) -> None:
+    with pytest.raises(InvalidInput, match="64 hexadecimal digits") as raised:
+        opened(HostPool("page_first")).lookup([key])
+    assert not key or key not in str(raised.value)
