@@ -22,12 +22,10 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-# While this file exists, loads bring zeros: the control of tests that compare tokens.
-ZEROS = "TEST_VLLM_ZEROS"
-
 
 class CpuTieringSpec(TieringOffloadingSpec):
-    """See the module's docstring."""
+    """See the module's docstring. While the file `zeros` of the extra options exists, loads bring zeros: the control of
+    tests that compare tokens."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         return CopyWorker(self, kv_caches)
@@ -37,6 +35,7 @@ class CopyWorker(OffloadingWorker):
     """Copies blocks between tensors of the engine and rows of the primary tier."""
 
     def __init__(self, spec: TieringOffloadingSpec, kv_caches: CanonicalKVCaches) -> None:
+        self._zeros = str(spec.extra_config["zeros"])
         self._chunk_blocks = spec.blocks_per_chunk
         self._refs = kv_caches.group_data_refs
         self._region = SharedOffloadRegion(
@@ -57,7 +56,7 @@ class CopyWorker(OffloadingWorker):
         return True
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        zeros = os.path.exists(os.environ.get(ZEROS, ""))
+        zeros = os.path.exists(self._zeros)
         for device, host in self._pairs(dst_spec, src_spec):
             device.copy_(torch.zeros_like(host) if zeros else host)
         self._finished.append(TransferResult(job_id=job_id, success=True))
