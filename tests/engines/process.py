@@ -5,8 +5,8 @@
 
 The process is a module whose `main` calls `serve` with its steps. Calls and answers are lines of JSON over a socket, so
 an engine may print what it likes: its output goes to a log, and a failure shows the end of that. One start serves many
-calls. An engine that dies, hangs or raises fails the call. All processes of its session are ended with it, and so is
-what they leave in /dev/shm and in their temporary directory.
+calls. A step that raises fails its call; an engine that dies or hangs fails its call and all later ones. With the
+process all others of its session end, and what they leave in /dev/shm and in their temporary directory is removed.
 """
 
 from __future__ import annotations
@@ -133,7 +133,10 @@ class EngineProcess(ProcessTree):
 
     def submit(self, step: str, **arguments: object) -> None:
         """Start `step`; `result` must follow. Between the two a test can hurt what the engine depends on."""
-        self._socket.sendall(json.dumps([step, arguments]).encode() + b"\n")
+        try:
+            self._socket.sendall(json.dumps([step, arguments]).encode() + b"\n")
+        except OSError as error:
+            raise EngineFailed(f"{step}: the engine has ended\n{self.tail()}") from error
 
     def result(self, step: str, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         return self._answer(step, timeout_s)
@@ -162,8 +165,9 @@ class EngineProcess(ProcessTree):
         try:
             line = self._lines.readline()
         except TimeoutError:
+            self.kill()  # its answer to this call must not become that of the next one
             raise EngineFailed(f"{what}: no answer within {timeout_s:g} s\n{self.tail()}") from None
-        except ConnectionError:
+        except OSError:
             line = b""
         if not line:
             raise EngineFailed(f"{what}: the engine has ended\n{self.tail()}")

@@ -29,10 +29,12 @@ def test_an_engine_that_dies_fails_its_call(process: EngineProcess) -> None:
         process.call("die")
 
 
-def test_an_engine_that_hangs_fails_its_call(process: EngineProcess) -> None:
+def test_an_engine_that_hangs_fails_its_call_and_is_ended(process: EngineProcess) -> None:
     with pytest.raises(EngineFailed, match=r"no answer within 0\.1 s"):
         process.call("hang", timeout_s=0.1)
-    process.kill()
+    assert not process.pids()
+    with pytest.raises(EngineFailed, match="the engine has ended"):
+        process.call("echo", value=1)
 
 
 def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:

@@ -89,7 +89,8 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
                 if each.finished:
                     tokens = list(each.outputs[0].token_ids)
                     outputs[each.request_id] = {"tokens": tokens, "cached": each.num_cached_tokens}
-        if in_process:  # takes in the end of a save in a step alone; a process of its own makes these steps by itself
+        # An engine in this process learns of the end of a save in a step alone; one in its own makes these steps.
+        if in_process and steps_max is None:
             while engine.engine_core.engine_core.scheduler.has_finished_requests():
                 engine.step()
         return [outputs.pop(name, None) for name in names]

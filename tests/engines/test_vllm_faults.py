@@ -1,0 +1,178 @@
+"""vLLM on HiCache in want: few blocks on the device, and a store on the network that hangs, dies or is full.
+
+One engine in one process, its store a Valkey behind a proxy. Each test compares with tokens that were computed without
+any cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.devservers import ValkeyServer
+from tests.proxy import Direction, Faults, Proxy
+from tests.waiting import wait_for
+
+from .process import EngineProcess
+from .prompts import prompt, prompts, write_config
+from .vllm_engine import hicache_connector, vllm_environ, vllm_options
+
+# Room for two prompts of 300 tokens.
+BLOCKS = 24
+IN_PAGES = 256
+PAGES = IN_PAGES // 64
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ValkeyServer]:
+    with ValkeyServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def proxy(server: ValkeyServer) -> Iterator[Proxy]:
+    with Proxy(server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def vllm(llama: Path, proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    folder = tmp_path_factory.mktemp("vllm")
+    config = write_config(
+        folder / "hicache.yaml",
+        host={"tokens": 2048},
+        prefetch={"threshold_tokens": 64, "timeout_base": "500ms"},
+        storage={
+            "type": "redis",
+            "options": {"url": f"redis://127.0.0.1:{proxy.port}/0", "timeout": "300ms"},
+            "guard": {"backoff_min": "10ms", "backoff_max": "50ms"},
+        },
+    )
+    options = vllm_options(
+        llama,
+        num_gpu_blocks_override=BLOCKS,
+        max_model_len=512,
+        kv_transfer_config=hicache_connector(config),
+        worker_extension_cls="tests.engines.vllm_hooks.Hooks",
+    )
+    with EngineProcess(
+        "tests.engines.vllm_engine", options, folder=folder, environ=vllm_environ(processes=False)
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture
+def client(server: ValkeyServer) -> Iterator[Any]:
+    client = server.client()
+    yield client
+    client.close()
+
+
+def tokens_of(vllm: EngineProcess, asked: list[list[int]], **arguments: Any) -> list[list[int]]:
+    return [each["tokens"] for each in vllm.call("generate", prompts=asked, **arguments)]
+
+
+def cached_of(vllm: EngineProcess, asked: list[list[int]]) -> list[int]:
+    return [each["cached"] for each in vllm.call("generate", prompts=asked)]
+
+
+def reference(vllm: EngineProcess, asked: list[list[int]], tokens: int = 8) -> list[list[int]]:
+    """The tokens of each prompt alone and without a hit: a salt hides what others have cached."""
+    return [tokens_of(vllm, [each], tokens=tokens, salt=f"reference {each}")[0] for each in asked]
+
+
+def save(vllm: EngineProcess, asked: list[list[int]]) -> None:
+    """Have the prompts on L2 and nothing on the device."""
+    for each in asked:
+        vllm.call("generate", prompts=[each])
+    assert vllm.call("reset")
+
+
+def test_preempted_requests_give_the_same_tokens(vllm: EngineProcess) -> None:
+    asked = prompts("preempted", 5, tokens=128)
+    expected = reference(vllm, asked, tokens=96)
+    before = vllm.call("metrics")["vllm:num_preemptions"]
+    assert tokens_of(vllm, asked, tokens=96) == expected
+    assert vllm.call("metrics")["vllm:num_preemptions"] > before
+
+
+def test_loads_that_fail_are_computed_and_the_engine_goes_on(vllm: EngineProcess) -> None:
+    asked = prompts("failing", 4)
+    expected = reference(vllm, asked)
+    save(vllm, asked)
+    vllm.call("workers", method="hicache_fail_loads", count=3)
+    assert tokens_of(vllm, asked) == expected
+    assert vllm.call("reset")
+    assert cached_of(vllm, asked) == [IN_PAGES] * 4
+
+
+def test_a_request_that_is_aborted_while_it_loads_leaves_nothing(vllm: EngineProcess) -> None:
+    asked = prompts("aborted", 2)
+    expected = reference(vllm, asked)
+    save(vllm, asked)
+    vllm.call("workers", method="hicache_hold_loads")
+    names = vllm.call("add", prompts=asked)
+    assert vllm.call("run", names=names, steps_max=20) == [None, None]
+    vllm.call("abort", names=names[:1])
+    assert vllm.call("run", names=names, steps_max=20) == [None, None]
+    vllm.call("workers", method="hicache_release_loads")
+    (found,) = vllm.call("run", names=names[1:])
+    assert (found["tokens"], found["cached"]) == (expected[1], IN_PAGES)
+    assert vllm.call("reset")  # no block is in use
+    assert tokens_of(vllm, asked) == expected
+
+
+def test_a_request_that_is_aborted_while_it_runs_leaves_nothing(vllm: EngineProcess) -> None:
+    asked = prompts("stopped", 2)
+    expected = reference(vllm, asked)
+    names = vllm.call("add", prompts=asked, tokens=100)
+    vllm.call("run", names=names, steps_max=3)
+    vllm.call("abort", names=names)
+    vllm.call("run", names=names)
+    assert vllm.call("reset")  # no block is in use
+    assert tokens_of(vllm, asked) == expected
+
+
+FAULTS = {
+    "hung": lambda proxy, client: proxy.set(Faults(stall=Direction.DOWN)),
+    "dead": lambda proxy, client: proxy.set(Faults(refuse=True)),
+    "full": lambda proxy, client: client.config_set("maxmemory", 1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_store_in_trouble_costs_hits_and_nothing_else(
+    vllm: EngineProcess, proxy: Proxy, client: Any, fault: str
+) -> None:
+    old, new = prompt(f"{fault}, old"), prompt(f"{fault}, new")
+    expected = reference(vllm, [old, new])
+    client.flushall()
+    save(vllm, [old])
+    wait_for(lambda: client.dbsize() >= PAGES)
+    in_storage_only(vllm, fault)
+    FAULTS[fault](proxy, client)
+    try:
+        assert tokens_of(vllm, [old, new]) == expected
+        assert vllm.call("reset")
+        assert cached_of(vllm, [new]) == [IN_PAGES]  # from L2
+    finally:
+        proxy.heal()
+        client.config_set("maxmemory", 0)
+    heals(vllm, client, fault)
+
+
+def in_storage_only(vllm: EngineProcess, name: str) -> None:
+    """Other prompts push the earlier ones out of host memory, and the device forgets."""
+    save(vllm, prompts(f"filler of {name}", 8))
+
+
+def heals(vllm: EngineProcess, client: Any, name: str) -> None:
+    """What is computed after the fault is stored and found again."""
+    stored, numbers = client.dbsize(), iter(range(1000))
+    wait_for(lambda: client.dbsize() >= stored + PAGES, lambda: save(vllm, [prompt(f"{name} {next(numbers)}")]))
+    last = prompt(f"{name} {next(numbers) - 1}")
+    in_storage_only(vllm, f"{name}, healed")
+    assert cached_of(vllm, [last]) == [IN_PAGES]
