@@ -58,7 +58,7 @@ class Tier:
         tier = {"type": "HiCacheTier", "module_path": "hicache.integrations.vllm_tier", "config": str(self._config)}
         extra = {
             "spec_name": "CpuTieringSpec", "spec_module_path": "tests.engines.vllm_cpu_spec", "zeros": str(self.zeros),
-            "cpu_bytes_to_use": 64 << 20, "blocks_per_chunk": BLOCKS_PER_CHUNK, "secondary_tiers": [{**tier, **options}],
+            "cpu_bytes_to_use": 64 << 20, "blocks_per_chunk": BLOCKS_PER_CHUNK, "secondary_tiers": [tier | options],
         }  # fmt: skip
         transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         return EngineProcess(

@@ -139,10 +139,10 @@ class ChunkEngine:
         """What a step of vLLM's scheduler does with a tier."""
         for ended in self.tier.ended():
             is_load, names, rows = self._open.pop(ended.number)
-            assert set(ended.names) <= set(names) and len(set(ended.names)) == len(ended.names)
+            assert set(ended.moved) <= set(names) and len(set(ended.moved)) == len(ended.moved)
             if is_load:
                 for name, row in zip(names, rows, strict=True):
-                    assert name not in ended.names or self.row(row) == content(name), "a wrong chunk is offered"
+                    assert name not in ended.moved or self.row(row) == content(name), "a wrong chunk is offered"
             self._give_back(rows)
             self.ended[ended.number] = ended
         self.tier.step()
@@ -172,7 +172,7 @@ class ChunkEngine:
     def end(self, number: int) -> list[bytes]:
         """The chunks that a job has moved."""
         wait_for(lambda: number in self.ended, self.step)
-        return list(self.ended[number].names)
+        return list(self.ended[number].moved)
 
     def save(self, names: Sequence[bytes]) -> list[bytes]:
         return self.end(self.begin(names, load=False))

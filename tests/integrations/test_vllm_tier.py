@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,6 @@ def test_what_one_engine_stores_another_one_finds_and_reads(in_place: bool, tmp_
     with engine_on(path, in_place=not in_place) as second:
         assert second.find(names) == [True] * 20
         assert second.fetch(names) == names  # the engine compares the bytes
-        assert second.tier.statistics().promoted == 20
 
 
 @BOTH_WAYS
@@ -142,6 +142,18 @@ def test_a_store_that_is_not_there_yet_is_opened_later() -> None:
         store.refuses = None
         wait_for(lambda: engine.save(names) == names)
         assert engine.find(names, "s") == [True] * 2
+
+
+def test_metrics_are_those_of_any_storage_and_count_calls_that_are_not_made() -> None:
+    names, store = names_of("a", 3), Store()
+    store.refuses = BackendUnavailable("no server")
+    with engine_on(store, metrics={"port": 0}) as engine:
+        assert engine.tier._metrics is not None
+        assert engine.fetch(names) == [] and engine.save(names) == []
+        with urllib.request.urlopen(f"http://127.0.0.1:{engine.tier._metrics.port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        for reason in ("prefetch_paused", "store_paused"):
+            assert f'hicache_skipped_total{{reason="{reason}"}} 1.0' in lines
 
 
 def test_a_store_that_cannot_be_opened_ends_the_start() -> None:

@@ -46,10 +46,10 @@ _WHERE = "secondary_tiers of kv_connector_extra_config"
 class HiCacheTier(SecondaryTierManager):
     """See the module's docstring. Options of its entry in `secondary_tiers`:
 
-    `config` names HiCache's configuration, a file; of it, storage, storage_format, integrity, transfer and prefetch
-    count here. `model` is a name of the weights in place of the model's folder: it changes whenever they do, and with
-    each flag that changes what they compute, which vLLM does not tell a tier. `in_place` moves chunks without a copy: a
-    store that hangs then holds the requests that wait for it, and `reset_cache`. `locality` is for vLLM.
+    `config` names HiCache's configuration, a file; of it, storage, storage_format, integrity, transfer, prefetch and
+    metrics count here. `model` is a name of the weights in place of the model's folder: it changes whenever they do,
+    and with each flag that changes what they compute, which vLLM does not tell a tier. `in_place` moves chunks without
+    a copy: a store that hangs then holds the requests that wait for it, and `reset_cache`. `locality` is for vLLM.
 
     Raises ConfigError for options and a configuration that do not fit, BackendError if storage cannot be opened.
     """
@@ -85,7 +85,7 @@ class HiCacheTier(SecondaryTierManager):
 
         self._tier = ChunkTier(
             options, layout.namespace(identity, name), primary_kv_view.cast("B"), open_namespace, _key_of,
-            in_place=in_place,
+            in_place=in_place, processes=offloading_spec.config.parallel.data_parallel_size,
         )  # fmt: skip
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -109,9 +109,9 @@ class HiCacheTier(SecondaryTierManager):
             JobResult(
                 job_id=ended.number,
                 success=ended.is_complete,
-                successful_keys=[OffloadKey(name) for name in ended.names],
+                successful_keys=[OffloadKey(name) for name in ended.moved],
                 transfer_time=ended.seconds,
-                transfer_bytes=len(ended.names) * self.block_size_bytes,
+                transfer_bytes=len(ended.moved) * self.block_size_bytes,
             )
             for ended in self._tier.ended()
         ]

@@ -23,14 +23,17 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...backends.base import GetOutcome, SetOutcome, StorageBackend
-from ...backends.guard import Direction
+from ...backends.compose import copies_of
+from ...backends.guard import Direction, leaf_statistics
 from ...config import HiCacheConfig
 from ...controller.gate import OpenStore, StorageGate
-from ...errors import BackendError, BackendUnavailable
+from ...errors import BackendError, BackendUnavailable, ConfigError
 from ...frame import PageBuffer
 from ...keys import Namespace
 from ...logs import LimitedLog
+from ...metrics.server import serve_collector
 from ...supervised import SupervisedPool
+from ..figures import EngineStorageStatistics, StorageCollector
 from .jobs import ChunkRows, Job, batches
 from .lookups import Batch, LookupTable
 
@@ -56,17 +59,17 @@ _NOT_REGISTERED = memoryview(bytearray(4096))
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A job that has ended for the engine: the `names` of the chunks that were read or stored, of `count`."""
+    """A job that has ended for the engine: of the chunks `names`, those that were read or stored are `moved`."""
 
     number: int
     names: Sequence[bytes]
-    count: int
-    seconds: float
+    moved: Sequence[bytes]
+    seconds: float = 0.0
 
     @property
     def is_complete(self) -> bool:
         """True if all chunks were read, or stored."""
-        return len(self.names) == self.count
+        return len(self.moved) == len(self.names)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,26 +80,15 @@ class _Asked:
     store: OpenStore
 
 
-@dataclass(frozen=True, slots=True)
-class TierStatistics:
-    """Totals of chunks since start, and jobs that were left because they hang."""
-
-    looked_up: int
-    found: int
-    promoted: int
-    not_promoted: int
-    stored: int
-    not_stored: int
-    left_jobs: int
-
-
 class ChunkTier:
     """See the module's docstring. `memory` is the engine's host memory, in rows of `namespace.shape.payload_bytes`.
 
     `open_namespace` opens the store for a namespace; it is called here, and on a worker where the store is not there
     yet. `key_of` derives the page key of a chunk from its name. `in_place` moves chunks without a copy, for the price
-    that `jobs` names. Raises ConfigError and BackendError if storage cannot be opened, but not for one that is
-    unavailable: that is opened later.
+    that `jobs` names. Serves metrics as the section `metrics` says, on the first free port of `processes`.
+
+    Raises ConfigError and BackendError if storage cannot be opened, but not for one that is unavailable: that is opened
+    later.
     """
 
     def __init__(
@@ -108,6 +100,7 @@ class ChunkTier:
         key_of: Callable[[bytes], bytes],
         *,
         in_place: bool = False,
+        processes: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         transfer = config.transfer
@@ -125,14 +118,17 @@ class ChunkTier:
         self._ended: list[Ended] = []  # not reported yet
         self._finished: queue.SimpleQueue[Job | _Asked] = queue.SimpleQueue()
         self._supervise_at = 0.0
-        self._looked_up = self._found = self._left_jobs = 0
-        self._done = dict.fromkeys(Direction, 0)
-        self._not_done = dict.fromkeys(Direction, 0)
+        self._skipped = dict.fromkeys(Direction, 0)
         try:
             self._gate.start(open_namespace(namespace))
         except BackendUnavailable as error:
             logger.warning("storage is not open yet; the tier starts without it and tries again: %s", error)
             self._gate.replace(functools.partial(open_namespace, namespace))
+        try:
+            self._metrics = serve_collector(config, StorageCollector(self.statistics), ports=processes)
+        except ConfigError:
+            self._gate.close(0.0, workers_ended=True)
+            raise
         deadline_s = transfer.storage_deadline
         self._askers: SupervisedPool[_Asked] = SupervisedPool(
             "tier-lookup", transfer.lookup_workers, handle=self._answer, acknowledge=self._finished.put,
@@ -156,7 +152,7 @@ class ChunkTier:
 
         False at once while storage is closed.
         """
-        if not self._gate.may(Direction.READ):
+        if not self._may(Direction.READ):
             return False
         self._take_finished()
         return self._lookups.ask(name, request)
@@ -175,21 +171,26 @@ class ChunkTier:
         if self._stores_queued and self._stores_queued + len(names) > self._stores_max:
             self._log.warn("queue", "vllm tier: %d chunks wait to be stored, at most %d may; chunks are not stored",
                            self._stores_queued, self._stores_max)  # fmt: skip
-            self._end(Direction.WRITE, number, names, [], 0.0)
+            self._end(Direction.WRITE, Ended(number, names, []))
             return
         self._submit(Direction.WRITE, number, names, rows, math.inf)
 
     def _submit(
         self, direction: Direction, number: int, names: Sequence[bytes], rows: Sequence[int], deadline_s: float
     ) -> None:
-        if not self._gate.may(direction):
-            self._end(direction, number, names, [], 0.0)
+        if not self._may(direction):
+            self._end(direction, Ended(number, names, []))
             return
         keys = [self._key_of(name) for name in names]
         job = Job(number, direction, names, keys, rows, self._gate.enter(), deadline_s, deadline_s + GRACE_S)
         self._jobs[number] = job
         self._stores_queued += len(names) if direction is Direction.WRITE else 0
         self._pools[direction].submit(job)
+
+    def _may(self, direction: Direction) -> bool:
+        may = self._gate.may(direction)
+        self._skipped[direction] += not may
+        return may
 
     def ended(self) -> list[Ended]:
         """Return the jobs that have ended since the last call. Does not block."""
@@ -204,7 +205,6 @@ class ChunkTier:
         self._gate.settle(self._gate.offer())
         batch = self._lookups.take_new()
         if batch is not None:
-            self._looked_up += len(batch.questions)
             if self._gate.may(Direction.READ):
                 self._askers.submit(_Asked(batch, self._gate.enter()))
             else:
@@ -227,7 +227,6 @@ class ChunkTier:
     def _take(self, finished: Job | _Asked) -> None:
         finished.store.in_flight -= 1
         if isinstance(finished, _Asked):
-            self._found += sum(finished.batch.answers)
             self._lookups.settle(finished.batch)
             return
         if finished.is_left:
@@ -241,19 +240,15 @@ class ChunkTier:
     def _report(self, job: Job) -> None:
         del self._jobs[job.number]
         self._stores_queued -= len(job.names) if job.direction is Direction.WRITE else 0
-        self._end(job.direction, job.number, job.names, job.done, job.seconds)
+        moved = [job.names[position] for position in job.done]
+        self._end(job.direction, Ended(job.number, job.names, moved, job.seconds))
 
-    def _end(
-        self, direction: Direction, number: int, names: Sequence[bytes], done: Sequence[int], seconds: float
-    ) -> None:
-        succeeded = [names[position] for position in done]
-        self._done[direction] += len(succeeded)
-        self._not_done[direction] += len(names) - len(succeeded)
+    def _end(self, direction: Direction, ended: Ended) -> None:
         if direction is Direction.WRITE:
-            self._lookups.mark(succeeded, found=True)
-        elif len(succeeded) < len(names):
-            self._lookups.mark(set(names).difference(succeeded), found=False)
-        self._ended.append(Ended(number, succeeded, len(names), seconds))
+            self._lookups.mark(ended.moved, found=True)
+        elif not ended.is_complete:
+            self._lookups.mark(set(ended.names).difference(ended.moved), found=False)
+        self._ended.append(ended)
 
     def _leave(self, before_s: float) -> None:
         """Leave the jobs that hang at this time to their threads; not where storage has the engine's rows itself."""
@@ -263,7 +258,6 @@ class ChunkTier:
             if job.lock.acquire(blocking=False):  # else its thread copies a page: it does not hang
                 job.is_left = job.is_cancelled = True
                 job.lock.release()
-                self._left_jobs += 1
                 self._gate.failed(job.direction)
                 self._log.warn("hung", "vllm tier: storage hangs in a %s of %d chunks; they count as a miss",
                                job.direction, len(job.names))  # fmt: skip
@@ -306,6 +300,8 @@ class ChunkTier:
         ended = self._pools[Direction.WRITE].close(left_s())
         self._cancel(self._jobs.values())
         ended = all([self._pools[Direction.READ].close(left_s()), self._askers.close(left_s()), ended])
+        if self._metrics is not None:
+            self._metrics.close()
         ended = self._gate.close(left_s(), workers_ended=ended)
         if ended:
             self._rows.release()
@@ -317,13 +313,12 @@ class ChunkTier:
         for job in jobs:
             job.is_cancelled = True
 
-    def statistics(self) -> TierStatistics:
-        """Return the totals. Does not block."""
-        read, write = Direction.READ, Direction.WRITE
-        return TierStatistics(
-            self._looked_up, self._found, self._done[read], self._not_done[read], self._done[write],
-            self._not_done[write], self._left_jobs,
-        )  # fmt: skip
+    def statistics(self) -> EngineStorageStatistics:
+        """Return what happened so far. Any thread may call it; does not block."""
+        store, skipped, failures = self._gate.storage, dict(self._skipped), self._gate.open_failures
+        if store is None:
+            return EngineStorageStatistics(skipped, failures, (), {})
+        return EngineStorageStatistics(skipped, failures, leaf_statistics(store.backend), copies_of(store.backend))
 
     # On the threads
 

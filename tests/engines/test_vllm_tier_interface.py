@@ -1,0 +1,170 @@
+"""What HiCacheTier relies on in vLLM, compared with the installed wheel: a rename upstream is one red test here.
+
+Tests without an engine start: the adapter is called as vLLM's manager calls it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hicache.errors import ConfigError
+from tests.waiting import wait_for
+
+with warnings.catch_warnings():  # of vLLM and of what it imports
+    warnings.simplefilter("ignore")
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadPolicy, ReqContext, make_offload_key
+    from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig, OffloadingParallelConfig
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+    from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+
+    from hicache.integrations.vllm_tier import HiCacheTier
+
+ROWS, ROW_BYTES = 8, 4096
+
+# The methods of a tier, as they are called.
+SIGNATURES = {
+    "__init__": ["self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"],
+    "lookup": ["self", "key", "req_context"],
+    "submit_store": ["self", "job_metadata"],
+    "submit_load": ["self", "job_metadata"],
+    "get_finished_jobs": ["self"],
+    "on_new_request": ["self", "req_context"],
+    "on_request_finished": ["self", "req_context"],
+    "on_schedule_end": ["self", "context"],
+    "drain_jobs": ["self"],
+    "shutdown": ["self"],
+}
+# What we implement is all that is abstract; the others keep vLLM's defaults.
+DEFAULTS = {
+    "has_pending_work", "take_events", "touch", "serve_external_requests", "build_metric_definitions", "get_stats",
+}
+FIELDS = {
+    TransferJob: {"job_id", "keys", "chunk_ids"},
+    JobResult: {"job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"},
+    OffloadingGroupConfig: {"group_id", "tokens_per_block", "layer_names"},
+    OffloadingParallelConfig: {"tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"},
+    OffloadingConfig: {
+        "groups", "model", "cache", "parallel", "kv_cache_layout", "canonical_layout", "replicated_layout",
+    },
+}  # fmt: skip
+
+
+def test_the_methods_of_a_tier_are_those_that_the_adapter_has() -> None:
+    methods = {name for name, _ in inspect.getmembers(SecondaryTierManager, callable) if name[0] != "_"}
+    assert methods == {*SIGNATURES, *DEFAULTS} - {"__init__"}
+    for name, parameters in SIGNATURES.items():
+        assert list(inspect.signature(getattr(SecondaryTierManager, name)).parameters) == parameters, name
+        assert list(inspect.signature(getattr(HiCacheTier, name)).parameters)[: len(parameters)] == parameters, name
+
+
+def test_what_the_adapter_reads_is_there() -> None:
+    for kind, names in FIELDS.items():
+        assert names <= {field.name for field in dataclasses.fields(kind)}, kind
+    assert Medium.STORAGE and LookupResult.RETRY and OffloadPolicy.CHUNK_LEVEL
+    assert "NONE_HASH" in vars(kv_cache_utils) or "NONE_HASH" in kv_cache_utils.__annotations__
+
+
+def test_a_reset_of_the_cache_is_the_only_reason_to_drain() -> None:
+    """A drain is taken for new weights; one for another reason would cost all that is stored."""
+    source = inspect.getsource(TieringOffloadingManager)
+    assert source.count("drain_jobs()") == source.count("tier.drain_jobs()") + 1  # and a sentence about it
+    assert "drain_jobs()" in inspect.getsource(TieringOffloadingManager.reset_cache)
+
+
+# The adapter
+
+
+@pytest.fixture
+def root_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes it when an engine starts."""
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"\1" * 32, raising=False)
+
+
+def spec(**changes: object) -> types.SimpleNamespace:
+    """As much of an OffloadingSpec as a tier sees."""
+    parallel = types.SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_size=1)
+    config = types.SimpleNamespace(
+        groups=(OffloadingGroupConfig(tokens_per_block=32, layer_names=("layer.0",), group_id=0),),
+        model=types.SimpleNamespace(name="org/model", dtype="float32"),
+        cache=types.SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=2),
+        parallel=parallel, kv_cache_layout="LBHNC", canonical_layout=False, replicated_layout=False,
+    )  # fmt: skip
+    vars(config).update(changes)
+    return types.SimpleNamespace(config=config)
+
+
+class Primary:
+    """Rows of a primary tier, and a tier that vLLM's factory has made on them."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        config = folder / "hicache.yaml"
+        config.write_text(json.dumps({"storage": {"type": "file", "options": {"path": str(folder / "store")}}}))
+        self.rows = np.zeros((ROWS, ROW_BYTES), dtype=np.int8)
+        entry = {"type": "HiCacheTier", "module_path": "hicache.integrations.vllm_tier", "config": str(config)}
+        self.tier = SecondaryTierFactory.create_secondary_tier(
+            {**entry, "model": "weights 1", **options}, memoryview(self.rows), spec()
+        )
+        self.results: dict[int, JobResult] = {}
+
+    def step(self) -> None:
+        self.results |= {result.job_id: result for result in self.tier.get_finished_jobs()}
+        self.tier.on_schedule_end(None)
+
+    def find(self, keys: list[bytes], request: ReqContext) -> list[LookupResult]:
+        found: list[LookupResult] = []
+
+        def ask() -> bool:
+            found[:] = [self.tier.lookup(key, request) for key in keys]
+            return LookupResult.RETRY not in found
+
+        wait_for(ask, self.step)
+        return found
+
+    def run(self, number: int, keys: list[bytes], rows: list[int], request: ReqContext, *, load: bool) -> JobResult:
+        job = TransferJob(number, keys, np.array(rows, dtype=np.int32), load, request)
+        (self.tier.submit_load if load else self.tier.submit_store)(job)
+        wait_for(lambda: number in self.results, self.step)
+        return self.results[number]
+
+
+@pytest.fixture
+def primary(tmp_path: Path, root_hash: None) -> Iterator[Primary]:
+    made = Primary(tmp_path)
+    yield made
+    made.tier.shutdown()
+
+
+def test_a_chunk_goes_through_the_adapter_and_comes_back(primary: Primary) -> None:
+    request = ReqContext("r")
+    keys = [make_offload_key(bytes([i]) * 32, i) for i in range(3)]
+    primary.rows[1], primary.rows[2] = 11, 22
+    assert primary.tier.on_new_request(request).policy is OffloadPolicy.CHUNK_LEVEL
+    stored = primary.run(1, keys[:2], [1, 2], request, load=False)
+    assert (stored.success, stored.transfer_bytes) == (True, 2 * ROW_BYTES)
+    assert primary.find(keys, request) == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS]
+    loaded = primary.run(2, keys, [5, 6, 7], request, load=True)
+    assert not loaded.success and list(loaded.successful_keys or ()) == keys[:2]
+    assert primary.rows[5:7, 0].tolist() == [11, 22]
+    primary.tier.on_request_finished(request)
+    primary.tier.drain_jobs()
+    assert LookupResult.HIT not in primary.find(keys, ReqContext("s"))
+
+
+def test_a_name_without_a_folder_does_not_identify_weights(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="add the option 'model'"):
+        Primary(tmp_path, model=None)
+
+
+def test_options_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="in_plcae"):
+        Primary(tmp_path, in_plcae=True)
