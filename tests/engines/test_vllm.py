@@ -1,5 +1,5 @@
-"""vLLM on HiCache with files as storage: an engine in one process, then a second one, its HTTP server, over the same
-files.
+"""vLLM on HiCache with files as storage. Over the same files are an engine in one process, its HTTP server, which is a
+second engine, and an engine with two tensor-parallel workers.
 
 Each test has prompts of its own and takes its reference from a cold run. The control that KV is really read is
 `test_zeroed_frames_change_the_tokens`.
@@ -25,7 +25,7 @@ from tests.waiting import wait_for
 from .process import EngineProcess
 from .prompts import prompt, prompts, write_config
 from .server import EngineServer
-from .vllm_engine import hicache_connector, vllm_environ, vllm_options
+from .vllm_engine import HOOKS, hicache_connector, vllm_environ, vllm_options
 
 # Of a prompt of 300 tokens: the blocks of 32 on the device, and the pages of 64 beyond.
 ON_DEVICE, IN_PAGES = 288, 256
@@ -46,15 +46,21 @@ def config(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(path, host=HOST, storage={"type": "file", "options": options})
 
 
+def start(model: Path, config: Path, folder: Path, **options: object) -> EngineProcess:
+    kv = hicache_connector(config)
+    options = vllm_options(model, kv_transfer_config=kv, worker_extension_cls=HOOKS, **options)
+    return EngineProcess("tests.engines.vllm_engine", options, folder=folder, environ=vllm_environ(processes=False))
+
+
 @pytest.fixture(scope="module")
 def vllm(llama: Path, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    options = vllm_options(
-        llama, kv_transfer_config=hicache_connector(config), worker_extension_cls="tests.engines.vllm_hooks.Hooks"
-    )
-    folder = tmp_path_factory.mktemp("vllm")
-    with EngineProcess(
-        "tests.engines.vllm_engine", options, folder=folder, environ=vllm_environ(processes=False)
-    ) as engine:
+    with start(llama, config, tmp_path_factory.mktemp("vllm")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def workers(llama: Path, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    with start(llama, config, tmp_path_factory.mktemp("workers"), tensor_parallel_size=2) as engine:
         yield engine
 
 
@@ -212,6 +218,43 @@ def test_subscribers_learn_which_pages_the_host_and_the_files_have(server: Engin
                 found.update(event["medium"] for event in events if event["type"] == "BlockStored")
 
         wait_for(lambda: {"GPU", "CPU", "STORAGE"} <= found, receive, pause_s=0.05)
+
+
+def test_engines_whose_pages_have_another_order_do_not_see_each_other(
+    vllm: EngineProcess, workers: EngineProcess, store: Path
+) -> None:
+    """A page of two workers has the same key and as many bytes, in another order."""
+    asked = prompt("order")
+    cold, _ = stored(vllm, store, asked)
+    assert stored(workers, store, asked)[0] == cold
+
+
+def test_two_workers_give_equal_tokens_cold_and_from_host_and_files(workers: EngineProcess, store: Path) -> None:
+    asked = prompt("workers")
+    cold, _ = stored(workers, store, asked)
+    on_host_only(workers)
+    assert generate(workers, asked) == ([cold], [IN_PAGES])
+    in_storage_only(workers, "workers")
+    assert generate(workers, asked) == ([cold], [IN_PAGES])
+
+
+def test_zeroed_frames_of_one_worker_change_the_tokens(workers: EngineProcess, store: Path) -> None:
+    asked = prompt("zeroed on one")
+    cold, _ = stored(workers, store, asked)
+    on_host_only(workers)
+    workers.call("workers", method="hicache_zero_frames", rank=1)
+    tokens, cached = generate(workers, asked)
+    assert cached == [IN_PAGES] and tokens != [cold]
+
+
+def test_a_load_that_fails_on_one_worker_is_computed(workers: EngineProcess, store: Path) -> None:
+    asked = prompt("failing on one")
+    cold, _ = stored(workers, store, asked)
+    on_host_only(workers)
+    workers.call("workers", method="hicache_fail_loads", count=1, rank=1)
+    assert generate(workers, asked) == ([cold], [0])
+    on_host_only(workers)
+    assert generate(workers, asked) == ([cold], [IN_PAGES])
 
 
 def test_nothing_from_before_a_reset_of_the_connector_is_served(vllm: EngineProcess, store: Path) -> None:

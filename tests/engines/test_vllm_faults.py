@@ -18,7 +18,7 @@ from tests.waiting import wait_for
 
 from .process import EngineProcess
 from .prompts import prompt, prompts, write_config
-from .vllm_engine import hicache_connector, vllm_environ, vllm_options
+from .vllm_engine import HOOKS, hicache_connector, vllm_environ, vllm_options
 
 # Room for two prompts of 300 tokens.
 BLOCKS = 24
@@ -56,7 +56,7 @@ def vllm(llama: Path, proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) ->
         num_gpu_blocks_override=BLOCKS,
         max_model_len=512,
         kv_transfer_config=hicache_connector(config),
-        worker_extension_cls="tests.engines.vllm_hooks.Hooks",
+        worker_extension_cls=HOOKS,
     )
     with EngineProcess(
         "tests.engines.vllm_engine", options, folder=folder, environ=vllm_environ(processes=False)

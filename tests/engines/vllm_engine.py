@@ -14,6 +14,8 @@ from typing import Any
 from .process import serve
 
 BLOCK_TOKENS = 32
+# For `worker_extension_cls`, where a test does something inside the workers.
+HOOKS = "tests.engines.vllm_hooks.Hooks"
 
 
 def vllm_options(model: object, **changes: object) -> dict[str, object]:

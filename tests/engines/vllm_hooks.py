@@ -1,5 +1,5 @@
-"""What tests do to HiCache inside a worker of vLLM. `HOOKS` is the `worker_extension_cls` of an engine; the methods are
-called by name with the step `workers`."""
+"""What tests do to HiCache inside a worker of vLLM. An engine gets them by `worker_extension_cls=HOOKS`,
+and the step `workers` calls them by name."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import threading
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from hicache.errors import TransferError
 from hicache.tiers import FailedTransfer
-
-HOOKS = "tests.engines.vllm_hooks.Hooks"
 
 
 class Hooks:
     """Methods of vLLM's worker."""
 
-    def hicache_zero_frames(self) -> int:
-        """Zero what the frames hold, headers aside, and return how many bytes were not zero."""
-        pool = _side().pool
-        payloads = pool.buffer[:, pool.frame_bytes - pool.payload_bytes :]
-        found = int((payloads != 0).sum())
-        payloads[:] = 0
+    def hicache_zero_frames(self, rank: int | None = None) -> int:
+        """Zero this worker's part of all frames, on one rank or on all, and return how many bytes were not zero."""
+        rows = _side()._copies._host_rows if _is_meant(rank) else []
+        found = sum(int(layer.count_nonzero()) for layer in rows)
+        for layer in rows:
+            layer.zero_()
         return found
 
-    def hicache_fail_loads(self, count: int) -> None:
-        """Let the next `count` loads fail, as a fault of the device would."""
+    def hicache_fail_loads(self, count: int, rank: int | None = None) -> None:
+        """Let the next `count` loads fail, on one rank or on all, as a fault of the device would."""
+        if not _is_meant(rank):
+            return
         copies = _side()._copies
         load, left = type(copies).load.__get__(copies), iter(range(count))
 
@@ -53,6 +54,10 @@ class Hooks:
         copies = _side()._copies
         copies.released.set()
         del copies.load
+
+
+def _is_meant(rank: int | None) -> bool:
+    return rank is None or rank == get_tensor_model_parallel_rank()
 
 
 def _side() -> Any:
