@@ -68,6 +68,7 @@ class HiCacheConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_vllm()
         self._engine = Engine.of(vllm_config, kv_cache_config)
         self._blocks = kv_cache_config.num_blocks
         self._log = LimitedLog(logger)
@@ -265,6 +266,15 @@ class _Scheduler:
         if self._metrics is not None:
             self._metrics.close()
         self.decisions.close()
+
+
+def _log_as_vllm() -> None:
+    """Write HiCache's log where vLLM's goes, which sets up its own logger alone; not if the program has set up
+    HiCache's."""
+    ours, theirs = logging.getLogger("hicache"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
 
 
 def _step(metadata: KVConnectorMetadata) -> Step:
