@@ -66,6 +66,10 @@ class Engine:
         group = cache.kv_cache_groups[0]
         spec = group.kv_cache_spec
         config = engine_config(OPTIONS, extra, spec.block_size)
+        if config.host.shared.owner == "daemon":
+            raise ConfigError(
+                "host.shared.owner: the processes of vLLM create the memory that they share; use 'engine'"
+            )
         layers = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
         sizes = tuple(layers.get(name, spec).unpadded_page_size_bytes for name in group.layer_names)
         layout = BlockLayout(
