@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from hicache.errors import ConfigError
 from tests.waiting import wait_for
 
@@ -112,7 +113,7 @@ class Primary:
         self.rows = np.zeros((ROWS, ROW_BYTES), dtype=np.int8)
         entry = {"type": "HiCacheTier", "module_path": "hicache.integrations.vllm_tier", "config": str(config)}
         self.tier = SecondaryTierFactory.create_secondary_tier(
-            {**entry, "model": "weights 1", **options}, memoryview(self.rows), spec()
+            {**entry, "model": "weights 1", **options}, memoryview(self.rows.data), spec()
         )
         self.results: dict[int, JobResult] = {}
 
