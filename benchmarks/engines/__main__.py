@@ -1,0 +1,21 @@
+"""All benchmarks beside the engines' own offloading: `.venv-engines/bin/python -m benchmarks.engines [--path DIR]`."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+
+def main() -> None:
+    """Run each in a process of its own, so that none inherits the other's memory."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--path", help="directory to write in (default: temporary ones below the current directory)")
+    path = parser.parse_args().path
+    for module in ("sglang_files", "vllm_tiers", "ttft"):
+        arguments = ["--path", path] if path else []
+        subprocess.run([sys.executable, "-m", f"benchmarks.engines.{module}", *arguments], check=True)
+
+
+if __name__ == "__main__":
+    main()

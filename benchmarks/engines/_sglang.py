@@ -1,0 +1,106 @@
+"""SGLang's own file store as a peer, `HiCacheFile`, from the installed package or an unpacked wheel.
+
+SGLang's packages import the whole engine when they are imported. The file store needs two of its modules, so these are
+loaded by their paths, below empty packages of the same names; nothing in them is replaced but one function that parses
+sizes, which is not called here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+Layout = Literal["page_first", "layer_first"]
+_PACKAGES = (
+    "sglang", "sglang.srt", "sglang.srt.utils", "sglang.srt.mem_cache", "sglang.srt.mem_cache.storage",
+    "sglang.srt.mem_cache.storage.file",
+)  # fmt: skip
+
+
+def find_sglang(peer: str | None) -> Path | None:
+    """Return the folder of SGLang's package below `peer`, or of the installed one; None if there is none."""
+    if peer is not None:
+        return next((path.parent for path in Path(peer).rglob("sglang/__init__.py")), None)
+    spec = importlib.util.find_spec("sglang")
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+
+
+@contextmanager
+def _bare_packages(package: Path) -> Iterator[None]:
+    """Make the packages importable without running them. Afterwards `sys.modules` is as before."""
+    before = dict(sys.modules)
+    try:
+        for name in _PACKAGES:
+            module = types.ModuleType(name)
+            module.__path__ = [str(package.joinpath(*name.split(".")[1:]))]
+            sys.modules[name] = module
+        common = types.ModuleType("sglang.srt.utils.common")
+        common.human_readable_int = int  # type: ignore[attr-defined]
+        sys.modules[common.__name__] = common
+        yield
+    finally:
+        for name in set(sys.modules) - set(before):
+            if name.partition(".")[0] == "sglang":
+                del sys.modules[name]
+        sys.modules.update(before)
+
+
+def open_file_store(package: Path, folder: str) -> Any:
+    """SGLang's `HiCacheFile` on `folder`, as one rank of a model with heads opens it, without a size limit."""
+    with _bare_packages(package):
+        storage: Any = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
+        config = storage.HiCacheStorageConfig(
+            tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
+            enable_storage_metrics=False, is_page_first_layout=True, model_name="bench",
+            extra_config={"file_storage_path": folder},
+        )  # fmt: skip
+        return storage.HiCacheFile(config)
+
+
+class HostPool:
+    """Pages in host memory in one of the layouts of SGLang, all touched, and what SGLang's controller does with them.
+
+    `kv_buffer` is [2, pages * tokens, layers, heads, dim] (page_first) or [2, layers, pages * tokens, heads, dim].
+    """
+
+    def __init__(self, layout: Layout, pages: int, *, tokens: int, layers: int, heads: int, dim: int) -> None:
+        self.layout = layout
+        self.pages, self.tokens = pages, tokens
+        slots = pages * tokens
+        is_page_first = layout == "page_first"
+        self._page_shape = (2, tokens, layers, heads, dim) if is_page_first else (2, layers, tokens, heads, dim)
+        shape = (2, slots, layers, heads, dim) if is_page_first else (2, layers, slots, heads, dim)
+        self.kv_buffer = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16).view(torch.bfloat16)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.kv_buffer.nbytes // self.pages
+
+    def _page(self, page: int) -> torch.Tensor:
+        tokens = slice(page * self.tokens, (page + 1) * self.tokens)
+        return self.kv_buffer[:, tokens] if self.layout == "page_first" else self.kv_buffer[:, :, tokens]
+
+    def parts(self, page: int) -> list[memoryview]:
+        """Return the pieces of a page, in the order of its flat copy; they share the pool's memory."""
+        pieces = self._page(page).flatten(0, 0 if self.layout == "page_first" else 1)
+        return [memoryview(piece.view(torch.uint8).numpy().reshape(-1)) for piece in pieces]
+
+    def save(self, store: Any, keys: Sequence[str]) -> None:
+        """Store the first pages as SGLang's backup thread does for a store without zero copy."""
+        data = [self._page(page).flatten() for page in range(len(keys))]
+        assert store.batch_set(keys, data)
+
+    def load(self, store: Any, keys: Sequence[str]) -> None:
+        """Read the first pages as SGLang's prefetch thread does for a store without zero copy."""
+        empty = [torch.zeros(self._page_shape, dtype=self.kv_buffer.dtype).flatten() for _ in keys]
+        found = store.batch_get(keys, empty)
+        for page, data in enumerate(found):
+            self._page(page)[:] = data.reshape(self._page_shape)

@@ -1,0 +1,121 @@
+"""Our file store beside SGLang's own (`HiCacheFile`), on the pages of one host pool.
+
+    python -m benchmarks.engines.sglang_files [--peer DIR] [--path DIRECTORY]
+
+SGLang's side does what its backup and prefetch threads do: copy each page out of the pool, 128 pages a call, one
+thread. Ours stores and reads the pages where they are in the pool, as `PageView`s, and besides proves each page by its
+tag, names its parent, keeps an index with a capacity and checks each file. Neither side syncs.
+
+Warm: files are removed after each round, so the next one finds memory for the page cache that this process has touched.
+Cold: files stay, so each round fills memory that a virtual machine has to be given first: that, and not a store, sets
+the speed of cold writes there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from benchmarks._table import Row, print_table
+from benchmarks.engines._sglang import HostPool, Layout, find_sglang, open_file_store
+from benchmarks.engines._sides import Side, measure_cold, measure_warm, rows_of, with_malloc
+from hicache.backends.file import FileBackend
+from hicache.config import FileStorageOptions
+from hicache.frame import HEADER_BYTES, FrameCodec, PageView, unseal
+
+_FOREVER_S = 600.0
+
+
+def _keys(pages: int, number: int) -> list[bytes]:
+    return [hashlib.sha256(b"%d %d" % (number, page)).digest() for page in range(pages)]
+
+
+def sglang_side(store: Any, folder: Path, pool: HostPool) -> Side:
+    def keys(number: int) -> list[str]:
+        return [key.hex() for key in _keys(pool.pages, number)]
+
+    def remove(number: int) -> None:
+        for key in keys(number):
+            next(folder.glob(f"{key}*")).unlink()
+
+    return Side(lambda number: pool.save(store, keys(number)), lambda number: pool.load(store, keys(number)), remove)
+
+
+def our_side(backend: FileBackend, pool: HostPool) -> Side:
+    views = [PageView(memoryview(bytearray(HEADER_BYTES)), pool.parts(page)) for page in range(pool.pages)]
+
+    def write(number: int) -> None:
+        for view in views:
+            unseal(view.header)
+        deadline = time.monotonic() + _FOREVER_S
+        outcomes = backend.batch_set(_keys(pool.pages, number), views, parent=None, deadline=deadline)
+        assert set(outcomes) == {"stored"}, outcomes
+
+    def read(number: int) -> None:
+        outcomes = backend.batch_get(_keys(pool.pages, number), views, deadline=time.monotonic() + _FOREVER_S)
+        assert set(outcomes) == {"hit"}, outcomes
+
+    def remove(number: int) -> None:
+        backend.delete(_keys(pool.pages, number), deadline=time.monotonic() + _FOREVER_S)
+
+    return Side(write, read, remove)
+
+
+def run(
+    package: Path, path: str | None, *, layout: Layout = "page_first", threads: int = 1, direct: bool = False,
+    pages: int = 128, rounds: tuple[int, int] = (5, 4),
+) -> list[Row]:
+    """Measure one layout in a directory below `path` (the current directory), which is removed again, in so many warm
+    and cold rounds."""
+    torch.set_num_threads(1)  # as SGLang does in an engine on a GPU
+    pool = HostPool(layout, pages, tokens=16, layers=32, heads=8, dim=128)
+    with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as name:
+        folder = Path(name)
+        theirs = sglang_side(open_file_store(package, str(folder / "sglang")), folder / "sglang", pool)
+        options = FileStorageOptions(
+            path=str(folder / "ours"), capacity=1 << 40, free_space_floor=0, io_threads=threads, direct_io=direct
+        )
+        backend = FileBackend(FrameCodec(b"b" * 32, pool.page_bytes), options)
+        try:
+            ours = our_side(backend, pool)
+            sides = [ours, theirs]
+            measure_warm(sides, rounds[0])
+            measure_cold(sides, rounds[1])
+        finally:
+            backend.close()
+        label = f"{layout}, {threads} threads{', direct_io' if direct else ''}"
+        return rows_of(label, ours, theirs, pool.page_bytes, pages)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Our file store beside SGLang's")
+    parser.add_argument("--peer", help="directory with SGLang's unpacked wheel (default: the installed package)")
+    parser.add_argument("--path", help="directory to write in (default: a temporary one below the current directory)")
+    parser.add_argument("--layouts", nargs="+", choices=get_args(Layout), default=get_args(Layout))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="io_threads of our store")
+    parser.add_argument("--pages", type=int, default=128, help="pages of 2 MiB in a call; SGLang's calls have 128")
+    parser.add_argument("--rounds", type=int, nargs=2, default=(5, 4), metavar=("WARM", "COLD"))
+    options = parser.parse_args()
+    with_malloc("benchmarks.engines.sglang_files")
+    package = find_sglang(options.peer)
+    if package is None:
+        parser.error("SGLang is not installed here; name its unpacked wheel with --peer")
+    cases = [(layout, threads, False) for layout in options.layouts for threads in options.threads]
+    rows: list[Row] = []
+    for layout, threads, direct in (*cases, ("page_first", options.threads[-1], True)):
+        rows += run(
+            package, options.path, layout=layout, threads=threads, direct=direct, pages=options.pages,
+            rounds=tuple(options.rounds),
+        )  # fmt: skip
+    print_table(f"Our file store beside SGLang's, {options.pages} pages of 2 MiB a call", rows)
+
+
+if __name__ == "__main__":
+    main()

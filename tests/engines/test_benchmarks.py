@@ -1,0 +1,28 @@
+"""The benchmarks beside the engines' own offloading run. No figure is looked at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .process import ROOT, engine_environ
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["sglang_files", "--pages", "4", "--threads", "1", "--layouts", "layer_first"], ["vllm_tiers"]],
+    ids=lambda command: command[0],
+)
+def test_a_benchmark_beside_an_engine_s_own_storage_compares_the_two(command: list[str], tmp_path: Path) -> None:
+    module, *options = command
+    ended = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.engines.{module}", *options, "--path", str(tmp_path), "--rounds", "1", "0"],
+        cwd=ROOT, env=engine_environ(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    rates = [line for line in ended.stdout.splitlines() if line.count(" GB/s") == 2]
+    assert {line.split()[0] for line in rates} == {"read", "write"}
+    assert not list(tmp_path.iterdir())
