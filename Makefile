@@ -11,6 +11,7 @@
 #   make docs    the documentation as a site, in build/site
 #   make wheel   what an index accepts, in DIST (default dist): source, a pure wheel, and one with the native helper
 #   make bench   the benchmarks, as ratios; PEER=DIR adds SGLang's tree core from its unpacked wheel
+#   make bench-engines  beside the engines' own offloading, in .venv-engines
 #   make gpu     the tests and benchmarks that need a CUDA device
 #   make clean   removes .venv, .venv-engines, caches and what the demo left behind
 
@@ -35,7 +36,7 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 
-.PHONY: demo test test-engines quick check soak hostile faults bench gpu docs wheel clean
+.PHONY: demo test test-engines quick check soak hostile faults bench bench-engines gpu docs wheel clean
 
 demo: $(VENV)/.demo-stamp
 	$(BIN)/hicache demo $(DEMO_ARGS)
@@ -68,6 +69,9 @@ faults: $(VENV)/.test-stamp
 
 bench: $(VENV)/.test-stamp
 	$(BIN)/python -m benchmarks $(if $(PEER),--peer $(PEER))
+
+bench-engines: $(ENGINES)/.stamp
+	$(ENGINES)/bin/python -m benchmarks.engines
 
 gpu: $(VENV)/.test-stamp
 	$(BIN)/python -m pytest -m cuda $(PYTEST_ARGS)
