@@ -66,41 +66,48 @@ def open_file_store(package: Path, folder: str) -> Any:
 
 
 class HostPool:
-    """Pages in host memory in one of the layouts of SGLang, all touched, and what SGLang's controller does with them.
+    """Pages in host memory in one of the layouts of SGLang, all touched, and what its threads do with them for a store
+    without zero copy. To a store with it, it is as SGLang's `HostKVCache`.
 
     `kv_buffer` is [2, pages * tokens, layers, heads, dim] (page_first) or [2, layers, pages * tokens, heads, dim].
     """
 
     def __init__(self, layout: Layout, pages: int, *, tokens: int, layers: int, heads: int, dim: int) -> None:
-        self.layout = layout
-        self.pages, self.tokens = pages, tokens
+        self.layout: str = layout
+        self.pages, self.page_size, self.dtype = pages, tokens, torch.bfloat16
         slots = pages * tokens
-        is_page_first = layout == "page_first"
-        self._page_shape = (2, tokens, layers, heads, dim) if is_page_first else (2, layers, tokens, heads, dim)
-        shape = (2, slots, layers, heads, dim) if is_page_first else (2, layers, slots, heads, dim)
-        self.kv_buffer = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16).view(torch.bfloat16)
+        self._is_page_first = layout == "page_first"
+        self._page_shape = (2, tokens, layers, heads, dim) if self._is_page_first else (2, layers, tokens, heads, dim)
+        shape = (2, slots, layers, heads, dim) if self._is_page_first else (2, layers, slots, heads, dim)
+        self.kv_buffer = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16).view(self.dtype)
 
     @property
     def page_bytes(self) -> int:
         return self.kv_buffer.nbytes // self.pages
 
-    def _page(self, page: int) -> torch.Tensor:
-        tokens = slice(page * self.tokens, (page + 1) * self.tokens)
-        return self.kv_buffer[:, tokens] if self.layout == "page_first" else self.kv_buffer[:, :, tokens]
+    @property
+    def indices(self) -> torch.Tensor:
+        """All tokens, page by page."""
+        return torch.arange(self.pages * self.page_size)
 
-    def parts(self, page: int) -> list[memoryview]:
-        """Return the pieces of a page, in the order of its flat copy; they share the pool's memory."""
-        pieces = self._page(page).flatten(0, 0 if self.layout == "page_first" else 1)
-        return [memoryview(piece.view(torch.uint8).numpy().reshape(-1)) for piece in pieces]
+    def _page(self, page: int) -> torch.Tensor:
+        tokens = slice(page * self.page_size, (page + 1) * self.page_size)
+        return self.kv_buffer[:, tokens] if self._is_page_first else self.kv_buffer[:, :, tokens]
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Return addresses and lengths of the pieces of the pages of these tokens, in the order of a flat copy."""
+        pages = [index // self.page_size for index in indices[:: self.page_size].tolist()]
+        pieces = [piece for page in pages for piece in self._page(page).flatten(0, 0 if self._is_page_first else 1)]
+        return [piece.data_ptr() for piece in pieces], [piece.nbytes for piece in pieces]
 
     def save(self, store: Any, keys: Sequence[str]) -> None:
-        """Store the first pages as SGLang's backup thread does for a store without zero copy."""
+        """Store all pages as SGLang's backup thread does."""
         data = [self._page(page).flatten() for page in range(len(keys))]
         assert store.batch_set(keys, data)
 
     def load(self, store: Any, keys: Sequence[str]) -> None:
-        """Read the first pages as SGLang's prefetch thread does for a store without zero copy."""
-        empty = [torch.zeros(self._page_shape, dtype=self.kv_buffer.dtype).flatten() for _ in keys]
+        """Read all pages as SGLang's prefetch thread does."""
+        empty = [torch.zeros(self._page_shape, dtype=self.dtype).flatten() for _ in keys]
         found = store.batch_get(keys, empty)
         for page, data in enumerate(found):
             self._page(page)[:] = data.reshape(self._page_shape)

@@ -3,8 +3,8 @@
     python -m benchmarks.engines.sglang_files [--peer DIR] [--path DIRECTORY]
 
 SGLang's side does what its backup and prefetch threads do: copy each page out of the pool, 128 pages a call, one
-thread. Ours stores and reads the pages where they are in the pool, as `PageView`s, and besides proves each page by its
-tag, names its parent, keeps an index with a capacity and checks each file. Neither side syncs.
+thread. Ours is what HiCacheStore does: it stores and reads the pages where they are in the pool. Besides, it proves
+each page by its tag, names its parent, keeps an index with a capacity and checks each file. Neither side syncs.
 
 Warm: files are removed after each round, so the next one finds memory for the page cache that this process has touched.
 Cold: files stay, so each round fills memory that a virtual machine has to be given first: that, and not a store, sets
@@ -17,7 +17,6 @@ import argparse
 import hashlib
 import os
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,46 +25,52 @@ import torch
 from benchmarks._table import Row, print_table
 from benchmarks.engines._sglang import HostPool, Layout, find_sglang, open_file_store
 from benchmarks.engines._sides import Side, measure_cold, measure_warm, rows_of, with_malloc
-from hicache.backends.file import FileBackend
-from hicache.config import FileStorageOptions
-from hicache.frame import HEADER_BYTES, FrameCodec, PageView, unseal
+from hicache.config import HiCacheConfig
+from hicache.integrations.sglang.identity import KEY_HASH
+from hicache.integrations.sglang.pages import HostPages
+from hicache.integrations.sglang.storage import HostPoolStorage
+from hicache.integrations.store import EngineStorage
+from hicache.keys import Namespace
 
-_FOREVER_S = 600.0
 
-
-def _keys(pages: int, number: int) -> list[bytes]:
-    return [hashlib.sha256(b"%d %d" % (number, page)).digest() for page in range(pages)]
+def _keys(pages: int, number: int) -> list[str]:
+    return [hashlib.sha256(b"%d %d" % (number, page)).hexdigest() for page in range(pages)]
 
 
 def sglang_side(store: Any, folder: Path, pool: HostPool) -> Side:
-    def keys(number: int) -> list[str]:
-        return [key.hex() for key in _keys(pool.pages, number)]
-
     def remove(number: int) -> None:
-        for key in keys(number):
+        for key in _keys(pool.pages, number):
             next(folder.glob(f"{key}*")).unlink()
 
-    return Side(lambda number: pool.save(store, keys(number)), lambda number: pool.load(store, keys(number)), remove)
+    return Side(
+        lambda number: pool.save(store, _keys(pool.pages, number)),
+        lambda number: pool.load(store, _keys(pool.pages, number)),
+        remove,
+    )
 
 
-def our_side(backend: FileBackend, pool: HostPool) -> Side:
-    views = [PageView(memoryview(bytearray(HEADER_BYTES)), pool.parts(page)) for page in range(pool.pages)]
+def our_side(storage: HostPoolStorage, pool: HostPool) -> Side:
+    indices = pool.indices
 
     def write(number: int) -> None:
-        for view in views:
-            unseal(view.header)
-        deadline = time.monotonic() + _FOREVER_S
-        outcomes = backend.batch_set(_keys(pool.pages, number), views, parent=None, deadline=deadline)
-        assert set(outcomes) == {"stored"}, outcomes
+        assert all(storage.write(_keys(pool.pages, number), indices, []))
 
     def read(number: int) -> None:
-        outcomes = backend.batch_get(_keys(pool.pages, number), views, deadline=time.monotonic() + _FOREVER_S)
-        assert set(outcomes) == {"hit"}, outcomes
+        assert all(storage.read(_keys(pool.pages, number), indices))
 
-    def remove(number: int) -> None:
-        backend.delete(_keys(pool.pages, number), deadline=time.monotonic() + _FOREVER_S)
+    return Side(write, read, lambda _: storage.clear())
 
-    return Side(write, read, remove)
+
+def open_ours(folder: Path, pool: HostPool, threads: int, direct: bool) -> HostPoolStorage:
+    """What HiCacheStore opens, which needs SGLang besides: all but its translation of names."""
+    options = {"path": str(folder), "capacity": "1TiB", "io_threads": threads, "direct_io": direct}
+    config = HiCacheConfig.model_validate({
+        "page_size": pool.page_size, "storage": {"type": "file", "options": options},
+        "transfer": {"storage_deadline": "60s", "shutdown_deadline": "60s"},
+    })  # fmt: skip
+    pages = HostPages(pool)
+    namespace = Namespace(model="bench", geometry=pages.shape, key_hash=KEY_HASH, engine_layout=pool.layout)
+    return HostPoolStorage(EngineStorage(config, namespace), pages, lambda: "")
 
 
 def run(
@@ -79,17 +84,14 @@ def run(
     with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as name:
         folder = Path(name)
         theirs = sglang_side(open_file_store(package, str(folder / "sglang")), folder / "sglang", pool)
-        options = FileStorageOptions(
-            path=str(folder / "ours"), capacity=1 << 40, free_space_floor=0, io_threads=threads, direct_io=direct
-        )
-        backend = FileBackend(FrameCodec(b"b" * 32, pool.page_bytes), options)
+        storage = open_ours(folder / "ours", pool, threads, direct)
         try:
-            ours = our_side(backend, pool)
+            ours = our_side(storage, pool)
             sides = [ours, theirs]
             measure_warm(sides, rounds[0])
             measure_cold(sides, rounds[1])
         finally:
-            backend.close()
+            storage.close()
         label = f"{layout}, {threads} threads{', direct_io' if direct else ''}"
         return rows_of(label, ours, theirs, pool.page_bytes, pages)
 
