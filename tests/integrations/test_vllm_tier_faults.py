@@ -97,7 +97,7 @@ def test_a_request_does_not_wait_for_a_lookup_that_hangs() -> None:
 def test_a_promotion_that_hangs_ends_and_never_writes_to_rows_that_others_have() -> None:
     names, store = names_of("a", 3), Store()
     with engine_on(store, **SHORT) as engine:
-        assert engine.save(names) == names
+        wait_for(lambda: engine.save(names) == names)
         store.reads.clear()
         assert engine.fetch(names) == []
         store.release()
@@ -108,7 +108,7 @@ def test_a_promotion_that_hangs_ends_and_never_writes_to_rows_that_others_have()
 def test_in_place_a_promotion_that_hangs_is_waited_for() -> None:
     """The control of the test before: the late read fills the rows, so they must not have been given back."""
     names, store = names_of("a", 3), Store()
-    with engine_on(store, in_place=True, **SHORT) as engine:
+    with engine_on(store, in_place=True) as engine:
         engine.save(names)
         store.reads.clear()
         number = engine.begin(names, load=True)
