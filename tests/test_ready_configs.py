@@ -35,6 +35,7 @@ from hicache.devservers import (
 from hicache.devservers.ports import LOOPBACK, free_ports
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
+from hicache.integrations.options import engine_config
 from tests.backends.remote.daemon import Daemon
 
 PAYLOAD_BYTES = 5000
@@ -152,6 +153,18 @@ def test_the_one_for_a_daemon(repository: Path, tmp_path: Path) -> None:
         path = moved(repository, "remote.yaml", tmp_path, lambda options: options.update(socket=str(daemon.socket)))
         assert load_config(path, environ={}).host.shared.name == "engine-0"
         assert carries_pages(path)
+
+
+def test_the_one_for_vllm(repository: Path, tmp_path: Path) -> None:
+    path = moved(repository, "vllm.yaml", tmp_path, in_directory(tmp_path / "pages"))
+    assert [engine_config("", {"config": str(path)}, block).page_size for block in (16, 48, 128)] == [64, 96, 128]
+    assert carries_pages(path)
+
+
+def test_the_one_for_sglang(repository: Path, tmp_path: Path) -> None:
+    path = moved(repository, "sglang.yaml", tmp_path, in_directory(tmp_path / "pages"))
+    assert engine_config("", {"config": str(path)}, 32, whole_page=True).page_size == 32
+    assert carries_pages(path)
 
 
 def test_the_one_with_a_disk_above_a_bucket(
