@@ -51,8 +51,8 @@ class HostPages:
         tensors = pool.kv_buffer if isinstance(pool.kv_buffer, (list, tuple)) else [pool.kv_buffer]
         if not all(isinstance(tensor, torch.Tensor) and tensor.is_contiguous() for tensor in tensors):
             raise ConfigError(
-                f"SGLang's host pool {type(pool).__name__} does not keep KV in tensors of its own; HiCache serves models "
-                "with one MHA or MLA pool"
+                f"SGLang's host pool {type(pool).__name__} does not keep KV in tensors of its own; HiCache serves "
+                "models with one MHA or MLA pool"
             )
         self._pool = pool
         self._buffers = [_buffer(tensor) for tensor in tensors]

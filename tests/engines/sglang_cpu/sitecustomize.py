@@ -1,0 +1,132 @@
+"""SGLang on a CPU, without the packages that exist for GPUs alone. Python runs this at the start of each process that
+has this folder in PYTHONPATH, since SGLang starts its processes anew.
+
+SGLang imports these packages wherever it runs and uses them on GPUs only. Imports of them give modules whose names all
+exist and do nothing. Two parts of its host pool are replaced: what registers memory with CUDA, and the copies between
+device and host, which are kernels of a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_ABSENT = {"sgl_kernel", "flashinfer", "deep_gemm", "torchao", "decord", "torch_memory_saver", "torchvision", "gguf"}
+
+
+class _StubType(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Stub()
+
+
+class _Stub(metaclass=_StubType):
+    """Stands for any function, class or constant."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __call__(self, *arguments: Any, **_: object) -> Any:
+        return arguments[0] if arguments and callable(arguments[0]) else self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Stub()
+
+
+class _StubModule(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        # A class of its own, since some are derived from.
+        made: Any = _StubType(name, (_Stub,), {}) if name[:1].isupper() else _Stub()
+        setattr(self, name, made)
+        return made
+
+
+class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] in _ABSENT:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _StubModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+_find_spec = importlib.util.find_spec
+
+
+def _installed_spec(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of a package, None for a stub: who asks whether a package is installed is told the truth."""
+    spec = _find_spec(name, package)
+    return None if spec is not None and isinstance(spec.loader, _Stubs) else spec
+
+
+sys.meta_path.append(_Stubs())  # behind the others: what is installed is used
+importlib.util.find_spec = _installed_spec
+
+
+def _copied_on_the_cpu(mha: types.ModuleType) -> None:
+    def rows(pool: Any, layers: Any, layer: int, indices: Any) -> Any:
+        """The index of tokens in one layer of the host pool: of pages, or of single tokens."""
+        if pool.layout == "page_first_direct":
+            return layers[layer], (indices // pool.page_size, indices % pool.page_size)
+        return layers[layer], (indices,)
+
+    def load(pool: Any, _: Any, host: Any, device: Any, layer: int, __: str, *, is_draft: bool = False) -> None:
+        for layers, targets in ((pool.k_data_refs, pool.device_k_buffers), (pool.v_data_refs, pool.device_v_buffers)):
+            source, where = rows(pool, layers, layer, host.cpu())
+            targets[layer][device] = source[where]
+
+    def backup(pool: Any, _: Any, host: Any, device: Any, __: str) -> None:
+        for layers, sources in ((pool.k_data_refs, pool.device_k_buffers), (pool.v_data_refs, pool.device_v_buffers)):
+            for layer, source in enumerate(sources):
+                target, where = rows(pool, layers, layer, host.cpu())
+                target[where] = source[device]
+
+    mha.MHATokenToKVPoolHost.load_to_device_per_layer = load
+    mha.MHATokenToKVPoolHost.backup_from_device_all_layer = backup
+
+
+def _not_registered(common: types.ModuleType) -> None:
+    common._cuda_host_register = lambda *_: None  # type: ignore[attr-defined]
+
+
+_POOLS = "sglang.srt.mem_cache.pool_host"
+_REPLACED: dict[str, Callable[[types.ModuleType], None]] = {
+    f"{_POOLS}.mha": _copied_on_the_cpu, f"{_POOLS}.common": _not_registered,
+}  # fmt: skip
+
+
+class _Replacing(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        replace = _REPLACED.get(fullname)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path) if replace else None
+        if replace is None or spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_replace(module: types.ModuleType) -> None:
+            execute(module)
+            replace(module)
+
+        spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _Replacing())

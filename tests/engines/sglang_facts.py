@@ -1,0 +1,135 @@
+"""SGLang's code without an engine, in a process of its own, since SGLang on a CPU needs stand-ins for packages that
+another engine must not see. For test_sglang_interface.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .process import serve
+
+_LAYERS, _HEADS, _HEAD_DIM, _LATENT, _PAGE_TOKENS, _PAGES = 3, 2, 4, 6, 8, 6
+
+
+def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
+    import torch  # noqa: PLC0415
+    from sglang.srt.arg_groups.fields import lora, model, serving, spec  # noqa: PLC0415
+    from sglang.srt.mem_cache.device_pool_info import (  # noqa: PLC0415
+        KVBufferLayout,
+        KVBuffers,
+        MHABufferInfo,
+        MLABufferInfo,
+    )
+    from sglang.srt.mem_cache.hicache_storage import (  # noqa: PLC0415
+        HiCacheStorage,
+        HiCacheStorageConfig,
+        HiCacheStorageExtraInfo,
+        PoolName,
+    )
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: PLC0415
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: PLC0415
+    from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: PLC0415
+    from sglang.srt.observability.metrics_collector import StorageMetrics  # noqa: PLC0415
+
+    from hicache.errors import ConfigError  # noqa: PLC0415
+    from hicache.integrations.sglang import HiCacheStore  # noqa: PLC0415
+    from hicache.integrations.sglang.pages import HostPages  # noqa: PLC0415
+
+    def parameters(function: Callable[..., object]) -> list[str]:
+        return list(inspect.signature(function).parameters)
+
+    def methods() -> dict[str, list[list[str]]]:
+        """The parameters of each method of SGLang's interface: in SGLang, and in HiCacheStore."""
+        named = inspect.getmembers(HiCacheStorage, inspect.isfunction)
+        return {name: [parameters(function), parameters(getattr(HiCacheStore, name))] for name, function in named}
+
+    def own() -> list[str]:
+        """The methods of SGLang's interface that HiCacheStore has itself."""
+        return sorted(name for name in vars(HiCacheStore) if name in vars(HiCacheStorage) and not name.startswith("_"))
+
+    def names() -> dict[str, list[str]]:
+        """The fields of SGLang's classes that are read or written."""
+        found: dict[str, Any] = {
+            "config": HiCacheStorageConfig, "extra": HiCacheStorageExtraInfo, "metrics": StorageMetrics,
+        }  # fmt: skip
+        return {name: sorted(kind.__dataclass_fields__) for name, kind in found.items()}
+
+    def flags() -> dict[str, list[str]]:
+        """The fields of SGLang's configuration by namespace."""
+        kinds = (lora.Lora, model.Model, serving.Serving, spec.Spec)
+        return {kind._NS_PATH: sorted(kind.__annotations__) for kind in kinds}
+
+    def pool(layout: str, is_mla: bool) -> Any:
+        """A host pool of SGLang, over a device pool that nothing is copied from."""
+        heads, dim = (1, _LATENT) if is_mla else (_HEADS, _HEAD_DIM)
+        device = tuple(torch.zeros(_PAGE_TOKENS, heads, dim, dtype=torch.bfloat16) for _ in range(_LAYERS))
+        addresses = torch.tensor([tensor.data_ptr() for tensor in device], dtype=torch.uint64)
+        common = {"page_size": _PAGE_TOKENS, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+        info: Any
+        if is_mla:
+            info = MLABufferInfo(
+                buffers=device, data_ptrs=addresses, layer_indices=tuple(range(_LAYERS)), device_layer_num=_LAYERS,
+                kv_lora_rank=_LATENT - 2, qk_rope_head_dim=2, kv_cache_dim=_LATENT, **common,
+            )  # fmt: skip
+        else:
+            buffers = KVBuffers(
+                k=device, v=device, k_data_ptrs=addresses, v_data_ptrs=addresses, layout=KVBufferLayout.NHD
+            )
+            info = MHABufferInfo(buffers=buffers, head_num=heads, head_dim=dim, v_head_dim=dim, **common)
+        kind, more = (MLATokenToKVPoolHost, {"target_layer_num": _LAYERS}) if is_mla else (MHATokenToKVPoolHost, {})
+        return kind(
+            info, 0.0, 0, _PAGE_TOKENS, layout, pin_memory=False, device_capacity_tokens=_PAGE_TOKENS, start_layer=0,
+            end_layer=_LAYERS, host_token_capacity=_PAGES * _PAGE_TOKENS, **more,
+        )  # fmt: skip
+
+    def moved(layout: str, is_mla: bool) -> list[bool]:
+        """Move two pages from one pool to another, where HostPages says they are; for each page of the other pool
+        whether it has what SGLang says it should."""
+        source, target = pool(layout, is_mla), pool(layout, is_mla)
+        source.kv_buffer.copy_(torch.rand(source.kv_buffer.shape))
+        target.kv_buffer.zero_()
+        indices = {page: torch.arange(page * _PAGE_TOKENS, (page + 1) * _PAGE_TOKENS) for page in range(_PAGES)}
+        pairs = {1: 4, 3: 0}  # of the target and of the source
+        theirs = HostPages(source).views(torch.cat([indices[page] for page in pairs.values()]), len(pairs))
+        ours = HostPages(target).views(torch.cat([indices[page] for page in pairs]), len(pairs))
+        for one, other in zip(ours, theirs, strict=True):
+            for part, bytes_ in zip(one.parts, other.parts, strict=True):
+                part[:] = bytes_
+        nothing = torch.zeros_like(target.get_data_page(0))
+        wanted = {page: source.get_data_page(from_ * _PAGE_TOKENS) for page, from_ in pairs.items()}
+        return [
+            torch.equal(target.get_data_page(page * _PAGE_TOKENS), wanted.get(page, nothing)) for page in range(_PAGES)
+        ]
+
+    def create(extra: dict[str, object], split_heads: bool = False, beside: str | None = None) -> str:
+        """Make the store as SGLang does, and with `beside` give it a second pool. Return why it refused, or nothing."""
+        config = HiCacheStorageConfig(
+            tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
+            enable_storage_metrics=False, is_page_first_layout=True, model_name="small", should_split_heads=split_heads,
+            extra_config={
+                "backend_name": "hicache", "module_path": "hicache.integrations.sglang", "class_name": "HiCacheStore",
+                **extra,
+            },
+        )  # fmt: skip
+        try:
+            made = StorageBackendFactory.create_backend("dynamic", config, pool("page_first", False))
+            if beside is not None:
+                made.register_mem_host_pool_v2(pool("page_first", False), PoolName(beside))
+            for call in ("get", "batch_get", "set", "batch_set", "batch_exists_v2", "batch_get_v2", "batch_set_v2"):
+                try:
+                    getattr(made, call)([])
+                except ConfigError:
+                    continue
+                return f"{call} did not refuse"
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    steps = (methods, own, names, flags, moved, create)
+    return {step.__name__: step for step in steps}
+
+
+if __name__ == "__main__":
+    serve(start)

@@ -1,0 +1,230 @@
+"""SGLang on HiCache: two engines over the same files, and one with another layout over a daemon that fails.
+
+Each test has prompts of its own and takes its reference from a cold run. The control that stored KV is really read is
+`test_zeroed_pages_change_the_tokens`.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.devservers.ports import LOOPBACK, free_ports
+from hicache.frame import HEADER_BYTES, FrameCodec, unseal
+from hicache.frame.header import NAMESPACE
+from tests.daemon.daemons import Daemon
+from tests.waiting import wait_for
+
+from .process import EngineProcess
+from .prompts import prompts, write_config
+from .sglang_engine import PAGE_TOKENS, sglang_environ, sglang_options
+
+# Of a prompt of 300 tokens, what can be cached: the last token is computed.
+CACHED = 299 // PAGE_TOKENS * PAGE_TOKENS
+PAGES = 300 // PAGE_TOKENS
+
+Answers = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sglang")
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    return free_ports(1)[0]
+
+
+@pytest.fixture(scope="module")
+def start(llama: Path, folder: Path) -> Callable[..., EngineProcess]:
+    def begin(config: Path, **changes: object) -> EngineProcess:
+        options = sglang_options(llama, {"config": str(config)}, **changes)
+        return EngineProcess("tests.engines.sglang_engine", options, folder=folder, environ=sglang_environ())
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def files(folder: Path, port: int) -> Path:
+    """The configuration of two engines: both get a port for metrics, one behind the other."""
+    options = {"path": str(folder / "pages"), "free_space_floor": 0}
+    storage = {"type": "file", "options": options}
+    return write_config(folder / "files.yaml", page_size=PAGE_TOKENS, storage=storage, metrics={"port": port})
+
+
+@pytest.fixture(scope="module")
+def first(start: Callable[..., EngineProcess], files: Path) -> Iterator[EngineProcess]:
+    with start(files) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def second(first: EngineProcess, start: Callable[..., EngineProcess], files: Path) -> Iterator[EngineProcess]:
+    with start(files) as engine:
+        yield engine
+
+
+def generate(engine: EngineProcess, asked: list[list[int]]) -> Answers:
+    answers: Answers = engine.call("generate", prompts=asked)
+    return answers
+
+
+def flush(engine: EngineProcess) -> None:
+    wait_for(lambda: engine.call("flush"), pause_s=0.05)
+
+
+def tokens(answers: Answers) -> list[Any]:
+    return [answer["tokens"] for answer in answers]
+
+
+def cached(answers: Answers) -> list[int]:
+    return [answer["cached"] for answer in answers]
+
+
+def stored(folder: Path) -> list[Path]:
+    """The files of pages, the latest last."""
+    found = [path for path in (folder / "pages").rglob("*") if path.is_file() and len(path.name.split(".")[0]) == 64]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def cold(engine: EngineProcess, folder: Path, asked: list[list[int]]) -> Answers:
+    """Compute prompts that nobody has computed, and wait until their pages are stored."""
+    before = len(stored(folder))
+    answers = generate(engine, asked)
+    assert cached(answers) == [0] * len(asked)
+    wait_for(lambda: len(stored(folder)) >= before + PAGES * len(asked))
+    return answers
+
+
+def metric(port: int, line: str) -> float:
+    with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/metrics", timeout=10) as answer:
+        page = answer.read().decode()
+    return sum(float(row.rpartition(" ")[2]) for row in page.splitlines() if row.startswith(line))
+
+
+def test_tokens_are_equal_cold_and_from_storage(first: EngineProcess, folder: Path, port: int) -> None:
+    asked = prompts("cold", 2)
+    expected = cold(first, folder, asked)
+    flush(first)
+    again = generate(first, asked)
+    assert tokens(again) == tokens(expected)
+    assert cached(again) == [CACHED, CACHED]
+    assert metric(port, 'hicache_backend_get_pages_total{backend="file",outcome="hit"}') >= 2 * CACHED // PAGE_TOKENS
+
+
+def test_a_second_engine_reads_what_the_first_one_stored_and_the_other_way_round(
+    first: EngineProcess, second: EngineProcess, folder: Path, port: int
+) -> None:
+    for writer, reader, name in ((first, second, "there"), (second, first, "back")):
+        asked = prompts(name, 2)
+        expected = cold(writer, folder, asked)
+        found = generate(reader, asked)
+        assert tokens(found) == tokens(expected)
+        assert cached(found) == [CACHED, CACHED]
+    assert metric(port + 1, "hicache_build_info") == 1
+
+
+def test_flipped_bytes_and_swapped_pages_cost_hits_alone(
+    first: EngineProcess, second: EngineProcess, folder: Path, port: int
+) -> None:
+    asked = prompts("damaged", 2)
+    expected = cold(first, folder, asked[:1])
+    flipped = stored(folder)[-PAGES + 4]  # pages are stored head first
+    expected += cold(first, folder, asked[1:])
+    one, two = stored(folder)[-PAGES + 6], stored(folder)[-PAGES + 8]
+    data = bytearray(flipped.read_bytes())
+    data[HEADER_BYTES + 100] ^= 1
+    flipped.write_bytes(data)
+    ones, twos = one.read_bytes(), two.read_bytes()
+    one.write_bytes(twos)
+    two.write_bytes(ones)
+    found = generate(second, asked)
+    assert tokens(found) == tokens(expected)
+    assert all(0 < length < CACHED for length in cached(found))
+    assert metric(port + 1, "hicache_backend_corrupt_pages_total") >= 2
+
+
+def test_zeroed_pages_change_the_tokens(first: EngineProcess, second: EngineProcess, folder: Path) -> None:
+    """The control: with pages whose proof is right and whose KV is wrong, answers are wrong."""
+    asked = prompts("zeroed", 1)
+    expected = cold(first, folder, asked)
+    for path in stored(folder)[-PAGES:]:
+        frame = memoryview(bytearray(path.read_bytes()))
+        payload_bytes = int.from_bytes(frame[48:56], "little")
+        codec = FrameCodec(bytes(frame[NAMESPACE]), payload_bytes, label="zeroed")
+        frame[HEADER_BYTES:] = bytes(frame.nbytes - HEADER_BYTES)
+        unseal(frame)
+        path.write_bytes(codec.seal(bytes(frame[56:88]), frame))
+    found = generate(second, asked)
+    assert cached(found) == [CACHED]
+    assert tokens(found) != tokens(expected)
+
+
+@pytest.fixture(scope="module")
+def daemon(folder: Path) -> Iterator[Daemon]:
+    """A daemon over the files of the other engines."""
+    options = {"path": str(folder / "pages"), "free_space_floor": 0}
+    with (
+        tempfile.TemporaryDirectory(prefix="hc-") as short,  # the path of a Unix socket has at most 107 bytes
+        Daemon(Path(short), storage={"type": "file", "options": options}) as made,
+    ):
+        yield made
+
+
+@pytest.fixture(scope="module")
+def remote(daemon: Daemon, start: Callable[..., EngineProcess], folder: Path) -> Iterator[EngineProcess]:
+    """An engine with another layout over the daemon. It waits for storage no longer than a second."""
+    guard = {"backoff_min": 0.05, "backoff_max": 0.2}
+    storage = {"type": "remote", "options": {"socket": str(daemon.socket), "timeout": 0.5}, "guard": guard}
+    config = write_config(
+        folder / "remote.yaml", page_size=PAGE_TOKENS, storage=storage, transfer={"storage_deadline": 1}
+    )
+    with start(
+        config, hicache_mem_layout="page_first_direct", hicache_io_backend="direct",
+        hicache_storage_prefetch_policy="timeout",
+    ) as engine:  # fmt: skip
+        yield engine
+
+
+def test_an_engine_with_another_layout_sees_nothing_of_the_others(
+    first: EngineProcess, remote: EngineProcess, folder: Path
+) -> None:
+    asked = prompts("layout", 1)
+    expected = cold(first, folder, asked)
+    found = generate(remote, asked)
+    assert cached(found) == [0]
+    assert tokens(found) == tokens(expected)
+
+
+def test_a_daemon_that_hangs_dies_or_is_full_costs_hits_alone(
+    remote: EngineProcess, daemon: Daemon, folder: Path
+) -> None:
+    asked = prompts("faults", 2)
+    expected = cold(remote, folder, asked)
+
+    def again() -> list[int]:
+        flush(remote)
+        found = generate(remote, asked)
+        assert tokens(found) == tokens(expected)
+        return cached(found)
+
+    wait_for(lambda: again() == [CACHED, CACHED])  # from the daemon, over HTTP
+    daemon.signal(signal.SIGSTOP)
+    assert again() == [0, 0]
+    daemon.signal(signal.SIGCONT)
+    wait_for(lambda: again() == [CACHED, CACHED])
+    daemon.kill()
+    assert again() == [0, 0]
+    full = {"path": str(folder / "full"), "capacity": "64KiB", "free_space_floor": 0}
+    daemon.configure({"pool": "1MiB"}, storage={"type": "file", "options": full})
+    daemon.start()
+    assert again() == [0, 0]
+    assert generate(remote, prompts("on a full store", 1))[0]["cached"] == 0
+    assert again() == [0, 0]

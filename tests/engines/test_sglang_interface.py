@@ -1,0 +1,84 @@
+"""What HiCacheStore relies on in SGLang, compared with the installed wheel: a rename upstream is one red test here.
+
+Tests without an engine start: SGLang's classes, and its own host pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hicache.integrations.sglang.pages import LAYOUTS
+
+from .process import EngineProcess
+from .sglang_engine import sglang_environ
+
+# The methods of SGLang's interface. A new one may be a hook that we want, such as one for new weights.
+METHODS = {
+    "batch_exists", "batch_exists_v2", "batch_get", "batch_get_v1", "batch_get_v2", "batch_set", "batch_set_v1",
+    "batch_set_v2", "clear", "exists", "get", "get_stats", "on_host_pools_registered", "register_mem_host_pool_v2",
+    "register_mem_pool_host", "set",
+}  # fmt: skip
+FIELDS = {
+    "config": {
+        "tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size", "dcp_rank", "dcp_size",
+        "is_mla_model", "should_split_heads", "extra_config",
+    },
+    "extra": {"prefix_keys"},
+    "metrics": {"prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth"},
+}  # fmt: skip
+FLAGS = {
+    "model": {
+        "model_path", "revision", "kv_cache_dtype", "quantization", "quantization_param_path",
+        "json_model_override_args", "dtype",
+    },
+    "lora": {"lora_paths"},
+    "spec": {"speculative_draft_model_path"},
+    "serving": {"weight_version"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    folder = tmp_path_factory.mktemp("sglang-facts")
+    with EngineProcess("tests.engines.sglang_facts", {}, folder=folder, environ=sglang_environ()) as process:
+        yield process
+
+
+def test_the_interface_has_the_methods_that_we_know(sglang: EngineProcess) -> None:
+    assert set(sglang.call("methods")) == METHODS
+    assert set(sglang.call("own")) == METHODS - {"on_host_pools_registered"}
+
+
+def test_each_method_is_called_as_sglang_calls_it(sglang: EngineProcess) -> None:
+    for name, (theirs, ours) in sglang.call("methods").items():
+        assert ours == theirs, name
+
+
+def test_sglang_has_the_fields_that_are_read(sglang: EngineProcess) -> None:
+    found = sglang.call("names")
+    for kind, wanted in FIELDS.items():
+        assert wanted <= set(found[kind]), kind
+
+
+def test_sglang_has_the_flags_that_identify_pages(sglang: EngineProcess) -> None:
+    found = sglang.call("flags")
+    for namespace, wanted in FLAGS.items():
+        assert wanted <= set(found[namespace]), namespace
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_mla"), [(layout, False) for layout in LAYOUTS] + [(layout, True) for layout in LAYOUTS[:3]]
+)
+def test_pages_are_where_sglangs_own_host_pools_have_them(sglang: EngineProcess, layout: str, is_mla: bool) -> None:
+    assert all(sglang.call("moved", layout=layout, is_mla=is_mla))
+
+
+def test_what_is_not_served_is_refused_with_the_flag(sglang: EngineProcess) -> None:
+    v1 = {"interface_v1": 1}
+    assert sglang.call("create", extra=v1, beside="kv") == ""
+    assert '"interface_v1": 1' in sglang.call("create", extra={})
+    assert "'confg' is not an option" in sglang.call("create", extra={**v1, "confg": "x"})
+    assert "tp_lcm_size" in sglang.call("create", extra=v1, split_heads=True)
+    assert "'mamba' is not supported" in sglang.call("create", extra=v1, beside="mamba")
