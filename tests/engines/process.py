@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 START_TIMEOUT_S = 150.0
 CALL_TIMEOUT_S = 90.0
 _END_TIMEOUT_S = 20.0
+# Python's own process that removes the semaphores and memory of a family of processes once these have ended.
+_TRACKER_TIMEOUT_S = 5.0
 _LOG_LINES = 40
 _NUMBERS = itertools.count(1)
 
@@ -71,6 +73,7 @@ class ProcessTree:
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        self._shared: set[Path] = set()
 
     def running(self) -> bool:
         return self._process.poll() is None
@@ -79,29 +82,32 @@ class ProcessTree:
         """All processes of the session, the first one included."""
         return [pid for pid in _pids() if _session(pid) == self.pid]
 
-    def terminate(self, timeout_s: float = _END_TIMEOUT_S) -> bool:
-        """Ask the first process to end and return whether it did; `kill` is still due."""
-        self._process.terminate()
-        return self.wait(timeout_s)
-
-    def wait(self, timeout_s: float) -> bool:
+    def end(self, ask: Callable[[], object]) -> None:
+        """Have `ask` tell the first process to end, give it time for that, and `kill` the rest."""
+        for pid in self.pids():  # an engine may end its workers before they have removed theirs
+            self._shared |= _shared_memory(pid)
+        ask()
         try:
-            self._process.wait(timeout_s)
+            self._process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return False
-        return True
+            pass
+        self.kill()
+
+    def terminate(self) -> None:
+        self._process.terminate()
 
     def kill(self) -> None:
         """End each process of the session at once, and remove their shared memory. Harmless when repeated."""
-        shared: set[Path] = set()
+        patience = time.monotonic() + _TRACKER_TIMEOUT_S
         while pids := self.pids():  # a process may start another one before it gets the signal
             for pid in pids:
-                shared |= _shared_memory(pid)
-                _send(pid, signal.SIGKILL)
+                self._shared |= _shared_memory(pid)
+                if not _is_tracker(pid) or time.monotonic() > patience:
+                    _send(pid, signal.SIGKILL)
             self._process.poll()
             time.sleep(0.01)
         self._process.wait()
-        for path in shared:
+        for path in self._shared:
             path.unlink(missing_ok=True)
         self._temporary.cleanup()
 
@@ -144,9 +150,7 @@ class EngineProcess(ProcessTree):
     def close(self) -> None:
         """End the engine as its user would, and after a deadline with force."""
         self._lines.close()
-        self._socket.close()  # `serve` returns at the end of its input
-        self.wait(_END_TIMEOUT_S)
-        self.kill()
+        self.end(self._socket.close)  # `serve` returns at the end of its input
 
     def __enter__(self) -> Self:
         return self
@@ -212,6 +216,13 @@ def _session(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] == "Z" else int(fields[3])
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _shared_memory(pid: int) -> set[Path]:

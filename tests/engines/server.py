@@ -52,8 +52,7 @@ class EngineServer(ProcessTree):
 
     def close(self) -> None:
         """End the server as its user would, and what it leaves with force."""
-        self.terminate()
-        self.kill()
+        self.end(self.terminate)
 
     def __enter__(self) -> Self:
         return self
