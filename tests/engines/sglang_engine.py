@@ -71,7 +71,11 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         """Forget device and host memory; False while a request is not quite over."""
         return bool(engine.flush_cache().success)
 
-    return {"generate": generate, "flush": flush}
+    def update_weights(model: str) -> bool:
+        """Load other weights in place, as a trainer has it done."""
+        return bool(engine.update_weights_from_disk(model)[0])
+
+    return {"generate": generate, "flush": flush, "update_weights": update_weights}
 
 
 if __name__ == "__main__":

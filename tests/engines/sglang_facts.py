@@ -127,7 +127,16 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
             return str(error)
         return ""
 
-    steps = (methods, own, names, flags, moved, create)
+    def new_table() -> list[bool]:
+        """Whether the pool has the same table of used slots after `alloc` and `free`, and another one after `clear`."""
+        made = pool("page_first", False)
+        table = made.slot_used
+        made.free(made.alloc(_PAGE_TOKENS))
+        kept = made.slot_used is table
+        made.clear()
+        return [kept, made.slot_used is not table]
+
+    steps = (methods, own, names, flags, moved, create, new_table)
     return {step.__name__: step for step in steps}
 
 

@@ -44,8 +44,8 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def start(llama: Path, folder: Path) -> Callable[..., EngineProcess]:
-    def begin(config: Path, **changes: object) -> EngineProcess:
-        options = sglang_options(llama, {"config": str(config)}, **changes)
+    def begin(config: Path, *, fixed_weights: bool = True, **changes: object) -> EngineProcess:
+        options = sglang_options(llama, {"config": str(config), "fixed_weights": fixed_weights}, **changes)
         return EngineProcess("tests.engines.sglang_engine", options, folder=folder, environ=sglang_environ())
 
     return begin
@@ -67,7 +67,7 @@ def first(start: Callable[..., EngineProcess], files: Path) -> Iterator[EnginePr
 
 @pytest.fixture(scope="module")
 def second(first: EngineProcess, start: Callable[..., EngineProcess], files: Path) -> Iterator[EngineProcess]:
-    with start(files) as engine:
+    with start(files, fixed_weights=False, enable_metrics=True) as engine:
         yield engine
 
 
@@ -167,6 +167,23 @@ def test_zeroed_pages_change_the_tokens(first: EngineProcess, second: EngineProc
     assert tokens(found) != tokens(expected)
 
 
+def test_after_new_weights_storage_is_not_used(
+    first: EngineProcess, second: EngineProcess, other_llama: Path, folder: Path
+) -> None:
+    asked = prompts("new weights", 1)
+    expected = cold(first, folder, asked)
+    assert tokens(generate(second, asked)) == tokens(expected)
+    for engine in (second, first):
+        assert engine.call("update_weights", model=str(other_llama))
+    files = len(stored(folder))
+    found = generate(second, asked)
+    assert cached(found) == [0]
+    assert tokens(found) != tokens(expected)
+    assert len(stored(folder)) == files
+    # The control: an engine that was told that its weights never change reads what the old ones computed.
+    assert cached(generate(first, asked)) == [CACHED]
+
+
 @pytest.fixture(scope="module")
 def daemon(folder: Path) -> Iterator[Daemon]:
     """A daemon over the files of the other engines."""
@@ -181,10 +198,10 @@ def daemon(folder: Path) -> Iterator[Daemon]:
 @pytest.fixture(scope="module")
 def remote(daemon: Daemon, start: Callable[..., EngineProcess], folder: Path) -> Iterator[EngineProcess]:
     """An engine with another layout over the daemon. It waits for storage no longer than a second."""
-    guard = {"backoff_min": 0.05, "backoff_max": 0.2}
-    storage = {"type": "remote", "options": {"socket": str(daemon.socket), "timeout": 0.5}, "guard": guard}
+    guard = {"backoff_min": "50ms", "backoff_max": "200ms"}
+    storage = {"type": "remote", "options": {"socket": str(daemon.socket), "timeout": "500ms"}, "guard": guard}
     config = write_config(
-        folder / "remote.yaml", page_size=PAGE_TOKENS, storage=storage, transfer={"storage_deadline": 1}
+        folder / "remote.yaml", page_size=PAGE_TOKENS, storage=storage, transfer={"storage_deadline": "1s"}
     )
     with start(
         config, hicache_mem_layout="page_first_direct", hicache_io_backend="direct",
@@ -222,8 +239,8 @@ def test_a_daemon_that_hangs_dies_or_is_full_costs_hits_alone(
     wait_for(lambda: again() == [CACHED, CACHED])
     daemon.kill()
     assert again() == [0, 0]
-    full = {"path": str(folder / "full"), "capacity": "64KiB", "free_space_floor": 0}
-    daemon.configure({"pool": "1MiB"}, storage={"type": "file", "options": full})
+    full = {"path": str(folder / "full"), "free_space_floor": "900TiB"}
+    daemon.configure(storage={"type": "file", "options": full})
     daemon.start()
     assert again() == [0, 0]
     assert generate(remote, prompts("on a full store", 1))[0]["cached"] == 0

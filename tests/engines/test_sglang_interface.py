@@ -75,6 +75,11 @@ def test_pages_are_where_sglangs_own_host_pools_have_them(sglang: EngineProcess,
     assert all(sglang.call("moved", layout=layout, is_mla=is_mla))
 
 
+def test_a_flush_gives_a_host_pool_another_table(sglang: EngineProcess) -> None:
+    """By which HiCacheStore knows that the weights may have changed."""
+    assert sglang.call("new_table") == [True, True]
+
+
 def test_what_is_not_served_is_refused_with_the_flag(sglang: EngineProcess) -> None:
     v1 = {"interface_v1": 1}
     assert sglang.call("create", extra=v1, beside="kv") == ""

@@ -20,6 +20,7 @@ class HostPool:
         self.layout, self.dtype, self.is_mla = layout, dtype, is_mla
         self.page_size, self.size = PAGE_SIZE, pages * PAGE_SIZE
         self.start_layer, self.end_layer = 0, LAYERS
+        self.slot_used = torch.zeros(self.size, dtype=torch.bool)
         heads, dim = (1, LATENT) if is_mla else (HEADS, HEAD_DIM)
         self._vector = heads * dim  # elements of one token and layer
         shape = {
@@ -55,7 +56,8 @@ class HostPool:
         tokens = slice(number * PAGE_SIZE, (number + 1) * PAGE_SIZE)
         head: tuple[Any, ...] = () if self.is_mla else (slice(None),)
         where = {"layer_first": (slice(None), tokens), "page_first": (tokens,)}.get(self.layout, (number,))
-        return self.kv_buffer[(*head, *where)].clone()
+        page: torch.Tensor = self.kv_buffer[(*head, *where)]
+        return page.clone()
 
     def fill(self, seed: int = 0) -> None:
         """Other values in each place."""

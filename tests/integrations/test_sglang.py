@@ -15,6 +15,7 @@ import torch
 from hicache.backends.guard import Direction
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
+from hicache.frame import FrameCodec
 from hicache.integrations.sglang.identity import Engine
 from hicache.integrations.sglang.pages import LAYOUTS, HostPages
 from hicache.integrations.sglang.storage import HostPoolStorage
@@ -53,7 +54,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
     def open_store(
         pool: Any, *, ranks: Ranks | None = None, engine: Engine = ENGINE, capacity: int | None = None,
-        version: Callable[[], str] = lambda: "default",
+        is_current: Callable[[], bool] = lambda: True,
     ) -> HostPoolStorage:  # fmt: skip
         options = {"path": str(tmp_path / "pages"), "free_space_floor": 0, "capacity": capacity}
         config = HiCacheConfig.model_validate(
@@ -61,7 +62,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
         )
         pages = HostPages(pool)
         storage = EngineStorage(config, engine.namespace(ranks or Ranks(), pool, pages))
-        made.append(HostPoolStorage(storage, pages, version))
+        made.append(HostPoolStorage(storage, pages, is_current))
         return made[-1]
 
     yield open_store
@@ -123,6 +124,17 @@ def test_a_page_that_was_written_again_in_memory_is_stored_with_its_new_bytes(op
     written = pool.page(1)
     assert store.read(keys(1, "b"), pool.indices(2)) == [True]
     assert torch.equal(pool.page(2), written)
+
+
+def test_pages_go_to_files_and_come_back_without_a_copy(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: FrameCodec) -> memoryview:
+        raise AssertionError("a page was copied through a frame")
+
+    monkeypatch.setattr(FrameCodec, "scratch_frame", refuse)
+    pool = HostPool("layer_first")
+    store = opened(pool)
+    assert store.write(keys(2), pool.indices(0, 1), []) == [True, True]
+    assert store.read(keys(2), pool.indices(2, 3)) == [True, True]
 
 
 # What does not arrive is told page by page
@@ -187,17 +199,17 @@ def test_without_prefix_keys_the_flag_is_named_once(opened: Open, caplog: pytest
     assert caplog.text.count("hicache_storage_pass_prefix_keys") == 1
 
 
-def test_after_the_weights_changed_storage_is_not_used(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
-    version = "default"
+def test_once_the_weights_may_be_others_storage_is_not_used(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    current = True
     pool = HostPool("page_first")
-    store = opened(pool, version=lambda: version)
+    store = opened(pool, is_current=lambda: current)
     assert store.write(keys(2), pool.indices(0, 1), []) == [True, True]
-    version = "step-100"
+    current = False
     assert store.lookup(keys(2)) == 0
     assert store.read(keys(2), pool.indices(0, 1)) == [False, False]
     assert store.write(keys(1, "b"), pool.indices(0), []) == [False]
     assert caplog.text.count("detach and attach") == 1
-    version = "default"
+    current = True
     assert store.lookup(keys(2)) == 0  # what was computed in between is unknown
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_lora, get_model, get_serving, get_spec
 from sglang.version import __version__ as sglang_version
 
+from ...arguments import instance
 from ...errors import ConfigError
 from ..options import engine_config, known_options, model_identity
 from ..store import EngineStorage
@@ -37,6 +39,7 @@ OPTIONS = "--hicache-storage-backend-extra-config"
 # SGLang's own entries, and those of HiCache.
 _KNOWN = frozenset({
     "backend_name", "module_path", "class_name", "interface_v1", "file_storage_path", "config", "model",
+    "fixed_weights",
 })  # fmt: skip
 # Each process of an engine on a node serves metrics on a port of its own.
 _PROCESSES_MAX = 64
@@ -50,6 +53,9 @@ class HiCacheStore(HiCacheStorage):
     `--hicache-storage-backend-extra-config` has `config`, the path of HiCache's configuration, and may have `model`, a
     name of the weights that changes whenever they do: by default the fingerprint of the model's folder, or the commit
     of its snapshot. Raises ConfigError for what is not served, with the flag to set; the engine does not start then.
+
+    SGLang does not tell its storage of new weights, but flushes its caches then, and may count a version. So storage
+    ends with a flush, unless `fixed_weights` says that weights never change while SGLang runs.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None) -> None:
@@ -77,7 +83,7 @@ class HiCacheStore(HiCacheStorage):
                 pages.shape.tokens,
             )
         storage = EngineStorage(config, namespace, processes=_PROCESSES_MAX)
-        self._storage = HostPoolStorage(storage, pages, _weight_version)
+        self._storage = HostPoolStorage(storage, pages, self._weights_are_those_of_now(mem_pool_host))
         logger.info(
             "HiCache stores pages of %d tokens, %d bytes in %d parts (%s); weights: %s; namespace %s",
             pages.shape.tokens, pages.shape.payload_bytes, len(pages.shape.pieces), mem_pool_host.layout,
@@ -178,6 +184,12 @@ class HiCacheStore(HiCacheStorage):
     ) -> dict[str, list[bool]]:
         """Raises ConfigError."""
         _refuse()
+
+    def _weights_are_those_of_now(self, pool: HostPool) -> Callable[[], bool]:
+        """Return what tells whether the weights can only be those of now. A flush gives the pool new tables."""
+        version, table = _weight_version(), pool.slot_used
+        fixed = instance(f"{OPTIONS}: fixed_weights", self._extra.get("fixed_weights", False), bool)
+        return lambda: _weight_version() == version and (fixed or pool.slot_used is table)
 
     @property
     def _open(self) -> HostPoolStorage:

@@ -26,6 +26,7 @@ class HostPool(Protocol):
     layout: str
     dtype: torch.dtype
     kv_buffer: Any  # a tensor, or several
+    slot_used: torch.Tensor  # another one after `clear`
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> Any:
         """Return the addresses and the lengths of the parts of the pages that the tokens `indices` make up."""
@@ -90,5 +91,5 @@ class HostPages:
 
 
 def _buffer(tensor: torch.Tensor) -> _Buffer:
-    memory = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    memory = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)
     return _Buffer(tensor.data_ptr(), tensor.data_ptr() + memory.nbytes, memory)

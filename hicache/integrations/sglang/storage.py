@@ -37,14 +37,13 @@ class Transfer(NamedTuple):
 
 
 class HostPoolStorage:
-    """See the module's docstring. `storage` is owned. `weight_version` tells SGLang's version of the weights, at no
-    cost: storage is not used any more once it has changed, since its pages are of the weights of the start."""
+    """See the module's docstring. `storage` is owned. `is_current` tells, at no cost, whether the weights can only be
+    those of the start: once they cannot, storage is not used any more, since its pages are of those."""
 
-    def __init__(self, storage: EngineStorage, pages: HostPages, weight_version: Callable[[], str]) -> None:
+    def __init__(self, storage: EngineStorage, pages: HostPages, is_current: Callable[[], bool]) -> None:
         self._storage = storage
         self._pages = pages
-        self._weight_version = weight_version
-        self._version = weight_version()
+        self._is_current = is_current
         self._is_stale = False
         self._warned = False
         self._calls: deque[Transfer] = deque(maxlen=_CALLS_MAX)
@@ -95,12 +94,13 @@ class HostPoolStorage:
         return self._storage.close()
 
     def _is_usable(self) -> bool:
-        if not self._is_stale and self._weight_version() != self._version:
+        if not self._is_stale and not self._is_current():
             self._is_stale = True
             logger.warning(
-                "the weights have changed, so storage is not used any more: it has pages of weight version %r; detach "
-                "and attach it (DELETE, PUT /hicache/storage-backend), with another `model` if you have set that",
-                self._version,
+                "SGLang's weights or its caches were changed, so storage is not used any more: its pages are of the "
+                "weights of the start. To use it for new weights, detach and attach it (DELETE, PUT "
+                '/hicache/storage-backend) with another "model"; if weights never change while SGLang runs, set '
+                '"fixed_weights": true'
             )
         return not self._is_stale
 
