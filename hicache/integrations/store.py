@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +45,8 @@ class EngineStorage:
 
     The constructor opens it and blocks meanwhile; where it is unavailable, it is opened later by a thread of its own,
     when it is asked again. Serves metrics as the section `metrics` says, on the first free port of `processes`, since
-    an engine has several processes with one configuration.
+    an engine has several processes with one configuration. A call has `transfer.storage_deadline`, at most
+    `deadline_s_max`.
 
     Raises ConfigError for a configuration without storage or with a mistake, and BackendError for a store that refuses.
     """
@@ -55,13 +57,14 @@ class EngineStorage:
         namespace: Namespace,
         *,
         processes: int = 1,
+        deadline_s_max: float = math.inf,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         opener = storage_opener(config, namespace, environ)
         if opener is None:
             raise ConfigError("storage: the configuration has none; add the section `storage`, with the type of store")
         self.namespace = namespace
-        self._deadline_s = config.transfer.storage_deadline
+        self._deadline_s = min(config.transfer.storage_deadline, deadline_s_max)
         self._close_s = config.transfer.shutdown_deadline
         self._state = threading.Condition()
         self._gate = StorageGate(_NOT_REGISTERED, SupervisedPool, time.monotonic)

@@ -167,23 +167,6 @@ def test_zeroed_pages_change_the_tokens(first: EngineProcess, second: EngineProc
     assert tokens(found) != tokens(expected)
 
 
-def test_after_new_weights_storage_is_not_used(
-    first: EngineProcess, second: EngineProcess, other_llama: Path, folder: Path
-) -> None:
-    asked = prompts("new weights", 1)
-    expected = cold(first, folder, asked)
-    assert tokens(generate(second, asked)) == tokens(expected)
-    for engine in (second, first):
-        assert engine.call("update_weights", model=str(other_llama))
-    files = len(stored(folder))
-    found = generate(second, asked)
-    assert cached(found) == [0]
-    assert tokens(found) != tokens(expected)
-    assert len(stored(folder)) == files
-    # The control: an engine that was told that its weights never change reads what the old ones computed.
-    assert cached(generate(first, asked)) == [CACHED]
-
-
 @pytest.fixture(scope="module")
 def daemon(folder: Path) -> Iterator[Daemon]:
     """A daemon over the files of the other engines."""
@@ -245,3 +228,20 @@ def test_a_daemon_that_hangs_dies_or_is_full_costs_hits_alone(
     assert again() == [0, 0]
     assert generate(remote, prompts("on a full store", 1))[0]["cached"] == 0
     assert again() == [0, 0]
+
+
+def test_after_new_weights_storage_is_not_used(
+    first: EngineProcess, second: EngineProcess, other_llama: Path, folder: Path
+) -> None:
+    asked = prompts("new weights", 1)
+    expected = cold(first, folder, asked)
+    assert tokens(generate(second, asked)) == tokens(expected)
+    for engine in (second, first):
+        assert engine.call("update_weights", model=str(other_llama))
+    files = len(stored(folder))
+    found = generate(second, asked)
+    assert cached(found) == [0]
+    assert tokens(found) != tokens(expected)
+    assert len(stored(folder)) == files
+    # The control: an engine that was told that its weights never change reads what the old ones computed.
+    assert cached(generate(first, asked)) == [CACHED]

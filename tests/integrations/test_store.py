@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import urllib.request
@@ -35,9 +36,12 @@ def opened() -> Iterator[Open]:
     """Opens storages, which are closed at the end."""
     made: list[EngineStorage] = []
 
-    def open_storage(storage: dict[str, Any], *, processes: int = 1, epoch: int = 0, **sections: Any) -> EngineStorage:
+    def open_storage(
+        storage: dict[str, Any], *, processes: int = 1, epoch: int = 0, most_s: float = math.inf, **sections: Any
+    ) -> EngineStorage:
         config = HiCacheConfig.model_validate({"storage": storage, **sections})
-        made.append(EngineStorage(config, Namespace("weights", SHAPE, epoch), processes=processes))
+        namespace = Namespace("weights", SHAPE, epoch)
+        made.append(EngineStorage(config, namespace, processes=processes, deadline_s_max=most_s))
         return made[-1]
 
     yield open_storage
@@ -137,9 +141,12 @@ def test_a_full_store_is_left_alone_for_a_moment_and_serves_hits(opened: Open, t
     assert storage.lookup(KEYS) == stored
 
 
-def test_a_slow_call_ends_at_its_deadline_and_the_next_one_is_not_made(opened: Open, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("configured_s", "most_s"), [(0.05, math.inf), (60, 0.05)])
+def test_a_slow_call_ends_at_its_deadline_and_the_next_one_is_not_made(
+    opened: Open, tmp_path: Path, configured_s: float, most_s: float
+) -> None:
     slow = files(tmp_path, inject={"latency": 30})
-    storage = opened(slow, transfer={"storage_deadline": 0.05})
+    storage = opened(slow, most_s=most_s, transfer={"storage_deadline": configured_s})
     assert storage.lookup(KEYS) == 0
     assert storage.lookup(KEYS) == 0
     assert storage.statistics().skipped[Direction.READ] == 1

@@ -43,6 +43,8 @@ _KNOWN = frozenset({
 })  # fmt: skip
 # Each process of an engine on a node serves metrics on a port of its own.
 _PROCESSES_MAX = 64
+# SGLang waits 10 s for its storage threads when it flushes or detaches; its scheduler dies if one is in a call then.
+_DEADLINE_S_MAX = 5.0
 # Shorter pages cost a file or an object for a few tokens each.
 _PAGE_TOKENS_MIN = 16
 
@@ -82,7 +84,7 @@ class HiCacheStore(HiCacheStorage):
                 "pages have %d tokens, and each is an object in storage: start SGLang with --page-size 64",
                 pages.shape.tokens,
             )
-        storage = EngineStorage(config, namespace, processes=_PROCESSES_MAX)
+        storage = EngineStorage(config, namespace, processes=_PROCESSES_MAX, deadline_s_max=_DEADLINE_S_MAX)
         self._storage = HostPoolStorage(storage, pages, self._weights_are_those_of_now(mem_pool_host))
         logger.info(
             "HiCache stores pages of %d tokens, %d bytes in %d parts (%s); weights: %s; namespace %s",
