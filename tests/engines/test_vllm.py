@@ -1,5 +1,6 @@
 """vLLM on HiCache with files as storage. Over the same files are an engine in one process, its HTTP server, which is a
-second engine, and an engine with two tensor-parallel workers.
+second engine, and an engine with two tensor-parallel workers. The server loads layer by layer, the others
+asynchronously.
 
 Each test has prompts of its own and takes its reference from a cold run. The control that KV is really read is
 `test_zeroed_frames_change_the_tokens`.
@@ -79,7 +80,7 @@ def server(
         if name != "disable_log_stats":
             flag = "--" + name.replace("_", "-")
             command += [flag] if value is True else [flag, str(value)]
-    command += ["--kv-transfer-config", json.dumps(hicache_connector(config))]
+    command += ["--kv-transfer-config", json.dumps(hicache_connector(config, load="layerwise"))]
     command += ["--kv-events-config", json.dumps(events), "--enable-prompt-tokens-details"]
     with EngineServer(command, folder=tmp_path_factory.mktemp("server"), environ=vllm_environ()) as server:
         yield server
