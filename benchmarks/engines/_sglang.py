@@ -76,6 +76,7 @@ class HostPool:
         self.layout: str = layout
         self.pages, self.page_size, self.dtype = pages, tokens, torch.bfloat16
         slots = pages * tokens
+        self.slot_used = torch.zeros(slots, dtype=torch.bool)
         self._is_page_first = layout == "page_first"
         self._page_shape = (2, tokens, layers, heads, dim) if self._is_page_first else (2, layers, tokens, heads, dim)
         shape = (2, slots, layers, heads, dim) if self._is_page_first else (2, layers, slots, heads, dim)

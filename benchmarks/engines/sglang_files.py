@@ -70,7 +70,7 @@ def open_ours(folder: Path, pool: HostPool, threads: int, direct: bool) -> HostP
     })  # fmt: skip
     pages = HostPages(pool)
     namespace = Namespace(model="bench", geometry=pages.shape, key_hash=KEY_HASH, engine_layout=pool.layout)
-    return HostPoolStorage(EngineStorage(config, namespace), pages, lambda: "")
+    return HostPoolStorage(EngineStorage(config, namespace), pages, lambda: True)
 
 
 def run(
