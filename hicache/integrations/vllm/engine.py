@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm import __version__
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -48,13 +49,15 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One vLLM engine as HiCache sees it, equal in all its processes. `layer_names` are in the order of the page."""
+    """One vLLM engine as HiCache sees it, equal in all its processes. `layer_names` are in the order of the page,
+    `specs` is a digest of what vLLM says of their attention."""
 
     config: HiCacheConfig
     layout: BlockLayout
     layer_names: tuple[str, ...]
     host_pages: int
     layerwise: bool
+    specs: str
     vllm: VllmConfig
 
     @classmethod
@@ -81,6 +84,7 @@ class Engine:
             layer_names=tuple(group.layer_names),
             host_pages=host_pages(config.host, layout.shape, cache.num_blocks // layout.blocks_per_page),
             layerwise=wants_layerwise(extra),
+            specs=hashlib.sha256(repr([layers.get(name, spec) for name in group.layer_names]).encode()).hexdigest(),
             vllm=vllm,
         )
 
@@ -107,12 +111,13 @@ class Engine:
         entries = {name: value for name, value in model.hf_text_config.to_dict().items() if name not in _NOT_THE_MODEL}
         changed = json.dumps(entries, sort_keys=True, default=str)
         algorithm = vllm.cache_config.prefix_caching_hash_algo
+        terms = [f"vllm {__version__}", form, f"dtype={model.dtype}", f"tp={self.layout.ranks}", self.specs]
         return Namespace(
             model=f"{weights} {hashlib.sha256(changed.encode()).hexdigest()}",
             geometry=self.layout.shape,
             tp_size=self.layout.ranks,
             ranks_share_pages=True,
-            engine_layout=f"vllm {form} dtype={model.dtype} tp={self.layout.ranks}",
+            engine_layout=" ".join(terms),
             quantisation=str(model.quantization or ""),
             key_hash=f"vllm {algorithm} of {self.layout.block_tokens} tokens, seed {get_none_hash_seed()}",
             label=str(model.model),
