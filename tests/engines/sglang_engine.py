@@ -71,9 +71,10 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         """Forget device and host memory; False while a request is not quite over."""
         return bool(engine.flush_cache().success)
 
-    def update_weights(model: str) -> bool:
-        """Load other weights in place, as a trainer has it done."""
-        return bool(engine.update_weights_from_disk(model)[0])
+    def update_weights(model: str) -> str:
+        """Load other weights in place, as a trainer has it done; return why it failed, or nothing."""
+        success, message, *_ = engine.update_weights_from_disk(model)
+        return "" if success else str(message)
 
     return {"generate": generate, "flush": flush, "update_weights": update_weights}
 
